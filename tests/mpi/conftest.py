@@ -1,0 +1,83 @@
+"""Tests that run inside a job: ``mpirun -n N python -m pytest --with-mpi tests/mpi``.
+
+Every rank runs every test. A rank that fails before a collective would leave the others waiting, so a test makes all
+its calls first and compares afterwards; what fails on one rank then fails on all, with the rank named.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import torchmpi as mpi
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.mpi)
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[None]:
+    """torchmpi, started."""
+    mpi.start()
+    yield
+    mpi.stop()
+
+
+class Agreement:
+    """Collects what is wrong on this rank; the ranks compare notes when the test function has ended."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def __call__(self, condition: object, message: str = "condition does not hold") -> None:
+        if not condition:
+            self.problems.append(message)
+
+    def equal(self, actual: object, expected: object, message: str = "") -> None:
+        """Exact equality; tensors compare in dtype, shape and every bit but the sign of zero."""
+        if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+            same = actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected)
+        else:
+            same = bool(actual == expected)
+        self(same, f"{message}: got {actual!r}, expected {expected!r}")
+
+    def close(self, actual: torch.Tensor, expected: torch.Tensor, message: str = "", **tolerances: float) -> None:
+        """``torch.testing.assert_close``."""
+        try:
+            torch.testing.assert_close(actual, expected, **tolerances)
+        except AssertionError as error:
+            self.problems.append(f"{message}: {error}")
+
+
+_agreements: dict[str, Agreement] = {}
+
+
+@pytest.fixture
+def agree(request: pytest.FixtureRequest) -> Agreement:
+    """``agree(condition, message)``, ``agree.equal(a, b)``, ``agree.close(a, b)``."""
+    agreement = _agreements[request.node.nodeid] = Agreement()
+    return agreement
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function):
+    from mpi4py import MPI
+
+    problems: list[str] = []
+    outcome: object = None
+    try:
+        outcome = yield
+    except Exception:
+        problems.append(traceback.format_exc())
+    agreement = _agreements.pop(pyfuncitem.nodeid, None)
+    problems += agreement.problems if agreement is not None else []
+    everywhere = MPI.COMM_WORLD.allgather(problems)
+    failed = [f"rank {rank}: {problem}" for rank, theirs in enumerate(everywhere) for problem in theirs]
+    if failed:
+        raise AssertionError("\n".join(failed))
+    return outcome

@@ -1,0 +1,36 @@
+"""torchmpi: MPI-first training for PyTorch.
+
+    import torchmpi as mpi
+    import torchmpi.nn as mpinn
+
+    mpi.start()
+    model = Net().to(mpi.device())
+    mpinn.synchronize_parameters(model)
+    for x, y in full_dataset[mpi.rank() :: mpi.size()]:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        mpinn.synchronize_gradients(model)
+        optimizer.step()
+    mpi.stop()
+
+Importing this package starts nothing.
+"""
+
+from ._version import __version__
+from .collectives import (
+    allgather, allgather_async, allgather_object, allreduce, allreduce_async, allreduce_many, allreduce_many_async, alltoall,
+    alltoall_async, barrier, broadcast, broadcast_async, broadcast_object, gather, gather_async, reduce, reduce_async,
+    reduce_scatter, reduce_scatter_async, scatter, scatter_async,
+)  # fmt: skip
+from .communicator import Communicator
+from .config import Config
+from .errors import TorchMPIError
+from .handle import Handle
+from .lifecycle import (
+    collective_availability, communicator, communicator_names, device, has_cuda, has_gloo, has_nccl, host_name,
+    is_cartesian_communicator, local_rank, local_size, num_nodes_in_communicator, push_communicator, rank,
+    set_collective_span, set_communicator, size, start, started, stop, use,
+)  # fmt: skip
+from .messages import recv, recv_async, send, send_async, sendreceive, sendreceive_async
+
+__all__ = [name for name in dir() if not name.startswith("_")]

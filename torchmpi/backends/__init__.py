@@ -1,0 +1,30 @@
+"""Transports. Each is one class that runs verbs on contiguous tensors and says what it cannot do, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Operation = Callable[[Any, Any, int], Any]
+"""``operation(source, destination, root) -> result``, on contiguous tensors of a device the backend takes."""
+
+NAMES = ("mpi", "shm", "p2p", "nccl", "ipc", "gloo")
+"""All backends of the design; :mod:`torchmpi.selector` knows which exist."""
+
+
+class Backend(Protocol):
+    """What the selector and the verbs need to know of a transport."""
+
+    name: str
+    """The word users pass as ``backend=``."""
+
+    def takes(self, device_type: str) -> bool:
+        """Whether tensors of this device are handed over as they are; others are staged through the host."""
+
+    def why_not(self, verb: str, device_type: str) -> str | None:
+        """None if the verb can run on such tensors, staged or not, or the reason why it cannot."""
+
+    def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a verb for repeated use on a group."""

@@ -1,0 +1,110 @@
+"""Memory: what MPI is shown of a tensor, and the copies around it where it cannot be shown.
+
+Everything below a verb works on *plain* tensors: contiguous, without autograd, on a device the backend takes. This
+file makes them so, and brings the results back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import ArgumentError, DeviceError, DtypeError
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def as_bytes(MPI: Any, tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor as mpi4py takes it, untyped.
+
+    The only place where an address leaves torch. mpi4py checks no bounds on it, so the length is taken from the
+    tensor itself, and the caller must keep the tensor alive for the length of the call.
+    """
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Whether the memory of the tensor is exactly its values, in order.
+
+    >>> is_direct(torch.ones(3, 4)), is_direct(torch.ones(3, 4).t())
+    (True, False)
+    """
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
+    """Refuse what cannot be sent (or, if `written`, received into), with the remedy.
+
+    >>> check([1.0], "allreduce")
+    Traceback (most recent call last):
+    torchmpi.errors.DtypeError: allreduce: a list is not a tensor. Pass a torch.Tensor or a number.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise DtypeError(f"{what}: a {kind} is not a tensor. Pass a torch.Tensor or a number.")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(
+            f"{what}: the tensor is {str(tensor.layout).removeprefix('torch.')}. Pass .to_dense(), or its indices and values "
+            "one by one (torchmpi.nn does so for sparse gradients)."
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"{what}: tensors on device {tensor.device} cannot be sent. Use .cpu() or .cuda().")
+    if type(tensor) not in _PLAIN_TYPES and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        raise DtypeError(f"{what}: a {type(tensor).__name__} wraps other tensors. Pass the local one.")
+    if written and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ArgumentError(f"{what}: the tensor is expanded, several elements share memory. Use .contiguous() or out=.")
+    return tensor
+
+
+def plain(tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
+    """The tensor itself where it can be shown as it is, else a contiguous copy (pinned, for CUDA to the host)."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if to_host and tensor.is_cuda:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor)
+        return host
+    return tensor.contiguous()
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may share memory without being the same.
+
+    >>> base = torch.zeros(4)
+    >>> overlap(base[:3], base[1:]), overlap(base[:2], base[2:])
+    (True, False)
+    """
+    if a.device != b.device or a.numel() == 0 or b.numel() == 0:
+        return False
+    return a.data_ptr() <= _last_byte(b) and b.data_ptr() <= _last_byte(a)
+
+
+def _last_byte(tensor: torch.Tensor) -> int:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (reach + 1) * tensor.element_size() - 1
+
+
+def touch(tensor: torch.Tensor) -> None:
+    """Tell autograd that the tensor was written, so that a stale saved value is an error and not a wrong gradient."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+class Scratch:
+    """One reusable piece of memory, which grows to what is asked for."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor over the memory; valid until the next call.
+
+        >>> Scratch().take(3, torch.float64).shape
+        torch.Size([3])
+        """
+        num_bytes = numel * dtype.itemsize
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[:num_bytes].view(dtype)

@@ -1,0 +1,316 @@
+"""Groups of ranks that communicate, and the levels of communicators built from them.
+
+A :class:`Group` is what a collective runs on: an MPI communicator with its lane (order of calls) and ledger (what was
+called). A :class:`Communicator` is one level of the hierarchy: the *intra* group of ranks that gave the same key, and
+the *inter* group across those groups. A :class:`CommunicatorStack` holds the levels and knows which one is current.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from . import topology
+from .errors import ArgumentError, CommunicatorError, MismatchError, TorchMPIError
+from .handle import Handle
+from .lane import Lane
+from .progress import Board, Call, Ledger, mismatch_message
+
+_HEADER_DIMS = 12
+
+
+class Group:
+    """Ranks that can call collectives together, as one of them sees it."""
+
+    def __init__(self, comm: Any, name: str, world_ranks: tuple[int, ...], context: GroupContext) -> None:
+        self.comm = comm
+        self.name = name
+        self.world_ranks = world_ranks
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.context = context
+        self.hosts = sorted({context.hosts[rank] for rank in world_ranks})
+        self.side_comm = comm.Dup()
+        """For point-to-point messages, which must not meet those of a collective."""
+        self.plans: dict[Any, Any] = {}
+        """Prepared calls by everything that selects them; filled by the verbs."""
+        self.board, self.checking = _make_board(self, context.check)
+        self.ledger = Ledger(name, self.rank, self.size, self.board)
+        self.lane = Lane(name, threaded=context.threaded)
+        self.side_lanes: dict[tuple[str, int], Lane] = {}
+        context.groups.append(self)
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
+
+    def call(self, plan: Any, *arguments: Any) -> Any:
+        """Run a prepared call now, in the caller's thread if nothing is queued."""
+        lane = self.lane
+        if lane.closed:
+            raise CommunicatorError(f"{self.where}: communicator {self.name} has been closed.")
+        if lane.pending == 0 and lane.turn.acquire(blocking=False):
+            try:
+                return self.perform(plan, *arguments)
+            finally:
+                lane.turn.release()
+        return lane.run(partial(self.perform, plan, *arguments))
+
+    def submit(self, plan: Any, *arguments: Any) -> Handle:
+        """Queue a prepared call."""
+        if self.lane.closed:
+            raise CommunicatorError(f"{self.where}: communicator {self.name} has been closed.")
+        return self.lane.submit(partial(self.perform, plan, *arguments), f"{self.where}: {plan.verb}")
+
+    def perform(self, plan: Any, tensor: Any, out: Any, root: int) -> Any:
+        """Run a prepared call in its turn, under the eyes of the ledger."""
+        ledger = self.ledger
+        code, shape = plan.code | root << 32, plan.shape_of(tensor)
+        missing = ledger.enter(code, shape)
+        if self.checking == "strict":
+            self._compare_headers(code, shape)
+        try:
+            result = plan.run(tensor, out, root)
+        except self.context.MPI.Exception as error:
+            ledger.leave(missing)  # raises MismatchError if that is the reason
+            raise TorchMPIError(f"{self.where}: {Call(ledger.seq, code, shape)} failed in MPI: {error}.") from error
+        except BaseException:
+            ledger.abandon()
+            raise
+        ledger.leave(missing)
+        return result
+
+    @property
+    def where(self) -> str:
+        """``rank 3``: the rank in the world, with which messages begin."""
+        return f"rank {self.world_ranks[self.rank]}"
+
+    def side_lane(self, direction: str, peer: int) -> Lane:
+        """The queue of messages to (``send``) or from (``receive``) one rank: messages of a pair keep their order."""
+        lane = self.side_lanes.get((direction, peer))
+        if lane is None:
+            lane = Lane(f"{self.name} {direction} {peer}", threaded=self.context.threaded)
+            lane = self.side_lanes.setdefault((direction, peer), lane)
+        return lane
+
+    def _compare_headers(self, code: int, shape: tuple[int, ...]) -> None:
+        """Tell each other what is being called, and raise on all ranks if it is not the same."""
+        MPI = self.context.MPI
+        header = np.zeros(3 + _HEADER_DIMS, np.int64)
+        header[:3] = self.ledger.seq, code, len(shape)
+        header[3 : 3 + len(shape)] = shape[:_HEADER_DIMS]
+        headers = np.empty((self.size, header.size), np.int64)
+        self.comm.Allgather((header, MPI.INT64_T), (headers, MPI.INT64_T))
+        if (headers == header).all():
+            return
+        calls = {
+            rank: str(Call(int(seq), int(code), tuple(int(dim) for dim in dims[: int(num_dims)])))
+            for rank, (seq, code, num_dims, *dims) in enumerate(headers)
+        }
+        self.ledger.abandon()
+        raise MismatchError(f"{self.where}: {mismatch_message(self.name, calls)}")
+
+    def drain(self) -> None:
+        """Finish everything that is queued."""
+        for lane in (self.lane, *self.side_lanes.values()):
+            lane.drain()
+
+    def free(self) -> None:
+        """Give everything back. Collective, since MPI's is."""
+        for lane in (self.lane, *self.side_lanes.values()):
+            lane.close()
+        self.plans.clear()
+        self.context.groups.remove(self)
+        if self.board is not None:
+            self.board.close()
+        self.side_comm.Free()
+        self.comm.Free()
+
+
+class GroupContext:
+    """What all groups of a runtime share."""
+
+    def __init__(self, MPI: Any, hosts: Sequence[int], *, check: str, threaded: bool) -> None:
+        self.MPI = MPI
+        self.hosts = tuple(hosts)
+        """The number of the host of each world rank."""
+        self.check = check
+        self.threaded = threaded
+        """Whether several threads may be in MPI at once."""
+        self.groups: list[Group] = []
+        """All groups that exist, for the watchdog."""
+
+
+def _make_board(group: Group, check: str) -> tuple[Board | None, str]:
+    """The shared page for a group whose ranks are on one host, and how its calls are therefore checked."""
+    if group.size == 1 or check == "off":
+        return None, "off"
+    if check == "strict" or len(group.hosts) > 1:
+        return None, "off" if check == "board" else "strict"
+    comm = group.comm
+    path = comm.bcast(_try(partial(Board.create_file, group.size)) if group.rank == 0 else None)
+    board = _try(partial(Board, path, group.size)) if path else None
+    everybody = all(comm.allgather(board is not None))  # also: all have it open, so that it can go
+    if group.rank == 0 and path:
+        os.unlink(path)
+    if everybody:
+        return board, "board"
+    if board is not None:
+        board.close()
+    return None, "strict"
+
+
+def _try(action: Callable[[], Any]) -> Any:
+    """The result, or None where the file system does not allow it: the ranks then agree on what to do instead."""
+    try:
+        return action()
+    except OSError:
+        return None
+
+
+class Communicator:
+    """One level: this rank's intra group, and the inter group across the intra groups of that level."""
+
+    def __init__(
+        self, level: int, name: str, intra: Group, inter: Group | None, *, split: topology.Split, parent: Communicator | None
+    ) -> None:
+        self.level, self.name, self.intra, self.inter, self.split, self.parent = level, name, intra, inter, split, parent
+
+    @property
+    def rank(self) -> int:
+        """This rank in the intra group."""
+        return self.intra.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the intra group."""
+        return self.intra.size
+
+    @cached_property
+    def tree_split(self) -> topology.Split:
+        """The same groups, with only their first members connected."""
+        keys = [member.group for member in self.split.members]
+        return topology.plan_split(keys, cartesian=False)
+
+    @property
+    def is_cartesian(self) -> bool:
+        """Whether all intra groups of this level have the same size."""
+        return self.split.is_cartesian
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts on which the ranks of the intra group run."""
+        return len(self.intra.hosts)
+
+    def __repr__(self) -> str:
+        structure = "cartesian" if self.is_cartesian else "tree"
+        inter = f"inter {self.inter.rank}/{self.inter.size}" if self.inter is not None else "no inter"
+        return f"<Communicator level {self.level} {self.name!r}: intra {self.rank}/{self.size}, {inter}, {structure}>"
+
+
+_used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torchmpi communicator", default=None)
+
+
+class CommunicatorStack:
+    """The levels of this process, outermost first, and the current one."""
+
+    def __init__(self, world: Any, context: GroupContext) -> None:
+        self.context = context
+        everyone = tuple(range(world.size))
+        split = topology.plan_split(["world"] * world.size, cartesian=True)
+        intra = Group(world.Dup(), "world", everyone, context)
+        self.levels = [Communicator(0, "world", intra, None, split=split, parent=None)]
+        self._default = self.levels[0]
+        self.span = (0, 0)
+
+    @property
+    def current(self) -> Communicator:
+        """The one named by the innermost ``use()`` of this thread or task, else by ``set_communicator()``."""
+        return _used.get() or self._default
+
+    def find(self, communicator: int | Communicator | None) -> Communicator:
+        """The communicator meant by a ``comm=`` argument."""
+        if communicator is None:
+            return self.current
+        if isinstance(communicator, Communicator):
+            if communicator.intra.lane.closed:
+                raise CommunicatorError(f"{communicator!r} has been closed; it belongs to an earlier start().")
+            return communicator
+        if isinstance(communicator, int) and 0 <= communicator < len(self.levels):
+            return self.levels[communicator]
+        raise CommunicatorError(
+            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, or a level "
+            f"from 0 to {len(self.levels) - 1}:\n{self.names()}"
+        )
+
+    def push(self, key: str, name: str | None = None) -> int:
+        """Split the current intra group by key; the new level becomes current."""
+        if not isinstance(key, (str, int)):
+            raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
+        parent = self.current
+        comm = parent.intra.comm
+        parent.intra.drain()
+        keys = comm.allgather(str(key))
+        split = topology.plan_split(keys, cartesian=True)
+        member = split.members[parent.rank]
+        level, name = len(self.levels), name or str(key)
+        world_ranks = parent.intra.world_ranks
+        intra = Group(
+            comm.Split(member.group, parent.rank), name, tuple(world_ranks[rank] for rank in member.intra), self.context
+        )
+        # Who is in no inter group still takes part in the split: it is collective over the parent.
+        color = member.intra_rank if member.inter is not None else self.context.MPI.UNDEFINED
+        inter_comm = comm.Split(color, parent.rank)
+        inter = None
+        if member.inter is not None:
+            inter = Group(inter_comm, f"{name} inter", tuple(world_ranks[rank] for rank in member.inter), self.context)
+        self.levels.append(Communicator(level, name, intra, inter, split=split, parent=parent))
+        self._default = self.levels[level]
+        return level
+
+    def set_current(self, level: int) -> None:
+        """Make a level the default of this process."""
+        self._default = self.find(level)
+
+    @contextmanager
+    def use(self, communicator: int | Communicator) -> Iterator[Communicator]:
+        """Make a communicator current within a block, for this thread or task only."""
+        found = self.find(communicator)
+        token = _used.set(found)
+        try:
+            yield found
+        finally:
+            _used.reset(token)
+
+    def set_span(self, begin: int, end: int) -> None:
+        """Let collectives on level `begin` run in steps over the levels down to `end`."""
+        if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end < len(self.levels)):
+            raise CommunicatorError(
+                f"rank {self.levels[0].rank}: set_collective_span({begin}, {end}): need 0 <= begin <= end <= "
+                f"{len(self.levels) - 1}, the levels there are:\n{self.names()}"
+            )
+        for level in range(begin + 1, end + 1):
+            if self.levels[level].parent is not self.levels[level - 1]:
+                raise CommunicatorError(
+                    f"rank {self.levels[0].rank}: set_collective_span({begin}, {end}): level {level} was not split from level "
+                    f"{level - 1}, so they do not nest."
+                )
+        self.span = (begin, end)
+
+    def names(self) -> str:
+        """All levels, one a line, the current one marked."""
+        lines = []
+        for communicator in self.levels:
+            mark = "*" if communicator is self.current else " "
+            lines.append(f"{mark} {communicator!r}"[:-1].replace("<Communicator ", "") + f", ranks {communicator.intra.world_ranks}")
+        return "\n".join(lines)
+
+    def free(self) -> None:
+        """Give all groups back, in reverse order of their making."""
+        for group in reversed(list(self.context.groups)):
+            group.free()

@@ -1,0 +1,136 @@
+"""The training loop over all ranks: each takes its own batches, and all apply the same averaged gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import torchmpi.nn as mpinn
+from torchmpi import lifecycle
+from torchmpi.errors import DeviceError
+
+from .evaluate import TestResult
+from .ranks import AllRanks
+from .sgd import SGDEngine
+from .state import State
+
+
+class AllReduceSGDEngine(SGDEngine):
+    """Data-parallel training on all ranks of the current communicator.
+
+    `use_gpu`: None takes ``mpi.device()``, True insists on a GPU, False stays on the CPU. `asynchronous`
+    sends gradients while backward still runs. `device_sync` waits for the GPU before forward and before
+    backward. `dynamic_network` looks at each step whether the trainable parameters have changed; False saves
+    that for networks that stay as they are. `debug` checks at each step that all ranks have the same
+    parameters. The rest is as in :class:`SGDEngine`.
+
+        engine = AllReduceSGDEngine(asynchronous=True)
+        engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=my_part, lr=0.1, max_epochs=5)
+    """
+
+    def __init__(
+        self,
+        use_gpu: bool | None = None,
+        asynchronous: bool = False,
+        device_sync: bool = True,
+        dynamic_network: bool = True,
+        *,
+        debug: bool = False,
+        prefetch: int = 1,
+        progress: bool = True,
+    ) -> None:
+        super().__init__(prefetch=prefetch, progress=progress)
+        self._ranks = AllRanks()
+        self._use_gpu, self._device_sync = use_gpu, device_sync
+        self._asynchronous, self._dynamic_network, self._debug = asynchronous, dynamic_network, debug
+        self._registered: list[tuple[nn.Module, list[nn.Parameter]]] = []
+
+    def _pick_device(self, network: nn.Module) -> torch.device:
+        device = lifecycle.device()
+        if self._use_gpu is False:
+            return torch.device("cpu")
+        if self._use_gpu and device.type != "cuda":
+            raise DeviceError(
+                f"rank {lifecycle.rank()}: use_gpu=True, but the device of this rank is the {device}. "
+                "Use start(with_cuda=True) on hosts with GPUs, or use_gpu=None to take what there is."
+            )
+        return device
+
+    def _begin(self, state: State) -> None:
+        for module in _trained(state):
+            mpinn.synchronize_parameters(module)
+        if self._asynchronous:
+            self._register(state)
+
+    def _begin_step(self, state: State) -> None:
+        if self._asynchronous and self._dynamic_network:
+            # By identity: parameters compare element by element.
+            known = [list(map(id, trainable)) for _, trainable in self._registered]
+            if known != [list(map(id, _trainable(module))) for module in _own(state)]:
+                self._register(state)
+        if self._debug:
+            for module in _trained(state):
+                # Not the buffers: statistics of batch norm are those of each rank's own data.
+                mpinn.check_with_allreduce(module, buffers=False)
+
+    def _settle(self) -> None:
+        if self._device_sync and lifecycle.device().type == "cuda" and self._use_gpu is not False:
+            torch.cuda.synchronize(lifecycle.device())
+
+    def _synchronize(self, state: State, num_active: int) -> None:
+        if isinstance(state.optimizer, mpinn.DistributedOptimizer):
+            state.optimizer.synchronize()
+        for module in _own(state):
+            if self._asynchronous:
+                mpinn.synchronize_gradients_async(module)
+            else:
+                mpinn.synchronize_gradients(module)
+            if num_active < self._ranks.size:
+                # The average counted ranks that had run out of data, with a gradient of zero.
+                _scale_gradients(module, self._ranks.size / num_active)
+
+    def _apply(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, mpinn.DistributedOptimizer):
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+
+    def _end(self, state: State) -> None:
+        self._unregister()
+
+    def _total(self, result: TestResult) -> TestResult:
+        return TestResult(result.loss.synchronize(), result.error.synchronize())
+
+    def _register(self, state: State) -> None:
+        self._unregister()
+        for module in _own(state):
+            mpinn.register_async_backward(module)
+            self._registered.append((module, _trainable(module)))
+
+    def _unregister(self) -> None:
+        while self._registered:
+            mpinn.unregister_async_backward(self._registered.pop()[0])
+
+
+def _trained(state: State) -> list[nn.Module]:
+    """The network, and a criterion that has something to train."""
+    modules = (module for module in (state.network, state.criterion) if isinstance(module, nn.Module))
+    return [module for module in modules if module is state.network or _trainable(module)]
+
+
+def _own(state: State) -> list[nn.Module]:
+    """The modules whose gradients the engine synchronises: a DistributedOptimizer does its network itself."""
+    has_synchronizer = isinstance(state.optimizer, mpinn.DistributedOptimizer)
+    return [module for module in _trained(state) if not (has_synchronizer and module is state.network)]
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+@torch.no_grad()
+def _scale_gradients(module: nn.Module, factor: float) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

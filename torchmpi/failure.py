@@ -1,0 +1,173 @@
+"""When one rank fails, the job ends: in seconds, with one traceback, and a status that says so.
+
+Without this, the other ranks would wait for the failed one for ever. Four ways of failing are covered: an uncaught
+exception, SIGTERM (also while the main thread is inside MPI, where Python runs no signal handler), the interpreter's
+exit without ``stop()`` while others communicate, and a message from the watchdog.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from .communicator import Group
+from .progress import DYING
+
+_HANDLER_GRACE_SECONDS = 1.0
+_ABORT_GRACE_SECONDS = 5.0
+_TERMINATED = 128 + signal.SIGTERM
+
+
+class FailureHandling:
+    """Hooks of this process, in place while the runtime runs."""
+
+    def __init__(self, world: Group, stop: Callable[[], None]) -> None:
+        self.world, self._stop = world, stop
+        self._pid = os.getpid()
+        self._installed = False
+        self._previous_hook = sys.excepthook
+        self._previous_handler: Any = None
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._handled = threading.Event()
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        self._installed = True
+        sys.excepthook = self._on_exception
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self._in_forked_child)
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._watch_sigterm()
+
+    def uninstall(self) -> None:
+        """Give the hooks back, unless somebody has replaced ours."""
+        self._installed = False
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._previous_hook
+        atexit.unregister(self._at_exit)
+        if self._wakeup is not None:
+            self._unwatch_sigterm()
+
+    def end_job(self, message: str, status: int) -> None:
+        """Say why, and end all ranks. Does not return."""
+        self._claim()
+        print(message, file=sys.stderr, flush=True)
+        self._abort(status)
+
+    # --- the ways of failing
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self._pid or not self._installed:
+            self._previous_hook(kind, error, trace)
+            return
+        rank, size = self.world.rank, self.world.size
+        if self._claim():
+            if size > 1:
+                print(f"torchmpi: rank {rank} of {size} failed, which ends the job:", file=sys.stderr)
+            self._previous_hook(kind, error, trace)
+        else:
+            first_line = str(error).split("\n", 1)[0]
+            print(f"torchmpi: rank {rank} failed too: {kind.__name__}: {first_line}", file=sys.stderr)
+        self._abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid or not self._installed:
+            return
+        try:
+            self._stop()
+        except BaseException as error:
+            self.end_job(
+                f"torchmpi: rank {self.world.rank} has come to the end of its program without mpi.stop(), while others are in "
+                f"the middle of a call: {error}",
+                1,
+            )
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        self._handled.set()
+        if os.getpid() != self._pid:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self._terminate(frame)
+
+    def _terminate(self, frame: FrameType | None) -> None:
+        if not self._claim():
+            # The launcher clears up after a rank that failed and has said why: no need for more noise.
+            self._abort(_TERMINATED)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        print(f"torchmpi: rank {self.world.rank} got SIGTERM, which ends the job. It was here:\n{stack}", file=sys.stderr)
+        self._abort(_TERMINATED)
+
+    # --- how they are noticed
+
+    def _watch_sigterm(self) -> None:
+        self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        if previous != -1:  # an event loop listens there: leave it alone, the plain handler has to do
+            signal.set_wakeup_fd(previous)
+            reader.close()
+            writer.close()
+            return
+        self._wakeup = reader, writer
+        threading.Thread(target=self._listen, args=(reader,), name="torchmpi signals", daemon=True).start()
+
+    def _listen(self, reader: socket.socket) -> None:
+        """Python's handler runs only when the main thread comes back to Python; this one hears of the signal at once."""
+        while data := reader.recv(64):
+            if signal.SIGTERM in data and not self._handled.wait(_HANDLER_GRACE_SECONDS):
+                self._terminate(sys._current_frames().get(threading.main_thread().ident or 0))
+        reader.close()
+
+    def _unwatch_sigterm(self) -> None:
+        assert self._wakeup is not None
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+                signal.signal(signal.SIGTERM, self._previous_handler)
+        self._wakeup[1].close()  # ends the listener
+        self._wakeup = None
+
+    def _in_forked_child(self) -> None:
+        """A forked worker is no rank: it must not speak for one, nor write into the parent's wake-up socket."""
+        if self._installed and self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._installed = False
+
+    # --- the end
+
+    def _claim(self) -> bool:
+        """Mark this rank as failing; whether no other on this host has before, so that it is ours to explain."""
+        board, rank = self.world.board, self.world.rank
+        if board is None:
+            return True
+        if board.get(rank, DYING):
+            return True
+        board.set(rank, DYING, 1)
+        return not any(board.get(row, DYING) for row in range(self.world.size) if row != rank)
+
+    def _abort(self, status: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # MPI_Abort may return or hang when the network is gone: then at least this process ends.
+        threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
+        if self.world.size > 1:
+            self.world.context.MPI.COMM_WORLD.Abort(status)
+        os._exit(status)
+
+
+def _exit_later(status: int) -> None:
+    time.sleep(_ABORT_GRACE_SECONDS)
+    os._exit(status)

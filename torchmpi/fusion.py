@@ -1,0 +1,42 @@
+"""Many small tensors as few large messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def plan_buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Indices of the tensors that travel together: one dtype and device each, in order, up to `bucket_bytes`.
+
+    A tensor larger than that travels alone. Buckets are ordered by their first tensor, so that every rank makes the same.
+
+    >>> plan_buckets([torch.ones(2), torch.ones(3), torch.ones(1, dtype=torch.int8), torch.ones(9)], 32)
+    [[0, 1], [2], [3]]
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        key, num_bytes = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        members, filled = open_buckets.get(key, ([], bucket_bytes))
+        if filled + num_bytes > bucket_bytes:
+            members, filled = [], 0
+            buckets.append(members)
+        members.append(index)
+        open_buckets[key] = members, filled + num_bytes
+    return buckets
+
+
+def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive pieces of `flat` into the tensors.
+
+    >>> a, b = torch.zeros(2), torch.zeros(1)
+    >>> unpack(torch.arange(3.0), [a, b])
+    >>> a, b
+    (tensor([0., 1.]), tensor([2.]))
+    """
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    with torch.no_grad():
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,104 @@
+"""The promise that an asynchronous call returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .errors import StallError
+
+
+class Handle:
+    """Result of a ``NAME_async`` call.
+
+    The tensors of the call must not be read or written before ``wait()`` returns. ``wait()`` may be called any
+    number of times, from any thread; it returns the result or raises what went wrong in the call.
+
+        handle = mpi.allreduce_async(gradient)
+        compute_something_else()
+        gradient = handle.wait()
+    """
+
+    __slots__ = ("__weakref__", "_callbacks", "_description", "_error", "_finished", "_is_done", "_result", "_seen")
+
+    def __init__(self, description: str = "asynchronous call") -> None:
+        # A locked lock is the cheapest event: released once, when the call ends; waiters hand it on.
+        self._finished = threading.Lock()
+        self._finished.acquire()
+        self._description = description
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._seen = False
+        self._callbacks: list[Callable[[Handle], None]] = []
+
+    @classmethod
+    def completed(cls, result: Any) -> Handle:
+        """A handle that is done already.
+
+        >>> Handle.completed(3).wait()
+        3
+        """
+        handle = cls()
+        handle.set_result(result)
+        return handle
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until the call has ended and give its result; raise its error if it failed.
+
+        With `timeout` (seconds) a :class:`~torchmpi.errors.StallError` is raised when it has not ended by then; the
+        call itself goes on.
+        """
+        if not self._finished.acquire(timeout=-1 if timeout is None else timeout):
+            raise StallError(f"{self._description} has not ended after {timeout:g} s. It goes on; wait() again for it.")
+        self._finished.release()
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        """Whether ``wait()`` would return at once."""
+        return self._is_done
+
+    def then(self, callback: Callable[[Handle], None]) -> None:
+        """Call `callback(handle)` when the call has ended, in the thread that ended it, or now if it has.
+
+        >>> Handle.completed(3).then(lambda handle: print(handle.wait()))
+        3
+        """
+        self._callbacks.append(callback)
+        if self._is_done:
+            self._run_callbacks()
+
+    # What follows is for those who run the call.
+
+    def set_result(self, result: Any) -> None:
+        """End the call with `result`."""
+        self._result = result
+        self._end()
+
+    def set_error(self, error: BaseException) -> None:
+        """End the call with `error`, which ``wait()`` raises."""
+        self._error = error
+        self._end()
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """The error, if the call failed and nobody has waited for it."""
+        return None if self._seen else self._error
+
+    def _end(self) -> None:
+        self._is_done = True
+        self._finished.release()
+        self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        # then() and the end of the call may both be here: pop() is atomic, so each callback runs once.
+        while True:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:
+                return
+            callback(self)

@@ -1,0 +1,100 @@
+"""One ordered queue of communication: calls run in the order in which they were submitted.
+
+MPI wants every rank to enter the calls on a communicator in the same order, so each communicator has one lane.
+A synchronous call runs in the caller's thread when the lane is idle, which costs a lock; otherwise it queues up behind
+the asynchronous ones. Asynchronous calls run in one worker thread, which sleeps when there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .errors import NotStartedError
+from .handle import Handle
+
+Task = Callable[[], Any]
+
+
+class Lane:
+    """A queue and the right to run.
+
+    >>> lane = Lane("example")
+    >>> lane.run(lambda: 1), lane.submit(lambda: 2, "two").wait()
+    (1, 2)
+    >>> lane.close()
+    """
+
+    def __init__(self, name: str, *, threaded: bool = True) -> None:
+        self.name = name
+        self.turn = threading.Lock()
+        """Held by whoever runs a call."""
+        self.pending = 0
+        """Submitted calls that have not ended, their callbacks included."""
+        self.closed = False
+        self.doing: str | None = None
+        """What runs at the moment, in words, if whoever runs it says so; for the watchdog."""
+        self._threaded = threaded
+        self._counting = threading.Lock()
+        self._tasks: queue.SimpleQueue[tuple[Task, Handle] | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+
+    def run(self, task: Task) -> Any:
+        """Run `task` in its turn and return its result."""
+        if self.pending == 0 and self.turn.acquire(blocking=False):
+            try:
+                return task()
+            finally:
+                self.turn.release()
+        if self._worker is threading.current_thread():
+            return task()  # a callback of a call that ends right now: it holds the turn
+        return self.submit(task, self.name).wait()
+
+    def submit(self, task: Task, description: str) -> Handle:
+        """Run `task` after all earlier ones, in the background."""
+        if self.closed:
+            raise NotStartedError(f"{description}: its communicator has been closed.")
+        handle = Handle(description)
+        if not self._threaded:
+            self._finish(task, handle)
+            return handle
+        with self._counting:
+            self.pending += 1
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
+                self._worker.start()
+        self._tasks.put((task, handle))
+        return handle
+
+    def drain(self) -> None:
+        """Return when everything submitted so far has ended."""
+        if self._worker is not None and self._worker is not threading.current_thread():
+            self.submit(lambda: None, "drain").wait()
+
+    def close(self) -> None:
+        """Finish what is queued and end the worker."""
+        if not self.closed:
+            self.drain()
+            self.closed = True
+            if self._worker is not None:
+                self._tasks.put(None)
+                self._worker.join()
+
+    def _work(self) -> None:
+        while (entry := self._tasks.get()) is not None:
+            with self.turn:
+                self._finish(*entry)
+                with self._counting:
+                    self.pending -= 1
+            del entry  # or the last tensor would live until the next call
+
+    @staticmethod
+    def _finish(task: Task, handle: Handle) -> None:
+        try:
+            result = task()
+        except BaseException as error:  # whatever it is belongs to the one who waits
+            handle.set_error(error)
+        else:
+            handle.set_result(result)

@@ -1,0 +1,22 @@
+"""Data-parallel and model-parallel training of ``torch.nn`` modules."""
+
+from .blocksequential import BlockSequential
+from .check import check_with_allreduce
+from .hooks import register_async_backward, synchronize_gradients_async, unregister_async_backward
+from .join import join
+from .optimizer import DistributedOptimizer
+from .parallel import MPLinear
+from .sync import synchronize_gradients, synchronize_parameters
+
+__all__ = [
+    "BlockSequential",
+    "DistributedOptimizer",
+    "MPLinear",
+    "check_with_allreduce",
+    "join",
+    "register_async_backward",
+    "synchronize_gradients",
+    "synchronize_gradients_async",
+    "synchronize_parameters",
+    "unregister_async_backward",
+]

@@ -1,0 +1,148 @@
+"""A Sequential whose parameters lie in few contiguous blocks, so that one collective moves many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError
+from .buckets import SeatedBucket, allocate_flat, dense_view, partition_by_size
+from .replica import Attachment, Replica, sparse_by_declaration
+
+
+class BlockSequential(nn.Sequential):
+    """``nn.Sequential`` that keeps its parameters in `partitions` contiguous blocks of about equal size.
+
+    The parameters stay what they were (same objects, same names in ``state_dict()``): only their memory moves. Optimizers,
+    ``load_state_dict`` and ``.to()`` work as usual. ``synchronize_parameters``, ``synchronize_gradients`` and the asynchronous
+    hooks use one collective per block. Parameters of different dtypes or devices get blocks of their own.
+
+    >>> net = BlockSequential(2, nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    >>> [block.numel() for block in net.parameter_blocks()]
+    [20, 20]
+    """
+
+    def __init__(self, partitions: int, *modules: Any) -> None:
+        if not isinstance(partitions, int) or partitions < 1:
+            raise ArgumentError(f"BlockSequential(partitions={partitions!r}, ...): partitions must be an integer, 1 or more.")
+        super().__init__(*modules)
+        if any(isinstance(module, BlockSequential) for module in list(self.modules())[1:]):
+            raise ArgumentError("A BlockSequential cannot lie in another one: a parameter has only one place in memory.")
+        self.partitions = partitions
+        self._blocks: _Blocks | None = None
+        self.parameter_blocks()
+
+    def parameter_blocks(self) -> list[Tensor]:
+        """The flat tensors that hold the parameters, in their order.
+
+        >>> net = BlockSequential(1, nn.Linear(2, 1))
+        >>> net.parameter_blocks()[0].fill_(1.0); net[0].weight.tolist()
+        tensor([1., 1., 1.])
+        [[1.0, 1.0]]
+        """
+        return self._current().flats
+
+    def gradient_blocks(self) -> list[Tensor]:
+        """The flat tensors that hold the gradients. After this call every trainable parameter's ``.grad`` is a part of one,
+        zeros if it had none.
+
+        >>> net = BlockSequential(1, nn.Linear(2, 1))
+        >>> net.gradient_blocks()[0].fill_(1.0); net[0].bias.grad
+        tensor([1., 1., 1.])
+        tensor([1.])
+        """
+        with torch.no_grad():
+            buckets = self.gradient_buckets()
+            for bucket in buckets:
+                bucket.pack()
+                bucket.unpack([True] * len(bucket.parameters))
+        return [bucket.flat for bucket in buckets]
+
+    def gradient_buckets(self) -> list[SeatedBucket]:
+        """The buckets behind `gradient_blocks`; the gradients are left where they are."""
+        return self._current().gradient_buckets(self)
+
+    def _current(self) -> _Blocks:
+        if self._blocks is None or not self._blocks.are_in_place(Replica(self).parameters):
+            self._blocks = _Blocks(Replica(self).parameters, self.partitions)
+        return self._blocks
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSequential:
+        super()._apply(fn, recurse)
+        # Whatever moved or converted the parameters gave each its own memory again.
+        self._blocks = None
+        self.parameter_blocks()
+        return self
+
+
+class _Blocks(Attachment):
+    """The memory of the parameters of one BlockSequential; a copy of it makes blocks of its own."""
+
+    def __init__(self, parameters: list[Tensor], partitions: int) -> None:
+        self.groups = _group(parameters, partitions)
+        self.flats: list[Tensor] = []
+        self._places: list[tuple[Tensor, int]] = []
+        self._buckets: list[SeatedBucket] = []
+        self._bucket_key: tuple[Any, ...] = ()
+        with torch.no_grad():
+            for group in self.groups:
+                self._move(group)
+
+    def _move(self, group: list[Tensor]) -> None:
+        flat = allocate_flat(sum(parameter.numel() for parameter in group), group[0])
+        offset = 0
+        for parameter in group:
+            view = dense_view(flat, offset, parameter.detach())
+            view.copy_(parameter)
+            parameter.data = view
+            self._places.append((parameter, view.data_ptr()))
+            offset += parameter.numel()
+        self.flats.append(flat)
+
+    def are_in_place(self, parameters: list[Tensor]) -> bool:
+        """Whether exactly these parameters still lie where they were put."""
+        return len(parameters) == len(self._places) and all(
+            parameter is known and parameter.data_ptr() == address
+            for parameter, (known, address) in zip(parameters, self._places)
+        )
+
+    def gradient_buckets(self, net: nn.Module) -> list[SeatedBucket]:
+        """One bucket per block, of what is trainable and dense now."""
+        sparse = sparse_by_declaration(net.modules())
+        groups = [[p for p in group if p.requires_grad and id(p) not in sparse] for group in self.groups]
+        key = tuple(id(parameter) for group in groups for parameter in group)
+        if key != self._bucket_key:
+            self._buckets = [SeatedBucket(group) for group in groups if group]
+            self._bucket_key = key
+        return self._buckets
+
+
+def _group(parameters: list[Tensor], partitions: int) -> list[list[Tensor]]:
+    """Cut into partitions by size, then by dtype and device within each."""
+    groups = []
+    for run in partition_by_size([parameter.numel() for parameter in parameters], partitions):
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for index in run:
+            parameter = parameters[index]
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        groups.extend(kinds.values())
+    return groups
+
+
+def parameter_blocks_of(modules: Iterable[nn.Module]) -> tuple[list[Tensor], set[int]]:
+    """All parameter blocks among `modules`, and the ids of the parameters that lie in them."""
+    blocks: list[Tensor] = []
+    inside: set[int] = set()
+    for module in modules:
+        if isinstance(module, BlockSequential):
+            blocks.extend(module.parameter_blocks())
+            inside.update(id(parameter) for parameter in Replica(module).parameters)
+    return blocks, inside
+
+
+def gradient_buckets_of(modules: Iterable[nn.Module]) -> list[SeatedBucket]:
+    """All gradient buckets among `modules`."""
+    return [bucket for module in modules if isinstance(module, BlockSequential) for bucket in module.gradient_buckets()]

@@ -1,0 +1,292 @@
+"""Gradients that leave while backward still runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .. import collectives
+from ..communicator import Communicator
+from ..errors import ArgumentError, GradientError
+from .agreement import Presence, agree_on_gradients, check_same_layout
+from .blocksequential import gradient_buckets_of
+from .buckets import SeatedBucket, plan_buckets
+from .channel import close_private, default_bucket_bytes, open_private, resolve
+from .reduction import Reduction
+from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
+from .roll_call import HOOKS, ROLL_CALL, Round, refuse_inside_join
+from .sync import ASYNC_BACKWARD, reduce_sparse_gradients
+
+
+def register_async_backward(
+    net: nn.Module,
+    sync_gradient_frequency: int = 1,
+    bucket_bytes: int | None = None,
+    *,
+    average: bool = True,
+    comm: int | Communicator | None = None,
+) -> None:
+    """Let every backward of `net` send gradients as soon as they are there. Collective.
+
+    Gradients live in buckets of up to `bucket_bytes` (default: the ``bucket_bytes`` setting); a bucket is sent when it and all
+    before it are complete. ``synchronize_gradients_async(net)`` waits for them. With ``sync_gradient_frequency=k`` gradients are
+    accumulated over k backward passes and the k-th sends the sum.
+
+        mpinn.register_async_backward(model)
+        for x, y in data:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            mpinn.synchronize_gradients_async(model)
+            optimizer.step()
+    """
+    if not isinstance(net, nn.Module):
+        raise ArgumentError(f"register_async_backward() needs a module, not a {type(net).__name__}.")
+    if sync_gradient_frequency < 1:
+        raise ArgumentError(f"sync_gradient_frequency={sync_gradient_frequency} must be at least 1.")
+    if attached(net, ASYNC_BACKWARD) is not None:
+        raise ArgumentError("The net is registered already. Call unregister_async_backward(net) first.")
+    refuse_inside_join(net, "register_async_backward")
+    bucket_bytes = default_bucket_bytes(bucket_bytes)
+    backward = AsyncBackward(net, sync_gradient_frequency, bucket_bytes, average=average, comm=resolve(comm))
+    attach(net, ASYNC_BACKWARD, backward)
+
+
+def unregister_async_backward(net: nn.Module) -> None:
+    """Remove the hooks; what is under way is finished first. Collective.
+
+    mpinn.unregister_async_backward(model)
+    """
+    _registered(net, "unregister_async_backward").close()
+    attach(net, ASYNC_BACKWARD, None)
+
+
+def synchronize_gradients_async(net: nn.Module, *, flush: bool = False) -> bool:
+    """Wait until the gradients of the last backward are those of all ranks.
+
+    Buckets that are not complete, because some parameter got no gradient, are sent now, with zeros. Returns whether the gradients
+    are synchronised: with ``sync_gradient_frequency=k`` the calls between the k-th backward passes return False and communicate nothing,
+    unless `flush` asks for it.
+
+        if mpinn.synchronize_gradients_async(model):
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    return _registered(net, "synchronize_gradients_async").finish(flush=flush)
+
+
+def _registered(net: nn.Module, call: str) -> AsyncBackward:
+    backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
+    if backward is None:
+        raise ArgumentError(f"{call}(net): the net is not registered. Call register_async_backward(net) first.")
+    return backward
+
+
+class AsyncBackward(Attachment):
+    """The hooks of one net, its buckets, and what of them is under way."""
+
+    def __init__(
+        self, net: nn.Module, frequency: int, bucket_bytes: int, *, average: bool, comm: Communicator
+    ) -> None:
+        replica = Replica(net)
+        check_same_layout(replica, replica.trainable, comm, strides=True)
+        self.net = weakref.ref(net)
+        self.frequency, self.bucket_bytes, self.average = frequency, bucket_bytes, average
+        self.parameters = replica.trainable
+        self.comm = open_private(comm, f"{comm.name} async backward")
+        self.buckets = _make_buckets(replica, bucket_bytes)
+        self._places = {
+            id(parameter): (index, position)
+            for index, bucket in enumerate(self.buckets)
+            for position, parameter in enumerate(bucket.parameters)
+        }
+        self._lock = threading.Lock()  # hooks run on the threads of autograd
+        self._reset()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+            for slot, parameter in enumerate(self.parameters)
+        ]
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this round has begun on this rank, so that others may be waiting for its end."""
+        return self._reduction is not None
+
+    def finish(self, *, flush: bool = False, shadowed: Round | None = None) -> bool:
+        """Send what is left, wait for everything, and give the parameters their gradients."""
+        if not flush and self.frequency > 1 and max(self._counts, default=0) < self.frequency:
+            return False
+        self._check_parameters()
+        failure = self._finish_round(shadowed)
+        if failure:
+            raise GradientError(
+                f"rank {self.comm.rank}: the gradients are incomplete: {failure}. The round has been finished on all ranks; "
+                "call zero_grad() before the next backward."
+            )
+        return True
+
+    def close(self) -> None:
+        """Finish what is under way and take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.comm.intra.lane.closed:
+            return  # stop() came first
+        # Who has sent nothing must still take part in what others have sent. Asked on the other communicator: on the
+        # private one the buckets are next.
+        waiting = torch.tensor([int(self.is_under_way)])
+        if collectives.allreduce(waiting, op="max", comm=self.comm.parent).item():
+            self._finish_round(None)
+        close_private(self.comm)
+
+    def _reset(self) -> None:
+        self._counts = [0] * len(self.parameters)
+        self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._finishers: list[Callable[[], object]] = []
+        self._reduction: Reduction | None = None
+        self._passes: dict[int, _Pass] = {}
+        self._failure = ""
+
+    # --- during backward -------------------------------------------------------------------------
+
+    def _on_gradient(self, slot: int, parameter: Tensor) -> None:
+        """Autograd has added a gradient to `parameter`."""
+        with self._lock:
+            self._watch_pass()
+            self._counts[slot] += 1
+            if self._counts[slot] > self.frequency:
+                self._fail(
+                    f"parameter {self._name(parameter)!r} received gradient number {self._counts[slot]} since the last "
+                    f"synchronisation, but the net was registered with sync_gradient_frequency={self.frequency}. Call "
+                    "synchronize_gradients_async(net) after each backward, or register with a higher frequency"
+                )
+            place = self._places.get(id(parameter))
+            if place is None:
+                return  # sparse: it is gathered at the end
+            index, position = place
+            self.buckets[index].seat(position)
+            if self._counts[slot] == self.frequency:
+                self._num_missing[index] -= 1
+                self._launch_complete()
+
+    def _watch_pass(self) -> None:
+        """Notice a new run of the autograd engine, and that an earlier one broke off."""
+        # Not in the public interface, but what torch.utils.checkpoint uses to tell runs apart.
+        task = torch._C._current_graph_task_id()
+        if task in self._passes:
+            return
+        if any(earlier.has_failed for earlier in self._passes.values()):
+            if self._reduction is not None:
+                self._fail(
+                    "the backward before this one failed when part of its gradients had been sent. Call "
+                    "synchronize_gradients_async(net), which raises on all ranks, and then zero_grad(), before the next one"
+                )
+            self._reset()
+        self._passes[task] = _Pass()
+
+    def _fail(self, message: str) -> None:
+        self._failure = self._failure or message
+        raise GradientError(f"rank {self.comm.rank}: {message}.")
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._replica().name(parameter)
+
+    def _launch_complete(self) -> None:
+        """Launch buckets in the order of their index, as far as they are complete."""
+        while len(self._finishers) < len(self.buckets) and self._num_missing[len(self._finishers)] == 0:
+            if self._reduction is None:
+                self._reduction = self._begin(None)
+            self._launch(self._reduction)
+
+    def _begin(self, shadowed: Round | None) -> Reduction:
+        """Find out how this round is reduced; inside join that takes all ranks."""
+        size = self.comm.size
+        roll_call = attached(self.net() or (), ROLL_CALL)
+        if roll_call is None:
+            return Reduction(size if self.average else 1, size)
+        result: Reduction = roll_call.reduction(shadowed or roll_call.active(HOOKS, self.average, self.bucket_bytes))
+        return result
+
+    def _launch(self, reduction: Reduction) -> None:
+        with torch.no_grad():
+            self._finishers.append(reduction.start(self.buckets[len(self._finishers)].pack(), self.comm))
+
+    # --- after backward --------------------------------------------------------------------------
+
+    def _finish_round(self, shadowed: Round | None) -> str:
+        """Take part in everything that is left of this round; what went wrong with the backward on some rank, if it did."""
+        has_failed = bool(self._failure) or any(run.has_failed for run in self._passes.values())
+        failure = self._failure or ("backward failed on this rank" if has_failed else "backward failed on another rank")
+        try:
+            with torch.no_grad(), self._lock:
+                if self._reduction is None:
+                    self._reduction = self._begin(shadowed)
+                while len(self._finishers) < len(self.buckets):
+                    self._launch(self._reduction)
+                presence = agree_on_gradients(self._replica(), self.parameters, self.comm, failed=has_failed)
+                self._distribute(presence, self._reduction)
+        finally:
+            self._reset()
+        return failure if presence.is_failed else ""
+
+    def _distribute(self, presence: Presence, reduction: Reduction) -> None:
+        present = {id(parameter) for parameter, dense in zip(self.parameters, presence.is_dense) if dense}
+        for bucket, finish in zip(self.buckets, self._finishers):
+            finish()
+            bucket.unpack([id(parameter) in present for parameter in bucket.parameters])
+        reduce_sparse_gradients(self.parameters, presence, reduction, self.comm)
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that appeared after the hooks were set: nobody would synchronise them."""
+        known = {id(parameter) for parameter in self.parameters}
+        replica = self._replica()
+        new = [parameter for parameter in replica.trainable if id(parameter) not in known]
+        if new:
+            raise GradientError(
+                f"rank {self.comm.rank}: {', '.join(map(repr, replica.names(new)))} became trainable, or part of the net, after "
+                "register_async_backward(net). Unregister the net and register it again."
+            )
+
+    def _replica(self) -> Replica:
+        return Replica(self.net() or ())
+
+
+class _Pass:
+    """One run of the autograd engine, as seen from a hook within it.
+
+    The engine keeps the callback, and with it the token, until the run ends; it calls it only if the run succeeds.
+    """
+
+    def __init__(self) -> None:
+        token = _Token()
+        self._token = weakref.ref(token)
+        self._has_ended = False
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, token))  # type: ignore[attr-defined]
+
+    def _end(self, _: _Token) -> None:
+        self._has_ended = True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run is over without having come to its end."""
+        return not self._has_ended and self._token() is None
+
+
+class _Token:
+    """Something that can be weakly referenced."""
+
+
+def _make_buckets(replica: Replica, bucket_bytes: int) -> list[SeatedBucket]:
+    """Blocks as they are, the rest in reverse order; sorted by which can be complete first."""
+    blocks = gradient_buckets_of(replica.modules)
+    excluded = sparse_by_declaration(replica.modules)
+    excluded.update(id(parameter) for block in blocks for parameter in block.parameters)
+    rest = [parameter for parameter in reversed(replica.trainable) if id(parameter) not in excluded]
+    plans = plan_buckets(rest, bucket_bytes)
+    buckets = blocks + [SeatedBucket([rest[index] for index in plan.indices]) for plan in plans]
+    order = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
+
+    return sorted(buckets, key=lambda bucket: min(order[id(p)] for p in bucket.parameters), reverse=True)

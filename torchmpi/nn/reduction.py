@@ -1,0 +1,37 @@
+"""What is done with the gradients of several ranks: summed, or divided by a number of ranks as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import collectives
+from ..communicator import Communicator
+
+
+class Reduction(NamedTuple):
+    """Sum over `size` ranks, divided by `divisor`: 1 sums, `size` averages, less averages over some ranks."""
+
+    divisor: int
+    size: int
+
+    def start(self, flat: Tensor, comm: Communicator) -> Callable[[], object]:
+        """Launch the reduction of `flat` in place; call what is returned to finish it."""
+        if self.divisor == self.size:
+            return collectives.allreduce_async(flat, op="avg", comm=comm).wait
+        if self.divisor == 1:
+            return collectives.allreduce_async(flat, op="sum", comm=comm).wait
+        # Only in the tail of a join. Two roundings to 16 bit would be one too many, so these are widened.
+        wide = flat.float() if flat.element_size() < 4 and flat.is_floating_point() else flat
+        handle = collectives.allreduce_async(wide, op="sum", comm=comm)
+
+        def finish() -> None:
+            handle.wait()
+            torch.div(wide, self.divisor, out=wide)
+            if wide is not flat:
+                flat.copy_(wide)
+
+        return finish

@@ -1,0 +1,149 @@
+"""Replicas made equal, and gradients combined, in one call each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import collectives
+from ..communicator import Communicator
+from ..errors import ArgumentError
+from .agreement import Presence, agree_on_gradients, check_same_layout
+from .blocksequential import gradient_buckets_of, parameter_blocks_of
+from .buckets import Bucket, CopiedBucket, plan_buckets
+from .channel import default_bucket_bytes, resolve
+from .reduction import Reduction
+from .replica import Net, Replica, attached
+from .roll_call import DIRECT, ROLL_CALL, refuse_inside_join
+from .sparse import reduce_sparse
+
+ASYNC_BACKWARD = "torchmpi_async_backward"
+_IN_FLIGHT = 3  # buckets: one on the wire, one being filled, one behind it so that the wire never waits
+
+
+@torch.no_grad()
+def synchronize_parameters(
+    net: Net, with_allreduce: bool = False, *, comm: int | Communicator | None = None
+) -> None:
+    """Give all ranks the parameters and buffers of rank 0, or the average over the ranks.
+
+    `net` is a module or an iterable of tensors. With `with_allreduce` floating tensors are averaged; integer ones
+    (such as the batch counter of batch norm) still come from rank 0, since their average is no integer. Parameters that are
+    sharded over the ranks stay as they are. Raises :class:`~torchmpi.errors.ReplicaError` on all ranks, before anything is
+    sent, if the nets differ in names, shapes or dtypes.
+
+        model = Net().to(mpi.device())
+        mpinn.synchronize_parameters(model)
+    """
+    refuse_inside_join(net, "synchronize_parameters")
+    communicator = resolve(comm)
+    replica = Replica(net)
+    check_same_layout(replica, replica.parameters + replica.buffers, communicator)
+    if with_allreduce:
+        _copy_or_average(replica, communicator)
+    else:
+        broadcast_replica(replica, 0, communicator)
+
+
+def broadcast_replica(replica: Replica, root: int, comm: Communicator) -> None:
+    """Give all ranks the tensors of `root`."""
+    _finish([collectives.broadcast_async(tensor, root, comm=comm).wait for tensor in _fused(replica)])
+
+
+def _copy_or_average(replica: Replica, comm: Communicator) -> None:
+    def launch(tensor: Tensor) -> Callable[[], object]:
+        if tensor.is_floating_point() or tensor.is_complex():
+            return collectives.allreduce_async(tensor, op="avg", comm=comm).wait
+        return collectives.broadcast_async(tensor, 0, comm=comm).wait
+
+    _finish([launch(tensor) for tensor in _fused(replica)])
+
+
+def _fused(replica: Replica) -> list[Tensor]:
+    """The tensors to send: whole blocks where parameters lie in blocks, single tensors elsewhere."""
+    blocks, in_blocks = parameter_blocks_of(replica.modules)
+    rest = [parameter.detach() for parameter in replica.parameters if id(parameter) not in in_blocks]
+    return blocks + rest + [buffer.detach() for buffer in replica.buffers]
+
+
+def _finish(finishers: Iterable[Callable[[], object]]) -> None:
+    for finish in finishers:
+        finish()
+
+
+@torch.no_grad()
+def synchronize_gradients(
+    net: Net, average: bool = True, *, bucket_bytes: int | None = None, comm: int | Communicator | None = None
+) -> None:
+    """Replace each ``.grad`` by its average over the ranks (``average=False``: the sum).
+
+    Gradients are fused into buckets of up to `bucket_bytes` (default: the ``bucket_bytes`` setting), and one bucket is filled
+    while another is on the wire; the result has the same bits as a loop over ``mpi.allreduce(p.grad, op="avg")``. A gradient that
+    is missing on some ranks counts as zero there; one that is missing on all stays ``None``. Frozen and sharded parameters are left
+    alone. Sparse gradients stay sparse.
+
+        loss.backward()
+        mpinn.synchronize_gradients(model)
+        optimizer.step()
+    """
+    if attached(net, ASYNC_BACKWARD) is not None:
+        raise ArgumentError(
+            "synchronize_gradients(): the net is registered for asynchronous backward, so its gradients are on their way "
+            "already. Call synchronize_gradients_async(net) instead, or unregister_async_backward(net) first."
+        )
+    communicator = resolve(comm)
+    bucket_bytes = default_bucket_bytes(bucket_bytes)
+    reduction = Reduction(communicator.size if average else 1, communicator.size)
+    roll_call = attached(net, ROLL_CALL)
+    if roll_call is not None:
+        if roll_call.comm is not communicator:
+            raise ArgumentError(
+                f"synchronize_gradients(comm={communicator!r}): the net was joined on {roll_call.comm!r}. "
+                "Give join() and the calls inside it the same comm."
+            )
+        reduction = roll_call.reduction(roll_call.active(DIRECT, average, bucket_bytes))
+    reduce_gradients(Replica(net), reduction, bucket_bytes, communicator)
+
+
+@torch.no_grad()
+def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, comm: Communicator) -> None:
+    """What `synchronize_gradients` does once it is clear how: agree, then bucket after bucket."""
+    parameters = replica.trainable
+    presence = agree_on_gradients(replica, parameters, comm)
+    in_flight: deque[tuple[Bucket, Callable[[], object]]] = deque()
+    present = {id(parameter) for parameter, dense in zip(parameters, presence.is_dense) if dense}
+
+    def finish_oldest() -> None:
+        bucket, finish = in_flight.popleft()
+        finish()
+        bucket.unpack([id(parameter) in present for parameter in bucket.parameters])
+
+    for bucket in _buckets(replica, parameters, present, bucket_bytes):
+        in_flight.append((bucket, reduction.start(bucket.pack(), comm)))
+        if len(in_flight) == _IN_FLIGHT:
+            finish_oldest()
+    while in_flight:
+        finish_oldest()
+    reduce_sparse_gradients(parameters, presence, reduction, comm)
+
+
+def reduce_sparse_gradients(
+    parameters: Sequence[Tensor], presence: Presence, reduction: Reduction, comm: Communicator
+) -> None:
+    """The gradients that do not fit into buckets, one after the other."""
+    for parameter, is_sparse in zip(parameters, presence.is_sparse):
+        if is_sparse:
+            reduce_sparse(parameter, reduction, comm)
+
+
+def _buckets(replica: Replica, parameters: Sequence[Tensor], present: set[int], bucket_bytes: int) -> Iterable[Bucket]:
+    """Blocks of a BlockSequential as they are, and everything else fused; nothing nobody has a gradient for."""
+    blocks = gradient_buckets_of(replica.modules)
+    in_blocks = {id(parameter) for block in blocks for parameter in block.parameters}
+    yield from (block for block in blocks if any(id(parameter) in present for parameter in block.parameters))
+    rest = [p for p in parameters if id(p) in present and id(p) not in in_blocks]
+    for plan in plan_buckets(rest, bucket_bytes):
+        yield CopiedBucket([rest[index] for index in plan.indices])

@@ -1,0 +1,255 @@
+"""Start and stop: the one object per process that owns everything."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import affinity, mpi_library, topology
+from ._version import __version__
+from .backends.mpi import MPIBackend
+from .communicator import CommunicatorStack, Group, GroupContext
+from .config import Config
+from .errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError
+from .failure import FailureHandling
+from .progress import call_code
+from .selector import Selector
+from .watchdog import Watchdog
+
+Initialiser = Callable[[], Any]
+
+_runtime: Runtime | None = None
+_why_not = "torchmpi has not been started. Call mpi.start() first, or use `with mpi.started():`."
+
+
+class Runtime:
+    """Everything between ``start()`` and ``stop()``."""
+
+    def __init__(self, config: Config, *, with_cuda: bool | None, cartesian: bool) -> None:
+        self.config, self.cartesian = config, cartesian
+        self.resources = ExitStack()
+        self.MPI, _ = mpi_library.initialise()
+        world = self.MPI.COMM_WORLD
+        self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
+        settings = _shared_settings(config, with_cuda, cartesian)
+        facts = world.allgather((_host_key(self.MPI, config), affinity.current(), settings, torch.cuda.is_available()))
+        _check_agreement([settings for _, _, settings, _ in facts])
+        if with_cuda:
+            _check_cuda([has_cuda for *_, has_cuda in facts])
+        self.host_name = config.host_name or socket.gethostname()
+        hosts = topology.host_keys([key for key, *_ in facts])
+        locals_ = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+        self.num_hosts = len(set(hosts))
+        self.local_rank, self.local_size = locals_.index(world.rank), len(locals_)
+        self.context = GroupContext(self.MPI, hosts, check=config.check, threaded=self.threads_allowed)
+        self.communicators = CommunicatorStack(world, self.context)
+        self.world: Group = self.communicators.levels[0].intra
+        self.resources.callback(self.communicators.free)
+        self.selector = Selector({"mpi": MPIBackend(config)})
+        self._handle_failures()
+        self.binding = self._bind([facts[rank][1] for rank in locals_])
+        self.device = self._pick_device(with_cuda)
+        if self.threads_allowed:
+            watchdog = Watchdog(self.context, config, self.failures.end_job)
+            watchdog.start()
+            self.resources.callback(watchdog.stop)
+
+    def _handle_failures(self) -> None:
+        self.failures = FailureHandling(self.world, stop)
+        if self.config.abort_on_exception:
+            self.failures.install()
+            self.resources.callback(self.failures.uninstall)
+
+    def _bind(self, masks: list[frozenset[int]]) -> str:
+        """Give this rank its own cores if nobody has, and torch as many threads; says what was done."""
+        before, cores = affinity.current(), affinity.physical_cores()
+        plan = topology.plan_binding(masks, cores=cores) if self.config.bind == "auto" else None
+        if plan is not None and affinity.bind(plan[self.local_rank]):
+            self.resources.callback(affinity.bind, before)
+            mask, num_sharing, binding = plan[self.local_rank], 1, "one set of cores per rank, bound by torchmpi"
+        else:
+            mask = before
+            num_sharing = sum(bool(mask & other) for other in masks)
+            binding = "cores as the launcher gave them" if num_sharing == 1 else f"{num_sharing} ranks share {len(mask)} cores"
+        self.resources.callback(torch.set_num_threads, torch.get_num_threads())
+        self.num_threads = self.config.threads or topology.torch_threads(mask, num_sharing, cores=cores)
+        torch.set_num_threads(self.num_threads)
+        return binding
+
+    def _pick_device(self, with_cuda: bool | None) -> torch.device:
+        if with_cuda is False or not torch.cuda.is_available():
+            return torch.device("cpu")
+        index = topology.device_index(self.local_rank, torch.cuda.device_count())
+        assert index is not None
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+
+    def make_levels(self, custom: Initialiser | None, collective: Initialiser | None, *, ipc_groups: bool) -> None:
+        """The caller's levels, then hosts, then (with CUDA) groups of GPUs that reach each other; level 0 stays current."""
+        if custom is not None:
+            custom()
+        if collective is not None:
+            collective()
+        else:
+            self.communicators.push(str(self.context.hosts[self.world.rank]), name=f"host {self.host_name}")
+            if self.device.type == "cuda" and ipc_groups:
+                self.communicators.push(_ipc_key(self.device), name=f"ipc {self.host_name}")
+        self.communicators.set_current(0)
+
+    def summary(self) -> str:
+        """What was chosen, in one line."""
+        hosts = f"{self.num_hosts} host" + "s" * (self.num_hosts > 1)
+        ranks = f"{self.world.size} rank" + "s" * (self.world.size > 1)
+        threads = f"{self.num_threads} torch thread" + "s" * (self.num_threads > 1)
+        level = mpi_library.thread_level(self.MPI)
+        overlap = "" if self.threads_allowed else f" (only THREAD_{level}: asynchronous calls do not overlap)"
+        return (
+            f"torchmpi {__version__}: {ranks} on {hosts}, {mpi_library.short_version(self.MPI)}{overlap}, "
+            f"device {self.device}, {threads} per rank, {self.binding}"
+        )
+
+    def close(self) -> None:
+        """Finish what is under way, agree that this is the end, and give everything back in reverse order."""
+        for group in list(self.context.groups):
+            group.drain()
+        self.world.call(_StopPlan(self.world.comm), None, None, 0)
+        self.resources.close()
+
+
+class _StopPlan:
+    """The last call: a barrier under a name of its own, so that a rank which is elsewhere is noticed."""
+
+    verb = "stop"
+    code = call_code("stop")
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def shape_of(self, tensor: Any) -> tuple[int, ...]:
+        return ()
+
+    def run(self, tensor: Any, out: Any, root: int) -> None:
+        self._comm.Barrier()
+
+
+def start(
+    with_cuda: bool | None = None,
+    *,
+    ipc_groups: bool = True,
+    custom_communicator_init: Initialiser | None = None,
+    cartesian: bool = False,
+    collective_communicator: Initialiser | None = None,
+    config: Config | None = None,
+) -> None:
+    """Start torchmpi on all ranks: MPI, cores, device, communicators. Collective.
+
+    `with_cuda` None takes CUDA where torch and the host have it. `custom_communicator_init` may push levels of its own
+    below the world; `collective_communicator` replaces the default levels (hosts, and with `ipc_groups` groups of
+    GPUs). `cartesian` lets collectives over a span use two steps where the groups are equal; otherwise they
+    use three, as on a tree. `config` overrides the environment.
+
+        import torchmpi as mpi
+        mpi.start()
+        print(mpi.rank(), "of", mpi.size())
+        mpi.stop()
+    """
+    global _runtime
+    if _runtime is not None:
+        raise AlreadyStartedError(f"rank {_runtime.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again.")
+    runtime = Runtime(config or Config.from_environment(), with_cuda=with_cuda, cartesian=cartesian)
+    _runtime = runtime
+    runtime.make_levels(custom_communicator_init, collective_communicator, ipc_groups=ipc_groups)
+    if runtime.world.rank == 0 and runtime.config.verbose:
+        print(runtime.summary(), file=sys.stderr, flush=True)
+
+
+def stop() -> None:
+    """Finish what is under way and give everything back. Collective; a second call is harmless.
+
+    MPI itself is finalized when the interpreter exits, and only if it was started here: so ``start()`` may follow again.
+    """
+    global _runtime, _why_not
+    if _runtime is None:
+        return
+    _runtime.close()
+    _runtime = None
+    _why_not = "torchmpi has been stopped. Call mpi.start() again before using it."
+
+
+def current() -> Runtime:
+    """The running runtime, or a refusal."""
+    if _runtime is None:
+        raise NotStartedError(_why_not)
+    return _runtime
+
+
+def is_running() -> bool:
+    """Whether ``start()`` has been called and ``stop()`` has not."""
+    return _runtime is not None
+
+
+def _forget_in_forked_child() -> None:
+    global _runtime, _why_not
+    if _runtime is not None:
+        _runtime = None
+        _why_not = (
+            "This process was forked from a rank and is none itself (a DataLoader worker?). Communicate in the main process only, "
+            "or start workers with multiprocessing_context='spawn'."
+        )
+
+
+os.register_at_fork(after_in_child=_forget_in_forked_child)
+
+
+def _host_key(MPI: Any, config: Config) -> str:
+    """Ranks with equal keys share a host, and memory: a name alone may occur twice (containers, cloud images)."""
+    if config.host_name:
+        return config.host_name
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
+    first = node.bcast(MPI.COMM_WORLD.rank)
+    node.Free()
+    return f"{socket.gethostname()} {boot} {first}"
+
+
+def _shared_settings(config: Config, with_cuda: bool | None, cartesian: bool) -> dict[str, object]:
+    """What must be the same on all ranks for their calls to fit together."""
+    names = ("check", "message_bytes", "pipeline_bytes", "bucket_bytes")
+    return {name: getattr(config, name) for name in names} | {"with_cuda": with_cuda, "cartesian": cartesian, "version": __version__}
+
+
+def _check_agreement(settings: list[dict[str, object]]) -> None:
+    for rank, other in enumerate(settings):
+        for name, value in settings[0].items():
+            if other[name] != value:
+                raise ConfigError(
+                    f"The ranks were started with different settings: {name} is {value!r} on rank 0 and {other[name]!r} on rank "
+                    f"{rank}. Set it the same everywhere (mpirun -x, or start(config=...))."
+                )
+
+
+def _check_cuda(has_cuda: list[bool]) -> None:
+    """All ranks see all answers, so all refuse together."""
+    if not all(has_cuda):
+        without = ", ".join(str(rank) for rank, has in enumerate(has_cuda) if not has)
+        raise DeviceError(
+            f"start(with_cuda=True), but torch sees no CUDA device on rank {without}. Check CUDA_VISIBLE_DEVICES and "
+            "`torchmpi doctor`, or leave with_cuda out to use the CPU."
+        )
+
+
+def _ipc_key(device: torch.device) -> str:
+    """The group of devices, among those this rank sees, that can open each other's memory."""
+    count = torch.cuda.device_count()
+    access = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
+    return str(topology.ipc_groups(access)[device.index or 0])
