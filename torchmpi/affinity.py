@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -45,3 +46,16 @@ def physical_cores() -> dict[int, tuple[int, ...]] | None:
         except (OSError, ValueError):
             return None
     return cores
+
+
+def cpu_quota() -> float:
+    """CPUs' worth of time this container may use; infinity where there is no limit. A mask does not show it.
+
+    >>> cpu_quota() > 0
+    True
+    """
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return math.inf
+    return math.inf if quota == "max" else int(quota) / int(period)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -115,6 +115,10 @@ class Group:
         self.ledger.abandon()
         raise MismatchError(f"{self.where}: {mismatch_message(self.name, calls)}")
 
+    def duplicate(self, name: str) -> Group:
+        """The same ranks with a life of their own: calls on it do not mix with calls here. Collective."""
+        return Group(self.comm.Dup(), name, self.world_ranks, self.context)
+
     def drain(self) -> None:
         """Finish everything that is queued."""
         for lane in (self.lane, *self.side_lanes.values()):
@@ -191,6 +195,11 @@ class Communicator:
         """Ranks in the intra group."""
         return self.intra.size
 
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The groups this rank is in, by kind."""
+        return {"intra": self.intra} if self.inter is None else {"intra": self.intra, "inter": self.inter}
+
     @cached_property
     def tree_split(self) -> topology.Split:
         """The same groups, with only their first members connected."""
@@ -216,6 +225,14 @@ class Communicator:
 _used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torchmpi communicator", default=None)
 
 
+class Span(NamedTuple):
+    """Nested levels over which collectives on the first one are composed, and the groups in which the steps run."""
+
+    levels: list[Communicator]
+    groups: dict[tuple[int, str], Group]
+    """By number of the level and ``intra`` or ``inter``."""
+
+
 class CommunicatorStack:
     """The levels of this process, outermost first, and the current one."""
 
@@ -226,7 +243,7 @@ class CommunicatorStack:
         intra = Group(world.Dup(), "world", everyone, context)
         self.levels = [Communicator(0, "world", intra, None, split=split, parent=None)]
         self._default = self.levels[0]
-        self.span = (0, 0)
+        self.span = Span(self.levels[:1], {})
 
     @property
     def current(self) -> Communicator:
@@ -265,7 +282,7 @@ class CommunicatorStack:
         )
         # Who is in no inter group still takes part in the split: it is collective over the parent.
         color = member.intra_rank if member.inter is not None else self.context.MPI.UNDEFINED
-        inter_comm = comm.Split(color, parent.rank)
+        inter_comm = comm.Split(color, member.group)  # ordered as the plan numbers the groups
         inter = None
         if member.inter is not None:
             inter = Group(inter_comm, f"{name} inter", tuple(world_ranks[rank] for rank in member.inter), self.context)
@@ -288,19 +305,25 @@ class CommunicatorStack:
             _used.reset(token)
 
     def set_span(self, begin: int, end: int) -> None:
-        """Let collectives on level `begin` run in steps over the levels down to `end`."""
-        if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end < len(self.levels)):
-            raise CommunicatorError(
-                f"rank {self.levels[0].rank}: set_collective_span({begin}, {end}): need 0 <= begin <= end <= "
-                f"{len(self.levels) - 1}, the levels there are:\n{self.names()}"
-            )
-        for level in range(begin + 1, end + 1):
-            if self.levels[level].parent is not self.levels[level - 1]:
-                raise CommunicatorError(
-                    f"rank {self.levels[0].rank}: set_collective_span({begin}, {end}): level {level} was not split from level "
-                    f"{level - 1}, so they do not nest."
-                )
-        self.span = (begin, end)
+        """Let collectives on level `begin` run in steps over the levels down to `end`. Collective over level `begin`."""
+        last = len(self.levels) - 1
+        where = f"rank {self.levels[0].rank}: set_collective_span({begin}, {end})"
+        if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= last):
+            raise CommunicatorError(f"{where}: need 0 <= begin <= end <= {last}, the levels there are:\n{self.names()}")
+        nested = [self.levels[end]]
+        while nested[0].level > begin and nested[0].parent is not None:
+            nested.insert(0, nested[0].parent)
+        if nested[0].level != begin:
+            raise CommunicatorError(f"{where}: level {end} was not split from level {begin}, so they do not nest.")
+        for group in self.span.groups.values():
+            group.free()
+        for level in (self.span.levels[0], nested[0]):
+            level.intra.drain()
+            level.intra.plans.clear()  # they were made for the old span
+        # Groups of its own: a step may run in a worker thread while the user is in a call on the same level.
+        pairs = [(level, kind, group) for level in nested[1:] for kind, group in level.groups.items()]
+        groups = {(level.level, kind): group.duplicate(f"{group.name} in span") for level, kind, group in pairs}
+        self.span = Span(nested, groups)
 
     def names(self) -> str:
         """All levels, one a line, the current one marked."""

@@ -114,20 +114,21 @@ def check_reduction(dtype: torch.dtype, op: str) -> DtypeInfo:
     raise DtypeError(f"op={op!r} is not defined for {name}. {remedy}")
 
 
-def is_order_free(dtype: torch.dtype, op: str, size: int) -> bool:
-    """Whether every order of combining `size` values gives the same bits, so that any MPI algorithm may be used.
+def may_use_mpi(dtype: torch.dtype, op: str, size: int) -> bool:
+    """Whether MPI itself may reduce `size` values, because every order of combining them gives the same bits.
 
-    Integer operations always do (they wrap around). Two floating values do for a sum, since a + b and b + a are
-    the same; not for min and max (which of two NaN or zeros is kept?) nor for a complex product (fused multiply).
+    Integer operations always do, since they wrap around; but not in 8 and 16 bits, where Open MPI's vector code
+    (op/avx, 5.0) saturates sums instead. Two floating values do for a sum, since a + b and b + a are the same; not for
+    min and max (which of two NaN or zeros is kept?) nor for a complex product (fused multiply).
 
-    >>> is_order_free(torch.float32, "sum", 2), is_order_free(torch.float32, "sum", 3)
+    >>> may_use_mpi(torch.float32, "sum", 2), may_use_mpi(torch.float32, "sum", 3)
     (True, False)
     """
     row = info(dtype)
     if row.mpi_name is None:
         return False
     if not (dtype.is_floating_point or dtype.is_complex):
-        return True
+        return dtype.itemsize > 2 or op not in _ARITHMETIC
     if size == 1:
         return True
     return size == 2 and (op in ("sum", "avg") or (op == "prod" and not dtype.is_complex))

@@ -24,6 +24,7 @@ from .progress import DYING
 
 _HANDLER_GRACE_SECONDS = 1.0
 _ABORT_GRACE_SECONDS = 5.0
+_SPEECH_SECONDS = 1.0
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -77,7 +78,8 @@ class FailureHandling:
             self._previous_hook(kind, error, trace)
         else:
             first_line = str(error).split("\n", 1)[0]
-            print(f"torchmpi: rank {rank} failed too: {kind.__name__}: {first_line}", file=sys.stderr)
+            print(f"torchmpi: rank {rank} failed too: {kind.__name__}: {first_line}", file=sys.stderr, flush=True)
+            time.sleep(_SPEECH_SECONDS)  # the first to fail is still printing, and then ends us all
         self._abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _at_exit(self) -> None:

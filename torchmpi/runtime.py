@@ -79,7 +79,9 @@ class Runtime:
             num_sharing = sum(bool(mask & other) for other in masks)
             binding = "cores as the launcher gave them" if num_sharing == 1 else f"{num_sharing} ranks share {len(mask)} cores"
         self.resources.callback(torch.set_num_threads, torch.get_num_threads())
-        self.num_threads = self.config.threads or topology.torch_threads(mask, num_sharing, cores=cores)
+        share = max(1.0, affinity.cpu_quota() / self.local_size)
+        threads = min(topology.torch_threads(mask, num_sharing, cores=cores), share)
+        self.num_threads = self.config.threads or int(threads)
         torch.set_num_threads(self.num_threads)
         return binding
 
@@ -249,7 +251,9 @@ def _check_cuda(has_cuda: list[bool]) -> None:
 
 
 def _ipc_key(device: torch.device) -> str:
-    """The group of devices, among those this rank sees, that can open each other's memory."""
+    """The devices whose memory this rank can open, itself included. A device the scheduler hides cannot be opened."""
     count = torch.cuda.device_count()
     access = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
-    return str(topology.ipc_groups(access)[device.index or 0])
+    numbers = topology.ipc_groups(access)
+    own = numbers[device.index or 0]
+    return " ".join(str(torch.cuda.get_device_properties(i).uuid) for i in range(count) if numbers[i] == own)

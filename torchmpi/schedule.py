@@ -6,7 +6,7 @@ from .errors import ArgumentError
 
 
 def part_of(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Offset and length of one part of an even partition; the first parts take one more where it does not divide.
+    """Offset and length of one part of an even partition; the first parts take the remainder, one each.
 
     >>> part_of(10, 3, 0), part_of(10, 3, 2)
     ((0, 4), (7, 3))
@@ -33,7 +33,7 @@ def even_partition(numel: int, parts: int) -> list[tuple[int, int]]:
 def rows(dim0: int, size: int) -> list[tuple[int, int]]:
     """First row and number of rows that each of `size` ranks gets of a tensor with `dim0` rows.
 
-    This is the split of `scatter`, `reduce_scatter` and `alltoall`: as `t.narrow(0, first, num_rows)` takes it.
+    The split of `scatter`, `reduce_scatter` and `alltoall`, as `t.narrow(0, first, num_rows)` takes it.
 
     >>> rows(7, 4)
     [(0, 2), (2, 2), (4, 2), (6, 1)]

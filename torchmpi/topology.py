@@ -1,4 +1,4 @@
-"""Plans of who talks to whom: groups of ranks, steps of hierarchical collectives, cores and devices of local ranks.
+"""Plans of who talks to whom: groups of ranks, steps of hierarchical collectives, cores and devices.
 
 Everything here is a pure function of its arguments. Every rank calls it with the same gathered facts
 (keys, host names, affinity masks) and therefore arrives at the same plan without talking again.
@@ -17,16 +17,15 @@ GroupKind = Literal["intra", "inter"]
 Verb = Literal["allreduce", "reduce", "broadcast", "barrier"]
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Splitting a group by keys
+# --- splitting a group by keys ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Member:
     """The place of one parent rank in a `Split`. Groups hold parent ranks.
 
-    `group` is the number of its intra group, `intra` that group and `intra_rank` its rank there. `inter` is its
-    inter group, None if it is in none; its rank in the inter group is `group`, since each group sends one member.
+    `group` is the number of its intra group, `intra` that group and `intra_rank` its rank there. `inter` is
+    its inter group, None if it is in none; its rank there is `group`, since each group sends one member.
     """
 
     group: int
@@ -87,8 +86,7 @@ def plan_split(keys: Sequence[Hashable], *, cartesian: bool) -> Split:
     return Split(groups, tuple(placed[rank] for rank in range(len(keys))), is_cartesian)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Steps of a collective over several levels
+# --- steps of a collective over several levels -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -201,10 +199,10 @@ def steps_for(
 ) -> tuple[Step, ...]:
     """The steps `rank` takes for a collective on its group of level `begin`, in their order.
 
-    `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so on to
-    the end of the span; none of them means a flat collective. `rank` and `root` are ranks in the group of `begin`.
-    A `reduce` step leaves its partial result in the root's buffer and nothing useful in the others'; the input
-    of the next step is always what the last one left. Steps of groups with a single member are left out.
+    `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so
+    on to the end of the span; none of them means a flat collective. `rank` and `root` are ranks in the group
+    of `begin`. A `reduce` step leaves its partial result in the root's buffer and nothing useful in the
+    others'; the input of the next step is what the last one left. Groups with a single member take no step.
 
     >>> tree = plan_split(["a", "a", "b"], cartesian=False)
     >>> for step in steps_for("allreduce", 0, [tree]): print(step)
@@ -224,8 +222,7 @@ def steps_for(
     return tuple(_steps(verb, _Span(begin, rank, size, tuple(splits)), root))
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Hosts, cores and devices
+# --- hosts, cores and devices ----------------------------------------------------------------------------
 
 
 def host_keys(names: Sequence[str]) -> list[int]:
@@ -241,8 +238,8 @@ def host_keys(names: Sequence[str]) -> list[int]:
 def ipc_groups(access: Sequence[Sequence[bool]]) -> list[int]:
     """Number the groups of devices that all reach each other; `access[i][j]`: device i can read device j.
 
-    Access must be mutual, and is not always transitive (two PCIe switches, a virtual machine's subset). In order of
-    their index, devices join the first group whose every member they share access with: the same answer everywhere.
+    Access must be mutual, and is not always transitive (two PCIe switches, a virtual machine's subset). In
+    order of their index, devices join the first group with whose every member they share access.
 
     >>> ipc_groups([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
     [0, 0, 1]
@@ -252,17 +249,15 @@ def ipc_groups(access: Sequence[Sequence[bool]]) -> list[int]:
     if any(len(row) != len(access) for row in access):
         raise ArgumentError("the peer access matrix must be square: one row and one column per device.")
     cliques: list[list[int]] = []
-    numbers = []
     for device, row in enumerate(access):
-        for number, clique in enumerate(cliques):
+        for clique in cliques:
             if all(row[other] and access[other][device] for other in clique):
+                clique.append(device)
                 break
         else:
-            number = len(cliques)
-            cliques.append([])
-        cliques[number].append(device)
-        numbers.append(number)
-    return numbers
+            cliques.append([device])
+    number_of = {device: number for number, clique in enumerate(cliques) for device in clique}
+    return [number_of[device] for device in range(len(access))]
 
 
 def plan_binding(
@@ -270,10 +265,10 @@ def plan_binding(
 ) -> list[frozenset[int]] | None:
     """Share the CPUs out among the local ranks, or None if there is nothing to do or it is not ours to do.
 
-    `masks` are the affinity masks of the ranks on one host, by local rank. None if a rank is by itself, if the
-    masks differ (the launcher, or the user, has bound the ranks), or if there are more ranks than CPUs.
-    `cores` gives (package, core) of each CPU: a rank then gets neighbouring cores, and all the hardware threads of
-    a core unless there are more ranks than cores.
+    `masks` are the affinity masks of the ranks on one host, by local rank. None if a rank is by itself, if
+    the masks differ (the launcher, or the user, has bound the ranks), or if there are more ranks than CPUs.
+    `cores` gives (package, core) of each CPU: a rank then gets neighbouring cores, and all the hardware
+    threads of a core unless there are more ranks than cores.
 
     >>> plan_binding([frozenset(range(5))] * 2)
     [frozenset({0, 1}), frozenset({2, 3, 4})]

@@ -6,6 +6,8 @@ its calls first and compares afterwards; what fails on one rank then fails on al
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from collections.abc import Iterator
 
@@ -13,6 +15,11 @@ import pytest
 import torch
 
 import torchmpi as mpi
+
+
+# A test that hangs shall end as a failure that names who was missing, well before the runner's own limit.
+os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
+os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,8 +79,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
     outcome: object = None
     try:
         outcome = yield
-    except Exception:
-        problems.append(traceback.format_exc())
+    except Exception as error:
+        problems.append("".join(traceback.format_exception(error, limit=-4)))
+        print(problems[-1], file=sys.stderr, flush=True)  # should the others be left in a call, this is all one gets to see
     agreement = _agreements.pop(pyfuncitem.nodeid, None)
     problems += agreement.problems if agreement is not None else []
     everywhere = MPI.COMM_WORLD.allgather(problems)

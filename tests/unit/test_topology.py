@@ -32,7 +32,7 @@ def keys_of(pattern: str, n: int) -> list[object]:
     return [KEY_PATTERNS[pattern](rank, n) for rank in range(n)]
 
 
-# --- splits ----------------------------------------------------------------------------------------------------
+# --- splits ----------------------------------------------------------------------------------------------
 
 
 def check_split(keys: Sequence[object], cartesian: bool) -> None:
@@ -75,7 +75,7 @@ def test_uneven_groups_are_a_tree_even_if_a_grid_was_wanted() -> None:
     assert [member.inter for member in split.members] == [(0, 2), None, (0, 2), None, None]
 
 
-# --- simulating steps ------------------------------------------------------------------------------------------
+# --- simulating steps ------------------------------------------------------------------------------------
 
 Group = tuple[int, ...]
 
@@ -224,7 +224,7 @@ def test_unknown_verb_is_refused() -> None:
         steps_for("alltoall", 0, [])  # type: ignore[arg-type]
 
 
-# --- hosts, cores, devices ---------------------------------------------------------------------------------------
+# --- hosts, cores, devices -------------------------------------------------------------------------------
 
 
 def test_host_keys_number_hosts_by_first_appearance() -> None:
@@ -280,7 +280,7 @@ def test_binding_leaves_alone_what_is_bound() -> None:
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 def test_binding_keeps_the_threads_of_a_core_and_the_cores_of_a_package_together(num_ranks: int) -> None:
-    # 2 packages, 4 cores each, 2 threads per core; the numbering alternates between packages, siblings are 8 apart
+    # 2 packages of 4 cores with 2 threads; the numbering alternates between packages, siblings are 8 apart
     cores = {cpu: (cpu % 2, cpu % 8 // 2) for cpu in range(16)}
     parts = topology.plan_binding([frozenset(range(16))] * num_ranks, cores=cores)
     assert parts is not None

@@ -7,7 +7,7 @@ bits, and otherwise to :mod:`torchmpi.backends.ordered`. Messages longer than MP
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class MPIBackend:
             operation: Operation = getattr(Movement(group, self.config.message_bytes), verb)
             return operation
         assert dtype is not None and op is not None
-        if dtypes.is_order_free(dtype, op, group.size):
+        if dtypes.may_use_mpi(dtype, op, group.size):
             reduction: Any = NativeReduction(group, dtype, op, self.config)
         else:
             reduction = OrderedReduction(group, dtype, op, pipeline_bytes=self.config.pipeline_bytes)
@@ -71,7 +71,7 @@ class NativeReduction:
         self.MPI, self.comm, self.rank, self.size = MPI, group.comm, group.rank, group.size
         self.type, self.op = getattr(MPI, name), getattr(MPI, _MPI_OPS[op])
         self.itemsize = dtype.itemsize
-        self.averages = op == "avg"
+        self.finish = _finish_for(op, group.size)
         # Pieces that stay in the cache on the way through the library, and are divided while they are there.
         self.piece_numel = max(1, min(config.pipeline_bytes, config.message_bytes) // self.itemsize)
 
@@ -81,8 +81,7 @@ class NativeReduction:
         if numel <= self.piece_numel:
             address = self.MPI.buffer.fromaddress(buffer.data_ptr(), numel * self.itemsize)
             self.comm.Allreduce(self.MPI.IN_PLACE, (address, numel, self.type), self.op)
-            if self.averages:
-                buffer.div_(self.size)
+            self.finish(buffer)
         else:
             flat = buffer.view(-1)
             for begin, count in schedule.chunks(numel, self.piece_numel):
@@ -97,8 +96,7 @@ class NativeReduction:
             memory = (buffers.as_bytes(self.MPI, piece), count, self.type)
             if self.rank == root:
                 self.comm.Reduce(self.MPI.IN_PLACE, memory, self.op, root)
-                if self.averages:
-                    piece.div_(self.size)
+                self.finish(piece)
             else:
                 self.comm.Reduce(memory, None, self.op, root)
         return buffer
@@ -114,8 +112,7 @@ class NativeReduction:
                 counts,
                 self.op,
             )
-            if self.averages:
-                out.div_(self.size)
+            self.finish(out)
             return
         for owner, (offset, numel) in enumerate(spans):  # too long for one count: a reduce to each owner
             for begin, count in schedule.chunks(numel, self.piece_numel):
@@ -123,6 +120,15 @@ class NativeReduction:
                 if owner == self.rank:
                     piece = out[begin : begin + count].copy_(piece)
                 self.reduce(piece, None, owner)
+
+
+def _finish_for(op: str, size: int) -> Callable[[torch.Tensor], Any]:
+    """What is left to do once MPI is done."""
+    if op == "avg":
+        return lambda result: (torch.view_as_real(result) if result.is_complex() else result).div_(size)
+    if size == 1 and op in ("land", "lor"):  # with nobody to combine with, MPI would hand back 7 and not 1
+        return lambda result: result.copy_(result != 0)
+    return lambda result: result
 
 
 class ReduceScatter:
@@ -201,7 +207,7 @@ class Movement:
         """The root's rows, split evenly: each rank gets its part."""
         shape, dtype = self._announce(source, root)
         spans = schedule.rows(shape[0], self.size)
-        like = torch.empty(0, dtype=dtype).expand(0, *shape[1:]) if source is None else source
+        like = torch.empty((0, *shape[1:]), dtype=dtype) if source is None else source
         destination = destination_for(like, spans[self.rank][1], destination)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         if shape[0] * row_bytes <= self.message_bytes:

@@ -21,10 +21,22 @@ from .. import buffers, dtypes, schedule
 # Up to this many bytes in all, everybody fetches everything and computes all of it: one round instead of two.
 _GATHER_ALL_BYTES = 16 << 10
 
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Product, by its definition: torch's own complex product fuses roundings in whole vectors but not at their ends,
+    so that the bits of an element would depend on where in the buffer it is."""
+    if not a.is_complex():
+        torch.mul(a, b, out=out)
+        return
+    real = a.real * b.real - a.imag * b.imag
+    imaginary = a.real * b.imag + a.imag * b.real
+    torch.complex(real, imaginary, out=out)
+
+
 _COMBINE = {
     "sum": torch.add,
     "avg": torch.add,
-    "prod": torch.mul,
+    "prod": _multiply,
     "min": torch.minimum,
     "max": torch.maximum,
 }
@@ -38,6 +50,8 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     >>> result
     tensor([2., 4.])
     """
+    if out.dtype is torch.uint16:  # torch does not compute on it, and sums that wrap around have the same bits signed
+        out, parts = out.view(torch.int16), [part.view(torch.int16) for part in parts]
     accumulator_dtype = dtypes.info(out.dtype).accumulator
     assert accumulator_dtype is not None
     step = _COMBINE[op]
@@ -46,7 +60,7 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     for part in parts[1:]:
         step(accumulator, part.to(accumulator_dtype), out=accumulator)
     if op == "avg":
-        accumulator.div_(len(parts))
+        (torch.view_as_real(accumulator) if accumulator.is_complex() else accumulator).div_(len(parts))
     if accumulator is not out:
         out.copy_(accumulator)
 

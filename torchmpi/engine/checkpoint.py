@@ -55,7 +55,9 @@ def write(path: Path, saved: Saved, ranks: Ranks) -> None:
     write(Path("run.ckpt"), Saved(common={"epoch": 1}, own={}, trees={"network": net.state_dict()}),
     OneRank())
     """
-    _refuse_what_cannot_be_read_back(saved.own)
+    for problem in ranks.gather(_problem_of_reading_back(saved.own)):
+        if problem is not None:
+            raise CheckpointError(problem)
     unlike = _unlike_rank_0(saved.trees, ranks)
     own = ranks.gather({"own": saved.own, "trees": unlike})
     archive = {
@@ -76,9 +78,9 @@ def read(path: Path, ranks: Ranks) -> Saved:
     archive = _parse(path, _on_rank_0(ranks, path.read_bytes))
     if archive["size"] != ranks.size:
         raise CheckpointError(
-            f"{path} was written by {archive['size']} rank(s) and cannot be resumed by {ranks.size}: each "
-            f"rank has its own place in the data. Start the job with {archive['size']} rank(s), or load only the "
-            f"weights with torch.load({str(path)!r})['network']."
+            f"{path} was written by {archive['size']} rank(s) and cannot be resumed by {ranks.size}, as each "
+            "rank has its own place in the data. Start the job with as many, or load only the weights with "
+            f"torch.load({str(path)!r})['network']."
         )
     mine = archive["ranks"][ranks.rank]
     trees = {name: {**archive[name], **changed} for name, changed in mine["trees"].items()}
@@ -138,8 +140,8 @@ def _on_rank_0(ranks: Ranks, action: Callable[[], T]) -> T:
     if ranks.rank == 0:
         try:
             outcome = (action(), None)
-        except (OSError, RuntimeError) as error:  # torch.save() turns a full disk into a RuntimeError
-            outcome = (None, f"checkpoint: {error}")
+        except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+            outcome = (None, f"checkpoint, on rank 0: {type(error).__name__}: {error}")
     result, failure = ranks.broadcast(outcome)
     if failure is not None:
         raise CheckpointError(failure)
@@ -187,14 +189,15 @@ def _feed(hasher: hashlib.blake2b, value: Any) -> None:
         hasher.update(f"{type(value).__name__} {value!r};".encode())
 
 
-def _refuse_what_cannot_be_read_back(own: dict[str, Any]) -> None:
+def _problem_of_reading_back(own: dict[str, Any]) -> str | None:
     for name, state in {"iterator": own.get("iterator"), **own.get("kept", {})}.items():
         buffer = io.BytesIO()
         try:
             torch.save(state, buffer)
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
-            raise CheckpointError(
+        except Exception as error:  # what state_dict() gave may fail in any way
+            return (
                 f"state_dict() of {name!r} holds something a checkpoint cannot: only numbers, strings, "
                 f"tensors and lists, tuples and dicts of them can be read back without running code ({error})"
-            ) from error
+            )
+    return None

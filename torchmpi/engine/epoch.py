@@ -38,8 +38,9 @@ def set_epoch(iterator: Any, epoch: int) -> None:
     set_epoch(loader, 3)
     """
     for owner in (iterator, getattr(iterator, "sampler", None), getattr(iterator, "batch_sampler", None)):
-        if hasattr(owner, "set_epoch"):
-            owner.set_epoch(epoch)
+        listener = getattr(owner, "set_epoch", None)
+        if listener is not None:
+            listener(epoch)
 
 
 def iterator_state(iterator: Any) -> Any:

@@ -88,7 +88,7 @@ class AverageValueMeter(Meter):
 
         >>> AverageValueMeter().add(0.5, num=64)
         """
-        number = float(value)
+        number = value.item() if isinstance(value, Tensor) else value
         self._accumulate((number * num, number * number * num, num))
 
     @property

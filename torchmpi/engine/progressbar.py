@@ -42,7 +42,8 @@ class ProgressBar:
         is_due = now - self._shown >= (TERMINAL_PERIOD if self._is_terminal else PLAIN_PERIOD)
         if is_due or done == self._total:
             # Reading a loss makes the host wait for a GPU, so it is read only when it is shown.
-            self._pending = self.line(done, None if loss is None else float(loss), now - self._begin)
+            number = loss.item() if isinstance(loss, Tensor) else loss
+            self._pending = self.line(done, number, now - self._begin)
         if is_due or (self._is_terminal and done == self._total):
             self._draw(now)
 

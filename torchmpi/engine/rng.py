@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from torchmpi.errors import CheckpointError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -17,16 +20,11 @@ def capture(device: torch.device) -> dict[str, Any]:
     ['device', 'numpy', 'python', 'torch']
     """
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state = _numpy_state()
+    inner = {name: _plain(value) for name, value in numpy_state["state"].items()}
     return {
         "python": [version, list(words), gauss],
-        "numpy": [
-            str(kind),
-            torch.from_numpy(keys.astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "numpy": {**numpy_state, "state": inner},
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
@@ -41,8 +39,11 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    inner = {
+        name: value.numpy().astype(np.uint32) if isinstance(value, Tensor) else value
+        for name, value in state["numpy"]["state"].items()
+    }
+    np.random.set_state({**state["numpy"], "state": inner})
     torch.set_rng_state(state["torch"])
     if state["device"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["device"], device)
@@ -54,8 +55,21 @@ def fingerprint() -> tuple[Any, ...]:
     >>> before = fingerprint(); x = random.random(); before == fingerprint()
     False
     """
-    _, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
+    numpy_state = _numpy_state()
+    words = [
+        value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy_state["state"].values()
+    ]
+    return random.getstate(), words, numpy_state["has_gauss"], torch.get_rng_state().numpy().tobytes()
+
+
+def _numpy_state() -> dict[str, Any]:
+    state: dict[str, Any] = np.random.get_state(legacy=False)
+    return state
+
+
+def _plain(value: Any) -> Any:
+    # As a tensor of a type that every torch can load; the words have 32 bits.
+    return torch.from_numpy(value.astype(np.int64)) if isinstance(value, np.ndarray) else value
 
 
 def generators(iterator: Any) -> list[torch.Generator]:
@@ -81,10 +95,16 @@ def capture_generators(iterator: Any) -> list[torch.Tensor]:
     return [generator.get_state() for generator in generators(iterator)]
 
 
-def restore_generators(iterator: Any, states: Iterable[torch.Tensor]) -> None:
+def restore_generators(iterator: Any, states: Sequence[torch.Tensor]) -> None:
     """Bring ``generators(iterator)`` back to the states captured before.
 
     >>> restore_generators([1, 2, 3], [])
     """
-    for generator, state in zip(generators(iterator), states, strict=True):
+    found = generators(iterator)
+    if len(found) != len(states):
+        raise CheckpointError(
+            f"the checkpoint has the state of {len(states)} generator(s) of a DataLoader, but the iterator "
+            f"has {len(found)}: make it as in the run that is resumed"
+        )
+    for generator, state in zip(found, states, strict=True):
         generator.set_state(state)

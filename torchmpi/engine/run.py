@@ -95,8 +95,9 @@ def _trees(state: State) -> dict[str, Tree]:
     assert state.optimizer is not None
     optimizer = state.optimizer.state_dict()
     flat: Tree = {("state", index): value for index, value in optimizer.pop("state").items()}
-    # The state dict itself rather than a copy: it carries the version of each module's format.
-    trees = {"network": state.network.state_dict(), "optimizer": {**flat, **optimizer}}
+    flat.update(optimizer)
+    # The state dict itself rather than a copy of its items: it carries the version of each module's format.
+    trees: dict[str, Any] = {"network": state.network.state_dict(), "optimizer": flat}
     if isinstance(state.criterion, nn.Module):
         trees["criterion"] = state.criterion.state_dict()
     return trees

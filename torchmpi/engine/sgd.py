@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,19 @@ from torch import Tensor, nn
 from torchmpi.errors import ArgumentError
 
 from . import checkpoint
-from .checkpoint import Saved, Stateful
+from .base import Engine
+from .checkpoint import Saved
 from .epoch import Epoch, set_epoch
 from .evaluate import TestResult, evaluating
-from .hooks import Hook, Hooks
 from .meters import AverageValueMeter, ClassErrorMeter
 from .progressbar import ProgressBar
-from .ranks import OneRank, Ranks
-from .run import Run, pack, unpack
-from .state import Sample, State
+from .ranks import OneRank
+from .run import Run, unpack
+from .state import Sample, State, as_sample
 from .transfer import Transfer
 
-HookT = TypeVar("HookT", bound=Hook)
 
-
-class SGDEngine:
+class SGDEngine(Engine):
     """Trains a network in one process, calling the functions in ``hooks`` at each point of the loop.
 
     `device` defaults to where the network's parameters are. `prefetch` batches are loaded ahead in a thread;
@@ -44,86 +42,9 @@ class SGDEngine:
     ) -> None:
         if prefetch < 0:
             raise ArgumentError(f"prefetch={prefetch}: expected a number of batches, 0 for none")
-        self.hooks = Hooks()
+        super().__init__(OneRank())
         self._device = None if device is None else torch.device(device)
         self._prefetch, self._progress = prefetch, progress
-        self._ranks: Ranks = OneRank()
-        self._kept: dict[str, Stateful] = {}
-        self._autosave: tuple[Path, int | None] | None = None
-        self._run: Run | None = None
-
-    # --- what happens besides training -----------------------------------------------------------------
-
-    def on(self, name: str) -> Callable[[HookT], HookT]:
-        """Decorator that adds a function to a hook point.
-
-        @engine.on("on_update")
-        def count(state):
-            print(state.t)
-        """
-        hooks = self.hooks.at(name)
-
-        def add(hook: HookT) -> HookT:
-            hooks.append(hook)
-            return hook
-
-        return add
-
-    def step_scheduler(
-        self, scheduler: Any, when: str = "on_end_epoch", metric: Callable[[State], float] | None = None
-    ) -> None:
-        """Step a learning-rate scheduler at a hook point, and keep it in checkpoints.
-
-        `metric` gives what ``ReduceLROnPlateau`` wants to know; it must give the same on all ranks.
-
-            engine.step_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, step_size=10))
-        """
-
-        def step(state: State) -> None:
-            if state.training:
-                scheduler.step(*(() if metric is None else (metric(state),)))
-
-        self.hooks.at(when).append(step)
-        self.keep(**{f"scheduler {sum(name.startswith('scheduler ') for name in self._kept)}": scheduler})
-
-    def keep(self, **objects: Stateful) -> None:
-        """Put the state of meters, schedulers and the like into checkpoints, each rank its own.
-
-        engine.keep(loss=loss_meter)
-        """
-        for name, value in objects.items():
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise ArgumentError(
-                    f"keep({name}=...): a {type(value).__name__} has no state_dict() and load_state_dict()"
-                )
-        self._kept.update(objects)
-
-    def checkpoint(self, path: str | os.PathLike[str], every: int | None = None) -> None:
-        """Save a checkpoint after every `every` updates, or after each epoch, when all hooks of that point
-        are done.
-
-        engine.checkpoint("run.ckpt", every=500)
-        """
-        if every is not None and every < 1:
-            raise ArgumentError(
-                f"checkpoint(every={every}): expected a number of updates, or None for each epoch"
-            )
-        self._autosave = Path(path), every
-
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Save a checkpoint now, from a hook between two updates: on_start_epoch, on_update, on_end_epoch,
-        on_end.
-
-        Collective: all ranks call it at the same point. What later hooks of the same point do is not in it.
-
-            engine.hooks.on_end.append(lambda state: engine.save_checkpoint("last.ckpt"))
-        """
-        if self._run is None or self._run.place == "step":
-            where = "outside of train()" if self._run is None else "in the middle of an update"
-            raise ArgumentError(
-                f"save_checkpoint() {where}: call it in on_start_epoch, on_update, on_end_epoch or on_end"
-            )
-        checkpoint.write(Path(path), pack(self._run, self._kept), self._ranks)
 
     # --- training ----------------------------------------------------------------------------------------
 
@@ -164,6 +85,7 @@ class SGDEngine:
         if saved is not None:
             state.epoch, state.t = saved.common["epoch"], saved.common["t"]
         self.hooks.call("on_start", state)
+        self._agree_to_stop(state)
         if saved is not None and not saved.common["in_epoch"]:
             unpack(saved, run, self._kept)
             saved = None
@@ -178,14 +100,14 @@ class SGDEngine:
         # Also when resuming in the middle of an epoch: what these hooks prepare (a sampler, a meter) is
         # needed, and what they change is put right by the checkpoint.
         self.hooks.call("on_start_epoch", state)
-        with run.begin_epoch(
-            self._prefetch, None if saved is None else unpack(saved, run, self._kept)
-        ) as epoch:
+        place = None if saved is None else unpack(saved, run, self._kept)
+        with run.begin_epoch(self._prefetch, place) as epoch:
             if not self._walk(run, epoch):
                 return
         run.place = "epoch end"
         self.hooks.call("on_end_epoch", state)
         self._save_if_due(run)
+        self._agree_to_stop(state)
         state.epoch += 1
         run.place = "between"
 
@@ -204,9 +126,7 @@ class SGDEngine:
             self.hooks.call("on_update", state)
             run.show_progress()
             self._save_if_due(run)
-            # One rank that wants to stop stops all, else the others would wait for it.
-            state.stop = self._ranks.count(state.stop) > 0
-            if state.stop:
+            if self._agree_to_stop(state):
                 return False
 
     def _step(self, state: State, sample: Sample | None, num_active: int) -> None:
@@ -225,7 +145,7 @@ class SGDEngine:
     def _forward(self, state: State) -> Tensor:
         """Compute the loss; what to differentiate is what the hooks leave in ``state.loss``."""
         self.hooks.call("on_sample", state)
-        assert state.sample is not None
+        state.sample = as_sample(state.sample)  # hooks may put a pair there
         self._settle()
         state.output = state.network(state.sample.input)
         self.hooks.call("on_forward", state)
@@ -305,22 +225,17 @@ class SGDEngine:
             state.criterion.to(device)
         return Transfer(device)
 
+    def _agree_to_stop(self, state: State) -> bool:
+        """One rank that wants to stop stops all, else the others would wait for it."""
+        state.stop = self._ranks.count(state.stop) > 0
+        return state.stop
+
     def _refuse_empty_epoch(self, state: State) -> None:
         if self._ranks.count(state.batch > 0) == 0:
             raise ArgumentError(
                 f"the iterator gave no batch in epoch {state.epoch} (of {state.max_epochs}). A generator can "
-                "be walked over only once: give a list, a DataLoader, or an object whose __iter__() begins anew."
+                "be walked over only once: give a list, a DataLoader, or an object that makes a new iterator."
             )
-
-    def _save_if_due(self, run: Run) -> None:
-        if self._autosave is None:
-            return
-        path, every = self._autosave
-        is_due = (
-            run.place == "epoch end" if every is None else run.place == "epoch" and run.state.t % every == 0
-        )
-        if is_due:
-            self.save_checkpoint(path)
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[Run]:

@@ -43,8 +43,8 @@ def as_sample(batch: Any) -> Sample:
         return Sample(*batch)
     length = f" of length {len(batch)}" if hasattr(batch, "__len__") else ""
     raise ArgumentError(
-        f"the iterator gave a {type(batch).__name__}{length}; an engine takes a pair (input, target) or a "
-        "mapping with these two keys. Wrap the iterator to make such pairs."
+        f"the iterator, or a hook, gave a {type(batch).__name__}{length} as a batch; an engine takes a pair "
+        "(input, target) or a mapping with these two keys. Wrap the iterator to make such pairs."
     )
 
 

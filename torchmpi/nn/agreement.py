@@ -1,4 +1,4 @@
-"""Small exchanges in which ranks find out whether they agree: on the net, and on which parameters have gradients."""
+"""Small exchanges in which ranks find out whether they agree: on the net, and on who has which gradients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from .replica import Replica
 _DENSE, _SPARSE, _FAILED = 1, 2, 4
 
 
-def check_same_layout(replica: Replica, tensors: Sequence[Tensor], comm: Communicator, *, strides: bool = False) -> None:
+def check_same_layout(
+    replica: Replica, tensors: Sequence[Tensor], comm: Communicator, *, strides: bool = False
+) -> None:
     """Raise on all ranks unless names, shapes and dtypes of `tensors` are the same everywhere.
 
     One number per rank is exchanged; only when they differ are the lists, to say where.
     """
     layout = [
         (name, short_name(tensor.dtype), tuple(tensor.shape), tensor.stride() if strides else None)
-        for name, tensor in zip(replica.names(tensors), tensors)
+        for name, tensor in zip(replica.names(tensors), tensors, strict=True)
     ]
     digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).digest()
     fingerprint = torch.tensor([int.from_bytes(digest, "little", signed=True)])
@@ -46,17 +48,20 @@ def _first_difference(layouts: Sequence[Sequence[tuple[Any, ...]]]) -> str:
     first = layouts[0]
     rank, other = next((rank, layout) for rank, layout in enumerate(layouts) if layout != first)
     index = next(
-        (index for index, (mine, theirs) in enumerate(zip(first, other)) if mine != theirs),
+        (index for index, (mine, theirs) in enumerate(zip(first, other, strict=False)) if mine != theirs),
         min(len(first), len(other)),
     )
-    return f"The nets differ: tensor {index} is {_entry(first, index)} on rank 0, but {_entry(other, index)} on rank {rank}."
+    here, there = _entry(first, index), _entry(other, index)
+    return f"The nets differ: tensor {index} is {here} on rank 0, but {there} on rank {rank}."
 
 
 def _entry(layout: Sequence[tuple[Any, ...]], index: int) -> str:
     if index >= len(layout):
         return "missing"
     name, dtype, shape, strides = layout[index]
-    return f"{name!r} {dtype} {list(shape)}" + (f" with strides {list(strides)}" if strides is not None else "")
+    return f"{name!r} {dtype} {list(shape)}" + (
+        f" with strides {list(strides)}" if strides is not None else ""
+    )
 
 
 class Presence(NamedTuple):

@@ -16,9 +16,10 @@ from .replica import Attachment, Replica, sparse_by_declaration
 class BlockSequential(nn.Sequential):
     """``nn.Sequential`` that keeps its parameters in `partitions` contiguous blocks of about equal size.
 
-    The parameters stay what they were (same objects, same names in ``state_dict()``): only their memory moves. Optimizers,
-    ``load_state_dict`` and ``.to()`` work as usual. ``synchronize_parameters``, ``synchronize_gradients`` and the asynchronous
-    hooks use one collective per block. Parameters of different dtypes or devices get blocks of their own.
+    The parameters stay what they were (same objects, same names in ``state_dict()``): only their memory
+    moves. Optimizers, ``load_state_dict`` and ``.to()`` work as usual. ``synchronize_parameters``,
+    ``synchronize_gradients`` and the asynchronous hooks use one collective per block. Parameters of different
+    dtypes or devices get blocks of their own.
 
     >>> net = BlockSequential(2, nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> [block.numel() for block in net.parameter_blocks()]
@@ -27,10 +28,14 @@ class BlockSequential(nn.Sequential):
 
     def __init__(self, partitions: int, *modules: Any) -> None:
         if not isinstance(partitions, int) or partitions < 1:
-            raise ArgumentError(f"BlockSequential(partitions={partitions!r}, ...): partitions must be an integer, 1 or more.")
+            raise ArgumentError(
+                f"BlockSequential(partitions={partitions!r}, ...): partitions must be an integer, 1 or more."
+            )
         super().__init__(*modules)
         if any(isinstance(module, BlockSequential) for module in list(self.modules())[1:]):
-            raise ArgumentError("A BlockSequential cannot lie in another one: a parameter has only one place in memory.")
+            raise ArgumentError(
+                "A BlockSequential cannot lie in another one: a parameter has only one place in memory."
+            )
         self.partitions = partitions
         self._blocks: _Blocks | None = None
         self.parameter_blocks()
@@ -39,26 +44,27 @@ class BlockSequential(nn.Sequential):
         """The flat tensors that hold the parameters, in their order.
 
         >>> net = BlockSequential(1, nn.Linear(2, 1))
-        >>> net.parameter_blocks()[0].fill_(1.0); net[0].weight.tolist()
-        tensor([1., 1., 1.])
+        >>> flat = net.parameter_blocks()[0].fill_(1.0)
+        >>> net[0].weight.tolist()
         [[1.0, 1.0]]
         """
         return self._current().flats
 
     def gradient_blocks(self) -> list[Tensor]:
-        """The flat tensors that hold the gradients. After this call every trainable parameter's ``.grad`` is a part of one,
-        zeros if it had none.
+        """The flat tensors that hold the gradients.
+
+        After this call every trainable parameter's ``.grad`` is a part of one, zeros if it had none.
 
         >>> net = BlockSequential(1, nn.Linear(2, 1))
-        >>> net.gradient_blocks()[0].fill_(1.0); net[0].bias.grad
-        tensor([1., 1., 1.])
+        >>> flat = net.gradient_blocks()[0].fill_(1.0)
+        >>> net[0].bias.grad
         tensor([1.])
         """
         with torch.no_grad():
             buckets = self.gradient_buckets()
             for bucket in buckets:
                 bucket.pack()
-                bucket.unpack([True] * len(bucket.parameters))
+                bucket.give({id(parameter) for parameter in bucket.parameters})
         return [bucket.flat for bucket in buckets]
 
     def gradient_buckets(self) -> list[SeatedBucket]:
@@ -106,7 +112,7 @@ class _Blocks(Attachment):
         """Whether exactly these parameters still lie where they were put."""
         return len(parameters) == len(self._places) and all(
             parameter is known and parameter.data_ptr() == address
-            for parameter, (known, address) in zip(parameters, self._places)
+            for parameter, (known, address) in zip(parameters, self._places, strict=True)
         )
 
     def gradient_buckets(self, net: nn.Module) -> list[SeatedBucket]:
@@ -122,7 +128,7 @@ class _Blocks(Attachment):
 
 def _group(parameters: list[Tensor], partitions: int) -> list[list[Tensor]]:
     """Cut into partitions by size, then by dtype and device within each."""
-    groups = []
+    groups: list[list[Tensor]] = []
     for run in partition_by_size([parameter.numel() for parameter in parameters], partitions):
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for index in run:
@@ -145,4 +151,9 @@ def parameter_blocks_of(modules: Iterable[nn.Module]) -> tuple[list[Tensor], set
 
 def gradient_buckets_of(modules: Iterable[nn.Module]) -> list[SeatedBucket]:
     """All gradient buckets among `modules`."""
-    return [bucket for module in modules if isinstance(module, BlockSequential) for bucket in module.gradient_buckets()]
+    return [
+        bucket
+        for module in modules
+        if isinstance(module, BlockSequential)
+        for bucket in module.gradient_buckets()
+    ]

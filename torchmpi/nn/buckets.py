@@ -1,57 +1,20 @@
-"""Flat tensors that carry many gradients in one message: the plan, which is pure, and the buckets themselves."""
+"""Flat tensors that carry many gradients in one message."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
 
+from .. import fusion
 from ..errors import ArgumentError, GradientError
 
 _ALIGN_BYTES = 64  # views that live long begin on a cache line
 
 
-class BucketPlan(NamedTuple):
-    """Which tensors lie in one flat tensor, and where."""
-
-    indices: tuple[int, ...]
-    offsets: tuple[int, ...]
-    numel: int
-
-
-def plan_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, align_bytes: int = 1) -> list[BucketPlan]:
-    """Fill buckets with `tensors` in their order, each bucket of one dtype and device.
-
-    A bucket is closed when the next tensor would take it over `bucket_bytes`; a larger tensor has one to itself.
-    Buckets are ordered by their last tensor: the one that can be complete first comes first.
-
-    >>> small, large = torch.empty(4), torch.empty(100)
-    >>> [plan.indices for plan in plan_buckets([small, small, large, small], bucket_bytes=64)]
-    [(0, 1), (2,), (3,)]
-    """
-    if bucket_bytes < 1:
-        raise ArgumentError(f"bucket_bytes={bucket_bytes} must be at least 1.")
-    plans: list[BucketPlan] = []
-    open_plans: dict[tuple[torch.dtype, torch.device], BucketPlan] = {}
-    for index, tensor in enumerate(tensors):
-        kind = tensor.dtype, tensor.device
-        item_bytes = tensor.element_size()
-        plan = open_plans.get(kind, BucketPlan((), (), 0))
-        align = max(1, align_bytes // item_bytes)
-        offset = -(-plan.numel // align) * align
-        end = offset + tensor.numel()
-        if plan.indices and end * item_bytes > bucket_bytes:
-            plans.append(plan)
-            plan, offset, end = BucketPlan((), (), 0), 0, tensor.numel()
-        open_plans[kind] = BucketPlan((*plan.indices, index), (*plan.offsets, offset), end)
-    plans.extend(open_plans.values())
-    return sorted(plans, key=lambda plan: plan.indices[-1])
-
-
 def partition_by_size(sizes: Sequence[int], partitions: int) -> list[range]:
-    """Cut a list into at most `partitions` runs such that the largest sum of a run is as small as possible.
+    """Cut a list into `partitions` runs (or one per item), their largest sum as small as can be.
 
     >>> partition_by_size([5, 1, 1, 1, 4], 2)
     [range(0, 2), range(2, 5)]
@@ -65,7 +28,16 @@ def partition_by_size(sizes: Sequence[int], partitions: int) -> list[range]:
             high = middle
         else:
             low = middle + 1
-    return _runs_up_to(sizes, low)
+    runs = _runs_up_to(sizes, low)
+    while len(runs) < min(partitions, len(sizes)):
+        # One item alone is the largest sum, so that fewer runs would do: cut the others as they are wanted.
+        largest = max((run for run in runs if len(run) > 1), key=lambda run: sum(sizes[run.start : run.stop]))
+        index = runs.index(largest)
+        halves = partition_by_size(sizes[largest.start : largest.stop], 2)
+        runs[index : index + 1] = [
+            range(largest.start + half.start, largest.start + half.stop) for half in halves
+        ]
+    return runs
 
 
 def _runs_up_to(sizes: Sequence[int], limit: int) -> list[range]:
@@ -80,8 +52,22 @@ def _runs_up_to(sizes: Sequence[int], limit: int) -> list[range]:
     return runs
 
 
+def aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each tensor begins in a flat one of the same dtype, on a cache line each, and how long that is.
+
+    >>> aligned_offsets([torch.empty(3), torch.empty(5)])
+    ([0, 16], 21)
+    """
+    offsets, end = [], 0
+    for tensor in tensors:
+        align = _ALIGN_BYTES // tensor.element_size()
+        offsets.append(-(-end // align) * align)
+        end = offsets[-1] + tensor.numel()
+    return offsets, end
+
+
 def allocate_flat(numel: int, like: Tensor) -> Tensor:
-    """The memory of one bucket, uninitialised, of the dtype and on the device of `like`. Every bucket comes from here.
+    """Uninitialised memory of the dtype and on the device of `like`. Every bucket comes from here.
 
     >>> allocate_flat(3, torch.ones(2, dtype=torch.float64)).dtype
     torch.float64
@@ -90,7 +76,7 @@ def allocate_flat(numel: int, like: Tensor) -> Tensor:
 
 
 def dense_view(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """The part of `flat` at `offset` that has the shape of `like`, and its order of dimensions if it is dense.
+    """The part of `flat` at `offset` with the shape of `like`, and its order of dimensions if it is dense.
 
     >>> dense_view(torch.arange(6), 0, torch.empty(3, 2).t())
     tensor([[0, 2, 4],
@@ -101,51 +87,31 @@ def dense_view(flat: Tensor, offset: int, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, strides, flat.storage_offset() + offset)
 
 
-class Bucket(Protocol):
-    """What a synchronisation does with gradients that travel together."""
-
-    parameters: Sequence[Tensor]
-
-    def pack(self) -> Tensor:
-        """Collect the gradients, zeros where there is none, into a flat tensor."""
-
-    def unpack(self, is_present: Sequence[bool]) -> None:
-        """Give the flat tensor's values to the gradients of the parameters that have one on some rank."""
-
-
 class CopiedBucket:
-    """Gradients that are copied into a flat tensor and back; a single contiguous one is used where it lies."""
+    """Gradients that are copied into a flat tensor and back; a single contiguous one is used where it lies.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = parameters
-        self._flat = torch.empty(0)
+    >>> a, b = torch.ones(2), torch.ones(1)
+    >>> bucket = CopiedBucket([a, b])
+    >>> flat = bucket.pack().mul_(3)
+    >>> bucket.unpack(); a, b
+    (tensor([3., 3.]), tensor([3.]))
+    """
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        self.gradients = [gradient.detach() for gradient in gradients]
+        self._flat: Tensor | None = None
 
     def pack(self) -> Tensor:
-        gradients = [parameter.grad for parameter in self.parameters]
-        only = gradients[0] if len(gradients) == 1 else None
-        if only is not None and only.is_contiguous():
-            self._flat = only.detach().view(-1)
-            return self._flat
-        self._flat = allocate_flat(sum(parameter.numel() for parameter in self.parameters), self.parameters[0])
-        for gradient, piece in zip(gradients, self._pieces()):
-            if gradient is None:
-                piece.zero_()
-            else:
-                piece.copy_(gradient)
-        return self._flat
+        """The values, one after the other."""
+        if len(self.gradients) == 1 and self.gradients[0].is_contiguous():
+            return self.gradients[0].view(-1)
+        self._flat = allocate_flat(sum(gradient.numel() for gradient in self.gradients), self.gradients[0])
+        return torch.cat([gradient.reshape(-1) for gradient in self.gradients], out=self._flat)
 
-    def unpack(self, is_present: Sequence[bool]) -> None:
-        for parameter, piece, present in zip(self.parameters, self._pieces(), is_present):
-            if not present:
-                continue
-            if parameter.grad is None:
-                parameter.grad = piece.clone()
-            elif parameter.grad.data_ptr() != piece.data_ptr():
-                parameter.grad.copy_(piece)
-
-    def _pieces(self) -> list[Tensor]:
-        parts = self._flat.split([parameter.numel() for parameter in self.parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters)]
+    def unpack(self) -> None:
+        """Give what has become of the flat tensor back to the gradients."""
+        if self._flat is not None:
+            fusion.unpack(self._flat, self.gradients)
 
 
 class SeatedBucket:
@@ -160,11 +126,12 @@ class SeatedBucket:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
-        total_bytes = sum(parameter.numel() * parameter.element_size() + _ALIGN_BYTES for parameter in parameters)
-        (plan,) = plan_buckets(parameters, total_bytes, align_bytes=_ALIGN_BYTES)
+        offsets, numel = aligned_offsets(parameters)
         # Zeros: the gaps between the views are sent too, and must not hold NaN.
-        self.flat = allocate_flat(plan.numel, parameters[0]).zero_()
-        self.views = [dense_view(self.flat, offset, p.detach()) for offset, p in zip(plan.offsets, parameters)]
+        self.flat = allocate_flat(numel, parameters[0]).zero_()
+        self.views = [
+            dense_view(self.flat, offset, p.detach()) for offset, p in zip(offsets, parameters, strict=True)
+        ]
         self._addresses = [view.data_ptr() for view in self.views]
 
     def seat(self, position: int) -> None:
@@ -184,18 +151,24 @@ class SeatedBucket:
             return
         if gradient.layout is not torch.strided:
             raise GradientError(
-                f"A gradient of shape {list(gradient.shape)} is sparse, but only gradients of nn.Embedding(sparse=True) "
-                "are expected to be. Use synchronize_gradients() after backward instead of the asynchronous hooks."
+                f"A gradient of shape {list(gradient.shape)} is sparse, but only those of "
+                "nn.Embedding(sparse=True) are "
+                "expected to be. Use synchronize_gradients() after backward instead of asynchronous hooks."
             )
         view.copy_(gradient.detach())
         parameter.grad = view
 
     def pack(self) -> Tensor:
+        """The flat tensor with all gradients in it, zeros where there is none."""
         for position in range(len(self.parameters)):
             self.seat(position)
         return self.flat
 
-    def unpack(self, is_present: Sequence[bool]) -> None:
-        for parameter, view, present in zip(self.parameters, self.views, is_present):
-            if present:
+    def unpack(self) -> None:
+        """Nothing to do: the gradients are there already."""
+
+    def give(self, present: Container[int]) -> None:
+        """Let the parameters with ids in `present` have their part as gradient, even if they had none."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if id(parameter) in present:
                 parameter.grad = view

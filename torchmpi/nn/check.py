@@ -25,10 +25,11 @@ _MAX_NAMED = 8
 
 @torch.no_grad()
 def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communicator | None = None) -> None:
-    """Raise :class:`~torchmpi.errors.ReplicaError` on all ranks unless every parameter and buffer has the same bits on all.
+    """Raise on all ranks unless every parameter and buffer has the same bits on all of them.
 
-    The message names the tensors that differ and the ranks that agree with each other. With ``buffers=False`` only parameters
-    are compared: the running statistics of batch norm differ in data-parallel training, since each rank sees other data.
+    The :class:`~torchmpi.errors.ReplicaError` names the tensors that differ, and which ranks agree. With
+    ``buffers=False`` only parameters are compared: the running statistics of batch norm differ in
+    data-parallel training, since each rank sees other data.
 
         mpinn.check_with_allreduce(model)
     """
@@ -49,9 +50,9 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communic
     if len(differing) > _MAX_NAMED:
         lines.append(f"  and {len(differing) - _MAX_NAMED} more")
     raise ReplicaError(
-        f"rank {communicator.rank}: {len(differing)} of {len(tensors)} tensors are not the same on all ranks:\n"
+        f"rank {communicator.rank}: {len(differing)} of {len(tensors)} tensors differ between the ranks:\n"
         + "\n".join(lines)
-        + "\nCall synchronize_parameters(net) before training, and synchronize gradients before every optimizer step."
+        + "\nCall synchronize_parameters(net) before training, and synchronize gradients before every step."
     )
 
 
@@ -75,8 +76,8 @@ def _describe(sums: list[int]) -> str:
 def checksum(tensor: Tensor) -> int:
     """A 64-bit number that depends on every bit of `tensor` and on its place.
 
-    Each 64-bit word is combined with its index, scrambled (the finalizer of splitmix64) and added up. A plain weighted
-    sum would not do: it misses two flipped sign bits.
+    Each 64-bit word is combined with its index, scrambled (the finalizer of splitmix64) and added up. A plain
+    weighted sum would not do: it misses two flipped sign bits.
 
     >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 1.0]))
     False

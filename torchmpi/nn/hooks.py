@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from .. import collectives
+from .. import collectives, fusion
 from ..communicator import Communicator
 from ..errors import ArgumentError, GradientError
 from .agreement import Presence, agree_on_gradients, check_same_layout
+from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of
-from .buckets import SeatedBucket, plan_buckets
+from .buckets import SeatedBucket
 from .channel import close_private, default_bucket_bytes, open_private, resolve
 from .reduction import Reduction
 from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
-from .roll_call import HOOKS, ROLL_CALL, Round, refuse_inside_join
+from .roll_call import HOOKS, ROLL_CALL, RollCall, Round, refuse_inside_join
 from .sync import ASYNC_BACKWARD, reduce_sparse_gradients
 
 
@@ -33,9 +33,9 @@ def register_async_backward(
 ) -> None:
     """Let every backward of `net` send gradients as soon as they are there. Collective.
 
-    Gradients live in buckets of up to `bucket_bytes` (default: the ``bucket_bytes`` setting); a bucket is sent when it and all
-    before it are complete. ``synchronize_gradients_async(net)`` waits for them. With ``sync_gradient_frequency=k`` gradients are
-    accumulated over k backward passes and the k-th sends the sum.
+    Gradients live in buckets of up to `bucket_bytes` (default: the ``bucket_bytes`` setting); a bucket is
+    sent when it and all before it are complete. ``synchronize_gradients_async(net)`` waits for them. With
+    ``sync_gradient_frequency=k`` gradients are accumulated over k backward passes and the k-th sends the sum.
 
         mpinn.register_async_backward(model)
         for x, y in data:
@@ -61,6 +61,7 @@ def unregister_async_backward(net: nn.Module) -> None:
 
     mpinn.unregister_async_backward(model)
     """
+    refuse_inside_join(net, "unregister_async_backward")
     _registered(net, "unregister_async_backward").close()
     attach(net, ASYNC_BACKWARD, None)
 
@@ -68,9 +69,9 @@ def unregister_async_backward(net: nn.Module) -> None:
 def synchronize_gradients_async(net: nn.Module, *, flush: bool = False) -> bool:
     """Wait until the gradients of the last backward are those of all ranks.
 
-    Buckets that are not complete, because some parameter got no gradient, are sent now, with zeros. Returns whether the gradients
-    are synchronised: with ``sync_gradient_frequency=k`` the calls between the k-th backward passes return False and communicate nothing,
-    unless `flush` asks for it.
+    Buckets that are not complete, because some parameter got no gradient, are sent now, with zeros. Returns
+    whether the gradients are synchronised: with ``sync_gradient_frequency=k`` the calls between the k-th
+    backward passes return False and communicate nothing, unless `flush` asks for it.
 
         if mpinn.synchronize_gradients_async(model):
             optimizer.step()
@@ -82,7 +83,9 @@ def synchronize_gradients_async(net: nn.Module, *, flush: bool = False) -> bool:
 def _registered(net: nn.Module, call: str) -> AsyncBackward:
     backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
     if backward is None:
-        raise ArgumentError(f"{call}(net): the net is not registered. Call register_async_backward(net) first.")
+        raise ArgumentError(
+            f"{call}(net): the net is not registered. Call register_async_backward(net) first."
+        )
     return backward
 
 
@@ -94,7 +97,7 @@ class AsyncBackward(Attachment):
     ) -> None:
         replica = Replica(net)
         check_same_layout(replica, replica.trainable, comm, strides=True)
-        self.net = weakref.ref(net)
+        self.net = net
         self.frequency, self.bucket_bytes, self.average = frequency, bucket_bytes, average
         self.parameters = replica.trainable
         self.comm = open_private(comm, f"{comm.name} async backward")
@@ -118,14 +121,16 @@ class AsyncBackward(Attachment):
 
     def finish(self, *, flush: bool = False, shadowed: Round | None = None) -> bool:
         """Send what is left, wait for everything, and give the parameters their gradients."""
-        if not flush and self.frequency > 1 and max(self._counts, default=0) < self.frequency:
+        is_due = self.frequency == 1 or max(self._counts, default=0) >= self.frequency
+        if not (is_due or flush or self._failed()):
             return False
-        self._check_parameters()
-        failure = self._finish_round(shadowed)
+        replica = Replica(self.net)
+        self._check_parameters(replica)
+        failure = self._finish_round(replica, shadowed)
         if failure:
             raise GradientError(
-                f"rank {self.comm.rank}: the gradients are incomplete: {failure}. The round has been finished on all ranks; "
-                "call zero_grad() before the next backward."
+                f"rank {self.comm.rank}: the gradients are incomplete: {failure}. All ranks have finished "
+                "the round; call zero_grad() before the next backward."
             )
         return True
 
@@ -135,11 +140,11 @@ class AsyncBackward(Attachment):
             hook.remove()
         if self.comm.intra.lane.closed:
             return  # stop() came first
-        # Who has sent nothing must still take part in what others have sent. Asked on the other communicator: on the
-        # private one the buckets are next.
+        # Who has sent nothing must still take part in what others have sent. Asked on the other communicator:
+        # on the private one the buckets are next.
         waiting = torch.tensor([int(self.is_under_way)])
         if collectives.allreduce(waiting, op="max", comm=self.comm.parent).item():
-            self._finish_round(None)
+            self._finish_round(Replica(self.net), None)
         close_private(self.comm)
 
     def _reset(self) -> None:
@@ -147,7 +152,7 @@ class AsyncBackward(Attachment):
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         self._finishers: list[Callable[[], object]] = []
         self._reduction: Reduction | None = None
-        self._passes: dict[int, _Pass] = {}
+        self._runs: dict[int, AutogradRun] = {}
         self._failure = ""
 
     # --- during backward -------------------------------------------------------------------------
@@ -155,13 +160,14 @@ class AsyncBackward(Attachment):
     def _on_gradient(self, slot: int, parameter: Tensor) -> None:
         """Autograd has added a gradient to `parameter`."""
         with self._lock:
-            self._watch_pass()
+            self._watch_run()
             self._counts[slot] += 1
             if self._counts[slot] > self.frequency:
                 self._fail(
-                    f"parameter {self._name(parameter)!r} received gradient number {self._counts[slot]} since the last "
-                    f"synchronisation, but the net was registered with sync_gradient_frequency={self.frequency}. Call "
-                    "synchronize_gradients_async(net) after each backward, or register with a higher frequency"
+                    f"parameter {Replica(self.net).name(parameter)!r} received gradient number "
+                    f"{self._counts[slot]} since the last synchronisation, more than the frequency of "
+                    f"{self.frequency} it was registered with. Call synchronize_gradients_async(net) after "
+                    "each backward, or register with a higher sync_gradient_frequency"
                 )
             place = self._places.get(id(parameter))
             if place is None:
@@ -172,27 +178,26 @@ class AsyncBackward(Attachment):
                 self._num_missing[index] -= 1
                 self._launch_complete()
 
-    def _watch_pass(self) -> None:
+    def _watch_run(self) -> None:
         """Notice a new run of the autograd engine, and that an earlier one broke off."""
-        # Not in the public interface, but what torch.utils.checkpoint uses to tell runs apart.
-        task = torch._C._current_graph_task_id()
-        if task in self._passes:
+        number = AutogradRun.current()
+        if number in self._runs:
             return
-        if any(earlier.has_failed for earlier in self._passes.values()):
-            if self._reduction is not None:
+        if self._failed():
+            if self.is_under_way:
                 self._fail(
                     "the backward before this one failed when part of its gradients had been sent. Call "
-                    "synchronize_gradients_async(net), which raises on all ranks, and then zero_grad(), before the next one"
+                    "synchronize_gradients_async(net), which raises on all ranks, and zero_grad() first"
                 )
             self._reset()
-        self._passes[task] = _Pass()
+        self._runs[number] = AutogradRun()
+
+    def _failed(self) -> bool:
+        return bool(self._failure) or any(run.has_failed for run in self._runs.values())
 
     def _fail(self, message: str) -> None:
         self._failure = self._failure or message
         raise GradientError(f"rank {self.comm.rank}: {message}.")
-
-    def _name(self, parameter: Tensor) -> str:
-        return self._replica().name(parameter)
 
     def _launch_complete(self) -> None:
         """Launch buckets in the order of their index, as far as they are complete."""
@@ -204,11 +209,11 @@ class AsyncBackward(Attachment):
     def _begin(self, shadowed: Round | None) -> Reduction:
         """Find out how this round is reduced; inside join that takes all ranks."""
         size = self.comm.size
-        roll_call = attached(self.net() or (), ROLL_CALL)
+        roll_call: RollCall | None = attached(self.net, ROLL_CALL)
         if roll_call is None:
             return Reduction(size if self.average else 1, size)
-        result: Reduction = roll_call.reduction(shadowed or roll_call.active(HOOKS, self.average, self.bucket_bytes))
-        return result
+        call = shadowed or roll_call.active(HOOKS, self.average, self.bucket_bytes)
+        return roll_call.reduction(call)
 
     def _launch(self, reduction: Reduction) -> None:
         with torch.no_grad():
@@ -216,67 +221,38 @@ class AsyncBackward(Attachment):
 
     # --- after backward --------------------------------------------------------------------------
 
-    def _finish_round(self, shadowed: Round | None) -> str:
-        """Take part in everything that is left of this round; what went wrong with the backward on some rank, if it did."""
-        has_failed = bool(self._failure) or any(run.has_failed for run in self._passes.values())
-        failure = self._failure or ("backward failed on this rank" if has_failed else "backward failed on another rank")
+    def _finish_round(self, replica: Replica, shadowed: Round | None) -> str:
+        """Take part in what is left of this round; says what went wrong with the backward, if it did."""
+        has_failed = self._failed()
+        failure = self._failure or f"backward failed on {'this' if has_failed else 'another'} rank"
         try:
             with torch.no_grad(), self._lock:
                 if self._reduction is None:
                     self._reduction = self._begin(shadowed)
                 while len(self._finishers) < len(self.buckets):
                     self._launch(self._reduction)
-                presence = agree_on_gradients(self._replica(), self.parameters, self.comm, failed=has_failed)
+                presence = agree_on_gradients(replica, self.parameters, self.comm, failed=has_failed)
                 self._distribute(presence, self._reduction)
         finally:
             self._reset()
         return failure if presence.is_failed else ""
 
     def _distribute(self, presence: Presence, reduction: Reduction) -> None:
-        present = {id(parameter) for parameter, dense in zip(self.parameters, presence.is_dense) if dense}
-        for bucket, finish in zip(self.buckets, self._finishers):
+        present = {id(p) for p, is_dense in zip(self.parameters, presence.is_dense, strict=True) if is_dense}
+        for bucket, finish in zip(self.buckets, self._finishers, strict=True):
             finish()
-            bucket.unpack([id(parameter) in present for parameter in bucket.parameters])
+            bucket.give(present)
         reduce_sparse_gradients(self.parameters, presence, reduction, self.comm)
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, replica: Replica) -> None:
         """Refuse parameters that appeared after the hooks were set: nobody would synchronise them."""
         known = {id(parameter) for parameter in self.parameters}
-        replica = self._replica()
         new = [parameter for parameter in replica.trainable if id(parameter) not in known]
         if new:
             raise GradientError(
-                f"rank {self.comm.rank}: {', '.join(map(repr, replica.names(new)))} became trainable, or part of the net, after "
-                "register_async_backward(net). Unregister the net and register it again."
+                f"rank {self.comm.rank}: {', '.join(map(repr, replica.names(new)))} became trainable, or "
+                "part of the net, after register_async_backward(net). Unregister the net and register it again."
             )
-
-    def _replica(self) -> Replica:
-        return Replica(self.net() or ())
-
-
-class _Pass:
-    """One run of the autograd engine, as seen from a hook within it.
-
-    The engine keeps the callback, and with it the token, until the run ends; it calls it only if the run succeeds.
-    """
-
-    def __init__(self) -> None:
-        token = _Token()
-        self._token = weakref.ref(token)
-        self._has_ended = False
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, token))  # type: ignore[attr-defined]
-
-    def _end(self, _: _Token) -> None:
-        self._has_ended = True
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the run is over without having come to its end."""
-        return not self._has_ended and self._token() is None
-
-
-class _Token:
-    """Something that can be weakly referenced."""
 
 
 def _make_buckets(replica: Replica, bucket_bytes: int) -> list[SeatedBucket]:
@@ -285,8 +261,7 @@ def _make_buckets(replica: Replica, bucket_bytes: int) -> list[SeatedBucket]:
     excluded = sparse_by_declaration(replica.modules)
     excluded.update(id(parameter) for block in blocks for parameter in block.parameters)
     rest = [parameter for parameter in reversed(replica.trainable) if id(parameter) not in excluded]
-    plans = plan_buckets(rest, bucket_bytes)
-    buckets = blocks + [SeatedBucket([rest[index] for index in plan.indices]) for plan in plans]
+    fused = fusion.plan_buckets(rest, bucket_bytes)
+    buckets = blocks + [SeatedBucket([rest[index] for index in indices]) for indices in fused]
     order = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
-
     return sorted(buckets, key=lambda bucket: min(order[id(p)] for p in bucket.parameters), reverse=True)

@@ -28,10 +28,11 @@ def join(
 ) -> Iterator[None]:
     """Let ranks have different numbers of batches, none included.
 
-    A rank that leaves the loop early takes part, with zeros, in every synchronisation of `net`'s gradients that others still call:
-    ``synchronize_gradients``, ``synchronize_gradients_async`` or the step of a ``DistributedOptimizer``. Averages are over the ranks still
-    active, or over all with ``divide_by="size"``. At the end all ranks get the parameters and buffers of one that worked to the last, and
-    with `optimizer` its state too (momentum, Adam's moments), without which the replicas would part again.
+    A rank that leaves the loop early takes part, with zeros, in every synchronisation of `net`'s gradients
+    that others still call: ``synchronize_gradients``, ``synchronize_gradients_async`` or the step of a
+    ``DistributedOptimizer``. Averages are over the ranks still active, or over all with ``divide_by="size"``.
+    At the end all ranks get the parameters and buffers of one that worked to the last, and with `optimizer`
+    its state too (momentum, Adam's moments), without which the replicas would part again.
 
     Other collectives inside the block, on the same communicator, would find ranks missing: keep them outside.
 
@@ -44,7 +45,9 @@ def join(
     """
     backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
     if backward is not None and comm is not None:
-        raise ArgumentError("join(comm=...): the net was registered for asynchronous backward with a communicator already.")
+        raise ArgumentError(
+            "join(comm=...): the net was registered for asynchronous backward with a communicator already."
+        )
     refuse_inside_join(net, "join")
     _refuse_sharded(net)
     roll_call = RollCall(resolve(comm) if backward is None else backward.comm, divide_by)
@@ -52,7 +55,9 @@ def join(
     try:
         yield
         if backward is not None and backward.is_under_way:
-            raise GradientError("join: the block ended between a backward and its synchronize_gradients_async(net).")
+            raise GradientError(
+                "join: the block ended between a backward and its synchronize_gradients_async(net)."
+            )
         while (call := roll_call.finished()) is not None:
             _shadow(net, call, roll_call)
     finally:
@@ -61,8 +66,12 @@ def join(
 
 
 def _refuse_sharded(net: Net) -> None:
-    if isinstance(net, nn.Module) and any(getattr(parameter, SHARDED, False) for parameter in net.parameters()):
-        raise ArgumentError("join: a net with sharded parameters communicates in its forward, which an idle rank cannot follow.")
+    if isinstance(net, nn.Module) and any(
+        getattr(parameter, SHARDED, False) for parameter in net.parameters()
+    ):
+        raise ArgumentError(
+            "join: a net with sharded parameters communicates in its forward, which an idle rank never runs."
+        )
 
 
 def _shadow(net: nn.Module, call: Round, roll_call: RollCall) -> None:

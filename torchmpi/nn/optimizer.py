@@ -20,9 +20,9 @@ from .sync import synchronize_gradients
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps `opt` so that ``step()`` first averages the gradients of `model` over the ranks.
 
-    It shares the parameter groups and state of `opt`, so learning-rate schedulers and checkpoints work with either. With
-    ``asynchronous=True`` (default) the model is registered for asynchronous backward, gradients being accumulated over
-    `backward_passes_per_step`; ``mpinn.unregister_async_backward(model)`` undoes that.
+    It shares the parameter groups and state of `opt`, so learning-rate schedulers and checkpoints work with
+    either. With ``asynchronous=True`` (default) the model is registered for asynchronous backward, gradients
+    being accumulated over `backward_passes_per_step`; ``mpinn.unregister_async_backward(model)`` undoes that.
 
         optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for x, y in data:
@@ -48,7 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int = 1,
         comm: int | Communicator | None = None,
     ) -> None:
-        # Optimizer.__init__ is not called on purpose: it would make state of its own. Everything lives in `opt`.
+        # Optimizer.__init__ is not called on purpose: it would make state of its own. Everything lives in
+        # `opt`.
         _check_parameters(opt, model)
         self.optimizer = opt
         self._model, self._average, self._asynchronous = model, average, asynchronous
@@ -76,14 +77,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._skips = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Synchronise, then step. The loss of a `closure` is averaged too, since some optimizers decide by it."""
+        """Synchronise, then step. A `closure`'s loss is averaged too, since some optimizers decide by it."""
         if self._skips:
             self._is_synchronized = False
             return self.optimizer.step(closure)
         if self._is_synchronized:
             raise GradientError(
-                f"rank {self._comm.rank}: step() would synchronise gradients that synchronize() has synchronised. Write "
-                "`with optimizer.skip_synchronize(): optimizer.step()`."
+                f"rank {self._comm.rank}: step() would synchronise what synchronize() has synchronised. "
+                "Write `with optimizer.skip_synchronize(): optimizer.step()`."
             )
         if closure is not None:
             return self.optimizer.step(lambda: self._synchronized_loss(closure))
@@ -137,6 +138,7 @@ def _check_parameters(opt: torch.optim.Optimizer, model: nn.Module) -> None:
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise ArgumentError(
-                    f"DistributedOptimizer: parameter {position} of group {index}, of shape {list(parameter.shape)}, is no parameter "
-                    "of the model, so its gradient would not be synchronised. Pass the model that holds all of them."
+                    f"DistributedOptimizer: parameter {position} of group {index}, of shape "
+                    f"{list(parameter.shape)}, is no parameter of the model: nobody would synchronise it. "
+                    "Pass the model that holds all of them."
                 )

@@ -18,12 +18,13 @@ from .replica import SHARDED, Attachment
 class MPLinear(nn.Module):
     """``nn.Linear`` with its input features divided over the ranks, for weights that are too large for one.
 
-    Every rank gives the same, whole input and gets the same, whole output; it holds only its columns of the weight, computes its
-    part, and the parts are added. So it can stand anywhere in a net that is replicated and fed the *same batch* on all ranks. Feature
-    counts that do not divide evenly are fine. With the same seed on all ranks the weights are those of ``nn.Linear``.
+    Every rank gives the same, whole input and gets the same, whole output; it holds only its columns of the
+    weight, computes its part, and the parts are added. So it can stand anywhere in a net that is replicated
+    and fed the *same batch* on all ranks. Feature counts that do not divide evenly are fine. With the same
+    seed on all ranks the weights are those of ``nn.Linear``.
 
-    ``weight`` is marked ``torchmpi_sharded``: the ``synchronize_*`` functions and checks leave it alone. ``bias`` is whole on
-    every rank.
+    ``weight`` is marked ``torchmpi_sharded``: the ``synchronize_*`` functions and checks leave it alone.
+    ``bias`` is whole on every rank.
 
         layer = mpinn.MPLinear(784, 10)
         layer(x).sum().backward()
@@ -41,8 +42,9 @@ class MPLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self._home: _Home | None = _Home(resolve(comm))
-        # The whole weight is drawn, so that neither the values nor the state of the generator depend on the number of ranks.
+        self._home = _Home(resolve(comm))
+        # The whole weight is drawn, so that neither the values nor the state of the generator depend on the
+        # number of ranks.
         full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         begin, length = self._home.part(in_features)
         self.weight = nn.Parameter(full.weight.detach()[:, begin : begin + length].clone())
@@ -52,7 +54,8 @@ class MPLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:
             raise ArgumentError(
-                f"MPLinear({self.in_features}, {self.out_features}) got an input of shape {list(input.shape)}. Every rank gives "
+                f"MPLinear({self.in_features}, {self.out_features}) got an input of shape "
+                f"{list(input.shape)}. Give it "
                 f"the whole input, with {self.in_features} features in the last dimension."
             )
         home = self._home
@@ -70,15 +73,16 @@ class MPLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"{self.weight.shape[1]} features here"
+            f"in_features={self.in_features} ({self.weight.shape[1]} here), "
+            f"out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         setattr(self.weight, SHARDED, True)  # copying a parameter drops its attributes
-        if self._home is None:  # unpickled: the communicator of another job is of no use
-            self._home = _Home(resolve(None))
+        # The communicator of the job that wrote a pickle is of no use in the one that reads it.
+        self._home = self._home or _Home(resolve(None))
 
 
 class _Home(Attachment):
@@ -96,7 +100,9 @@ class _Home(Attachment):
 
 
 def _sum(tensor: Tensor, home: _Home) -> Tensor:
-    result: Tensor = collectives.allreduce(tensor.detach().clone(memory_format=torch.contiguous_format), comm=home.comm)
+    result: Tensor = collectives.allreduce(
+        tensor.detach().clone(memory_format=torch.contiguous_format), comm=home.comm
+    )
     return result
 
 
@@ -106,8 +112,8 @@ def _gather_last(tensor: Tensor, home: _Home) -> Tensor:
     return collectives.allgather(rows, comm=home.comm).movedim(0, -1)
 
 
-# Seen by the whole job these four are linear maps, and the transposes of each other: the values a replicated tensor has on all ranks are
-# one value, those of a partial or divided one are many.
+# Seen by the whole job these four are linear maps, and the transposes of each other: the values a replicated
+# tensor has on all ranks are one value, those of a partial or divided one are many.
 
 
 class _Reduce(torch.autograd.Function):

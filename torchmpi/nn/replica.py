@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import ArgumentError
 
-Net = Union[nn.Module, Iterable[Tensor]]
+Net = nn.Module | Iterable[Tensor]
 
 SHARDED = "torchmpi_sharded"
 """Attribute of a parameter of which each rank holds another part: nothing here synchronises it."""
@@ -55,7 +56,9 @@ class Replica:
         """The name of one tensor."""
         everything = self.parameters + self.buffers
         names = self.names(everything)
-        return next((name for name, other in zip(names, everything) if other is tensor), "a tensor")
+        return next(
+            (name for name, other in zip(names, everything, strict=True) if other is tensor), "a tensor"
+        )
 
     def _walk(self, module: nn.Module) -> None:
         if id(module) in self._seen:
@@ -72,8 +75,10 @@ class Replica:
         for tensor in tensors:
             if tensor is None or id(tensor) in self._seen or getattr(tensor, SHARDED, False):
                 continue
-            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-                raise ArgumentError("The net has lazy parameters without a shape. Run one batch through it first.")
+            if is_lazy(tensor):
+                raise ArgumentError(
+                    "The net has lazy parameters without a shape. Run one batch through it first."
+                )
             self._seen.add(id(tensor))
             found.append(tensor)
 
@@ -98,7 +103,7 @@ def sparse_by_declaration(modules: Iterable[nn.Module]) -> set[int]:
 
 
 class Attachment:
-    """State that belongs to one net and stays with it: a copy or a pickle of the net has ``None`` in its place."""
+    """State that belongs to one net: a copy or a pickle of the net has ``None`` in its place."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

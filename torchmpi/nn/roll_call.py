@@ -9,8 +9,8 @@ import torch
 from .. import collectives
 from ..communicator import Communicator
 from ..errors import ArgumentError, MismatchError
-from .replica import Attachment, Net, attached
 from .reduction import Reduction
+from .replica import Attachment, Net, attached
 
 ROLL_CALL = "torchmpi_join"
 DIRECT, HOOKS = 1, 2
@@ -63,7 +63,9 @@ class RollCall(Attachment):
             return None
         if len(set(wishes.values())) > 1:
             calls = "; ".join(f"rank {rank}: {_describe(*wish)}" for rank, wish in wishes.items())
-            raise MismatchError(f"rank {self.comm.rank}: inside join the ranks synchronise differently: {calls}.")
+            raise MismatchError(
+                f"rank {self.comm.rank}: inside join the ranks synchronise differently: {calls}."
+            )
         kind, average, bucket_bytes = next(iter(wishes.values()))
         return Round(kind, bool(average), bucket_bytes, len(wishes))
 
@@ -77,6 +79,6 @@ def refuse_inside_join(net: Net, call: str) -> None:
     """Refuse a collective that ranks which have run out would not take part in."""
     if attached(net, ROLL_CALL) is not None:
         raise ArgumentError(
-            f"{call}(): the net is inside join(), where ranks without data only follow the synchronisation of "
-            "gradients. Call it after the join block."
+            f"{call}(): the net is inside join(), where ranks without data only follow the synchronisation "
+            "of gradients. Call it after the join block."
         )

@@ -13,7 +13,8 @@ from .reduction import Reduction
 def reduce_sparse(parameter: Tensor, reduction: Reduction, comm: Communicator) -> None:
     """Replace the sparse gradient of `parameter` by the reduction over all ranks; no gradient counts as zero.
 
-    The result is sparse and coalesced, and the same on all ranks: each adds the same values in the same order.
+    The result is sparse and coalesced, and the same on all ranks: each adds the same values in the same
+    order.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -29,7 +30,9 @@ def reduce_sparse(parameter: Tensor, reduction: Reduction, comm: Communicator) -
     all_values = collectives.allgather(values.contiguous(), comm=comm)
     if all_values.element_size() < 4 and all_values.is_floating_point():
         all_values = all_values.float()  # 16-bit values are added in float32 and rounded once
-    total = torch.sparse_coo_tensor(all_indices.t(), all_values, parameter.shape, check_invariants=False).coalesce()
+    total = torch.sparse_coo_tensor(
+        all_indices.t(), all_values, parameter.shape, check_invariants=False
+    ).coalesce()
     if reduction.divisor > 1:
         total = total / reduction.divisor
     parameter.grad = total.to(parameter.dtype).coalesce()

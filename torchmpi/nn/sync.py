@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .. import collectives
+from .. import collectives, fusion
 from ..communicator import Communicator
 from ..errors import ArgumentError
 from .agreement import Presence, agree_on_gradients, check_same_layout
 from .blocksequential import gradient_buckets_of, parameter_blocks_of
-from .buckets import Bucket, CopiedBucket, plan_buckets
+from .buckets import CopiedBucket, SeatedBucket
 from .channel import default_bucket_bytes, resolve
 from .reduction import Reduction
 from .replica import Net, Replica, attached
@@ -30,10 +30,10 @@ def synchronize_parameters(
 ) -> None:
     """Give all ranks the parameters and buffers of rank 0, or the average over the ranks.
 
-    `net` is a module or an iterable of tensors. With `with_allreduce` floating tensors are averaged; integer ones
-    (such as the batch counter of batch norm) still come from rank 0, since their average is no integer. Parameters that are
-    sharded over the ranks stay as they are. Raises :class:`~torchmpi.errors.ReplicaError` on all ranks, before anything is
-    sent, if the nets differ in names, shapes or dtypes.
+    `net` is a module or an iterable of tensors. With `with_allreduce` floating tensors are averaged; integer
+    ones (such as the batch counter of batch norm) still come from rank 0, since their average is no integer.
+    Parameters that are sharded over the ranks stay as they are. Raises :class:`~torchmpi.errors.ReplicaError`
+    on all ranks, before anything is sent, if the nets differ in names, shapes or dtypes.
 
         model = Net().to(mpi.device())
         mpinn.synchronize_parameters(model)
@@ -80,10 +80,11 @@ def synchronize_gradients(
 ) -> None:
     """Replace each ``.grad`` by its average over the ranks (``average=False``: the sum).
 
-    Gradients are fused into buckets of up to `bucket_bytes` (default: the ``bucket_bytes`` setting), and one bucket is filled
-    while another is on the wire; the result has the same bits as a loop over ``mpi.allreduce(p.grad, op="avg")``. A gradient that
-    is missing on some ranks counts as zero there; one that is missing on all stays ``None``. Frozen and sharded parameters are left
-    alone. Sparse gradients stay sparse.
+    Gradients are fused into buckets of up to `bucket_bytes` (default: the ``bucket_bytes`` setting), and one
+    bucket is filled while another is on the wire; the result has the same bits as a loop over
+    ``mpi.allreduce(p.grad, op="avg")``. A gradient that is missing on some ranks counts as zero there; one
+    that is missing on all stays ``None``. Frozen and sharded parameters are left alone. Sparse gradients stay
+    sparse.
 
         loss.backward()
         mpinn.synchronize_gradients(model)
@@ -91,8 +92,8 @@ def synchronize_gradients(
     """
     if attached(net, ASYNC_BACKWARD) is not None:
         raise ArgumentError(
-            "synchronize_gradients(): the net is registered for asynchronous backward, so its gradients are on their way "
-            "already. Call synchronize_gradients_async(net) instead, or unregister_async_backward(net) first."
+            "synchronize_gradients(): the net is registered for asynchronous backward, so its gradients are "
+            "on their way. Call synchronize_gradients_async(net), or unregister_async_backward(net) first."
         )
     communicator = resolve(comm)
     bucket_bytes = default_bucket_bytes(bucket_bytes)
@@ -113,20 +114,17 @@ def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, 
     """What `synchronize_gradients` does once it is clear how: agree, then bucket after bucket."""
     parameters = replica.trainable
     presence = agree_on_gradients(replica, parameters, comm)
-    in_flight: deque[tuple[Bucket, Callable[[], object]]] = deque()
-    present = {id(parameter) for parameter, dense in zip(parameters, presence.is_dense) if dense}
-
-    def finish_oldest() -> None:
-        bucket, finish = in_flight.popleft()
-        finish()
-        bucket.unpack([id(parameter) in present for parameter in bucket.parameters])
-
-    for bucket in _buckets(replica, parameters, present, bucket_bytes):
-        in_flight.append((bucket, reduction.start(bucket.pack(), comm)))
+    dense = [parameter for parameter, is_dense in zip(parameters, presence.is_dense, strict=True) if is_dense]
+    for parameter in dense:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    in_flight: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
+    for bucket in _buckets(replica, dense, bucket_bytes):
+        in_flight.append((reduction.start(bucket.pack(), comm), bucket.unpack))
         if len(in_flight) == _IN_FLIGHT:
-            finish_oldest()
-    while in_flight:
-        finish_oldest()
+            _finish(in_flight.popleft())
+    for steps in in_flight:
+        _finish(steps)
     reduce_sparse_gradients(parameters, presence, reduction, comm)
 
 
@@ -134,16 +132,23 @@ def reduce_sparse_gradients(
     parameters: Sequence[Tensor], presence: Presence, reduction: Reduction, comm: Communicator
 ) -> None:
     """The gradients that do not fit into buckets, one after the other."""
-    for parameter, is_sparse in zip(parameters, presence.is_sparse):
+    for parameter, is_sparse in zip(parameters, presence.is_sparse, strict=True):
         if is_sparse:
             reduce_sparse(parameter, reduction, comm)
 
 
-def _buckets(replica: Replica, parameters: Sequence[Tensor], present: set[int], bucket_bytes: int) -> Iterable[Bucket]:
-    """Blocks of a BlockSequential as they are, and everything else fused; nothing nobody has a gradient for."""
-    blocks = gradient_buckets_of(replica.modules)
-    in_blocks = {id(parameter) for block in blocks for parameter in block.parameters}
-    yield from (block for block in blocks if any(id(parameter) in present for parameter in block.parameters))
-    rest = [p for p in parameters if id(p) in present and id(p) not in in_blocks]
-    for plan in plan_buckets(rest, bucket_bytes):
-        yield CopiedBucket([rest[index] for index in plan.indices])
+def _buckets(
+    replica: Replica, parameters: Sequence[Tensor], bucket_bytes: int
+) -> Iterator[SeatedBucket | CopiedBucket]:
+    """Blocks of a BlockSequential as they are, everything else fused."""
+    wanted = {id(parameter) for parameter in parameters}
+    for block in gradient_buckets_of(replica.modules):
+        members = {id(parameter) for parameter in block.parameters}
+        if members & wanted:
+            wanted -= members
+            yield block
+    rest = [
+        parameter.grad for parameter in parameters if id(parameter) in wanted and parameter.grad is not None
+    ]
+    for indices in fusion.plan_buckets(rest, bucket_bytes):
+        yield CopiedBucket([rest[index] for index in indices])

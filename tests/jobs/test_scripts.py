@@ -1,0 +1,361 @@
+"""scripts/: the choices of common.sh, and wrap.sh and ompirun.sh around real jobs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+WRAP = SCRIPTS / "wrap.sh"
+OMPIRUN = SCRIPTS / "ompirun.sh"
+NUM_CORES = len(os.sched_getaffinity(0))
+
+# Every variable by which a launcher tells a process its place, so that a test can start from none.
+PLACES = ("OMPI_", "PMI", "MPI_LOCAL", "MV2_", "SLURM_", "PALS_", "FLUX_", "PRTE_", "HYDI_")
+
+
+def place(**variables: str) -> dict[str, str]:
+    """An environment in which a launcher has set just these variables."""
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}
+    keep.pop("CUDA_VISIBLE_DEVICES", None)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return keep | root | variables
+
+
+def run(
+    command: Sequence[str | Path], env: Mapping[str, str] | None = None, *, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    limited = ["timeout", "-k", "5", str(timeout), *map(str, command)]
+    return subprocess.run(
+        limited,
+        capture_output=True,
+        text=True,
+        env=dict(env or place()),
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+@pytest.fixture
+def path(mpirun: list[str]) -> str:
+    """PATH with the launcher and the Python of this environment in front."""
+    front = [str(Path(program).parent) for program in (mpirun[0], sys.executable)]
+    return os.pathsep.join([*front, os.environ["PATH"]])
+
+
+def common(code: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Bash code after sourcing common.sh, with the private environments under tmp_path."""
+    environment = place(VENV_DIR=str(tmp_path / "environments"), PYTHON=sys.executable, **variables)
+    return run(["bash", "-c", f"set -euo pipefail; . {SCRIPTS}/common.sh; {code}"], environment)
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    """An executable that prints text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / name
+    made.write_text(f"#!/bin/sh\ncat <<'TEXT'\n{text}\nTEXT\n")
+    made.chmod(0o755)
+    return made
+
+
+# ---- every script ----
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda script: script.name)
+def test_script_parses(script: Path) -> None:
+    assert run(["bash", "-n", script]).stderr == ""
+
+
+@pytest.mark.parametrize("name", ["quickstart.sh", "test_cpu.sh", "test_gpu.sh", "wrap.sh", "ompirun.sh"])
+def test_help_needs_nothing(name: str, tmp_path: Path) -> None:
+    done = run([SCRIPTS / name, "--help"], place(VENV_DIR=str(tmp_path / "environments")))
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: ") and name in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["quickstart.sh", "--rank", "4"], "unknown option '--rank'"),
+        (["quickstart.sh", "-n", "many"], "-n wants a number of ranks, not 'many'"),
+        (["quickstart.sh", "-n"], "an option lacks its value"),
+        (["quickstart.sh", "--mpi", "lam"], "unknown MPI 'lam'"),
+        (["test_cpu.sh", "--fast"], "unknown option '--fast'"),
+        (["test_cpu.sh", "--mpi", "lam"], "unknown MPI 'lam'"),
+        (["wrap.sh", "--bin", "true"], "unknown option '--bin'"),
+        (["wrap.sh", "--gpu"], "no command to run"),
+        (["ompirun.sh", "true"], "-n wants a number of ranks"),
+        (["ompirun.sh", "-n", "2"], "no command to run"),
+        (["ompirun.sh", "-n", "2", "--timeout", "soon", "true"], "--timeout wants seconds, not 'soon'"),
+        (["ompirun.sh", "-n", "2", "--map-by", "core", "true"], "unknown option '--map-by'"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    done = run([SCRIPTS / arguments[0], *arguments[1:]], place(VENV_DIR=str(tmp_path / "environments")))
+    assert done.returncode not in (0, 124)
+    assert complaint in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
+def test_gpu_tests_say_why_they_are_skipped() -> None:
+    done = run([SCRIPTS / "test_gpu.sh"])
+    assert done.returncode == 0
+    assert done.stdout == "test_gpu: skipped, nvidia-smi shows no NVIDIA GPU on this machine.\n"
+
+
+# ---- common.sh: Python and environments ----
+
+
+def test_a_python_that_is_too_old_is_refused(tmp_path: Path) -> None:
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = common(f"PYTHON={old} find_python", tmp_path)
+    assert done.returncode == 1
+    assert "no Python 3.10 or newer found" in done.stderr and str(old) in done.stderr
+
+
+def test_requirements_come_from_setup_cfg(tmp_path: Path) -> None:
+    done = common("find_python; requirements mpich examples", tmp_path)
+    names = [line.split(">=")[0] for line in done.stdout.split()]
+    assert {"torch", "numpy", "numba", "mpi4py", "mpich", "matplotlib"} <= set(names)
+    assert "openmpi" not in names and "pytest" not in names
+
+
+def test_an_environment_is_ready_until_its_python_or_extras_change(tmp_path: Path) -> None:
+    done = common(
+        """
+        find_python
+        home=$environments/openmpi
+        environment_ready openmpi examples && echo "ready before it exists"
+        mkdir -p "$home/bin"
+        ln -s "$python" "$home/bin/python"
+        { fingerprint openmpi; printf '%s\\n' examples openmpi; } >"$home/installed"
+        environment_ready openmpi examples && echo ready
+        environment_ready openmpi dev || echo "not with dev"
+        checkout=$environments
+        mkdir -p "$checkout" && touch "$checkout"/{setup.cfg,pyproject.toml,constraints.txt}
+        environment_ready openmpi examples || echo "not for another checkout"
+        """,
+        tmp_path,
+    )
+    assert done.stdout.splitlines() == ["ready", "not with dev", "not for another checkout"], done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_a_read_only_place_is_named_with_a_remedy(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    done = common('find_python; make_venv "$environments/openmpi"', tmp_path)
+    assert done.returncode == 1
+    assert f"cannot write to {tmp_path}" in done.stderr and "VENV_DIR=" in done.stderr
+
+
+def test_pip_progress_shows_what_takes_long(tmp_path: Path) -> None:
+    pip = """Collecting torch
+  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (191.2 MB)
+  Downloading tqdm-4.70.1-py3-none-any.whl (79 kB)
+  Downloading numba-0.68.1-cp311-none.whl (3.8 MB)
+Processing /somewhere/numpy-2.4.6-cp311-none.whl (from -r requirements.txt (line 2))
+Installing collected packages: torch, tqdm, numpy
+Successfully installed torch-2.13.0"""
+    done = common(f"show_pip_progress openmpi <<'PIP'\n{pip}\nPIP", tmp_path)
+    assert done.stdout.splitlines() == [
+        "  [openmpi] torch 2.13.0 (191.2 MB)",
+        "  [openmpi] numpy 2.4.6",
+        "  [openmpi] unpacking 3 packages",
+    ]
+
+
+# ---- common.sh: which MPI ----
+
+VERSIONS = {
+    "mpirun (Open MPI) 4.1.4": "openmpi",
+    "mpirun (Open MPI) 5.0.11": "openmpi",
+    "HYDRA build details:\n    Version:      5.0.2": "mpich",
+    "Intel(R) MPI Library for Linux* OS, Version 2021.13": "mpich",
+    "LAM 7.1.4": "unknown",
+}
+
+
+@pytest.mark.parametrize(("version", "kind"), VERSIONS.items())
+def test_kind_of_a_launcher(version: str, kind: str, tmp_path: Path) -> None:
+    launcher = program(tmp_path, "mpirun", version)
+    assert common(f"mpi_kind {launcher}", tmp_path).stdout.strip() == kind
+
+
+def test_kind_of_the_launcher_here(mpirun: list[str], tmp_path: Path) -> None:
+    version = run([mpirun[0], "--version"]).stdout
+    kind = common(f"mpi_kind {mpirun[0]}", tmp_path).stdout.strip()
+    assert kind == ("openmpi" if "Open MPI" in version else "mpich")
+
+
+def test_the_system_launcher_is_none_of_our_own(tmp_path: Path) -> None:
+    ours = program(tmp_path / "environments" / "mpich" / "bin", "mpirun", "HYDRA build details:")
+    strange = program(tmp_path / "strange", "mpirun", "LAM 7.1.4")
+    system = program(tmp_path / "system", "mpiexec", "mpiexec (Open MPI) 4.1.4")
+    folders = [*(str(found.parent) for found in (ours, strange, system)), os.environ["PATH"]]
+    done = common('find_system_launcher && echo "$system_launcher"', tmp_path, PATH=os.pathsep.join(folders))
+    assert done.stdout.strip() == str(system)
+
+
+def test_the_library_beside_a_launcher_comes_first(tmp_path: Path) -> None:
+    launcher = program(tmp_path / "prefix" / "bin", "mpirun", "HYDRA build details:")
+    library = tmp_path / "prefix" / "lib" / "libmpich.so.12"
+    library.parent.mkdir()
+    library.touch()
+    done = common(f"system_launcher={launcher}; system_libraries", tmp_path)
+    assert done.stdout.splitlines()[0] == str(library)
+
+
+def test_a_library_of_another_name_gets_the_one_that_mpi4py_asks_for(tmp_path: Path) -> None:
+    launcher = program(tmp_path / "prefix" / "bin", "mpirun", "HYDRA build details:")
+    wrapper = tmp_path / "environments" / "system" / "bin" / "mpirun"
+    wrapper.parent.mkdir(parents=True)
+    common(f"system_launcher={launcher}; adopt_launcher /usr/lib/libmpich.so.12", tmp_path)
+    link = tmp_path / "environments" / "system" / "lib" / "mpi" / "libmpi.so.12"
+    assert os.readlink(link) == "/usr/lib/libmpich.so.12"
+    # The wrapper starts the system's launcher, which sees the link.
+    launcher.write_text('#!/bin/sh\necho "$MPI4PY_LIBMPI $LD_LIBRARY_PATH $*"\n')
+    done = run([wrapper, "-n", "2", "two words"], place(LD_LIBRARY_PATH="/elsewhere"))
+    assert done.stdout.strip() == f"{link} {link.parent}:/elsewhere -n 2 two words"
+
+
+# ---- wrap.sh: the place of a rank ----
+
+LAUNCHERS = {
+    "Open MPI": "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
+    "MPICH": "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
+    "MVAPICH": "MV2_COMM_WORLD_RANK=5 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2",
+    "srun": "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_STEP_TASKS_PER_NODE=4(x2),2",
+    "srun with PMIx": "PMIX_RANK=5 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=2,4",
+    # The variables of the batch script are still there when mpirun starts the ranks.
+    "Open MPI in a batch job": "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=1",
+}
+
+
+@pytest.mark.parametrize("variables", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_the_launcher_tells_the_place_of_a_rank(variables: str) -> None:
+    told = dict(variable.split("=") for variable in variables.split())
+    done = run([WRAP, "--no-bind", "true"], place(WRAP_DRY_RUN="1", **told))
+    assert done.stdout == "rank 5 local 1 of 2 cores any gpu any: true\n", done.stderr
+
+
+def test_alone_it_is_rank_0_of_1() -> None:
+    done = run([WRAP, "--no-bind", "echo", "two words"], place(WRAP_DRY_RUN="1"))
+    assert done.stdout == "rank 0 local 0 of 1 cores any gpu any: echo two\\ words\n"
+
+
+def test_without_a_local_rank_nothing_is_guessed() -> None:
+    unknown = place(WRAP_DRY_RUN="1", PMI_RANK="1", PMI_SIZE="2")
+    assert run([WRAP, "true"], unknown).stdout == "rank 1 local ? of ? cores any gpu any: true\n"
+    done = run([WRAP, "--gpu", "true"], unknown)
+    assert done.returncode == 2
+    assert "the launcher does not tell the rank within the host" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "expected"),
+    [("4,7", 0, "4"), ("4,7", 1, "7"), ("4,7", 2, "4"), ("GPU-8a", 3, "GPU-8a")],
+)
+def test_gpus_go_round_by_local_rank(visible: str, local_rank: int, expected: str) -> None:
+    environment = place(CUDA_VISIBLE_DEVICES=visible, OMPI_COMM_WORLD_LOCAL_RANK=str(local_rank))
+    done = run([WRAP, "--no-bind", "--gpu", "printenv", "CUDA_VISIBLE_DEVICES"], environment)
+    assert done.stdout.strip() == expected
+
+
+def test_more_ranks_than_cores_are_left_unbound() -> None:
+    crowd = str(NUM_CORES + 1)
+    done = run([WRAP, "true"], place(OMPI_COMM_WORLD_LOCAL_RANK="0", OMPI_COMM_WORLD_LOCAL_SIZE=crowd))
+    assert done.returncode == 0
+    assert f"cores left as they are: {crowd} ranks share {NUM_CORES} cores" in done.stderr
+
+
+# ---- wrap.sh and ompirun.sh around jobs ----
+
+SHOW_CORES = "import os; print('cores', *sorted(os.sched_getaffinity(0)), flush=True)"
+
+
+@pytest.mark.skipif(NUM_CORES < 2 or shutil.which("taskset") is None, reason="needs two cores and taskset")
+def test_ranks_get_cores_of_their_own_and_a_log_each(path: str, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    command = [OMPIRUN, "-n", "2", WRAP, "--log-dir", logs, sys.executable, "-c", SHOW_CORES]
+    done = run(command, place(PATH=path))
+    assert done.returncode == 0, done.stderr
+    shares = [set((logs / f"rank{rank}.log").read_text().split()[1:]) for rank in range(2)]
+    assert shares[0] and shares[1] and not shares[0] & shares[1]
+    assert shares[0] | shares[1] == {str(core) for core in os.sched_getaffinity(0)}
+    # Rank 0 is seen on the terminal as well, the others are not.
+    assert done.stdout.count("cores") == 1
+
+
+def test_the_status_of_a_rank_comes_through(path: str, tmp_path: Path) -> None:
+    command = [OMPIRUN, "-n", "2", WRAP, "--log-dir", tmp_path, sys.executable, "-c", "raise SystemExit(3)"]
+    assert run(command, place(PATH=path)).returncode == 3
+
+
+def test_a_dry_run_prints_what_a_run_would_start(path: str, mpirun: list[str]) -> None:
+    command = [OMPIRUN, "--dry-run", "-n", "3", "--timeout", "9", "--option", "-verbose", "echo", "a b"]
+    words = run(command, place(PATH=path)).stdout.split(maxsplit=4)
+    assert words[:3] == ["timeout", "-k", "10"]
+    assert words[4].startswith(mpirun[0])
+    assert words[4].strip().endswith("-n 3 -verbose echo a\\ b")
+
+
+def test_more_ranks_than_cores_start(path: str) -> None:
+    num_ranks = NUM_CORES + 1 if NUM_CORES <= 8 else 2
+    done = run([OMPIRUN, "-n", str(num_ranks), "echo", "here"], place(PATH=path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["here"] * num_ranks
+
+
+def test_a_time_limit_ends_the_job(path: str) -> None:
+    begin = time.monotonic()
+    done = run([OMPIRUN, "-n", "2", "--timeout", "2", "sleep", "50"], place(PATH=path))
+    assert done.returncode == 124
+    assert time.monotonic() - begin < 30
+
+
+def test_sigterm_reaches_the_ranks(path: str, tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1], str(os.getpid())).touch()\n"
+        "time.sleep(50)\n"
+    )
+    command = ["timeout", "-k", "5", "60", str(OMPIRUN), "-n", "2", sys.executable, "-c", code, str(tmp_path)]
+    job = subprocess.Popen(command, env=place(PATH=path), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=40) != 0
+    pids = [int(found.name) for found in tmp_path.iterdir()]
+    assert len(pids) == 2
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline + 10:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_without_an_mpirun_the_remedy_is_named(tmp_path: Path) -> None:
+    # A PATH with the tools that the script uses and nothing else.
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "dirname", "env", "id", "timeout"):
+        found = shutil.which(name)
+        assert found is not None
+        (tools / name).symlink_to(found)
+    done = run([OMPIRUN, "-n", "2", "true"], place(PATH=str(tools)))
+    assert done.returncode == 1
+    assert "no mpirun or mpiexec on PATH" in done.stderr and "scripts/quickstart.sh makes one" in done.stderr

@@ -1,0 +1,251 @@
+"""The contract of the collective verbs: verb x op x dtype x shape x strides x out x sync, against the twins."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchmpi as mpi
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def modes(dtypes):
+    """Every dtype synchronous; asynchronous, which differs in the thread and not in the arithmetic, one of each kind."""
+    cases = [(dtype, False) for dtype in dtypes]
+    cases += [(dtype, True) for dtype in (torch.float32, torch.bfloat16, torch.int32)]
+    return [pytest.param(*case, id=f"{case[0]}-{'async' if case[1] else 'sync'}".removeprefix("torch.")) for case in cases]
+
+
+def call(verb, *arguments, asynchronous, **options):
+    if asynchronous:
+        return getattr(mpi, f"{verb}_async")(*arguments, **options).wait()
+    return getattr(mpi, verb)(*arguments, **options)
+
+
+def layouts(tensor):
+    """The tensor as it is and with strides, each with and without `out`."""
+    for make, with_out in itertools.product((torch.clone, contract.strided), (False, True)):
+        yield f"{make.__name__}, out={with_out}", make(tensor), with_out
+
+
+@pytest.mark.parametrize(("dtype", "asynchronous"), modes(contract.OPS_OF))
+def test_reductions_match_the_sum_in_rank_order(agree, dtype, asynchronous):
+    rank, size = mpi.rank(), mpi.size()
+    root = size - 1
+    for op, shape in itertools.product(contract.OPS_OF[dtype], contract.SHAPES):
+        inputs = [contract.values(shape, dtype, r) for r in range(size)]
+        expected = contract.reduced(inputs, op)
+        for layout, tensor, with_out in layouts(inputs[rank]):
+            case = f"{op} {shape} {layout}"
+            out = torch.zeros_like(tensor) if with_out else None
+            result = call("allreduce", tensor, out, op=op, asynchronous=asynchronous)
+            agree(contract.same_bits(result, expected), f"allreduce {case}: {result} instead of {expected}")
+            agree(result is (out if with_out else tensor), f"allreduce {case}: not in place")
+            if with_out:
+                agree(contract.same_bits(tensor, inputs[rank]), f"allreduce {case}: the input was changed")
+
+            tensor = inputs[rank].clone()
+            out = torch.zeros_like(tensor) if with_out else None
+            result = call("reduce", tensor, root, out, op=op, asynchronous=asynchronous)
+            wanted = expected if rank == root else inputs[rank]
+            agree(contract.same_bits(result, wanted), f"reduce {case}: {result} instead of {wanted}")
+
+            result = call("reduce_scatter", inputs[rank].clone(), op=op, asynchronous=asynchronous)
+            agree(contract.same_bits(result, contract.rows(expected, rank, size)), f"reduce_scatter {case}: {result}")
+
+
+@pytest.mark.parametrize(("dtype", "asynchronous"), modes(contract.MOVABLE))
+def test_movements_bring_every_bit(agree, dtype, asynchronous):
+    rank, size = mpi.rank(), mpi.size()
+    for shape, root in itertools.product(contract.SHAPES, {0, size - 1}):
+        inputs = [contract.values(shape, dtype, r) for r in range(size)]
+        everything = torch.cat([tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in inputs])
+        for layout, tensor, with_out in layouts(inputs[rank]):
+            case = f"{shape} root={root} {layout}"
+            out = torch.zeros_like(tensor) if with_out else None
+            result = call("broadcast", tensor.clone() if not with_out else tensor, root, out, asynchronous=asynchronous)
+            agree(contract.same_bits(result, inputs[root]), f"broadcast {case}: {result}")
+
+            out = torch.zeros_like(everything) if with_out else None
+            result = call("allgather", tensor, out, asynchronous=asynchronous)
+            agree(contract.same_bits(result, everything), f"allgather {case}: {result}")
+            agree(not with_out or result is out, f"allgather {case}: out was not used")
+
+            result = call("gather", tensor, root, asynchronous=asynchronous)
+            if rank == root:
+                agree(contract.same_bits(result, everything), f"gather {case}: {result}")
+            else:
+                agree(result is None, f"gather {case}: a non-root got {result}")
+
+            result = call("scatter", tensor if rank == root else None, root, asynchronous=asynchronous)
+            agree(contract.same_bits(result, contract.rows(inputs[root], rank, size)), f"scatter {case}: {result}")
+
+            result = call("alltoall", tensor, asynchronous=asynchronous)
+            expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
+            agree(contract.same_bits(result, expected), f"alltoall {case}: {result}")
+
+
+def test_lengths_may_differ_between_ranks(agree):
+    rank, size = mpi.rank(), mpi.size()
+    inputs = [contract.values((3 * r, 2), torch.float32, r) for r in range(size)]
+    gathered, at_root = mpi.allgather(inputs[rank]), mpi.gather(inputs[rank], root=0)
+    swapped = mpi.alltoall(inputs[rank])
+    agree.equal(gathered, torch.cat(inputs))
+    agree.equal(at_root, torch.cat(inputs) if rank == 0 else None)
+    agree.equal(swapped, torch.cat([contract.rows(theirs, rank, size) for theirs in inputs]))
+
+
+def test_bits_do_not_depend_on_size_or_position(agree):
+    """A gradient summed alone, in a bucket, or in pieces has the same bits: sums are in rank order, whatever the length."""
+    for dtype in contract.FLOATS:
+        inputs = contract.values((40_000,), dtype, mpi.rank(), seed=3)
+        whole = mpi.allreduce(inputs.clone())
+        pieces = torch.cat([mpi.allreduce(piece.clone()) for piece in inputs.split([1, 2, 1000, 7, 30_000, 8990])])
+        scattered = mpi.allgather(mpi.reduce_scatter(inputs.clone()))
+        agree(contract.same_bits(whole, pieces), f"{dtype}: pieces differ")
+        agree(contract.same_bits(whole, scattered), f"{dtype}: reduce_scatter differs")
+
+
+def test_all_ranks_get_the_same_bits_even_for_nan_and_signed_zero(agree):
+    special = torch.tensor([float("nan"), 0.0, -0.0, float("inf"), 1.0])
+    inputs = special.roll(mpi.rank())
+    results = {op: mpi.allreduce(inputs.clone(), op=op) for op in ("sum", "avg", "prod", "min", "max")}
+    for op, result in results.items():
+        everywhere = mpi.allgather(result.view(1, -1).view(torch.int32))
+        agree(bool((everywhere == everywhere[0]).all()), f"{op}: {everywhere}")
+
+
+def test_small_integers_wrap_around_and_do_not_saturate(agree):
+    """Open MPI 5.0 saturates 8 and 16 bit sums in its AVX code, on some elements of a buffer only."""
+    for dtype, top in ((torch.int8, 127), (torch.int16, 32767), (torch.uint8, 255), (torch.uint16, 65535)):
+        result = mpi.allreduce(torch.full((1000,), top, dtype=torch.int64).to(dtype))
+        expected = torch.full((1000,), top * mpi.size(), dtype=torch.int64).to(dtype)
+        agree(contract.same_bits(result, expected), f"{dtype}: {result}")
+
+
+def test_half_precision_is_rounded_once(agree):
+    """Summed in 16 bits, the small terms would vanish one by one."""
+    size = mpi.size()
+    for dtype, big, small in ((torch.bfloat16, 256.0, 0.75), (torch.float16, 2048.0, 0.75)):
+        value = big if mpi.rank() == 0 else small
+        result = mpi.allreduce(torch.full((5,), value, dtype=dtype))
+        expected = torch.full((5,), big + small * (size - 1), dtype=torch.float32).to(dtype)
+        agree.equal(result, expected, str(dtype))
+
+
+def test_numbers_come_back_as_numbers(agree):
+    rank, size = mpi.rank(), mpi.size()
+    checks = [
+        (mpi.allreduce(rank), sum(range(size))),
+        (mpi.allreduce(0.5), 0.5 * size),
+        (mpi.allreduce(rank, op="avg"), sum(range(size)) / size),
+        (mpi.allreduce(rank == 0), 1),
+        (mpi.allreduce(rank == 0, op="lor"), True),
+        (mpi.allreduce(1j), 1j * size),
+        (mpi.broadcast(rank, root=size - 1), size - 1),
+        (mpi.allgather(rank), list(range(size))),
+        (mpi.gather(float(rank)), [float(r) for r in range(size)] if rank == 0 else None),
+        (mpi.reduce(1), size if rank == 0 else 1),
+        (mpi.allreduce_async(rank).wait(), sum(range(size))),
+    ]
+    for actual, expected in checks:
+        agree.equal(actual, expected)
+        agree.equal(type(actual), type(expected))
+
+
+def test_objects(agree):
+    rank, size = mpi.rank(), mpi.size()
+    from_last = mpi.broadcast_object({"rank": rank, "data": "x" * 1000}, root=size - 1)
+    everybody = mpi.allgather_object(("rank", rank, [None] * rank))
+    agree.equal(from_last, {"rank": size - 1, "data": "x" * 1000})
+    agree.equal(everybody, [("rank", r, [None] * r) for r in range(size)])
+
+
+def test_allreduce_many_has_the_bits_of_one_by_one(agree):
+    shapes = [(3,), (1000,), (), (0,), (17, 5), (200_000,), (2,)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    inputs = [contract.values(shape, dtype, mpi.rank(), seed=i) for i, (shape, dtype) in enumerate(itertools.product(shapes, dtypes))]
+    inputs[4] = contract.strided(inputs[4])
+    one_by_one = [mpi.allreduce(tensor.clone(), op="avg") for tensor in inputs]
+    together = mpi.allreduce_many(inputs, op="avg")
+    for expected, actual, given in zip(one_by_one, together, inputs, strict=True):
+        agree(contract.same_bits(actual, expected), f"{tuple(actual.shape)} {actual.dtype}")
+        agree(actual is given, "not in place")
+
+
+def test_pieces_for_messages_longer_than_mpi_counts(agree):
+    """More than 2^31 elements go through the same code with the real limit; here the limit is a few bytes."""
+    from torchmpi.backends.mpi import MPIBackend
+
+    config = mpi.Config(message_bytes=64, pipeline_bytes=40)
+    backend = MPIBackend(config)
+    group = mpi.communicator().intra
+    rank, size = mpi.rank(), mpi.size()
+
+    def run(verb, tensor, root=0, op=None, dtype=torch.float32):
+        return backend.bind(group, verb, dtype, op)(tensor, None, root)
+
+    inputs = [contract.values((101, 3), torch.float32, r) for r in range(size)]
+    mine, total = inputs[rank], contract.reduced(inputs, "avg")
+    uneven = [contract.values((11 * r, 3), torch.float32, r) for r in range(size)]
+    results = {
+        "allreduce": (run("allreduce", mine.clone(), op="avg"), total),
+        "reduce": (run("reduce", mine.clone(), 0, "avg"), total if rank == 0 else mine),
+        "reduce_scatter": (run("reduce_scatter", mine.clone(), op="avg"), contract.rows(total, rank, size)),
+        "broadcast": (run("broadcast", mine.clone(), size - 1), inputs[-1]),
+        "allgather": (run("allgather", uneven[rank]), torch.cat(uneven)),
+        "gather": (run("gather", uneven[rank], size - 1), torch.cat(uneven) if rank == size - 1 else None),
+        "scatter": (run("scatter", mine if rank == 0 else None), contract.rows(inputs[0], rank, size)),
+        "alltoall": (run("alltoall", mine), torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])),
+    }
+    integers = [contract.values((101,), torch.int32, r) for r in range(size)]
+    for verb, wanted in (("allreduce", contract.reduced(integers, "sum")),):
+        results[f"{verb} int32"] = (run(verb, integers[rank].clone(), op="sum", dtype=torch.int32), wanted)
+    part = run("reduce_scatter", integers[rank].clone(), op="sum", dtype=torch.int32)
+    results["reduce_scatter int32"] = (part, contract.rows(contract.reduced(integers, "sum"), rank, size))
+    for name, (actual, expected) in results.items():
+        agree(actual is None if expected is None else contract.same_bits(actual, expected), f"{name}: {actual}")
+
+
+def test_views_that_hide_a_conjugation_or_sign_are_resolved(agree):
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    conjugate = mpi.broadcast(base.conj(), 0, torch.empty(2, dtype=torch.complex64))
+    imaginary = mpi.allgather(base[:1].conj().imag)
+    agree.equal(conjugate, torch.tensor([1 - 2j, 3 + 4j]))
+    agree.equal(imaginary, torch.full((mpi.size(),), -2.0))
+
+
+def test_in_place_results_are_seen_by_autograd(agree):
+    """A value saved for backward and then overwritten by a collective must be an error, not a wrong gradient."""
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    loss = (y * y).sum()
+    mpi.allreduce(y.detach())
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        agree("modified by an inplace operation" in str(error), str(error))
+    else:
+        agree(False, "backward used a value that a collective had overwritten")
+
+
+def test_parameters_are_taken_as_they_are(agree):
+    parameter = torch.nn.Parameter(torch.full((3,), float(mpi.rank())))
+    mpi.broadcast(parameter, root=mpi.size() - 1)
+    agree.equal(parameter.detach(), torch.full((3,), float(mpi.size() - 1)))
+    agree(parameter.requires_grad and parameter.is_leaf)
+
+
+def test_out_that_overlaps_the_input(agree):
+    size = mpi.size()
+    base = torch.arange(float(4 + 4 * size))
+    result = mpi.allgather(base[2:6], base[: 4 * size])
+    agree.equal(result, torch.arange(2.0, 6.0).repeat(size))

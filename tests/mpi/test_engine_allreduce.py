@@ -1,0 +1,257 @@
+"""AllReduceSGDEngine against a loop by hand on all data in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+from torchmpi.engine import AllReduceSGDEngine, State
+from torchmpi.errors import DeviceError, ReplicaError
+
+pytestmark = pytest.mark.usefixtures("world")
+
+Batch = tuple[Tensor, Tensor]
+
+
+def make_batches(num: int, seed: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator))
+        for _ in range(num)
+    ]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def momentum(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+
+
+def train(engine: AllReduceSGDEngine, net: nn.Module, batches: list[Batch], **options: object) -> State:
+    options = {"optimizer": momentum(net), "max_epochs": 2, **options}
+    return engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=batches, **options)
+
+
+def by_hand(batches_of_ranks: list[list[Batch]], max_epochs: int = 2) -> nn.Module:
+    """At each step the average over the ranks that have a batch."""
+    net = network()
+    optimizer = momentum(net)
+    for _ in range(max_epochs):
+        for index in range(max(map(len, batches_of_ranks))):
+            active = [batches[index] for batches in batches_of_ranks if index < len(batches)]
+            optimizer.zero_grad()
+            for x, y in active:
+                (nn.functional.cross_entropy(net(x), y) / len(active)).backward()
+            optimizer.step()
+    return net
+
+
+def compare(agree, net: nn.Module, reference: nn.Module) -> None:
+    for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        agree.close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+    mpinn.check_with_allreduce(net)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("dynamic_network", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_averages_over_ranks(agree, asynchronous, dynamic_network, debug):
+    data = [make_batches(3, seed=rank) for rank in range(mpi.size())]
+    engine = AllReduceSGDEngine(
+        asynchronous=asynchronous, dynamic_network=dynamic_network, debug=debug, progress=False
+    )
+    net = network()
+    with torch.no_grad():  # only rank 0's weights count
+        net[0].weight.add_(mpi.rank())
+    state = train(engine, net, data[mpi.rank()])
+    agree.equal((state.t, state.batch, state.epoch), (6, 3, 2))
+    compare(agree, net, by_hand(data))
+    train(engine, net, data[mpi.rank()])  # once more with the same engine: nothing is left registered
+
+
+def num_batches(rank: int) -> int:
+    return (4, 0, 2, 5)[rank % 4]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_may_have_different_amounts_of_data(agree, asynchronous):
+    data = [make_batches(num_batches(rank), seed=rank) for rank in range(mpi.size())]
+    engine = AllReduceSGDEngine(asynchronous=asynchronous, debug=True, progress=False)
+    fired: dict[str, list[bool]] = {"on_sample": [], "on_backward": [], "on_update": []}
+    for name, calls in fired.items():
+        engine.on(name)(lambda state, calls=calls: calls.append(state.sample is not None))
+    net = network()
+    state = train(engine, net, data[mpi.rank()])
+    mine, most = num_batches(mpi.rank()), max(map(len, data))
+    agree.equal((state.t, state.batch), (2 * most, mine))
+    agree.equal(fired["on_sample"], [True] * mine * 2)
+    agree.equal(fired["on_update"], ([True] * mine + [False] * (most - mine)) * 2)
+    agree.equal(fired["on_backward"], fired["on_update"])
+    compare(agree, net, by_hand(data))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_distributed_optimizer(agree, asynchronous):
+    data = [make_batches(3, seed=rank) for rank in range(mpi.size())]
+    net = network()
+    mpinn.synchronize_parameters(net)
+    optimizer = mpinn.DistributedOptimizer(momentum(net), net, asynchronous=asynchronous)
+    engine = AllReduceSGDEngine(asynchronous=True, progress=False)
+    train(engine, net, data[mpi.rank()], optimizer=optimizer)
+    compare(agree, net, by_hand(data))
+
+
+def test_hooks_see_the_averaged_gradient(agree):
+    engine = AllReduceSGDEngine(progress=False)
+    gradients: list[Tensor] = []
+    engine.hooks.on_backward.append(lambda state: gradients.append(state.network[0].weight.grad.clone()))
+    train(engine, network(), make_batches(2, seed=mpi.rank()))
+    everywhere = mpi.allgather_object(gradients)
+    agree.equal(len(gradients), 4)
+    for theirs in everywhere:
+        agree(all(torch.equal(a, b) for a, b in zip(gradients, theirs, strict=True)), "gradients differ")
+
+
+def test_criterion_with_parameters_is_trained_too(agree):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0 + mpi.rank()))
+
+        def forward(self, output, target):
+            return nn.functional.cross_entropy(output * self.scale, target)
+
+    for asynchronous in (False, True):
+        criterion, net = Scaled(), network()
+        engine = AllReduceSGDEngine(asynchronous=asynchronous, progress=False)
+        batches = make_batches(2, seed=mpi.rank())
+        engine.train(network=net, criterion=criterion, iterator=batches, lr=0.1, max_epochs=2)
+        agree(criterion.scale.item() not in (1.0, 1.0 + mpi.rank()), "the criterion was not trained")
+        mpinn.check_with_allreduce(criterion)
+
+
+@pytest.mark.parametrize(
+    ("hook", "t", "epoch"), [("on_update", 3, 0), ("on_end_epoch", 9, 1), ("on_start", 0, 0)]
+)
+def test_stop_on_one_rank_stops_all(agree, hook, t, epoch):
+    engine = AllReduceSGDEngine(progress=False)
+
+    @engine.on(hook)
+    def stop(state):
+        if mpi.rank() == mpi.size() - 1 and state.t == t:
+            state.stop = True
+
+    state = train(engine, network(), make_batches(9, seed=mpi.rank()))
+    agree.equal((state.t, state.epoch, state.stop), (t, epoch, True))
+
+
+def test_network_may_change_while_training(agree):
+    """Layers are thawed after the first epoch; asynchronous hooks are registered anew."""
+    net, engine = network(), AllReduceSGDEngine(asynchronous=True, progress=False)
+    net[0].requires_grad_(False)
+    before = net[0].weight.detach().clone()
+    optimizer = momentum(net)
+
+    @engine.on("on_end_epoch")
+    def thaw(state):
+        if state.epoch == 0:
+            agree.equal(net[0].weight.detach(), before, "frozen weight")
+            net[0].requires_grad_(True)
+
+    train(engine, net, make_batches(3, seed=mpi.rank()), optimizer=optimizer, max_epochs=2)
+    agree(not torch.equal(net[0].weight, before), "the thawed layer was not trained")
+    mpinn.check_with_allreduce(net)
+
+
+def test_debug_finds_replicas_that_part(agree):
+    engine = AllReduceSGDEngine(debug=True, progress=False)
+
+    @engine.on("on_update")
+    def part(state):
+        with torch.no_grad():
+            state.network[2].bias.add_(mpi.rank() * (state.t == 2))
+
+    batches = make_batches(4, seed=mpi.rank())
+    if mpi.size() == 1:
+        train(engine, network(), batches)
+        return
+    with pytest.raises(ReplicaError, match="2.bias"):
+        train(engine, network(), batches)
+
+
+def test_model_parallel_network(agree):
+    """Sharded weights keep their part, and everybody gets the same batches."""
+    torch.manual_seed(0)
+    net = nn.Sequential(mpinn.MPLinear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    data = make_batches(3, seed=7)
+    train(AllReduceSGDEngine(progress=False, debug=True), net, data)
+    reference = by_hand([data])
+    agree.close(net[0].full_weight(), reference[0].weight.detach(), rtol=1e-5, atol=1e-6)
+    agree.close(net[2].weight.detach(), reference[2].weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_device(agree):
+    net = network()
+    train(AllReduceSGDEngine(use_gpu=False, progress=False), net, make_batches(1, seed=0))
+    agree.equal(next(net.parameters()).device.type, "cpu")
+    if mpi.device().type != "cuda":
+        with pytest.raises(DeviceError, match="use_gpu=True"):
+            train(AllReduceSGDEngine(use_gpu=True), net, make_batches(1, seed=0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_on_gpus(agree, asynchronous):
+    data = [make_batches(3, seed=rank) for rank in range(mpi.size())]
+    net = network()
+    train(AllReduceSGDEngine(use_gpu=True, asynchronous=asynchronous, progress=False), net, data[mpi.rank()])
+    agree.equal(next(net.parameters()).device, mpi.device())
+    compare(agree, copy.deepcopy(net).cpu(), by_hand(data))
+
+
+def test_bar_on_rank_0_only(agree, capsys):
+    train(AllReduceSGDEngine(), network(), make_batches(2, seed=0))
+    agree.equal("epoch 2/2" in capsys.readouterr().err, mpi.rank() == 0)
+
+
+def rows_of(rank: int) -> int:
+    return (7, 0, 3, 12)[rank % 4]
+
+
+def test_measures_the_data_of_all_ranks(agree):
+    generator = torch.Generator().manual_seed(1)
+    parts = [
+        (
+            torch.randn(rows_of(r), 4, generator=generator),
+            torch.randint(3, (rows_of(r),), generator=generator),
+        )
+        for r in range(mpi.size())
+    ]
+    net = network()
+    x, y = parts[mpi.rank()]
+    mine = list(zip(x.split(2), y.split(2), strict=True)) if len(y) else []
+    result = AllReduceSGDEngine(progress=False).test(
+        network=net, criterion=nn.CrossEntropyLoss(), iterator=mine, topk=(1, 2)
+    )
+    x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+    output = net(x)
+    agree.equal(result.loss.num_samples, len(y))
+    agree.close(
+        torch.tensor(result.loss.value()),
+        nn.functional.cross_entropy(output, y).detach(),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    agree(
+        abs(result.error.value(1) - 100 * (output.argmax(1) != y).double().mean().item()) < 1e-9,
+        "class error",
+    )

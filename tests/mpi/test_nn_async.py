@@ -1,0 +1,499 @@
+"""The asynchronous backward: hooks, buckets, accumulation, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from nn_nets import KINDS, gradients, loss, make, mine, values, whole_batch_gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+from torchmpi.errors import ArgumentError, GradientError, ReplicaError
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@contextmanager
+def registered(*nets: nn.Module, **options) -> Iterator[None]:
+    for net in nets:
+        mpinn.register_async_backward(net, **options)
+    yield
+    for net in nets:
+        mpinn.unregister_async_backward(net)
+
+
+def linear(value: float = 1.0) -> nn.Linear:
+    """y = value * x, on all ranks."""
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(net.weight, value)
+    return net
+
+
+def x(value: float) -> torch.Tensor:
+    return torch.tensor([[value]])
+
+
+def rank_plus_one() -> torch.Tensor:
+    return x(mpi.rank() + 1.0)
+
+
+def mean() -> torch.Tensor:
+    return x((mpi.size() + 1) / 2)
+
+
+# --- the right numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_batch_gives_the_gradients_of_the_whole(agree, kind):
+    net, inputs, targets = make(kind)
+    with registered(net, bucket_bytes=2000):
+        for _ in range(2):  # the second time the gradients lie in the buckets already
+            net.zero_grad()
+            loss(net, mine(inputs), mine(targets)).backward()
+            mpinn.synchronize_gradients_async(net)
+    for index, (actual, expected) in enumerate(zip(gradients(net), whole_batch_gradients(kind), strict=True)):
+        agree.close(actual, expected, f"parameter {index}", rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training_has_the_bits_of_the_synchronous_way(agree, set_to_none):
+    results = []
+    for asynchronous in (False, True):
+        net, inputs, targets = make("mlp")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        if asynchronous:
+            mpinn.register_async_backward(net, bucket_bytes=300)
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss(net, mine(inputs), mine(targets)).backward()
+            if asynchronous:
+                mpinn.synchronize_gradients_async(net)
+            else:
+                mpinn.synchronize_gradients(net)
+            optimizer.step()
+        if asynchronous:
+            mpinn.unregister_async_backward(net)
+        results.append(values(net))
+    agree.equal(results[1], results[0])
+
+
+def test_sum_instead_of_average(agree):
+    net = linear()
+    with registered(net, average=False):
+        net(rank_plus_one()).backward()
+        mpinn.synchronize_gradients_async(net)
+    agree.equal(net.weight.grad, mean() * mpi.size())
+
+
+def test_gradients_are_views_of_few_flat_tensors(agree):
+    net, inputs, targets = make("mlp")
+    with registered(net):
+        loss(net, mine(inputs), mine(targets)).backward()
+        mpinn.synchronize_gradients_async(net)
+        storages = {p.grad.untyped_storage().data_ptr() for p in net.parameters()}
+        agree.equal(len(storages), 1)
+        before = [p.grad.data_ptr() for p in net.parameters()]
+        net.zero_grad(set_to_none=True)
+        loss(net, mine(inputs), mine(targets)).backward()
+        mpinn.synchronize_gradients_async(net)
+        agree.equal([p.grad.data_ptr() for p in net.parameters()], before, "seated again")
+
+
+def test_channels_last_gradients_keep_their_strides(agree):
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    with registered(net):
+        net(torch.ones(1, 3, 5, 5)).sum().backward()
+        mpinn.synchronize_gradients_async(net)
+        agree.equal(net.weight.grad.stride(), net.weight.stride())
+        agree.equal(net.weight.grad, torch.full((4, 3, 3, 3), 9.0))
+
+
+def test_mixed_dtypes(agree):
+    net = nn.ModuleList([linear(), linear().double(), linear()])
+    with registered(net):
+        for part in net:
+            part(rank_plus_one().to(part.weight.dtype)).backward()
+        mpinn.synchronize_gradients_async(net)
+    for part in net:
+        agree.equal(part.weight.grad, mean().to(part.weight.dtype))
+
+
+def test_evaluation_in_between_changes_nothing(agree):
+    net = linear()
+    with registered(net):
+        net(rank_plus_one()).backward()
+        with torch.no_grad():
+            net(x(9.0))
+        torch.autograd.grad(net(x(9.0)), net.weight)
+        mpinn.synchronize_gradients_async(net)
+    agree.equal(net.weight.grad, mean())
+
+
+def test_clearing_gradients_in_place_and_accumulating_over_steps(agree):
+    net = linear()
+    with registered(net):
+        for _ in range(3):  # no zero_grad: averages accumulate
+            net(rank_plus_one()).backward()
+            mpinn.synchronize_gradients_async(net)
+    agree.close(net.weight.grad, 3 * mean())
+
+
+# --- parameters that are used unusually ------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Uses `left`, `right` or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = linear(), linear()
+
+    def forward(self, value: torch.Tensor, *names: str) -> torch.Tensor:
+        return sum(getattr(self, name)(value) for name in names)
+
+
+def test_unused_on_some_ranks_counts_as_zero(agree):
+    net = Branches()
+    with registered(net, bucket_bytes=4):
+        for used_by in (range(mpi.size()), range(1)):  # first by all, so that there is something to clear
+            net.zero_grad()
+            net(x(1.0), "left", *["right"] * (mpi.rank() in used_by)).backward()
+            mpinn.synchronize_gradients_async(net)
+            agree.equal(net.left.weight.grad, x(1.0))
+            agree.close(net.right.weight.grad, x(len(used_by) / mpi.size()))
+
+
+def test_unused_everywhere_stays_none(agree):
+    net = Branches()
+    with registered(net):
+        net(x(1.0), "left").backward()
+        mpinn.synchronize_gradients_async(net)
+    agree(net.right.weight.grad is None)
+
+
+def test_unused_once_is_no_trouble_later(agree):
+    net = Branches()
+    with registered(net):
+        for names in [("left",), ("left", "right"), ("right",)]:
+            net.zero_grad()
+            net(rank_plus_one(), *names).backward()
+            mpinn.synchronize_gradients_async(net)
+            for name in ("left", "right"):
+                gradient = getattr(net, name).weight.grad
+                agree(
+                    torch.equal(gradient, mean()) if name in names else gradient is None, f"{names}: {name}"
+                )
+
+
+def test_ranks_may_use_their_parameters_in_different_order(agree):
+    net = Branches()
+    nn.init.constant_(net.left.weight, 2.0)
+    nn.init.constant_(net.right.weight, 3.0)
+    with registered(net, bucket_bytes=4):
+        value = x(1.0)
+        for name in ["left", "right"][:: 1 if mpi.rank() % 2 else -1]:
+            value = getattr(net, name)(value)
+        value.backward()
+        mpinn.synchronize_gradients_async(net)
+    agree.equal(net.left.weight.grad, x(3.0))
+    agree.equal(net.right.weight.grad, x(2.0))
+
+
+def test_a_parameter_used_several_times(agree):
+    net = linear()
+    with registered(net):
+        (net(rank_plus_one()) + net(rank_plus_one())).backward()
+        mpinn.synchronize_gradients_async(net)
+    agree.equal(net.weight.grad, 2 * mean())
+
+
+def test_a_rank_without_a_backward_contributes_zeros(agree):
+    net = linear()
+    with registered(net):
+        if mpi.rank() == 0:
+            net(x(1.0)).backward()
+        mpinn.synchronize_gradients_async(net)
+    agree.close(net.weight.grad, x(1 / mpi.size()))
+
+
+def test_sparse_embedding_next_to_dense_parameters(agree):
+    net = nn.Sequential(nn.Embedding(5, 1, sparse=True), linear())
+    nn.init.ones_(net[0].weight)
+    with registered(net):
+        net(torch.tensor([mpi.rank()])).sum().backward()
+        mpinn.synchronize_gradients_async(net)
+    expected = torch.zeros(5, 1)
+    expected[: mpi.size()] = 1 / mpi.size()
+    agree.close(net[0].weight.grad.to_dense(), expected)
+    agree.equal(net[1].weight.grad, x(1.0))
+
+
+def test_checkpointed_segments(agree):
+    for use_reentrant in (True, False):
+        net = nn.Sequential(linear(), linear())
+        inputs = rank_plus_one().requires_grad_()
+        with registered(net, bucket_bytes=4):
+            net[1](checkpoint(net[0], inputs, use_reentrant=use_reentrant)).backward()
+            mpinn.synchronize_gradients_async(net)
+        agree.equal(net[0].weight.grad, mean(), f"use_reentrant={use_reentrant}")
+        agree.equal(net[1].weight.grad, mean(), f"use_reentrant={use_reentrant}")
+
+
+def test_two_nets_in_one_backward(agree):
+    generator, critic = nn.Sequential(linear(), linear()), nn.Sequential(linear(), linear())
+    with registered(generator, critic, bucket_bytes=4):
+        for _ in range(3):
+            for net in (generator, critic):
+                net.zero_grad()
+            # Rank 0 uses one parameter more, so there the buckets of the two nets leave in another order.
+            hidden = generator(rank_plus_one())
+            (critic(hidden) if mpi.rank() == 0 else critic[0](hidden)).backward()
+            mpinn.synchronize_gradients_async(critic)
+            mpinn.synchronize_gradients_async(generator)
+    agree.equal(generator[0].weight.grad, mean())
+    agree.equal(critic[0].weight.grad, mean())
+    agree.close(critic[1].weight.grad, x(1 / mpi.size()))
+
+
+def test_adversarial_training(agree):
+    generator, critic = linear(), linear()
+    with registered(generator, critic):
+        for _ in range(3):
+            generator.zero_grad()
+            critic.zero_grad()
+            critic(generator(rank_plus_one()).detach()).backward()
+            mpinn.synchronize_gradients_async(critic)
+            critic.requires_grad_(False)
+            critic(generator(rank_plus_one())).backward()
+            mpinn.synchronize_gradients_async(generator)
+            critic.requires_grad_(True)
+    agree.equal(generator.weight.grad, mean())
+    agree.equal(critic.weight.grad, mean())
+
+
+def test_own_collectives_between_backward_and_synchronisation(agree):
+    net = linear()
+    with registered(net):
+        result = net(rank_plus_one())
+        if mpi.rank() == 0:
+            result.backward()  # before the other ranks' collective here ...
+        total = mpi.allreduce(result.detach().clone())
+        if mpi.rank() != 0:
+            result.backward()  # ... and after it there
+        mpinn.synchronize_gradients_async(net)
+    agree.equal(total, mean() * mpi.size())
+    agree.equal(net.weight.grad, mean())
+
+
+# --- accumulation ----------------------------------------------------------------------------------------
+
+
+def test_only_every_kth_backward_communicates(agree):
+    net = linear()
+    with registered(net, sync_gradient_frequency=3):
+        done = []
+        for _ in range(6):
+            net(rank_plus_one()).backward()
+            done.append(mpinn.synchronize_gradients_async(net))
+            if not done[-1]:
+                agree(net.weight.grad.item() % (mpi.rank() + 1) == 0, "local until then")
+            else:
+                agree.equal(net.weight.grad, 3 * mean())
+                net.zero_grad()
+    agree.equal(done, [False, False, True] * 2)
+
+
+def test_synchronising_only_after_the_kth_backward(agree):
+    net = linear()
+    with registered(net, sync_gradient_frequency=2):
+        for _ in range(2):
+            net.zero_grad()
+            net(rank_plus_one()).backward()
+            net(rank_plus_one()).backward()
+            agree(mpinn.synchronize_gradients_async(net))
+            agree.equal(net.weight.grad, 2 * mean())
+
+
+def test_flush_sends_what_has_been_accumulated(agree):
+    net = linear()
+    with registered(net, sync_gradient_frequency=4):
+        net(rank_plus_one()).backward()
+        agree(mpinn.synchronize_gradients_async(net, flush=True))
+    agree.equal(net.weight.grad, mean())
+
+
+# --- misuse and failures ---------------------------------------------------------------------------------
+
+
+def test_second_backward_without_synchronisation_is_an_error(agree):
+    net = linear()
+    with registered(net):
+        result = net(rank_plus_one())
+        result.backward(retain_graph=True)
+        with pytest.raises(GradientError, match="'weight' received gradient number 2"):
+            result.backward()
+        with pytest.raises(GradientError, match="received gradient number 2"):
+            mpinn.synchronize_gradients_async(net)
+        net.zero_grad()
+        net(rank_plus_one()).backward()
+        mpinn.synchronize_gradients_async(net)
+    agree.equal(net.weight.grad, mean(), "afterwards all is well again")
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward, on the ranks that say so."""
+
+    @staticmethod
+    def forward(ctx, tensor, fails):
+        ctx.fails = fails
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise ValueError("no gradient today")
+        return gradient, None
+
+
+def failing_backward(net: nn.Sequential, fails: bool) -> None:
+    """net[1] gets its gradient, then it fails."""
+    try:
+        net[1](Fails.apply(net[0](rank_plus_one()), fails)).backward()
+    except ValueError:
+        pass
+
+
+def test_failure_before_anything_was_sent_resets(agree):
+    net = nn.Sequential(linear(), linear())
+    with registered(net):  # one bucket: not complete when it fails
+        failing_backward(net, fails=True)
+        net.zero_grad()
+        net(rank_plus_one()).backward()
+        mpinn.synchronize_gradients_async(net)
+    agree.equal(net[0].weight.grad, mean())
+
+
+def test_failure_on_one_rank_is_an_error_on_all(agree):
+    net = nn.Sequential(linear(), linear())
+    fails = mpi.rank() == mpi.size() - 1
+    with registered(net, bucket_bytes=4):  # the first bucket has been sent when it fails
+        failing_backward(net, fails)
+        with pytest.raises(GradientError, match="on this rank" if fails else "on another rank"):
+            mpinn.synchronize_gradients_async(net)
+        net.zero_grad()
+        net(rank_plus_one()).backward()
+        mpinn.synchronize_gradients_async(net)
+    agree.equal(net[0].weight.grad, mean(), "afterwards all is well again")
+
+
+def test_next_backward_after_a_half_sent_one_is_refused(agree):
+    net = nn.Sequential(linear(), linear())
+    with registered(net, bucket_bytes=4):
+        failing_backward(net, fails=True)
+        with pytest.raises(GradientError, match="failed when part of its gradients had been sent"):
+            net(rank_plus_one()).backward()
+        with pytest.raises(GradientError):
+            mpinn.synchronize_gradients_async(net)
+
+
+def test_unregistering_finishes_what_some_ranks_have_sent(agree):
+    net = linear()
+    mpinn.register_async_backward(net)
+    if mpi.rank() == 0:
+        net(x(1.0)).backward()
+    mpinn.unregister_async_backward(net)
+    agree.close(net.weight.grad, x(1 / mpi.size()))
+
+
+def test_registering_twice_is_refused(agree):
+    net = linear()
+    with registered(net), pytest.raises(ArgumentError, match="registered already"):
+        mpinn.register_async_backward(net)
+
+
+def test_unregistered_nets_are_refused(agree):
+    for call in (mpinn.synchronize_gradients_async, mpinn.unregister_async_backward):
+        with pytest.raises(ArgumentError, match="register_async_backward"):
+            call(linear())
+
+
+def test_synchronize_gradients_on_a_registered_net_is_refused(agree):
+    net = linear()
+    with registered(net), pytest.raises(ArgumentError, match="synchronize_gradients_async"):
+        mpinn.synchronize_gradients(net)
+
+
+def test_after_unregistering_backward_is_local_again(agree):
+    net = linear()
+    with registered(net):
+        pass
+    net(rank_plus_one()).backward()
+    net(rank_plus_one()).backward()
+    agree.equal(net.weight.grad, 2 * rank_plus_one())
+
+
+def test_different_nets_are_an_error_on_all_ranks(agree):
+    if mpi.size() == 1:
+        return
+    with pytest.raises(ReplicaError, match="tensor 0 is 'weight'"):
+        mpinn.register_async_backward(nn.Linear(2, 3 if mpi.rank() else 2))
+
+
+def test_thawed_parameters_are_noticed(agree):
+    net = Branches()
+    net.right.weight.requires_grad_(False)
+    with registered(net):
+        net.right.weight.requires_grad_(True)
+        with pytest.raises(GradientError, match=r"'right.weight' became trainable"):
+            mpinn.synchronize_gradients_async(net)
+
+
+def test_parameters_frozen_later_are_left_out(agree):
+    net = Branches()
+    with registered(net):
+        net.right.weight.requires_grad_(False)
+        net(rank_plus_one(), "left", "right").backward()
+        mpinn.synchronize_gradients_async(net)
+    agree.equal(net.left.weight.grad, mean())
+    agree(net.right.weight.grad is None)
+
+
+def test_conversion_while_registered_is_refused(agree):
+    net = linear()
+    with registered(net):
+        net(rank_plus_one()).backward()
+        mpinn.synchronize_gradients_async(net)
+        net.double()
+        with pytest.raises(GradientError, match="moved to another dtype or device"):
+            net(rank_plus_one().double()).backward()
+        net.float()
+
+
+def test_undeclared_sparse_gradients_are_refused(agree):
+    net = linear()
+    with registered(net):
+        table = nn.functional.embedding(torch.tensor([0]), net.weight, sparse=True)
+        with pytest.raises(GradientError, match="is sparse"):
+            table.sum().backward()
+
+
+def test_copies_and_pickles_are_not_registered(agree):
+    net = linear()
+    with registered(net):
+        file = io.BytesIO()
+        torch.save(net, file)
+        file.seek(0)
+        for other in (copy.deepcopy(net), torch.load(file, weights_only=False)):
+            for _ in range(2):
+                other(rank_plus_one()).backward()
+            agree.equal(other.weight.grad, 2 * rank_plus_one())
+            with registered(other):
+                pass

@@ -1,0 +1,65 @@
+"""check_with_allreduce: bits compared between ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+from torchmpi.errors import ReplicaError
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def complaint(net, **options) -> str:
+    """What the check has to say; empty if nothing."""
+    try:
+        mpinn.check_with_allreduce(net, **options)
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def test_equal_replicas_pass(agree):
+    agree.equal(complaint(net()), "")
+
+
+def test_one_bit_on_one_rank_is_found_and_named_everywhere(agree):
+    replica = net()
+    if mpi.rank() == mpi.size() - 1 and mpi.size() > 1:
+        replica[0].weight.detach()[1, 2] *= -1
+    message = complaint(replica)
+    if mpi.size() > 1:
+        agree("'0.weight'" in message and "'0.bias'" not in message, message)
+    if mpi.size() > 2:
+        agree(f"agree; rank {mpi.size() - 1} differs" in message, message)
+
+
+def test_same_mean_and_variance_are_not_enough(agree):
+    replica = net()
+    with torch.no_grad():
+        replica[0].weight.copy_(replica[0].weight.roll(mpi.rank(), dims=1))
+    agree(("'0.weight'" in complaint(replica)) == (mpi.size() > 1))
+
+
+def test_buffers_are_compared_unless_told_otherwise(agree):
+    replica = net()
+    replica[1].running_mean += mpi.rank()
+    agree(("'1.running_mean'" in complaint(replica)) == (mpi.size() > 1))
+    agree.equal(complaint(replica, buffers=False), "")
+
+
+def test_other_shapes_are_found_first(agree):
+    if mpi.size() > 1:
+        agree("'weight' float32 [2, 3]" in complaint(nn.Linear(3, 2 + mpi.rank())))
+
+
+def test_nothing_to_check(agree):
+    agree.equal(complaint(nn.ReLU()), "")

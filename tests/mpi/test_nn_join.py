@@ -1,0 +1,237 @@
+"""join: ranks with different numbers of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from nn_nets import values
+from torch import nn
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+from torchmpi.errors import ArgumentError, GradientError, MismatchError
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 2, generator=torch.Generator().manual_seed(100 * rank + step)).double()
+
+
+def num_batches(rank: int) -> int:
+    """0, 2, 4, ...: rank 0 has nothing at all."""
+    return 2 * rank
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    model(batch(rank, step)).square().mean().backward()
+
+
+def simulated(optimizer_of: Callable[..., torch.optim.Optimizer], divide_by: str = "active") -> torch.Tensor:
+    """What should come out, computed on one rank: the average over those that still have data."""
+    model = net()
+    optimizer = optimizer_of(model.parameters())
+    for step in range(num_batches(mpi.size() - 1)):
+        active = [rank for rank in range(mpi.size()) if step < num_batches(rank)]
+        optimizer.zero_grad()
+        for rank in active:
+            (
+                model(batch(rank, step)).square().mean()
+                / (len(active) if divide_by == "active" else mpi.size())
+            ).backward()
+        optimizer.step()
+    return values(model)
+
+
+def sgd(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("divide_by", ["active", "size"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_average_is_over_the_ranks_with_data(agree, asynchronous, divide_by):
+    model = net()
+    optimizer = sgd(model.parameters())
+    synchronize = mpinn.synchronize_gradients_async if asynchronous else mpinn.synchronize_gradients
+    if asynchronous:
+        mpinn.register_async_backward(model, bucket_bytes=40)
+    with mpinn.join(model, divide_by=divide_by):
+        for step in range(num_batches(mpi.rank())):
+            optimizer.zero_grad()
+            backward(model, mpi.rank(), step)
+            synchronize(model)
+            optimizer.step()
+    if asynchronous:
+        mpinn.unregister_async_backward(model)
+    mpinn.check_with_allreduce(model)
+    agree.close(values(model), simulated(sgd, divide_by), **TIGHT)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_with_distributed_optimizer(agree, asynchronous):
+    model = net()
+    optimizer = mpinn.DistributedOptimizer(sgd(model.parameters()), model, asynchronous=asynchronous)
+    with mpinn.join(model, optimizer=optimizer):
+        for step in range(num_batches(mpi.rank())):
+            optimizer.zero_grad()
+            backward(model, mpi.rank(), step)
+            optimizer.step()
+    agree.close(values(model), simulated(sgd), **TIGHT)
+
+
+def test_optimizer_state_comes_from_a_rank_that_worked_to_the_last(agree):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with mpinn.join(model, optimizer=optimizer):
+        for step in range(num_batches(mpi.rank())):
+            optimizer.zero_grad()
+            backward(model, mpi.rank(), step)
+            mpinn.synchronize_gradients(model)
+            optimizer.step()
+    state = optimizer.state_dict()["state"]
+    agree.equal(len(state), 4 if mpi.size() > 1 else 0)
+    for index, entry in state.items():
+        agree.equal(entry["step"].item(), float(num_batches(mpi.size() - 1)), f"parameter {index}")
+        agree.equal(entry["exp_avg"], mpi.broadcast(entry["exp_avg"].clone()), f"parameter {index}")
+
+
+def test_several_epochs(agree):
+    model = net()
+    optimizer = sgd(model.parameters())
+    for _ in range(3):
+        with mpinn.join(model, optimizer=optimizer):
+            for step in range(num_batches(mpi.rank())):
+                optimizer.zero_grad()
+                backward(model, mpi.rank(), step)
+                mpinn.synchronize_gradients(model)
+                optimizer.step()
+        mpinn.check_with_allreduce(model)
+
+
+def test_equal_numbers_of_batches_change_nothing(agree):
+    results = []
+    for joined in (False, True):
+        model = net()
+        optimizer = sgd(model.parameters())
+
+        def train(model=model, optimizer=optimizer):
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(model, mpi.rank(), step)
+                mpinn.synchronize_gradients(model)
+                optimizer.step()
+
+        if joined:
+            with mpinn.join(model):
+                train()
+        else:
+            train()
+        results.append(values(model))
+    agree.equal(results[1], results[0])
+
+
+def test_nobody_has_data(agree):
+    model = net()
+    with mpinn.join(model):
+        pass
+    agree.equal(values(model), values(net()))
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_half_precision_is_rounded_once(agree, average):
+    # With three active ranks of four, rounding the sum before it is divided would give another average.
+    values = [1.0, 1.0, 1.0 + 5 / 128][: max(1, mpi.size() - 1)]
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    with mpinn.join(model):
+        if mpi.rank() < len(values):
+            model.weight.grad = torch.tensor([[values[mpi.rank()]]], dtype=torch.bfloat16)
+            mpinn.synchronize_gradients(model, average)
+            expected = sum(values) / (len(values) if average else 1)
+            agree.equal(model.weight.grad, torch.tensor([[expected]], dtype=torch.bfloat16))
+
+
+def test_ranks_that_have_run_out_keep_no_gradients(agree):
+    model = net()
+    with mpinn.join(model):
+        for step in range(num_batches(mpi.rank())):
+            model.zero_grad()
+            backward(model, mpi.rank(), step)
+            mpinn.synchronize_gradients(model)
+    last = mpi.rank() == mpi.size() - 1
+    agree(all((p.grad is not None) == (last and mpi.size() > 1) for p in model.parameters()))
+
+
+def test_accumulation_inside_join(agree):
+    model = net()
+    mpinn.register_async_backward(model, sync_gradient_frequency=2)
+    num_synchronised = 0
+    with mpinn.join(model):
+        for step in range(num_batches(mpi.rank())):
+            backward(model, mpi.rank(), step)
+            if mpinn.synchronize_gradients_async(model):
+                num_synchronised += 1
+                model.zero_grad()
+    mpinn.unregister_async_backward(model)
+    agree.equal(num_synchronised, mpi.rank())
+
+
+def test_ranks_that_synchronise_differently_are_told(agree):
+    if mpi.size() == 1:
+        return
+    model = net()
+    with pytest.raises(MismatchError, match=r"rank 1: synchronize_gradients\(average=False"):
+        with mpinn.join(model):
+            backward(model, mpi.rank(), 0)
+            mpinn.synchronize_gradients(model, average=mpi.rank() != 1)
+
+
+def test_an_exception_in_the_block_comes_through(agree):
+    model = net()
+    with pytest.raises(ZeroDivisionError):
+        with mpinn.join(model):
+            raise ZeroDivisionError
+    with mpinn.join(model):
+        pass
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        mpinn.synchronize_parameters,
+        mpinn.check_with_allreduce,
+        mpinn.register_async_backward,
+        lambda n: mpinn.join(n).__enter__(),
+    ],
+)
+def test_other_collectives_on_the_net_are_refused_inside(agree, call):
+    model = net()
+    with mpinn.join(model), pytest.raises(ArgumentError, match="inside join"):
+        call(model)
+
+
+def test_refusals(agree):
+    with pytest.raises(ArgumentError, match="divide_by='all'"):
+        with mpinn.join(net(), divide_by="all"):
+            pass
+    with pytest.raises(ArgumentError, match="sharded"):
+        with mpinn.join(mpinn.MPLinear(4, 2)):
+            pass
+
+
+def test_leaving_between_backward_and_synchronisation_is_an_error(agree):
+    model = net()
+    mpinn.register_async_backward(model)
+    with pytest.raises(GradientError, match="between a backward and its synchronize_gradients_async"):
+        with mpinn.join(model):
+            backward(model, 0, 0)
+    mpinn.unregister_async_backward(model)

@@ -1,0 +1,186 @@
+"""DistributedOptimizer: any torch optimizer, with averaged gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from nn_nets import loss, make, mine, values
+from torch import nn
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+from torchmpi.errors import ArgumentError, GradientError
+
+pytestmark = pytest.mark.usefixtures("world")
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+MODES = pytest.mark.parametrize("asynchronous", [True, False])
+
+
+def wrapped(asynchronous: bool, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options):
+    net, x, y = make("mlp")
+    optimizer = mpinn.DistributedOptimizer(
+        kind(net.parameters(), lr=0.1, **options), net, asynchronous=asynchronous
+    )
+    return net, optimizer, mine(x), mine(y)
+
+
+def reference(kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options):
+    """The same on one rank, with the whole batch."""
+    net, x, y = make("mlp")
+    return net, kind(net.parameters(), lr=0.1, **options), x, y
+
+
+def train(net, optimizer, x, y, num_steps: int = 3) -> torch.Tensor:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss(net, x, y).backward()
+        optimizer.step()
+    return values(net)
+
+
+@MODES
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_trains_like_one_rank_on_all_data(agree, asynchronous, kind):
+    agree.close(train(*wrapped(asynchronous, kind)), train(*reference(kind)), **TIGHT)
+
+
+@MODES
+def test_lbfgs_calls_its_closure_many_times(agree, asynchronous):
+    def closure_step(net, optimizer, x, y):
+        def closure():
+            optimizer.zero_grad()
+            result = loss(net, x, y)
+            result.backward()
+            return result
+
+        returned = [optimizer.step(closure) for _ in range(2)]
+        return values(net), torch.stack([torch.as_tensor(value) for value in returned]).detach()
+
+    options = {"max_iter": 4, "line_search_fn": "strong_wolfe"}
+    actual = closure_step(*wrapped(asynchronous, torch.optim.LBFGS, **options))
+    expected = closure_step(*reference(torch.optim.LBFGS, **options))
+    agree.close(actual[0], expected[0], "parameters", rtol=1e-6, atol=1e-8)
+    agree.close(actual[1], expected[1], "losses", rtol=1e-6, atol=1e-8)
+
+
+@MODES
+def test_clipping_between_synchronize_and_step(agree, asynchronous):
+    net, optimizer, x, y = wrapped(asynchronous)
+    loss(net, x, y).backward()
+    optimizer.synchronize()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    net2, optimizer2, x2, y2 = reference()
+    loss(net2, x2, y2).backward()
+    agree.close(norm, torch.nn.utils.clip_grad_norm_(net2.parameters(), 0.01), **TIGHT)
+    optimizer2.step()
+    agree.close(values(net), values(net2), **TIGHT)
+
+
+@MODES
+def test_synchronising_twice_is_refused(agree, asynchronous):
+    net, optimizer, x, y = wrapped(asynchronous)
+    loss(net, x, y).backward()
+    optimizer.synchronize()
+    with pytest.raises(GradientError, match="skip_synchronize"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss(net, x, y).backward()
+    optimizer.step()
+
+
+def test_accumulation_and_a_step_after_fewer_passes(agree):
+    net, x, y = make("mlp")
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    ours = net, mpinn.DistributedOptimizer(inner, net, backward_passes_per_step=2), mine(x), mine(y)
+    results = []
+    for net, optimizer, x, y in (ours, reference()):
+        for num_passes in (2, 1):
+            optimizer.zero_grad()
+            for _ in range(num_passes):
+                loss(net, x, y).backward()
+            optimizer.step()
+        results.append(values(net))
+    agree.close(results[0], results[1], **TIGHT)
+
+
+def test_sum_instead_of_average(agree):
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net, average=False)
+    net(torch.ones(1, 1)).backward()
+    optimizer.step()
+    agree.equal(net.weight.detach(), torch.full((1, 1), -float(mpi.size())))
+
+
+def test_schedulers_accept_it(agree):
+    net, optimizer, x, y = wrapped(True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    for _ in range(2):
+        train(net, optimizer, x, y, num_steps=1)
+        scheduler.step()
+    net2, optimizer2, x2, y2 = reference()
+    for lr in (0.1, 0.05):
+        optimizer2.param_groups[0]["lr"] = lr
+        train(net2, optimizer2, x2, y2, num_steps=1)
+    agree(isinstance(optimizer, torch.optim.Optimizer))
+    agree.equal(optimizer.param_groups[0]["lr"], 0.025)
+    agree.close(values(net), values(net2), **TIGHT)
+
+
+def test_scheduler_made_for_the_inner_optimizer_does_not_bypass_it(agree):
+    net, x, y = make("mlp")
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(inner, step_size=1)
+    optimizer = mpinn.DistributedOptimizer(inner, net)
+    agree.close(train(net, optimizer, mine(x), mine(y)), train(*reference()), **TIGHT)
+
+
+def test_grad_scaler(agree):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    net, optimizer, x, y = wrapped(True)
+    for poisoned in (False, True, False):
+        optimizer.zero_grad()
+        result = loss(net, x, y)
+        # Rank 0 overflows in one step: everybody must skip it.
+        factor = float("inf") if poisoned and mpi.rank() == 0 else 1.0
+        scaler.scale(result * factor).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    agree.equal(scaler.get_scale(), 4.0)
+    agree.close(values(net), train(*reference(), num_steps=2), **TIGHT)
+
+
+def test_state_is_shared_with_the_wrapped_optimizer(agree):
+    net, optimizer, x, y = wrapped(False, torch.optim.SGD, momentum=0.9)
+    train(net, optimizer, x, y)
+    inner = optimizer.optimizer
+    agree(optimizer.state is inner.state and optimizer.param_groups is inner.param_groups)
+    other_net, other, _, _ = wrapped(False, torch.optim.SGD, momentum=0.9)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # loading shares the tensors
+    other_net.load_state_dict(net.state_dict())
+    agree.equal(train(other_net, other, x, y), train(net, optimizer, x, y))
+
+
+def test_step_hooks(agree):
+    net, optimizer, x, y = wrapped(True)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    train(net, optimizer, x, y, num_steps=2)
+    agree.equal(len(calls), 2)
+
+
+def test_foreign_parameters_are_refused(agree):
+    net, stranger = nn.Linear(2, 2), nn.Linear(3, 1)
+    inner = torch.optim.SGD([*net.parameters(), *stranger.parameters()], lr=0.1)
+    with pytest.raises(ArgumentError, match=r"parameter 2 of group 0, of shape \[1, 3\]"):
+        mpinn.DistributedOptimizer(inner, net)
+    optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
+    with pytest.raises(ArgumentError, match="group 1"):
+        optimizer.add_param_group({"params": list(stranger.parameters())})

@@ -1,0 +1,130 @@
+"""Checkpoint files: whole or not there, and refused when they are not what they should be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchmpi.engine import SGDEngine
+from torchmpi.engine.checkpoint import Saved, digest, read, write
+from torchmpi.engine.ranks import OneRank
+from torchmpi.errors import ArgumentError, CheckpointError
+
+WEIGHTS = {"weight": torch.arange(5000.0)}
+SAVED = Saved(common={"epoch": 3}, own={"kept": {"a": {"x": 1}}}, trees={"network": WEIGHTS})
+
+
+class TwoRanks(OneRank):
+    """Rank 0 of two, the other being like it."""
+
+    size = 2
+
+    def gather(self, value):
+        return [value, value]
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    write(tmp_path / "a.ckpt", SAVED, OneRank())
+    return tmp_path / "a.ckpt"
+
+
+def test_round_trip(path):
+    saved = read(path, OneRank())
+    assert (saved.common, saved.own) == (SAVED.common, SAVED.own)
+    assert torch.equal(saved.trees["network"]["weight"], WEIGHTS["weight"])
+    assert torch.equal(torch.load(path, weights_only=True)["network"]["weight"], WEIGHTS["weight"])
+
+
+def test_overwriting_is_atomic(path, monkeypatch):
+    before = path.read_bytes()
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match="disk full"):
+        write(path, Saved({"epoch": 4}, {}, {}), OneRank())
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_mode_follows_the_umask(path):
+    mask = os.umask(0o027)
+    try:
+        write(path, SAVED, OneRank())
+    finally:
+        os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_missing(tmp_path):
+    with pytest.raises(CheckpointError, match="No such file.*b.ckpt"):
+        read(tmp_path / "b.ckpt", OneRank())
+    with pytest.raises(CheckpointError, match="No such file"):
+        write(tmp_path / "no" / "b.ckpt", SAVED, OneRank())
+
+
+@pytest.mark.parametrize("length", [0, 10, 1000, -1])
+def test_truncated(path, length):
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match="a.ckpt .* is no checkpoint, or is truncated"):
+        read(path, OneRank())
+
+
+def test_one_flipped_bit(path):
+    content = bytearray(path.read_bytes())
+    place = content.find(WEIGHTS["weight"].numpy().tobytes()) + 4003
+    assert place > 4003
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read(path, OneRank())
+
+
+def test_other_files_of_torch(path):
+    torch.save({"weight": torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match="no checkpoint of an engine"):
+        read(path, OneRank())
+    torch.save(nn.Linear(1, 1), path)  # would run code
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        read(path, OneRank())
+
+
+def test_other_number_of_ranks(path):
+    with pytest.raises(CheckpointError, match=r"written by 1 rank\(s\) and cannot be resumed by 2"):
+        read(path, TwoRanks())
+
+
+def test_what_could_not_be_read_back_is_refused_when_saving(tmp_path):
+    own = {"kept": {"fine": {"x": [1, 2.0, "three", None, torch.zeros(1)]}, "mine": {"f": Path("x")}}}
+    with pytest.raises(CheckpointError, match="state_dict.. of 'mine'"):
+        write(tmp_path / "a.ckpt", Saved({}, own, {}), OneRank())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_digest_sees_bits_shapes_and_types(dtype):
+    zeros = torch.zeros(2, 3, dtype=dtype)
+    changed = zeros.clone()
+    changed[1, 2] = 1
+    different = [zeros, changed, zeros.reshape(6), zeros[:, :0], [zeros], {"a": zeros}, None, 0, 0.0, "0"]
+    assert len({digest(value) for value in different}) == len(different)
+    assert digest(changed.t().contiguous().t()) == digest(changed)
+
+
+@pytest.mark.parametrize("hook", ["on_sample", "on_forward", "on_backward"])
+def test_not_in_the_middle_of_an_update(hook, tmp_path):
+    engine = SGDEngine(progress=False)
+    engine.on(hook)(lambda state: engine.save_checkpoint(tmp_path / "a.ckpt"))
+    with pytest.raises(ArgumentError, match="in the middle of an update"):
+        engine.train(
+            network=nn.Linear(1, 1), criterion=nn.MSELoss(), iterator=[(torch.zeros(1, 1),) * 2], lr=0.1
+        )
+    with pytest.raises(ArgumentError, match="outside of train"):
+        engine.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ArgumentError, match="every=0"):
+        engine.checkpoint(tmp_path / "a.ckpt", every=0)

@@ -1,0 +1,116 @@
+"""Loading ahead: same batches in the same order, errors with their origin, no thread left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+import traceback
+
+import numpy as np
+import pytest
+import torch
+
+from torchmpi.engine.prefetch import Prefetcher
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchmpi-prefetch")]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("num", [0, 1, 2, 3, 50])
+def test_order(depth, num):
+    with Prefetcher(iter(range(num)).__next__, depth) as ahead:
+        assert list(ahead) == list(range(num))
+        assert list(ahead) == []  # the end stays the end
+    assert not threads()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_loads_at_most_so_many_ahead(depth):
+    loaded = []
+    enough = threading.Semaphore(0)
+
+    def load():
+        loaded.append(len(loaded))
+        enough.release()
+        return loaded[-1]
+
+    with Prefetcher(load, depth) as ahead:
+        for taken in range(2, 10):
+            while next(ahead) < taken - 1:
+                pass
+            while len(loaded) < taken + depth:
+                assert enough.acquire(timeout=20)
+            assert len(loaded) == taken + depth
+        assert ahead.is_ahead
+    assert not threads()
+
+
+def fail_at(index):
+    for i in range(10):
+        if i == index:
+            raise ValueError(f"bad row {i}")
+        yield i
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 7])
+def test_errors_keep_their_traceback(index):
+    taken = []
+    with pytest.raises(ValueError, match=f"bad row {index}") as caught:
+        with Prefetcher(fail_at(index).__next__, depth=2) as ahead:
+            for item in ahead:
+                taken.append(item)
+    assert taken == list(range(index))
+    assert "fail_at" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert not threads()
+
+
+def test_early_end_leaves_no_thread():
+    with Prefetcher(iter(range(1000)).__next__, depth=4) as ahead:
+        for _ in range(5):
+            next(ahead)
+        assert threads()
+    assert not threads()
+
+
+def test_failed_run_does_not_wait_for_a_hanging_load():
+    release, count = threading.Event(), iter(range(100))
+
+    def load():
+        if next(count) >= 2:
+            release.wait(60)
+        return 0
+
+    with pytest.raises(KeyError):
+        with Prefetcher(load, depth=1) as ahead:
+            next(ahead), next(ahead)
+            raise KeyError("in a hook")
+    left = threads()
+    release.set()
+    assert left  # it was not waited for
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
+def test_loads_that_draw_stay_in_this_thread(draw):
+    """Two threads drawing from one generator would make runs differ."""
+
+    def load():
+        assert threading.current_thread() is threading.main_thread()
+        return draw()
+
+    with Prefetcher(load, depth=2) as ahead:
+        for _ in range(5):
+            next(ahead)
+        assert not ahead.is_ahead
+
+
+def test_seeds_drawn_with_the_first_batch_do_not_count():
+    def batches():
+        random.random()
+        yield from range(5)
+
+    with Prefetcher(batches().__next__, depth=1) as ahead:
+        next(ahead), next(ahead)
+        assert ahead.is_ahead
+        assert list(ahead) == [2, 3, 4]

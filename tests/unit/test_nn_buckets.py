@@ -1,0 +1,117 @@
+"""Which gradient lies where: pure planning, and the flat tensors."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchmpi.errors import ArgumentError, GradientError
+from torchmpi.nn.buckets import CopiedBucket, SeatedBucket, aligned_offsets, dense_view, partition_by_size
+
+
+@given(st.lists(st.integers(0, 50), max_size=9), st.integers(1, 12))
+def test_partition_is_contiguous_and_its_largest_part_as_small_as_possible(sizes, partitions):
+    runs = partition_by_size(sizes, partitions)
+    assert [index for run in runs for index in run] == list(range(len(sizes)))
+    assert len(runs) == min(partitions, len(sizes))
+    largest = max((sum(sizes[index] for index in run) for run in runs), default=0)
+    assert largest == best_by_trying_all(sizes, partitions)
+
+
+def best_by_trying_all(sizes: list[int], partitions: int) -> int:
+    best = sum(sizes)
+    for num_cuts in range(min(partitions, len(sizes))):
+        for cuts in itertools.combinations(range(1, len(sizes)), num_cuts):
+            bounds = [0, *cuts, len(sizes)]
+            best = min(best, max(sum(sizes[a:b]) for a, b in itertools.pairwise(bounds)))
+    return best
+
+
+def test_partition_into_less_than_one_is_refused():
+    with pytest.raises(ArgumentError, match="at least 1"):
+        partition_by_size([1, 2], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128])
+def test_offsets_are_aligned_and_do_not_overlap(dtype):
+    tensors = [torch.empty(numel, dtype=dtype) for numel in (3, 0, 64, 1)]
+    offsets, total = aligned_offsets(tensors)
+    assert all(offset * tensors[0].element_size() % 64 == 0 for offset in offsets)
+    ends = [offset + tensor.numel() for offset, tensor in zip(offsets, tensors, strict=True)]
+    assert all(end <= begin for end, begin in zip(ends, offsets[1:], strict=False))
+    assert total == ends[-1]
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.empty(2, 3),
+        torch.empty(2, 3).t(),
+        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.empty(()),
+    ],
+)
+def test_dense_views_keep_the_order_of_dimensions(like):
+    view = dense_view(torch.zeros(200), 7, like)
+    assert (view.shape, view.stride(), view.storage_offset()) == (like.shape, like.stride(), 7)
+
+
+def test_views_of_tensors_with_holes_are_dense():
+    view = dense_view(torch.zeros(200), 0, torch.empty(8, 8)[::2, ::2])
+    assert view.is_contiguous()
+
+
+def test_one_contiguous_gradient_is_not_copied():
+    gradient = torch.ones(2, 3)
+    assert CopiedBucket([gradient]).pack().data_ptr() == gradient.data_ptr()
+
+
+def parameter(gradient: torch.Tensor | None, *shape: int) -> nn.Parameter:
+    result = nn.Parameter(torch.zeros(*shape))
+    result.grad = gradient
+    return result
+
+
+def test_packing_seats_gradients_and_fills_in_zeros():
+    first, second = parameter(torch.ones(2), 2), parameter(None, 3)
+    bucket = SeatedBucket([first, second])
+    bucket.flat.fill_(9)
+    bucket.pack()
+    assert first.grad.data_ptr() == bucket.flat.data_ptr()
+    assert second.grad is None
+    assert bucket.views[1].tolist() == [0, 0, 0]
+
+
+def test_seated_gradients_are_accumulated_in_place():
+    weight = parameter(None, 2)
+    bucket = SeatedBucket([weight])
+    (weight * 3).sum().backward()
+    bucket.pack()
+    (weight * 4).sum().backward()
+    assert bucket.flat.tolist() == [7, 7]
+
+
+def test_gaps_are_zero():
+    bucket = SeatedBucket([parameter(torch.ones(3), 3), parameter(torch.ones(3), 3)])
+    assert bucket.pack().sum() == 6
+
+
+def test_sparse_gradients_do_not_fit():
+    bucket = SeatedBucket([parameter(torch.ones(2, 1).to_sparse(), 2, 1)])
+    with pytest.raises(GradientError, match="is sparse"):
+        bucket.pack()
+
+
+def test_a_view_that_was_moved_away_is_noticed():
+    net = nn.Linear(2, 2, bias=False)
+    net.weight.grad = torch.ones(2, 2)
+    bucket = SeatedBucket([net.weight])
+    bucket.pack()
+    net.double()
+    with pytest.raises(GradientError, match="moved to another dtype or device"):
+        bucket.pack()

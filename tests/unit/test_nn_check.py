@@ -1,0 +1,65 @@
+"""The checksum behind check_with_allreduce."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchmpi.nn import check
+from torchmpi.nn.check import checksum
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+
+
+def slow_checksum(tensor: torch.Tensor) -> int:
+    """The same in plain integers, word by word."""
+    data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    data += bytes(-len(data) % 8)
+    total = tensor.numel()
+    for index in range(len(data) // 8):
+        word = int.from_bytes(data[index * 8 : index * 8 + 8], "little")
+        mixed = (word + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        total += mixed ^ mixed >> 31
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 33])
+def test_equals_the_readable_twin(dtype, numel):
+    tensor = (torch.arange(numel) % 5 - 2).to(dtype)
+    assert checksum(tensor) == slow_checksum(tensor)
+
+
+def test_chunks_do_not_matter(monkeypatch):
+    tensor = torch.randn(1000)
+    whole = checksum(tensor)
+    monkeypatch.setattr(check, "_CHUNK_WORDS", 7)
+    assert checksum(tensor) == whole
+
+
+def test_every_single_bit_matters():
+    tensor = torch.randn(9)
+    sums = {checksum(tensor)}
+    for byte in range(36):
+        for bit in range(8):
+            changed = tensor.clone()
+            changed.view(torch.uint8)[byte] ^= 1 << bit
+            sums.add(checksum(changed))
+    assert len(sums) == 1 + 36 * 8
+
+
+def test_two_flipped_signs_do_not_cancel():
+    tensor = torch.ones(4, dtype=torch.float64)
+    assert checksum(tensor * torch.tensor([-1.0, -1, 1, 1])) != checksum(tensor)
+
+
+def test_order_length_and_layout():
+    tensor = torch.arange(6.0).view(2, 3)
+    assert checksum(tensor) != checksum(tensor.flip(0))
+    assert checksum(torch.zeros(3)) != checksum(torch.zeros(4))
+    assert checksum(tensor.t().contiguous().t()) == checksum(tensor), "values count, not strides"

@@ -1,0 +1,77 @@
+"""Which tensors of a net are synchronised."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torchmpi.errors import ArgumentError
+from torchmpi.nn.replica import Attachment, Replica, attach, attached, sparse_by_declaration
+
+
+def test_parameters_and_buffers_in_module_order():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Sequential(nn.LSTM(3, 2)))
+    replica = Replica(net)
+    assert all(a is b for a, b in zip(replica.parameters, net.parameters(), strict=True))
+    assert all(a is b for a, b in zip(replica.buffers, net.buffers(), strict=True))
+
+
+def test_shared_modules_parameters_and_buffers_count_once():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    norm = nn.BatchNorm1d(2)
+    replica = Replica(nn.Sequential(first, second, norm, norm))
+    assert (len(replica.parameters), len(replica.buffers)) == (5, 3)
+
+
+def test_sharded_and_frozen_parameters():
+    net = nn.Linear(2, 2)
+    net.weight.torchmpi_sharded = True
+    assert Replica(net).names(Replica(net).parameters) == ["bias"]
+    net.bias.requires_grad_(False)
+    assert Replica(net).trainable == []
+
+
+def test_names():
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    replica = Replica(net)
+    assert replica.names([net[1].running_mean, net[0].bias]) == ["1.running_mean", "0.bias"]
+    assert replica.name(net[0].weight) == "0.weight"
+
+
+def test_iterables_of_tensors():
+    tensor = torch.ones(2)
+    replica = Replica(item for item in (tensor, tensor, torch.ones(3)))
+    assert len(replica.parameters) == 2
+    assert replica.name(replica.parameters[1]) == "tensor 1"
+    with pytest.raises(ArgumentError, match="found a str"):
+        Replica(["weight"])
+
+
+def test_modules_may_have_empty_places():
+    net = nn.Linear(2, 2, bias=False)
+    net.register_buffer("nothing", None)
+    net.register_module("no_module", None)
+    assert len(Replica(net).parameters) == 1
+
+
+def test_declared_sparse():
+    net = nn.ModuleList(
+        [nn.Embedding(3, 2), nn.Embedding(3, 2, sparse=True), nn.EmbeddingBag(3, 2, sparse=True)]
+    )
+    assert sparse_by_declaration(net.modules()) == {id(net[1].weight), id(net[2].weight)}
+
+
+def test_attachments_stay_behind_when_a_net_is_copied():
+    net = nn.Linear(2, 2)
+    state = Attachment()
+    attach(net, "torchmpi_test", state)
+    assert attached(net, "torchmpi_test") is state
+    assert attached(copy.deepcopy(net), "torchmpi_test") is None
+    assert attached(pickle.loads(pickle.dumps(net)), "torchmpi_test") is None
+    attach(net, "torchmpi_test", None)
+    assert "torchmpi_test" not in net.__dict__
