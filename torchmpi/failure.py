@@ -37,7 +37,7 @@ class FailureHandling:
         self._installed = False
         self._previous_hook = sys.excepthook
         self._previous_handler: Any = None
-        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup: tuple[socket.socket, threading.Thread] | None = None
         self._handled = threading.Event()
 
     def install(self) -> None:
@@ -122,8 +122,9 @@ class FailureHandling:
             reader.close()
             writer.close()
             return
-        self._wakeup = reader, writer
-        threading.Thread(target=self._listen, args=(reader,), name="torchmpi signals", daemon=True).start()
+        listener = threading.Thread(target=self._listen, args=(reader,), name="torchmpi signals", daemon=True)
+        listener.start()
+        self._wakeup = writer, listener
 
     def _listen(self, reader: socket.socket) -> None:
         """Python's handler runs only when the main thread comes back to Python; this one hears of the signal at once."""
@@ -134,11 +135,13 @@ class FailureHandling:
 
     def _unwatch_sigterm(self) -> None:
         assert self._wakeup is not None
+        writer, listener = self._wakeup
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
             if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                 signal.signal(signal.SIGTERM, self._previous_handler)
-        self._wakeup[1].close()  # ends the listener
+        writer.close()  # ends the listener
+        listener.join()
         self._wakeup = None
 
     def _in_forked_child(self) -> None:

@@ -174,7 +174,8 @@ class _Message:
             return
         dtype = dtypes.from_code(code)
         assert dtype is not None
-        for piece in self._payload(torch.empty(shape, dtype=dtype)):  # take it out of the way of the next message
+        dropped = torch.empty(shape, dtype=dtype)  # has a name, so that it lives until the bytes have arrived
+        for piece in self._payload(dropped):  # out of the way of the next message
             self.comm.Recv((piece, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
         self.lane.doing = None
         raise MismatchError(

@@ -99,7 +99,7 @@ def test_help_needs_nothing(name: str, tmp_path: Path) -> None:
         (["ompirun.sh", "-n", "2", "--timeout", "soon", "true"], "--timeout wants seconds, not 'soon'"),
         (["ompirun.sh", "-n", "2", "--map-by", "core", "true"], "unknown option '--map-by'"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, tmp_path: Path) -> None:
     done = run([SCRIPTS / arguments[0], *arguments[1:]], place(VENV_DIR=str(tmp_path / "environments")))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -14,6 +14,7 @@ from torchmpi.errors import ArgumentError, GradientError
 from torchmpi.nn.buckets import CopiedBucket, SeatedBucket, aligned_offsets, dense_view, partition_by_size
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=9), st.integers(1, 12))
 def test_partition_is_contiguous_and_its_largest_part_as_small_as_possible(sizes, partitions):
     runs = partition_by_size(sizes, partitions)

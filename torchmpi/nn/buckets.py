@@ -31,13 +31,15 @@ def partition_by_size(sizes: Sequence[int], partitions: int) -> list[range]:
     runs = _runs_up_to(sizes, low)
     while len(runs) < min(partitions, len(sizes)):
         # One item alone is the largest sum, so that fewer runs would do: cut the others as they are wanted.
-        largest = max((run for run in runs if len(run) > 1), key=lambda run: sum(sizes[run.start : run.stop]))
-        index = runs.index(largest)
-        halves = partition_by_size(sizes[largest.start : largest.stop], 2)
-        runs[index : index + 1] = [
-            range(largest.start + half.start, largest.start + half.stop) for half in halves
-        ]
+        index = max((i for i, run in enumerate(runs) if len(run) > 1), key=lambda i: _total(sizes, runs[i]))
+        begin, end = runs[index].start, runs[index].stop
+        halves = [(range(begin, cut), range(cut, end)) for cut in range(begin + 1, end)]
+        runs[index : index + 1] = min(halves, key=lambda pair: max(_total(sizes, half) for half in pair))
     return runs
+
+
+def _total(sizes: Sequence[int], run: range) -> int:
+    return sum(sizes[run.start : run.stop])
 
 
 def _runs_up_to(sizes: Sequence[int], limit: int) -> list[range]:
@@ -152,8 +154,8 @@ class SeatedBucket:
         if gradient.layout is not torch.strided:
             raise GradientError(
                 f"A gradient of shape {list(gradient.shape)} is sparse, but only those of "
-                "nn.Embedding(sparse=True) are "
-                "expected to be. Use synchronize_gradients() after backward instead of asynchronous hooks."
+                "nn.Embedding(sparse=True) are expected to be. Use synchronize_gradients() after backward "
+                "instead of asynchronous hooks."
             )
         view.copy_(gradient.detach())
         parameter.grad = view

@@ -251,7 +251,7 @@ class AsyncBackward(Attachment):
         if new:
             raise GradientError(
                 f"rank {self.comm.rank}: {', '.join(map(repr, replica.names(new)))} became trainable, or "
-                "part of the net, after register_async_backward(net). Unregister the net and register it again."
+                "part of the net, after register_async_backward(net). Unregister the net and register again."
             )
 
 

@@ -55,8 +55,8 @@ class MPLinear(nn.Module):
         if input.shape[-1] != self.in_features:
             raise ArgumentError(
                 f"MPLinear({self.in_features}, {self.out_features}) got an input of shape "
-                f"{list(input.shape)}. Give it "
-                f"the whole input, with {self.in_features} features in the last dimension."
+                f"{list(input.shape)}. Give it the whole input, with {self.in_features} features in the "
+                "last dimension."
             )
         home = self._home
         partial_output = nn.functional.linear(_Narrow.apply(input, home), self.weight)
@@ -74,8 +74,7 @@ class MPLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features} ({self.weight.shape[1]} here), "
-            f"out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"out_features={self.out_features}, bias={self.bias is not None}"
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,62 @@
+"""Data-parallel training in which gradients are sent while backward still runs.
+
+Once a layer's gradient is there it leaves in a bucket with others, and the layers before it are computed
+meanwhile. The result is that of ``mnist_allreduce.py``; the two calls that differ are marked with an arrow.
+
+    mpirun -n 4 python examples/mnist/mnist_allreduce_async.py
+"""
+
+from __future__ import annotations
+
+import torch
+from mnist_common import Report, make_network, parse_options
+from mnist_data import Batches, load
+from torch.nn.functional import cross_entropy
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    mpi.start(with_cuda=options.gpu)
+    torch.manual_seed(options.seed)
+    data = load(options.data)
+    report = Report(options, origin=data.origin, rank=mpi.rank())
+
+    network = make_network(data.num_inputs).to(mpi.device())
+    mpinn.synchronize_parameters(network)
+    # Small buckets, so that this small network has several; the default suits larger ones.
+    mpinn.register_async_backward(network, bucket_bytes=4096)  # <--
+    optimizer = torch.optim.SGD(network.parameters(), lr=options.lr, momentum=0.9)
+    batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
+
+    for epoch in range(options.epochs):
+        batches.set_epoch(epoch)
+        totals = torch.zeros(2, dtype=torch.float64)
+        for images, labels in batches:
+            images, labels = images.to(mpi.device()), labels.to(mpi.device())
+            optimizer.zero_grad()
+            output = network(images)
+            loss = cross_entropy(output, labels, reduction="sum")
+            # Averaged over the ranks, this is the sum over the whole batch divided by its size.
+            (loss * mpi.size() / options.batch_size).backward()
+            # What needs no gradients goes here, where it overlaps with communication.
+            totals += torch.tensor([loss.item(), (output.argmax(1) != labels).sum().item()])
+            mpinn.synchronize_gradients_async(network)  # <--
+            optimizer.step()
+        loss, error = (mpi.allreduce(totals) / len(data.train)).tolist()
+        report.epoch(loss, error)
+
+    mpinn.unregister_async_backward(network)
+    mpinn.check_with_allreduce(network)
+    test = data.test.part(mpi.rank(), mpi.size())
+    with torch.no_grad():
+        answers = network(test.input.to(mpi.device())).argmax(1).cpu()
+    num_right = mpi.allreduce(int((answers == test.target).sum()))
+    mpi.stop()
+    report.finish(num_right / len(data.test))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What the MNIST examples share besides the data: options, the network, and the report of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+HIDDEN = 128
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options all examples have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=10, help="passes over the training images (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=128,
+        help="images per step, over all ranks together (default: %(default)s)",
+    )
+    parser.add_argument("--lr", type=float, default=0.2, help="learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1111, help="seed of weights and shuffling (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data", metavar="DIR", help="directory of MNIST IDX files (default: scikit-learn's digits)"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="save the curves as an image")
+    parser.add_argument("--json", metavar="FILE", help="save the curves as JSON")
+    parser.add_argument(
+        "--assert-accuracy", type=float, metavar="A", help="fail if the test accuracy is below A"
+    )
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument(
+        "--gpu", dest="gpu", action="store_true", default=None, help="use the GPU, fail without one"
+    )
+    device.add_argument(
+        "--cpu", dest="gpu", action="store_false", help="use the CPU (default: GPU if there is one)"
+    )
+    return parser
+
+
+def parse_options(description: str | None) -> argparse.Namespace:
+    return make_parser(description).parse_args()
+
+
+def make_network(num_inputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(num_inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
+
+
+class Report:
+    """Loss and error per epoch: printed as they come, then saved. Only rank 0 speaks and writes."""
+
+    def __init__(self, options: argparse.Namespace, *, origin: str, rank: int = 0) -> None:
+        self.options, self.rank = options, rank
+        self.losses: list[float] = []
+        self.errors: list[float] = []
+        self.say(f"data: {origin}")
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def epoch(self, loss: float, error: float) -> None:
+        """Note one epoch: mean loss and fraction of wrong answers over the training images."""
+        self.losses.append(loss)
+        self.errors.append(error)
+        self.say(
+            f"epoch {len(self.losses):2d}/{self.options.epochs}  loss {loss:.6f}  error {100 * error:5.2f} %"
+        )
+
+    def finish(self, accuracy: float) -> None:
+        """Print the test accuracy, save what was asked for, and fail if the accuracy is too low."""
+        self.say(f"test accuracy {accuracy:.4f}")
+        if self.rank == 0 and self.options.json:
+            record = {"loss": self.losses, "error": self.errors, "accuracy": accuracy}
+            Path(self.options.json).write_text(json.dumps(record))
+        if self.rank == 0 and self.options.plot:
+            self.plot(Path(self.options.plot))
+        wanted = self.options.assert_accuracy
+        if wanted is not None and not accuracy >= wanted:
+            self.say(f"failed: expected a test accuracy of at least {wanted}")
+            sys.exit(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses), "errors": list(self.errors)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses, self.errors = list(state["losses"]), list(state["errors"])
+
+    def plot(self, path: Path) -> None:
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError:
+            self.say("no plot: matplotlib is not installed (pip install 'torchmpi[examples]')")
+            return
+        figure = Figure(figsize=(9, 3.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        epochs = range(1, len(self.losses) + 1)
+        for axes, curve, label in zip(
+            figure.subplots(1, 2),
+            (self.losses, [100 * error for error in self.errors]),
+            ("training loss", "training error, %"),
+            strict=True,
+        ):
+            axes.plot(epochs, curve, marker=".")
+            axes.set(xlabel="epoch", title=label, ylim=(0, None))
+            axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=120)
+        self.say(f"curves saved in {path.resolve()}")

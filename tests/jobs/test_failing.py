@@ -1,0 +1,196 @@
+"""One rank fails: the job ends in seconds, says why once, and has a status to match. Under the MPI of this environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+START = """
+import os, signal, sys, threading, time
+import torch
+import torchmpi as mpi
+mpi.start()
+rank = mpi.rank()
+mpi.barrier()
+if rank == 0:
+    print("running", flush=True)
+"""
+# Starting Python and torch on a busy machine is most of this; the issue is that nobody waits for ever.
+LIMIT_SECONDS = 60
+
+
+def failing(job, code: str, *, n: int = 3, env: dict[str, str] | None = None):
+    result = job(n, START + code, timeout=LIMIT_SECONDS, env=env or {})
+    assert result.returncode != 0, result.output
+    assert "running" in result.stdout, result.output
+    return result
+
+
+def test_an_exception_ends_the_job_with_one_traceback(job):
+    result = failing(job, "if rank == 1: raise ValueError('no such file')\nmpi.allreduce(torch.ones(3))")
+    assert result.stderr.count("Traceback") == 1, result.output
+    assert result.stderr.count("ValueError: no such file") == 1, result.output
+    assert "torchmpi: rank 1 of 3 failed" in result.stderr, result.output
+
+
+def test_the_same_exception_on_all_ranks_is_explained_once(job):
+    result = failing(job, "raise ValueError('everybody')")
+    assert result.stderr.count("Traceback") >= 1, result.output
+    assert result.stderr.count("Traceback") <= 2, result.output  # two ranks may fail within the same microseconds
+
+
+@pytest.mark.parametrize("inside_mpi", (False, True), ids=("in Python", "inside MPI"))
+def test_sigterm_on_one_rank_ends_the_job(job, inside_mpi):
+    kill = "os.kill(os.getpid(), signal.SIGTERM)"
+    code = f"""
+if rank == 1 and {not inside_mpi}:
+    {kill}
+if rank == 1:
+    threading.Timer(0.5, lambda: {kill}).start()
+if rank == 0:
+    time.sleep({LIMIT_SECONDS})
+mpi.allreduce(torch.ones(3))
+"""
+    result = failing(job, code)
+    assert result.stderr.count("rank 1 got SIGTERM") == 1, result.output
+    assert "job.py" in result.stderr, result.output
+
+
+def test_a_killed_rank_ends_the_job(job):
+    failing(job, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nmpi.allreduce(torch.ones(3))")
+
+
+@pytest.mark.parametrize("status", (0, 3))
+def test_leaving_while_the_others_communicate_ends_the_job(job, status):
+    result = failing(job, f"if rank == 1: sys.exit({status})\nmpi.allreduce(torch.ones(3))")
+    assert "rank 1 called stop()" in result.stderr, result.output
+    assert "allreduce(float32 [3], sum)" in result.stderr, result.output
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        ("mpi.barrier()", "mpi.allreduce(torch.ones(3))", ("barrier()", "allreduce(float32 [3], sum)")),
+        ("mpi.allreduce(torch.ones(4))", "mpi.allreduce(torch.ones(3))", ("float32 [4]", "float32 [3]")),
+        ("mpi.allreduce(torch.ones(2, 3))", "mpi.allreduce(torch.ones(3, 2))", ("float32 [2, 3]", "float32 [3, 2]")),
+        ("mpi.allreduce(torch.ones(3).int())", "mpi.allreduce(torch.ones(3))", ("int32 [3]", "float32 [3]")),
+        ("mpi.allreduce(torch.ones(3), op='max')", "mpi.allreduce(torch.ones(3))", ("max", "sum")),
+        ("mpi.broadcast(torch.ones(3), 1)", "mpi.broadcast(torch.ones(3), 0)", ("root=1", "root=0")),
+        ("mpi.allreduce_async(torch.ones(4)).wait()", "mpi.allreduce_async(torch.ones(3)).wait()", ("[4]", "[3]")),
+        ("mpi.allgather(torch.ones(3, 2))", "mpi.allgather(torch.ones(3, 3))", ("allgather(float32 [2])", "allgather(float32 [3])")),
+        ("mpi.stop()", "mpi.allreduce(torch.ones(3))", ("stop()", "allreduce")),
+    ],
+)
+def test_different_calls_are_named(job, one, other, names):
+    result = failing(job, f"if rank == 1: {one}\nelse: {other}\nmpi.barrier()\n")
+    assert "called different things" in result.stderr, result.output
+    for name in names:
+        assert name in result.stderr, result.output
+
+
+def test_a_refusal_that_is_caught_does_not_leave_the_others_waiting(job):
+    code = """
+try:
+    if rank == 1:
+        time.sleep(1)
+        mpi.barrier()
+    else:
+        mpi.allreduce(torch.ones(3))
+except mpi.TorchMPIError:
+    time.sleep(60)
+"""
+    result = failing(job, code)
+    assert "cannot end: rank 1 called something else" in result.stderr, result.output
+
+
+def test_a_missing_rank_is_named_with_the_line_it_is_at(job):
+    code = "if rank == 2: time.sleep(60)  # lost in thought\nmpi.allreduce(torch.ones(3))"
+    env = {"TORCHMPI_STALL_WARNING_SECONDS": "2", "TORCHMPI_STALL_ABORT_SECONDS": "5"}
+    result = failing(job, code, env=env)
+    assert re.search(r"rank 0 has waited \d+ s in allreduce\(float32 \[3\], sum\), call #2 on communicator world", result.stderr)
+    assert "rank 2, after 1 calls" in result.stderr and "lost in thought" in result.stderr, result.output
+    assert "Giving up" in result.stderr, result.output
+
+
+def test_a_message_nobody_sends_is_reported(job):
+    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "3"}
+    result = failing(job, "if rank == 0: mpi.recv(torch.empty(5), 1)\nelse: time.sleep(60)", n=2, env=env)
+    assert "recv(float32 [5]) from rank 1" in result.stderr, result.output
+
+
+def test_a_forked_process_is_no_rank_and_ends_quietly(job):
+    code = """
+child = os.fork()
+if child == 0:
+    try:
+        mpi.rank()
+    except mpi.TorchMPIError as error:
+        print("refused:", "forked" in str(error), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+pid, status = os.waitpid(child, 0)
+print("child ended by", os.WTERMSIG(status), flush=True)
+mpi.barrier()
+"""
+    result = job(2, START + code, timeout=LIMIT_SECONDS)
+    assert result.returncode == 0, result.output
+    assert result.stdout.count("refused: True") == 2, result.output
+    assert result.stdout.count(f"child ended by {int(signal.SIGTERM)}") == 2, result.output
+
+
+def test_dataloader_workers_by_fork(job):
+    code = """
+data = torch.utils.data.TensorDataset(torch.arange(64.0))
+total = torch.zeros(())
+for epoch in range(2):
+    for (batch,) in torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork"):
+        total += mpi.allreduce(batch.sum())
+print("total", total.item(), flush=True)
+mpi.stop()
+"""
+    result = job(2, START + code, timeout=LIMIT_SECONDS)
+    assert result.returncode == 0, result.output
+    assert result.stdout.count(f"total {2 * 2 * sum(range(64)):.1f}") == 2, result.output
+
+
+def test_a_program_that_forgets_to_stop_ends_well(job):
+    result = job(2, START + "mpi.allreduce(torch.ones(3))", timeout=LIMIT_SECONDS)
+    assert result.returncode == 0, result.output
+
+
+def test_terminating_the_launcher_ends_everything(tmp_path, mpirun):
+    """SIGTERM to mpirun, as a scheduler sends it: no rank may survive, and none needs a page of explanation."""
+    from conftest import job_environment
+
+    script = tmp_path / "job.py"
+    script.write_text(START + f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(str(os.getpid()))\nmpi.barrier()\ntime.sleep(100)")
+    command = ["timeout", "-k", "5", str(LIMIT_SECONDS), *mpirun, "-n", "2", sys.executable, str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environment({}))
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+    limit = time.monotonic() + LIMIT_SECONDS
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < limit:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.terminate()
+    _, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode != 0
+    for file in files:
+        for _ in range(100):
+            if not _alive(int(file.read_text())):
+                break
+            time.sleep(0.1)
+        assert not _alive(int(file.read_text())), stderr
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"

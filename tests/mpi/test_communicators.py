@@ -1,0 +1,196 @@
+"""Levels, groups and spans with real ranks; the planning itself is tested without processes in tests/unit."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import errors, runtime
+
+pytestmark = pytest.mark.usefixtures("world")
+
+PATTERNS = {
+    "even and odd": lambda rank: rank % 2,
+    "halves": lambda rank: rank // 2,
+    "first alone": lambda rank: int(rank > 0),
+    "abba": lambda rank: (0, 1, 1, 0)[rank % 4],
+    "everybody alone": lambda rank: rank,
+    "all together": lambda rank: 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def back_to_the_world():
+    yield
+    mpi.set_communicator(0)
+    mpi.set_collective_span(0, 0)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_ranks_with_one_key_form_a_group(agree, name):
+    key = PATTERNS[name]
+    rank, size = mpi.rank(), mpi.size()
+    mine = [other for other in range(size) if key(other) == key(rank)]
+    sizes = {key(other): sum(key(third) == key(other) for third in range(size)) for other in range(size)}
+    level = mpi.push_communicator(key(rank), name=name)
+    agree.equal(mpi.rank(), mine.index(rank))
+    agree.equal(mpi.size(), len(mine))
+    agree.equal(mpi.communicator().intra.world_ranks, tuple(mine))
+    agree.equal(mpi.is_cartesian_communicator(), len(set(sizes.values())) == 1)
+    agree.equal(mpi.num_nodes_in_communicator(), 1)
+    total = mpi.allreduce(torch.tensor([rank]))
+    mpi.set_communicator(0)
+    agree.equal(int(total), sum(mine))
+    agree.equal(mpi.allreduce(rank, comm=level), sum(mine))
+    agree(name in mpi.communicator_names())
+
+
+@pytest.mark.parametrize("verb", ("allreduce", "reduce", "broadcast", "barrier"))
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_span_gives_what_the_flat_verb_gives(agree, name, verb):
+    rank, size = mpi.rank(), mpi.size()
+    level = mpi.push_communicator(PATTERNS[name](rank))
+    mpi.set_communicator(0)
+    mpi.set_collective_span(0, level)
+    if verb == "barrier":
+        mpi.barrier()
+    for root in range(size):
+        value = torch.full((5,), 1.0 + rank)
+        if verb == "broadcast":
+            agree.equal(mpi.broadcast(value, root), torch.full((5,), 1.0 + root), f"root {root}")
+        elif verb == "reduce":
+            expected = torch.full((5,), size * (size + 1) / 2) if rank == root else torch.full((5,), 1.0 + rank)
+            agree.equal(mpi.reduce(value, root), expected, f"root {root}")
+        elif verb == "allreduce":
+            agree.equal(mpi.allreduce(value, op="avg"), torch.full((5,), (size + 1) / 2))
+            half = mpi.allreduce(torch.full((5,), 256.0 if rank == root else 0.75, dtype=torch.bfloat16))
+            exact = torch.tensor(256.0 + 0.75 * (size - 1)).bfloat16()
+            agree.equal(half, exact.expand(5), "16 bits are rounded once, not at each level")
+
+
+def test_a_span_of_three_levels_and_its_steps(agree):
+    """Also a regression test: plans made before set_collective_span() stayed flat."""
+    rank, size = mpi.rank(), mpi.size()
+    mpi.allreduce(torch.ones(3))
+    outer = mpi.push_communicator(rank // 2)
+    inner = mpi.push_communicator(rank % 2)
+    mpi.set_communicator(0)
+    mpi.set_collective_span(0, inner)
+    groups = runtime.current().communicators.span.groups
+    before = {key: group.ledger.seq for key, group in groups.items()}
+    result = mpi.allreduce(torch.ones(3))
+    steps = sum(group.ledger.seq - before[key] for key, group in groups.items())
+    agree.equal(result, torch.full((3,), float(size)))
+    agree((steps > 0) == (size > 1), f"{steps} steps")
+    agree({level for level, _ in groups} == {outer, inner}, str(groups))
+
+
+def test_inter_groups_are_ordered_by_group_and_not_by_rank(agree):
+    """Regression: with keys a b b a the inter group of the first members came out in the order of the world."""
+    if mpi.size() < 4:
+        return
+    rank = mpi.rank()
+    level = mpi.push_communicator("abba"[rank % 4] if rank < 4 else "a")
+    inter = mpi.communicator(level).inter
+    mpi.set_communicator(0)
+    if mpi.size() == 4 and inter is not None:
+        agree.equal(inter.world_ranks, {0: (0, 1), 1: (0, 1), 2: (3, 2), 3: (3, 2)}[rank])
+
+
+def test_asynchronous_calls_over_a_span_do_not_mix_with_calls_on_its_levels(agree):
+    """Regression: the steps ran on the user's own groups, and met the user's calls there in another order on each rank."""
+    rank, size = mpi.rank(), mpi.size()
+    level = mpi.push_communicator(rank % 2)
+    mpi.set_communicator(0)
+    mpi.set_collective_span(0, level)
+    group_size = mpi.communicator(level).size
+    for _ in range(20):
+        handle = mpi.allreduce_async(torch.ones(1000))
+        within = mpi.allreduce(torch.ones(10), comm=level)
+        agree.equal(handle.wait()[0].item(), float(size))
+        agree.equal(within[0].item(), float(group_size))
+
+
+def test_use_is_for_one_thread_only(agree):
+    level = mpi.push_communicator(mpi.rank())
+    mpi.set_communicator(0)
+    seen = []
+    with mpi.use(level):
+        thread = threading.Thread(target=lambda: seen.append(mpi.size()))
+        thread.start()
+        thread.join()
+        inside = mpi.size()
+        with mpi.use(0):
+            nested = mpi.size()
+    agree.equal((inside, nested, seen, mpi.size()), (1, mpi.communicator(0).size, [mpi.communicator(0).size], nested))
+
+
+def test_independent_communicators_may_be_used_in_any_order(agree):
+    """Two queues: each rank starts its asynchronous calls in an order of its own."""
+    size = mpi.size()
+    first, second = mpi.push_communicator(0), mpi.push_communicator(0)
+    mpi.set_communicator(0)
+    order = (first, second) if mpi.rank() % 2 else (second, first)
+    handles = [mpi.allreduce_async(torch.ones(10_000), comm=level) for level in order]
+    for handle in handles:
+        agree.equal(handle.wait()[0].item(), float(size))
+
+
+def test_messages_of_a_pair_keep_their_order(agree):
+    rank, size = mpi.rank(), mpi.size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    sends = [mpi.send_async(torch.full((1000 * (i + 1),), float(i)), right) for i in range(6)]
+    receives = [mpi.recv_async(torch.empty(1000 * (i + 1)), left) for i in range(6)]
+    for i, handle in enumerate(receives):
+        agree.equal(handle.wait(), torch.full((1000 * (i + 1),), float(i)))
+    for handle in sends:
+        handle.wait()
+
+
+def test_sendreceive_shifts(agree):
+    rank, size = mpi.rank(), mpi.size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e5m2):
+        tensor = torch.full((300, 7), float(rank % 2)).to(dtype).t()
+        agree(mpi.sendreceive(tensor, left, right) is tensor)
+        agree(bool((tensor.to(torch.complex64) == left % 2).all()), str(dtype))
+    agree.equal(mpi.sendreceive(rank, left, right), left)
+    big = torch.full((1_000_000,), float(rank))
+    agree.equal(mpi.sendreceive_async(big, left, right).wait(), torch.full((1_000_000,), float(left)))
+
+
+def test_a_message_that_does_not_fit_is_refused_and_the_next_one_arrives(agree):
+    if mpi.size() < 2:
+        return
+    if mpi.rank() == 0:
+        mpi.send(torch.ones(3), 1)
+        mpi.send(torch.ones(3, dtype=torch.int32), 1)
+        mpi.send(torch.full((4,), 7.0), 1)
+    if mpi.rank() == 1:
+        for _ in range(2):
+            try:
+                mpi.recv(torch.empty(4), 0)
+            except errors.MismatchError as error:
+                agree("rank 0 sent" in str(error), str(error))
+            else:
+                agree(False, "a wrong message was accepted")
+        agree.equal(mpi.recv(torch.empty(4), 0), torch.full((4,), 7.0))
+    mpi.barrier()
+
+
+def test_asynchronous_calls_progress_while_the_caller_computes(agree):
+    """Nobody waits, no MPI call is made by this thread: the results must arrive all the same."""
+    import time
+
+    tensors = [torch.ones(200_000) for _ in range(5)]
+    handles = [mpi.allreduce_async(tensor) for tensor in tensors]
+    limit = time.monotonic() + 30
+    while not all(handle.done() for handle in handles) and time.monotonic() < limit:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+        time.sleep(0.01)
+    agree(all(handle.done() for handle in handles), "no progress without wait()")
+    for handle in handles:
+        agree.equal(handle.wait()[0].item(), float(mpi.size()))

@@ -1,0 +1,165 @@
+"""Start, stop, and what they leave behind. This file starts and stops torchmpi itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import errors, runtime
+
+
+@pytest.fixture(autouse=True)
+def stopped():
+    """These tests come with torchmpi stopped; the session's own start is put back afterwards."""
+    was_running = runtime.is_running()
+    mpi.stop()
+    yield
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
+def quiet(**settings: object) -> mpi.Config:
+    return mpi.Config(verbose=False, **settings)
+
+
+def test_calls_outside_of_start_and_stop_are_refused(agree):
+    for call in (mpi.rank, mpi.size, mpi.device, mpi.barrier, lambda: mpi.allreduce(1), lambda: mpi.push_communicator("a")):
+        try:
+            call()
+        except errors.NotStartedError as error:
+            agree("start()" in str(error), str(error))
+        else:
+            agree(False, "accepted")
+
+
+def test_stop_twice_is_harmless_and_start_may_follow(agree):
+    for _ in range(3):
+        with mpi.started(config=quiet()):
+            total = mpi.allreduce(1)
+        agree.equal(total, mpi_size())
+        mpi.stop()
+
+
+def mpi_size() -> int:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
+
+
+def test_nothing_is_left_behind(agree):
+    def state() -> tuple[int, int, set[str]]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), set(os.listdir("/dev/shm"))
+
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+
+    def one_run() -> None:
+        with mpi.started(config=quiet()):
+            mpi.allreduce_async(torch.ones(10)).wait()
+            mpi.push_communicator(mpi.rank() % 2)
+
+    one_run()
+    before = state()
+    for _ in range(3):
+        one_run()
+    after = state()
+    agree(after[0] <= before[0], f"descriptors {before[0]} -> {after[0]}")
+    agree(after[1] <= before[1], f"threads {before[1]} -> {after[1]}")
+    boards = [name for name in after[2] if name.startswith("torchmpi-")]
+    agree(not boards, f"left in /dev/shm: {boards}")
+    agree.equal((os.sched_getaffinity(0), torch.get_num_threads()), (cores, threads), "cores and threads")
+
+
+def test_the_board_has_no_name_in_the_file_system(agree):
+    with mpi.started(config=quiet()):
+        names = [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")]
+        maps = Path("/proc/self/maps").read_text()
+        is_shared = mpi.communicator(0).intra.board is not None
+        mpi.barrier()
+    agree(not names, str(names))
+    agree(not is_shared or "torchmpi-board-" in maps)
+
+
+def test_custom_levels_come_between_the_world_and_the_hosts(agree):
+    with mpi.started(config=quiet(), custom_communicator_init=lambda: mpi.push_communicator(mpi.rank() % 2, name="custom")):
+        names = [level.name for level in runtime.current().communicators.levels]
+        current = mpi.communicator().level
+    agree.equal(names[:2], ["world", "custom"])
+    agree(names[2].startswith("host"), str(names))
+    agree.equal(current, 0)
+    with mpi.started(config=quiet(), collective_communicator=lambda: mpi.push_communicator(0, name="own")):
+        names = [level.name for level in runtime.current().communicators.levels]
+    agree.equal(names, ["world", "own"])
+
+
+def test_hosts_are_grouped_by_name(agree):
+    from mpi4py import MPI
+
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    with mpi.started(config=quiet(host_name=f"host{rank // 2}")):
+        local = mpi.local_rank(), mpi.local_size(), mpi.num_nodes_in_communicator(), mpi.host_name()
+        with mpi.use(1):
+            host = mpi.size(), mpi.num_nodes_in_communicator()
+        checking = mpi.communicator(0).intra.checking
+    in_pair = min(2, size - rank // 2 * 2)
+    num_hosts = (size + 1) // 2
+    agree.equal(local, (rank % 2, in_pair, num_hosts, f"host{rank // 2}"))
+    agree.equal(host, (in_pair, 1))
+    agree.equal(checking, "strict" if num_hosts > 1 else "board" if size > 1 else "off")
+
+
+def test_each_local_rank_has_cores_of_its_own_where_they_suffice(agree):
+    available = len(os.sched_getaffinity(0))
+    with mpi.started(config=quiet()):
+        masks = mpi.allgather_object(os.sched_getaffinity(0))
+        size = mpi.size()
+        threads = torch.get_num_threads()
+    if available >= size:
+        agree(sum(map(len, masks)) == len(set().union(*masks)), f"shared cores: {masks}")
+    agree(1 <= threads <= max(1, available), f"{threads} threads")
+    with mpi.started(config=quiet(bind="none")):
+        mask = os.sched_getaffinity(0)
+    agree.equal(len(mask), available)
+
+
+def test_settings_that_differ_between_ranks_are_refused_on_all(agree):
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.size == 1:
+        return
+    try:
+        mpi.start(config=quiet(bucket_bytes=1000 + MPI.COMM_WORLD.rank))
+    except errors.ConfigError as error:
+        agree("bucket_bytes is 1000 on rank 0 and 1001 on rank 1" in str(error), str(error))
+    else:
+        agree(False, "accepted")
+    agree(not runtime.is_running())
+
+
+def test_cuda_is_refused_where_there_is_none(agree):
+    if torch.cuda.is_available():
+        pytest.skip("this host has CUDA")
+    try:
+        mpi.start(with_cuda=True)
+    except errors.DeviceError as error:
+        agree("with_cuda" in str(error), str(error))
+    else:
+        agree(False, "accepted")
+
+
+def test_questions_about_this_rank(agree):
+    from mpi4py import MPI
+
+    with mpi.started(config=quiet()):
+        answers = mpi.rank(), mpi.size(), mpi.device(), mpi.has_cuda()
+        table = mpi.collective_availability()
+    agree.equal(answers[:2], (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size))
+    agree.equal(answers[2].type == "cuda", answers[3])
+    agree.equal(table["mpi", "allreduce", "cpu", "async"], "available")
+    agree.equal(table["nccl", "allreduce", "cuda", "sync"], "unimplemented")
+    agree("mpi" in str(table) and "allreduce_async" in str(table))

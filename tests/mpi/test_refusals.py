@@ -1,0 +1,98 @@
+"""What is wrong is refused before any communication: all ranks raise alike, and the next call works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import errors
+
+pytestmark = pytest.mark.usefixtures("world")
+
+ONES = torch.ones(3)
+CASES = {
+    "unknown op": (lambda: mpi.allreduce(ONES, op="mean"), errors.ArgumentError, "Use one of: sum, avg"),
+    "avg of integers": (lambda: mpi.allreduce(torch.ones(3, dtype=torch.int32), op="avg"), errors.DtypeError, "divide"),
+    "sum of bool": (lambda: mpi.allreduce(torch.ones(3, dtype=torch.bool)), errors.DtypeError, "lor"),
+    "max of complex": (lambda: mpi.allreduce(torch.ones(3, dtype=torch.complex64), op="max"), errors.DtypeError, "abs"),
+    "bits of floats": (lambda: mpi.allreduce(ONES, op="band"), errors.DtypeError, "integers"),
+    "sum of 8 bit floats": (lambda: mpi.allreduce(ONES.to(torch.float8_e5m2)), errors.DtypeError, "bfloat16"),
+    "quantized": (lambda: mpi.broadcast(torch.quantize_per_tensor(ONES, 1.0, 0, torch.qint8)), errors.DtypeError, "Convert"),
+    "not a tensor": (lambda: mpi.allreduce([1.0, 2.0]), errors.DtypeError, "torch.Tensor or a number"),
+    "none": (lambda: mpi.allreduce(None), errors.DtypeError, "torch.Tensor or a number"),
+    "sparse": (lambda: mpi.allreduce(ONES.to_sparse()), errors.ArgumentError, "to_dense"),
+    "meta": (lambda: mpi.allreduce(torch.ones(3, device="meta")), errors.DeviceError, "cpu"),
+    "expanded": (lambda: mpi.allreduce(torch.ones(1).expand(3)), errors.ArgumentError, "contiguous"),
+    "root too large": (lambda: mpi.broadcast(ONES, root=99), errors.ArgumentError, "root=99"),
+    "negative root": (lambda: mpi.reduce(ONES, root=-1), errors.ArgumentError, "root=-1"),
+    "root no integer": (lambda: mpi.broadcast(ONES, root=1.0), errors.ArgumentError, "root=1.0"),
+    "out of another shape": (lambda: mpi.allreduce(ONES, torch.ones(4)), errors.ArgumentError, "[4]"),
+    "out of another dtype": (lambda: mpi.allreduce(ONES, ONES.double()), errors.DtypeError, "float64"),
+    "out no tensor": (lambda: mpi.allreduce(ONES, [0.0]), errors.DtypeError, "list"),
+    "unknown backend": (lambda: mpi.allreduce(ONES, backend="tcp"), errors.BackendUnavailableError, "mpi"),
+    "planned backend": (lambda: mpi.allreduce(ONES, backend="nccl"), errors.BackendUnavailableError, "not part"),
+    "unknown level": (lambda: mpi.allreduce(ONES, comm=99), errors.CommunicatorError, "from 0 to"),
+    "communicator of another kind": (lambda: mpi.allreduce(ONES, comm="world"), errors.CommunicatorError, "level"),
+    "unknown level to use": (lambda: mpi.set_communicator(99), errors.CommunicatorError, "from 0 to"),
+    "span outside": (lambda: mpi.set_collective_span(0, 99), errors.CommunicatorError, "begin <= end"),
+    "span backwards": (lambda: mpi.set_collective_span(1, 0), errors.CommunicatorError, "begin <= end"),
+    "key of another kind": (lambda: mpi.push_communicator(1.5), errors.ArgumentError, "string or an integer"),
+    "integer too long": (lambda: mpi.allreduce(1 << 64), errors.DtypeError, "64 bits"),
+    "number with out": (lambda: mpi.allreduce(1, ONES), errors.ArgumentError, "out"),
+    "number to split": (lambda: mpi.alltoall(1), errors.DtypeError, "row per rank"),
+    "send to nobody": (lambda: mpi.send(ONES, 99), errors.ArgumentError, "99"),
+    "send to oneself": (lambda: mpi.send(ONES, mpi.rank()), errors.ArgumentError, "send_async"),
+    "receive from oneself": (lambda: mpi.recv(ONES, mpi.rank()), errors.ArgumentError, "recv_async"),
+    "scatter without a tensor": (lambda: mpi.scatter(None, mpi.rank()), errors.DtypeError, "NoneType"),
+    "second start": (lambda: mpi.start(), errors.AlreadyStartedError, "stop()"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_with_rank_and_remedy(agree, name):
+    call, kind, remedy = CASES[name]
+    before = mpi.communicator(0).intra.ledger.seq
+    try:
+        result = call()
+    except errors.TorchMPIError as error:
+        agree(type(error) is kind, f"{type(error).__name__} instead of {kind.__name__}: {error}")
+        agree(f"rank {mpi.rank()}" in str(error) or "integer" in str(error), f"the rank is not named: {error}")
+        agree(remedy in str(error), f"no remedy: {error}")
+    else:
+        agree(False, f"accepted, gave {result!r}")
+    agree.equal(mpi.communicator(0).intra.ledger.seq, before, "it communicated")
+    agree.equal(mpi.allreduce(1), mpi.size(), "the next call")
+
+
+def test_argument_errors_are_what_python_programmers_catch(agree):
+    agree(issubclass(errors.ArgumentError, ValueError))
+    agree(issubclass(errors.DtypeError, TypeError))
+
+
+def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
+    """Across hosts there is no shared page: a header is compared before each call. Here on one host, by asking for it."""
+    from torchmpi.communicator import Group, GroupContext
+
+    if mpi.size() == 1:
+        return
+    world = mpi.communicator(0).intra
+    context = GroupContext(world.context.MPI, world.context.hosts, check="strict", threaded=True)
+    group = Group(world.comm.Dup(), "strict", world.world_ranks, context)
+    strict = type("Communicator", (), {"intra": group, "level": -1})()
+    from torchmpi import plans, runtime
+
+    def allreduce(tensor):
+        plan = plans.prepare(runtime.current(), strict, ("allreduce", "sum", tensor.dtype, "cpu", True, None))
+        return group.call(plan, tensor, None, 0)
+
+    messages = []
+    try:
+        allreduce(torch.ones(3 if mpi.rank() == 0 else 4))
+    except errors.MismatchError as error:
+        messages.append(str(error))
+    afterwards = allreduce(torch.ones(3))
+    group.free()
+    agree(messages and "rank 0 called allreduce(float32 [3], sum)" in messages[0], str(messages))
+    agree(messages and "rank 1 called allreduce(float32 [4], sum)" in messages[0], str(messages))
+    agree.equal(afterwards, torch.full((3,), float(mpi.size())))

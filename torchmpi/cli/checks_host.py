@@ -1,0 +1,222 @@
+"""Checks of the machine: cores, binding, shared memory, GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from .facts import Facts, ProcessFacts
+from .finding import Finding
+from .layout import core_list, counted
+
+_MIB = 1 << 20
+_SHM_SMALL_BYTES = 256 * _MIB  # Docker gives 64 MiB
+# Per rank: MPICH's segments take about 3 MiB, those of Open MPI and of DataLoader workers more.
+_SHM_NEEDED_BYTES = 16 * _MIB
+
+
+def check_cores(facts: Facts) -> Finding | None:
+    """Are there more ranks than cores?"""
+    if not facts.in_job:
+        return _check_cores_alone(facts.here)
+    placed = []
+    for ranks in facts.by_machine().values():
+        host, num_cores = ranks[0].host, ranks[0].num_cpus
+        if len(ranks) > num_cores:
+            found = (
+                f"{len(ranks)} ranks share {counted(num_cores, 'core')} on {host}, and wait for each other"
+            )
+            remedy = f"Start at most {counted(num_cores, 'rank')} there, except to try something out."
+            return Finding("cores", "warning", found, remedy)
+        placed.append(f"{counted(len(ranks), 'rank')} on {host} ({counted(num_cores, 'core')})")
+    return Finding("cores", "ok", _shortened(placed))
+
+
+def _check_cores_alone(here: ProcessFacts) -> Finding:
+    cores, physical = len(here.cores), here.num_physical_cores
+    threads = f" with {cores} hardware threads" if physical < cores else ""
+    found = f"{counted(physical, 'core')}{threads} for this process, of {here.num_cpus} in the machine"
+    if cores == 1 < here.num_cpus:
+        remedy = "Start from a shell that is not bound (taskset, cgroup), or give the container more cores."
+        return Finding("cores", "warning", found, remedy)
+    if physical == 1:
+        remedy = "Ranks will share it; Open MPI needs --oversubscribe for more than one."
+        return Finding("cores", "warning", found, remedy)
+    return Finding("cores", "ok", f"{found}; for more ranks, Open MPI needs --oversubscribe")
+
+
+def check_binding(facts: Facts) -> Finding | None:
+    """Do ranks share cores although others are free?"""
+    if not facts.ranks:
+        return None
+    worst: Finding | None = None
+    for ranks in facts.by_machine().values():
+        finding = _check_binding_of(ranks)
+        if finding.verdict == "problem" or worst is None or worst.verdict == "ok":
+            worst = finding
+    return worst
+
+
+def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
+    first, name = ranks[0], "binding"
+    union = {core for rank in ranks for core in rank.cores}
+    sharing = max(Counter(core for rank in ranks for core in rank.cores).values())
+    masks = _shortened((core_list(rank.cores) for rank in ranks), separator=" | ")
+    where = f"on {first.host}"
+    if sharing == 1:
+        return Finding(name, "ok", f"each rank has its own cores: {masks}")
+    if len(union) == 1 < first.num_cpus:
+        return Finding(
+            name,
+            "problem",
+            f"all {len(ranks)} ranks {where} are bound to core {min(union)}, of {first.num_cpus}",
+            "Start mpirun from a process that is not bound itself, and without binding: `mpirun --bind-to "
+            "none` "
+            "(Open MPI), `mpiexec -bind-to none` (MPICH), `srun --cpu-bind=none`. torchmpi then gives each "
+            "rank "
+            "its own cores.",
+        )
+    if len(union) < len(ranks):
+        if len(union) == first.num_cpus:
+            return Finding(
+                name, "ok", f"nothing to bind {where}: {counted(len(union), 'core')} for all ranks"
+            )
+        return Finding(
+            name,
+            "warning",
+            f"{len(ranks)} ranks {where} may use only cores {core_list(union)} of {first.num_cpus}",
+            "Start fewer ranks there, or allow them more cores (container, cgroup, --cpus-per-task).",
+        )
+    if any(list(rank.cores) != list(first.cores) for rank in ranks):
+        return Finding(
+            name,
+            "warning",
+            f"up to {sharing} ranks {where} share a core: {masks}",
+            "Let the launcher bind each rank to cores of its own, or none at all (--bind-to none): torchmpi "
+            "then "
+            "does.",
+        )
+    if first.settings["bind"] == "none":
+        return Finding(
+            name,
+            "warning",
+            f"{len(ranks)} ranks {where} share cores {core_list(union)}, as TORCHMPI_BIND=none wants it",
+            "Unset it, or let the launcher bind: ranks that meet on one core are several times slower.",
+        )
+    return Finding(
+        name, "ok", f"left to torchmpi, which gives each rank {where} its own of cores {core_list(union)}"
+    )
+
+
+def check_quota(facts: Facts) -> Finding | None:
+    """Does the container get less time than its cores promise?"""
+    for ranks in facts.by_machine().values():
+        quota, num_cores = ranks[0].cpu_quota, len({core for rank in ranks for core in rank.cores})
+        if quota is not None and quota < num_cores:
+            fitting = counted(max(1, int(quota)), "rank")
+            return Finding(
+                "CPU quota",
+                "warning",
+                f"the container on {ranks[0].host} gets {quota:g} CPUs' worth of time for "
+                f"{counted(num_cores, 'core')}: "
+                "when that is used up, it stands still for the rest of the period",
+                f"Raise the limit (docker run --cpus), or start at most {fitting} there.",
+            )
+    return Finding("CPU quota", "ok", "no limit below the number of cores")
+
+
+def check_shared_memory(facts: Facts) -> Finding | None:
+    """Is /dev/shm there, writable and large enough?"""
+    name = "shared memory"
+    needed = _SHM_NEEDED_BYTES * max(2, *(len(ranks) for ranks in facts.by_machine().values()))
+    worst = min(facts.processes, key=lambda process: process.shm_free_bytes)
+    if worst.shm_total_bytes is None or not worst.shm_is_writable:
+        state = "not there" if worst.shm_total_bytes is None else "not writable"
+        remedy = "Mount it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm (docker run --shm-size=1g)."
+        found = f"/dev/shm is {state} on {worst.host}: ranks of a host take slower ways"
+        return Finding(name, "warning", found, remedy)
+    total, free = worst.shm_total_bytes // _MIB, worst.shm_free_bytes // _MIB
+    found = f"/dev/shm on {worst.host}: {free} of {total} MiB free"
+    if worst.shm_free_bytes < needed:
+        remedy = (
+            f"Ranks need about {needed // _MIB} MiB: delete what dead jobs left, or docker run --shm-size=1g."
+        )
+        return Finding(name, "problem", found, remedy)
+    if worst.shm_total_bytes < _SHM_SMALL_BYTES:
+        remedy = "In a container, 64 MiB is the default: docker run --shm-size=1g, or --ipc=host."
+        found += ", which DataLoader workers and large messages use up"
+        return Finding(name, "warning", found, remedy)
+    return Finding(name, "ok", found)
+
+
+def check_leftovers(facts: Facts) -> Finding | None:
+    """Have dead jobs left files in /dev/shm?"""
+    for ranks in facts.by_machine().values():
+        files = ranks[0].leftovers
+        if files:
+            found = (
+                f"{counted(len(files), 'file')} of dead jobs on {ranks[0].host}: {_shortened(files, most=3)}"
+            )
+            remedy = "Delete them; but not if a container that shares this /dev/shm runs a job of yours."
+            return Finding("leftovers", "warning", found, remedy)
+    return Finding("leftovers", "ok", "no files of dead jobs in /dev/shm")
+
+
+def check_cuda(facts: Facts) -> Finding | None:
+    """Do the ranks see the GPUs that are there, each its own?"""
+    name = "CUDA"
+    for process in facts.processes:
+        trouble = _hidden_gpus(process)
+        if trouble is not None:
+            return trouble
+    without = [str(rank) for rank, process in enumerate(facts.processes) if not process.cuda_available]
+    if len(without) == len(facts.processes):
+        return Finding(name, "ok", "no GPU here, nor one that torch could use: devices are CPUs")
+    if without:
+        remedy = "Give all ranks hosts with GPUs, or start on the CPU: mpi.start(with_cuda=False)."
+        return Finding(name, "problem", f"rank {_shortened(without)} sees no GPU, the others do", remedy)
+    for ranks in facts.by_machine().values() if facts.in_job else ():
+        used = Counter(process.gpus[index % len(process.gpus)] for index, process in enumerate(ranks))
+        most = max(used.values())
+        if most > 1:
+            gpus = counted(len(used), "GPU")
+            found = f"{len(ranks)} ranks on {ranks[0].host} share {gpus}, {most} on one of them"
+            remedy = (
+                "Start one rank per GPU, each with its own (srun --gpus-per-task=1, scripts/wrap.sh --gpu)."
+            )
+            return Finding(name, "warning", found, remedy)
+    first = facts.processes[0]
+    found = f"{counted(len(first.gpus), 'GPU')} in sight of a rank, torch built for CUDA {first.cuda_built}"
+    return Finding(name, "ok", found)
+
+
+def _hidden_gpus(process: ProcessFacts) -> Finding | None:
+    """Why torch sees no GPU on a host that has one."""
+    if process.cuda_available or not process.has_nvidia_driver:
+        return None
+    visible = process.environment.get("CUDA_VISIBLE_DEVICES")
+    if process.cuda_built is None:
+        torch_version = process.versions["torch"]
+        found = f"{process.host} has an NVIDIA driver, but torch {torch_version} was built without CUDA"
+        return Finding(
+            "CUDA", "warning", found, "Install a torch wheel for CUDA, unless the CPU is what you want."
+        )
+    if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
+        found = f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs on {process.host}"
+        return Finding("CUDA", "warning", found, "Unset it, unless the CPU is what you want.")
+    return Finding(
+        "CUDA",
+        "problem",
+        f"{process.host} has an NVIDIA driver, but torch (CUDA {process.cuda_built}) can use no GPU"
+        + (f"; CUDA_VISIBLE_DEVICES={visible}" if visible else ""),
+        'Run `nvidia-smi` and `python -c "import torch; torch.cuda.init()"`: the driver may be too old for '
+        "this torch, "
+        "CUDA_VISIBLE_DEVICES may name a GPU that is not there, or the container was started without --gpus "
+        "all.",
+    )
+
+
+def _shortened(texts: Iterable[str], *, most: int = 8, separator: str = ", ") -> str:
+    texts = list(texts)
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more

