@@ -84,7 +84,8 @@ make_venv() {
     elif "$python" -m virtualenv --version >/dev/null 2>&1; then
         "$python" -m virtualenv --quiet "$home"
     elif "$python" -m pip --version >/dev/null 2>&1; then
-        "$python" -m pip install --quiet --disable-pip-version-check --target "$helper" virtualenv &&
+        { [ -d "$helper/virtualenv" ] ||
+            "$python" -m pip install --quiet --disable-pip-version-check --target "$helper" virtualenv; } &&
             PYTHONPATH=$helper "$python" -m virtualenv --quiet "$home"
     else
         false

@@ -37,7 +37,7 @@ def bind(cores: frozenset[int]) -> bool:
 
 
 def physical_cores() -> dict[int, tuple[int, ...]] | None:
-    """(package, core) of each CPU, so that the hardware threads of a core can be told; None where Linux does not say."""
+    """(package, core) of each CPU, to tell the hardware threads of a core; None where Linux does not say."""
     cores = {}
     for cpu in current():
         folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")

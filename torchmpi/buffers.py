@@ -45,7 +45,8 @@ def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
         raise DtypeError(f"{what}: a {kind} is not a tensor. Pass a torch.Tensor or a number.")
     if tensor.layout is not torch.strided:
         raise ArgumentError(
-            f"{what}: the tensor is {str(tensor.layout).removeprefix('torch.')}. Pass .to_dense(), or its indices and values "
+            f"{what}: the tensor is {str(tensor.layout).removeprefix('torch.')}. Pass .to_dense(), or its indices "
+            "and values "
             "one by one (torchmpi.nn does so for sparse gradients)."
         )
     if tensor.device.type not in ("cpu", "cuda"):
@@ -53,7 +54,9 @@ def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
     if type(tensor) not in _PLAIN_TYPES and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         raise DtypeError(f"{what}: a {type(tensor).__name__} wraps other tensors. Pass the local one.")
     if written and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ArgumentError(f"{what}: the tensor is expanded, several elements share memory. Use .contiguous() or out=.")
+        raise ArgumentError(
+            f"{what}: the tensor is expanded, several elements share memory. Use .contiguous() or out=."
+        )
     return tensor
 
 

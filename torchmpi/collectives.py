@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 from . import buffers, fusion, plans, runtime, streams
-from .communicator import Communicator, Group
+from .communicator import Comm, Communicator, Group
 from .errors import ArgumentError, DeviceError, DtypeError
 from .handle import Handle
 from .scalars import as_tensor, is_number, restore
 
-Comm = int | Communicator | None
 _Tensor = torch.Tensor
 
 
-def allreduce(tensor: Any, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None) -> Any:
+def allreduce(
+    tensor: Any, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
+) -> Any:
     """Combine the tensors of all ranks; every rank gets the result, the same bits everywhere.
 
     `op` is sum, avg, prod, min, max, band, bor, bxor, land or lor. Sums are in rank order, 16-bit floats are summed in
@@ -49,34 +50,48 @@ def allreduce_async(
 ) -> Handle:
     """:func:`allreduce` in the background.
 
-        handle = mpi.allreduce_async(gradient)
-        ...                                 # compute; leave gradient alone
-        handle.wait()
+    handle = mpi.allreduce_async(gradient)
+    ...                                 # compute; leave gradient alone
+    handle.wait()
     """
     return _call("allreduce", tensor, out, op=op, comm=comm, backend=backend, asynchronous=True)
 
 
 def reduce(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    op: str = "sum",
+    comm: Comm = None,
+    backend: str | None = None,
 ) -> Any:
     """Combine the tensors of all ranks on the root; the others get their input back unchanged.
 
-        total = mpi.reduce(torch.ones(3), root=0)
+    total = mpi.reduce(torch.ones(3), root=0)
     """
     return _call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend)
 
 
 def reduce_async(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    op: str = "sum",
+    comm: Comm = None,
+    backend: str | None = None,
 ) -> Handle:
     """:func:`reduce` in the background."""
     return _call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend, asynchronous=True)
 
 
-def broadcast(tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> Any:
+def broadcast(
+    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Any:
     """Give every rank the root's values.
 
-        mpi.broadcast(weights)              # everybody has rank 0's weights
+    mpi.broadcast(weights)              # everybody has rank 0's weights
     """
     return _call("broadcast", tensor, out, root=root, comm=comm, backend=backend)
 
@@ -99,15 +114,19 @@ def allgather(tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, bac
     return _call("allgather", tensor, out, comm=comm, backend=backend)
 
 
-def allgather_async(tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> Handle:
+def allgather_async(
+    tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Handle:
     """:func:`allgather` in the background."""
     return _call("allgather", tensor, out, comm=comm, backend=backend, asynchronous=True)
 
 
-def gather(tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> Any:
+def gather(
+    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Any:
     """Concatenate the tensors of all ranks along dim 0 on the root; the others get None.
 
-        everything = mpi.gather(torch.full((2,), mpi.rank()), root=0)
+    everything = mpi.gather(torch.full((2,), mpi.rank()), root=0)
     """
     return _call("gather", tensor, out, root=root, comm=comm, backend=backend)
 
@@ -119,7 +138,9 @@ def gather_async(
     return _call("gather", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
 
 
-def scatter(tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> Any:
+def scatter(
+    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Any:
     """Split the root's tensor along dim 0, evenly as far as it goes: each rank gets its rows, the first one row more.
 
     Ranks other than the root pass None.
@@ -141,7 +162,7 @@ def reduce_scatter(
 ) -> _Tensor:
     """Combine the tensors of all ranks, and give each rank its rows of the result.
 
-        mine = mpi.reduce_scatter(torch.ones(mpi.size(), 3))    # one row of n's
+    mine = mpi.reduce_scatter(torch.ones(mpi.size(), 3))    # one row of n's
     """
     result: _Tensor = _call("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend)
     return result
@@ -157,13 +178,15 @@ def reduce_scatter_async(
 def alltoall(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> _Tensor:
     """Send part j of dim 0 to rank j, and concatenate what arrives in rank order.
 
-        mpi.alltoall(torch.full((mpi.size(),), mpi.rank()))     # tensor([0, 1, ...]) everywhere
+    mpi.alltoall(torch.full((mpi.size(),), mpi.rank()))     # tensor([0, 1, ...]) everywhere
     """
     result: _Tensor = _call("alltoall", tensor, out, comm=comm, backend=backend)
     return result
 
 
-def alltoall_async(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> Handle:
+def alltoall_async(
+    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Handle:
     """:func:`alltoall` in the background."""
     return _call("alltoall", tensor, out, comm=comm, backend=backend, asynchronous=True)
 
@@ -183,7 +206,7 @@ def allreduce_many(
 ) -> Sequence[_Tensor]:
     """:func:`allreduce` of many tensors, fused into few messages; in place, with the same bits as one by one.
 
-        mpi.allreduce_many([p.grad for p in model.parameters()], op="avg")
+    mpi.allreduce_many([p.grad for p in model.parameters()], op="avg")
     """
     return allreduce_many_async(tensors, op=op, comm=comm, backend=backend).wait()  # type: ignore[no-any-return]
 
@@ -196,7 +219,7 @@ def allreduce_many_async(
     where = f"{running.world.where}: allreduce_many"
     for tensor in tensors:
         buffers.check(tensor, where, written=True)
-    packed = []
+    packed: list[tuple[list[int], _Tensor | None, Handle]] = []
     for members in fusion.plan_buckets(tensors, running.config.bucket_bytes):
         if len(members) == 1:
             packed.append((members, None, allreduce_async(tensors[members[0]], op=op, comm=comm, backend=backend)))
@@ -231,7 +254,7 @@ class _Unpacking(Handle):
 def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
     """Give every rank the root's object, by pickle.
 
-        settings = mpi.broadcast_object(parse_arguments() if mpi.rank() == 0 else None)
+    settings = mpi.broadcast_object(parse_arguments() if mpi.rank() == 0 else None)
     """
     group = runtime.current().communicators.find(comm).intra
     _check_root(group, root, "broadcast_object")
@@ -244,7 +267,7 @@ def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
 def allgather_object(value: Any, *, comm: Comm = None) -> list[Any]:
     """The objects of all ranks in rank order, by pickle.
 
-        hosts = mpi.allgather_object(mpi.host_name())
+    hosts = mpi.allgather_object(mpi.host_name())
     """
     data = _pickled(value)
     lengths = allgather(data.numel(), comm=comm)
@@ -298,7 +321,9 @@ def _call(
     return _submit(group, plan, (tensor, out, root), finish)
 
 
-def _submit(group: Group, plan: plans.Plan, arguments: tuple[Any, Any, int], finish: Callable[[Any], Any] | None) -> Handle:
+def _submit(
+    group: Group, plan: plans.Plan, arguments: tuple[Any, Any, int], finish: Callable[[Any], Any] | None
+) -> Handle:
     mark = streams.fence(arguments[0])
     if mark is None and finish is None:
         return group.submit(plan, *arguments)
@@ -325,7 +350,8 @@ _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 def _check_root(group: Group, root: int, verb: str) -> None:
     if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < group.size:
         raise ArgumentError(
-            f"{group.where}: {verb}: root={root!r} is not a rank of communicator {group.name}. Use 0 to {group.size - 1}."
+            f"{group.where}: {verb}: root={root!r} is not a rank of communicator {group.name}. Use 0 to "
+            f"{group.size - 1}."
         )
 
 
@@ -338,7 +364,9 @@ def _check_out(verb: str, tensor: Any, out: Any, what: str) -> None:
     if out.device != tensor.device:
         raise DeviceError(f"{what}: out is on {out.device}, the tensor on {tensor.device}. Put both on one device.")
     if verb in plans.IN_PLACE and out.shape != tensor.shape:
-        raise ArgumentError(f"{what}: out has shape {list(out.shape)}, the tensor {list(tensor.shape)}. They must be equal.")
+        raise ArgumentError(
+            f"{what}: out has shape {list(out.shape)}, the tensor {list(tensor.shape)}. They must be equal."
+        )
 
 
 def _refuse_number(verb: str, out: Any, what: str) -> None:

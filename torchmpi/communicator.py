@@ -181,9 +181,23 @@ class Communicator:
     """One level: this rank's intra group, and the inter group across the intra groups of that level."""
 
     def __init__(
-        self, level: int, name: str, intra: Group, inter: Group | None, *, split: topology.Split, parent: Communicator | None
+        self,
+        level: int,
+        name: str,
+        intra: Group,
+        inter: Group | None,
+        *,
+        split: topology.Split,
+        parent: Communicator | None,
     ) -> None:
-        self.level, self.name, self.intra, self.inter, self.split, self.parent = level, name, intra, inter, split, parent
+        self.level, self.name, self.intra, self.inter, self.split, self.parent = (
+            level,
+            name,
+            intra,
+            inter,
+            split,
+            parent,
+        )
 
     @property
     def rank(self) -> int:
@@ -225,6 +239,10 @@ class Communicator:
 _used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torchmpi communicator", default=None)
 
 
+Comm = int | Communicator | None
+"""What verbs take as ``comm=``."""
+
+
 class Span(NamedTuple):
     """Nested levels over which collectives on the first one are composed, and the groups in which the steps run."""
 
@@ -261,7 +279,8 @@ class CommunicatorStack:
         if isinstance(communicator, int) and 0 <= communicator < len(self.levels):
             return self.levels[communicator]
         raise CommunicatorError(
-            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, or a level "
+            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, or "
+            "a level "
             f"from 0 to {len(self.levels) - 1}:\n{self.names()}"
         )
 
@@ -305,7 +324,7 @@ class CommunicatorStack:
             _used.reset(token)
 
     def set_span(self, begin: int, end: int) -> None:
-        """Let collectives on level `begin` run in steps over the levels down to `end`. Collective over level `begin`."""
+        """Let collectives on level `begin` run in steps over the levels down to `end`. Collective."""
         last = len(self.levels) - 1
         where = f"rank {self.levels[0].rank}: set_collective_span({begin}, {end})"
         if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= last):
@@ -330,7 +349,10 @@ class CommunicatorStack:
         lines = []
         for communicator in self.levels:
             mark = "*" if communicator is self.current else " "
-            lines.append(f"{mark} {communicator!r}"[:-1].replace("<Communicator ", "") + f", ranks {communicator.intra.world_ranks}")
+            lines.append(
+                f"{mark} {communicator!r}"[:-1].replace("<Communicator ", "")
+                + f", ranks {communicator.intra.world_ranks}"
+            )
         return "\n".join(lines)
 
     def free(self) -> None:

@@ -33,7 +33,7 @@ class Config:
     verbose: bool = True
     """Print one line on rank 0 at start."""
     bind: str = "auto"
-    """``auto``: give each local rank its own cores if the launcher has not bound it and the ranks fit; ``none``: leave it."""
+    """``auto``: give each local rank its own cores if the launcher has not and the ranks fit; ``none``: leave it."""
     threads: int = 0
     """Threads torch may use for one operation; 0 = the cores this rank has to itself."""
     check: str = "auto"

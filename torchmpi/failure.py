@@ -89,7 +89,8 @@ class FailureHandling:
             self._stop()
         except BaseException as error:
             self.end_job(
-                f"torchmpi: rank {self.world.rank} has come to the end of its program without mpi.stop(), while others are in "
+                f"torchmpi: rank {self.world.rank} has come to the end of its program without mpi.stop(), while "
+                "others are in "
                 f"the middle of a call: {error}",
                 1,
             )
@@ -107,7 +108,9 @@ class FailureHandling:
             # The launcher clears up after a rank that failed and has said why: no need for more noise.
             self._abort(_TERMINATED)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        print(f"torchmpi: rank {self.world.rank} got SIGTERM, which ends the job. It was here:\n{stack}", file=sys.stderr)
+        print(
+            f"torchmpi: rank {self.world.rank} got SIGTERM, which ends the job. It was here:\n{stack}", file=sys.stderr
+        )
         self._abort(_TERMINATED)
 
     # --- how they are noticed
@@ -127,7 +130,7 @@ class FailureHandling:
         self._wakeup = writer, listener
 
     def _listen(self, reader: socket.socket) -> None:
-        """Python's handler runs only when the main thread comes back to Python; this one hears of the signal at once."""
+        """Python's handler runs only when the main thread is back in Python; this one hears of the signal at once."""
         while data := reader.recv(64):
             if signal.SIGTERM in data and not self._handled.wait(_HANDLER_GRACE_SECONDS):
                 self._terminate(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -10,7 +10,7 @@ import torch
 def plan_buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
     """Indices of the tensors that travel together: one dtype and device each, in order, up to `bucket_bytes`.
 
-    A tensor larger than that travels alone. Buckets are ordered by their first tensor, so that every rank makes the same.
+    A tensor larger than that travels alone. Buckets are ordered by their first tensor: every rank makes the same.
 
     >>> plan_buckets([torch.ones(2), torch.ones(3), torch.ones(1, dtype=torch.int8), torch.ones(9)], 32)
     [[0, 1], [2], [3]]
@@ -19,8 +19,8 @@ def plan_buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[lis
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
         key, num_bytes = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-        members, filled = open_buckets.get(key, ([], bucket_bytes))
-        if filled + num_bytes > bucket_bytes:
+        members, filled = open_buckets.get(key, ([], 0))
+        if not members or filled + num_bytes > bucket_bytes:
             members, filled = [], 0
             buckets.append(members)
         members.append(index)

@@ -35,7 +35,9 @@ class Composition:
         self.rank, self.size = levels[0].rank, levels[0].size
         splits = [level.split if cartesian else level.tree_split for level in levels[1:]]
         # The plan counts levels from 0, the outermost of the span.
-        self.groups = {(depth, kind): groups.get((level.level, kind)) for depth, level in enumerate(levels) for kind in _KINDS}
+        self.groups = {
+            (depth, kind): groups.get((level.level, kind)) for depth, level in enumerate(levels) for kind in _KINDS
+        }
         self.steps = lru_cache(maxsize=None)(
             lambda root: topology.steps_for(verb, self.rank, splits, root=root)  # type: ignore[arg-type]
         )

@@ -14,12 +14,6 @@ from .communicator import Communicator
 from .runtime import start, stop
 from .selector import Availability
 
-__all__ = [
-    "collective_availability", "communicator", "communicator_names", "device", "has_cuda", "has_gloo", "has_nccl", "host_name",
-    "is_cartesian_communicator", "local_rank", "local_size", "num_nodes_in_communicator", "push_communicator", "rank",
-    "set_collective_span", "set_communicator", "size", "start", "started", "stop", "use",
-]  # fmt: skip
-
 
 @contextmanager
 def started(*arguments: Any, **options: Any) -> Iterator[None]:
@@ -58,7 +52,7 @@ def local_size() -> int:
 def device() -> torch.device:
     """The device of this rank: a GPU, round robin over those it sees, or the CPU.
 
-        model.to(mpi.device())
+    model.to(mpi.device())
     """
     return runtime.current().device
 
@@ -106,8 +100,8 @@ def set_communicator(level: int) -> None:
 def use(comm: int | Communicator) -> AbstractContextManager[Communicator]:
     """Make a communicator current inside a block, for this thread or task only.
 
-        with mpi.use(1):
-            mpi.allreduce(tensor)
+    with mpi.use(1):
+        mpi.allreduce(tensor)
     """
     return runtime.current().communicators.use(comm)
 
@@ -144,6 +138,6 @@ def set_collective_span(begin: int, end: int) -> None:
 def collective_availability() -> Availability:
     """What each backend can do here: backend x verb x device x mode -> available, unavailable (why), unimplemented.
 
-        print(mpi.collective_availability())
+    print(mpi.collective_availability())
     """
     return runtime.current().selector.availability()

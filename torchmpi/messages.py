@@ -1,8 +1,8 @@
 """Point to point: send, recv, sendreceive.
 
-Messages between a pair of ranks arrive in the order in which they were sent. Each is announced by a small header, so that
-a receiver whose tensor does not fit is told so instead of getting somebody else's bytes. Asynchronous messages run on
-one queue per peer and direction: sending to one rank never waits for another.
+Messages between a pair of ranks arrive in the order in which they were sent. Each is announced by a small header, so
+that a receiver whose tensor does not fit is told so instead of getting somebody else's bytes. Asynchronous messages run
+on one queue per peer and direction: sending to one rank never waits for another.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from . import buffers, dtypes, runtime, schedule, streams
-from .collectives import Comm
-from .communicator import Group
+from .communicator import Comm, Group
 from .errors import ArgumentError, MismatchError
 from .handle import Handle
 from .lane import Lane
@@ -28,10 +27,10 @@ _HEADER_TAG, _PAYLOAD_TAG = 1, 2
 def send(tensor: Any, dst: int, *, comm: Comm = None) -> None:
     """Send a tensor or number to one rank, which calls :func:`recv`; return when the tensor may be changed again.
 
-        if mpi.rank() == 0:
-            mpi.send(torch.ones(3), 1)
-        elif mpi.rank() == 1:
-            received = mpi.recv(torch.empty(3), 0)
+    if mpi.rank() == 0:
+        mpi.send(torch.ones(3), 1)
+    elif mpi.rank() == 1:
+        received = mpi.recv(torch.empty(3), 0)
     """
     message = _Message("send", tensor, dst, comm)
     if dst == message.group.rank:
@@ -48,11 +47,13 @@ def send_async(tensor: Any, dst: int, *, comm: Comm = None) -> Handle:
 def recv(tensor: Any, src: int, *, comm: Comm = None) -> Any:
     """Receive into a tensor what `src` sends; shape and dtype must be those of the sender. A number gives a number.
 
-        received = mpi.recv(torch.empty(3), 0)
+    received = mpi.recv(torch.empty(3), 0)
     """
     message = _Message("recv", tensor, src, comm)
     if src == message.group.rank:
-        raise ArgumentError(f"{message.what}: a blocking receive from oneself never ends. Use recv_async, or sendreceive.")
+        raise ArgumentError(
+            f"{message.what}: a blocking receive from oneself never ends. Use recv_async, or sendreceive."
+        )
     return message.result(message.lane.run(message.receive))
 
 
@@ -65,8 +66,8 @@ def recv_async(tensor: Any, src: int, *, comm: Comm = None) -> Handle:
 def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Any:
     """Send the tensor to `dst`, and receive into it what `src` sends: a shift, without deadlock.
 
-        left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
-        mpi.sendreceive(tensor, src=left, dst=right)
+    left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+    mpi.sendreceive(tensor, src=left, dst=right)
     """
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.exchange_with(dst)
@@ -99,7 +100,8 @@ class _Message:
     def _checked_peer(self, peer: Any) -> int:
         if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < self.group.size:
             raise ArgumentError(
-                f"{self.what}: {peer!r} is not a rank of communicator {self.group.name}. Use 0 to {self.group.size - 1}."
+                f"{self.what}: {peer!r} is not a rank of communicator {self.group.name}. Use 0 to "
+                f"{self.group.size - 1}."
             )
         return peer
 
@@ -163,7 +165,10 @@ class _Message:
     def _payload(self, work: torch.Tensor) -> list[Any]:
         flat = work.view(-1)
         most = max(1, self.message_bytes // work.element_size())
-        return [buffers.as_bytes(self.MPI, flat[begin : begin + numel]) for begin, numel in schedule.chunks(flat.numel(), most)]
+        return [
+            buffers.as_bytes(self.MPI, flat[begin : begin + numel])
+            for begin, numel in schedule.chunks(flat.numel(), most)
+        ]
 
     def _check_header(self) -> None:
         header = np.empty(_HEADER_WORDS, np.int64)
@@ -179,8 +184,10 @@ class _Message:
             self.comm.Recv((piece, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
         self.lane.doing = None
         raise MismatchError(
-            f"{self.what}: rank {self.peer} sent {dtypes.short_name(dtype)} {list(shape)}, but the tensor to receive into is "
-            f"{dtypes.short_name(self.tensor.dtype)} {list(self.tensor.shape)}. Make them equal; the message is dropped."
+            f"{self.what}: rank {self.peer} sent {dtypes.short_name(dtype)} {list(shape)}, but the tensor to "
+            "receive into is "
+            f"{dtypes.short_name(self.tensor.dtype)} {list(self.tensor.shape)}. Make them equal; the message is "
+            "dropped."
         )
 
     def _description(self, peer: str) -> str:

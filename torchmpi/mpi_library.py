@@ -95,7 +95,8 @@ def _check_launch(MPI: Any) -> None:
     found = launcher()
     if found.num_ranks > 1 and MPI.COMM_WORLD.size == 1 and not os.environ.get("TORCHMPI_TEST_ALONE"):
         raise LaunchError(
-            f"{found.name} started {found.num_ranks} processes, but this Python loaded {short_version(MPI)}, for which each "
+            f"{found.name} started {found.num_ranks} processes, but this Python loaded {short_version(MPI)}, for "
+            "which each "
             "of them is alone. Use the mpirun of that library (in a virtual environment: the one in its bin folder), "
             "or point mpi4py to the launcher's library with MPI4PY_LIBMPI."
         )

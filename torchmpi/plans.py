@@ -1,8 +1,8 @@
 """From a verb and a tensor to a prepared call.
 
 A :class:`Plan` is made once for each (verb, operation, dtype, device, layout, backend) on a group and kept there: it
-holds the checks that passed, the backend's bound operation, and the copies needed around it. A call then costs a dictionary
-look-up.
+holds the checks that passed, the backend's bound operation, and the copies needed around it. A call then costs a
+dictionary look-up.
 """
 
 from __future__ import annotations

@@ -124,8 +124,7 @@ class Ledger:
     """The calls of this rank on one group, in order.
 
     >>> ledger = Ledger("example", rank=0, size=1)
-    >>> ledger.enter(call_code("barrier"), ())
-    >>> ledger.leave()
+    >>> ledger.leave(ledger.enter(call_code("barrier"), ()))
     >>> ledger.seq
     1
     """
@@ -222,7 +221,8 @@ def mismatch_message(name: str, calls: dict[int, str]) -> str:
     """
     listing = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
     return (
-        f"The ranks of communicator {name} called different things: {listing}. All ranks must make the same calls in the "
+        f"The ranks of communicator {name} called different things: {listing}. All ranks must make the same calls "
+        "in the "
         "same order, with the same shape, dtype, operation and root: look for a call under `if rank == ...`, or for a "
         "rank that ran out of data (torchmpi.nn.join)."
     )

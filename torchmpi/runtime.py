@@ -77,7 +77,11 @@ class Runtime:
         else:
             mask = before
             num_sharing = sum(bool(mask & other) for other in masks)
-            binding = "cores as the launcher gave them" if num_sharing == 1 else f"{num_sharing} ranks share {len(mask)} cores"
+            binding = (
+                "cores as the launcher gave them"
+                if num_sharing == 1
+                else f"{num_sharing} ranks share {len(mask)} cores"
+            )
         self.resources.callback(torch.set_num_threads, torch.get_num_threads())
         share = max(1.0, affinity.cpu_quota() / self.local_size)
         threads = min(topology.torch_threads(mask, num_sharing, cores=cores), share)
@@ -94,7 +98,7 @@ class Runtime:
         return torch.device("cuda", index)
 
     def make_levels(self, custom: Initialiser | None, collective: Initialiser | None, *, ipc_groups: bool) -> None:
-        """The caller's levels, then hosts, then (with CUDA) groups of GPUs that reach each other; level 0 stays current."""
+        """The caller's levels, then hosts, then (with CUDA) GPUs that reach each other; level 0 stays current."""
         if custom is not None:
             custom()
         if collective is not None:
@@ -164,7 +168,9 @@ def start(
     """
     global _runtime
     if _runtime is not None:
-        raise AlreadyStartedError(f"rank {_runtime.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again.")
+        raise AlreadyStartedError(
+            f"rank {_runtime.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again."
+        )
     runtime = Runtime(config or Config.from_environment(), with_cuda=with_cuda, cartesian=cartesian)
     _runtime = runtime
     runtime.make_levels(custom_communicator_init, collective_communicator, ipc_groups=ipc_groups)
@@ -175,7 +181,7 @@ def start(
 def stop() -> None:
     """Finish what is under way and give everything back. Collective; a second call is harmless.
 
-    MPI itself is finalized when the interpreter exits, and only if it was started here: so ``start()`` may follow again.
+    MPI itself is finalized when the interpreter exits, if it was started here: so ``start()`` may follow again.
     """
     global _runtime, _why_not
     if _runtime is None:
@@ -202,7 +208,8 @@ def _forget_in_forked_child() -> None:
     if _runtime is not None:
         _runtime = None
         _why_not = (
-            "This process was forked from a rank and is none itself (a DataLoader worker?). Communicate in the main process only, "
+            "This process was forked from a rank and is none itself (a DataLoader worker?). Communicate in the "
+            "main process only, "
             "or start workers with multiprocessing_context='spawn'."
         )
 
@@ -227,7 +234,11 @@ def _host_key(MPI: Any, config: Config) -> str:
 def _shared_settings(config: Config, with_cuda: bool | None, cartesian: bool) -> dict[str, object]:
     """What must be the same on all ranks for their calls to fit together."""
     names = ("check", "message_bytes", "pipeline_bytes", "bucket_bytes")
-    return {name: getattr(config, name) for name in names} | {"with_cuda": with_cuda, "cartesian": cartesian, "version": __version__}
+    return {name: getattr(config, name) for name in names} | {
+        "with_cuda": with_cuda,
+        "cartesian": cartesian,
+        "version": __version__,
+    }
 
 
 def _check_agreement(settings: list[dict[str, object]]) -> None:
@@ -235,7 +246,8 @@ def _check_agreement(settings: list[dict[str, object]]) -> None:
         for name, value in settings[0].items():
             if other[name] != value:
                 raise ConfigError(
-                    f"The ranks were started with different settings: {name} is {value!r} on rank 0 and {other[name]!r} on rank "
+                    f"The ranks were started with different settings: {name} is {value!r} on rank 0 and "
+                    f"{other[name]!r} on rank "
                     f"{rank}. Set it the same everywhere (mpirun -x, or start(config=...))."
                 )
 

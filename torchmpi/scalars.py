@@ -33,7 +33,9 @@ def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
         return torch.tensor(int(value) if op in _ARITHMETIC else value)
     if isinstance(value, numbers.Integral):
         if not -(1 << 63) <= int(value) < 1 << 63:
-            raise DtypeError(f"The integer {value} does not fit into 64 bits. Send it with broadcast_object or allgather_object.")
+            raise DtypeError(
+                f"The integer {value} does not fit into 64 bits. Send it with broadcast_object or allgather_object."
+            )
         if op == "avg":
             return torch.tensor(float(value), dtype=torch.float64)
         return torch.tensor(int(value))

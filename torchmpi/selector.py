@@ -40,16 +40,21 @@ class Selector:
         """The backend for a call, or a refusal with the reason."""
         name = wanted or "mpi"
         if name not in NAMES:
-            raise BackendUnavailableError(f"{where}: {verb}: backend={name!r} is unknown. Use one of: {', '.join(self.backends)}.")
+            raise BackendUnavailableError(
+                f"{where}: {verb}: backend={name!r} is unknown. Use one of: {', '.join(self.backends)}."
+            )
         if name not in self.backends:
             raise BackendUnavailableError(
-                f"{where}: {verb}: backend={name!r} is not part of this version. Use one of: {', '.join(self.backends)}, "
+                f"{where}: {verb}: backend={name!r} is not part of this version. Use one of: "
+                f"{', '.join(self.backends)}, "
                 "or leave backend out."
             )
         backend = self.backends[name]
         reason = backend.why_not(verb, device_type)
         if reason is not None:
-            raise BackendUnavailableError(f"{where}: {verb}: backend={name!r} cannot take {device_type} tensors: {reason}.")
+            raise BackendUnavailableError(
+                f"{where}: {verb}: backend={name!r} cannot take {device_type} tensors: {reason}."
+            )
         return backend
 
     def availability(self) -> Availability:
@@ -60,7 +65,9 @@ class Selector:
             for device in DEVICES:
                 for verb in VERBS:
                     reason = backend.why_not(verb, device) if backend is not None else None
-                    verdict = "unimplemented" if backend is None else f"unavailable: {reason}" if reason else "available"
+                    verdict = (
+                        "unimplemented" if backend is None else f"unavailable: {reason}" if reason else "available"
+                    )
                     for mode in MODES:
                         if verb != "barrier" or mode == "sync":
                             table[name, verb, device, mode] = verdict

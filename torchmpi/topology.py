@@ -194,9 +194,7 @@ def _steps(verb: Verb, span: _Span, root: int) -> Iterator[Step]:
         yield Step(span.level, "intra", verb, root if verb in _ROOTED else None)
 
 
-def steps_for(
-    verb: Verb, rank: int, splits: Sequence[Split], *, root: int = 0, begin: int = 0
-) -> tuple[Step, ...]:
+def steps_for(verb: Verb, rank: int, splits: Sequence[Split], *, root: int = 0, begin: int = 0) -> tuple[Step, ...]:
     """The steps `rank` takes for a collective on its group of level `begin`, in their order.
 
     `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so

@@ -75,10 +75,14 @@ def launch(mpirun: list[str]) -> Launch:
     ``timeout -k`` stands before mpirun, since a hung one has been seen to ignore SIGTERM.
     """
 
-    def run(n: int, arguments: Sequence[str | Path], *, timeout: float = 60, env: Mapping[str, str] | None = None) -> Result:
+    def run(
+        n: int, arguments: Sequence[str | Path], *, timeout: float = 60, env: Mapping[str, str] | None = None
+    ) -> Result:
         command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), sys.executable, *map(str, arguments)]
         begin = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, env=job_environment(env or {}), stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=job_environment(env or {}), stdin=subprocess.DEVNULL
+        )
         result = Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
         assert result.returncode != 124, f"{' '.join(command)} did not end in {timeout} s\n{result.output}"
         return result

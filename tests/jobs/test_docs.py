@@ -80,9 +80,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def snippets_of(page: Path) -> list[Block]:
-    return [
-        block for block in blocks_of(page) if block.language == "python" and untested_reason(block) is None
-    ]
+    return [block for block in blocks_of(page) if block.language == "python" and untested_reason(block) is None]
 
 
 def untested_reason(block: Block) -> str | None:
@@ -114,9 +112,7 @@ def run(launch, folder: Path, blocks: list[dict[str, object]]):
 @pytest.mark.parametrize("page", [page for page in DOCS if SNIPPETS[page]], ids=name_of)
 def test_snippets_run(page, launch, tmp_path):
     if any("sklearn" in block.code for block in SNIPPETS[page]):
-        pytest.importorskip(
-            "sklearn", reason="this page trains on scikit-learn's digits: install the extra examples"
-        )
+        pytest.importorskip("sklearn", reason="this page trains on scikit-learn's digits: install the extra examples")
     content = [{"page": str(page), "line": block.line, "code": block.code} for block in SNIPPETS[page]]
     result = run(launch, tmp_path, content)
     assert result.returncode == 0, result.output
@@ -141,9 +137,7 @@ def test_blocks_are_what_they_say(page):
 
 
 def test_untested_snippets_are_rare():
-    untested = [
-        str(block) for page in DOCS for block in blocks_of(page) if untested_reason(block) is not None
-    ]
+    untested = [str(block) for page in DOCS for block in blocks_of(page) if untested_reason(block) is not None]
     assert len(untested) <= MAX_UNTESTED, untested
 
 
@@ -176,9 +170,7 @@ def test_links_lead_somewhere(page):
 
 def test_the_map_shows_every_page():
     index = ROOT / "docs" / "index.md"
-    shown = {
-        (index.parent / link.partition("#")[0]).resolve() for link in links_of(index) if "://" not in link
-    }
+    shown = {(index.parent / link.partition("#")[0]).resolve() for link in links_of(index) if "://" not in link}
     missing = [name_of(page) for page in DOCS[1:] if page != index and page not in shown]
     assert not missing, f"docs/index.md does not mention {missing}"
 

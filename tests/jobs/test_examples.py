@@ -13,9 +13,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "mnist"
 DISTRIBUTED = ("mnist_allreduce", "mnist_allreduce_async", "mnist_modelparallel", "mnist_engine")
 MAX_LINES = 120
 
-pytest.importorskip(
-    "sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples"
-)
+pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +114,7 @@ def test_engine_shows_progress_on_rank_0(example):
 def test_plot(launch, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
     path = tmp_path / "curves.png"
-    result = launch(
-        2, [EXAMPLES / "mnist_allreduce.py", "--cpu", "--epochs", "2", "--plot", path], timeout=120
-    )
+    result = launch(2, [EXAMPLES / "mnist_allreduce.py", "--cpu", "--epochs", "2", "--plot", path], timeout=120)
     assert result.returncode == 0, result.output
     assert f"curves saved in {path}" in result.stdout
     assert path.read_bytes().startswith(b"\x89PNG")

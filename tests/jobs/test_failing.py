@@ -1,4 +1,4 @@
-"""One rank fails: the job ends in seconds, says why once, and has a status to match. Under the MPI of this environment."""
+"""One rank fails: the job ends in seconds, says why once, and has a status to match."""
 
 from __future__ import annotations
 
@@ -83,7 +83,11 @@ def test_leaving_while_the_others_communicate_ends_the_job(job, status):
         ("mpi.allreduce(torch.ones(3), op='max')", "mpi.allreduce(torch.ones(3))", ("max", "sum")),
         ("mpi.broadcast(torch.ones(3), 1)", "mpi.broadcast(torch.ones(3), 0)", ("root=1", "root=0")),
         ("mpi.allreduce_async(torch.ones(4)).wait()", "mpi.allreduce_async(torch.ones(3)).wait()", ("[4]", "[3]")),
-        ("mpi.allgather(torch.ones(3, 2))", "mpi.allgather(torch.ones(3, 3))", ("allgather(float32 [2])", "allgather(float32 [3])")),
+        (
+            "mpi.allgather(torch.ones(3, 2))",
+            "mpi.allgather(torch.ones(3, 3))",
+            ("allgather(float32 [2])", "allgather(float32 [3])"),
+        ),
         ("mpi.stop()", "mpi.allreduce(torch.ones(3))", ("stop()", "allreduce")),
     ],
 )
@@ -113,7 +117,9 @@ def test_a_missing_rank_is_named_with_the_line_it_is_at(job):
     code = "if rank == 2: time.sleep(60)  # lost in thought\nmpi.allreduce(torch.ones(3))"
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "2", "TORCHMPI_STALL_ABORT_SECONDS": "5"}
     result = failing(job, code, env=env)
-    assert re.search(r"rank 0 has waited \d+ s in allreduce\(float32 \[3\], sum\), call #2 on communicator world", result.stderr)
+    assert re.search(
+        r"rank 0 has waited \d+ s in allreduce\(float32 \[3\], sum\), call #2 on communicator world", result.stderr
+    )
     assert "rank 2, after 1 calls" in result.stderr and "lost in thought" in result.stderr, result.output
     assert "Giving up" in result.stderr, result.output
 
@@ -169,9 +175,14 @@ def test_terminating_the_launcher_ends_everything(tmp_path, mpirun):
     from conftest import job_environment
 
     script = tmp_path / "job.py"
-    script.write_text(START + f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(str(os.getpid()))\nmpi.barrier()\ntime.sleep(100)")
+    script.write_text(
+        START
+        + f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(str(os.getpid()))\nmpi.barrier()\ntime.sleep(100)"
+    )
     command = ["timeout", "-k", "5", str(LIMIT_SECONDS), *mpirun, "-n", "2", sys.executable, str(script)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environment({}))
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environment({})
+    )
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
     limit = time.monotonic() + LIMIT_SECONDS
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < limit:

@@ -329,11 +329,7 @@ def test_a_time_limit_ends_the_job(path: str) -> None:
 
 
 def test_sigterm_reaches_the_ranks(path: str, tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib, sys, time\n"
-        "pathlib.Path(sys.argv[1], str(os.getpid())).touch()\n"
-        "time.sleep(50)\n"
-    )
+    code = "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], str(os.getpid())).touch()\ntime.sleep(50)\n"
     command = ["timeout", "-k", "5", "60", str(OMPIRUN), "-n", "2", sys.executable, "-c", code, str(tmp_path)]
     job = subprocess.Popen(command, env=place(PATH=path), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 30

@@ -27,7 +27,10 @@ print(sorted(new & {"mpi4py", "numba"}))
 
 
 def test_alone_without_a_launcher():
-    result = alone("import torch, torchmpi as mpi\nmpi.start()\nprint(mpi.rank(), mpi.size(), mpi.allreduce(torch.ones(2)).tolist())")
+    result = alone(
+        "import torch, torchmpi as mpi\nmpi.start()\nprint(mpi.rank(), mpi.size(), "
+        "mpi.allreduce(torch.ones(2)).tolist())"
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "0 1 [1.0, 1.0]"
     assert result.stderr.count("torchmpi 0.") == 1 and "1 rank on 1 host" in result.stderr, result.stderr

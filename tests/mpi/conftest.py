@@ -16,7 +16,6 @@ import torch
 
 import torchmpi as mpi
 
-
 # A test that hangs shall end as a failure that names who was missing, well before the runner's own limit.
 os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
@@ -81,7 +80,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
         outcome = yield
     except Exception as error:
         problems.append("".join(traceback.format_exception(error, limit=-4)))
-        print(problems[-1], file=sys.stderr, flush=True)  # should the others be left in a call, this is all one gets to see
+        print(
+            problems[-1], file=sys.stderr, flush=True
+        )  # should the others be left in a call, this is all one gets to see
     agreement = _agreements.pop(pyfuncitem.nodeid, None)
     problems += agreement.problems if agreement is not None else []
     everywhere = MPI.COMM_WORLD.allgather(problems)

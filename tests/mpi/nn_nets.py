@@ -18,9 +18,7 @@ def mlp() -> tuple[nn.Module, Tensor]:
 
 def cnn() -> tuple[nn.Module, Tensor]:
     """With batch norm in eval mode: in training mode its statistics depend on how the batch is split."""
-    net = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4)
-    ).eval()
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4)).eval()
     return net, torch.randn(BATCH, 2, 6, 6)
 
 

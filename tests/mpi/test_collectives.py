@@ -18,10 +18,12 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 def modes(dtypes):
-    """Every dtype synchronous; asynchronous, which differs in the thread and not in the arithmetic, one of each kind."""
+    """Every dtype synchronous; asynchronous, which differs in the thread alone, one of each kind."""
     cases = [(dtype, False) for dtype in dtypes]
     cases += [(dtype, True) for dtype in (torch.float32, torch.bfloat16, torch.int32)]
-    return [pytest.param(*case, id=f"{case[0]}-{'async' if case[1] else 'sync'}".removeprefix("torch.")) for case in cases]
+    return [
+        pytest.param(*case, id=f"{case[0]}-{'async' if case[1] else 'sync'}".removeprefix("torch.")) for case in cases
+    ]
 
 
 def call(verb, *arguments, asynchronous, **options):
@@ -104,7 +106,7 @@ def test_lengths_may_differ_between_ranks(agree):
 
 
 def test_bits_do_not_depend_on_size_or_position(agree):
-    """A gradient summed alone, in a bucket, or in pieces has the same bits: sums are in rank order, whatever the length."""
+    """A gradient summed alone, in a bucket, or in pieces has the same bits: sums are in rank order."""
     for dtype in contract.FLOATS:
         inputs = contract.values((40_000,), dtype, mpi.rank(), seed=3)
         whole = mpi.allreduce(inputs.clone())
@@ -172,7 +174,10 @@ def test_objects(agree):
 def test_allreduce_many_has_the_bits_of_one_by_one(agree):
     shapes = [(3,), (1000,), (), (0,), (17, 5), (200_000,), (2,)]
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
-    inputs = [contract.values(shape, dtype, mpi.rank(), seed=i) for i, (shape, dtype) in enumerate(itertools.product(shapes, dtypes))]
+    inputs = [
+        contract.values(shape, dtype, mpi.rank(), seed=i)
+        for i, (shape, dtype) in enumerate(itertools.product(shapes, dtypes))
+    ]
     inputs[4] = contract.strided(inputs[4])
     one_by_one = [mpi.allreduce(tensor.clone(), op="avg") for tensor in inputs]
     together = mpi.allreduce_many(inputs, op="avg")

@@ -101,7 +101,7 @@ def test_inter_groups_are_ordered_by_group_and_not_by_rank(agree):
 
 
 def test_asynchronous_calls_over_a_span_do_not_mix_with_calls_on_its_levels(agree):
-    """Regression: the steps ran on the user's own groups, and met the user's calls there in another order on each rank."""
+    """Regression: the steps ran on the user's own groups, and met the user's calls there in any order."""
     rank, size = mpi.rank(), mpi.size()
     level = mpi.push_communicator(rank % 2)
     mpi.set_communicator(0)

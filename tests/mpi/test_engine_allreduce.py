@@ -20,10 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 def make_batches(num: int, seed: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator))
-        for _ in range(num)
-    ]
+    return [(torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)) for _ in range(num)]
 
 
 def network() -> nn.Sequential:
@@ -65,9 +62,7 @@ def compare(agree, net: nn.Module, reference: nn.Module) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_averages_over_ranks(agree, asynchronous, dynamic_network, debug):
     data = [make_batches(3, seed=rank) for rank in range(mpi.size())]
-    engine = AllReduceSGDEngine(
-        asynchronous=asynchronous, dynamic_network=dynamic_network, debug=debug, progress=False
-    )
+    engine = AllReduceSGDEngine(asynchronous=asynchronous, dynamic_network=dynamic_network, debug=debug, progress=False)
     net = network()
     with torch.no_grad():  # only rank 0's weights count
         net[0].weight.add_(mpi.rank())
@@ -138,9 +133,7 @@ def test_criterion_with_parameters_is_trained_too(agree):
         mpinn.check_with_allreduce(criterion)
 
 
-@pytest.mark.parametrize(
-    ("hook", "t", "epoch"), [("on_update", 3, 0), ("on_end_epoch", 9, 1), ("on_start", 0, 0)]
-)
+@pytest.mark.parametrize(("hook", "t", "epoch"), [("on_update", 3, 0), ("on_end_epoch", 9, 1), ("on_start", 0, 0)])
 def test_stop_on_one_rank_stops_all(agree, hook, t, epoch):
     engine = AllReduceSGDEngine(progress=False)
 

@@ -116,9 +116,7 @@ def test_what_ranks_share_is_stored_once(agree, path):
     agree.equal(archive["size"], mpi.size())
     running = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     for rank, entry in enumerate(archive["ranks"]):
-        agree(
-            set(entry["trees"]["network"]) <= (running if rank else set()), f"network entries of rank {rank}"
-        )
+        agree(set(entry["trees"]["network"]) <= (running if rank else set()), f"network entries of rank {rank}")
         agree.equal(entry["trees"]["optimizer"], {}, f"optimizer entries of rank {rank}")
 
 

@@ -27,9 +27,7 @@ def test_average_is_not_the_mean_of_means(agree):
     agree(abs(meter.std() - everything.std()) < 1e-12 or everything.num_samples < 2, "deviation")
     agree.equal(meter.num_samples, everything.num_samples)
     agree.equal(set(mpi.allgather_object(meter.value())), {meter.value()}, "the same on all ranks")
-    agree.equal(
-        local.num_samples, 2 ** mpi.rank() * (mpi.rank() + 1), "the copy still counts this rank alone"
-    )
+    agree.equal(local.num_samples, 2 ** mpi.rank() * (mpi.rank() + 1), "the copy still counts this rank alone")
 
 
 def test_class_error_over_ranks(agree):

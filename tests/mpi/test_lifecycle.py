@@ -29,7 +29,14 @@ def quiet(**settings: object) -> mpi.Config:
 
 
 def test_calls_outside_of_start_and_stop_are_refused(agree):
-    for call in (mpi.rank, mpi.size, mpi.device, mpi.barrier, lambda: mpi.allreduce(1), lambda: mpi.push_communicator("a")):
+    for call in (
+        mpi.rank,
+        mpi.size,
+        mpi.device,
+        mpi.barrier,
+        lambda: mpi.allreduce(1),
+        lambda: mpi.push_communicator("a"),
+    ):
         try:
             call()
         except errors.NotStartedError as error:
@@ -86,7 +93,9 @@ def test_the_board_has_no_name_in_the_file_system(agree):
 
 
 def test_custom_levels_come_between_the_world_and_the_hosts(agree):
-    with mpi.started(config=quiet(), custom_communicator_init=lambda: mpi.push_communicator(mpi.rank() % 2, name="custom")):
+    with mpi.started(
+        config=quiet(), custom_communicator_init=lambda: mpi.push_communicator(mpi.rank() % 2, name="custom")
+    ):
         names = [level.name for level in runtime.current().communicators.levels]
         current = mpi.communicator().level
     agree.equal(names[:2], ["world", "custom"])

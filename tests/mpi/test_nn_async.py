@@ -188,9 +188,7 @@ def test_unused_once_is_no_trouble_later(agree):
             mpinn.synchronize_gradients_async(net)
             for name in ("left", "right"):
                 gradient = getattr(net, name).weight.grad
-                agree(
-                    torch.equal(gradient, mean()) if name in names else gradient is None, f"{names}: {name}"
-                )
+                agree(torch.equal(gradient, mean()) if name in names else gradient is None, f"{names}: {name}")
 
 
 def test_ranks_may_use_their_parameters_in_different_order(agree):

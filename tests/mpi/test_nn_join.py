@@ -43,8 +43,7 @@ def simulated(optimizer_of: Callable[..., torch.optim.Optimizer], divide_by: str
         optimizer.zero_grad()
         for rank in active:
             (
-                model(batch(rank, step)).square().mean()
-                / (len(active) if divide_by == "active" else mpi.size())
+                model(batch(rank, step)).square().mean() / (len(active) if divide_by == "active" else mpi.size())
             ).backward()
         optimizer.step()
     return values(model)

@@ -20,9 +20,7 @@ MODES = pytest.mark.parametrize("asynchronous", [True, False])
 
 def wrapped(asynchronous: bool, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options):
     net, x, y = make("mlp")
-    optimizer = mpinn.DistributedOptimizer(
-        kind(net.parameters(), lr=0.1, **options), net, asynchronous=asynchronous
-    )
+    optimizer = mpinn.DistributedOptimizer(kind(net.parameters(), lr=0.1, **options), net, asynchronous=asynchronous)
     return net, optimizer, mine(x), mine(y)
 
 

@@ -18,7 +18,11 @@ CASES = {
     "max of complex": (lambda: mpi.allreduce(torch.ones(3, dtype=torch.complex64), op="max"), errors.DtypeError, "abs"),
     "bits of floats": (lambda: mpi.allreduce(ONES, op="band"), errors.DtypeError, "integers"),
     "sum of 8 bit floats": (lambda: mpi.allreduce(ONES.to(torch.float8_e5m2)), errors.DtypeError, "bfloat16"),
-    "quantized": (lambda: mpi.broadcast(torch.quantize_per_tensor(ONES, 1.0, 0, torch.qint8)), errors.DtypeError, "Convert"),
+    "quantized": (
+        lambda: mpi.broadcast(torch.quantize_per_tensor(ONES, 1.0, 0, torch.qint8)),
+        errors.DtypeError,
+        "Convert",
+    ),
     "not a tensor": (lambda: mpi.allreduce([1.0, 2.0]), errors.DtypeError, "torch.Tensor or a number"),
     "none": (lambda: mpi.allreduce(None), errors.DtypeError, "torch.Tensor or a number"),
     "sparse": (lambda: mpi.allreduce(ONES.to_sparse()), errors.ArgumentError, "to_dense"),
@@ -71,7 +75,7 @@ def test_argument_errors_are_what_python_programmers_catch(agree):
 
 
 def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
-    """Across hosts there is no shared page: a header is compared before each call. Here on one host, by asking for it."""
+    """Across hosts there is no shared page: a header is compared before each call. Here, by asking for it."""
     from torchmpi.communicator import Group, GroupContext
 
     if mpi.size() == 1:

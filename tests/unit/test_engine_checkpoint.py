@@ -121,9 +121,7 @@ def test_not_in_the_middle_of_an_update(hook, tmp_path):
     engine = SGDEngine(progress=False)
     engine.on(hook)(lambda state: engine.save_checkpoint(tmp_path / "a.ckpt"))
     with pytest.raises(ArgumentError, match="in the middle of an update"):
-        engine.train(
-            network=nn.Linear(1, 1), criterion=nn.MSELoss(), iterator=[(torch.zeros(1, 1),) * 2], lr=0.1
-        )
+        engine.train(network=nn.Linear(1, 1), criterion=nn.MSELoss(), iterator=[(torch.zeros(1, 1),) * 2], lr=0.1)
     with pytest.raises(ArgumentError, match="outside of train"):
         engine.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(ArgumentError, match="every=0"):

@@ -23,9 +23,7 @@ def test_average_and_deviation(numbers):
     reference = torch.tensor(numbers, dtype=torch.float64)
     assert meter.value() == pytest.approx(reference.mean().item(), rel=1e-12, abs=1e-9)
     # The difference of two large sums: good to the square root of the precision.
-    assert meter.std() == pytest.approx(
-        reference.std().item(), rel=1e-6, abs=1e-6 * (1 + max(map(abs, numbers)))
-    )
+    assert meter.std() == pytest.approx(reference.std().item(), rel=1e-6, abs=1e-6 * (1 + max(map(abs, numbers))))
     assert meter.num_samples == len(numbers)
 
 

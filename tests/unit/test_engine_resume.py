@@ -87,9 +87,7 @@ class Trial:
         torch.manual_seed(1)
         random.seed(2)
         np.random.seed(3)
-        self.network = nn.Sequential(
-            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
-        )
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
         self.optimizer = make_optimizer(self.network.parameters())
         self.iterator = make_iterator()
         self.meter = AverageValueMeter()
@@ -184,9 +182,7 @@ def test_automatic_checkpoints(make_iterator, every, tmp_path):
     reference = Trial(make_iterator, momentum)
     reference.engine.checkpoint(path, every=every)
     kept: list[bytes] = []
-    reference.engine.hooks.on_start_epoch.append(
-        lambda state: path.exists() and kept.append(path.read_bytes())
-    )
+    reference.engine.hooks.on_start_epoch.append(lambda state: path.exists() and kept.append(path.read_bytes()))
     reference.train()
     reference.final_rng = torch.get_rng_state()
     for content in (*kept, path.read_bytes()):
@@ -229,9 +225,7 @@ def test_lr_mode_resumes(tmp_path):
 def test_shorter_data_is_refused(tmp_path):
     Trial(shuffled, momentum).stop_after(5, tmp_path / "a.ckpt")
     other = Trial(lambda: [rows()[:8]] * 3, momentum)
-    with pytest.raises(
-        CheckpointError, match="after 5 batches of this epoch, but the iterator ended after 3"
-    ):
+    with pytest.raises(CheckpointError, match="after 5 batches of this epoch, but the iterator ended after 3"):
         other.train(resume=tmp_path / "a.ckpt")
 
 

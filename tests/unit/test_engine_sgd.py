@@ -17,10 +17,7 @@ from torchmpi.errors import ArgumentError, HookError, NotStartedError
 
 def batches(num: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(5, 4, generator=generator), torch.randint(3, (5,), generator=generator))
-        for _ in range(num)
-    ]
+    return [(torch.randn(5, 4, generator=generator), torch.randint(3, (5,), generator=generator)) for _ in range(num)]
 
 
 def network() -> nn.Sequential:
@@ -82,12 +79,8 @@ def test_lr_is_plain_sgd_and_trains_the_criterion_too():
 def test_hooks_fire_in_order_with_the_right_state():
     engine, seen = quiet(), []
     for name in HOOK_NAMES:
-        engine.hooks.at(name).append(
-            lambda state, name=name: seen.append((name, state.epoch, state.t, state.batch))
-        )
-    engine.train(
-        network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(2), lr=0.1, max_epochs=2
-    )
+        engine.hooks.at(name).append(lambda state, name=name: seen.append((name, state.epoch, state.t, state.batch)))
+    engine.train(network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(2), lr=0.1, max_epochs=2)
     step = ["on_sample", "on_forward", "on_forward_criterion", "on_backward_criterion", "on_backward"]
     expected = [("on_start", 0, 0, 0)]
     for epoch in range(2):
@@ -146,9 +139,7 @@ def test_schedulers():
     engine.step_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     engine.step_scheduler(plateau, "on_update", metric=lambda state: 1.0)
     engine.hooks.on_update.append(lambda state: lrs.append(state.lr))
-    engine.train(
-        network=net, criterion=nn.CrossEntropyLoss(), iterator=batches(1), optimizer=optimizer, max_epochs=3
-    )
+    engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=batches(1), optimizer=optimizer, max_epochs=3)
     assert lrs == pytest.approx([1.0, 0.05, 0.0025])
 
 
@@ -175,9 +166,7 @@ def test_stop_ends_the_epoch_at_once():
     engine.hooks.on_update.append(lambda state: setattr(state, "stop", state.t == 5))
     engine.hooks.on_end_epoch.append(lambda state: ends.append(state.epoch))
     engine.hooks.on_end.append(lambda state: ends.append("end"))
-    state = engine.train(
-        network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(), lr=0.1, max_epochs=9
-    )
+    state = engine.train(network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(), lr=0.1, max_epochs=9)
     assert (state.t, state.epoch, state.batch) == (5, 1, 1)
     assert ends == [0, "end"]
 
@@ -186,9 +175,7 @@ def test_stop_ends_the_epoch_at_once():
 def test_stop_from_any_hook(hook, t):
     engine = quiet()
     engine.on(hook)(lambda state: setattr(state, "stop", True))
-    state = engine.train(
-        network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(), lr=0.1, max_epochs=9
-    )
+    state = engine.train(network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(), lr=0.1, max_epochs=9)
     assert state.t == t
 
 
@@ -256,9 +243,7 @@ def test_measures_loss_and_error_of_all_rows(reduction):
     net, data = network(), [(x[: 5 - i], y[: 5 - i]) for i, (x, y) in enumerate(batches())]
     net[0].eval()  # frozen by hand; must stay so
     x, y = (torch.cat(part) for part in zip(*data, strict=True))
-    result = quiet().test(
-        network=net, criterion=nn.CrossEntropyLoss(reduction=reduction), iterator=data, topk=(1, 2)
-    )
+    result = quiet().test(network=net, criterion=nn.CrossEntropyLoss(reduction=reduction), iterator=data, topk=(1, 2))
     net_in_eval = copy.deepcopy(net).eval()
     output = net_in_eval(x)
     assert result.loss.value() == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-6)
@@ -281,9 +266,7 @@ def test_testing_within_training():
 
     @engine.on("on_end_epoch")
     def validate(state):
-        losses.append(
-            engine.test(network=state.network, criterion=criterion, iterator=batches()).loss.value()
-        )
+        losses.append(engine.test(network=state.network, criterion=criterion, iterator=batches()).loss.value())
 
     engine.train(network=network(), criterion=criterion, iterator=batches(), lr=0.5, max_epochs=3)
     assert losses == sorted(losses, reverse=True)
@@ -346,9 +329,7 @@ def test_bar_of_unknown_length():
 
 @pytest.mark.parametrize("progress", [True, False])
 def test_progress_option(progress, capsys):
-    SGDEngine(progress=progress).train(
-        network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(), lr=0.1
-    )
+    SGDEngine(progress=progress).train(network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(), lr=0.1)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert ("epoch 1/1" in captured.err) == progress
@@ -356,6 +337,4 @@ def test_progress_option(progress, capsys):
 
 def test_many_ranks_need_a_started_runtime():
     with pytest.raises(NotStartedError, match="start"):
-        AllReduceSGDEngine().train(
-            network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(), lr=0.1
-        )
+        AllReduceSGDEngine().train(network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(), lr=0.1)

@@ -56,9 +56,7 @@ def test_splits_the_test_files_if_they_are_all_there_is(tmp_path):
     assert (len(data.train), len(data.test)) == (40, 10)
     assert "only the t10k files are there" in data.origin
     rows = torch.cat([data.train.input, data.test.input])
-    assert sorted(rows.tolist()) == sorted(
-        (torch.from_numpy(images(50).reshape(50, 12)).float() / 255).tolist()
-    )
+    assert sorted(rows.tolist()) == sorted((torch.from_numpy(images(50).reshape(50, 12)).float() / 255).tolist())
     assert torch.equal(load(str(tmp_path)).train.input, data.train.input)  # the same split each time
 
 

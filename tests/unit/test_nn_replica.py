@@ -60,9 +60,7 @@ def test_modules_may_have_empty_places():
 
 
 def test_declared_sparse():
-    net = nn.ModuleList(
-        [nn.Embedding(3, 2), nn.Embedding(3, 2, sparse=True), nn.EmbeddingBag(3, 2, sparse=True)]
-    )
+    net = nn.ModuleList([nn.Embedding(3, 2), nn.Embedding(3, 2, sparse=True), nn.EmbeddingBag(3, 2, sparse=True)])
     assert sparse_by_declaration(net.modules()) == {id(net[1].weight), id(net[2].weight)}
 
 

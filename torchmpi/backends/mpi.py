@@ -246,7 +246,9 @@ class Movement:
         incoming[self.rank].copy_(outgoing[self.rank])
         for shift in range(1, self.size):
             target, origin = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-            requests = [self.comm.Isend((piece, self.MPI.BYTE), target, _PIECE_TAG) for piece in self._pieces(outgoing[target])]
+            requests = [
+                self.comm.Isend((piece, self.MPI.BYTE), target, _PIECE_TAG) for piece in self._pieces(outgoing[target])
+            ]
             self._receive(incoming[origin], origin)
             self.MPI.Request.Waitall(requests)
         return destination
@@ -274,7 +276,8 @@ class Movement:
         flat = tensor.view(-1)
         piece_numel = max(1, self.message_bytes // tensor.element_size())
         return [
-            buffers.as_bytes(self.MPI, flat[begin : begin + count]) for begin, count in schedule.chunks(flat.numel(), piece_numel)
+            buffers.as_bytes(self.MPI, flat[begin : begin + count])
+            for begin, count in schedule.chunks(flat.numel(), piece_numel)
         ]
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:
@@ -303,7 +306,9 @@ def destination_for(source: torch.Tensor, num_rows: int, given: torch.Tensor | N
     if given is None:
         return torch.empty(shape, dtype=source.dtype, device=source.device)
     if tuple(given.shape) != shape:
-        raise ArgumentError(f"out has shape {list(given.shape)}, but the result has {list(shape)}. Pass out=None to have it made.")
+        raise ArgumentError(
+            f"out has shape {list(given.shape)}, but the result has {list(shape)}. Pass out=None to have it made."
+        )
     return given
 
 

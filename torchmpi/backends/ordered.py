@@ -11,7 +11,7 @@ everybody's vector (alltoall), combines, and hands its part to everybody (allgat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
     torch.complex(real, imaginary, out=out)
 
 
-_COMBINE = {
+_COMBINE: dict[str, Callable[..., Any]] = {
     "sum": torch.add,
     "avg": torch.add,
     "prod": _multiply,
@@ -126,7 +126,12 @@ class OrderedReduction:
         counts, offsets = self._in_bytes(spans)
         self.comm.Alltoallv(
             (buffers.as_bytes(MPI, flat), counts, offsets, MPI.BYTE),
-            (buffers.as_bytes(MPI, parts), [part_bytes] * self.size, [part_bytes * rank for rank in range(self.size)], MPI.BYTE),
+            (
+                buffers.as_bytes(MPI, parts),
+                [part_bytes] * self.size,
+                [part_bytes * rank for rank in range(self.size)],
+                MPI.BYTE,
+            ),
         )
         combine(parts.view(self.size, numel).unbind(), self.op, result)
         return result

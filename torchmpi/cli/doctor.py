@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 
 from ..errors import MissingMPIError
 from . import checks_host, checks_mpi, checks_software
+from .checks_mpi import are_foreign
 from .facts import Facts, ProcessFacts
 from .finding import Check, Finding
-from .gathering import gather_ranks, mpi_facts, process_facts
+from .gathering import gather_ranks, loaded_library, mpi_facts, process_facts
 from .layout import counted, hanging
 from .probe import leave
 from .selftest import self_test
@@ -48,8 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if _reports(facts):
         report = as_json(facts, findings) if options.json else as_text(facts, findings)
         print(report, flush=True)
-    if facts.in_job and facts.mpi is not None:
-        sys.stdout.flush()
+    if facts.in_job and facts.ranks:
         leave()  # a rank that ends with status 1 before rank 0 has printed would take it along
     return int(any(finding.verdict == "problem" for finding in findings))
 
@@ -60,6 +59,10 @@ def gather(timeout_seconds: float) -> Facts:
     if not _is_rank(here):
         return try_out(here, seconds=timeout_seconds)
     try:
+        mpi = loaded_library()
+        if are_foreign(here.launcher, mpi.library):
+            # Not further: the library may end the process when it is initialised under another one's launcher.
+            return Facts(here, mpi, in_job=True)
         mpi = mpi_facts()
     except MissingMPIError as error:
         return Facts(here, None, str(error.__cause__ or error), mpi_is_missing=True, in_job=True)
@@ -96,11 +99,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 def as_text(facts: Facts, findings: list[Finding]) -> str:
     """One paragraph per finding, and the summary."""
-    subject = (
-        f"this job of {counted(len(facts.ranks), 'rank')}"
-        if facts.in_job and facts.ranks
-        else facts.here.host
-    )
+    subject = f"this job of {counted(len(facts.ranks), 'rank')}" if facts.in_job and facts.ranks else facts.here.host
     lines = [f"torchmpi doctor: {subject}", ""]
     width = max(len(finding.name) for finding in findings)
     for finding in findings:

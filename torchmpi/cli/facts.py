@@ -59,15 +59,16 @@ class ProcessFacts:
 
 @dataclasses.dataclass(frozen=True)
 class MPIFacts:
-    """The MPI library of one process, initialised."""
+    """The MPI library of one process."""
 
     rank: int
     size: int
     library: str
     paths: Sequence[str]
     """Files of MPI libraries in the memory of the process; more than one is trouble."""
-    thread_level: str
-    is_cuda_aware: bool
+    thread_level: str | None
+    """None: MPI has not been initialised."""
+    is_cuda_aware: bool | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +137,12 @@ class Facts:
     """The ranks of this job, or of the trial."""
     self_test: SelfTest | None = None
     in_job: bool = False
+
+    @property
+    def uses_open_mpi(self) -> bool:
+        """Whether the launcher, or the library, is Open MPI's."""
+        libraries = [program.library for program in self.programs[:1]] + ([self.mpi.library] if self.mpi else [])
+        return any(library.startswith("Open MPI") for library in libraries)
 
     @property
     def processes(self) -> list[ProcessFacts]:

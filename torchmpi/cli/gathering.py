@@ -163,9 +163,13 @@ def _mapped_files() -> set[str]:
 
 def _mpi_files(folder: Path) -> list[str]:
     """One file for each MPI library: their interfaces differ in the first number (Open MPI 40, MPICH 12)."""
-    return sorted(
-        str(file) for file in folder.glob("libmpi.so.*") if re.fullmatch(r"libmpi\.so\.\d+", file.name)
-    )
+    return sorted(str(file) for file in folder.glob("libmpi.so.*") if re.fullmatch(r"libmpi\.so\.\d+", file.name))
+
+
+def loaded_library() -> MPIFacts:
+    """The MPI library, not initialised, as it looks to a process alone; raises :class:`MissingMPIError`."""
+    library = mpi_library.short_version(mpi_library.load())
+    return MPIFacts(0, 1, library, _own_library_paths(), thread_level=None, is_cuda_aware=None)
 
 
 def mpi_facts() -> MPIFacts:
@@ -178,16 +182,20 @@ def mpi_facts() -> MPIFacts:
         rank=MPI.COMM_WORLD.rank,
         size=MPI.COMM_WORLD.size,
         library=mpi_library.short_version(MPI),
-        paths=library_paths(_read(Path("/proc/self/maps")).splitlines()),
+        paths=_own_library_paths(),
         thread_level=mpi_library.thread_level(MPI),
         is_cuda_aware=mpi_library.is_cuda_aware(),
     )
 
 
+def _own_library_paths() -> list[str]:
+    return library_paths(_read(Path("/proc/self/maps")).splitlines())
+
+
 def library_paths(maps: Iterable[str]) -> list[str]:
     """The MPI libraries among the files a process has mapped, given the lines of its ``/proc/PID/maps``.
 
-    >>> library_paths(["7f5c0 r-xp 0 fd:00 123     /opt/lib/libmpi.so.40.30.1", "7f5d0 rw-p 0 00:00 0 [heap]"])
+    >>> library_paths(["7f5c0 r-xp 0 fd:00 12 /opt/lib/libmpi.so.40.30.1", "7f5d0 rw-p 0 00:00 0 [stack]"])
     ['/opt/lib/libmpi.so.40.30.1']
     """
     # libmpi.so (most), libmpich.so (Debian), libmpi_cray.so; not the bindings for Fortran and C++.

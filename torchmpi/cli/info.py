@@ -163,9 +163,12 @@ def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
     for entry in entries:
         if entry["verdict"] == "unimplemented":
             continue
-        is_whole = len(entry["verbs"]) == everything
-        verbs = "all verbs, sync and async" if is_whole else ", ".join(entry["verbs"])
-        lines.append((f"{entry['backend']} {entry['device']}", f"{entry['verdict']}: {verbs}"))
+        text = entry["verdict"]
+        if len(entry["verbs"]) < everything:
+            text += f": {', '.join(entry['verbs'])}"
+        elif text == "available":
+            text += ": all verbs, sync and async"
+        lines.append((f"{entry['backend']} {entry['device']}", text))
     if unimplemented:
         lines.append((", ".join(unimplemented), "not part of this version"))
     return section("backends", lines)

@@ -1,7 +1,7 @@
 """What runs in the processes that the doctor starts: tells on standard output how far it comes.
 
-A library that does not fit its launcher may end the process, or wait for ever, as soon as MPI is initialised. So the
-doctor does that in processes of its own, and believes only what they managed to say.
+A library that does not fit its launcher may end the process, or wait for ever, as soon as MPI is initialised. So
+the doctor does that in processes of its own, and believes only what they managed to say.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from .. import mpi_library, runtime
 from ..errors import MissingMPIError
 
 _MARK = "torchmpi-probe:"
-BOOTSTRAP = (
-    "import sys; sys.path.append(sys.argv[1]); from torchmpi.cli import probe; probe.main(float(sys.argv[2]))"
-)
+BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from torchmpi.cli import probe; probe.main(float(sys.argv[2]))"
 """For ``python -c``, with the folder in which torchmpi is, and the time limit."""
 
 

@@ -37,9 +37,7 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def run_limited(
-    command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None
-) -> Ended:
+def run_limited(command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Ended:
     """Run a command in a process group of its own, which is killed when the time is up.
 
     >>> run_limited(["echo", "hello"], seconds=5).stdout

@@ -59,9 +59,7 @@ def _entry(layout: Sequence[tuple[Any, ...]], index: int) -> str:
     if index >= len(layout):
         return "missing"
     name, dtype, shape, strides = layout[index]
-    return f"{name!r} {dtype} {list(shape)}" + (
-        f" with strides {list(strides)}" if strides is not None else ""
-    )
+    return f"{name!r} {dtype} {list(shape)}" + (f" with strides {list(strides)}" if strides is not None else "")
 
 
 class Presence(NamedTuple):

@@ -151,9 +151,4 @@ def parameter_blocks_of(modules: Iterable[nn.Module]) -> tuple[list[Tensor], set
 
 def gradient_buckets_of(modules: Iterable[nn.Module]) -> list[SeatedBucket]:
     """All gradient buckets among `modules`."""
-    return [
-        bucket
-        for module in modules
-        if isinstance(module, BlockSequential)
-        for bucket in module.gradient_buckets()
-    ]
+    return [bucket for module in modules if isinstance(module, BlockSequential) for bucket in module.gradient_buckets()]

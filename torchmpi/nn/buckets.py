@@ -131,9 +131,7 @@ class SeatedBucket:
         offsets, numel = aligned_offsets(parameters)
         # Zeros: the gaps between the views are sent too, and must not hold NaN.
         self.flat = allocate_flat(numel, parameters[0]).zero_()
-        self.views = [
-            dense_view(self.flat, offset, p.detach()) for offset, p in zip(offsets, parameters, strict=True)
-        ]
+        self.views = [dense_view(self.flat, offset, p.detach()) for offset, p in zip(offsets, parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self.views]
 
     def seat(self, position: int) -> None:

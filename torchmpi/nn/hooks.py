@@ -83,18 +83,14 @@ def synchronize_gradients_async(net: nn.Module, *, flush: bool = False) -> bool:
 def _registered(net: nn.Module, call: str) -> AsyncBackward:
     backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
     if backward is None:
-        raise ArgumentError(
-            f"{call}(net): the net is not registered. Call register_async_backward(net) first."
-        )
+        raise ArgumentError(f"{call}(net): the net is not registered. Call register_async_backward(net) first.")
     return backward
 
 
 class AsyncBackward(Attachment):
     """The hooks of one net, its buckets, and what of them is under way."""
 
-    def __init__(
-        self, net: nn.Module, frequency: int, bucket_bytes: int, *, average: bool, comm: Communicator
-    ) -> None:
+    def __init__(self, net: nn.Module, frequency: int, bucket_bytes: int, *, average: bool, comm: Communicator) -> None:
         replica = Replica(net)
         check_same_layout(replica, replica.trainable, comm, strides=True)
         self.net = net

@@ -55,9 +55,7 @@ def join(
     try:
         yield
         if backward is not None and backward.is_under_way:
-            raise GradientError(
-                "join: the block ended between a backward and its synchronize_gradients_async(net)."
-            )
+            raise GradientError("join: the block ended between a backward and its synchronize_gradients_async(net).")
         while (call := roll_call.finished()) is not None:
             _shadow(net, call, roll_call)
     finally:
@@ -66,9 +64,7 @@ def join(
 
 
 def _refuse_sharded(net: Net) -> None:
-    if isinstance(net, nn.Module) and any(
-        getattr(parameter, SHARDED, False) for parameter in net.parameters()
-    ):
+    if isinstance(net, nn.Module) and any(getattr(parameter, SHARDED, False) for parameter in net.parameters()):
         raise ArgumentError(
             "join: a net with sharded parameters communicates in its forward, which an idle rank never runs."
         )

@@ -99,9 +99,7 @@ class _Home(Attachment):
 
 
 def _sum(tensor: Tensor, home: _Home) -> Tensor:
-    result: Tensor = collectives.allreduce(
-        tensor.detach().clone(memory_format=torch.contiguous_format), comm=home.comm
-    )
+    result: Tensor = collectives.allreduce(tensor.detach().clone(memory_format=torch.contiguous_format), comm=home.comm)
     return result
 
 

@@ -56,9 +56,7 @@ class Replica:
         """The name of one tensor."""
         everything = self.parameters + self.buffers
         names = self.names(everything)
-        return next(
-            (name for name, other in zip(names, everything, strict=True) if other is tensor), "a tensor"
-        )
+        return next((name for name, other in zip(names, everything, strict=True) if other is tensor), "a tensor")
 
     def _walk(self, module: nn.Module) -> None:
         if id(module) in self._seen:
@@ -76,9 +74,7 @@ class Replica:
             if tensor is None or id(tensor) in self._seen or getattr(tensor, SHARDED, False):
                 continue
             if is_lazy(tensor):
-                raise ArgumentError(
-                    "The net has lazy parameters without a shape. Run one batch through it first."
-                )
+                raise ArgumentError("The net has lazy parameters without a shape. Run one batch through it first.")
             self._seen.add(id(tensor))
             found.append(tensor)
 

@@ -63,9 +63,7 @@ class RollCall(Attachment):
             return None
         if len(set(wishes.values())) > 1:
             calls = "; ".join(f"rank {rank}: {_describe(*wish)}" for rank, wish in wishes.items())
-            raise MismatchError(
-                f"rank {self.comm.rank}: inside join the ranks synchronise differently: {calls}."
-            )
+            raise MismatchError(f"rank {self.comm.rank}: inside join the ranks synchronise differently: {calls}.")
         kind, average, bucket_bytes = next(iter(wishes.values()))
         return Round(kind, bool(average), bucket_bytes, len(wishes))
 

@@ -30,9 +30,7 @@ def reduce_sparse(parameter: Tensor, reduction: Reduction, comm: Communicator) -
     all_values = collectives.allgather(values.contiguous(), comm=comm)
     if all_values.element_size() < 4 and all_values.is_floating_point():
         all_values = all_values.float()  # 16-bit values are added in float32 and rounded once
-    total = torch.sparse_coo_tensor(
-        all_indices.t(), all_values, parameter.shape, check_invariants=False
-    ).coalesce()
+    total = torch.sparse_coo_tensor(all_indices.t(), all_values, parameter.shape, check_invariants=False).coalesce()
     if reduction.divisor > 1:
         total = total / reduction.divisor
     parameter.grad = total.to(parameter.dtype).coalesce()

@@ -25,9 +25,7 @@ _IN_FLIGHT = 3  # buckets: one on the wire, one being filled, one behind it so t
 
 
 @torch.no_grad()
-def synchronize_parameters(
-    net: Net, with_allreduce: bool = False, *, comm: int | Communicator | None = None
-) -> None:
+def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: int | Communicator | None = None) -> None:
     """Give all ranks the parameters and buffers of rank 0, or the average over the ranks.
 
     `net` is a module or an iterable of tensors. With `with_allreduce` floating tensors are averaged; integer
@@ -147,8 +145,6 @@ def _buckets(
         if members & wanted:
             wanted -= members
             yield block
-    rest = [
-        parameter.grad for parameter in parameters if id(parameter) in wanted and parameter.grad is not None
-    ]
+    rest = [parameter.grad for parameter in parameters if id(parameter) in wanted and parameter.grad is not None]
     for indices in fusion.plan_buckets(rest, bucket_bytes):
         yield CopiedBucket([rest[index] for index in indices])

@@ -1,0 +1,303 @@
+"""The parts below MPI: settings, dtypes, lanes, handles, the ledger and its board, fusion, numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmpi import affinity, buffers, dtypes, errors, fusion, mpi_library, progress, scalars
+from torchmpi.config import Config
+from torchmpi.handle import Handle
+from torchmpi.lane import Lane
+
+# --- settings
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
+def test_every_setting_is_read_from_the_environment(field):
+    given = {bool: ("0", False), int: ("7", 7), float: ("7.5", 7.5), str: ("none", "none")}[type(field.default)]
+    if field.name == "check":
+        given = ("strict", "strict")
+    config = Config.from_environment({f"TORCHMPI_{field.name.upper()}": given[0], "HOME": "/root"})
+    assert getattr(config, field.name) == given[1]
+    assert dataclasses.replace(config, **{field.name: field.default}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "hint"),
+    [
+        ("TORCHMPI_BUKET_BYTES", "1", "TORCHMPI_BUCKET_BYTES"),
+        ("TORCHMPI_VERBOSE", "maybe", "1 or 0"),
+        ("TORCHMPI_THREADS", "two", "int"),
+        ("TORCHMPI_THREADS", "-1", "negative"),
+        ("TORCHMPI_BIND", "tight", "auto, none"),
+        ("TORCHMPI_BUCKET_BYTES", "0", "greater than zero"),
+    ],
+)
+def test_wrong_settings_are_refused_with_a_hint(variable, text, hint):
+    with pytest.raises(errors.ConfigError, match=hint):
+        Config.from_environment({variable: text})
+
+
+# --- dtypes
+
+
+def test_every_dtype_and_op_is_either_in_the_table_or_refused_with_a_remedy():
+    for dtype, op in itertools.product(_all_dtypes(), dtypes.OPS):
+        try:
+            row = dtypes.check_reduction(dtype, op)
+        except errors.DtypeError as error:
+            assert any(word in str(error) for word in ("Use", "Convert", "convert", "reduce", "pass"))
+        else:
+            assert row.accumulator is not None
+            assert row.accumulator.itemsize >= min(4, dtype.itemsize) or not dtype.is_floating_point
+
+
+def _all_dtypes():
+    return sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def test_codes_are_unique_and_come_back():
+    known = [dtype for dtype in _all_dtypes() if dtype in dtypes._TABLE]
+    assert len({dtypes.info(dtype).code for dtype in known}) == len(known) >= 16
+    assert all(dtypes.from_code(dtypes.info(dtype).code) is dtype for dtype in known)
+    assert dtypes.from_code(0) is None
+
+
+def test_an_unknown_op_is_refused_with_the_known_ones():
+    with pytest.raises(errors.ArgumentError, match="sum, avg, prod"):
+        dtypes.check_reduction(torch.float32, "mean")
+
+
+# --- lanes and handles
+
+
+def test_a_lane_runs_in_order_of_submission():
+    lane, seen = Lane("test"), []
+    handles = [lane.submit(lambda i=i: seen.append(i), "task") for i in range(100)]
+    lane.run(lambda: seen.append("sync"))
+    assert seen == [*range(100), "sync"]
+    assert all(handle.done() for handle in handles)
+    lane.close()
+
+
+def test_a_synchronous_call_on_an_idle_lane_stays_in_its_thread():
+    lane = Lane("test")
+    assert lane.run(threading.get_ident) == threading.get_ident()
+    assert lane.submit(threading.get_ident, "task").wait() != threading.get_ident()
+    assert lane.run(threading.get_ident) == threading.get_ident()
+    lane.close()
+
+
+def test_an_error_belongs_to_the_one_who_waits_and_the_lane_goes_on():
+    lane = Lane("test")
+    handle = lane.submit(lambda: 1 / 0, "division")
+    assert lane.submit(lambda: "next", "task").wait() == "next"
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            handle.wait()
+    lane.close()
+
+
+def test_a_callback_may_call_on_the_lane_that_runs_it():
+    lane, seen = Lane("test"), []
+    gate = threading.Event()
+    handle = lane.submit(gate.wait, "gate")
+    handle.then(lambda ended: seen.append(lane.run(lambda: "inside")))
+    gate.set()
+    lane.drain()
+    assert seen == ["inside"]
+    lane.close()
+
+
+def test_a_closed_lane_refuses():
+    lane = Lane("test")
+    lane.close()
+    with pytest.raises(errors.NotStartedError, match="closed"):
+        lane.submit(lambda: None, "task")
+
+
+def test_a_worker_keeps_no_tensor_alive():
+    import weakref
+
+    lane, tensor = Lane("test"), torch.ones(3)
+    reference = weakref.ref(tensor)
+    lane.submit(lambda tensor=tensor: None, "task").wait()
+    del tensor
+    limit = time.monotonic() + 5
+    while reference() is not None and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert reference() is None
+    lane.close()
+
+
+def test_without_threads_a_lane_runs_at_submission():
+    lane = Lane("test", threaded=False)
+    handle = lane.submit(threading.get_ident, "task")
+    assert handle.done() and handle.wait() == threading.get_ident()
+
+
+def test_waiting_with_a_limit():
+    handle = Handle("slow call")
+    with pytest.raises(errors.StallError, match="slow call"):
+        handle.wait(timeout=0.01)
+    handle.set_result(5)
+    assert handle.wait(timeout=1) == 5 and handle.done()
+
+
+def test_many_threads_may_wait_on_one_handle():
+    handle, results = Handle(), []
+    threads = [threading.Thread(target=lambda: results.append(handle.wait())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    handle.set_result(1)
+    for thread in threads:
+        thread.join()
+    assert results == [1] * 8
+
+
+def test_each_callback_runs_once_however_it_races_with_the_end():
+    for _ in range(200):
+        handle, calls = Handle(), []
+        thread = threading.Thread(target=lambda handle=handle: handle.set_result(1))
+        thread.start()
+        handle.then(lambda ended, calls=calls: calls.append(ended.wait()))
+        thread.join()
+        assert calls == [1]
+
+
+# --- ledger and board
+
+
+@pytest.fixture
+def board_of_two():
+    path = progress.Board.create_file(2)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    boards = [progress.Board(path, 2) for _ in range(2)]
+    os.unlink(path)
+    yield [progress.Ledger("test", rank, 2, boards[rank]) for rank in range(2)]
+    for board in boards:
+        board.close()
+
+
+ALLREDUCE, BARRIER = progress.call_code("allreduce", "sum", 1), progress.call_code("barrier")
+
+
+def test_equal_calls_pass_in_either_order(board_of_two):
+    for order in ((0, 1), (1, 0)) * 100:  # further than the ring is long
+        first, second = (board_of_two[rank] for rank in order)
+        missing = first.enter(ALLREDUCE, (3,))
+        assert missing
+        assert second.enter(ALLREDUCE, (3,)) == ()
+        first.leave(missing)
+        second.leave()
+    assert board_of_two[0].seq == board_of_two[1].seq == 200
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [(BARRIER, ()), (ALLREDUCE, (4,)), (ALLREDUCE | 1 << 32, (3,)), (progress.call_code("allreduce", "max", 1), (3,))],
+)
+def test_whoever_comes_later_sees_the_difference(board_of_two, code, shape):
+    first, second = board_of_two
+    missing = first.enter(ALLREDUCE, (3,))
+    with pytest.raises(errors.MismatchError, match="rank 0 called allreduce") as caught:
+        second.enter(code, shape)
+    assert "rank 1 called" in str(caught.value)
+    with pytest.raises(errors.MismatchError):
+        first.leave(missing)
+
+
+def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
+    """The root of a broadcast need not wait: its later calls must not be compared with this rank's earlier ones."""
+    first, second = board_of_two
+    code = progress.call_code("broadcast", None, 1)
+    for _ in range(10):
+        first.leave(first.enter(code, (3,)))
+    for _ in range(10):
+        second.leave(second.enter(code, (3,)))
+
+
+@given(st.sampled_from(progress.VERBS), st.sampled_from([*dtypes.OPS, None]), st.integers(0, 63))
+def test_signatures_can_be_read(verb, op, root):
+    text = progress.describe(progress.call_code(verb, op, 1) | root << 32, (2, 3))
+    assert text.startswith(f"{verb}(float32 [2, 3]")
+    assert op is None or op in text
+
+
+# --- fusion, numbers, buffers
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.int8, torch.bfloat16]))),
+    st.integers(1, 64),
+)
+def test_buckets_hold_every_tensor_once_and_in_order(kinds, limit):
+    tensors = [torch.zeros(numel, dtype=dtype) for numel, dtype in kinds]
+    buckets = fusion.plan_buckets(tensors, limit)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
+    for bucket in buckets:
+        assert bucket == sorted(bucket)
+        assert len({tensors[index].dtype for index in bucket}) == 1
+        sizes = [tensors[index].numel() * tensors[index].element_size() for index in bucket]
+        assert sum(sizes) <= limit or len(sizes) == 1 or sum(sizes[1:]) == 0
+
+
+@given(
+    st.one_of(
+        st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False)
+    )
+)
+def test_numbers_go_and_come_back(value):
+    result = scalars.restore(scalars.as_tensor(value))
+    assert result == value and type(result) is type(value)
+
+
+def test_overlap_is_found_for_strided_tensors():
+    base = torch.zeros(10, 10)
+    assert buffers.overlap(base[:, 0], base[5])
+    assert not buffers.overlap(base[:5], base[5:])
+    assert not buffers.overlap(base, torch.zeros(3))
+    assert not buffers.overlap(base[:0], base)
+
+
+def test_scratch_grows_and_is_reused():
+    scratch = buffers.Scratch()
+    small = scratch.take(4, torch.float32)
+    assert scratch.take(4, torch.float32).data_ptr() == small.data_ptr()
+    assert scratch.take(100, torch.bfloat16).numel() == 100
+
+
+# --- the machine
+
+
+def test_launchers_are_told_by_their_variables():
+    assert mpi_library.launcher({}).num_ranks == 1
+    assert mpi_library.launcher({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})[1:] == (8, 3)
+    assert mpi_library.launcher({"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"})[1:] == (2, 1)
+    assert mpi_library.launcher({"PMI_SIZE": "not a number"}).name is None
+
+
+def test_binding_moves_every_thread_and_can_be_undone():
+    before = affinity.current()
+    one = frozenset({min(before)})
+    seen = []
+    gate = threading.Event()
+    thread = threading.Thread(target=lambda: (gate.wait(), seen.append(affinity.current())))
+    thread.start()
+    try:
+        assert affinity.bind(one)
+        gate.set()
+        thread.join()
+        assert affinity.current() == one and seen == [one]
+    finally:
+        affinity.bind(before)
+    assert affinity.current() == before
