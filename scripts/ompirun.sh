@@ -56,8 +56,9 @@ if [ -n "${hostfile:-}" ]; then
 fi
 command=("${launch[@]}" ${options[@]+"${options[@]}"} "$@")
 if [ -n "$limit" ]; then
-    # KILL after ten more seconds: a hung job can make mpirun deaf to TERM.
-    command=(timeout -k 10 "$limit" "${command[@]}")
+    # KILL after ten more seconds: a hung job can make mpirun deaf to TERM. --foreground: one TERM, not a second one to
+    # the process group, which Open MPI 4.1 takes for the order to leave at once, without its ranks.
+    command=(timeout --foreground -k 10 "$limit" "${command[@]}")
 fi
 if [ $verbose = yes ] || [ $dry_run = yes ]; then
     printf '%q ' "${command[@]}"

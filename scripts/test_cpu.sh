@@ -41,33 +41,31 @@ table=()
 failed_logs=()
 num_passed=0 num_failed=0 num_skipped=0
 
-# Whatever takes long runs in a process group of its own and is waited for, so that Ctrl-C and SIGTERM end it at once,
-# ranks included.
+# Whatever takes long runs in the background in a process group of its own and is waited for, so that Ctrl-C and SIGTERM
+# end it at once, ranks included. What to signal then: a process, or with a minus a whole group.
 running=()
 
-start_group() {
+# start COMMAND...: sets `started` to the id of the process and of its group.
+start() {
     set -m
     "$@" </dev/null &
-    running+=($!)
+    started=$!
     set +m
 }
 
-end_groups() {
-    local group
-    for group in ${running[@]+"${running[@]}"}; do
-        kill -- "-$group" 2>/dev/null
-    done
+end_all() {
+    [ ${#running[@]} = 0 ] || kill -- "${running[@]}" 2>/dev/null
     wait
     printf '\ninterrupted\n'
     exit 130
 }
-trap end_groups INT TERM
+trap end_all INT TERM
 
 # ---- environments ------------------------------------------------------------------------------------------------
 
 # The packages of all environments at once, then torchmpi itself one by one.
 prepare_environments() {
-    local name missing=() ok=yes group
+    local name pids=() missing=() ok=yes pid
     find_python
     for name in $mpis; do
         case $name in
@@ -77,10 +75,11 @@ prepare_environments() {
         esac
     done
     for name in ${missing[@]+"${missing[@]}"}; do
-        start_group install_requirements "$name" dev examples "$name"
+        start install_requirements "$name" dev examples "$name"
+        pids+=("$started") running+=("-$started")
     done
-    for group in ${running[@]+"${running[@]}"}; do
-        wait "$group" || ok=no
+    for pid in ${pids[@]+"${pids[@]}"}; do
+        wait "$pid" || ok=no
     done
     running=()
     for name in ${missing[@]+"${missing[@]}"}; do
@@ -92,14 +91,17 @@ prepare_environments() {
 # ---- running and counting ----------------------------------------------------------------------------------------
 
 # run_limited SECONDS LOG COMMAND...: output to the log and the terminal; 124 or 137 if the time was not enough.
+# --foreground signals the command once; otherwise its group is signalled too, and Open MPI 4.1's mpirun takes a second
+# SIGTERM for the order to leave at once, without its ranks.
 run_limited() {
     local limit=$1 log=$2 status=0 follower
     shift 2
     # INT first: pytest then still reports what it has seen so far.
-    start_group timeout -s INT -k 20 "$limit" "$@" >"$log" 2>&1
-    tail -n +1 -f -s 0.2 --pid="${running[0]}" "$log" &
+    start timeout --foreground -s INT -k 20 "$limit" "$@" >"$log" 2>&1
+    running=("$started")
+    tail -n +1 -f -s 0.2 --pid="$started" "$log" &
     follower=$!
-    wait "${running[0]}" || status=$?
+    wait "$started" || status=$?
     running=()
     wait "$follower"
     return "$status"

@@ -41,7 +41,7 @@ status=0
 gpu_suite() {
     local result=0
     say "== $*"
-    timeout -k 10 600 "$@" || result=$?
+    timeout --foreground -k 10 600 "$@" || result=$?
     [ "$result" = 0 ] || [ "$result" = 5 ] || status=1
 }
 

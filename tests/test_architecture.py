@@ -13,7 +13,7 @@ FLOORS = (
     ("_version", "errors"),
     ("config", "topology", "schedule"),
     ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "fusion"),
-    ("buffers", "lane", "progress"),
+    ("buffers", "lane", "progress", "inquiry"),
     ("communicator",),
     ("backends",),
     ("hierarchy", "selector", "watchdog", "failure"),

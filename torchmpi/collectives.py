@@ -35,12 +35,12 @@ def allreduce(
         mpi.allreduce(torch.ones(3))        # tensor([n, n, n]) on n ranks
         mpi.allreduce(2.5, op="max")        # a number comes back as a number
     """
-    # The path of every gradient: what can be known in advance is in the plan.
-    if out is None and type(tensor) is _Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
-        communicator = runtime.current().communicators.find(comm)
+    # The path of every gradient: a plan under this short key is for contiguous tensors on the CPU, in place.
+    if out is None and type(tensor) is _Tensor:
+        communicator = runtime.communicator(comm)
         group = communicator.intra
-        plan = group.plans.get(("allreduce", op, tensor.dtype, "cpu", True, backend))
-        if plan is not None:
+        plan = group.plans.get((op, tensor.dtype, backend))
+        if plan is not None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
             return group.call(plan, tensor, None, 0)
     return _call("allreduce", tensor, out, op=op, comm=comm, backend=backend)
 
@@ -193,7 +193,7 @@ def alltoall_async(
 
 def barrier(comm: Comm = None) -> None:
     """Return when every rank of the communicator has come here."""
-    communicator = runtime.current().communicators.find(comm)
+    communicator = runtime.communicator(comm)
     plan = _plan(communicator, ("barrier", None, None, "cpu", True, None))
     communicator.intra.call(plan, None, None, 0)
 
@@ -256,7 +256,7 @@ def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
 
     settings = mpi.broadcast_object(parse_arguments() if mpi.rank() == 0 else None)
     """
-    group = runtime.current().communicators.find(comm).intra
+    group = runtime.communicator(comm).intra
     _check_root(group, root, "broadcast_object")
     data = _pickled(value) if group.rank == root else None
     length = broadcast(0 if data is None else data.numel(), root, comm=comm)
@@ -297,7 +297,7 @@ def _call(
     backend: str | None = None,
     asynchronous: bool = False,
 ) -> Any:
-    communicator = runtime.current().communicators.find(comm)
+    communicator = runtime.communicator(comm)
     group = communicator.intra
     what = f"{group.where}: {verb}"
     finish: Callable[[Any], Any] | None = None
@@ -341,6 +341,9 @@ def _plan(communicator: Communicator, key: tuple[Any, ...]) -> plans.Plan:
     plan: plans.Plan | None = known.get(key)
     if plan is None:
         plan = known[key] = plans.prepare(runtime.current(), communicator, key)
+        verb, op, dtype, device_type, direct, backend = key
+        if verb == "allreduce" and device_type == "cpu" and direct and not dtype.is_complex:
+            known[op, dtype, backend] = plan
     return plan
 
 

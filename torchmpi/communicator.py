@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -44,33 +45,40 @@ class Group:
         self.ledger = Ledger(name, self.rank, self.size, self.board)
         self.lane = Lane(name, threaded=context.threaded)
         self.side_lanes: dict[tuple[str, int], Lane] = {}
+        twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
+        self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
+        """The same number on all its ranks, and on no other group."""
         context.groups.append(self)
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
-    def call(self, plan: Any, *arguments: Any) -> Any:
+    def call(self, plan: Any, tensor: Any, out: Any, root: int) -> Any:
         """Run a prepared call now, in the caller's thread if nothing is queued."""
         lane = self.lane
-        if lane.closed:
-            raise CommunicatorError(f"{self.where}: communicator {self.name} has been closed.")
-        if lane.pending == 0 and lane.turn.acquire(blocking=False):
+        # Positional arguments and no context manager: each is a tenth of a microsecond on every call.
+        if lane.pending == 0 and lane.turn.acquire(False):
             try:
-                return self.perform(plan, *arguments)
+                return self.perform(plan, tensor, out, root)
             finally:
                 lane.turn.release()
-        return lane.run(partial(self.perform, plan, *arguments))
+        self._check_open()
+        return lane.run(partial(self.perform, plan, tensor, out, root))
 
     def submit(self, plan: Any, *arguments: Any) -> Handle:
         """Queue a prepared call."""
+        self._check_open()
+        return self.lane.submit(partial(self.perform, plan, *arguments), f"{self.where}: {plan.verb}")
+
+    def _check_open(self) -> None:
         if self.lane.closed:
             raise CommunicatorError(f"{self.where}: communicator {self.name} has been closed.")
-        return self.lane.submit(partial(self.perform, plan, *arguments), f"{self.where}: {plan.verb}")
 
     def perform(self, plan: Any, tensor: Any, out: Any, root: int) -> Any:
         """Run a prepared call in its turn, under the eyes of the ledger."""
         ledger = self.ledger
-        code, shape = plan.code | root << 32, plan.shape_of(tensor)
+        code = plan.code | root << 32
+        shape = tensor.shape if plan.is_whole else plan.shape_of(tensor)
         missing = ledger.enter(code, shape)
         if self.checking == "strict":
             self._compare_headers(code, shape)
@@ -268,10 +276,10 @@ class CommunicatorStack:
         """The one named by the innermost ``use()`` of this thread or task, else by ``set_communicator()``."""
         return _used.get() or self._default
 
-    def find(self, communicator: int | Communicator | None) -> Communicator:
+    def find(self, communicator: Comm) -> Communicator:
         """The communicator meant by a ``comm=`` argument."""
         if communicator is None:
-            return self.current
+            return _used.get() or self._default
         if isinstance(communicator, Communicator):
             if communicator.intra.lane.closed:
                 raise CommunicatorError(f"{communicator!r} has been closed; it belongs to an earlier start().")
@@ -279,9 +287,8 @@ class CommunicatorStack:
         if isinstance(communicator, int) and 0 <= communicator < len(self.levels):
             return self.levels[communicator]
         raise CommunicatorError(
-            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, or "
-            "a level "
-            f"from 0 to {len(self.levels) - 1}:\n{self.names()}"
+            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, or a "
+            f"level from 0 to {len(self.levels) - 1}:\n{self.names()}"
         )
 
     def push(self, key: str, name: str | None = None) -> int:

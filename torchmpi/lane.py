@@ -43,12 +43,12 @@ class Lane:
 
     def run(self, task: Task) -> Any:
         """Run `task` in its turn and return its result."""
-        if self.pending == 0 and self.turn.acquire(blocking=False):
+        if self.pending == 0 and self.turn.acquire(False):
             try:
                 return task()
             finally:
                 self.turn.release()
-        if self._worker is threading.current_thread():
+        if self._worker is threading.current_thread() or not self._threaded:
             return task()  # a callback of a call that ends right now: it holds the turn
         return self.submit(task, self.name).wait()
 
@@ -78,6 +78,7 @@ class Lane:
         if not self.closed:
             self.drain()
             self.closed = True
+            self.pending += 1  # never idle again: callers look no further
             if self._worker is not None:
                 self._tasks.put(None)
                 self._worker.join()

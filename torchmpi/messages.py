@@ -86,7 +86,7 @@ class _Message:
 
     def __init__(self, verb: str, tensor: Any, peer: int, comm: Comm) -> None:
         running = runtime.current()
-        self.group: Group = running.communicators.find(comm).intra
+        self.group: Group = runtime.communicator(comm).intra
         self.what = f"{self.group.where}: {verb}"
         self.verb, self.peer, self.is_number = verb, self._checked_peer(peer), is_number(tensor)
         given = as_tensor(tensor) if self.is_number else tensor

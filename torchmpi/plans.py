@@ -28,21 +28,13 @@ _WHOLE_SHAPE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("code", "run", "shape_of", "verb")
+    __slots__ = ("code", "is_whole", "run", "shape_of", "verb")
 
     def __init__(self, verb: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         self.verb, self.code, self.run = verb, code, run
-        self.shape_of: Callable[[Any], tuple[int, ...]] = _shape_function(verb)
-
-
-def _shape_function(verb: str) -> Callable[[Any], tuple[int, ...]]:
-    if verb in _WHOLE_SHAPE:
-        return _whole_shape
-    return _nothing if verb in ("scatter", "barrier") else _row_shape
-
-
-def _whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tensor.shape
+        self.is_whole = verb in _WHOLE_SHAPE
+        """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
+        self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if verb in ("scatter", "barrier") else _row_shape
 
 
 def _row_shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -86,8 +78,8 @@ def _composition(runtime: Runtime, verb: str, op: str | None, backend: Backend) 
         key = ("step", step_verb, op_of_step, dtype, backend.name)
         plan = group.plans.get(key)
         if plan is None:
-            code = call_code(step_verb, op_of_step, dtypes.info(dtype).code if dtype is not None else 0)
-            plan = group.plans[key] = Plan(step_verb, code, backend.bind(group, step_verb, dtype, op_of_step))
+            step_code = call_code(step_verb, op_of_step, dtypes.info(dtype).code if dtype is not None else 0)
+            plan = group.plans[key] = Plan(step_verb, step_code, backend.bind(group, step_verb, dtype, op_of_step))
         group.call(plan, tensor, None, root)
 
     return hierarchy.Composition(runtime.communicators, verb, op, cartesian=runtime.cartesian, run=run_step)

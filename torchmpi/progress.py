@@ -153,10 +153,9 @@ class Ledger:
         offset = _RING_START + position * _ENTRY_WORDS
         slot = self._base + offset
         shape_hash = hash(shape)
-        words[slot] = 0  # a reader in between finds no entry rather than half of one
         words[slot + 1] = code
         words[slot + 2] = shape_hash
-        words[slot] = seq
+        words[slot] = seq  # last: until then the slot still bears the number of a call long past
         words[self._base] = seq  # ENTERED
         missing = ()
         for base in self._neighbours:

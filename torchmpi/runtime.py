@@ -15,7 +15,7 @@ import torch
 from . import affinity, mpi_library, topology
 from ._version import __version__
 from .backends.mpi import MPIBackend
-from .communicator import CommunicatorStack, Group, GroupContext
+from .communicator import Comm, Communicator, CommunicatorStack, Group, GroupContext
 from .config import Config
 from .errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError
 from .failure import FailureHandling
@@ -56,10 +56,17 @@ class Runtime:
         self._handle_failures()
         self.binding = self._bind([facts[rank][1] for rank in locals_])
         self.device = self._pick_device(with_cuda)
-        if self.threads_allowed:
-            watchdog = Watchdog(self.context, config, self.failures.end_job)
-            watchdog.start()
-            self.resources.callback(watchdog.stop)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Start the watchdog: without THREAD_MULTIPLE it may not send, and asks no other host."""
+        comm = None
+        if self.num_hosts > 1 and self.threads_allowed:
+            comm = self.MPI.COMM_WORLD.Dup()
+            self.resources.callback(comm.Free)
+        watchdog = Watchdog(self.context, self.config, self.failures.end_job, comm=comm)
+        watchdog.start()
+        self.resources.callback(watchdog.stop)
 
     def _handle_failures(self) -> None:
         self.failures = FailureHandling(self.world, stop)
@@ -134,6 +141,7 @@ class _StopPlan:
 
     verb = "stop"
     code = call_code("stop")
+    is_whole = False
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -196,6 +204,13 @@ def current() -> Runtime:
     if _runtime is None:
         raise NotStartedError(_why_not)
     return _runtime
+
+
+def communicator(comm: Comm) -> Communicator:
+    """The communicator meant by a ``comm=`` argument of a verb."""
+    if _runtime is None:
+        raise NotStartedError(_why_not)
+    return _runtime.communicators.find(comm)
 
 
 def is_running() -> bool:

@@ -12,16 +12,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from . import progress
 from .communicator import Group, GroupContext
 from .config import Config
+from .inquiry import Answer, Inquiry
 from .lane import Lane
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 # A rank that refuses a call raises, and its traceback ends the job. Only if it goes on, the ranks left behind speak up.
 _REFUSAL_GRACE_SECONDS = 2.0
 _ANSWER_PATIENCE_SECONDS = 2.0
+_REMOTE_PATIENCE_SECONDS = 3.0
+# The lowest rank that waits ends the job for all; the others do so only if that has not happened.
+_SPOKESMAN_GRACE_SECONDS = 10.0
 
 End = Callable[[str, int], None]
 """Ends the job: ``end(message, exit_status)``."""
@@ -30,8 +35,10 @@ End = Callable[[str, int], None]
 class Watchdog(threading.Thread):
     """One per runtime."""
 
-    def __init__(self, context: GroupContext, config: Config, end_job: End) -> None:
+    def __init__(self, context: GroupContext, config: Config, end_job: End, *, comm: Any = None) -> None:
+        """`comm` is a duplicate of the world, for jobs on several hosts."""
         super().__init__(name="torchmpi watchdog", daemon=True)
+        self._inquiry = None if comm is None else Inquiry(context.MPI, comm, self._describe)
         self.context, self.config, self.end_job = context, config, end_job
         self._stopped = threading.Event()
         self._since: dict[Group, tuple[int, float]] = {}
@@ -42,6 +49,8 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Look until told to stop."""
         while not self._stopped.wait(self.config.watchdog_period_seconds):
+            if self._inquiry is not None:
+                self._inquiry.answer()
             for group in list(self.context.groups):
                 try:
                     self._answer(group)
@@ -72,11 +81,14 @@ class Watchdog(threading.Thread):
         self._check_refused(group, current, waited)
         config = self.config
         if waited >= config.stall_abort_seconds > 0:
-            self.end_job(self._report(group, current, waited) + " Giving up (stall_abort_seconds).", 1)
+            report = self._report(group, current, waited)
+            if report is not None or waited >= config.stall_abort_seconds + _SPOKESMAN_GRACE_SECONDS:
+                self.end_job(f"{report or ''} Giving up (stall_abort_seconds).".strip(), 1)
         elif waited >= config.stall_warning_seconds and self._reported.get(group) != seq:
             self._reported[group] = seq
-            if self._is_spokesman(group, seq):
-                print(self._report(group, current, waited), file=sys.stderr, flush=True)
+            report = self._report(group, current, waited)
+            if report is not None:
+                print(report, file=sys.stderr, flush=True)
 
     def _look_at_lane(self, group: Group, lane: Lane) -> None:
         """Point-to-point: the peer is named in the call, so there is nothing to ask."""
@@ -108,30 +120,55 @@ class Watchdog(threading.Thread):
                 )
                 self.end_job(message, 1)
 
-    def _is_spokesman(self, group: Group, seq: int) -> bool:
-        """One report per host is enough: the lowest rank that waits gives it."""
-        board = group.board
-        return board is None or not any(self._waits(board, row, seq) for row in range(group.rank))
-
-    @staticmethod
-    def _waits(board: progress.Board, row: int, seq: int) -> bool:
-        return board.get(row, progress.ENTERED) >= seq > board.get(row, progress.LEFT)
-
-    def _report(self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float) -> str:
+    def _report(self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float) -> str | None:
+        """What to tell the user; None if a lower rank waits for the same and will tell."""
         call = progress.Call(*current)
         text = f"torchmpi: {group.where} has waited {waited:.0f} s in {call} on communicator {group.name}."
-        board = group.board
-        if board is None:
-            return f"{text} Who is missing is not known: these ranks share no page (several hosts, or check='off')."
-        missing = [row for row in range(group.size) if board.get(row, progress.ENTERED) < call.seq]
-        if not missing:
+        states = self._from_board(group, call.seq) if group.board is not None else self._from_messages(group)
+        if states is None:
+            return f"{text} Who is missing is not known: calls are not compared (check='off')."
+        own_rank = group.world_ranks[group.rank]
+        if any(rank < own_rank and state is not None and state.waits for rank, state in states.items()):
+            return None
+        lines = [
+            f"  rank {rank}, after {state.entered} calls: {state.whereabouts}"
+            if state is not None
+            else f"  rank {rank} does not answer: stopped, or busy outside Python"
+            for rank, state in states.items()
+            if state is None or state.entered < call.seq
+        ]
+        if not lines:
             return f"{text} All ranks have arrived: the MPI library is still at it."
-        lines = [f"{text} Not arrived:"]
-        for row in missing:
-            answer = progress.ask(board, group.rank, row, patience_seconds=_ANSWER_PATIENCE_SECONDS)
-            doing = answer.splitlines()[0] if answer else "it does not answer: stopped, or busy outside Python"
-            lines.append(f"  rank {group.world_ranks[row]}, after {board.get(row, progress.ENTERED)} calls: {doing}")
-        return "\n".join(lines)
+        return "\n".join([f"{text} Not arrived:", *lines])
+
+    def _from_board(self, group: Group, seq: int) -> dict[int, Answer | None]:
+        """The state of the other ranks of this host; those that are missing are asked where they are."""
+        board = group.board
+        assert board is not None
+        states: dict[int, Answer | None] = {}
+        for row, rank in enumerate(group.world_ranks):
+            entered, left = board.get(row, progress.ENTERED), board.get(row, progress.LEFT)
+            text = ""
+            if entered < seq:
+                text = progress.ask(board, group.rank, row, patience_seconds=_ANSWER_PATIENCE_SECONDS)
+            if row != group.rank:
+                answered = entered >= seq or text
+                states[rank] = Answer(0, entered, entered > left, text.split("\n", 1)[0]) if answered else None
+        return states
+
+    def _from_messages(self, group: Group) -> dict[int, Answer | None] | None:
+        if self._inquiry is None:
+            return None
+        others = [rank for row, rank in enumerate(group.world_ranks) if row != group.rank]
+        answers = self._inquiry.ask(others, group.key, patience_seconds=_REMOTE_PATIENCE_SECONDS)
+        return {rank: answers.get(rank) for rank in others}
+
+    def _describe(self, key: int) -> Answer:
+        """This rank's own state, for another host."""
+        for group in list(self.context.groups):
+            if group.key == key:
+                return Answer(key, group.ledger.seq, group.ledger.current is not None, whereabouts())
+        return Answer(key, 0, False, f"it has no such communicator; {whereabouts()}")
 
     def _answer(self, group: Group) -> None:
         """Write down what this rank is doing, if somebody has asked since the last look."""

@@ -113,10 +113,20 @@ except mpi.TorchMPIError:
     assert "cannot end: rank 1 called something else" in result.stderr, result.output
 
 
-def test_a_missing_rank_is_named_with_the_line_it_is_at(job):
+@pytest.mark.parametrize("hosts", (1, 3))
+def test_a_missing_rank_is_named_with_the_line_it_is_at(job, hosts):
+    """On one host the ranks read it from a shared page; between hosts (here: by name only) the watchdogs ask each other."""
     code = "if rank == 2: time.sleep(60)  # lost in thought\nmpi.allreduce(torch.ones(3))"
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "2", "TORCHMPI_STALL_ABORT_SECONDS": "5"}
-    result = failing(job, code, env=env)
+    setup = START
+    if hosts > 1:
+        setup = (
+            "from mpi4py import MPI\nimport os\nos.environ['TORCHMPI_HOST_NAME'] = f'host{MPI.COMM_WORLD.rank}'\n"
+            + START
+        )
+    result = job(3, setup + code, timeout=LIMIT_SECONDS, env=env)
+    assert result.returncode != 0, result.output
+    assert f"3 ranks on {hosts} host" in result.stderr, result.output
     assert re.search(
         r"rank 0 has waited \d+ s in allreduce\(float32 \[3\], sum\), call #2 on communicator world", result.stderr
     )

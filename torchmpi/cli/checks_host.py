@@ -71,10 +71,8 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
             name,
             "problem",
             f"all {len(ranks)} ranks {where} are bound to core {min(union)}, of {first.num_cpus}",
-            "Start mpirun from a process that is not bound itself, and without binding: `mpirun --bind-to "
-            "none` "
-            "(Open MPI), `mpiexec -bind-to none` (MPICH), `srun --cpu-bind=none`. torchmpi then gives each "
-            "rank "
+            "Start mpirun from a process that is not bound itself, and without binding: `mpirun --bind-to none` "
+            "(Open MPI), `mpiexec -bind-to none` (MPICH), `srun --cpu-bind=none`. torchmpi then gives each rank "
             "its own cores.",
         )
     if len(union) < len(ranks):
@@ -113,8 +111,7 @@ def check_quota(facts: Facts) -> Finding | None:
                 "CPU quota",
                 "warning",
                 f"the container on {ranks[0].host} gets {quota:g} CPUs' worth of time for "
-                f"{counted(num_cores, 'core')}: "
-                "when that is used up, it stands still for the rest of the period",
+                f"{counted(num_cores, 'core')}: when that is used up, it stands still for the rest of the period",
                 f"Raise the limit (docker run --cpus), or start at most {fitting} there.",
             )
     return Finding("CPU quota", "ok", "no limit below the number of cores")
@@ -124,7 +121,7 @@ def check_shared_memory(facts: Facts) -> Finding | None:
     """Is /dev/shm there, writable and large enough?"""
     name = "shared memory"
     needed = _SHM_NEEDED_BYTES * max(2, *(len(ranks) for ranks in facts.by_machine().values()))
-    worst = min(facts.processes, key=lambda process: process.shm_free_bytes)
+    worst = min(facts.processes, key=lambda process: (process.shm_is_writable, process.shm_free_bytes))
     if worst.shm_total_bytes is None or not worst.shm_is_writable:
         state = "not there" if worst.shm_total_bytes is None else "not writable"
         remedy = "Mount it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm (docker run --shm-size=1g)."
@@ -196,10 +193,8 @@ def _hidden_gpus(process: ProcessFacts) -> Finding | None:
         "problem",
         f"{process.host} has an NVIDIA driver, but torch (CUDA {process.cuda_built}) can use no GPU"
         + (f"; CUDA_VISIBLE_DEVICES={visible}" if visible else ""),
-        'Run `nvidia-smi` and `python -c "import torch; torch.cuda.init()"`: the driver may be too old for '
-        "this torch, "
-        "CUDA_VISIBLE_DEVICES may name a GPU that is not there, or the container was started without --gpus "
-        "all.",
+        'Run `nvidia-smi` and `python -c "import torch; torch.cuda.init()"`: the driver may be too old for this '
+        "torch, CUDA_VISIBLE_DEVICES may name a GPU that is not there, or the container lacks --gpus all.",
     )
 
 

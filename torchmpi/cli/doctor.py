@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import faulthandler
 import json
 import os
 
@@ -58,6 +59,7 @@ def gather(timeout_seconds: float) -> Facts:
     here = process_facts()
     if not _is_rank(here):
         return try_out(here, seconds=timeout_seconds)
+    faulthandler.dump_traceback_later(timeout_seconds, exit=True)  # also while waiting inside MPI
     try:
         mpi = loaded_library()
         if are_foreign(here.launcher, mpi.library):
@@ -71,12 +73,13 @@ def gather(timeout_seconds: float) -> Facts:
     ranks = gather_ranks(mpi)
     # The same facts on all ranks make the same findings and the same exit status.
     here, mpi = ranks[0].process, dataclasses.replace(ranks[0].mpi, rank=mpi.rank)
-    return Facts(here, mpi, ranks=ranks, self_test=self_test(), in_job=True)
+    result = self_test()
+    faulthandler.cancel_dump_traceback_later()
+    return Facts(here, mpi, ranks=ranks, self_test=result, in_job=True)
 
 
 def _is_rank(here: ProcessFacts) -> bool:
-    """Whether a launcher started this process. The shell of an interactive Slurm job is a step of one "
-    "task, too."""
+    """Whether a launcher started this process. The shell of an interactive Slurm job is a step of one task."""
     if here.launcher == "Slurm's srun":
         return here.launcher_ranks > 1
     return here.launcher is not None or any(name in os.environ for name in _RANK_VARIABLES)

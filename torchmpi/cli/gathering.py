@@ -1,5 +1,4 @@
-"""Gathers the facts about this process. Nothing here communicates, and nothing but :func:`mpi_facts` "
-"starts MPI."""
+"""Gathers the facts about this process. Nothing here communicates, and nothing but :func:`mpi_facts` starts MPI."""
 
 from __future__ import annotations
 
@@ -134,8 +133,7 @@ def _shared_memory(folder: Path) -> dict[str, Any]:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Files of this user in `folder` that look like those of a job, are not new, and that no process has "
-    "mapped."""
+    """Files of this user in `folder` that look like those of a job, are not new, and not mapped anywhere."""
     limit = time.time() - _STALE_SECONDS
     stale = []
     for pattern in _SHARED_FILES:

@@ -14,32 +14,53 @@ import torch
 
 from .. import affinity, collectives, mpi_library, runtime
 from ..config import PREFIX, Config
-from ..errors import LaunchError, MissingMPIError
+from ..errors import ConfigError, LaunchError, MissingMPIError, TorchMPIError
 from ..selector import Availability
 from .gathering import mpi_facts, versions
 from .layout import core_list, counted, section, table
+from .probe import leave
 
 
 def run(options: argparse.Namespace) -> int:
     """Start torchmpi, report on rank 0, and stop; 1 if it could not be started."""
-    config = Config.from_environment()
+    render = _as_json if options.json else as_text
     try:
-        runtime.start(config=dataclasses.replace(config, verbose=False))
+        MPI, _ = mpi_library.initialise()
     except (MissingMPIError, LaunchError) as error:
         # The ranks do not know each other: the first one of the host speaks.
         if mpi_library.launcher().local_rank in (None, 0):
-            report = _software() | {"error": str(error), "settings": _settings(config)}
-            print(json.dumps(report, indent=2) if options.json else as_text(report))
+            print(render(_software() | {"error": str(error)}), flush=True)
+        return 1
+    world = MPI.COMM_WORLD
+    try:
+        config = _agreed_settings(world)
+        runtime.start(config=dataclasses.replace(config, verbose=False))
+    except TorchMPIError as error:  # the same on all ranks
+        if world.rank == 0:
+            print(render(_software() | {"error": str(error)}), flush=True)
+        leave()
         return 1
     ranks = collectives.allgather_object(_rank())
-    if runtime.current().world.rank == 0:
-        report = _software() | _job(ranks) | {"settings": _settings(config)}
-        print(json.dumps(report, indent=2) if options.json else as_text(report), flush=True)
+    if world.rank == 0:
+        print(render(_software() | _job(ranks) | {"settings": _settings(config)}), flush=True)
     runtime.stop()
     return 0
 
 
 # --- gathering ---------------------------------------------------------------------------------------------
+
+
+def _agreed_settings(world: Any) -> Config:
+    """The settings of this rank; refused on all ranks if they are wrong on one, which the others would wait for."""
+    config, error = Config(), None
+    try:
+        config = Config.from_environment()
+    except ConfigError as refusal:
+        error = str(refusal)
+    for rank, found in enumerate(world.allgather(error)):
+        if found is not None:
+            raise ConfigError(f"rank {rank}: {found}")
+    return config
 
 
 def _software() -> dict[str, Any]:
@@ -102,16 +123,19 @@ def backends(availability: Availability) -> list[dict[str, Any]]:
 # --- text --------------------------------------------------------------------------------------------------
 
 
+def _as_json(report: dict[str, Any]) -> str:
+    return json.dumps(report, indent=2)
+
+
 def as_text(report: dict[str, Any]) -> str:
     """The report in sections."""
     installed = [(name, version or "not installed") for name, version in report["versions"].items()]
     lines = section("software", [*installed, ("started by", report["executable"])])
     if "error" in report:
-        lines += ["", *section("not started", [("reason", report["error"])])]
-    else:
-        lines += ["", *_mpi_section(report["mpi"]), "", *_job_section(report), ""]
-        lines += [f"  {line}" for line in _rank_table(report["ranks"])]
-        lines += ["", *_backend_section(report["backends"])]
+        return "\n".join([*lines, "", *section("not started", [("reason", report["error"])])])
+    lines += ["", *_mpi_section(report["mpi"]), "", *_job_section(report), ""]
+    lines += [f"  {line}" for line in _rank_table(report["ranks"])]
+    lines += ["", *_backend_section(report["backends"])]
     return "\n".join([*lines, "", *section("settings", map(_setting_line, report["settings"].items()))])
 
 

@@ -8,6 +8,7 @@ import select
 import signal
 import time
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -33,11 +34,25 @@ def self_test() -> SelfTest:
         runtime.stop()
     except TorchMPIError as refusal:
         error = str(refusal)
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
     answers = comm.allgather((error, forked_child))
-    wrong = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error]
     children = [child for _, child in answers if child != REFUSED]
     seconds = round(time.monotonic() - begin, 2)
-    return SelfTest(comm.size, seconds, "\n".join(wrong[:3]) or None, children[0] if children else REFUSED)
+    wrong = _in_short([error for error, _ in answers])
+    return SelfTest(comm.size, seconds, wrong, children[0] if children else REFUSED)
+
+
+def _in_short(errors: Sequence[str | None]) -> str | None:
+    """What is wrong on some rank; each message once.
+
+    >>> _in_short(["no", "no"]), _in_short([None, "no"])
+    ('no', 'rank 1: no')
+    """
+    first = {error: rank for rank, error in reversed(list(enumerate(errors))) if error is not None}
+    if len(first) == 1 and None not in errors:
+        return next(iter(first))
+    return "\n".join(f"rank {rank}: {error}" for error, rank in sorted(first.items(), key=lambda item: item[1])) or None
 
 
 def _quiet() -> Config:

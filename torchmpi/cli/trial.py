@@ -1,5 +1,4 @@
-"""Starts processes to see what really happens: one alone, and two with mpirun. Whatever they do, it ends "
-"in time."""
+"""Starts processes to see what really happens: one alone, and two with mpirun. Whatever they do, it ends in time."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_programs() -> list[Program]:
-    """The first mpirun or mpiexec on PATH, and the one beside this Python: the first of them is what users "
-    "start."""
+    """The first mpirun or mpiexec on PATH, and the one beside this Python: users start the first."""
     found: dict[str, Program] = {}
     for folder in (None, str(Path(sys.executable).parent)):
         path = next(filter(None, (shutil.which(name, path=folder) for name in _NAMES)), None)
@@ -105,13 +103,13 @@ def library_of(version_text: str) -> str:
     ('Open MPI 5.0.11', 'MPICH 4.2.1')
     """
     for name, pattern in (
-        ("Open MPI", r"Open MPI\) (\S+)|Open(?:RTE|-RTE)\)? (\S+)|PRRTE\)? (\S+)"),
+        ("Open MPI", r"\(Open MPI\) (\S+)"),
         ("Intel MPI", r"Intel\(R\) MPI Library.*Version (\S+)"),
         ("MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
     ):
         match = re.search(pattern, version_text)
         if match:
-            return f"{name} {next(filter(None, match.groups()))}"
+            return f"{name} {match[1]}"
     return "of an unknown library"
 
 

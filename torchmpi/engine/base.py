@@ -80,9 +80,7 @@ class Engine:
         engine.checkpoint("run.ckpt", every=500)
         """
         if every is not None and every < 1:
-            raise ArgumentError(
-                f"checkpoint(every={every}): expected a number of updates, or None for each epoch"
-            )
+            raise ArgumentError(f"checkpoint(every={every}): expected a number of updates, or None for each epoch")
         self._autosave = Path(path), every
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:

@@ -101,15 +101,11 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
         ValueError,
         NotImplementedError,
     ) as error:
-        raise CheckpointError(
-            f"{path} ({len(raw)} bytes) is no checkpoint, or is truncated: {error}"
-        ) from error
+        raise CheckpointError(f"{path} ({len(raw)} bytes) is no checkpoint, or is truncated: {error}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged!r} is wrong")
     if not isinstance(loaded, dict) or loaded.get("torchmpi_checkpoint") != FORMAT:
-        raise CheckpointError(
-            f"{path} is a file of torch.save(), but no checkpoint of an engine (format {FORMAT})"
-        )
+        raise CheckpointError(f"{path} is a file of torch.save(), but no checkpoint of an engine (format {FORMAT})")
     return loaded
 
 

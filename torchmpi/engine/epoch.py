@@ -61,9 +61,7 @@ class Epoch:
             train_on(sample)
     """
 
-    def __init__(
-        self, iterator: Iterable[Any], transfer: Transfer, depth: int, place: dict[str, Any] | None = None
-    ):
+    def __init__(self, iterator: Iterable[Any], transfer: Transfer, depth: int, place: dict[str, Any] | None = None):
         self._iterator, self._transfer = iterator, transfer
         if place is None:
             self._rng = rng.capture(transfer.device)
@@ -127,7 +125,6 @@ def load_iterator_state(iterator: Any, state: Any) -> None:
         return
     if not hasattr(iterator, "load_state_dict"):
         raise CheckpointError(
-            f"the checkpoint has the state of an iterator, but a {type(iterator).__name__} has no "
-            "load_state_dict()"
+            f"the checkpoint has the state of an iterator, but a {type(iterator).__name__} has no load_state_dict()"
         )
     iterator.load_state_dict(state)

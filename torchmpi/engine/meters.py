@@ -129,9 +129,7 @@ class ClassErrorMeter(Meter):
 
     def __init__(self, topk: Sequence[int] = (1, 5), accuracy: bool = False) -> None:
         if not topk or any(k < 1 for k in topk):
-            raise ArgumentError(
-                f"topk={topk!r}: expected one or more whole numbers from 1, such as topk=(1, 5)"
-            )
+            raise ArgumentError(f"topk={topk!r}: expected one or more whole numbers from 1, such as topk=(1, 5)")
         self.topk = tuple(topk)
         self.accuracy = accuracy
         super().__init__(len(self.topk) + 1)

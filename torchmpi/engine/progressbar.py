@@ -71,9 +71,7 @@ class ProgressBar:
     def _draw(self, now: float) -> None:
         assert self._pending is not None
         # Spaces wipe what a longer line left behind.
-        self._stream.write(
-            "\r" + self._pending.ljust(self._width) if self._is_terminal else self._pending + "\n"
-        )
+        self._stream.write("\r" + self._pending.ljust(self._width) if self._is_terminal else self._pending + "\n")
         self._stream.flush()
         self._width, self._shown, self._pending = len(self._pending), now, None
 

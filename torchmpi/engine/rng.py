@@ -56,9 +56,7 @@ def fingerprint() -> tuple[Any, ...]:
     False
     """
     numpy_state = _numpy_state()
-    words = [
-        value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy_state["state"].values()
-    ]
+    words = [value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy_state["state"].values()]
     return random.getstate(), words, numpy_state["has_gauss"], torch.get_rng_state().numpy().tobytes()
 
 

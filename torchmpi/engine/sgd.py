@@ -37,9 +37,7 @@ class SGDEngine(Engine):
         engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=loader, lr=0.1, max_epochs=5)
     """
 
-    def __init__(
-        self, *, device: torch.device | str | None = None, prefetch: int = 1, progress: bool = True
-    ) -> None:
+    def __init__(self, *, device: torch.device | str | None = None, prefetch: int = 1, progress: bool = True) -> None:
         if prefetch < 0:
             raise ArgumentError(f"prefetch={prefetch}: expected a number of batches, 0 for none")
         super().__init__(OneRank())

@@ -48,9 +48,7 @@ class Transfer:
         if self._stream is None:
             return Sample(*(map_tensors(lambda t: t.to(self.device), part) for part in sample))
         with torch.cuda.stream(self._stream):
-            sent = Sample(
-                *(map_tensors(lambda t: t.to(self.device, non_blocking=True), part) for part in sample)
-            )
+            sent = Sample(*(map_tensors(lambda t: t.to(self.device, non_blocking=True), part) for part in sample))
         self._stream.synchronize()
         return sent
 

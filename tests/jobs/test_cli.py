@@ -1,0 +1,232 @@
+"""``torchmpi info`` and ``torchmpi doctor`` on this machine and in real jobs, also where things are broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Result, is_open_mpi, job_environment, launcher
+
+COMMAND = ["-m", "torchmpi"]
+# The libraries of this environment and the other family's, as launchers announce themselves.
+SIZE_VARIABLES = {"openmpi": "OMPI_COMM_WORLD_SIZE", "mpich": "PMI_SIZE"}
+
+
+@pytest.fixture(scope="session")
+def family() -> str:
+    return "openmpi" if is_open_mpi(launcher()) else "mpich"
+
+
+def alone(*arguments: str, path: Path | None = None, python: str = sys.executable, **environment: str) -> Result:
+    """A command without mpirun; `path` comes first on PATH, then the folder of this environment's mpirun."""
+    folders = [*([str(path)] if path else []), str(Path(launcher()).parent), os.environ["PATH"]]
+    done = subprocess.run(
+        [python, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env=job_environment({"PATH": os.pathsep.join(folders)} | environment),
+        stdin=subprocess.DEVNULL,
+    )
+    return Result(done.returncode, done.stdout, done.stderr, 0.0)
+
+
+def checks_of(result: Result) -> dict[str, dict[str, str]]:
+    """The findings of ``doctor --json`` by name; there must be one report, and a status that goes with it."""
+    report = json.loads(result.stdout)
+    findings = {finding["name"]: finding for finding in report["checks"]}
+    has_problem = any(finding["verdict"] == "problem" for finding in findings.values())
+    assert (result.returncode != 0) == has_problem, result.output
+    for finding in findings.values():
+        assert bool(finding["remedy"]) == (finding["verdict"] != "ok"), finding
+    return findings
+
+
+def fake_mpirun(folder: Path, body: str) -> Path:
+    script = folder / "mpirun"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{body}\n')
+    script.chmod(0o755)
+    return folder
+
+
+# --- info
+
+
+def test_info_alone():
+    result = alone(*COMMAND, "info", TORCHMPI_BUCKET_BYTES="4096")
+    assert result.returncode == 0 and result.stderr == "", result.output
+    for words in ("torch ", "numba ", "MULTIPLE", "CUDA-aware", "1 rank on", "all verbs", "TORCHMPI_BUCKET_BYTES"):
+        assert words in result.stdout, f"{words!r} missing\n{result.output}"
+    assert max(map(len, result.stdout.splitlines())) <= 110
+
+
+def test_info_in_a_job(job):
+    code = """
+        import os, sys
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+        os.environ["TORCHMPI_HOST_NAME"] = "ab"[rank % 2]
+        from torchmpi.cli import main
+        sys.exit(main(["info", "--json"]))
+        """
+    result = job(3, code)
+    assert result.returncode == 0, result.output
+    report = json.loads(result.stdout)  # one report, by one rank
+    assert [(row["rank"], row["host"], row["local_rank"]) for row in report["ranks"]] == [
+        (0, "a", 0),
+        (1, "b", 0),
+        (2, "a", 1),
+    ]
+    assert report["ranks_per_host"] == {"a": 2, "b": 1} and report["num_hosts"] == 2
+    assert all(row["cores"] and row["threads"] >= 1 and row["device"] for row in report["ranks"])
+    assert report["launcher"] is not None and report["mpi"]["paths"]
+    assert report["settings"]["host_name"]["from"] == "TORCHMPI_HOST_NAME"
+    assert {entry["backend"] for entry in report["backends"]} >= {"mpi", "shm", "nccl"}
+
+
+def test_info_shows_each_rank_in_a_row(launch):
+    result = launch(2, [*COMMAND, "info"])
+    assert result.returncode == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    heading = lines.index(["rank", "host", "local", "cores", "threads", "device"])
+    assert [line[0] for line in lines[heading + 1 : heading + 3]] == ["0", "1"] and lines[heading + 3] == []
+
+
+def test_info_without_mpi():
+    result = alone(*COMMAND, "info", MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.output
+    assert "torch " in result.stdout and "two ways" in result.stdout and "/nowhere/libmpi.so" in result.stdout
+
+
+def test_settings_that_are_wrong_on_one_rank(job):
+    code = """
+        import os, sys
+        if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == "1":
+            os.environ["TORCHMPI_NONSENSE"] = "1"
+        from torchmpi.cli import main
+        sys.exit(main(sys.argv[1:] or ["{command}", "--json"]))
+        """
+    result = job(2, code.format(command="info"))
+    assert result.returncode != 0
+    assert "rank 1: The environment sets TORCHMPI_NONSENSE" in json.loads(result.stdout)["error"], result.output
+    checks = checks_of(job(2, code.format(command="doctor")))
+    assert checks["settings"]["found"].startswith("rank 1: "), checks["settings"]
+    assert checks["self test"]["verdict"] == "ok"
+
+
+# --- doctor
+
+
+def test_doctor_alone():
+    # Not on PYTHONPATH, not installed: the ranks it starts must find torchmpi nevertheless.
+    code = f"import sys; sys.path.append({str(ROOT)!r}); from torchmpi.cli import main; sys.exit(main(['doctor', '--json']))"
+    result = alone("-c", code, PYTHONPATH="")
+    checks = checks_of(result)
+    for name in ("MPI library", "launcher", "agreement", "self test", "fork", "settings", "environment"):
+        assert checks[name]["verdict"] == "ok", result.output
+    assert "two ranks see each other" in checks["launcher"]["found"]
+    assert "allreduce on 2 ranks" in checks["self test"]["found"]
+    assert "NotStartedError" in checks["fork"]["found"]
+    assert len(json.loads(result.stdout)["facts"]["ranks"]) == 2
+
+
+def test_doctor_in_a_job(launch):
+    result = launch(3, [*COMMAND, "doctor"])
+    lines = result.stdout.splitlines()
+    assert lines[0] == "torchmpi doctor: this job of 3 ranks", result.output
+    assert sum(line.startswith("torchmpi doctor") for line in lines) == 1
+    assert any(line.startswith("ok ") and "allreduce on 3 ranks" in line for line in lines), result.output
+    assert lines[-1].endswith("checks.") or lines[-1].endswith("are ok."), result.output
+    assert (result.returncode != 0) == any(line.startswith("problem ") for line in lines), result.output
+
+
+def test_doctor_finds_a_launcher_of_another_library(tmp_path):
+    # What mpirun of another library amounts to: it starts the processes, and tells them nothing they understand.
+    path = fake_mpirun(tmp_path, 'shift 2; "$@" & "$@" & wait')
+    checks = checks_of(alone(*COMMAND, "doctor", "--json", path=path))
+    assert checks["launcher"]["verdict"] == "problem"
+    assert f"two MPIs: {path}/mpirun" in checks["launcher"]["found"], checks["launcher"]
+    assert checks["MPI library"]["verdict"] == "ok" and "self test" not in checks
+
+
+@pytest.mark.slow
+def test_doctor_survives_a_launcher_that_hangs(tmp_path):
+    path = fake_mpirun(tmp_path, f"sleep 600 & echo $! > {tmp_path}/child; echo looking for hosts >&2; wait")
+    checks = checks_of(alone(*COMMAND, "doctor", "--json", "--timeout", "12", path=path))
+    found = checks["launcher"]
+    assert found["verdict"] == "problem" and "killed" in found["found"] and "looking for hosts" in found["found"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "child").read_text()), 0)
+
+
+def test_doctor_in_a_job_of_the_other_library(family):
+    other = "mpich" if family == "openmpi" else "openmpi"
+    # The variables are all that a process has of its launcher before it initialises MPI, and here it must not.
+    result = alone(*COMMAND, "doctor", "--json", **{SIZE_VARIABLES[other]: "2"})
+    checks = checks_of(result)
+    assert checks["launcher"]["verdict"] == "problem" and "2 processes" in checks["launcher"]["found"], result.output
+
+
+def test_doctor_without_mpi_in_a_job(launch):
+    result = launch(2, [*COMMAND, "doctor", "--json"], env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
+    checks = checks_of(result)
+    assert checks["MPI library"]["verdict"] == "problem"
+    assert checks["MPI library"]["remedy"].startswith("MPI4PY_LIBMPI names /nowhere/libmpi.so"), result.output
+
+
+def test_doctor_in_an_environment_without_mpi(tmp_path):
+    home = tmp_path / "without"
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin" / "python"
+    # The packages of this environment, but not the MPI library in its lib folder.
+    site = sysconfig.get_path(
+        "purelib", vars={"base": str(home)}, scheme="venv" if sys.version_info >= (3, 11) else None
+    )
+    Path(site, "others.pth").write_text(sysconfig.get_path("purelib"))
+    result = alone(*COMMAND, "doctor", python=str(python))
+    if "ok       MPI library" in result.stdout:
+        pytest.skip("this machine has an MPI library besides that of the environment")
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.output
+    assert "problem  MPI library" in result.stdout and "not found" in result.stdout, result.output
+    assert "torchmpi[openmpi]" in result.stdout and "apt install openmpi-bin" in result.stdout, result.output
+    assert "1 problem (MPI library)" in result.stdout.splitlines()[-1], result.output
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_doctor_finds_all_ranks_on_one_core(job):
+    code = """
+        import os, sys
+        os.sched_setaffinity(0, {0} & os.sched_getaffinity(0) or {min(os.sched_getaffinity(0))})
+        from torchmpi.cli import main
+        sys.exit(main(["doctor", "--json"]))
+        """
+    result = job(2, code, env={"PRTE_MCA_rmaps_default_mapping_policy": "", "HYDRA_BINDING": "none"})
+    found = json.loads(result.stdout)
+    cores = {core for rank in found["facts"]["ranks"] for core in rank["process"]["cores"]}
+    binding = checks_of(result)["binding"]
+    if len(cores) > 1:
+        pytest.skip("the launcher has bound each rank to a core of its own")
+    assert binding["verdict"] == "problem" and "all 2 ranks" in binding["found"], result.output
+    assert result.returncode != 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_doctor_as_root_under_open_mpi(family):
+    result = alone(*COMMAND, "doctor", "--json", OMPI_ALLOW_RUN_AS_ROOT="0")
+    checks = checks_of(result)
+    assert checks["launcher"]["verdict"] == "ok", result.output
+    if family == "mpich":
+        assert "root" not in checks
+    else:
+        assert checks["root"]["verdict"] == "problem" and "OMPI_ALLOW_RUN_AS_ROOT=1" in checks["root"]["remedy"]
+
+
+def test_output_that_nobody_reads():
+    command = f"{sys.executable} -m torchmpi info | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, env=job_environment({}))
+    assert done.stderr == ""

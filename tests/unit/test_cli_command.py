@@ -1,0 +1,178 @@
+"""The command line, the layout of reports, and the gathering of facts about a process."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import mmap
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import torchmpi.cli
+from torchmpi._version import __version__
+from torchmpi.cli import gathering, layout, trial
+from torchmpi.cli.facts import ProcessFacts
+from torchmpi.cli.probe import messages
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["info", "extra"], ["doctor", "--timeout", "-1"], ["--verbose"]]
+)
+def test_wrong_command_lines_end_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        torchmpi.cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: torchmpi" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--version"], [f"torchmpi {__version__}"]),
+        (["--help"], ["info", "doctor"]),
+        (["doctor", "--help"], ["--json", "--timeout", "mpirun"]),
+        (["info", "--help"], ["--json"]),
+    ],
+)
+def test_help_and_version(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        torchmpi.cli.main(arguments)
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in words), out
+
+
+def test_module_and_version_start_no_mpi():
+    code = "import sys, torchmpi.cli as cli\ntry: cli.main(['--version'])\nexcept SystemExit: print('mpi4py' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_examples_in_docstrings():
+    for module in pkgutil.iter_modules(torchmpi.cli.__path__, "torchmpi.cli."):
+        result = doctest.testmod(importlib.import_module(module.name))
+        assert result.failed == 0, module.name
+
+
+# --- layout
+
+
+def test_core_list():
+    assert layout.core_list([]) == ""
+    assert layout.core_list([3]) == "3"
+    assert layout.core_list([9, 0, 1, 3]) == "0-1,3,9"
+
+
+def test_hanging_keeps_long_words_and_line_breaks():
+    path = "/very/long" * 20
+    assert layout.hanging("name  ", f"first\n{path}") == ["name  first", f"      {path}"]
+    lines = layout.hanging("ok  ", "word " * 60)
+    assert len(lines) > 2 and all(len(line) <= layout.WIDTH for line in lines)
+    assert all(line.startswith("    word") for line in lines[1:])
+
+
+# --- facts
+
+
+def test_facts_of_this_process_survive_json():
+    facts = gathering.process_facts()
+    assert ProcessFacts(**json.loads(json.dumps(asdict(facts)))) == facts
+    assert facts.cores == sorted(os.sched_getaffinity(0)) and 1 <= facts.num_physical_cores <= len(facts.cores)
+    assert facts.executable == sys.executable
+    assert all(facts.versions.values()), facts.versions
+
+
+def test_facts_tell_no_secrets(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "hunter2")
+    assert "hunter2" not in json.dumps(asdict(gathering.process_facts()))
+
+
+def test_wrong_settings_are_a_fact(monkeypatch):
+    monkeypatch.setenv("TORCHMPI_NONSENSE", "1")
+    facts = gathering.process_facts()
+    assert "TORCHMPI_NONSENSE" in facts.settings_error
+    assert facts.settings_from_environment == ["TORCHMPI_NONSENSE"]
+
+
+def test_leftovers_are_old_ours_and_not_in_use(tmp_path):
+    old, new, other = (tmp_path / name for name in ("torchmpi-board-old", "torchmpi-board-new", "something"))
+    for path in (old, new, other):
+        path.write_bytes(b"x")
+    hour_ago = time.time() - 3600
+    for path in (old, other):
+        os.utime(path, (hour_ago, hour_ago))
+    assert gathering.leftovers(tmp_path) == [str(old)]
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm to write to")
+def test_a_mapped_file_is_in_use():
+    path = f"/dev/shm/torchmpi-board-test-{os.getpid()}"
+    with open(path, "w+b") as file:
+        file.write(b"x" * 4096)
+        file.flush()
+        try:
+            hour_ago = time.time() - 3600
+            os.utime(path, (hour_ago, hour_ago))
+            assert path in gathering.leftovers(Path("/dev/shm"))
+            with mmap.mmap(file.fileno(), 4096):
+                os.utime(path, (hour_ago, hour_ago))
+                assert path not in gathering.leftovers(Path("/dev/shm"))
+        finally:
+            os.unlink(path)
+
+
+def test_library_paths():
+    maps = """7f0 r-xp 0 fd:00 1 /env/lib/libmpi.so.40
+7f1 r--p 0 fd:00 1 /env/lib/libmpi.so.40
+7f2 r-xp 0 fd:00 2 /usr/lib/x86_64-linux-gnu/libmpich.so.12.1.6
+7f3 r-xp 0 fd:00 3 /opt/cray/lib/libmpi_cray.so.12
+7f4 r-xp 0 fd:00 4 /usr/lib/libmpi_mpifh.so.40
+7f5 r-xp 0 fd:00 5 /env/mpi4py/MPI.openmpi.cpython-311.so""".splitlines()
+    assert gathering.library_paths(maps) == [
+        "/env/lib/libmpi.so.40",
+        "/opt/cray/lib/libmpi_cray.so.12",
+        "/usr/lib/x86_64-linux-gnu/libmpich.so.12.1.6",
+    ]
+
+
+# --- trials
+
+
+@pytest.mark.parametrize(
+    ("text", "library"),
+    [
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs to", "Open MPI 4.1.4"),
+        ("HYDRA build details:\n    Version:                                 5.0.2\n", "MPICH 5.0.2"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 2023", "Intel MPI 2021.9"),
+        ("usage: mpirun", "of an unknown library"),
+    ],
+)
+def test_library_of_a_launcher(text, library):
+    assert trial.library_of(text) == library
+
+
+def test_a_command_that_hangs_is_ended_with_its_children():
+    script = "sleep 600 & echo $!; trap '' TERM; wait; wait"
+    ended = trial.run_limited(["sh", "-c", script], seconds=0.5)
+    assert ended.status is None and ended.seconds < 30
+    child = int(ended.stdout)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_a_command_that_cannot_be_started():
+    ended = trial.run_limited(["/no/such/mpirun"], seconds=5)
+    assert ended.status == 127 and "No such file" in ended.stderr
+
+
+def test_messages_survive_noise():
+    output = '[1,0]<stdout>:torchmpi-probe:{"mpi": {"size": 2}}\nwarning: torchmpi-probe:{"cut\nnoise\n'
+    assert messages(output) == [{"mpi": {"size": 2}}]
