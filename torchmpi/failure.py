@@ -33,6 +33,8 @@ class FailureHandling:
 
     def __init__(self, world: Group, stop: Callable[[], None]) -> None:
         self.world, self._stop = world, stop
+        self.neighbours = world
+        """Ranks that share a page with this one, so that only the first of them to fail explains itself."""
         self._pid = os.getpid()
         self._installed = False
         self._previous_hook = sys.excepthook
@@ -158,13 +160,11 @@ class FailureHandling:
 
     def _claim(self) -> bool:
         """Mark this rank as failing; whether no other on this host has before, so that it is ours to explain."""
-        board, rank = self.world.board, self.world.rank
-        if board is None:
-            return True
-        if board.get(rank, DYING):
+        board, rank = self.neighbours.board, self.neighbours.rank
+        if board is None or board.get(rank, DYING):
             return True
         board.set(rank, DYING, 1)
-        return not any(board.get(row, DYING) for row in range(self.world.size) if row != rank)
+        return not any(board.get(row, DYING) for row in range(board.num_rows) if row != rank)
 
     def _abort(self, status: int) -> None:
         sys.stdout.flush()

@@ -112,6 +112,8 @@ class Runtime:
             collective()
         else:
             self.communicators.push(str(self.context.hosts[self.world.rank]), name=f"host {self.host_name}")
+            if self.num_hosts > 1:
+                self.failures.neighbours = self.communicators.current.intra
             if self.device.type == "cuda" and ipc_groups:
                 self.communicators.push(_ipc_key(self.device), name=f"ipc {self.host_name}")
         self.communicators.set_current(0)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
@@ -124,7 +125,12 @@ def test_settings_that_are_wrong_on_one_rank(job):
 
 def test_doctor_alone():
     # Not on PYTHONPATH, not installed: the ranks it starts must find torchmpi nevertheless.
-    code = f"import sys; sys.path.append({str(ROOT)!r}); from torchmpi.cli import main; sys.exit(main(['doctor', '--json']))"
+    code = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from torchmpi.cli import main
+sys.exit(main(["doctor", "--json"]))
+"""
     result = alone("-c", code, PYTHONPATH="")
     checks = checks_of(result)
     for name in ("MPI library", "launcher", "agreement", "self test", "fork", "settings", "environment"):
@@ -160,8 +166,11 @@ def test_doctor_survives_a_launcher_that_hangs(tmp_path):
     checks = checks_of(alone(*COMMAND, "doctor", "--json", "--timeout", "12", path=path))
     found = checks["launcher"]
     assert found["verdict"] == "problem" and "killed" in found["found"] and "looking for hosts" in found["found"]
+    child, limit = int((tmp_path / "child").read_text()), time.monotonic() + 10
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "child").read_text()), 0)
+        while time.monotonic() < limit:  # it is there until init has taken note of its end
+            os.kill(child, 0)
+            time.sleep(0.05)
 
 
 def test_doctor_in_a_job_of_the_other_library(family):

@@ -115,7 +115,7 @@ except mpi.TorchMPIError:
 
 @pytest.mark.parametrize("hosts", (1, 3))
 def test_a_missing_rank_is_named_with_the_line_it_is_at(job, hosts):
-    """On one host the ranks read it from a shared page; between hosts (here: by name only) the watchdogs ask each other."""
+    """On one host the ranks read it from a shared page; between hosts (here in name only) they ask each other."""
     code = "if rank == 2: time.sleep(60)  # lost in thought\nmpi.allreduce(torch.ones(3))"
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "2", "TORCHMPI_STALL_ABORT_SECONDS": "5"}
     setup = START
