@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -136,6 +137,8 @@ class Group:
         """Give everything back. Collective, since MPI's is."""
         for lane in (self.lane, *self.side_lanes.values()):
             lane.close()
+            for error in filter(None, (handle.unseen_error for handle in lane.failed)):
+                print(f"torchmpi: an asynchronous call failed and nobody waited for it: {error}", file=sys.stderr)
         self.plans.clear()
         self.context.groups.remove(self)
         if self.board is not None:

@@ -41,6 +41,7 @@ class FailureHandling:
         self._previous_handler: Any = None
         self._wakeup: tuple[socket.socket, threading.Thread] | None = None
         self._handled = threading.Event()
+        self._announced: BaseException | None = None
 
     def install(self) -> None:
         """Put the hooks in place."""
@@ -67,6 +68,17 @@ class FailureHandling:
         print(message, file=sys.stderr, flush=True)
         self._abort(status)
 
+    def announce(self, error: BaseException) -> None:
+        """Show an exception that is on its way up while ``stop()`` is called, as in ``try: ... finally: mpi.stop()``.
+
+        The others may end the job before it arrives, and the cause be lost behind their complaint about ``stop()``.
+        """
+        if self._claim():
+            self._announced = error
+            print(f"torchmpi: rank {self.world.rank} calls stop() because of an exception:", file=sys.stderr)
+            self._previous_hook(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+
     # --- the ways of failing
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -74,6 +86,8 @@ class FailureHandling:
             self._previous_hook(kind, error, trace)
             return
         rank, size = self.world.rank, self.world.size
+        if self._announced is not None and self._announced in (error, error.__context__):
+            self._abort(1)
         if self._claim():
             if size > 1:
                 print(f"torchmpi: rank {rank} of {size} failed, which ends the job:", file=sys.stderr)

@@ -36,6 +36,8 @@ class Lane:
         self.closed = False
         self.doing: str | None = None
         """What runs at the moment, in words, if whoever runs it says so; for the watchdog."""
+        self.failed: list[Handle] = []
+        """Calls that ended with an error, so that one which nobody waits for is not lost."""
         self._threaded = threaded
         self._counting = threading.Lock()
         self._tasks: queue.SimpleQueue[tuple[Task, Handle] | None] = queue.SimpleQueue()
@@ -91,11 +93,11 @@ class Lane:
                     self.pending -= 1
             del entry  # or the last tensor would live until the next call
 
-    @staticmethod
-    def _finish(task: Task, handle: Handle) -> None:
+    def _finish(self, task: Task, handle: Handle) -> None:
         try:
             result = task()
         except BaseException as error:  # whatever it is belongs to the one who waits
+            self.failed = [*(other for other in self.failed if other.unseen_error is not None), handle]
             handle.set_error(error)
         else:
             handle.set_result(result)

@@ -196,6 +196,9 @@ def stop() -> None:
     global _runtime, _why_not
     if _runtime is None:
         return
+    error = sys.exc_info()[1]
+    if error is not None and not isinstance(error, SystemExit) and _runtime.world.size > 1:
+        _runtime.failures.announce(error)
     _runtime.close()
     _runtime = None
     _why_not = "torchmpi has been stopped. Call mpi.start() again before using it."

@@ -39,6 +39,32 @@ def test_an_exception_ends_the_job_with_one_traceback(job):
     assert "torchmpi: rank 1 of 3 failed" in result.stderr, result.output
 
 
+@pytest.mark.parametrize("delay", (0, 1))
+def test_stopping_in_finally_does_not_hide_the_cause(job, delay):
+    """Regression: the others met stop() where they expected allreduce, and their complaint was all one saw."""
+    code = f"""
+try:
+    if rank == 1:
+        raise ValueError("bad sample 17")
+    time.sleep({delay})
+    mpi.allreduce(torch.ones(3))
+finally:
+    mpi.stop()
+"""
+    result = failing(job, code)
+    assert result.stderr.count("ValueError: bad sample 17") == 1, result.output
+
+
+def test_an_asynchronous_error_nobody_waits_for_is_mentioned(job):
+    code = """
+lane = mpi.communicator().intra.lane
+lane.submit(lambda: 1 / 0, "division")
+mpi.stop()
+"""
+    result = job(2, START + code)
+    assert "nobody waited for it: division by zero" in result.stderr, result.output
+
+
 def test_the_same_exception_on_all_ranks_is_explained_once(job):
     result = failing(job, "raise ValueError('everybody')")
     assert result.stderr.count("Traceback") >= 1, result.output
