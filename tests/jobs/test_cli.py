@@ -141,6 +141,18 @@ sys.exit(main(["doctor", "--json"]))
     assert len(json.loads(result.stdout)["facts"]["ranks"]) == 2
 
 
+def test_a_process_alone_leaves_nothing_in_shared_memory():
+    code = """
+import re
+from torchmpi.cli.gathering import mpi_facts
+mpi_facts()
+print(*re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read()))
+"""
+    result = alone("-c", code)
+    assert result.returncode == 0, result.output
+    assert [path for path in result.stdout.split() if Path(path).exists()] == []
+
+
 def test_doctor_in_a_job(launch):
     result = launch(3, [*COMMAND, "doctor"])
     lines = result.stdout.splitlines()

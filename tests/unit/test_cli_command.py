@@ -166,7 +166,7 @@ def test_library_of_a_launcher(text, library):
 
 
 def test_a_command_that_hangs_is_ended_with_its_children():
-    script = "sleep 600 & echo $!; trap '' TERM; wait; wait"
+    script = "trap '' TERM; sleep 600 & echo $!; wait"  # deaf to SIGTERM, and its child too
     ended = trial.run_limited(["sh", "-c", script], seconds=0.5)
     assert ended.status is None and ended.seconds < 30
     limit = time.monotonic() + 10

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from .. import runtime
-from ..communicator import Communicator, Group
+from ..communicator import Communicator
 
 
 def resolve(comm: int | Communicator | None) -> Communicator:
     """The communicator meant by a ``comm=`` argument: None is the current one, a number is a level."""
-    return runtime.current().communicators.find(comm)
+    return runtime.communicator(comm)
 
 
 def default_bucket_bytes(bucket_bytes: int | None) -> int:
@@ -20,7 +20,7 @@ def open_private(communicator: Communicator, name: str) -> Communicator:
     """The same ranks with an order of calls of their own. Collective; give it back with `close_private`."""
     group = communicator.intra
     group.drain()
-    private = Group(group.comm.Dup(), name, group.world_ranks, group.context)
+    private = group.duplicate(name)
     # No level of the stack: a span, which runs on the groups of the levels, would not be private.
     return Communicator(-1, name, private, None, split=communicator.split, parent=communicator)
 

@@ -1,0 +1,39 @@
+"""More elements than a 32-bit count can say, where there is memory for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchmpi as mpi
+
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.slow]
+NUMEL = 2**31 + 5
+
+
+def memory_for(num_bytes_per_rank: int) -> bool:
+    """The same answer on all ranks: the one of rank 0."""
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    return bool(mpi.broadcast(int(available > 1.5 * num_bytes_per_rank * mpi.size())))
+
+
+def test_more_than_two_to_the_31_elements(agree):
+    rank, size = mpi.rank(), mpi.size()
+    if size != 2:
+        pytest.skip("one number of ranks is enough")
+    if not memory_for(3 * NUMEL):
+        pytest.skip(f"needs {3 * NUMEL * size * 1.5 / 2**30:.0f} GiB of free memory")
+    tensor = torch.full((NUMEL,), rank + 1, dtype=torch.uint8)
+    mpi.allreduce(tensor, op="max")
+    ends = tensor[[0, 2**30, 2**31 - 1, -1]].tolist()
+    agree.equal(ends, [size] * 4, "allreduce")
+    tensor[-1] = rank + 10
+    mpi.broadcast(tensor, root=1)
+    agree.equal(tensor[-1].item(), 11, "broadcast")
+    part = mpi.reduce_scatter(tensor, op="max")
+    agree.equal(part.numel(), (NUMEL + 1) // 2 if rank == 0 else NUMEL // 2, "reduce_scatter")
+    agree.equal(int(part[-1]), 2 if rank == 0 else 11, "reduce_scatter")
+    del part
+    whole = mpi.allgather(tensor[: 2**30 + 1])
+    agree.equal((whole.numel(), int(whole[-1])), (2**31 + 2, 2), "allgather")
