@@ -172,23 +172,11 @@ mpi_suite() {
     fi
 }
 
-# mpi_suites NAME FIRST: everything that depends on the MPI; the first one also runs what does not.
-mpi_suites() {
-    local name=$1 tests=() ranks
-    if [ "$2" = yes ]; then
-        suite lint 120 python -m ruff check --output-format concise .
-        suite types 240 python -m mypy
-        tests=(tests/unit tests/test_architecture.py)
-    fi
-    if [ $quick = no ]; then
-        tests+=(tests/jobs)
-    fi
-    if [ ${#tests[@]} -gt 0 ]; then
-        suite "$name-jobs" 720 python -m pytest --color=no -q --durations=5 "${tests[@]}" ${pytest_options[@]+"${pytest_options[@]}"}
-    fi
-    for ranks in $sizes; do
-        mpi_suite "$name" "$ranks"
-    done
+# pytest_suite NAME SECONDS TEST...
+pytest_suite() {
+    local name=$1 limit=$2
+    shift 2
+    suite "$name" "$limit" python -m pytest --color=no -q --durations=5 "$@" ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
 # ---- the run -----------------------------------------------------------------------------------------------------
@@ -197,12 +185,23 @@ cd "$checkout" || exit 1
 export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
 prepare_environments
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
-first=yes
+use_environment "${mpis%% *}"
+suite lint 120 python -m ruff check --output-format concise .
+suite types 240 python -m mypy
+pytest_suite unit 300 tests/unit tests/test_architecture.py
 for name in $mpis; do
     use_environment "$name"
-    mpi_suites "$name" $first
-    first=no
+    for ranks in $sizes; do
+        mpi_suite "$name" "$ranks"
+    done
 done
+# Last, as they take longest: where time runs out, everything else has been run.
+if [ $quick = no ]; then
+    for name in $mpis; do
+        use_environment "$name"
+        pytest_suite "$name-jobs" 600 tests/jobs
+    done
+fi
 
 if [ ${#failed_logs[@]} -gt 0 ]; then
     printf '\n== failures (full logs: %s)\n' "$logs"

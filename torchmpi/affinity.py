@@ -6,6 +6,12 @@ import math
 import os
 from pathlib import Path
 
+# Quota and period: in one file of cgroup v2, in two of v1.
+_QUOTA_FILES = (
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+
 
 def current() -> frozenset[int]:
     """Cores this process may run on (all of them where the system does not say).
@@ -54,8 +60,10 @@ def cpu_quota() -> float:
     >>> cpu_quota() > 0
     True
     """
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return math.inf
-    return math.inf if quota == "max" else int(quota) / int(period)
+    for paths in _QUOTA_FILES:
+        try:
+            quota, period = " ".join(Path(path).read_text() for path in paths).split()
+            return int(quota) / int(period) if quota not in ("max", "-1") else math.inf
+        except (OSError, ValueError):
+            continue
+    return math.inf

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from . import mpi_library
 from .communicator import Group
 from .progress import DYING
 
@@ -186,6 +187,7 @@ class FailureHandling:
         # MPI_Abort may return or hang when the network is gone: then at least this process ends.
         threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
         if self.world.size > 1:
+            mpi_library.remove_own_segments()
             self.world.context.MPI.COMM_WORLD.Abort(status)
         os._exit(status)
 

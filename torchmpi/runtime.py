@@ -32,11 +32,12 @@ _why_not = "torchmpi has not been started. Call mpi.start() first, or use `with 
 class Runtime:
     """Everything between ``start()`` and ``stop()``."""
 
-    def __init__(self, config: Config, *, with_cuda: bool | None, cartesian: bool) -> None:
-        self.config, self.cartesian = config, cartesian
+    def __init__(self, config: Config | None, *, with_cuda: bool | None, cartesian: bool) -> None:
         self.resources = ExitStack()
         self.MPI, _ = mpi_library.initialise()
         world = self.MPI.COMM_WORLD
+        self.config, self.cartesian = _agreed_config(world, config), cartesian
+        config = self.config
         self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
         settings = _shared_settings(config, with_cuda, cartesian)
         facts = world.allgather((_host_key(self.MPI, config), affinity.current(), settings, torch.cuda.is_available()))
@@ -181,7 +182,7 @@ def start(
         raise AlreadyStartedError(
             f"rank {_runtime.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again."
         )
-    runtime = Runtime(config or Config.from_environment(), with_cuda=with_cuda, cartesian=cartesian)
+    runtime = Runtime(config, with_cuda=with_cuda, cartesian=cartesian)
     _runtime = runtime
     runtime.make_levels(custom_communicator_init, collective_communicator, ipc_groups=ipc_groups)
     if runtime.world.rank == 0 and runtime.config.verbose:
@@ -235,6 +236,20 @@ def _forget_in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_forked_child)
+
+
+def _agreed_config(world: Any, given: Config | None) -> Config:
+    """The settings of this rank. A wrong one on any rank is refused on all, which would otherwise wait for that rank."""
+    problem = ""
+    try:
+        config = given or Config.from_environment()
+    except ConfigError as error:
+        problem = str(error)
+    problems = world.allgather(problem)
+    for rank, text in enumerate(problems):
+        if text:
+            raise ConfigError(f"rank {rank}: {text}")
+    return config
 
 
 def _host_key(MPI: Any, config: Config) -> str:

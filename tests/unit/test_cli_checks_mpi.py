@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from cli_facts import LAUNCH, MPI, MPIRUN, PROCESS, alone, job
 
+from torchmpi import mpi_library
 from torchmpi.cli import checks_mpi as checks
 from torchmpi.cli.doctor import diagnose, summary
 from torchmpi.cli.facts import Facts, Program
@@ -130,7 +131,7 @@ def test_job_whose_ranks_are_each_alone():
     ],
 )
 def test_families(launcher, library, expected):
-    assert checks.are_foreign(launcher, library) is expected
+    assert mpi_library.are_foreign(launcher, library) is expected
 
 
 # --- environment, root, threads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ..mpi_library import are_foreign
 from .facts import Facts, Launch, MPIFacts, Program
 from .finding import Finding
 from .layout import counted
@@ -113,27 +114,6 @@ def _two_mpis(facts: Facts, program: Program, launch: Launch) -> Finding:
 
 def _loaded(mpi: MPIFacts) -> str:
     return f"{mpi.library} ({', '.join(mpi.paths)})"
-
-
-def family(name: str) -> str | None:
-    """Libraries that understand each other's launchers: those of one family do, those of two do not.
-
-    >>> family("Open MPI's mpirun"), family("Intel MPI 2021.9"), family("Slurm's srun")
-    ('Open MPI', 'MPICH', None)
-    """
-    if name.startswith("Open MPI"):
-        return "Open MPI"
-    return "MPICH" if name.startswith(("MPICH", "Intel MPI", "MVAPICH")) else None
-
-
-def are_foreign(launcher: str | None, library: str) -> bool:
-    """Whether a launcher is known to belong to another family than the library.
-
-    >>> are_foreign("Open MPI's mpirun", "MPICH 5.0.2"), are_foreign(None, "MPICH 5.0.2")
-    (True, False)
-    """
-    families = family(launcher or ""), family(library)
-    return None not in families and families[0] != families[1]
 
 
 def _failed_launch(where: str, launch: Launch) -> tuple[str, str]:

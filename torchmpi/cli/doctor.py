@@ -9,8 +9,8 @@ import json
 import os
 
 from ..errors import MissingMPIError
+from ..mpi_library import are_foreign
 from . import checks_host, checks_mpi, checks_software
-from .checks_mpi import are_foreign
 from .facts import Facts, ProcessFacts
 from .finding import Check, Finding
 from .gathering import gather_ranks, loaded_library, mpi_facts, process_facts

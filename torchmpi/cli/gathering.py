@@ -176,8 +176,6 @@ def mpi_facts() -> MPIFacts:
         MPI, _ = mpi_library.initialise()
     except LaunchError:
         MPI = mpi_library.load()  # it runs, but each process is alone: the checks say so
-    if MPI.COMM_WORLD.size == 1:
-        _remove_own_segments()
     return MPIFacts(
         rank=MPI.COMM_WORLD.rank,
         size=MPI.COMM_WORLD.size,
@@ -186,12 +184,6 @@ def mpi_facts() -> MPIFacts:
         thread_level=mpi_library.thread_level(MPI),
         is_cuda_aware=mpi_library.is_cuda_aware(),
     )
-
-
-def _remove_own_segments() -> None:
-    """Open MPI 5.0 leaves its segment behind in a process that was started without mpirun; nobody else needs it."""
-    for path in re.findall(r"/dev/shm/sm_segment\.\S+", _read(Path("/proc/self/maps"))):
-        Path(path).unlink(missing_ok=True)
 
 
 def _own_library_paths() -> list[str]:
