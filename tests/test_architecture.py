@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 FLOORS = (
     ("_version", "errors"),
     ("config", "topology", "schedule"),
-    ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "fusion"),
+    ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library"),
     ("buffers", "lane", "progress", "inquiry"),
-    ("communicator",),
+    ("communicator", "fusion"),
     ("backends",),
     ("hierarchy", "selector", "watchdog", "failure"),
     ("runtime",),

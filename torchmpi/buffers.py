@@ -6,6 +6,7 @@ file makes them so, and brings the results back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,10 @@ def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
-        raise DtypeError(f"{what}: a {kind} is not a tensor. Pass a torch.Tensor or a number.")
+        hint = " (torch.from_numpy shares the memory)" if kind == "ndarray" else ""
+        raise DtypeError(f"{what}: a {kind} is not a tensor. Pass a torch.Tensor or a number{hint}.")
+    if tensor.is_nested:
+        raise ArgumentError(f"{what}: the tensor is nested. Send its parts one by one (tensor.unbind()).")
     if tensor.layout is not torch.strided:
         raise ArgumentError(
             f"{what}: the tensor is {str(tensor.layout).removeprefix('torch.')}. Pass .to_dense(), or its indices "
@@ -66,7 +70,7 @@ def plain(tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if to_host and tensor.is_cuda:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor)
         return host
     return tensor.contiguous()
@@ -89,17 +93,41 @@ def _last_byte(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + (reach + 1) * tensor.element_size() - 1
 
 
+def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy into a tensor whatever autograd thinks of it: a leaf, part of a graph, or made in inference mode.
+
+    >>> leaf = torch.zeros(2, requires_grad=True)
+    >>> overwrite(leaf, torch.ones(2)); leaf
+    tensor([1., 1.], requires_grad=True)
+    """
+    with torch.inference_mode(target.is_inference()):
+        target.detach().copy_(values)
+    touch(target)
+
+
 def touch(tensor: torch.Tensor) -> None:
     """Tell autograd that the tensor was written, so that a stale saved value is an error and not a wrong gradient."""
     if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+        increment_version((tensor,))
+
+
+def _find_increment_version() -> Callable[[tuple[torch.Tensor]], None]:
+    """The function behind torch.autograd.graph.increment_version, which looks at its argument for 0.2 us first."""
+    try:
+        torch._C._increment_version((torch.empty(0, device="cpu"),))
+    except (AttributeError, TypeError):  # another torch: take the public one
+        return torch.autograd.graph.increment_version
+    return torch._C._increment_version  # type: ignore[no-any-return]
+
+
+increment_version = _find_increment_version()
 
 
 class Scratch:
     """One reusable piece of memory, which grows to what is asked for."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor over the memory; valid until the next call.
@@ -109,5 +137,5 @@ class Scratch:
         """
         num_bytes = numel * dtype.itemsize
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._memory[:num_bytes].view(dtype)

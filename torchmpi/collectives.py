@@ -8,8 +8,10 @@ calls on one communicator run in the order in which they were made, synchronous 
 
 from __future__ import annotations
 
+import operator
 import pickle
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -202,8 +204,8 @@ def barrier(comm: Comm = None) -> None:
 
 
 def allreduce_many(
-    tensors: Sequence[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
-) -> Sequence[_Tensor]:
+    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
+) -> list[_Tensor]:
     """:func:`allreduce` of many tensors, fused into few messages; in place, with the same bits as one by one.
 
     mpi.allreduce_many([p.grad for p in model.parameters()], op="avg")
@@ -212,39 +214,45 @@ def allreduce_many(
 
 
 def allreduce_many_async(
-    tensors: Sequence[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
+    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
 ) -> Handle:
     """:func:`allreduce_many` in the background; the messages are on their way while the next ones are packed."""
     running = runtime.current()
     where = f"{running.world.where}: allreduce_many"
+    tensors = list(tensors)
     for tensor in tensors:
         buffers.check(tensor, where, written=True)
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ArgumentError(f"{where}: a tensor is in the list twice, and would be reduced once. Pass each one once.")
     packed: list[tuple[list[int], _Tensor | None, Handle]] = []
     for members in fusion.plan_buckets(tensors, running.config.bucket_bytes):
         if len(members) == 1:
             packed.append((members, None, allreduce_async(tensors[members[0]], op=op, comm=comm, backend=backend)))
             continue
         flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
-        packed.append((members, flat, allreduce_async(flat, op=op, comm=comm, backend=backend)))
+        shapes = tuple(tensors[index].shape for index in members)
+        packed.append((members, flat, _call("allreduce", flat, None, op=op, comm=comm, backend=backend, packed=shapes)))
     return _Unpacking(tensors, packed)
 
 
 class _Unpacking(Handle):
     """Waits for all messages and puts the results back where they belong."""
 
-    __slots__ = ("_packed", "_tensors")
+    __slots__ = ("_packed", "_tensors", "_unpacking")
 
-    def __init__(self, tensors: Sequence[_Tensor], packed: list[tuple[list[int], _Tensor | None, Handle]]) -> None:
+    def __init__(self, tensors: list[_Tensor], packed: list[tuple[list[int], _Tensor | None, Handle]]) -> None:
         super().__init__("allreduce_many")
         self._tensors, self._packed = tensors, packed
+        self._unpacking = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> Any:
-        if not self._is_done:
-            for members, flat, handle in self._packed:
-                handle.wait(timeout)
-                if flat is not None:
-                    fusion.unpack(flat, [self._tensors[index] for index in members])
-            self.set_result(self._tensors)
+        with self._unpacking:
+            if not self._is_done:
+                for members, flat, handle in self._packed:
+                    handle.wait(timeout)
+                    if flat is not None:
+                        fusion.unpack(flat, [self._tensors[index] for index in members])
+                self.set_result(self._tensors)
         return super().wait(timeout)
 
     def done(self) -> bool:
@@ -257,10 +265,10 @@ def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
     settings = mpi.broadcast_object(parse_arguments() if mpi.rank() == 0 else None)
     """
     group = runtime.communicator(comm).intra
-    _check_root(group, root, "broadcast_object")
+    root = _check_root(group, root, "broadcast_object")
     data = _pickled(value) if group.rank == root else None
     length = broadcast(0 if data is None else data.numel(), root, comm=comm)
-    data = torch.empty(length, dtype=torch.uint8) if data is None else data
+    data = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
     return _unpickled(broadcast(data, root, comm=comm))
 
 
@@ -296,7 +304,9 @@ def _call(
     comm: Comm = None,
     backend: str | None = None,
     asynchronous: bool = False,
+    packed: tuple[tuple[int, ...], ...] = (),
 ) -> Any:
+    """`packed`: the shapes of what a flat tensor carries, always asynchronous."""
     communicator = runtime.communicator(comm)
     group = communicator.intra
     what = f"{group.where}: {verb}"
@@ -305,7 +315,7 @@ def _call(
         _refuse_number(verb, out, what)
         tensor, finish = as_tensor(tensor, op), _number_result
     if verb in _ROOTED:
-        _check_root(group, root, verb)
+        root = _check_root(group, root, verb)
     if tensor is None and verb == "scatter" and group.rank != root:
         key = (verb, op, None, "cpu", False, backend)
     else:
@@ -315,6 +325,8 @@ def _call(
     if out is not None:
         _check_out(verb, tensor, out, what)
     plan = _plan(communicator, key)
+    if packed:
+        return _submit(group, plan.for_many(packed), (tensor, out, root), None)
     if not asynchronous:
         result = group.call(plan, tensor, out, root)
         return result if finish is None else finish(result)
@@ -350,12 +362,17 @@ def _plan(communicator: Communicator, key: tuple[Any, ...]) -> plans.Plan:
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
-def _check_root(group: Group, root: int, verb: str) -> None:
-    if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < group.size:
+def _check_root(group: Group, root: Any, verb: str) -> int:
+    try:
+        number = -1 if isinstance(root, bool) else operator.index(root)  # numpy's integers too
+    except TypeError:
+        number = -1
+    if not 0 <= number < group.size:
         raise ArgumentError(
             f"{group.where}: {verb}: root={root!r} is not a rank of communicator {group.name}. Use 0 to "
             f"{group.size - 1}."
         )
+    return number
 
 
 def _check_out(verb: str, tensor: Any, out: Any, what: str) -> None:

@@ -22,7 +22,7 @@ from . import topology
 from .errors import ArgumentError, CommunicatorError, MismatchError, TorchMPIError
 from .handle import Handle
 from .lane import Lane
-from .progress import Board, Call, Ledger, mismatch_message
+from .progress import Board, Call, Ledger, call_code, mismatch_message
 
 _HEADER_DIMS = 12
 
@@ -86,7 +86,8 @@ class Group:
         try:
             result = plan.run(tensor, out, root)
         except self.context.MPI.Exception as error:
-            ledger.leave(missing)  # raises MismatchError if that is the reason
+            ledger.compare(missing)  # raises MismatchError if that is the reason
+            ledger.abandon()
             raise TorchMPIError(f"{self.where}: {Call(ledger.seq, code, shape)} failed in MPI: {error}.") from error
         except BaseException:
             ledger.abandon()
@@ -254,6 +255,18 @@ Comm = int | Communicator | None
 """What verbs take as ``comm=``."""
 
 
+class _SplitPlan:
+    """Making a communicator, as a call like others: in order, and noticed if a rank does something else."""
+
+    verb = "split"
+    code = call_code("split")
+    is_whole = False
+
+    def __init__(self, split: Callable[..., int], *arguments: Any) -> None:
+        self.shape_of = lambda tensor: ()
+        self.run = lambda tensor, out, root: split(*arguments)
+
+
 class Span(NamedTuple):
     """Nested levels over which collectives on the first one are composed, and the groups in which the steps run."""
 
@@ -277,17 +290,18 @@ class CommunicatorStack:
     @property
     def current(self) -> Communicator:
         """The one named by the innermost ``use()`` of this thread or task, else by ``set_communicator()``."""
-        return _used.get() or self._default
+        return self.find(None)
 
     def find(self, communicator: Comm) -> Communicator:
         """The communicator meant by a ``comm=`` argument."""
         if communicator is None:
-            return _used.get() or self._default
+            used = _used.get()
+            return self._default if used is None or used.intra.lane.closed else used
         if isinstance(communicator, Communicator):
             if communicator.intra.lane.closed:
                 raise CommunicatorError(f"{communicator!r} has been closed; it belongs to an earlier start().")
             return communicator
-        if isinstance(communicator, int) and 0 <= communicator < len(self.levels):
+        if type(communicator) is int and 0 <= communicator < len(self.levels):
             return self.levels[communicator]
         raise CommunicatorError(
             f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, or a "
@@ -299,12 +313,15 @@ class CommunicatorStack:
         if not isinstance(key, (str, int)):
             raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
         parent = self.current
+        return int(parent.intra.call(_SplitPlan(self._split, parent, str(key), name or str(key)), None, None, 0))
+
+    def _split(self, parent: Communicator, key: str, name: str) -> int:
+        """What `push` does in its turn, under the eyes of the watchdog."""
         comm = parent.intra.comm
-        parent.intra.drain()
-        keys = comm.allgather(str(key))
+        keys = comm.allgather(key)
         split = topology.plan_split(keys, cartesian=True)
         member = split.members[parent.rank]
-        level, name = len(self.levels), name or str(key)
+        level = len(self.levels)
         world_ranks = parent.intra.world_ranks
         intra = Group(
             comm.Split(member.group, parent.rank), name, tuple(world_ranks[rank] for rank in member.intra), self.context

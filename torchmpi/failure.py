@@ -8,6 +8,7 @@ exit without ``stop()`` while others communicate, and a message from the watchdo
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -49,7 +50,7 @@ class FailureHandling:
         self._installed = True
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
-        os.register_at_fork(after_in_child=self._in_forked_child)
+        _active.add(self)
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._watch_sigterm()
@@ -57,6 +58,7 @@ class FailureHandling:
     def uninstall(self) -> None:
         """Give the hooks back, unless somebody has replaced ours."""
         self._installed = False
+        _active.discard(self)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
         atexit.unregister(self._at_exit)
@@ -87,11 +89,13 @@ class FailureHandling:
             self._previous_hook(kind, error, trace)
             return
         rank, size = self.world.rank, self.world.size
+        if size == 1:  # nobody waits: Python ends, or in an interactive session goes on, as it always does
+            self._previous_hook(kind, error, trace)
+            return
         if self._announced is not None and self._announced in (error, error.__context__):
             self._abort(1)
         if self._claim():
-            if size > 1:
-                print(f"torchmpi: rank {rank} of {size} failed, which ends the job:", file=sys.stderr)
+            print(f"torchmpi: rank {rank} of {size} failed, which ends the job:", file=sys.stderr)
             self._previous_hook(kind, error, trace)
         else:
             first_line = str(error).split("\n", 1)[0]
@@ -114,7 +118,7 @@ class FailureHandling:
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         self._handled.set()
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or not self._installed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -164,7 +168,7 @@ class FailureHandling:
         listener.join()
         self._wakeup = None
 
-    def _in_forked_child(self) -> None:
+    def in_forked_child(self) -> None:
         """A forked worker is no rank: it must not speak for one, nor write into the parent's wake-up socket."""
         if self._installed and self._wakeup is not None:
             signal.set_wakeup_fd(-1)
@@ -185,11 +189,23 @@ class FailureHandling:
         sys.stdout.flush()
         sys.stderr.flush()
         # MPI_Abort may return or hang when the network is gone: then at least this process ends.
-        threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
+            threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
         if self.world.size > 1:
             mpi_library.remove_own_segments()
             self.world.context.MPI.COMM_WORLD.Abort(status)
         os._exit(status)
+
+
+_active: set[FailureHandling] = set()
+
+
+def _in_forked_child() -> None:
+    for handling in list(_active):
+        handling.in_forked_child()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)  # cannot be undone, so once for all
 
 
 def _exit_later(status: int) -> None:

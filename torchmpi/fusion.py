@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from . import buffers
+
 
 def plan_buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
     """Indices of the tensors that travel together: one dtype and device each, in order, up to `bucket_bytes`.
@@ -37,6 +39,5 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     (tensor([0., 1.]), tensor([2.]))
     """
     pieces = flat.split([tensor.numel() for tensor in tensors])
-    with torch.no_grad():
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        buffers.overwrite(tensor, piece.view(tensor.shape))

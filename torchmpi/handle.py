@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from .errors import StallError
@@ -20,7 +19,7 @@ class Handle:
         gradient = handle.wait()
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_description", "_error", "_finished", "_is_done", "_result", "_seen")
+    __slots__ = ("__weakref__", "_description", "_error", "_finished", "_is_done", "_result", "_seen")
 
     def __init__(self, description: str = "asynchronous call") -> None:
         # A locked lock is the cheapest event: released once, when the call ends; waiters hand it on.
@@ -31,7 +30,6 @@ class Handle:
         self._error: BaseException | None = None
         self._is_done = False
         self._seen = False
-        self._callbacks: list[Callable[[Handle], None]] = []
 
     @classmethod
     def completed(cls, result: Any) -> Handle:
@@ -62,16 +60,6 @@ class Handle:
         """Whether ``wait()`` would return at once."""
         return self._is_done
 
-    def then(self, callback: Callable[[Handle], None]) -> None:
-        """Call `callback(handle)` when the call has ended, in the thread that ended it, or now if it has.
-
-        >>> Handle.completed(3).then(lambda handle: print(handle.wait()))
-        3
-        """
-        self._callbacks.append(callback)
-        if self._is_done:
-            self._run_callbacks()
-
     # What follows is for those who run the call.
 
     def set_result(self, result: Any) -> None:
@@ -92,13 +80,3 @@ class Handle:
     def _end(self) -> None:
         self._is_done = True
         self._finished.release()
-        self._run_callbacks()
-
-    def _run_callbacks(self) -> None:
-        # then() and the end of the call may both be here: pop() is atomic, so each callback runs once.
-        while True:
-            try:
-                callback = self._callbacks.pop(0)
-            except IndexError:
-                return
-            callback(self)

@@ -32,7 +32,7 @@ class Lane:
         self.turn = threading.Lock()
         """Held by whoever runs a call."""
         self.pending = 0
-        """Submitted calls that have not ended, their callbacks included."""
+        """Submitted calls that have not ended."""
         self.closed = False
         self.doing: str | None = None
         """What runs at the moment, in words, if whoever runs it says so; for the watchdog."""
@@ -50,8 +50,8 @@ class Lane:
                 return task()
             finally:
                 self.turn.release()
-        if self._worker is threading.current_thread() or not self._threaded:
-            return task()  # a callback of a call that ends right now: it holds the turn
+        if not self._threaded:
+            return task()
         return self.submit(task, self.name).wait()
 
     def submit(self, task: Task, description: str) -> Handle:

@@ -7,7 +7,8 @@ on one queue per peer and direction: sending to one rank never waits for another
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from . import buffers, dtypes, runtime, schedule, streams
 from .communicator import Comm, Group
-from .errors import ArgumentError, MismatchError
+from .errors import ArgumentError, MismatchError, TorchMPIError
 from .handle import Handle
 from .lane import Lane
 from .scalars import as_tensor, is_number, restore
@@ -119,25 +120,38 @@ class _Message:
     # What runs in the queue.
 
     def send(self) -> torch.Tensor:
-        self.lane.doing = self._description(f"to rank {self.peer}")
-        work = self._plain()
-        for piece, tag in self._pieces(work):
-            self.comm.Send((piece, self.MPI.BYTE), self.peer, tag)
-        self.lane.doing = None
+        with self._watched(f"to rank {self.peer}"):
+            work = self._plain()
+            for piece, tag in self._pieces(work):
+                self.comm.Send((piece, self.MPI.BYTE), self.peer, tag)
         return self.tensor
 
     def receive(self) -> torch.Tensor:
-        self.lane.doing = self._description(f"from rank {self.peer}")
+        with self._watched(f"from rank {self.peer}"):
+            return self._receive()
+
+    @contextmanager
+    def _watched(self, peer: str) -> Iterator[None]:
+        """Tell the watchdog what this queue is doing, and name the call if MPI fails in it."""
+        self.lane.doing = self._description(peer)
+        try:
+            yield
+        except self.MPI.Exception as error:
+            raise TorchMPIError(f"{self.what}: {self.lane.doing} failed in MPI: {error}.") from error
+        finally:
+            self.lane.doing = None
+
+    def _receive(self) -> torch.Tensor:
         self._check_header()
         direct = self.backend.takes(self.tensor.device.type) and buffers.is_direct(self.tensor)
-        work = self.tensor.detach() if direct else torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
+        work = self.tensor.detach() if direct else torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
         streams.settle(work)
         for piece in self._payload(work):
             self.comm.Recv((piece, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
         if not direct:
-            self.tensor.detach().copy_(work)
-        buffers.touch(self.tensor)
-        self.lane.doing = None
+            buffers.overwrite(self.tensor, work)
+        else:
+            buffers.touch(self.tensor)
         return self.tensor
 
     def exchange_with(self, dst: int) -> Callable[[], torch.Tensor]:
@@ -146,9 +160,10 @@ class _Message:
         def exchange() -> torch.Tensor:
             outgoing = self._plain().clone()
             requests = [self.comm.Isend((piece, self.MPI.BYTE), dst, tag) for piece, tag in self._pieces(outgoing)]
-            result = self.receive()
-            self.MPI.Request.Waitall(requests)
-            return result
+            try:
+                return self.receive()
+            finally:
+                self.MPI.Request.Waitall(requests)  # also on the way out: MPI reads `outgoing` until then
 
         return exchange
 
@@ -179,10 +194,11 @@ class _Message:
             return
         dtype = dtypes.from_code(code)
         assert dtype is not None
-        dropped = torch.empty(shape, dtype=dtype)  # has a name, so that it lives until the bytes have arrived
+        dropped = torch.empty(
+            shape, dtype=dtype, device="cpu"
+        )  # has a name, so that it lives until the bytes have arrived
         for piece in self._payload(dropped):  # out of the way of the next message
             self.comm.Recv((piece, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
-        self.lane.doing = None
         raise MismatchError(
             f"{self.what}: rank {self.peer} sent {dtypes.short_name(dtype)} {list(shape)}, but the tensor to "
             "receive into is "

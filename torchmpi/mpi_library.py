@@ -84,12 +84,14 @@ def initialise() -> tuple[Any, bool]:
         _check_family(MPI)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         # Not in stop(): MPI cannot be initialised twice, and a program may start and stop us many times.
-        atexit.register(_finalise, MPI)
+        atexit.register(_finalise, MPI, os.getpid())
     _check_launch(MPI)
     return MPI, ours
 
 
-def _finalise(MPI: Any) -> None:
+def _finalise(MPI: Any, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child that ends has no MPI to finalize, and would wait for the others for ever
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
         remove_own_segments()  # Open MPI 5.0 leaves 16 MB behind in a process that was started without mpirun

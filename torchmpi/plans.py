@@ -7,6 +7,7 @@ dictionary look-up.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from . import buffers, dtypes, hierarchy, streams
 from .backends import Backend, Operation
 from .communicator import Communicator, Group
 from .errors import DtypeError
-from .progress import call_code
+from .progress import as_many, call_code
 from .runtime import Runtime
 
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
@@ -35,6 +36,14 @@ class Plan:
         self.is_whole = verb in _WHOLE_SHAPE
         """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
         self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if verb in ("scatter", "barrier") else _row_shape
+
+    def for_many(self, shapes: tuple[tuple[int, ...], ...]) -> Plan:
+        """An allreduce with a signature that tells what is packed into the flat tensor."""
+        plan = copy.copy(self)
+        plan.verb, plan.code = "allreduce_many", as_many(self.code)
+        checksum = hash(shapes) % 1_000_000
+        plan.is_whole, plan.shape_of = False, lambda tensor: (tensor.numel(), len(shapes), checksum)
+        return plan
 
 
 def _row_shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -99,8 +108,14 @@ def _direct(operation: Operation) -> Operation:
     """In place on memory the backend takes as it is."""
 
     def run(tensor: torch.Tensor, out: None, root: int) -> torch.Tensor:
-        operation(tensor, None, root)
-        buffers.touch(tensor)
+        if tensor.requires_grad or tensor.is_inference():
+            # What a backend computes in place is no part of the graph, and allowed on every tensor.
+            with torch.inference_mode(tensor.is_inference()):
+                operation(tensor.detach(), None, root)
+            buffers.touch(tensor)
+        else:
+            operation(tensor, None, root)
+            buffers.increment_version((tensor,))
         return tensor
 
     return run
@@ -120,8 +135,9 @@ def _staged(verb: str, operation: Operation, group: Group, backend: Backend) -> 
         if not receives:
             return tensor
         if work.data_ptr() != target.data_ptr() or not buffers.is_direct(target):
-            target.detach().copy_(work)
-        buffers.touch(target)
+            buffers.overwrite(target, work)
+        else:
+            buffers.touch(target)
         return target
 
     return run
@@ -140,13 +156,14 @@ def _producing(operation: Operation, backend: Backend) -> Operation:
             and buffers.is_direct(out)
             and (source is None or not buffers.overlap(out, source))
         )
-        # The destination is checked against the result's shape by the backend, which alone knows it.
+        # The backend alone knows the shape of the result: where `out` does not fit it takes memory of its own, so that
+        # the call ends on all ranks before this one refuses.
         result: torch.Tensor | None = operation(source, out.detach() if usable and out is not None else None, root)
         if result is None:
             return None
         if out is None:
             return result if tensor is None else result.to(tensor.device)
-        if not usable:
+        if result.data_ptr() != out.data_ptr() or result.shape != out.shape or result.dtype != out.dtype:
             _copy_result(result, out)
         buffers.touch(out)
         return out
@@ -155,8 +172,10 @@ def _producing(operation: Operation, backend: Backend) -> Operation:
 
 
 def _copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
+    if out.dtype != result.dtype:
+        raise DtypeError(f"out is {out.dtype}, but the result is {result.dtype}. Pass out=None to have it made.")
     if out.shape != result.shape:
         raise dtypes.ArgumentError(
             f"out has shape {list(out.shape)}, but the result has {list(result.shape)}. Pass out=None to have it made."
         )
-    out.detach().copy_(result)
+    buffers.overwrite(out, result)

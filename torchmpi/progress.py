@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .dtypes import OPS, from_code, short_name
@@ -23,7 +24,7 @@ from .errors import MismatchError
 
 VERBS = (
     "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
-    "stop", "split",
+    "stop", "split", "allreduce_many",
 )  # fmt: skip
 _NO_OP = len(OPS)
 
@@ -32,6 +33,7 @@ ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING = range(6)
 _RING_START = 8
 _RING_LENGTH = 64  # calls remembered; a power of two
 _ENTRY_WORDS = 3  # sequence number, code, shape
+_CATCH_UP_SECONDS = 0.0001
 _TEXT_START = (_RING_START + _RING_LENGTH * _ENTRY_WORDS) * 8
 ROW_BYTES = 4096
 _ROW_WORDS = ROW_BYTES // 8
@@ -44,6 +46,15 @@ def call_code(verb: str, op: str | None = None, dtype_code: int = 0) -> int:
     True
     """
     return VERBS.index(verb) | (OPS.index(op) if op else _NO_OP) << 8 | dtype_code << 16
+
+
+def as_many(code: int) -> int:
+    """The code of an allreduce as that of the packed one.
+
+    >>> describe(as_many(call_code("allreduce", "sum", 1)), (5, 2, 77))
+    'allreduce_many(2 tensors of 5 float32 in all, shapes #77, sum)'
+    """
+    return code & ~0xFF | VERBS.index("allreduce_many")
 
 
 class Call(NamedTuple):
@@ -66,7 +77,10 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
     verb = VERBS[code & 0xFF]
     op, dtype, root = (code >> 8) & 0xFF, from_code((code >> 16) & 0xFFFF), code >> 32
     parts = []
-    if dtype is not None:
+    if verb == "allreduce_many" and shape is not None and dtype is not None:
+        numel, num_tensors, checksum = shape
+        parts.append(f"{num_tensors} tensors of {numel} {short_name(dtype)} in all, shapes #{checksum}")
+    elif dtype is not None:
         parts.append(short_name(dtype) + (f" {list(shape)}" if shape is not None else ""))
     if op != _NO_OP:
         parts.append(OPS[op])
@@ -90,7 +104,12 @@ class Board:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         descriptor, path = tempfile.mkstemp(prefix="torchmpi-board-", dir=folder)  # mode 0600
         try:
-            os.truncate(descriptor, num_rows * ROW_BYTES)
+            os.posix_fallocate(
+                descriptor, 0, num_rows * ROW_BYTES
+            )  # a full /dev/shm is an error now, not a SIGBUS later
+        except OSError:
+            os.unlink(path)
+            raise
         finally:
             os.close(descriptor)
         return path
@@ -129,7 +148,19 @@ class Ledger:
     1
     """
 
-    __slots__ = ("_base", "_neighbours", "_words", "board", "current", "history", "name", "rank", "seq", "size")
+    __slots__ = (
+        "_base",
+        "_free",
+        "_neighbours",
+        "_words",
+        "board",
+        "current",
+        "history",
+        "name",
+        "rank",
+        "seq",
+        "size",
+    )
 
     def __init__(self, name: str, rank: int, size: int, board: Board | None = None) -> None:
         self.name, self.rank, self.size, self.board = name, rank, size, board
@@ -139,12 +170,16 @@ class Ledger:
         self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * _RING_LENGTH
         self._words = board.words if board is not None else None
         self._base = rank * _ROW_WORDS
+        self._free = _RING_LENGTH if board is not None else sys.maxsize
+        """Calls up to this number may be entered without covering one that a neighbour has not compared."""
         neighbours = {(rank - 1) % size, (rank + 1) % size} - {rank}
         self._neighbours = tuple(neighbour * _ROW_WORDS for neighbour in sorted(neighbours))
 
     def enter(self, code: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Note that this rank has arrived at its next call; gives the neighbours that have not yet."""
         seq = self.seq = self.seq + 1
+        if seq > self._free:
+            self._wait_for_room(seq, code, shape)
         position = seq & (_RING_LENGTH - 1)
         self.history[position] = self.current = (seq, code, shape)
         words = self._words
@@ -166,6 +201,17 @@ class Ledger:
                 self._refuse(base, seq, code, shape)
         return missing
 
+    def _wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
+        """Let neighbours that are a whole ring behind catch up: a root waits for nobody, and may run far ahead."""
+        assert self.board is not None
+        self.current = (seq, code, shape)  # for the watchdog
+        rows = [base // _ROW_WORDS for base in self._neighbours]
+        while seq > self._free:
+            # One less than the ring: a neighbour that has entered a call may still be about to compare it.
+            self._free = min((self.board.get(row, ENTERED) for row in rows), default=seq) + _RING_LENGTH - 1
+            if seq > self._free:
+                time.sleep(_CATCH_UP_SECONDS)
+
     def leave(self, missing: tuple[int, ...] = ()) -> None:
         """Note that the call has ended, and look at the neighbours that were not there when it began."""
         seq, code, shape = self.current  # type: ignore[misc]
@@ -174,13 +220,26 @@ class Ledger:
         if words is None:
             return
         words[self._base + LEFT] = seq
+        if missing:
+            self._compare(missing, seq, code, shape)
+
+    def compare(self, missing: tuple[int, ...]) -> None:
+        """Look once more at those that were not there when the call began, which has failed."""
+        if self.current is not None and self._words is not None:
+            self._compare(missing, *self.current)
+
+    def _compare(self, missing: tuple[int, ...], seq: int, code: int, shape: tuple[int, ...]) -> None:
+        words = self._words
+        assert words is not None
         for base in missing:
             slot = base + _RING_START + (seq & (_RING_LENGTH - 1)) * _ENTRY_WORDS
             if words[slot] == seq and (words[slot + 1] != code or words[slot + 2] != hash(shape)):
                 self._refuse(base, seq, code, shape)
 
     def abandon(self) -> None:
-        """Note that the call has ended with an error."""
+        """Note that the call has ended with an error here: whoever is still in it would wait in vain."""
+        if self.current is not None and self.board is not None:
+            self.board.set(self.rank, REFUSED, self.current[0])
         self.current = None
 
     def _refuse(self, base: int, seq: int, code: int, shape: tuple[int, ...]) -> None:
@@ -227,8 +286,13 @@ def mismatch_message(name: str, calls: dict[int, str]) -> str:
     )
 
 
-def ask(board: Board, rank: int, other: int, *, patience_seconds: float) -> str:
-    """Have the watchdog of another rank on this host write down what that rank is doing; '' if it does not answer."""
+def ask(
+    board: Board, rank: int, other: int, *, patience_seconds: float, meanwhile: Callable[[], object] = lambda: None
+) -> str:
+    """Have the watchdog of another rank on this host write down what that rank is doing; '' if it does not answer.
+
+    A watchdog that asks passes as `meanwhile` how it answers: the other may be asking it at this very moment.
+    """
     ticket = board.get(rank, ASKED) + 1
     before = board.get(other, ANSWERED)
     board.set(rank, ASKED, ticket)
@@ -236,5 +300,6 @@ def ask(board: Board, rank: int, other: int, *, patience_seconds: float) -> str:
     while board.get(other, ANSWERED) == before:
         if time.monotonic() > limit:
             return ""
+        meanwhile()
         time.sleep(0.02)
     return board.read_text(other)

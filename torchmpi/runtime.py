@@ -180,7 +180,8 @@ def start(
     global _runtime
     if _runtime is not None:
         raise AlreadyStartedError(
-            f"rank {_runtime.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again."
+            f"rank {_runtime.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
+            "(a start() or `with mpi.started()` that raised leaves it started, since stopping is collective)."
         )
     runtime = Runtime(config, with_cuda=with_cuda, cartesian=cartesian)
     _runtime = runtime
@@ -239,7 +240,7 @@ os.register_at_fork(after_in_child=_forget_in_forked_child)
 
 
 def _agreed_config(world: Any, given: Config | None) -> Config:
-    """The settings of this rank. A wrong one on any rank is refused on all, which would otherwise wait for that rank."""
+    """The settings of this rank. A wrong one on any rank is refused on all, which would otherwise wait for it."""
     problem = ""
     try:
         config = given or Config.from_environment()

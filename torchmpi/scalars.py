@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import numpy as np
 import torch
 
 from .errors import DtypeError
@@ -18,7 +19,7 @@ def is_number(value: object) -> bool:
     >>> is_number(1.5), is_number(torch.ones(()))
     (True, False)
     """
-    return isinstance(value, numbers.Number) and not isinstance(value, torch.Tensor)
+    return isinstance(value, (numbers.Complex, np.bool_))
 
 
 def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
@@ -29,19 +30,25 @@ def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
     >>> as_tensor(3), as_tensor(True, "sum"), as_tensor(True, "lor")
     (tensor(3), tensor(1), tensor(True))
     """
-    if isinstance(value, bool):
-        return torch.tensor(int(value) if op in _ARITHMETIC else value)
+    if isinstance(value, (bool, np.bool_)):
+        value = bool(value)
+        return _cpu(int(value) if op in _ARITHMETIC else value)
     if isinstance(value, numbers.Integral):
         if not -(1 << 63) <= int(value) < 1 << 63:
             raise DtypeError(
                 f"The integer {value} does not fit into 64 bits. Send it with broadcast_object or allgather_object."
             )
         if op == "avg":
-            return torch.tensor(float(value), dtype=torch.float64)
-        return torch.tensor(int(value))
+            return _cpu(float(value), torch.float64)
+        return _cpu(int(value))
     if isinstance(value, numbers.Real):
-        return torch.tensor(float(value), dtype=torch.float64)
-    return torch.tensor(complex(value), dtype=torch.complex128)
+        return _cpu(float(value), torch.float64)
+    return _cpu(complex(value), torch.complex128)
+
+
+def _cpu(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """On the host, whatever the default device is."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def restore(result: torch.Tensor) -> Any:

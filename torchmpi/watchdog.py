@@ -150,7 +150,9 @@ class Watchdog(threading.Thread):
             entered, left = board.get(row, progress.ENTERED), board.get(row, progress.LEFT)
             text = ""
             if entered < seq:
-                text = progress.ask(board, group.rank, row, patience_seconds=_ANSWER_PATIENCE_SECONDS)
+                text = progress.ask(
+                    board, group.rank, row, patience_seconds=_ANSWER_PATIENCE_SECONDS, meanwhile=self._answer_all
+                )
             if row != group.rank:
                 answered = entered >= seq or text
                 states[rank] = Answer(0, entered, entered > left, text.split("\n", 1)[0]) if answered else None
@@ -169,6 +171,10 @@ class Watchdog(threading.Thread):
             if group.key == key:
                 return Answer(key, group.ledger.seq, group.ledger.current is not None, whereabouts())
         return Answer(key, 0, False, f"it has no such communicator; {whereabouts()}")
+
+    def _answer_all(self) -> None:
+        for group in list(self.context.groups):
+            self._answer(group)
 
     def _answer(self, group: Group) -> None:
         """Write down what this rank is doing, if somebody has asked since the last look."""

@@ -114,6 +114,11 @@ def test_leaving_while_the_others_communicate_ends_the_job(job, status):
             "mpi.allgather(torch.ones(3, 3))",
             ("allgather(float32 [2])", "allgather(float32 [3])"),
         ),
+        (
+            "mpi.allreduce_many([torch.ones(2), torch.ones(3)])",
+            "mpi.allreduce_many([torch.ones(3), torch.ones(2)])",
+            ("allreduce_many(2 tensors of 5 float32 in all",),
+        ),
         ("mpi.stop()", "mpi.allreduce(torch.ones(3))", ("stop()", "allreduce")),
     ],
 )
@@ -241,3 +246,42 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_forked_child_that_ends_normally_does_not_finalize_mpi(job):
+    """Its exit handlers ran MPI_Finalize, which waited for the other ranks for ever."""
+    code = """
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+print("child ended with", os.waitpid(child, 0)[1], flush=True)
+mpi.barrier()
+"""
+    result = job(2, START + code, timeout=LIMIT_SECONDS)
+    assert result.returncode == 0 and result.stdout.count("child ended with 0") == 2, result.output
+
+
+def test_a_rank_that_does_not_come_to_push_communicator_is_named(job):
+    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "4"}
+    result = failing(job, "if rank == 1: time.sleep(60)\nmpi.push_communicator(0)", env=env)
+    assert "split()" in result.stderr and "rank 1, after" in result.stderr, result.output
+
+
+def test_ranks_that_wait_for_each_other_both_say_where_they_are(job):
+    """Each watchdog asked the other and did not answer meanwhile."""
+    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "6"}
+    code = """
+level = mpi.push_communicator(0)
+mpi.set_communicator(0)
+mpi.allreduce(torch.ones(3), comm=rank and level)
+"""
+    result = failing(job, code, n=2, env=env)
+    assert "does not answer" not in result.stderr, result.output
+    assert result.stderr.count("mpi.allreduce(torch.ones(3), comm=rank and level)") >= 2, result.output
+
+
+def test_an_error_alone_ends_python_as_ever(job):
+    """With one rank nobody waits: buffered files are written and exit handlers run."""
+    result = job(1, START + "import atexit\natexit.register(print, 'goodbye')\nraise ValueError('alone')")
+    assert result.returncode != 0, result.output
+    assert "goodbye" in result.stdout and result.stderr.count("ValueError: alone") == 1, result.output

@@ -254,3 +254,120 @@ def test_out_that_overlaps_the_input(agree):
     base = torch.arange(float(4 + 4 * size))
     result = mpi.allgather(base[2:6], base[: 4 * size])
     agree.equal(result, torch.arange(2.0, 6.0).repeat(size))
+
+
+# --- found by review; each names its cause
+
+
+@pytest.mark.parametrize("kind", ("leaf", "part of a graph", "inference"))
+def test_autograd_neither_records_nor_refuses_a_collective(agree, kind):
+    """Averages and ordered sums were computed by torch on the user's tensor: recorded in the graph, or refused."""
+    size = mpi.size()
+    for op, expected in (("sum", float(size)), ("avg", 1.0), ("max", 1.0)):
+        if kind == "leaf":
+            tensor = torch.nn.Parameter(torch.ones(3000))
+        elif kind == "inference":
+            with torch.inference_mode():
+                tensor = torch.ones(3000)
+        else:
+            x = torch.ones(3000, requires_grad=True)
+            tensor = x * 2 / 2
+        for layout in (tensor, tensor.t() if tensor.dim() > 1 else tensor):
+            result = mpi.allreduce(layout, op=op)
+        agree(
+            bool((result.detach() == (expected if op != "sum" else expected * size)).all()) or op != "sum",
+            f"{op} twice",
+        )
+        many = mpi.allreduce_many([tensor, torch.ones(5)], op=op)
+        agree(many[0] is tensor, op)
+        if kind == "part of a graph":
+            tensor.sum().backward()
+            agree.equal(x.grad, torch.ones(3000), f"{op}: the collective became part of the graph")
+
+
+def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
+    """A generator was used up by the checks, and nothing was reduced."""
+    tensors = [torch.ones(3), torch.ones(4)]
+    mpi.allreduce_many(tensor for tensor in tensors)
+    agree.equal(tensors[1], torch.full((4,), float(mpi.size())))
+    try:
+        mpi.allreduce_many([tensors[0], tensors[0]])
+    except mpi.TorchMPIError as error:
+        agree("twice" in str(error))
+    else:
+        agree(False, "accepted")
+
+
+def test_an_out_that_does_not_fit_is_refused_after_the_call_has_ended_everywhere(agree):
+    """It was refused half way: the others hung, or the next call got this one's data."""
+    rank, size = mpi.rank(), mpi.size()
+    calls = {
+        "allgather": lambda out: mpi.allgather(torch.full((2,), 100.0 + rank), out),
+        "gather": lambda out: mpi.gather(torch.full((2,), 100.0 + rank), 0, out),
+        "scatter": lambda out: mpi.scatter(torch.arange(2.0 * size) if rank == 0 else None, 0, out),
+        "alltoall": lambda out: mpi.alltoall(torch.full((size,), float(rank)), out),
+    }
+    for name, call in calls.items():
+        refused = False
+        try:
+            call(torch.empty(99) if rank == 0 else None)
+        except mpi.TorchMPIError as error:
+            refused = "99" in str(error)
+        agree(refused == (rank == 0), f"{name}: {refused}")
+        again = call(None)
+        if name == "allgather":
+            agree.equal(again, torch.arange(100.0, 100 + size).repeat_interleave(2), name)
+    try:
+        result = mpi.scatter(
+            torch.ones(size) if rank == 0 else None, 0, torch.empty(1, dtype=torch.int32) if rank else None
+        )
+    except mpi.TorchMPIError as error:
+        agree(rank > 0 and "int32" in str(error), str(error))
+    else:
+        agree(rank == 0, f"bytes of another dtype were taken: {result}")
+
+
+def test_a_root_that_runs_ahead_is_held_back_so_that_every_call_is_compared(agree):
+    """Beyond 64 calls it covered entries nobody had compared yet, and a mismatch there passed unseen."""
+    import time
+
+    world = mpi.communicator(0).intra
+    if mpi.rank() == mpi.size() - 1:
+        time.sleep(0.3)
+    for _ in range(200):
+        mpi.reduce(torch.ones(4), root=mpi.size() - 1)
+        mpi.broadcast(torch.ones(4), root=0)
+    if world.board is not None:
+        ahead = max(world.board.get(row, 0) for row in range(mpi.size())) - world.ledger.seq
+        agree(ahead <= 64, f"{ahead} calls ahead")
+
+
+def test_truth_values_of_any_byte(agree):
+    """A view makes bools of bytes other than 0 and 1; bitwise operations took 2 and 1 for different."""
+    mine = torch.tensor([2 - mpi.rank() % 2, 0], dtype=torch.uint8).view(torch.bool)
+    both = mpi.allreduce(mine.clone(), op="band")
+    odd = mpi.allreduce(mine.clone(), op="bxor")
+    agree.equal(both.tolist(), [True, False])
+    agree.equal(odd.tolist(), [mpi.size() % 2 == 1, False])
+
+
+def test_the_default_device_is_for_the_users_tensors(agree):
+    torch.set_default_device("meta")
+    try:
+        results = (
+            mpi.allreduce(torch.ones(5, device="cpu", dtype=torch.bfloat16)),
+            mpi.allgather(mpi.rank()),
+            mpi.broadcast_object("x"),
+        )
+    finally:
+        torch.set_default_device(None)
+    agree.equal(results[0].tolist(), [float(mpi.size())] * 5)
+    agree.equal(results[1:], (list(range(mpi.size())), "x"))
+
+
+def test_numpys_scalars_and_ranks(agree):
+    import numpy as np
+
+    agree.equal(mpi.allreduce(np.float64(0.5)), 0.5 * mpi.size())
+    agree.equal(mpi.allreduce(np.bool_(True), op="land"), True)
+    agree.equal(mpi.broadcast(7, root=np.int64(0)), 7)

@@ -107,17 +107,6 @@ def test_an_error_belongs_to_the_one_who_waits_and_the_lane_goes_on():
     lane.close()
 
 
-def test_a_callback_may_call_on_the_lane_that_runs_it():
-    lane, seen = Lane("test"), []
-    gate = threading.Event()
-    handle = lane.submit(gate.wait, "gate")
-    handle.then(lambda ended: seen.append(lane.run(lambda: "inside")))
-    gate.set()
-    lane.drain()
-    assert seen == ["inside"]
-    lane.close()
-
-
 def test_a_closed_lane_refuses():
     lane = Lane("test")
     lane.close()
@@ -162,16 +151,6 @@ def test_many_threads_may_wait_on_one_handle():
     for thread in threads:
         thread.join()
     assert results == [1] * 8
-
-
-def test_each_callback_runs_once_however_it_races_with_the_end():
-    for _ in range(200):
-        handle, calls = Handle(), []
-        thread = threading.Thread(target=lambda handle=handle: handle.set_result(1))
-        thread.start()
-        handle.then(lambda ended, calls=calls: calls.append(ended.wait()))
-        thread.join()
-        assert calls == [1]
 
 
 # --- ledger and board

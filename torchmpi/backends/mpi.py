@@ -15,7 +15,6 @@ import torch
 
 from .. import buffers, dtypes, mpi_library, schedule
 from ..config import Config
-from ..errors import ArgumentError
 from . import Operation
 from .ordered import OrderedReduction
 
@@ -23,6 +22,7 @@ _MPI_OPS = {
     "sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX",
     "band": "BAND", "bor": "BOR", "bxor": "BXOR", "land": "LAND", "lor": "LOR",
 }  # fmt: skip
+_BOOL_OPS = {"min": "LAND", "max": "LOR", "band": "LAND", "bor": "LOR", "bxor": "LXOR", "land": "LAND", "lor": "LOR"}
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 _PIECE_TAG = 1
 
@@ -69,9 +69,12 @@ class NativeReduction:
         name = dtypes.info(dtype).mpi_name
         assert name is not None
         self.MPI, self.comm, self.rank, self.size = MPI, group.comm, group.rank, group.size
-        self.type, self.op = getattr(MPI, name), getattr(MPI, _MPI_OPS[op])
+        # A view may have made a bool of any byte: only the logical operations take 2 and 1 for equal.
+        names = _BOOL_OPS if dtype is torch.bool else _MPI_OPS
+        self.type, self.op = getattr(MPI, name), getattr(MPI, names[op])
+        self.in_place, self.fromaddress = MPI.IN_PLACE, MPI.buffer.fromaddress
         self.itemsize = dtype.itemsize
-        self.finish = _finish_for(op, group.size)
+        self.finish = _finish_for(op, group.size, is_bool=dtype is torch.bool)
         # Pieces that stay in the cache on the way through the library, and are divided while they are there.
         self.piece_numel = max(1, min(config.pipeline_bytes, config.message_bytes) // self.itemsize)
 
@@ -79,9 +82,10 @@ class NativeReduction:
         """Everybody gets the result, in place."""
         numel = buffer.numel()
         if numel <= self.piece_numel:
-            address = self.MPI.buffer.fromaddress(buffer.data_ptr(), numel * self.itemsize)
-            self.comm.Allreduce(self.MPI.IN_PLACE, (address, numel, self.type), self.op)
-            self.finish(buffer)
+            memory = (self.fromaddress(buffer.data_ptr(), numel * self.itemsize), numel, self.type)
+            self.comm.Allreduce(self.in_place, memory, self.op)
+            if self.finish is not None:
+                self.finish(buffer)
         else:
             flat = buffer.view(-1)
             for begin, count in schedule.chunks(numel, self.piece_numel):
@@ -96,7 +100,8 @@ class NativeReduction:
             memory = (buffers.as_bytes(self.MPI, piece), count, self.type)
             if self.rank == root:
                 self.comm.Reduce(self.MPI.IN_PLACE, memory, self.op, root)
-                self.finish(piece)
+                if self.finish is not None:
+                    self.finish(piece)
             else:
                 self.comm.Reduce(memory, None, self.op, root)
         return buffer
@@ -112,7 +117,8 @@ class NativeReduction:
                 counts,
                 self.op,
             )
-            self.finish(out)
+            if self.finish is not None:
+                self.finish(out)
             return
         for owner, (offset, numel) in enumerate(spans):  # too long for one count: a reduce to each owner
             for begin, count in schedule.chunks(numel, self.piece_numel):
@@ -122,13 +128,13 @@ class NativeReduction:
                 self.reduce(piece, None, owner)
 
 
-def _finish_for(op: str, size: int) -> Callable[[torch.Tensor], Any]:
-    """What is left to do once MPI is done."""
+def _finish_for(op: str, size: int, *, is_bool: bool) -> Callable[[torch.Tensor], Any] | None:
+    """What is left to do once MPI is done, if anything."""
     if op == "avg":
         return lambda result: (torch.view_as_real(result) if result.is_complex() else result).div_(size)
-    if size == 1 and op in ("land", "lor"):  # with nobody to combine with, MPI would hand back 7 and not 1
+    if size == 1 and (is_bool or op in ("land", "lor")):  # with nobody to combine with, MPI would hand back 7 and not 1
         return lambda result: result.copy_(result != 0)
-    return lambda result: result
+    return None
 
 
 class ReduceScatter:
@@ -207,7 +213,7 @@ class Movement:
         """The root's rows, split evenly: each rank gets its part."""
         shape, dtype = self._announce(source, root)
         spans = schedule.rows(shape[0], self.size)
-        like = torch.empty((0, *shape[1:]), dtype=dtype) if source is None else source
+        like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
         destination = destination_for(like, spans[self.rank][1], destination)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         if shape[0] * row_bytes <= self.message_bytes:
@@ -303,12 +309,8 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
 def destination_for(source: torch.Tensor, num_rows: int, given: torch.Tensor | None) -> torch.Tensor:
     """The tensor that receives `num_rows` rows like those of `source`: the one given, if it fits, or a new one."""
     shape = (num_rows, *source.shape[1:])
-    if given is None:
+    if given is None or given.shape != shape or given.dtype != source.dtype:
         return torch.empty(shape, dtype=source.dtype, device=source.device)
-    if tuple(given.shape) != shape:
-        raise ArgumentError(
-            f"out has shape {list(given.shape)}, but the result has {list(shape)}. Pass out=None to have it made."
-        )
     return given
 
 

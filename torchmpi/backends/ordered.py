@@ -55,7 +55,7 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     accumulator_dtype = dtypes.info(out.dtype).accumulator
     assert accumulator_dtype is not None
     step = _COMBINE[op]
-    accumulator = out if accumulator_dtype is out.dtype else torch.empty(out.shape, dtype=accumulator_dtype)
+    accumulator = out if accumulator_dtype is out.dtype else torch.empty_like(out, dtype=accumulator_dtype)
     accumulator.copy_(parts[0])
     for part in parts[1:]:
         step(accumulator, part.to(accumulator_dtype), out=accumulator)
