@@ -248,7 +248,7 @@ class Communicator:
         return f"<Communicator level {self.level} {self.name!r}: intra {self.rank}/{self.size}, {inter}, {structure}>"
 
 
-_used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torchmpi communicator", default=None)
+used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torchmpi communicator", default=None)
 
 
 Comm = int | Communicator | None
@@ -284,19 +284,19 @@ class CommunicatorStack:
         split = topology.plan_split(["world"] * world.size, cartesian=True)
         intra = Group(world.Dup(), "world", everyone, context)
         self.levels = [Communicator(0, "world", intra, None, split=split, parent=None)]
-        self._default = self.levels[0]
+        self.default = self.levels[0]
         self.span = Span(self.levels[:1], {})
 
     @property
     def current(self) -> Communicator:
         """The one named by the innermost ``use()`` of this thread or task, else by ``set_communicator()``."""
-        return self.find(None)
+        chosen = used.get()
+        return self.default if chosen is None or chosen.intra.lane.closed else chosen
 
     def find(self, communicator: Comm) -> Communicator:
         """The communicator meant by a ``comm=`` argument."""
         if communicator is None:
-            used = _used.get()
-            return self._default if used is None or used.intra.lane.closed else used
+            return self.current
         if isinstance(communicator, Communicator):
             if communicator.intra.lane.closed:
                 raise CommunicatorError(f"{communicator!r} has been closed; it belongs to an earlier start().")
@@ -333,22 +333,22 @@ class CommunicatorStack:
         if member.inter is not None:
             inter = Group(inter_comm, f"{name} inter", tuple(world_ranks[rank] for rank in member.inter), self.context)
         self.levels.append(Communicator(level, name, intra, inter, split=split, parent=parent))
-        self._default = self.levels[level]
+        self.default = self.levels[level]
         return level
 
     def set_current(self, level: int) -> None:
         """Make a level the default of this process."""
-        self._default = self.find(level)
+        self.default = self.find(level)
 
     @contextmanager
     def use(self, communicator: int | Communicator) -> Iterator[Communicator]:
         """Make a communicator current within a block, for this thread or task only."""
         found = self.find(communicator)
-        token = _used.set(found)
+        token = used.set(found)
         try:
             yield found
         finally:
-            _used.reset(token)
+            used.reset(token)
 
     def set_span(self, begin: int, end: int) -> None:
         """Let collectives on level `begin` run in steps over the levels down to `end`. Collective."""

@@ -29,10 +29,12 @@ _WHOLE_SHAPE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("code", "is_whole", "run", "shape_of", "verb")
+    __slots__ = ("bare", "code", "is_whole", "run", "shape_of", "verb")
 
     def __init__(self, verb: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         self.verb, self.code, self.run = verb, code, run
+        self.bare = self
+        """The same call without what is around the backend's operation, for callers who see to that themselves."""
         self.is_whole = verb in _WHOLE_SHAPE
         """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
         self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if verb in ("scatter", "barrier") else _row_shape
@@ -68,7 +70,10 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
         operation = backend.bind(group, verb, dtype, op)
     # Only the root knows what it scatters, so the dtype is no part of that signature.
     code = call_code(verb, op, row.code if dtype is not None and verb != "scatter" else 0)
-    return Plan(verb, code, _runner(verb, operation, group, backend, direct=direct))
+    plan = Plan(verb, code, _runner(verb, operation, group, backend, direct=direct))
+    if direct:
+        plan.bare = Plan(verb, code, operation)
+    return plan
 
 
 def _checked(dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo:
@@ -108,14 +113,8 @@ def _direct(operation: Operation) -> Operation:
     """In place on memory the backend takes as it is."""
 
     def run(tensor: torch.Tensor, out: None, root: int) -> torch.Tensor:
-        if tensor.requires_grad or tensor.is_inference():
-            # What a backend computes in place is no part of the graph, and allowed on every tensor.
-            with torch.inference_mode(tensor.is_inference()):
-                operation(tensor.detach(), None, root)
-            buffers.touch(tensor)
-        else:
-            operation(tensor, None, root)
-            buffers.increment_version((tensor,))
+        operation(tensor, None, root)
+        buffers.touch(tensor)
         return tensor
 
     return run

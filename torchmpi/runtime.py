@@ -15,7 +15,7 @@ import torch
 from . import affinity, mpi_library, topology
 from ._version import __version__
 from .backends.mpi import MPIBackend
-from .communicator import Comm, Communicator, CommunicatorStack, Group, GroupContext
+from .communicator import Comm, Communicator, CommunicatorStack, Group, GroupContext, used
 from .config import Config
 from .errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError
 from .failure import FailureHandling
@@ -215,9 +215,10 @@ def current() -> Runtime:
 
 def communicator(comm: Comm) -> Communicator:
     """The communicator meant by a ``comm=`` argument of a verb."""
-    if _runtime is None:
-        raise NotStartedError(_why_not)
-    return _runtime.communicators.find(comm)
+    if comm is None and _runtime is not None:
+        stack = _runtime.communicators
+        return stack.default if used.get() is None else stack.current
+    return current().communicators.find(comm)
 
 
 def is_running() -> bool:

@@ -58,7 +58,18 @@ class MPIBackend:
         if verb == "reduce_scatter":
             return ReduceScatter(group, reduction).run
         bound: Operation = getattr(reduction, verb)
-        return bound
+        return bound if reduction.is_all_mpi else _outside_autograd(bound)
+
+
+def _outside_autograd(operation: Operation) -> Operation:
+    """What torch computes in place here is no part of any graph, and allowed on every tensor."""
+
+    def run(buffer: torch.Tensor, destination: Any, root: int) -> torch.Tensor:
+        with torch.inference_mode(buffer.is_inference()):
+            operation(buffer.detach(), destination, root)
+        return buffer
+
+    return run
 
 
 class NativeReduction:
@@ -75,6 +86,7 @@ class NativeReduction:
         self.in_place, self.fromaddress = MPI.IN_PLACE, MPI.buffer.fromaddress
         self.itemsize = dtype.itemsize
         self.finish = _finish_for(op, group.size, is_bool=dtype is torch.bool)
+        self.is_all_mpi = self.finish is None
         # Pieces that stay in the cache on the way through the library, and are divided while they are there.
         self.piece_numel = max(1, min(config.pipeline_bytes, config.message_bytes) // self.itemsize)
 
@@ -87,14 +99,14 @@ class NativeReduction:
             if self.finish is not None:
                 self.finish(buffer)
         else:
-            flat = buffer.view(-1)
+            flat = buffer.detach().view(-1)
             for begin, count in schedule.chunks(numel, self.piece_numel):
                 self.allreduce(flat[begin : begin + count], None, root)
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """The root gets the result in place; the others' buffers stay as they are."""
-        flat = buffer.view(-1)
+        flat = buffer.detach().view(-1)
         for begin, count in schedule.chunks(flat.numel(), self.piece_numel):
             piece = flat[begin : begin + count]
             memory = (buffers.as_bytes(self.MPI, piece), count, self.type)

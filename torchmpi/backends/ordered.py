@@ -75,6 +75,7 @@ class OrderedReduction:
         self.itemsize = dtype.itemsize
         self.piece_numel = max(1, pipeline_bytes // self.itemsize)
         self.scratch = buffers.Scratch()
+        self.is_all_mpi = False
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Everybody gets the result, in place."""
