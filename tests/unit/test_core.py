@@ -205,7 +205,11 @@ def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
         second.leave(second.enter(code, (3,)))
 
 
-@given(st.sampled_from(progress.VERBS), st.sampled_from([*dtypes.OPS, None]), st.integers(0, 63))
+@given(
+    st.sampled_from([verb for verb in progress.VERBS if verb != "allreduce_many"]),
+    st.sampled_from([*dtypes.OPS, None]),
+    st.integers(0, 63),
+)
 def test_signatures_can_be_read(verb, op, root):
     text = progress.describe(progress.call_code(verb, op, 1) | root << 32, (2, 3))
     assert text.startswith(f"{verb}(float32 [2, 3]")
