@@ -159,9 +159,9 @@ def test_a_missing_rank_is_named_with_the_line_it_is_at(job, hosts):
     assert result.returncode != 0, result.output
     assert f"3 ranks on {hosts} host" in result.stderr, result.output
     assert re.search(
-        r"rank 0 has waited \d+ s in allreduce\(float32 \[3\], sum\), call #2 on communicator world", result.stderr
+        r"rank 0 has waited \d+ s in allreduce\(float32 \[3\], sum\), call #\d+ on communicator world", result.stderr
     )
-    assert "rank 2, after 1 calls" in result.stderr and "lost in thought" in result.stderr, result.output
+    assert re.search(r"rank 2, after \d+ calls: at .*lost in thought", result.stderr), result.output
     assert "Giving up" in result.stderr, result.output
 
 
