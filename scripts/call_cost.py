@@ -28,10 +28,8 @@ def main() -> None:
 
     comm = MPI.COMM_WORLD.Dup()
     if mpi.rank() == 0:
-        print(
         library = " ".join(map(str, MPI.get_vendor()))
         print(f"{mpi.size()} ranks, {library}, torch {torch.__version__}, {platform.machine()}")
-        )
         print(f"{'float32 sum':>12} {'mpi4py us':>10} {'torchmpi us':>12} {'ratio':>6}")
     for name, (numel, repeats) in SIZES.items():
         tensor = torch.empty(numel)
