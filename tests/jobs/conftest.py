@@ -60,7 +60,8 @@ def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        "PYTHONUNBUFFERED": "1",
+        # Unbuffered, the pieces of one print() would mix with those of other ranks; lines are flushed whole instead.
+        "PYTHONUNBUFFERED": "",
     }
     return environment | extra
 
