@@ -108,7 +108,7 @@ def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
 def touch(tensor: torch.Tensor) -> None:
     """Tell autograd that the tensor was written, so that a stale saved value is an error and not a wrong gradient."""
     try:
-        _increment_version((tensor,))
+        increment_version((tensor,))
     except RuntimeError:
         if not tensor.is_inference():  # those have no version, and no backward either
             raise
@@ -123,7 +123,7 @@ def _find_increment_version() -> Callable[[tuple[torch.Tensor]], None]:
     return torch._C._increment_version  # type: ignore[no-any-return]
 
 
-_increment_version = _find_increment_version()
+increment_version = _find_increment_version()
 
 
 class Scratch:

@@ -49,7 +49,10 @@ def allreduce(
                     group.perform(plan, tensor, None, 0)
                 finally:
                     lane.turn.release()
-                buffers.touch(tensor)
+                try:
+                    buffers.increment_version((tensor,))
+                except RuntimeError:
+                    buffers.touch(tensor)  # which knows about tensors without a version
                 return tensor
     return _call("allreduce", tensor, out, op=op, comm=comm, backend=backend)
 

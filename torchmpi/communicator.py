@@ -43,6 +43,7 @@ class Group:
         self.plans: dict[Any, Any] = {}
         """Prepared calls by everything that selects them; filled by the verbs."""
         self.board, self.checking = _make_board(self, context.check)
+        self.is_strict = self.checking == "strict"
         self.ledger = Ledger(name, self.rank, self.size, self.board)
         self.lane = Lane(name, threaded=context.threaded)
         self.side_lanes: dict[tuple[str, int], Lane] = {}
@@ -78,10 +79,10 @@ class Group:
     def perform(self, plan: Any, tensor: Any, out: Any, root: int) -> Any:
         """Run a prepared call in its turn, under the eyes of the ledger."""
         ledger = self.ledger
-        code = plan.code | root << 32
+        code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.is_whole else plan.shape_of(tensor)
         missing = ledger.enter(code, shape)
-        if self.checking == "strict":
+        if self.is_strict:
             self._compare_headers(code, shape)
         try:
             result = plan.run(tensor, out, root)

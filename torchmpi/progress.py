@@ -218,14 +218,12 @@ class Ledger:
 
     def leave(self, missing: tuple[int, ...] = ()) -> None:
         """Note that the call has ended, and look at the neighbours that were not there when it began."""
-        seq, code, shape = self.current  # type: ignore[misc]
-        self.current = None
+        call, self.current = self.current, None
         words = self._words
-        if words is None:
-            return
-        words[self._base + LEFT] = seq
-        if missing:
-            self._compare(missing, seq, code, shape)
+        if words is not None:
+            words[self._base + LEFT] = self.seq
+            if missing and call is not None:
+                self._compare(missing, *call)
 
     def compare(self, missing: tuple[int, ...]) -> None:
         """Look once more at those that were not there when the call began, which has failed."""
