@@ -46,6 +46,8 @@ from .errors import TorchMPIError
 from .handle import Handle
 from .lifecycle import (
     collective_availability,
+    collective_selector,
+    collective_selector_to_string,
     communicator,
     communicator_names,
     device,
@@ -68,14 +70,16 @@ from .lifecycle import (
     use,
 )  # fmt: skip
 from .messages import recv, recv_async, send, send_async, sendreceive, sendreceive_async
+from .tuning import autotune
 
 __all__ = [
     "Communicator", "Config", "Handle", "TorchMPIError", "__version__", "allgather", "allgather_async",
     "allgather_object", "allreduce", "allreduce_async", "allreduce_many", "allreduce_many_async", "alltoall",
-    "alltoall_async", "barrier", "broadcast", "broadcast_async", "broadcast_object", "collective_availability",
-    "communicator", "communicator_names", "device", "gather", "gather_async", "has_cuda", "has_gloo", "has_nccl",
-    "host_name", "is_cartesian_communicator", "local_rank", "local_size", "num_nodes_in_communicator",
-    "push_communicator", "rank", "recv", "recv_async", "reduce", "reduce_async", "reduce_scatter",
-    "reduce_scatter_async", "scatter", "scatter_async", "send", "send_async", "sendreceive", "sendreceive_async",
-    "set_collective_span", "set_communicator", "size", "start", "started", "stop", "use",
+    "alltoall_async", "autotune", "barrier", "broadcast", "broadcast_async", "broadcast_object",
+    "collective_availability", "collective_selector", "collective_selector_to_string", "communicator",
+    "communicator_names", "device", "gather", "gather_async", "has_cuda", "has_gloo", "has_nccl", "host_name",
+    "is_cartesian_communicator", "local_rank", "local_size", "num_nodes_in_communicator", "push_communicator", "rank",
+    "recv", "recv_async", "reduce", "reduce_async", "reduce_scatter", "reduce_scatter_async", "scatter",
+    "scatter_async", "send", "send_async", "sendreceive", "sendreceive_async", "set_collective_span",
+    "set_communicator", "size", "start", "started", "stop", "use",
 ]  # fmt: skip

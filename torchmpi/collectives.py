@@ -41,12 +41,12 @@ def allreduce(
     # the backend's bare operation on contiguous memory of the host, and an idle lane is entered right here.
     if out is None and type(tensor) is _Tensor:
         group = runtime.communicator(comm).intra
-        plan = group.plans.get((op, tensor.dtype, backend))
-        if plan is not None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        quick = group.plans.get((op, tensor.dtype, backend))
+        if quick is not None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
             lane = group.lane
             if lane.pending == 0 and lane.turn.acquire(False):
                 try:
-                    group.perform(plan, tensor, None, 0)
+                    quick(tensor)
                 finally:
                     lane.turn.release()
                 try:
@@ -206,7 +206,7 @@ def alltoall_async(
 def barrier(comm: Comm = None) -> None:
     """Return when every rank of the communicator has come here."""
     communicator = runtime.communicator(comm)
-    plan = _plan(communicator, ("barrier", None, None, "cpu", True, None))
+    plan = _plan(communicator, ("barrier", None, None, "cpu", True, None, False))
     communicator.intra.call(plan, None, None, 0)
 
 
@@ -320,6 +320,7 @@ def _call(
     communicator = runtime.communicator(comm)
     group = communicator.intra
     what = f"{group.where}: {verb}"
+    asynchronous = asynchronous or bool(packed)
     finish: Callable[[Any], Any] | None = None
     if is_number(tensor):
         _refuse_number(verb, out, what)
@@ -327,11 +328,11 @@ def _call(
     if verb in _ROOTED:
         root = _check_root(group, root, verb)
     if tensor is None and verb == "scatter" and group.rank != root:
-        key = (verb, op, None, "cpu", False, backend)
+        key = (verb, op, None, "cpu", False, backend, asynchronous)
     else:
         buffers.check(tensor, what, written=out is None and verb in plans.IN_PLACE)
         direct = out is None and buffers.is_direct(tensor) and tensor.is_cpu
-        key = (verb, op, tensor.dtype, tensor.device.type, direct, backend)
+        key = (verb, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
     if out is not None:
         _check_out(verb, tensor, out, what)
     plan = _plan(communicator, key)
@@ -363,9 +364,9 @@ def _plan(communicator: Communicator, key: tuple[Any, ...]) -> plans.Plan:
     plan: plans.Plan | None = known.get(key)
     if plan is None:
         plan = known[key] = plans.prepare(runtime.current(), communicator, key)
-        verb, op, dtype, device_type, direct, backend = key
-        if verb == "allreduce" and device_type == "cpu" and direct and not dtype.is_complex:
-            known[op, dtype, backend] = plan.bare
+        if plan.quick is not None:
+            _, op, dtype, _, _, backend, _ = key
+            known[op, dtype, backend] = plan.quick
     return plan
 
 

@@ -8,7 +8,6 @@ the *inter* group across those groups. A :class:`CommunicatorStack` holds the le
 from __future__ import annotations
 
 import contextvars
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +21,20 @@ from . import topology
 from .errors import ArgumentError, CommunicatorError, MismatchError, TorchMPIError
 from .handle import Handle
 from .lane import Lane
+from .layout import ROW_BYTES
 from .progress import Board, Call, Ledger, call_code, mismatch_message
+from .segments import Segment
 
 _HEADER_DIMS = 12
+_SLOTS_BYTES = 16 << 20  # of all ranks of a group together
 
 
 class Group:
     """Ranks that can call collectives together, as one of them sees it."""
 
-    def __init__(self, comm: Any, name: str, world_ranks: tuple[int, ...], context: GroupContext) -> None:
+    def __init__(
+        self, comm: Any, name: str, world_ranks: tuple[int, ...], context: GroupContext, *, check: str | None = None
+    ) -> None:
         self.comm = comm
         self.name = name
         self.world_ranks = world_ranks
@@ -42,14 +46,25 @@ class Group:
         """For point-to-point messages, which must not meet those of a collective."""
         self.plans: dict[Any, Any] = {}
         """Prepared calls by everything that selects them; filled by the verbs."""
-        self.board, self.checking = _make_board(self, context.check)
+        self.page = _make_page(self)
+        """Memory shared by the ranks, if they are on one host and there is any."""
+        self.checking = _how_to_check(self, context.check if check is None else check)
         self.is_strict = self.checking == "strict"
+        self.board = self.page if self.checking == "board" else None
         self.ledger = Ledger(name, self.rank, self.size, self.board)
+        self.shared: Any = None
+        """What kernels know of this group; made by the backend that runs them."""
         self.lane = Lane(name, threaded=context.threaded)
         self.side_lanes: dict[tuple[str, int], Lane] = {}
         twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
         self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
         """The same number on all its ranks, and on no other group."""
+        self.placement = topology.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
+        """Which ranks share a host."""
+        self.local, self.across = _split_by_host(self)
+        """The ranks on this host, None without another one; and the group that goes from host to host: on a grid the
+        ranks that have the same place on each host, otherwise the first of each host, elsewhere None. Both are None
+        where there is nothing to gain: all ranks on one host, or each on its own."""
         context.groups.append(self)
 
     def __repr__(self) -> str:
@@ -81,20 +96,25 @@ class Group:
         ledger = self.ledger
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.is_whole else plan.shape_of(tensor)
-        missing = ledger.enter(code, shape)
-        if self.is_strict:
-            self._compare_headers(code, shape)
+        ledger.enter(code, shape)
         try:
+            if self.is_strict:
+                self._compare_headers(code, shape)
             result = plan.run(tensor, out, root)
         except self.context.MPI.Exception as error:
-            ledger.compare(missing)  # raises MismatchError if that is the reason
+            ledger.compare()  # raises MismatchError if that is the reason
             ledger.abandon()
             raise TorchMPIError(f"{self.where}: {Call(ledger.seq, code, shape)} failed in MPI: {error}.") from error
         except BaseException:
             ledger.abandon()
             raise
-        ledger.leave(missing)
+        ledger.leave()
         return result
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return self.placement.is_cartesian
 
     @property
     def where(self) -> str:
@@ -123,7 +143,6 @@ class Group:
             rank: str(Call(int(seq), int(code), tuple(int(dim) for dim in dims[: int(num_dims)])))
             for rank, (seq, code, num_dims, *dims) in enumerate(headers)
         }
-        self.ledger.abandon()
         raise MismatchError(f"{self.where}: {mismatch_message(self.name, calls)}")
 
     def duplicate(self, name: str) -> Group:
@@ -142,9 +161,12 @@ class Group:
             for error in filter(None, (handle.unseen_error for handle in lane.failed)):
                 print(f"torchmpi: an asynchronous call failed and nobody waited for it: {error}", file=sys.stderr)
         self.plans.clear()
+        for part in (self.across, self.local):
+            if part is not None:
+                part.free()
         self.context.groups.remove(self)
-        if self.board is not None:
-            self.board.close()
+        if self.page is not None:
+            self.page.close()
         self.side_comm.Free()
         self.comm.Free()
 
@@ -152,8 +174,14 @@ class Group:
 class GroupContext:
     """What all groups of a runtime share."""
 
-    def __init__(self, MPI: Any, hosts: Sequence[int], *, check: str, threaded: bool) -> None:
+    def __init__(self, MPI: Any, hosts: Sequence[int], *, check: str, threaded: bool, slot_bytes: int) -> None:
         self.MPI = MPI
+        self.slot_bytes = slot_bytes
+        """Most bytes of a slot in shared memory; 0 = do without shared memory."""
+        self.is_crowded = False
+        """Whether this host has more ranks than cores for them."""
+        self.problems: set[str] = set()
+        """What could not be had, for start() to report."""
         self.hosts = tuple(hosts)
         """The number of the host of each world rank."""
         self.check = check
@@ -163,23 +191,67 @@ class GroupContext:
         """All groups that exist, for the watchdog."""
 
 
-def _make_board(group: Group, check: str) -> tuple[Board | None, str]:
-    """The shared page for a group whose ranks are on one host, and how its calls are therefore checked."""
-    if group.size == 1 or check == "off":
-        return None, "off"
-    if check == "strict" or len(group.hosts) > 1:
-        return None, "off" if check == "board" else "strict"
-    comm = group.comm
-    path = comm.bcast(_try(partial(Board.create_file, group.size)) if group.rank == 0 else None)
-    board = _try(partial(Board, path, group.size)) if path else None
-    everybody = all(comm.allgather(board is not None))  # also: all have it open, so that it can go
-    if group.rank == 0 and path:
-        os.unlink(path)
+def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
+    """The groups within and across the hosts of a group, on which its collectives can run in steps. Collective.
+
+    Neither has such groups itself: the ranks of the one are all on one host, those of the other all on different ones.
+    """
+    split, ranks, undefined = group.placement, group.world_ranks, group.context.MPI.UNDEFINED
+    if len(split.groups) in (1, group.size):
+        return None, None
+    member = split.members[group.rank]
+    local = across = None
+    comm = group.comm.Split(member.group if len(member.intra) > 1 else undefined, group.rank)
+    if len(member.intra) > 1:
+        members = tuple(ranks[rank] for rank in member.intra)
+        local = Group(comm, f"{group.name} on one host", members, group.context)
+    comm = group.comm.Split(undefined if member.inter is None else member.intra_rank, member.group)
+    if member.inter is not None:
+        members = tuple(ranks[rank] for rank in member.inter)
+        # The call of which this is a step has been compared on all ranks: no need to do so again, by message.
+        across = Group(comm, f"{group.name} across hosts", members, group.context, check="off")
+    return local, across
+
+
+def _make_page(group: Group) -> Board | None:
+    """The shared memory of a group whose ranks are on one host: a row for each, and the slots for their data."""
+    context, comm = group.context, group.comm
+    if len(group.hosts) > 1 or not context.slot_bytes:
+        return None
+    num_bytes = group.size * (ROW_BYTES + 2 * slot_bytes(group.size, context.slot_bytes))
+    own = _try(partial(Segment.create, "group", num_bytes)) if group.rank == 0 else None
+    ticket = comm.bcast(None if own is None else own.ticket)
+    segment = own if group.rank == 0 or ticket is None else _try(partial(Segment.open, ticket))
+    everybody = all(comm.allgather(segment is not None))  # also: all have it open, so that it can go
+    if own is not None:
+        own.withdraw()
     if everybody:
-        return board, "board"
-    if board is not None:
-        board.close()
-    return None, "strict"
+        assert segment is not None
+        return Board(segment, group.size)
+    if segment is not None:
+        segment.close()
+    context.problems.add("shared memory cannot be had (no anonymous files, and no room in /dev/shm)")
+    return None
+
+
+def slot_bytes(size: int, most: int) -> int:
+    """Bytes of each of the two slots of a rank: `most`, or less where many ranks share a host.
+
+    >>> slot_bytes(2, 1 << 20), slot_bytes(64, 1 << 20)
+    (1048576, 131072)
+    """
+    return max(4096, min(most, (_SLOTS_BYTES // (2 * size)) & -4096))
+
+
+def _how_to_check(group: Group, check: str) -> str:
+    """How the calls of a group are compared."""
+    if group.size == 1 or check == "off":
+        return "off"
+    if check == "strict":
+        return "strict"
+    if group.page is not None:
+        return "board"
+    return "off" if check == "board" else "strict"
 
 
 def _try(action: Callable[[], Any]) -> Any:
@@ -263,9 +335,14 @@ class _SplitPlan:
     code = call_code("split")
     is_whole = False
 
-    def __init__(self, split: Callable[..., int], *arguments: Any) -> None:
+    def __init__(self, ledger: Ledger, split: Callable[..., int], *arguments: Any) -> None:
         self.shape_of = lambda tensor: ()
-        self.run = lambda tensor, out, root: split(*arguments)
+        self._ledger = ledger
+        self._split = partial(split, *arguments)
+
+    def run(self, tensor: Any, out: Any, root: int) -> int:
+        self._ledger.announce()
+        return self._split()
 
 
 class Span(NamedTuple):
@@ -314,7 +391,8 @@ class CommunicatorStack:
         if not isinstance(key, (str, int)):
             raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
         parent = self.current
-        return int(parent.intra.call(_SplitPlan(self._split, parent, str(key), name or str(key)), None, None, 0))
+        plan = _SplitPlan(parent.intra.ledger, self._split, parent, str(key), name or str(key))
+        return int(parent.intra.call(plan, None, None, 0))
 
     def _split(self, parent: Communicator, key: str, name: str) -> int:
         """What `push` does in its turn, under the eyes of the watchdog."""
@@ -385,5 +463,5 @@ class CommunicatorStack:
 
     def free(self) -> None:
         """Give all groups back, in reverse order of their making."""
-        for group in reversed(list(self.context.groups)):
-            group.free()
+        while self.context.groups:
+            self.context.groups[-1].free()  # and its parts with it

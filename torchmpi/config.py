@@ -14,7 +14,11 @@ from .errors import ConfigError
 PREFIX = "TORCHMPI_"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
-_CHOICES = {"bind": ("auto", "none"), "check": ("auto", "strict", "board", "off")}
+_CHOICES = {
+    "bind": ("auto", "none"),
+    "check": ("auto", "strict", "board", "off"),
+    "hierarchical": ("auto", "on", "off"),
+}
 _POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes")
 # The environment has settings of other parts of the project under the same prefix.
 _NOT_FIELDS = ("TORCHMPI_TEST_",)
@@ -51,6 +55,16 @@ class Config:
     """Piece in which ordered reductions are computed, so that the sums stay in the cache."""
     bucket_bytes: int = 4 << 20
     """Size up to which tensors are fused into one message."""
+    slot_bytes: int = 512 << 10
+    """Largest piece of a tensor that a rank shows the others of its host at once (each has two such slots in shared
+    memory, smaller ones where there are many ranks); 0 = no shared memory."""
+    backend: str = "auto"
+    """Backend that runs every call it can; ``auto``: the one that suits the call, by default or as measured."""
+    hierarchical: str = "auto"
+    """Collectives over several hosts in steps, inside the hosts and between them. ``on``: wherever possible; ``off``:
+    never; ``auto``: as ``on`` unless something else was measured."""
+    tuning_file: str = ""
+    """Where ``autotune()`` keeps what it measured; empty: in the user's cache folder; ``none``: nowhere."""
     host_name: str = ""
     """Name under which this rank is grouped into hosts; empty = the host's own."""
     abort_on_exception: bool = True
@@ -64,7 +78,7 @@ class Config:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be greater than zero.")
-        for name in ("threads", "stall_warning_seconds", "stall_abort_seconds"):
+        for name in ("threads", "slot_bytes", "stall_warning_seconds", "stall_abort_seconds"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must not be negative.")
 

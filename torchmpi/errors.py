@@ -84,5 +84,9 @@ class StallError(TorchMPIError):
     """A wait took longer than the configured limit."""
 
 
+class JobError(TorchMPIError):
+    """A job that a command has started failed or did not end in time, or its results could not be written."""
+
+
 class CheckpointError(TorchMPIError):
     """A checkpoint is missing, damaged, or was written by another kind of job."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from . import mpi_library
 from .communicator import Group
-from .progress import DYING
+from .layout import DYING
 
 _HANDLER_GRACE_SECONDS = 1.0
 _ABORT_GRACE_SECONDS = 5.0

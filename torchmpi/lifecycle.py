@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed
 
 from . import runtime
 from .communicator import Communicator
+from .rules import Key, Rule
 from .runtime import start, stop
 from .selector import Availability
 
@@ -141,3 +142,72 @@ def collective_availability() -> Availability:
     print(mpi.collective_availability())
     """
     return runtime.current().selector.availability()
+
+
+class CollectiveSelector(Mapping[Key, Rule]):
+    """The table that chooses the transport of a call: (verb, device, span, mode) -> (up to how many bytes, transport).
+
+    `span` is ``host`` (all ranks of the communicator on one host), ``across`` (each on a host of its own) or ``hosts``
+    (several hosts, some with several ranks); `mode` is ``sync`` or ``async``. Changes hold from the next call on, on
+    communicators that exist as on new ones, until ``stop()``. All ranks must make the same ones, at the same point of
+    the program. ``backend=`` of a call goes before the table. Printed, it shows the spans there are in this job.
+
+        print(mpi.collective_selector)
+        mpi.collective_selector["allreduce", "cpu", "host", "sync"]         # ((None, 'mpi'),)
+        mpi.collective_selector.set("allreduce", "mpi", up_to_bytes=4096)   # larger ones as before
+        mpi.collective_selector["reduce", "cpu", "host", "async"] = [(65536, "mpi"), (None, "mpi")]
+        mpi.collective_selector.reset()
+    """
+
+    def set(
+        self,
+        verb: str,
+        backend: str,
+        *,
+        device: str | None = "cpu",
+        span: str | None = None,
+        mode: str | None = None,
+        up_to_bytes: int | None = None,
+    ) -> None:
+        """Take a backend for a verb: for both modes, and for every span that the backend reaches, unless told.
+
+        With `up_to_bytes` larger tensors keep what they have. A backend that cannot is refused with the reason.
+
+            mpi.collective_selector.set("broadcast", "mpi", span="host", mode="sync")
+        """
+        runtime.current().selector.set(verb, backend, device=device, span=span, mode=mode, up_to_bytes=up_to_bytes)
+
+    def reset(self) -> None:
+        """Back to the defaults, also from what was measured."""
+        runtime.current().selector.reset()
+
+    def __getitem__(self, key: tuple[str, ...]) -> Rule:
+        return runtime.current().selector.rule(key)
+
+    def __setitem__(self, key: tuple[str, ...], rule: str | Iterable[tuple[int | None, str]]) -> None:
+        runtime.current().selector.assign(key, rule)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(runtime.current().selector.table)
+
+    def __len__(self) -> int:
+        return len(runtime.current().selector.table)
+
+    def __str__(self) -> str:
+        selector = runtime.current().selector
+        return selector.table.text(selector.spans)
+
+    def __repr__(self) -> str:
+        state = f"{len(self)} rules" if runtime.is_running() else "not started"
+        return f"<collective_selector: {state}>"
+
+
+collective_selector = CollectiveSelector()
+
+
+def collective_selector_to_string() -> str:
+    """The table of :data:`collective_selector`, one line per verb and span.
+
+    print(mpi.collective_selector_to_string())
+    """
+    return str(collective_selector)

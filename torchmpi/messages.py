@@ -93,7 +93,7 @@ class _Message:
         given = as_tensor(tensor) if self.is_number else tensor
         self.tensor = buffers.check(given, self.what, written=verb != "send")
         self.code = dtypes.info(self.tensor.dtype).code
-        self.backend = running.selector.choose(verb, self.tensor.device.type, "mpi", self.group.where)
+        self.backend = running.selector.choose(verb, self.tensor.device.type, "mpi", self.group)
         self.message_bytes = running.config.message_bytes
         self.MPI, self.comm = self.group.context.MPI, self.group.side_comm
         self.lane: Lane = self.group.side_lane("send" if verb == "send" else "receive", peer)

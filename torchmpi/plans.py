@@ -1,14 +1,15 @@
 """From a verb and a tensor to a prepared call.
 
-A :class:`Plan` is made once for each (verb, operation, dtype, device, layout, backend) on a group and kept there: it
-holds the checks that passed, the backend's bound operation, and the copies needed around it. A call then costs a
-dictionary look-up.
+A :class:`Plan` is made once for each (verb, operation, dtype, device, layout, backend, mode) on a group and kept
+there: it holds the checks that passed, the bound operation of the backend that the selector chose, and the copies
+needed around it. A call then costs a dictionary look-up, and a comparison where the choice depends on the size.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,24 +19,24 @@ from .backends import Backend, Operation
 from .communicator import Communicator, Group
 from .errors import DtypeError
 from .progress import as_many, call_code
+from .rules import BY_SIZE, HIERARCHICAL, REDUCING
 from .runtime import Runtime
 
-REDUCING = ("allreduce", "reduce", "reduce_scatter")
 IN_PLACE = ("allreduce", "reduce", "broadcast")
-_WHOLE_SHAPE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
-"""Verbs whose tensors agree in shape on all ranks; for the others, dim 0 may differ."""
 
 
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("bare", "code", "is_whole", "run", "shape_of", "verb")
+    __slots__ = ("bare", "code", "is_whole", "quick", "run", "shape_of", "verb")
 
     def __init__(self, verb: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         self.verb, self.code, self.run = verb, code, run
         self.bare = self
         """The same call without what is around the backend's operation, for callers who see to that themselves."""
-        self.is_whole = verb in _WHOLE_SHAPE
+        self.quick: Callable[[torch.Tensor], Any] | None = None
+        """``quick(tensor)`` is the whole of an allreduce of contiguous memory of the host, in an idle lane."""
+        self.is_whole = verb in BY_SIZE
         """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
         self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if verb in ("scatter", "barrier") else _row_shape
 
@@ -57,23 +58,71 @@ def _nothing(tensor: Any) -> tuple[int, ...]:
 
 
 def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) -> Plan:
-    """Make the plan for a key ``(verb, op, dtype, device type, direct, backend)``, or refuse."""
-    verb, op, dtype, device_type, direct, backend_name = key
-    group = communicator.intra
+    """Make the plan for a key ``(verb, op, dtype, device type, direct, backend, asynchronous)``, or refuse."""
+    verb, op, dtype, device_type, direct, wanted, asynchronous = key
+    group, mode = communicator.intra, "async" if asynchronous else "sync"
     where = f"{group.where}: {verb}"
     if dtype is not None:
         row = _checked(dtype, op, where)
-    backend = runtime.selector.choose(verb, device_type, backend_name, group.where)
-    if hierarchy.is_composed(runtime.communicators, communicator, verb):
-        operation: Operation = _composition(runtime, verb, op, backend)
+    choices = runtime.selector.select(verb, device_type, group, wanted=wanted, mode=mode)
+    bound: list[tuple[int | None, Operation, Backend]]
+    if wanted != HIERARCHICAL and hierarchy.is_composed(runtime.communicators, communicator, verb):
+        composed = _composition(runtime, verb, op, wanted=wanted, mode=mode)
+        # Each step chooses anew; this one decides what is staged.
+        bound = [(None, _announced(group, composed), choices[-1].backend)]
     else:
-        operation = backend.bind(group, verb, dtype, op)
+        bound = [(limit, _bind(backend, group, verb, (dtype, op)), backend) for limit, backend in choices]
+    operations = [(limit, operation) for limit, operation, _ in bound]
+    runners = [(limit, _runner(verb, operation, group, backend, direct=direct)) for limit, operation, backend in bound]
     # Only the root knows what it scatters, so the dtype is no part of that signature.
     code = call_code(verb, op, row.code if dtype is not None and verb != "scatter" else 0)
-    plan = Plan(verb, code, _runner(verb, operation, group, backend, direct=direct))
+    plan = Plan(verb, code, _by_size(runners, dtype))
     if direct:
-        plan.bare = Plan(verb, code, operation)
+        plan.bare = Plan(verb, code, _by_size(operations, dtype))
+    if direct and verb == "allreduce" and device_type == "cpu" and not (asynchronous or dtype.is_complex):
+        plan.quick = _quick(group, plan.bare)
     return plan
+
+
+def _quick(group: Group, bare: Plan) -> Callable[[torch.Tensor], Any]:
+    shortest = getattr(bare.run, "quick", None)
+    if shortest is not None:
+        return partial(shortest, bare.code)
+    return lambda tensor: group.perform(bare, tensor, None, 0)
+
+
+def _bind(
+    backend: Backend, group: Group, verb: str, kind: tuple[torch.dtype | None, str | None]
+) -> Operation:
+    operation = backend.bind(group, verb, *kind)
+    return operation if backend.announces else _announced(group, operation)
+
+
+def _announced(group: Group, operation: Operation) -> Operation:
+    """Show the others the call that the ledger has entered, and run it."""
+    announce = group.ledger.announce
+
+    def run(tensor: Any, out: Any, root: int) -> Any:
+        announce()
+        return operation(tensor, out, root)
+
+    return run
+
+
+def _by_size(parts: list[tuple[int | None, Operation]], dtype: torch.dtype | None) -> Operation:
+    """One operation from several for tensors of up to so many bytes, of which the last takes the rest."""
+    (_, operation), *smaller = reversed(parts)
+    for limit, small in smaller:
+        assert limit is not None and dtype is not None
+        operation = _switch(limit // dtype.itemsize, small, operation)
+    return operation
+
+
+def _switch(most_numel: int, small: Operation, large: Operation) -> Operation:
+    def run(tensor: torch.Tensor, out: Any, root: int) -> Any:
+        return (small if tensor.numel() <= most_numel else large)(tensor, out, root)
+
+    return run
 
 
 def _checked(dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo:
@@ -83,17 +132,20 @@ def _checked(dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo
         raise type(error)(f"{where}: {error}") from None
 
 
-def _composition(runtime: Runtime, verb: str, op: str | None, backend: Backend) -> Operation:
+def _composition(runtime: Runtime, verb: str, op: str | None, *, wanted: str | None, mode: str) -> Operation:
     step_op = "sum" if op == "avg" else op
 
     def run_step(group: Group, step_verb: str, tensor: torch.Tensor | None, root: int) -> None:
         dtype = tensor.dtype if tensor is not None else None
         op_of_step = step_op if step_verb in REDUCING else None
-        key = ("step", step_verb, op_of_step, dtype, backend.name)
+        key = ("step", step_verb, op_of_step, dtype, wanted, mode)
         plan = group.plans.get(key)
         if plan is None:
+            device_type = "cpu" if tensor is None else tensor.device.type
+            choices = runtime.selector.select(step_verb, device_type, group, wanted=wanted, mode=mode)
+            parts = [(limit, _bind(backend, group, step_verb, (dtype, op_of_step))) for limit, backend in choices]
             step_code = call_code(step_verb, op_of_step, dtypes.info(dtype).code if dtype is not None else 0)
-            plan = group.plans[key] = Plan(step_verb, step_code, backend.bind(group, step_verb, dtype, op_of_step))
+            plan = group.plans[key] = Plan(step_verb, step_code, _by_size(parts, dtype))
         group.call(plan, tensor, None, root)
 
     return hierarchy.Composition(runtime.communicators, verb, op, cartesian=runtime.cartesian, run=run_step)

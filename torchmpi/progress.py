@@ -11,16 +11,28 @@ Whoever of two neighbours arrives later finds the other's entry, so no disagreem
 
 from __future__ import annotations
 
-import mmap
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .dtypes import OPS, from_code, short_name
 from .errors import MismatchError
+from .layout import (
+    ANSWERED,
+    ASKED,
+    ENTERED,
+    LEFT,
+    REFUSED,
+    RING_LENGTH,
+    ROW_BYTES,
+    ROW_WORDS,
+    SEQUENCE,
+    SIGNATURE,
+    TEXT_START_BYTES,
+    entry,
+)  # fmt: skip
+from .segments import Segment
 
 VERBS = (
     "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
@@ -28,20 +40,10 @@ VERBS = (
 )  # fmt: skip
 _NO_OP = len(OPS)
 
-# A row of the board, in 64-bit words.
-ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING = range(6)
-_RING_START = 8
-_RING_LENGTH = 64  # calls remembered; a power of two
-_ENTRY_WORDS = 2  # sequence number, signature
 _CATCH_UP_SECONDS = 0.0001
 _ASK_SECONDS = 3.0
-_TEXT_START = (_RING_START + _RING_LENGTH * _ENTRY_WORDS) * 8
-ROW_BYTES = 4096
-_ROW_WORDS = ROW_BYTES // 8
-
-
-def _slot(row: int, index: int) -> int:
-    return row * _ROW_WORDS + _RING_START + index * _ENTRY_WORDS
+NATIVE = 1 << 61
+"""Set in the signature of calls that kernels run, so that ranks which chose different transports notice."""
 
 
 def call_code(verb: str, op: str | None = None, dtype_code: int = 0) -> int:
@@ -95,168 +97,168 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
 
 
 class Board:
-    """One page per rank of a group, shared by the ranks of one host and gone from the file system once all have it."""
+    """The rows of a group, in memory that the ranks of one host share (see :mod:`torchmpi.layout`)."""
 
-    def __init__(self, path: str, num_rows: int) -> None:
-        with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), num_rows * ROW_BYTES)
-        self.words = memoryview(self._map).cast("q")
+    def __init__(self, segment: Segment, num_rows: int) -> None:
+        self.segment = segment
+        self.words = memoryview(segment.memory).cast("q")
         self.num_rows = num_rows
-
-    @staticmethod
-    def create_file(num_rows: int) -> str:
-        """Make the file that all ranks then open; readable by this user alone."""
-        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        descriptor, path = tempfile.mkstemp(prefix="torchmpi-board-", dir=folder)  # mode 0600
-        try:
-            os.posix_fallocate(
-                descriptor, 0, num_rows * ROW_BYTES
-            )  # a full /dev/shm is an error now, not a SIGBUS later
-        except OSError:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(descriptor)
-        return path
 
     def get(self, row: int, word: int) -> int:
         """One word of the head of a row."""
-        return self.words[row * _ROW_WORDS + word]
+        return self.words[row * ROW_WORDS + word]
 
     def set(self, row: int, word: int, value: int) -> None:
         """Write one word of the head of a row; only its owner does."""
-        self.words[row * _ROW_WORDS + word] = value
+        self.words[row * ROW_WORDS + word] = value
 
     def write_text(self, row: int, text: str) -> None:
         """Leave a message for the others."""
-        data = text.encode(errors="replace")[: ROW_BYTES - _TEXT_START - 1]
-        start = row * ROW_BYTES + _TEXT_START
-        self._map[start : start + len(data) + 1] = data + b"\0"
+        data = text.encode(errors="replace")[: ROW_BYTES - TEXT_START_BYTES - 1]
+        start = row * ROW_BYTES + TEXT_START_BYTES
+        self.segment.memory[start : start + len(data) + 1] = data + b"\0"
 
     def read_text(self, row: int) -> str:
         """The message of another rank."""
-        start = row * ROW_BYTES + _TEXT_START
-        return self._map[start : (row + 1) * ROW_BYTES].split(b"\0", 1)[0].decode(errors="replace")
+        start = row * ROW_BYTES + TEXT_START_BYTES
+        return self.segment.memory[start : (row + 1) * ROW_BYTES].split(b"\0", 1)[0].decode(errors="replace")
 
     def close(self) -> None:
         """Unmap."""
         self.words.release()
-        self._map.close()
+        self.segment.close()
 
 
 class Ledger:
     """The calls of this rank on one group, in order.
 
     >>> ledger = Ledger("example", rank=0, size=1)
-    >>> ledger.leave(ledger.enter(call_code("barrier"), ()))
+    >>> ledger.enter(call_code("barrier"), ())
+    >>> ledger.leave()
     >>> ledger.seq
     1
     """
 
     __slots__ = (
-        "_base",
-        "_free",
-        "_neighbours",
-        "_slots",
-        "_words",
-        "board",
-        "current",
-        "history",
-        "name",
-        "rank",
-        "seq",
-        "size",
-    )
+        "_missing", "_neighbours", "_slots", "_words",
+        "board", "current", "free", "history", "name", "rank", "seq", "size",
+    )  # fmt: skip
 
     def __init__(self, name: str, rank: int, size: int, board: Board | None = None) -> None:
         self.name, self.rank, self.size, self.board = name, rank, size, board
         self.seq = 0
         self.current: tuple[int, int, tuple[int, ...]] | None = None
         """What this rank is in the middle of: sequence number, code, shape."""
-        self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * _RING_LENGTH
+        self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
+        self.free = RING_LENGTH if board is not None else sys.maxsize
+        """Calls up to this number may be entered without covering one that another rank has not compared."""
         self._words = board.words if board is not None else None
-        self._base = rank * _ROW_WORDS
-        self._free = _RING_LENGTH if board is not None else sys.maxsize
-        """Calls up to this number may be entered without covering one that a neighbour has not compared."""
         self._neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
-        self._slots = [(_slot(rank, i), tuple(_slot(row, i) for row in self._neighbours)) for i in range(_RING_LENGTH)]
+        self._slots = [(entry(rank, i), tuple(entry(row, i) for row in self._neighbours)) for i in range(RING_LENGTH)]
         """Where each entry of the ring is: this rank's own, and those of the neighbours."""
+        self._missing: tuple[int, ...] = ()
+        """Entries of neighbours that had not arrived when this rank announced its call."""
 
-    def enter(self, code: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Note that this rank has arrived at its next call; gives the entries of neighbours that have not yet."""
-        # On the path of every call: no helper functions here, and each look at the board is 40 ns.
+    def enter(self, code: int, shape: tuple[int, ...]) -> None:
+        """Note that this rank has arrived at its next call, which still has to be announced to the others."""
         seq = self.seq = self.seq + 1
-        if seq > self._free:
-            self._wait_for_room(seq, code, shape)
-        index = seq & (_RING_LENGTH - 1)
-        self.history[index] = self.current = (seq, code, shape)
-        words = self._words
-        if words is None:
-            return ()
-        own, others = self._slots[index]
-        signature = code ^ hash(shape)
-        words[own + 1] = signature
-        words[own] = seq  # last: until then the slot still bears the number of a call long past
-        words[self._base] = seq  # ENTERED
-        missing: tuple[int, ...] = ()
-        for slot in others:
-            if words[slot] != seq:
-                missing += (slot,)
-            elif words[slot + 1] != signature:
-                self._refuse(slot, seq, code, shape)
-        return missing
+        if seq > self.free:
+            self.wait_for_room(seq, code, shape)
+        self.history[seq & (RING_LENGTH - 1)] = self.current = (seq, code, shape)
 
-    def _wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
-        """Let neighbours that are a whole ring behind catch up: a root waits for nobody, and may run far ahead."""
+    def announce(self) -> None:
+        """Show the others what was entered, and look at the neighbours. Kernels do that by themselves."""
+        # On the path of every call: no helper functions here, and each look at the board is 40 ns.
+        words = self._words
+        if words is None or self.current is None:
+            return
+        seq, code, shape = self.current
+        own, others = self._slots[seq & (RING_LENGTH - 1)]
+        signature = code ^ hash(shape)
+        words[own + SIGNATURE] = signature
+        words[own + SEQUENCE] = seq  # last: until then the slot still bears the number of a call long past
+        words[self.rank * ROW_WORDS + ENTERED] = seq
+        for slot in others:
+            if words[slot + SEQUENCE] != seq:
+                self._missing += (slot,)
+            elif words[slot + SIGNATURE] != signature:
+                self._refuse_entry(slot)
+
+    def wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
+        """Let ranks that are a whole ring behind catch up: a root waits for nobody, and may run far ahead."""
         assert self.board is not None
         self.current = (seq, code, shape)  # for the watchdog
-        while seq > self._free:
-            # One less than the ring: a neighbour that has entered a call may still be about to compare it.
-            self._free = min((self.board.get(row, ENTERED) for row in self._neighbours), default=seq) + _RING_LENGTH - 1
-            if seq > self._free:
+        others = [row for row in range(self.size) if row != self.rank]
+        while seq > self.free:
+            # One less than the ring: a rank that has entered a call may still be about to compare it.
+            self.free = min((self.board.get(row, ENTERED) for row in others), default=seq) + RING_LENGTH - 1
+            if seq > self.free:
                 time.sleep(_CATCH_UP_SECONDS)
 
-    def leave(self, missing: tuple[int, ...] = ()) -> None:
+    def leave(self) -> None:
         """Note that the call has ended, and look at the neighbours that were not there when it began."""
-        call, self.current = self.current, None
-        words = self._words
-        if words is not None:
-            words[self._base + LEFT] = self.seq
-            if missing and call is not None:
-                self._compare(missing, *call)
+        if self._missing:
+            self.compare()
+            self._missing = ()
+        if self._words is not None:
+            self._words[self.rank * ROW_WORDS + LEFT] = self.seq
+        self.current = None
 
-    def compare(self, missing: tuple[int, ...]) -> None:
-        """Look once more at those that were not there when the call began, which has failed."""
-        if self.current is not None and self._words is not None:
-            self._compare(missing, *self.current)
-
-    def _compare(self, missing: tuple[int, ...], seq: int, code: int, shape: tuple[int, ...]) -> None:
-        words = self._words
-        assert words is not None
-        for slot in missing:
-            if words[slot] == seq and words[slot + 1] != code ^ hash(shape):
-                self._refuse(slot, seq, code, shape)
+    def compare(self) -> None:
+        """Look once more at those that were not there when the call began."""
+        words, call = self._words, self.current
+        if words is None or call is None:
+            return
+        seq, code, shape = call
+        for slot in self._missing:
+            if words[slot + SEQUENCE] == seq and words[slot + SIGNATURE] != code ^ hash(shape):
+                self._refuse_entry(slot)
 
     def abandon(self) -> None:
         """Note that the call has ended with an error here: whoever is still in it would wait in vain."""
         if self.current is not None and self.board is not None:
             self.board.set(self.rank, REFUSED, self.current[0])
-        self.current = None
+        self.current, self._missing = None, ()
 
-    def _refuse(self, slot: int, seq: int, code: int, shape: tuple[int, ...]) -> None:
-        assert self._words is not None and self.board is not None
+    def _refuse_entry(self, slot: int) -> None:
+        assert self._words is not None and self.current is not None
+        seq, code, shape = self.current
         time.sleep(0.001)  # processors may show another core's writes out of order: look again before accusing
-        if self._words[slot] != seq or self._words[slot + 1] == code ^ hash(shape):
-            return
-        self.current = (seq, code, shape)  # still in it, for those who watch
-        self.board.set(self.rank, REFUSED, seq)
-        other = slot // _ROW_WORDS
-        theirs = self._ask_call(other, seq)
-        raise MismatchError(mismatch_message(self.name, {self.rank: str(Call(seq, code, shape)), other: theirs}))
+        if self._words[slot + SEQUENCE] == seq and self._words[slot + SIGNATURE] != code ^ hash(shape):
+            self.refuse(slot // ROW_WORDS)
+
+    def refuse(self, other: int) -> None:
+        """Raise because another rank called something else under the number of the current call."""
+        call = self._give_up()
+        theirs = self._ask_call(other, call.seq)
+        message = mismatch_message(self.name, {self.rank: str(call), other: theirs})
+        if theirs == str(call):
+            message = (
+                f"The ranks of communicator {self.name} agree on {call}, but chose different transports: ranks "
+                f"{self.rank} and {other}. Pass the same backend= on all ranks, give them the same selector table, or "
+                "call it either synchronously or asynchronously on all of them."
+            )
+        raise MismatchError(message)
+
+    def _give_up(self) -> Call:
+        assert self.current is not None
+        call = Call(*self.current)
+        if self.board is not None:
+            self.board.set(self.rank, REFUSED, call.seq)
+        return call
+
+    def given_up(self, other: int) -> None:
+        """Raise because another rank will not finish the current call."""
+        call = self._give_up()
+        raise MismatchError(
+            f"{call} on communicator {self.name} cannot end on rank {self.rank}: rank {other} has given it up, after "
+            "an error there or because a third rank called something else. Its own message says what was wrong."
+        )
 
     def _ask_call(self, other: int, seq: int) -> str:
         """The other rank's call in words, from its watchdog: the board has only a signature."""
-        assert self.board is not None
+        if self.board is None:
+            return f"something else, call #{seq}"
         answer = ask(self.board, self.rank, other, patience_seconds=_ASK_SECONDS)
         marker = f"#{seq}: "
         for line in answer.splitlines():

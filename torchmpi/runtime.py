@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
-from . import affinity, mpi_library, topology
+from . import affinity, mpi_library, topology, tuning_file
 from ._version import __version__
 from .backends.mpi import MPIBackend
+from .backends.shm import SharedMemoryBackend
 from .communicator import Comm, Communicator, CommunicatorStack, Group, GroupContext, used
 from .config import Config
 from .errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError
 from .failure import FailureHandling
+from .heap import SharedHeap
 from .progress import call_code
 from .selector import Selector
 from .watchdog import Watchdog
@@ -49,15 +51,32 @@ class Runtime:
         locals_ = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
         self.num_hosts = len(set(hosts))
         self.local_rank, self.local_size = locals_.index(world.rank), len(locals_)
-        self.context = GroupContext(self.MPI, hosts, check=config.check, threaded=self.threads_allowed)
+        self.context = GroupContext(
+            self.MPI, hosts, check=config.check, threaded=self.threads_allowed, slot_bytes=config.slot_bytes
+        )
         self.communicators = CommunicatorStack(world, self.context)
         self.world: Group = self.communicators.levels[0].intra
         self.resources.callback(self.communicators.free)
-        self.selector = Selector({"mpi": MPIBackend(config)})
+        self.heap = SharedHeap()
+        self.resources.callback(self.heap.close)
+        self.selector = Selector(self._backends(), self.world, config)
         self._handle_failures()
         self.binding = self._bind([facts[rank][1] for rank in locals_])
         self.device = self._pick_device(with_cuda)
+        cores = frozenset.union(*(facts[rank][1] for rank in locals_))
+        self.context.is_crowded = self.local_size > len(cores)
+        self.job = tuning_file.describe_job(hosts, len(cores), self.local_size, mpi_library.short_version(self.MPI))
+        self.selector.pick_up(self.job)
         self._watch()
+
+    def _backends(self) -> dict[str, Any]:
+        shared = SharedMemoryBackend(self.config, self.heap, self._say)
+        self.context.problems |= {shared.problem} if shared.problem and self.config.slot_bytes else set()
+        return {"mpi": MPIBackend(self.config), "shm": shared}
+
+    def _say(self, message: str) -> None:
+        if self.config.verbose:
+            print(f"torchmpi: {message}", file=sys.stderr, flush=True)
 
     def _watch(self) -> None:
         """Start the watchdog: without THREAD_MULTIPLE it may not send, and asks no other host."""
@@ -125,17 +144,18 @@ class Runtime:
         ranks = f"{self.world.size} rank" + "s" * (self.world.size > 1)
         threads = f"{self.num_threads} torch thread" + "s" * (self.num_threads > 1)
         level = mpi_library.thread_level(self.MPI)
+        tuned = ", tuned" if self.selector.tuned else ""
         overlap = "" if self.threads_allowed else f" (only THREAD_{level}: asynchronous calls do not overlap)"
         return (
             f"torchmpi {__version__}: {ranks} on {hosts}, {mpi_library.short_version(self.MPI)}{overlap}, "
-            f"device {self.device}, {threads} per rank, {self.binding}"
+            f"device {self.device}, {threads} per rank, {self.binding}{tuned}"
         )
 
     def close(self) -> None:
         """Finish what is under way, agree that this is the end, and give everything back in reverse order."""
         for group in list(self.context.groups):
             group.drain()
-        self.world.call(_StopPlan(self.world.comm), None, None, 0)
+        self.world.call(_StopPlan(self.world), None, None, 0)
         self.resources.close()
 
 
@@ -146,14 +166,15 @@ class _StopPlan:
     code = call_code("stop")
     is_whole = False
 
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
+    def __init__(self, world: Group) -> None:
+        self._world = world
 
     def shape_of(self, tensor: Any) -> tuple[int, ...]:
         return ()
 
     def run(self, tensor: Any, out: Any, root: int) -> None:
-        self._comm.Barrier()
+        self._world.ledger.announce()
+        self._world.comm.Barrier()
 
 
 def start(
@@ -270,7 +291,7 @@ def _host_key(MPI: Any, config: Config) -> str:
 
 def _shared_settings(config: Config, with_cuda: bool | None, cartesian: bool) -> dict[str, object]:
     """What must be the same on all ranks for their calls to fit together."""
-    names = ("check", "message_bytes", "pipeline_bytes", "bucket_bytes")
+    names = ("check", "message_bytes", "pipeline_bytes", "bucket_bytes", "slot_bytes", "backend", "hierarchical")
     return {name: getattr(config, name) for name in names} | {
         "with_cuda": with_cuda,
         "cartesian": cartesian,

@@ -220,6 +220,29 @@ def steps_for(verb: Verb, rank: int, splits: Sequence[Split], *, root: int = 0, 
     return tuple(_steps(verb, _Span(begin, rank, size, tuple(splits)), root))
 
 
+def reduce_group_by_group(rank: int, split: Split, root: int) -> tuple[Step, ...]:
+    """The steps of a reduce over one level that adds up the groups' totals in order of the groups, as an allreduce does.
+
+    On a tree `steps_for` spares the hand-over to a root that is not the first of its group by adding the other groups
+    before the own one; that gives other bits. Here the group of the root passes the result on.
+
+    >>> for step in reduce_group_by_group(1, plan_split("aab", cartesian=False), 1): print(step)
+    Step(level=1, group='intra', verb='reduce', root=0)
+    Step(level=1, group='intra', verb='broadcast', root=0)
+    """
+    if split.is_cartesian:
+        return steps_for("reduce", rank, [split], root=root)
+    member, home = split.members[rank], split.members[root]
+    steps = []
+    if len(member.intra) > 1:
+        steps.append(Step(1, "intra", "reduce", 0))
+    if member.inter is not None:
+        steps.append(Step(1, "inter", "reduce", home.group))
+    if len(member.intra) > 1 and member.group == home.group and home.intra_rank != 0:
+        steps.append(Step(1, "intra", "broadcast", 0))
+    return tuple(steps)
+
+
 # --- hosts, cores and devices ----------------------------------------------------------------------------
 
 

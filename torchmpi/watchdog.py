@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import progress
+from . import layout, progress
 from .communicator import Group, GroupContext
 from .config import Config
 from .inquiry import Answer, Inquiry
@@ -113,7 +113,7 @@ class Watchdog(threading.Thread):
         if board is None or waited < _REFUSAL_GRACE_SECONDS:
             return
         for row in range(group.size):
-            if row != group.rank and board.get(row, progress.REFUSED) == current[0]:
+            if row != group.rank and board.get(row, layout.REFUSED) == current[0]:
                 message = (
                     f"torchmpi: {group.where}: {progress.Call(*current)} on communicator {group.name} cannot end: rank "
                     f"{group.world_ranks[row]} called something else under that number and went on."
@@ -147,7 +147,7 @@ class Watchdog(threading.Thread):
         assert board is not None
         states: dict[int, Answer | None] = {}
         for row, rank in enumerate(group.world_ranks):
-            entered, left = board.get(row, progress.ENTERED), board.get(row, progress.LEFT)
+            entered, left = board.get(row, layout.ENTERED), board.get(row, layout.LEFT)
             text = ""
             if entered < seq:
                 text = progress.ask(
@@ -181,13 +181,13 @@ class Watchdog(threading.Thread):
         board = group.board
         if board is None:
             return
-        asked = sum(board.get(row, progress.ASKED) for row in range(group.size) if row != group.rank)
+        asked = sum(board.get(row, layout.ASKED) for row in range(group.size) if row != group.rank)
         if asked != self._answered.get(group, 0):
             self._answered[group] = asked
             calls = reversed(group.ledger.recent())
             history = [f"#{call.seq}: {progress.describe(call.code, call.shape)}" for call in calls]
             board.write_text(group.rank, "\n".join([whereabouts(), *history]))
-            board.set(group.rank, progress.ANSWERED, board.get(group.rank, progress.ANSWERED) + 1)
+            board.set(group.rank, layout.ANSWERED, board.get(group.rank, layout.ANSWERED) + 1)
 
 
 def whereabouts() -> str:

@@ -82,14 +82,14 @@ def test_nothing_is_left_behind(agree):
     agree.equal((os.sched_getaffinity(0), torch.get_num_threads()), (cores, threads), "cores and threads")
 
 
-def test_the_board_has_no_name_in_the_file_system(agree):
+def test_shared_memory_has_no_name_in_the_file_system(agree):
     with mpi.started(config=quiet()):
         names = [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")]
         maps = Path("/proc/self/maps").read_text()
-        is_shared = mpi.communicator(0).intra.board is not None
+        is_shared = mpi.communicator(0).intra.page is not None
         mpi.barrier()
     agree(not names, str(names))
-    agree(not is_shared or "torchmpi-board-" in maps)
+    agree(is_shared == ("torchmpi-group-" in maps))
 
 
 def test_custom_levels_come_between_the_world_and_the_hosts(agree):

@@ -81,13 +81,13 @@ def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
     if mpi.size() == 1:
         return
     world = mpi.communicator(0).intra
-    context = GroupContext(world.context.MPI, world.context.hosts, check="strict", threaded=True)
+    context = GroupContext(world.context.MPI, world.context.hosts, check="strict", threaded=True, slot_bytes=1 << 16)
     group = Group(world.comm.Dup(), "strict", world.world_ranks, context)
     strict = type("Communicator", (), {"intra": group, "level": -1})()
     from torchmpi import plans, runtime
 
     def allreduce(tensor):
-        plan = plans.prepare(runtime.current(), strict, ("allreduce", "sum", tensor.dtype, "cpu", True, None))
+        plan = plans.prepare(runtime.current(), strict, ("allreduce", "sum", tensor.dtype, "cpu", True, None, False))
         return group.call(plan, tensor, None, 0)
 
     messages = []

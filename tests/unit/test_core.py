@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import threading
 import time
 
@@ -13,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import affinity, buffers, dtypes, errors, fusion, mpi_library, progress, scalars
+from torchmpi import affinity, buffers, dtypes, errors, fusion, layout, mpi_library, progress, scalars
 from torchmpi.config import Config
 from torchmpi.handle import Handle
 from torchmpi.lane import Lane
+from torchmpi.segments import Segment
 
 # --- settings
 
@@ -24,8 +24,7 @@ from torchmpi.lane import Lane
 @pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
 def test_every_setting_is_read_from_the_environment(field):
     given = {bool: ("0", False), int: ("7", 7), float: ("7.5", 7.5), str: ("none", "none")}[type(field.default)]
-    if field.name == "check":
-        given = ("strict", "strict")
+    given = {"check": ("strict", "strict"), "hierarchical": ("off", "off")}.get(field.name, given)
     config = Config.from_environment({f"TORCHMPI_{field.name.upper()}": given[0], "HOME": "/root"})
     assert getattr(config, field.name) == given[1]
     assert dataclasses.replace(config, **{field.name: field.default}) == Config()
@@ -158,13 +157,17 @@ def test_many_threads_may_wait_on_one_handle():
 
 @pytest.fixture
 def board_of_two():
-    path = progress.Board.create_file(2)
-    assert os.stat(path).st_mode & 0o777 == 0o600
-    boards = [progress.Board(path, 2) for _ in range(2)]
-    os.unlink(path)
+    first = Segment.create("test", 2 * layout.ROW_BYTES)
+    boards = [progress.Board(first, 2), progress.Board(Segment.open(first.ticket), 2)]
+    first.withdraw()
     yield [progress.Ledger("test", rank, 2, boards[rank]) for rank in range(2)]
     for board in boards:
         board.close()
+
+
+def arrive(ledger, code, shape):
+    ledger.enter(code, shape)
+    ledger.announce()
 
 
 ALLREDUCE, BARRIER = progress.call_code("allreduce", "sum", 1), progress.call_code("barrier")
@@ -173,10 +176,9 @@ ALLREDUCE, BARRIER = progress.call_code("allreduce", "sum", 1), progress.call_co
 def test_equal_calls_pass_in_either_order(board_of_two):
     for order in ((0, 1), (1, 0)) * 100:  # further than the ring is long
         first, second = (board_of_two[rank] for rank in order)
-        missing = first.enter(ALLREDUCE, (3,))
-        assert missing
-        assert second.enter(ALLREDUCE, (3,)) == ()
-        first.leave(missing)
+        arrive(first, ALLREDUCE, (3,))
+        arrive(second, ALLREDUCE, (3,))
+        first.leave()
         second.leave()
     assert board_of_two[0].seq == board_of_two[1].seq == 200
 
@@ -187,12 +189,12 @@ def test_equal_calls_pass_in_either_order(board_of_two):
 )
 def test_whoever_comes_later_sees_the_difference(board_of_two, code, shape):
     first, second = board_of_two
-    missing = first.enter(ALLREDUCE, (3,))
+    arrive(first, ALLREDUCE, (3,))
     with pytest.raises(errors.MismatchError, match="rank 0 called") as caught:
-        second.enter(code, shape)
+        arrive(second, code, shape)
     assert f"rank 1 called {progress.describe(code, shape)}" in str(caught.value)
     with pytest.raises(errors.MismatchError):
-        first.leave(missing)
+        first.leave()
 
 
 def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
@@ -200,9 +202,11 @@ def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
     first, second = board_of_two
     code = progress.call_code("broadcast", None, 1)
     for _ in range(10):
-        first.leave(first.enter(code, (3,)))
+        arrive(first, code, (3,))
+        first.leave()
     for _ in range(10):
-        second.leave(second.enter(code, (3,)))
+        arrive(second, code, (3,))
+        second.leave()
 
 
 @given(

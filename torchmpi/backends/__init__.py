@@ -10,7 +10,7 @@ import torch
 Operation = Callable[[Any, Any, int], Any]
 """``operation(source, destination, root) -> result``, on contiguous tensors of a device the backend takes."""
 
-NAMES = ("mpi", "shm", "p2p", "nccl", "ipc", "gloo")
+NAMES = ("mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo")
 """All backends of the design; :mod:`torchmpi.selector` knows which exist."""
 
 
@@ -20,11 +20,18 @@ class Backend(Protocol):
     name: str
     """The word users pass as ``backend=``."""
 
+    announces: bool
+    """Whether its operations show the other ranks by themselves what is called, and compare."""
+
     def takes(self, device_type: str) -> bool:
         """Whether tensors of this device are handed over as they are; others are staged through the host."""
 
-    def why_not(self, verb: str, device_type: str) -> str | None:
-        """None if the verb can run on such tensors, staged or not, or the reason why it cannot."""
+    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
+        """None if the verb can run on such tensors, staged or not, or the reason why it cannot.
+
+        With a group: whether it can among these ranks; the answer must be the same on all of them, without asking them.
+        Without: whether it can among any.
+        """
 
     def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb for repeated use on a group."""

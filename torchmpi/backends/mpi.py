@@ -31,6 +31,7 @@ class MPIBackend:
     """Collectives of the MPI library, on memory of the host or, where it is CUDA-aware, of the device."""
 
     name = "mpi"
+    announces = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -39,7 +40,7 @@ class MPIBackend:
         """Host memory always; device memory if the library says so."""
         return device_type == "cpu" or (device_type == "cuda" and mpi_library.is_cuda_aware())
 
-    def why_not(self, verb: str, device_type: str) -> str | None:
+    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
         """It has every verb; CUDA tensors are staged if need be."""
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"

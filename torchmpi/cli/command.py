@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import TorchMPIError
+from .benching import options as bench_options
 
 _DEFAULT_TIMEOUT_SECONDS = 60.0
-_ALL = "Look at torchmpi, its MPI library and this machine."
+_ALL = "Look at torchmpi, its MPI library and this machine, and measure them."
 _INFO = """Report versions, MPI library, ranks, cores, devices, backends and settings. Under mpirun, rank 0
 reports for all ranks."""
 _DOCTOR = """Check what commonly breaks, and say how to mend it. Alone, it starts two ranks with the mpirun on
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "torchmpi") -
 
     main(["doctor", "--json"])
     """
-    options = _parser(program).parse_args(arguments)
+    given = bench_options.with_default_command(sys.argv[1:] if arguments is None else arguments)
+    options = _parser(program).parse_args(given)
     command = importlib.import_module(f".{options.command}", __package__)
     try:
         return command.run(options)
@@ -61,6 +63,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long the trial, or the test in a job, may take (default: %(default)g)",
     )
+    bench_options.add_to(commands)
     return parser
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from .. import affinity, collectives, mpi_library, runtime
 from ..config import PREFIX, Config
 from ..errors import ConfigError, LaunchError, MissingMPIError, TorchMPIError
+from ..rules import VERBS, Table
 from ..selector import Availability
 from .gathering import mpi_facts, versions
 from .layout import core_list, counted, section, table
@@ -93,6 +95,8 @@ def _job(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "ranks_per_host": dict(Counter(rank["host"] for rank in ranks)),
         "ranks": ranks,
         "backends": backends(here.selector.availability()),
+        "transports": transports(here.selector.table, here.selector.spans),
+        "tuned": bool(here.selector.tuned),
     }
 
 
@@ -120,6 +124,21 @@ def backends(availability: Availability) -> list[dict[str, Any]]:
     ]
 
 
+def transports(table: Table, spans: Sequence[str]) -> list[dict[str, Any]]:
+    """What the selector takes, by span and rule.
+
+    >>> from ..rules import keys
+    >>> transports(Table({key: ((None, "mpi"),) for key in keys("reduce")}), ["host"])
+    [{'span': 'host', 'transport': 'mpi', 'verbs': ['reduce']}]
+    """
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for span in spans:
+        for verb in VERBS:
+            if any((key.verb, key.span) == (verb, span) for key in table):
+                grouped.setdefault((span, table.variants(verb, span)), []).append(verb)
+    return [{"span": span, "transport": text, "verbs": verbs} for (span, text), verbs in grouped.items()]
+
+
 # --- text --------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +155,7 @@ def as_text(report: dict[str, Any]) -> str:
     lines += ["", *_mpi_section(report["mpi"]), "", *_job_section(report), ""]
     lines += [f"  {line}" for line in _rank_table(report["ranks"])]
     lines += ["", *_backend_section(report["backends"])]
+    lines += ["", *_transport_section(report["transports"], is_tuned=report["tuned"])]
     return "\n".join([*lines, "", *section("settings", map(_setting_line, report["settings"].items()))])
 
 
@@ -196,3 +216,11 @@ def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
     if unimplemented:
         lines.append((", ".join(unimplemented), "not part of this version"))
     return section("backends", lines)
+
+
+def _transport_section(entries: list[dict[str, Any]], *, is_tuned: bool) -> list[str]:
+    lines = [("table", "measured by autotune()" if is_tuned else "default")]
+    for entry in entries:
+        verbs = "all verbs" if len(entry["verbs"]) == len(VERBS) else ", ".join(entry["verbs"])
+        lines.append((entry["span"], f"{verbs}: {entry['transport']}"))
+    return section("transports", lines)

@@ -1,4 +1,4 @@
-"""Collectives composed over nested levels: inside the groups of a level, and across them."""
+"""Collectives composed over the nested levels of a span: inside the groups of a level, and across them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from . import dtypes, topology
-from .communicator import Communicator, CommunicatorStack, Group
+from .. import topology
+from ..communicator import Communicator, CommunicatorStack, Group
+from .steps import carried_in, divide
 
 COMPOSED = ("barrier", "allreduce", "reduce", "broadcast")
 """Verbs that know how to run over a span; the others run flat."""
@@ -52,7 +53,7 @@ class Composition:
         if buffer is None or work is None or work is buffer:
             return buffer
         if self.op == "avg":
-            work.div_(self.size)
+            divide(work, self.size)
         if self.verb != "reduce" or self.rank == root:
             buffer.copy_(work)
         return buffer
@@ -61,7 +62,7 @@ class Composition:
         """Where partial results go: elsewhere if they are wider than the result, or not everybody may see them."""
         if buffer is None or self.op is None:
             return buffer
-        accumulator = dtypes.info(buffer.dtype).accumulator
-        if self.verb == "reduce" or self.op == "avg" or accumulator is not buffer.dtype:
-            return buffer.to(accumulator, copy=True)
+        carrier = carried_in(buffer.dtype, self.op)
+        if self.verb == "reduce" or self.op == "avg" or carrier is not buffer.dtype:
+            return buffer.to(carrier, copy=True)
         return buffer

@@ -1,0 +1,185 @@
+"""``torchmpi bench`` in real jobs, tiny ones: every contestant has a figure or a reason. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Result, job_environment, launcher
+
+BENCH = ["-m", "torchmpi", "bench"]
+VERBS = "allreduce,broadcast,allgather,reduce_scatter,reduce,alltoall,gather,scatter"
+
+
+def environment(path: Path | None = None) -> dict[str, str]:
+    """`path` comes first on PATH, then the folder of this environment's mpirun."""
+    folders = [*([str(path)] if path else []), str(Path(launcher()).parent), os.environ["PATH"]]
+    return job_environment({"PATH": os.pathsep.join(folders)})
+
+
+def alone(*arguments: object, path: Path | None = None) -> Result:
+    """``torchmpi bench`` without mpirun, which starts jobs of its own."""
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *BENCH, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env=environment(path),
+        stdin=subprocess.DEVNULL,
+    )
+    return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+
+def rows_of(path: Path, result: Result) -> list[dict]:
+    """The rows of a file; each has figures that make sense, or a reason."""
+    assert result.returncode == 0, result.output
+    report = json.loads(path.read_text())
+    assert all(job["facts"]["mpi"] and job["facts"]["versions"]["torch"] for job in report["jobs"])
+    for row in report["rows"]:
+        if "why_not" in row:
+            assert row["why_not"] and "wrong" not in row["why_not"], row
+        elif "median_us" in row:
+            assert 0 < row["low_us"] <= row["median_us"] <= row["high_us"] and row["num_batches"] >= 7, row
+    return report["rows"]
+
+
+@pytest.mark.slow
+def test_every_verb_and_contestant(tmp_path):
+    file = tmp_path / "a.json"
+    rows = rows_of(file, alone("--verbs", VERBS, "--sizes", "4,4K", "--seconds", "1", "-n", "3", "--json", file))
+    found = {(row["verb"], row["bytes"]) for row in rows}
+    assert found == {(verb, size) for verb in VERBS.split(",") for size in (4, 4096)}
+    for cell in found:
+        here = {row["contestant"]: row for row in rows if (row["verb"], row["bytes"]) == cell}
+        assert {"auto", "mpi", "auto shared", "mpi4py", "gloo", "horovod", "copy"} <= set(here)
+        assert all("median_us" in here[name] for name in ("auto", "mpi", "mpi4py", "copy")), (cell, here)
+
+
+def test_jobs_of_its_own_and_all_results(tmp_path):
+    pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
+    file, plot = tmp_path / "a.json", tmp_path / "a.png"
+    result = alone("--sizes", "4,4K", "--seconds", "2", "-n", "1,2", "--json", file, "--plot", plot)
+    assert {(row["ranks"], row["bytes"]) for row in rows_of(file, result)} == {(1, 4), (1, 4096), (2, 4), (2, 4096)}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for words in ("allreduce float32, 1 rank", "allreduce float32, 2 ranks", "of copy", str(file), str(plot)):
+        assert words in result.stdout, result.output
+    assert "1/2 allreduce float32 4, 2 ranks" in result.stderr, result.output
+    compared = alone("compare", file, file)
+    assert compared.returncode == 0 and " 0 faster, 0 slower" in compared.stdout, compared.output
+
+
+def test_a_job_that_mpirun_started(launch, tmp_path):
+    file = tmp_path / "a.json"
+    options = ["--dtypes", "bfloat16,int64", "--sizes", "4K", "--seconds", "1", "--async", "--details", "--json", file]
+    result = launch(2, [*BENCH, *options])
+    rows = rows_of(file, result)
+    assert {(row["ranks"], row["mode"], row["dtype"]) for row in rows} == {
+        (2, "async", "bfloat16"),
+        (2, "async", "int64"),
+    }
+    ours = [row for row in rows if row["contestant"] in ("auto", "mpi")]
+    assert ours and all("median_us" in row for row in ours)
+    why = next(row for row in rows if row["contestant"] == "mpi4py" and row["dtype"] == "bfloat16")
+    assert "cannot add bfloat16" in why["why_not"]
+    assert result.stdout.count("torchmpi bench collectives") == 1, result.output  # one report, by one rank
+
+
+def test_only_what_was_asked_for(launch, tmp_path):
+    file = tmp_path / "a.json"
+    options = ["--backends", "mpi", "--peers", "none", "--memory", "plain", "--sizes", "4", "--seconds", "1"]
+    result = launch(1, [*BENCH, *options, "--json", file])
+    assert [row["contestant"] for row in rows_of(file, result)] == ["mpi", "copy"]
+
+
+def test_what_a_job_refuses(launch):
+    for arguments, words in (
+        (["-n", "2"], "the launcher has decided"),
+        (["memory"], "Run it without mpirun"),
+        (["starts"], "Run it without mpirun"),
+    ):
+        result = launch(2, [*BENCH, *arguments])
+        assert result.returncode != 0 and words in result.stderr and "Traceback" not in result.stderr, result.output
+
+
+@pytest.mark.slow
+def test_training(tmp_path):
+    file = tmp_path / "a.json"
+    rows = rows_of(file, alone("train", "--model", "mlp", "--seconds", "1", "-n", "2", "--json", file))
+    steps = {row["contestant"] for row in rows if row["part"] == "step" and "median_us" in row}
+    assert steps >= {"no communication", "synchronize_gradients", "register_async_backward"}
+    parts = {row["contestant"] for row in rows if row["part"] == "communication" and "median_us" in row}
+    assert parts >= {"synchronize_gradients", "mpi4py"}
+    named = {row["contestant"] for row in rows}
+    assert {"ddp", "gloo buckets"} <= named
+
+
+def test_starts(tmp_path):
+    file = tmp_path / "a.json"
+    result = alone("starts", "--count", "2", "--size", "64K", "--json", file)
+    rows = rows_of(file, result)
+    assert [(row["start"], row["contestant"]) for row in rows] == [(1, "auto"), (2, "auto")]
+    assert "of 2 starts" in result.stdout
+
+
+def test_leaks(tmp_path):
+    file = tmp_path / "a.json"
+    result = alone("leaks", "--small", "500", "--large", "20", "-n", "2", "--json", file)
+    rows = rows_of(file, result)
+    assert {(row["rank"], row["part"], row["calls"]) for row in rows} == {
+        (rank, part, calls) for rank in (0, 1) for part, calls in (("4 B", 500), ("1 MB", 20))
+    }
+    assert all(row["descriptors_growth"] == 0 for row in rows), rows
+
+
+def test_memory(tmp_path):
+    file = tmp_path / "a.json"
+    rows = rows_of(file, alone("memory", "-n", "2", "--json", file))
+    parts = [row["part"] for row in rows if row["rank"] == 1]
+    assert parts == ["torch and mpi4py", "import torchmpi", "start()", "first calls", "torchmpi altogether"]
+    assert all(row["resident_bytes"] > 50 << 20 for row in rows)
+
+
+# --- when things go wrong
+
+
+def fake_mpirun(folder: Path, body: str) -> Path:
+    script = folder / "mpirun"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{body}\n')
+    script.chmod(0o755)
+    return folder
+
+
+def test_a_launcher_that_fails(tmp_path):
+    result = alone("--quick", path=fake_mpirun(tmp_path, "echo no hosts today >&2; exit 3"))
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.output
+    assert "ended with status 3" in result.stderr and "no hosts today" in result.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_job_ends_with_the_command(tmp_path, number, status):
+    path = fake_mpirun(
+        tmp_path, f"sleep 600 & echo $! > {tmp_path}/child.new; mv {tmp_path}/child.new {tmp_path}/child; wait"
+    )
+    process = subprocess.Popen(
+        [sys.executable, *BENCH, "--quick"], env=environment(path), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    limit = time.monotonic() + 60
+    while not (tmp_path / "child").exists():
+        assert time.monotonic() < limit and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == status and "Traceback" not in errors, errors
+    child = int((tmp_path / "child").read_text())
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < limit + 30:  # it is there until init has taken note of its end
+            os.kill(child, 0)
+            time.sleep(0.05)

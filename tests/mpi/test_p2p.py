@@ -1,0 +1,136 @@
+"""The point-to-point algorithms against the readable twins: short and long, cut into few and many pieces."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import config, errors, runtime
+from torchmpi.backends import p2p
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+
+pytestmark = pytest.mark.usefixtures("world")
+
+# Below and above the limit where all ranks fetch everything, uneven, and more than the four pieces under way at once.
+NUMELS = (0, 1, 5, 1000, 4099, 20_011)
+SMALL_PIECES = config.Config(pipeline_bytes=4096, message_bytes=3000)
+
+
+def bound(verb, dtype=None, op=None, settings=SMALL_PIECES):
+    """The operation itself, with pieces that make a short vector a long one."""
+    return p2p.P2PBackend(settings).bind(runtime.current().world, verb, dtype, op)
+
+
+@pytest.mark.parametrize("dtype", contract.OPS_OF, ids=str)
+def test_reductions_are_those_in_rank_order(agree, dtype):
+    rank, size = mpi.rank(), mpi.size()
+    for op, numel in itertools.product(contract.OPS_OF[dtype], NUMELS):
+        inputs = [contract.values((numel,), dtype, r) for r in range(size)]
+        expected = contract.reduced(inputs, op)
+        result = bound("allreduce", dtype, op)(inputs[rank].clone(), None, 0)
+        agree(contract.same_bits(result, expected), f"allreduce {op} {numel}: {result} instead of {expected}")
+        for root in {0, size - 1}:
+            result = bound("reduce", dtype, op)(inputs[rank].clone(), None, root)
+            wanted = expected if rank == root else inputs[rank]
+            agree(contract.same_bits(result, wanted), f"reduce {op} {numel} root={root}: {result}, not {wanted}")
+        source = inputs[rank].clone()
+        result = bound("reduce_scatter", dtype, op)(source, None, 0)
+        agree(contract.same_bits(result, contract.rows(expected, rank, size)), f"reduce_scatter {op} {numel}: {result}")
+        agree(contract.same_bits(source, inputs[rank]), f"reduce_scatter {op} {numel}: the input was changed")
+
+
+@pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
+def test_movements_bring_every_bit(agree, dtype):
+    rank, size = mpi.rank(), mpi.size()
+    for numel in (*NUMELS, 300_000):
+        inputs = [contract.values((numel + r,), dtype, r) for r in range(size)]
+        result = bound("allgather")(inputs[rank], None, 0)
+        agree(contract.same_bits(result, torch.cat(inputs)), f"allgather {numel}: {result}")
+        for root in {0, size - 1}:
+            value = inputs[root] if rank == root else torch.zeros_like(inputs[root])
+            result = bound("broadcast")(value, None, root)
+            agree(contract.same_bits(result, inputs[root]), f"broadcast {numel} root={root}: {result}")
+
+
+def test_operations_are_reused_for_any_size(agree):
+    """Memory of an earlier, longer call must not show in a later one."""
+    rank, size = mpi.rank(), mpi.size()
+    operations = {verb: bound(verb, torch.bfloat16, "avg") for verb in ("allreduce", "reduce", "reduce_scatter")}
+    for numel in (20_011, 3, 5000, 0, 20_011, 1):
+        inputs = [contract.values((numel,), torch.bfloat16, r, seed=numel) for r in range(size)]
+        expected = contract.reduced(inputs, "avg")
+        whole = operations["allreduce"](inputs[rank].clone(), None, 0)
+        at_root = operations["reduce"](inputs[rank].clone(), None, 0)
+        part = operations["reduce_scatter"](inputs[rank].clone(), None, 0)
+        agree(contract.same_bits(whole, expected), f"{numel}: {whole}")
+        agree(contract.same_bits(at_root, expected if rank == 0 else inputs[rank]), f"{numel}: {at_root}")
+        agree(contract.same_bits(part, contract.rows(expected, rank, size)), f"{numel}: {part}")
+
+
+def test_bits_do_not_depend_on_size_pieces_or_backend(agree):
+    """Also against the `mpi` backend: a call may go either way without changing a run."""
+    for dtype in contract.FLOATS:
+        inputs = contract.values((300_000,), dtype, mpi.rank(), seed=3)
+        whole = mpi.allreduce(inputs.clone(), backend="p2p")
+        pieces = torch.cat([mpi.allreduce(t.clone(), backend="p2p") for t in inputs.split([1, 2, 1000, 7, 298_990])])
+        cut = bound("allreduce", dtype, "sum")(inputs.clone(), None, 0)
+        by_mpi = mpi.allreduce(inputs.clone(), backend="mpi")
+        for name, other in (("pieces", pieces), ("small pieces", cut), ("mpi", by_mpi)):
+            agree(contract.same_bits(whole, other), f"{dtype}: {name} differ")
+
+
+def test_through_the_verbs_with_strides_out_rows_and_handles(agree):
+    rank, size = mpi.rank(), mpi.size()
+    for shape in ((), (7,), (3, 5), (65, 33)):
+        inputs = [contract.values(shape, torch.float32, r) for r in range(size)]
+        expected = contract.reduced(inputs, "sum")
+        out = torch.zeros(shape)
+        mpi.allreduce(contract.strided(inputs[rank]), out, backend="p2p")
+        part = mpi.reduce_scatter_async(contract.strided(inputs[rank]), backend="p2p").wait()
+        handle = mpi.allreduce_async(inputs[rank].clone(), backend="p2p")
+        everything = mpi.allgather(contract.strided(inputs[rank]), backend="p2p")
+        agree(contract.same_bits(out, expected), f"{shape}: out {out}")
+        agree(contract.same_bits(handle.wait(), expected), f"{shape}: asynchronous")
+        agree(contract.same_bits(part, contract.rows(expected, rank, size)), f"{shape}: {part}")
+        agree.equal(everything, torch.cat([t.reshape(1) if t.dim() == 0 else t for t in inputs]), f"{shape}")
+
+
+def test_memory_of_inference_mode_and_of_parameters(agree):
+    """The library's memory outlives the mode in which the first call was made."""
+    size = mpi.size()
+    operation = bound("allreduce", torch.float32, "sum")
+    with torch.inference_mode():
+        operation(torch.ones(9000), None, 0)
+    leaf = torch.nn.Parameter(torch.ones(9000))
+    for _ in range(2):
+        operation(leaf, None, 0)
+    agree.equal(leaf.detach(), torch.full((9000,), float(size) ** 2))
+    gathered = bound("allgather")
+    with torch.inference_mode():
+        gathered(torch.ones(3), None, 0)
+    agree.equal(gathered(torch.ones(3), None, 0), torch.ones(3 * size))
+
+
+def test_calls_of_other_backends_in_between(agree):
+    """The messages of one call are never taken for those of another."""
+    rank, size = mpi.rank(), mpi.size()
+    for k in range(20):
+        backend = ("p2p", "mpi")[k % 2]
+        total = mpi.allreduce(torch.full((k * 500 + 1,), float(rank + k)), backend=backend)
+        agree(bool((total == sum(range(size)) + k * size).all()), f"call {k} by {backend}: {total}")
+        root = k % size
+        value = mpi.broadcast(torch.full((k * 900,), float(rank + k)), root, backend=backend)
+        agree(bool((value == root + k).all()), f"call {k} by {backend}: {value}")
+
+
+def test_what_it_does_not_have_is_refused_with_the_reason(agree):
+    with pytest.raises(errors.BackendUnavailableError, match="it has no alltoall"):
+        mpi.alltoall(torch.ones(4), backend="p2p")
+    agree(mpi.collective_availability()["p2p", "allreduce", "cpu", "sync"] == "available")

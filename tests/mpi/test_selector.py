@@ -1,0 +1,369 @@
+"""The choice of transport on real ranks: by table, by size, by mode, measured, and picked up again.
+
+What ran is seen by backends that hand everything to `mpi` and note it down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import errors, runtime
+from torchmpi.rules import keys
+
+pytestmark = pytest.mark.usefixtures("world")
+ALLREDUCE = ("allreduce", "cpu", "host", "sync")
+
+
+class Recording:
+    """The mpi backend under another name, with a list of what it ran; every call takes `seconds` longer."""
+
+    def __init__(self, name, inner, ran, *, seconds=0.0):
+        self.name, self.inner, self.ran, self.seconds = name, inner, ran, seconds
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def why_not(self, verb, device_type, group=None):
+        if group is not None and group.size == 1 and self.name == "lonely":
+            return "it needs company"
+        return self.inner.why_not(verb, device_type, group)
+
+    def bind(self, group, verb, dtype, op):
+        operation = self.inner.bind(group, verb, dtype, op)
+
+        def run(source, destination, root):
+            self.ran.append((self.name, verb))
+            time.sleep(self.seconds)
+            return operation(source, destination, root)
+
+        return run
+
+
+@pytest.fixture
+def ran():
+    """What the backends `small` and `large`, which exist during the test, have run."""
+    selector = runtime.current().selector
+    seen: list[tuple[str, str]] = []
+    for name in ("small", "large", "lonely"):
+        selector.backends[name] = Recording(name, selector.backends["mpi"], seen)
+    selector.backends["slow"] = Recording("slow", selector.backends["mpi"], seen, seconds=0.05)
+    yield seen
+    mpi.set_communicator(0)
+    mpi.set_collective_span(0, 0)
+    selector.reset()
+    for name in ("small", "large", "lonely", "slow"):
+        del selector.backends[name]
+
+
+@pytest.fixture
+def on_one_host():
+    if mpi.num_nodes_in_communicator() > 1:
+        pytest.skip("the test is about ranks of one host")
+
+
+def refusal(call):
+    try:
+        call()
+    except errors.TorchMPIError as error:
+        return error
+    return None
+
+
+def test_the_table_can_be_read_set_and_reset(agree, on_one_host, ran):
+    before = dict(mpi.collective_selector)
+    agree.equal(len(mpi.collective_selector), len(before))
+    mpi.collective_selector.set("allreduce", "small", up_to_bytes=4096)
+    mpi.collective_selector.set("allreduce", "large", mode="async")
+    agree.equal(mpi.collective_selector[ALLREDUCE], ((4096, "small"), *before[ALLREDUCE]))
+    agree.equal(mpi.collective_selector["allreduce", "cpu", "host", "async"], ((None, "large"),))
+    mpi.collective_selector[ALLREDUCE] = [(8, "large"), (None, "small")]
+    agree.equal(mpi.collective_selector[ALLREDUCE], ((8, "large"), (None, "small")))
+    text = mpi.collective_selector_to_string()
+    agree.equal(text, str(mpi.collective_selector))
+    agree("up to 8 B large, above small" in text, text)
+    mpi.collective_selector.reset()
+    agree.equal(dict(mpi.collective_selector), before)
+
+
+def test_what_cannot_be_had_is_refused_with_the_reason_and_changes_nothing(agree):
+    selector = mpi.collective_selector
+    before = dict(selector)
+    calls = {
+        "not part of this version": partial(selector.set, "allreduce", "nccl"),
+        "is unknown": partial(selector.set, "allreduce", "tcp"),
+        "four words": lambda: selector["allreduce"],
+        "differ in length": partial(selector.set, "allgather", "mpi", up_to_bytes=64),
+        "must end with": lambda: selector.__setitem__(ALLREDUCE, [(64, "mpi")]),
+    }
+    if not torch.cuda.is_available():
+        calls["no CUDA"] = partial(selector.set, "allreduce", "mpi", device="cuda")
+    for reason, call in calls.items():
+        error = refusal(call)
+        agree(isinstance(error, errors.ArgumentError), f"{reason}: {error!r}")
+        agree(reason in str(error) and f"rank {mpi.rank()}" in str(error), str(error))
+    agree.equal(dict(selector), before)
+
+
+def test_the_size_decides_what_runs(agree, on_one_host, ran):
+    for verb in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
+        for mode in ("sync", "async"):
+            mpi.collective_selector[verb, "cpu", "host", mode] = [(64, "small"), (None, "large")]
+    for dtype, limit in ((torch.float32, 16), (torch.bfloat16, 32), (torch.int8, 64)):
+        for numel in (0, 1, limit, limit + 1, 10 * limit):
+            expected = "small" if numel <= limit else "large"
+            for verb in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
+                ran.clear()
+                tensor = torch.ones(numel, dtype=dtype)
+                for _ in range(2):  # the second time there is a plan
+                    getattr(mpi, verb)(tensor.clone())
+                getattr(mpi, f"{verb}_async")(tensor.clone()).wait()
+                agree.equal(ran, [(expected, verb)] * 3, f"{verb} of {numel} {dtype}")
+
+
+@pytest.mark.parametrize("layout", ("out", "strided"))
+def test_the_size_decides_also_around_copies(agree, on_one_host, ran, layout):
+    mpi.collective_selector[ALLREDUCE] = [(64, "small"), (None, "large")]
+    for numel, expected in ((16, "small"), (17, "large")):
+        tensor = torch.ones(numel) if layout == "out" else torch.ones(numel, 2)[:, 0]
+        out = torch.empty(numel) if layout == "out" else None
+        result = mpi.allreduce(tensor, out)
+        agree.equal(ran.pop(), (expected, "allreduce"))
+        agree.equal(result.contiguous(), torch.full((numel,), float(mpi.size())))
+
+
+def test_verbs_without_a_common_size_and_barriers_go_by_one_transport(agree, on_one_host, ran):
+    verbs = {
+        "allgather": torch.ones(mpi.rank() + 1),
+        "gather": torch.ones(mpi.rank() + 1),
+        "scatter": torch.ones(5) if mpi.rank() == 0 else None,
+        "alltoall": torch.ones(mpi.rank() + 3),
+    }
+    for verb, tensor in verbs.items():
+        mpi.collective_selector.set(verb, "large")
+        getattr(mpi, verb)(tensor)
+        getattr(mpi, f"{verb}_async")(tensor).wait()
+        agree.equal(ran, [("large", verb)] * 2)
+        ran.clear()
+    mpi.collective_selector.set("barrier", "small")
+    mpi.barrier()
+    agree.equal(ran, [("small", "barrier")])
+
+
+def test_a_change_holds_from_the_next_call_on_also_for_plans_that_exist(agree, on_one_host, ran):
+    tensor = torch.ones(3)
+    names = ["small", "large", "small", "mpi"]
+    for name in names:
+        mpi.collective_selector.set("allreduce", name)
+        mpi.allreduce(tensor)
+        mpi.allreduce_async(tensor).wait()
+    agree.equal([name for name, _ in ran], ["small", "small", "large", "large", "small", "small"])
+
+
+def test_what_is_queued_keeps_its_backend(agree, on_one_host, ran):
+    mpi.collective_selector.set("allreduce", "slow")
+    handles = [mpi.allreduce_async(torch.ones(1)) for _ in range(3)]
+    mpi.collective_selector.set("allreduce", "small")
+    handles.append(mpi.allreduce_async(torch.ones(1)))
+    for handle in handles:
+        agree.equal(handle.wait(), torch.full((1,), float(mpi.size())))
+    agree.equal([name for name, _ in ran], ["slow"] * 3 + ["small"])
+
+
+def test_the_modes_are_apart_and_the_backend_of_a_call_wins(agree, on_one_host, ran):
+    mpi.collective_selector.set("allreduce", "small", mode="sync")
+    mpi.collective_selector.set("allreduce", "large", mode="async")
+    tensor = torch.ones(3)
+    mpi.allreduce(tensor)
+    mpi.allreduce_async(tensor).wait()
+    mpi.allreduce_many([tensor, tensor.clone()])
+    mpi.allreduce(tensor, backend="large")
+    mpi.allreduce(tensor, backend="mpi")
+    agree.equal([name for name, _ in ran], ["small", "large", "large", "large"])
+
+
+def test_a_group_that_cannot_have_the_transport_gets_another_and_backend_is_refused(agree, on_one_host, ran):
+    mpi.collective_selector.set("broadcast", "small")
+    mpi.collective_selector.set("allreduce", "lonely") if mpi.size() > 1 else None
+    alone = mpi.push_communicator(mpi.rank())
+    mpi.set_communicator(0)
+    total = mpi.allreduce(torch.ones(2), comm=alone)
+    agree.equal(total, torch.ones(2))
+    agree(("lonely", "allreduce") not in ran, str(ran))
+    error = refusal(lambda: mpi.allreduce(torch.ones(2), comm=alone, backend="lonely"))
+    agree(isinstance(error, errors.BackendUnavailableError), repr(error))
+    agree("it needs company" in str(error) and "one of: mpi" in str(error), str(error))
+    if mpi.size() > 1:
+        mpi.allreduce(torch.ones(2))
+        agree.equal(ran[-1:], [("lonely", "allreduce")])
+
+
+def test_the_steps_of_a_span_choose_for_themselves(agree, on_one_host, ran):
+    level = mpi.push_communicator(mpi.rank() // 2)
+    mpi.set_communicator(0)
+    mpi.set_collective_span(0, level)
+    for verb in ("allreduce", "reduce", "broadcast"):
+        mpi.collective_selector[verb, "cpu", "host", "sync"] = [(64, "small"), (None, "large")]
+    for numel, expected in ((4, "small"), (400, "large")):
+        ran.clear()
+        result = mpi.allreduce(torch.ones(numel))
+        agree.equal(result, torch.full((numel,), float(mpi.size())))
+        agree({name for name, _ in ran} == ({expected} if mpi.size() > 1 else set()), f"{numel}: {ran}")
+    ran.clear()
+    mpi.allreduce(torch.ones(4), backend="mpi")
+    agree.equal(ran, [], "backend= holds for every step")
+
+
+# --- measuring
+
+
+def test_autotune_leaves_what_is_slow_and_all_ranks_agree(agree, on_one_host, ran):
+    mpi.collective_selector.set("allreduce", "slow")
+    mpi.collective_selector.set("reduce", "slow")
+    table = mpi.autotune("allreduce", sizes=[65536], seconds=60, save=False)
+    tables = mpi.allgather_object(dict(table))
+    agree(all(other == tables[0] for other in tables), "the ranks have different tables")
+    agree.equal(dict(table), dict(mpi.collective_selector))
+    for mode in ("sync", "async"):
+        rule = table["allreduce", "cpu", "host", mode]
+        agree("slow" not in [name for _, name in rule], str(rule))
+        agree.equal(table["reduce", "cpu", "host", mode], ((None, "slow"),), "it was not asked for")
+    ran.clear()
+    mpi.allreduce(torch.ones(4))
+    agree(("slow", "allreduce") not in ran, str(ran))
+
+
+def test_autotune_measures_every_verb(agree, on_one_host, ran):
+    selector = runtime.current().selector
+    others = {name: selector.backends.pop(name) for name in list(selector.backends) if name not in ("mpi", "small")}
+    selector.reset()
+    mpi.autotune(sizes=[100], seconds=60, save=False)
+    selector.backends.update(others)
+    measured = {(verb, name) for name, verb in ran}
+    agree(measured >= {(key.verb, "small") for key in keys(device="cpu", span="host")}, str(measured))
+    agree.equal({key.verb for key in selector.tuned}, {key.verb for key in keys()})
+
+
+def test_autotune_ends_when_the_time_is_up(agree, on_one_host, ran):
+    before = dict(mpi.collective_selector)
+    table = mpi.autotune(("gather", "scatter"), seconds=1e-6, save=False)
+    agree.equal(dict(table), before)
+    agree(len(ran) < 20, f"{len(ran)} calls")
+
+
+def test_wrong_arguments_of_autotune_are_refused_on_all_ranks(agree):
+    level = mpi.push_communicator(0)
+    mpi.set_communicator(0)
+    for reason, arguments in {
+        "verb 'sing' is unknown": {"verbs": ["sing"]},
+        "sizes": {"sizes": [0]},
+        "at least one": {"sizes": []},
+        "seconds": {"seconds": 0},
+    }.items():
+        error = refusal(partial(mpi.autotune, **arguments))
+        agree(isinstance(error, errors.ArgumentError) and reason in str(error), f"{reason}: {error!r}")
+    mpi.set_collective_span(0, level)
+    error = refusal(mpi.autotune)
+    agree("set_collective_span" in str(error), repr(error))
+    mpi.set_collective_span(0, 0)
+
+
+@pytest.fixture
+def restart(tmp_path):
+    """Stops torchmpi, and starts it with settings and with one tuning file for all ranks; the old start comes back."""
+    path = mpi.broadcast_object(str(tmp_path / "tuning.json"))
+
+    def again(**settings: object) -> Path:
+        mpi.stop()
+        mpi.start(config=dataclasses.replace(mpi.Config.from_environment(), **{"tuning_file": path, **settings}))
+        return Path(path)
+
+    yield again
+    mpi.stop()
+    mpi.start()
+
+
+def tune():
+    """A rule that autotune() cannot fail to find, without backends that are gone at the next start."""
+    selector = runtime.current().selector
+    others = {name: selector.backends.pop(name) for name in list(selector.backends) if name != "mpi"}
+    selector.backends["slow"] = Recording("slow", selector.backends["mpi"], [], seconds=0.02)
+    selector.reset()
+    mpi.collective_selector.set("allreduce", "slow")
+    mpi.autotune("allreduce", sizes=[64], seconds=60)
+    del selector.backends["slow"]
+    selector.backends.update(others)
+    selector.reset()
+
+
+TUNED = {("allreduce", "cpu", "host", mode): ((None, "mpi"),) for mode in ("sync", "async")}
+
+
+def test_what_was_measured_is_there_after_the_next_start(agree, on_one_host, restart, capsys):
+    path = restart(verbose=True)
+    capsys.readouterr()
+    tune()
+    said = capsys.readouterr().err
+    restart(verbose=True)
+    line = capsys.readouterr().err
+    agree.equal(dict(runtime.current().selector.tuned), TUNED)
+    agree.equal({key: mpi.collective_selector[key] for key in TUNED}, TUNED)
+    if mpi.rank() == 0:
+        agree(path.exists() and f"saved in {path}" in said, said)
+        agree("allreduce cpu host: mpi (was slow)" in said, said)
+        agree(line.strip().endswith(", tuned"), line)
+        agree("not used" not in line, line)
+    else:
+        agree.equal(said + line, "")
+    mpi.collective_selector.reset()
+    agree.equal(dict(runtime.current().selector.tuned), {})
+    restart(verbose=False, backend="mpi")
+    agree.equal(dict(runtime.current().selector.tuned), {}, "what was asked for goes before what was measured")
+    error = refusal(mpi.autotune)
+    agree("backend='mpi'" in str(error), repr(error))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda text: text[:50], "cannot be read"),
+        (lambda text: text.replace('"torch": "', '"torch": "0.'), "was measured with torch 0."),
+        (lambda text: text.replace('"cores_per_rank"', '"cores"'), "nothing for a job of this shape"),
+        (lambda text: text.replace('"mpi"\n', '"gloo"\n'), "it takes gloo for allreduce"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_one_line(agree, on_one_host, restart, capsys, damage, reason):
+    path = restart(verbose=False)
+    tune()
+    default = dict(mpi.collective_selector)
+    capsys.readouterr()
+    mpi.barrier()
+    if mpi.rank() == 0:
+        before = path.read_text()
+        path.write_text(damage(before))
+        agree(path.read_text() != before, "the test damaged nothing")
+    mpi.barrier()
+    restart(verbose=True)
+    said = capsys.readouterr().err.splitlines()
+    agree.equal(dict(runtime.current().selector.tuned), {})
+    agree.equal(dict(mpi.collective_selector), default)
+    agree.equal(mpi.allreduce(1), mpi.size())
+    if mpi.rank() == 0:
+        agree(len(said) == 2 and reason in said[0] and str(path) in said[0], str(said))
+        agree("tuned" not in said[1], said[1])
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(agree, on_one_host, restart, tmp_path, capsys):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    restart(verbose=True, tuning_file=str(blocked / "tuning.json"))
+    capsys.readouterr()
+    tune()
+    if mpi.rank() == 0:
+        agree("could not be saved" in capsys.readouterr().err)

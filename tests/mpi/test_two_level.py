@@ -1,0 +1,183 @@
+"""Collectives over several hosts, which the ranks of this machine claim to be on; against the readable twins.
+
+The names of the hosts are given, everything else is real: processes, messages, groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import torchmpi as mpi
+from torchmpi import runtime
+from torchmpi.config import Config
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+# By rank: the host it is on. All are tried with the ranks there are.
+PLACEMENTS = {"block": "aabb", "cyclic": "abab", "uneven": "aaab", "back and forth": "abba", "three": "abca"}
+# Nothing; fewer than ranks; short enough to go by first ranks; a few pieces, the last one uneven.
+NUMELS = (0, 1, 2047, 20_011)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int16, torch.uint64, torch.bool)
+
+
+def hosts_of(placement: str) -> list[list[int]]:
+    """The ranks of each host, hosts in order of their first ranks."""
+    names = placement[:SIZE]
+    return [[rank for rank in range(SIZE) if names[rank] == name] for name in dict.fromkeys(names)]
+
+
+def start(placement: str, **settings) -> None:
+    given = dataclasses.replace(Config.from_environment(), host_name=placement[RANK], **settings)
+    mpi.start(config=given)
+
+
+@pytest.fixture(params=PLACEMENTS, ids=lambda name: name.replace(" ", "-"))
+def hosts(request) -> Iterator[list[list[int]]]:
+    """torchmpi, started on these hosts, with pieces so small that there are several."""
+    placement = PLACEMENTS[request.param]
+    found = hosts_of(placement)
+    if len(found) in (1, SIZE):
+        pytest.skip("with so few ranks there is one host, or one rank on each")
+    start(placement, pipeline_bytes=40_000)
+    yield found
+    mpi.stop()
+
+
+def in_steps(inputs: list[torch.Tensor], op: str, hosts: list[list[int]]) -> torch.Tensor:
+    """Host by host, in rank order within, and rounded once."""
+    dtype = inputs[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) and op not in ("min", "max") else dtype
+    total_op = "sum" if op == "avg" else op
+    totals = [contract.reduced([inputs[rank].to(wide) for rank in ranks], total_op) for ranks in hosts]
+    total = contract.reduced(totals, total_op)
+    if op == "avg":
+        total = torch.view_as_complex(torch.view_as_real(total) / SIZE) if total.is_complex() else total / SIZE
+    return total.to(dtype)
+
+
+def test_groups_within_and_across_hosts(agree, hosts):
+    world = runtime.current().world
+    mine = next(ranks for ranks in hosts if RANK in ranks)
+    is_grid = len({len(ranks) for ranks in hosts}) == 1
+    place = mine.index(RANK)
+    across = tuple(ranks[place] for ranks in hosts) if is_grid or place == 0 else None
+    agree.equal(world.is_grid, is_grid)
+    agree.equal(world.local.world_ranks if world.local else (RANK,), tuple(mine))
+    agree.equal(world.across.world_ranks if world.across else None, across)
+    for part in filter(None, (world.local, world.across)):
+        agree.equal((part.local, part.across), (None, None), "no groups of groups")
+    level = mpi.push_communicator(0)
+    twin = runtime.current().communicators.find(level).intra
+    if across is not None:
+        agree(twin.across is not world.across, "a group has parts of its own")
+    agree.equal(mpi.allreduce(1, comm=level), SIZE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reductions_add_host_by_host(agree, hosts, dtype):
+    for op, numel in itertools.product(contract.OPS_OF[dtype], NUMELS):
+        inputs = [contract.values((numel,), dtype, r) for r in range(SIZE)]
+        expected = in_steps(inputs, op, hosts)
+        result = mpi.allreduce(inputs[RANK].clone(), op=op, backend="hierarchical")
+        agree(contract.same_bits(result, expected), f"allreduce {op} {numel}: {result} instead of {expected}")
+        for root in {0, SIZE - 1}:
+            result = mpi.reduce(inputs[RANK].clone(), root, op=op, backend="hierarchical")
+            wanted = expected if RANK == root else inputs[RANK]
+            agree(contract.same_bits(result, wanted), f"reduce {op} {numel} root={root}: {result}, not {wanted}")
+        source = inputs[RANK].clone()
+        result = mpi.reduce_scatter(source, op=op, backend="hierarchical")
+        mine = contract.rows(expected, RANK, SIZE)
+        agree(contract.same_bits(result, mine), f"reduce_scatter {op} {numel}: {result} instead of {mine}")
+        agree(contract.same_bits(source, inputs[RANK]), f"reduce_scatter {op} {numel}: the input was changed")
+
+
+def test_movements_bring_every_bit(agree, hosts):
+    shapes = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (9001, 3))
+    for dtype, shape in itertools.product((torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn), shapes):
+        inputs = [contract.values(shape, dtype, r) for r in range(SIZE)]
+        for root in range(SIZE):
+            result = mpi.broadcast(inputs[RANK].clone(), root, backend="hierarchical")
+            agree(contract.same_bits(result, inputs[root]), f"broadcast {dtype} {shape} root={root}: {result}")
+        everything = torch.cat([tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in inputs])
+        result = mpi.allgather(inputs[RANK], backend="hierarchical")
+        agree(contract.same_bits(result, everything), f"allgather {dtype} {shape}: {result}")
+    inputs = [contract.values((100 * r, 2), torch.float32, r) for r in range(SIZE)]
+    agree.equal(mpi.allgather(inputs[RANK], backend="hierarchical"), torch.cat(inputs), "uneven")
+    mpi.barrier()
+
+
+def test_rows_of_more_than_one_dimension_and_out(agree, hosts):
+    for shape in ((7, 3), (SIZE, 2), (SIZE + 1, 5), (1000, 17), (3, 0)):
+        inputs = [contract.values(shape, torch.float32, r) for r in range(SIZE)]
+        expected = in_steps(inputs, "avg", hosts)
+        part = mpi.reduce_scatter(contract.strided(inputs[RANK]), op="avg", backend="hierarchical")
+        out = torch.zeros(shape)
+        mpi.allreduce(contract.strided(inputs[RANK]), out, op="avg", backend="hierarchical")
+        agree(contract.same_bits(part, contract.rows(expected, RANK, SIZE)), f"{shape}: {part}")
+        agree(contract.same_bits(out, expected), f"{shape}: {out}")
+
+
+def test_bits_do_not_depend_on_size_or_position(agree, hosts):
+    """Neither on slices or first ranks, nor on pieces, nor on the verb."""
+    for dtype in contract.FLOATS:
+        inputs = contract.values((40_000,), dtype, RANK, seed=3)
+        whole = mpi.allreduce(inputs.clone(), backend="hierarchical")
+        cut = inputs.split([1, 2, 1000, 7, 30_000, 8990])
+        pieces = torch.cat([mpi.allreduce(piece.clone(), backend="hierarchical") for piece in cut])
+        scattered = mpi.allgather(mpi.reduce_scatter(inputs.clone(), backend="hierarchical"))
+        at_root = mpi.broadcast(mpi.reduce(inputs.clone(), SIZE - 1, backend="hierarchical"), SIZE - 1)
+        agree(contract.same_bits(whole, pieces), f"{dtype}: pieces differ")
+        agree(contract.same_bits(whole, scattered), f"{dtype}: reduce_scatter differs")
+        agree(contract.same_bits(whole, at_root), f"{dtype}: reduce differs")
+
+
+def test_half_precision_is_rounded_once(agree, hosts):
+    """Summed in 16 bits, the small terms would vanish host by host."""
+    for numel in (5, 50_000):
+        value = 256.0 if RANK == 0 else 0.75
+        result = mpi.allreduce(torch.full((numel,), value, dtype=torch.bfloat16), backend="hierarchical")
+        expected = torch.tensor(256.0 + 0.75 * (SIZE - 1)).bfloat16().expand(numel)
+        agree.equal(result, expected, f"{numel}")
+
+
+def test_many_calls_in_the_background_and_several_communicators(agree, hosts):
+    level = mpi.push_communicator("again")
+    mpi.set_communicator(0)
+    tensors = [torch.full((30_000,), float(RANK + k)) for k in range(6)]
+    handles = [
+        mpi.allreduce_async(tensor, comm=(0, level)[k % 2], backend="hierarchical") for k, tensor in enumerate(tensors)
+    ]
+    for k, handle in enumerate(handles):
+        expected = sum(range(SIZE)) + k * SIZE
+        agree(bool((handle.wait() == expected).all()), f"call {k}: {tensors[k]} instead of {expected}")
+
+
+def test_memory_of_inference_mode_and_of_parameters(agree, hosts):
+    with torch.inference_mode():
+        mpi.allreduce(torch.ones(9000), op="avg", backend="hierarchical")
+        mpi.allreduce(torch.ones(9000, dtype=torch.bfloat16), op="avg", backend="hierarchical")
+    leaf = torch.nn.Parameter(torch.ones(9000))
+    mpi.allreduce(leaf, op="avg", backend="hierarchical")
+    half = torch.nn.Parameter(torch.ones(9000, dtype=torch.bfloat16))
+    mpi.allreduce(half, op="avg", backend="hierarchical")
+    agree.equal(leaf.detach(), torch.ones(9000))
+    agree.equal(half.detach(), torch.ones(9000, dtype=torch.bfloat16))
+
+
+def test_starting_and_stopping_leaves_no_groups(agree, hosts):
+    """MPI has few communicators to give."""
+    for _ in range(20):
+        copy = runtime.current().world.duplicate("copy")
+        copy.free()
+    names = [group.name for group in runtime.current().context.groups]
+    agree.equal(len(names), len(set(names)), "groups are left over")

@@ -1,0 +1,279 @@
+"""What of ``torchmpi bench`` needs no job: arguments, workloads, the model, statistics."""
+
+from __future__ import annotations
+
+import argparse
+import doctest
+import importlib
+import mmap
+import pkgutil
+
+import pytest
+import torch
+
+import torchmpi.cli
+from torchmpi.cli import benching
+from torchmpi.cli.benching import arguments, clock, jobs, model, models, options, samples, train_job, usage
+from torchmpi.cli.benching.contestants import Copy, Ours
+from torchmpi.cli.benching.job import split_seconds
+from torchmpi.cli.benching.workload import IN_PLACE, ROOTED, Shape, Workload
+from torchmpi.cli.facts import Program
+
+
+def test_examples_in_docstrings():
+    for module in pkgutil.iter_modules(benching.__path__, "torchmpi.cli.benching."):
+        result = doctest.testmod(importlib.import_module(module.name))
+        assert result.failed == 0, module.name
+
+
+# --- the command line
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--verbs", "allreduce,sing"], "'sing' is no verb; choose among allreduce, broadcast"),
+        (["--dtypes", "float12"], "'float12' is no dtype; choose among float32"),
+        (["--peers", "none,gloo"], "none stands alone"),
+        (["--backends", "nonsense"], "'nonsense' is no backend; choose among auto, mpi"),
+        (["--sizes", "4:x"], "'x' is no size from 1 byte to 64G; write 4:256M"),
+        (["--sizes", "1M:4"], "begins above its end"),
+        (["--sizes", "0"], "'0' is no size"),
+        (["--sizes", "100000G"], "is no size"),
+        (["-n", "0"], "numbers of ranks from 1"),
+        (["-n", "two"], "numbers of ranks from 1"),
+        (["--seconds", "-1"], "is no time"),
+        (["--seconds", "nan"], "is no time"),
+        (["starts", "--count", "0"], "no number of at least 1"),
+        (["train", "--model", "gpt"], "'gpt' is no model; choose among mlp, resnet, transformer"),
+        (["frobnicate"], "invalid choice"),
+    ],
+)
+def test_refused_arguments_say_what_is_allowed(given, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        torchmpi.cli.main(["bench", *given])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["collectives", "train", "compare", "starts", "leaks", "memory"])
+def test_each_command_has_help_with_an_example(kind, capsys):
+    with pytest.raises(SystemExit) as ended:
+        torchmpi.cli.main(["bench", kind, "--help"])
+    assert ended.value.code == 0
+    assert (
+        f"torchmpi bench{'' if kind == 'collectives' else f' {kind}'}" in capsys.readouterr().out.split("examples:")[1]
+    )
+
+
+def test_help_of_bench_names_its_commands(capsys):
+    with pytest.raises(SystemExit):
+        torchmpi.cli.main(["bench", "--help"])
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("collectives", "train", "compare", "starts", "leaks", "memory", "examples:"))
+
+
+def test_default_command():
+    assert options.with_default_command(["bench", "-n", "2"]) == ["bench", "collectives", "-n", "2"]
+    assert options.with_default_command(["bench", "--help"]) == ["bench", "--help"]
+    assert options.with_default_command([]) == []
+
+
+def test_sizes():
+    assert arguments.sizes("4:256M") == tuple(4**exponent for exponent in range(1, 15))
+    assert arguments.sizes("1K") == (1024,) and arguments.sizes("64k, 4 ,64K") == (4, 65536)
+    for number in (4, 1024, 65536, 1 << 20, 1 << 30):
+        assert arguments.size(arguments.short_size(number)) == number
+
+
+def test_names_keep_order_and_drop_repetitions():
+    assert arguments.names(("a", "b"), "letter")("b,a,b") == ("b", "a")
+    assert arguments.names(("a", "none"), "letter")("none") == ()
+
+
+# --- workloads
+
+
+def results(works: list[Workload], verb: str, root: int) -> None:
+    """What the verb does, without any communication."""
+    sources = [work.source.clone() for work in works]
+    size = len(works)
+    total = torch.stack([source.to(torch.int64) for source in sources]).sum(0) if verb in SUMS else None
+    for rank, work in enumerate(works):
+        if verb == "allreduce" or (verb == "reduce" and rank == root):
+            work.target.copy_(total)
+        elif verb == "broadcast":
+            work.target.copy_(sources[root])
+        elif verb == "allgather" or (verb == "gather" and rank == root):
+            work.target.copy_(torch.cat(sources))
+        elif verb == "reduce_scatter":
+            work.target.copy_(total.chunk(size)[rank])
+        elif verb == "scatter":
+            work.target.copy_(sources[root].chunk(size)[rank])
+        elif verb == "alltoall":
+            work.target.copy_(torch.cat([source.chunk(size)[rank] for source in sources]))
+
+
+SUMS = ("allreduce", "reduce", "reduce_scatter")
+
+
+@pytest.mark.parametrize("verb", arguments.VERBS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_right_results_pass_and_wrong_ones_do_not(verb, dtype, size):
+    works = [Workload(Shape(verb, dtype, 20_000), rank=rank, size=size) for rank in range(size)]
+    for root in range(size if verb in ROOTED else 1):
+        for work in works:
+            work.fill()
+        results(works, verb, root)
+        assert all(work.is_right(root) for work in works)
+        checked = works[root] if verb in ("reduce", "gather") else works[-1]
+        for position in (0, checked.target.numel() // 2, -1):
+            right = checked.target[position].item()
+            checked.target[position] = right + 1
+            assert not checked.is_right(root)
+            checked.target[position] = right
+
+
+def test_nothing_done_is_wrong():
+    for verb in arguments.VERBS:
+        works = [Workload(Shape(verb, "float32", 4096), rank=rank, size=2) for rank in range(2)]
+        for work in works:
+            work.fill()
+        assert not all(work.is_right(0) for work in works), verb
+
+
+def test_sums_are_exact_for_64_ranks_in_16_bits():
+    assert 64 * 3 <= 256, "whole numbers up to here are exact in bfloat16"
+
+
+@pytest.mark.parametrize("verb", arguments.VERBS)
+def test_the_larger_tensor_has_the_size_asked_for(verb):
+    work = Workload(Shape(verb, "float32", 4096), rank=0, size=4)
+    assert work.payload_bytes == 4096 == 4 * max(work.source.numel(), work.target.numel())
+    assert (work.source is work.target) == (verb in IN_PLACE)
+    tiny = Workload(Shape(verb, "float64", 4), rank=0, size=4)  # nothing is smaller than an element, or one per part
+    assert tiny.payload_bytes == (8 if verb in IN_PLACE else 32)
+
+
+def test_copy_copies_the_payload():
+    work = Workload(Shape("allgather", "float32", 64), rank=0, size=2)
+    work.target.fill_(7)
+    copied = Copy().bind(work, 0)()
+    assert isinstance(copied, torch.Tensor) and copied.tolist() == [7.0] * 16
+
+
+def test_names_of_contestants():
+    names = [
+        Ours(backend, memory, asynchronous=False).name for backend in (None, "shm", "gloo") for memory in ("plain",)
+    ]
+    assert names == ["auto", "shm", "torchmpi gloo"]
+    assert Ours(None, "shared", asynchronous=False).name == "auto shared"
+
+
+# --- numbers
+
+
+def test_model():
+    assert model.cost("allreduce", 1, 1000) == (0, 0)
+    assert model.cost("allreduce", 2, 1000) == (2, 1000)
+    assert model.cost("broadcast", 5, 1000) == (3, 1000)
+    assert model.cost("alltoall", 4, 1000) == (3, 750)
+    assert model.bus_factor("broadcast", 1) == 0.0
+
+
+def test_quartiles():
+    sample = samples.summarise([number * 1e-6 for number in range(1, 9)], calls_per_batch=2)
+    assert (sample.median_us, sample.num_batches, sample.calls_per_batch) == (2.25, 8, 2)
+    assert sample.low_us < sample.median_us < sample.high_us and sample.spread > 0
+    assert samples.summarise([2e-6], calls_per_batch=1).spread == 0
+
+
+def test_rounds_and_shares_of_time():
+    assert clock.num_rounds(0.0, 1.0) == clock.MIN_BATCHES
+    weights = [1.0, 2.0, 3.0]
+    assert split_seconds(12.0, weights, 0) == 2.0 and split_seconds(9.0, weights, 2) == 9.0
+
+
+# --- training
+
+
+def test_models_have_the_shapes_they_claim():
+    shapes = [tuple(parameter.shape) for parameter in models.resnet50().parameters()]
+    assert len(shapes) == 161
+    assert shapes[0] == (64, 3, 7, 7) and shapes[-2:] == [(1000, 2048), (1000,)]
+    assert shapes.count((512, 512, 3, 3)) == 3 and (2048, 1024, 1, 1) in shapes
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_tasks_start_equal_and_have_data_of_their_own(name):
+    one, other = (models.make_task(name, rank=rank) for rank in (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True))
+    assert not torch.equal(one.inputs, other.inputs)
+    trainer = train_job.Trainer(one, None)
+    before = [parameter.clone() for parameter in one.net.parameters()]
+    trainer.step()
+    assert all(parameter.grad is not None for parameter in one.net.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(before, one.net.parameters(), strict=True))
+
+
+def test_flat_buckets_hold_everything():
+    tensors = [torch.zeros(numel) for numel in (5, 1, 7, 3)]
+    buckets = train_job.flat_buckets(tensors, 16)
+    assert sum(bucket.numel() for bucket in buckets) == 16
+    assert all(bucket.numel() * 4 >= 16 for bucket in buckets[:-1])
+
+
+# --- starting jobs
+
+
+def test_launch_commands(monkeypatch):
+    monkeypatch.setattr(jobs.affinity, "physical_cores", lambda: {0: (0, 0), 1: (0, 1)})
+    open_mpi, mpich = Program("mpirun", "Open MPI 5.0.11", True), Program("mpiexec", "MPICH 5.0.2", True)
+    assert jobs.launch_command(open_mpi, 2) == ["mpirun", "-n", "2"]
+    assert jobs.launch_command(open_mpi, 3) == ["mpirun", "--oversubscribe", "-n", "3"]
+    assert jobs.launch_command(open_mpi, 2, unbound=True) == ["mpirun", "--bind-to", "none", "-n", "2"]
+    assert jobs.launch_command(mpich, 3, unbound=True) == ["mpiexec", "-n", "3"]
+
+
+def test_who_is_a_rank(monkeypatch):
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert not jobs.is_rank()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert not jobs.is_rank()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert jobs.is_rank()
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    monkeypatch.setenv("PMIX_RANK", "0")
+    assert jobs.is_rank()
+
+
+# --- usage
+
+
+def test_usage_of_this_process():
+    before = usage.usage()
+    held = mmap.mmap(-1, 64 << 20)
+    held.write(bytes(64 << 20))
+    with open("/proc/self/status"):
+        after = usage.usage()
+    held.close()
+    assert after["resident_bytes"] - before["resident_bytes"] > 32 << 20
+    assert after["descriptors"] == before["descriptors"] + 1
+
+
+def test_segments_are_counted_also_when_deleted():
+    maps = (
+        "1000-3000 rw-s 00000000 00:19 5          /dev/shm/torchmpi-x (deleted)\n"
+        "4000-5000 rw-s 00000000 00:01 9          /memfd:torchmpi (deleted)\n"
+        "6000-9000 r-xp 00000000 08:01 7          /usr/lib/libc.so.6\n"
+    )
+    assert usage.segment_bytes(maps) == 0x3000
+
+
+def test_namespace_travels_as_json():
+    parser = argparse.ArgumentParser()
+    options.add_to(parser.add_subparsers(dest="command"))
+    found = vars(parser.parse_args(["bench", "collectives", "--sizes", "4", "-n", "2"]))
+    assert found["sizes"] == (4,) and found["ranks"] == (2,) and found["peers"] == arguments.PEERS

@@ -1,0 +1,208 @@
+"""Tables, files and comparisons of ``torchmpi bench``, from rows made up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import torchmpi.cli
+from torchmpi.cli.benching import collective_table, compare, report, train_table, usage_table
+from torchmpi.cli.benching.plot import draw
+from torchmpi.errors import ArgumentError, JobError
+
+FACTS = {
+    "ranks": 2, "hosts": 1, "mpi": "Some MPI 1.0", "cores": ["0", "1"], "ranks_per_core": 1.0, "threads_per_rank": 1,
+    "binding": "bound", "processor": "Abacus, 2 CPUs", "versions": {"torch": "2.0"}, "settings": {},
+}  # fmt: skip
+
+
+def row(contestant: str, median: float | None, *, num_bytes: int = 4096, width: float = 0.1, **more):
+    head = {
+        "ranks": 2, "verb": "allreduce", "dtype": "float32", "mode": "sync", "bytes": num_bytes,
+        "payload_bytes": num_bytes, "model_steps": 2, "model_bytes": num_bytes, "contestant": contestant,
+    }  # fmt: skip
+    return head | figures(median, width) | more
+
+
+def figures(median: float | None, width: float = 0.1):
+    if median is None:
+        return {"why_not": "not installed"}
+    low, high = median * (1 - width), median * (1 + width)
+    return {"median_us": median, "low_us": low, "high_us": high, "num_batches": 9, "calls_per_batch": 3}
+
+
+def collectives(*rows):
+    return report.new_report("collectives", [{"facts": FACTS, "rows": list(rows)}], {"seconds": 1})
+
+
+CELL = [row("auto", 10.0), row("auto shared", 2.0), row("mpi4py", 15.0), row("gloo", 300.0), row("copy", 5.0)]
+
+
+def cells_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_overview_has_ratios_and_shares():
+    text = collective_table.as_text(collectives(*CELL, row("horovod", None)), details=False)
+    line = next(cells for cells in cells_of(text) if cells[:3] == ["4K", "2", "4K"])
+    # 15 / 10 and 5 / 10 for plain tensors, 15 / 2 and 5 / 2 for shared ones; 4096 bytes in 10 us.
+    assert line[-6:] == ["0.41", "0.41", "1.50", "50%", "7.50", "250%"], text
+    assert "horovod: not installed" in text and "Some MPI 1.0" in text and "Abacus" in text
+    assert "10%" in text
+
+
+def test_details_have_a_line_for_each_contestant():
+    text = collective_table.as_text(collectives(*CELL, row("horovod", None)), details=True)
+    lines = cells_of(text)
+    assert sum(cells[:1] == ["4K"] for cells in lines) == 6
+    assert any(cells[:2] == ["4K", "gloo"] and "300" in cells and "0.05" in cells for cells in lines), text
+
+
+def test_tables_without_peers_or_without_torchmpi():
+    alone = collective_table.as_text(collectives(row("auto", 10.0)), details=False)
+    assert any(cells[:1] == ["4K"] and cells[-2:] == ["-", "-"] for cells in cells_of(alone)), alone
+    others = collective_table.as_text(collectives(row("mpi4py", 10.0), row("copy", 1.0)), details=False)
+    assert any(cells[:1] == ["4K"] for cells in cells_of(others))
+
+
+def test_a_cell_without_a_figure_is_a_dash():
+    more = [row(found["contestant"], None, num_bytes=16) for found in CELL]
+    text = collective_table.as_text(collectives(*CELL, *more), details=False)
+    line = next(cells for cells in cells_of(text) if cells[:1] == ["16"])
+    assert set(line[3:]) == {"-"} and "gloo: not installed" in text
+
+
+def test_best_peer_is_never_the_copy():
+    assert collective_table.best_peer(CELL)["contestant"] == "mpi4py"
+    assert collective_table.best_peer([row("auto", 1.0), row("copy", 1.0)]) is None
+
+
+# --- files and comparison
+
+
+def saved(path, content):
+    report.save(content, str(path))
+    return str(path)
+
+
+def test_reports_survive_the_file(tmp_path):
+    content = collectives(*CELL)
+    assert report.load(saved(tmp_path / "a.json", content)) == json.loads(json.dumps(content))
+    with pytest.raises(JobError, match="cannot write"):
+        report.save(content, str(tmp_path / "no" / "a.json"))
+
+
+def test_comparison_marks_what_is_beyond_the_spread(tmp_path):
+    before = saved(tmp_path / "a.json", collectives(row("auto", 10.0), row("mpi", 10.0), row("gloo", 10.0)))
+    after = saved(
+        tmp_path / "b.json", collectives(row("auto", 5.0), row("mpi", 10.5), row("gloo", 20.0), row("x", 1.0))
+    )
+    text = compare.compare_files(before, after)
+    verdicts = {cells[5]: cells[-1] for cells in cells_of(text) if cells[:2] == ["2", "allreduce"]}
+    assert verdicts == {"auto": "faster", "mpi": "1.05", "gloo": "slower"}, text
+    assert "3 lines in both: 1 faster, 1 slower" in text and "only in B: 1." in text
+
+
+def test_comparison_of_a_file_with_itself_finds_nothing(tmp_path):
+    path = saved(tmp_path / "a.json", collectives(*CELL))
+    assert "5 lines in both: 0 faster, 0 slower" in compare.compare_files(path, path)
+
+
+def test_files_that_cannot_be_compared(tmp_path, capsys):
+    good = saved(tmp_path / "good.json", collectives(*CELL))
+    other = saved(tmp_path / "other.json", collectives(row("auto", 1.0, num_bytes=8)))
+    leaks = saved(tmp_path / "leaks.json", report.new_report("leaks", [{"facts": FACTS, "rows": [{"rank": 0}]}], {}))
+    (tmp_path / "text.json").write_text("not json")
+    (tmp_path / "foreign.json").write_text('{"format": "something else"}')
+    (tmp_path / "list.json").write_text("[]")
+    for first, second, words in [
+        ("missing.json", good, "cannot read"),
+        (str(tmp_path / "text.json"), good, "is no JSON"),
+        (good, str(tmp_path / "foreign.json"), "was not written by"),
+        (str(tmp_path / "list.json"), good, "was not written by"),
+        (good, other, "no line in common"),
+        (good, leaks, "Compare files of one kind"),
+        (leaks, leaks, "no times that could be compared"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            compare.compare_files(first, second)
+    assert torchmpi.cli.main(["bench", "compare", good, good]) == 0
+    assert torchmpi.cli.main(["bench", "compare", good, str(tmp_path / "no.json")]) == 1
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_files_are_checked_before_anything_is_measured(tmp_path, capsys):
+    for option in ("--json", "--plot"):
+        if option == "--plot":
+            pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
+        assert torchmpi.cli.main(["bench", option, str(tmp_path / "no" / "file")]) == 1
+        assert "there is no folder for" in capsys.readouterr().err
+
+
+def test_plot_without_matplotlib_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("torchmpi.cli.benching.plot.find_spec", lambda name: None)
+    assert torchmpi.cli.main(["bench", "--plot"]) == 1
+    assert "pip install torchmpi[examples]" in capsys.readouterr().err
+
+
+def test_plot_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
+    rows = [
+        row(name, time, num_bytes=size) for size, time in ((4, 1.0), (64, 2.0)) for name in ("auto", "gloo", "copy")
+    ]
+    rows += [row("auto", 3.0, ranks=4), row("auto", 3.0, verb="broadcast"), row("horovod", None)]
+    draw(collectives(*rows), str(tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- the other commands
+
+
+def test_training_table():
+    def line(contestant: str, milliseconds: float | None, part: str = "step"):
+        return {"ranks": 2, "model": "mlp", "part": part, "contestant": contestant} | figures(
+            None if milliseconds is None else milliseconds * 1e3
+        )
+
+    rows = [line("no communication", 50), line("synchronize_gradients", 100), line("ddp", 200)]
+    rows += [line("mpi4py", 10, "communication"), line("gloo buckets", None, "communication")]
+    text = train_table.as_text(report.new_report("train", [{"facts": FACTS, "rows": rows}], {}))
+    found = {cells[0]: cells[-4:] for cells in cells_of(text) if len(cells) >= 4}
+    assert found["synchronize_gradients"] == ["100.00", "10%", "50%", "2.00"], text
+    assert found["ddp"][-1] == "1.00" and found["mpi4py"][-1] == "-"
+    assert "gloo buckets: not installed" in text
+
+
+def test_starts():
+    jobs = [
+        {"facts": FACTS, "rows": [row("auto", time, start=number)]}
+        for number, time in enumerate((100.0, 110.0, 300.0), 1)
+    ]
+    text = usage_table.starts_as_text(report.new_report("starts", jobs, {}))
+    assert "1 of 3 starts is far slower" in text and text.count("0 | 1") >= 3
+    assert "none of 2 starts are far slower" in usage_table.starts_verdict([row("auto", 1.0), row("auto", 1.1)])
+    assert usage_table.starts_verdict([]) == "No start was measured."
+
+
+def test_leaks():
+    growth = dict.fromkeys(
+        ["resident_bytes", "shared_resident_bytes", "segment_bytes", "descriptors", "threads", "dev_shm_bytes"], 0
+    )
+    found = {f"{name}_growth": value for name, value in (growth | {"resident_bytes": 4096, "descriptors": 2}).items()}
+    rows = [{"ranks": 2, "rank": 0, "part": "4 B", "calls": 100, "seconds": 0.1} | found]
+    text = usage_table.leaks_as_text(report.new_report("leaks", [{"facts": FACTS, "rows": rows}], {}))
+    assert any(cells == ["0", "4", "B", "100", "0.1", "+4", "+2", "+0", "+0", "+0"] for cells in cells_of(text)), text
+
+
+def test_memory():
+    mib = 1 << 20
+
+    def stage(resident: int, shared: int):
+        return {"resident_bytes": resident * mib, "shared_resident_bytes": shared * mib, "segment_bytes": shared * mib}
+
+    stages = {"torch and mpi4py": stage(200, 0), "import torchmpi": stage(203, 0), "start()": stage(300, 16)}
+    rows = usage_table.memory_rows(2, 1, stages)
+    assert [line["part"] for line in rows] == [*stages, "torchmpi altogether"]
+    text = usage_table.memory_as_text(report.new_report("memory", [{"facts": FACTS, "rows": rows}], {}))
+    assert any(cells[-4:] == ["300", "+100.0", "+16.0", "16.0"] for cells in cells_of(text)), text

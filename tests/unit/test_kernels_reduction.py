@@ -1,0 +1,275 @@
+"""Native reductions against their readable twin, bit for bit, wherever an element is and wherever the result goes."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchmpi import dtypes, errors
+from torchmpi.backends import ordered
+from torchmpi.kernels import native, reduction, reduction_ir
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch calls it experimental
+
+REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
+INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
+ALL = (*REAL, *COMPLEX, *INTEGERS, torch.bool)
+NUM_SOURCES = (1, 2, 3, 5, 8)
+NUMELS = (0, 1, 2, 3, 63, 64, 65, 1000, 4099)
+GUARD_BYTES = 320  # more than a vector of any kind
+NATIVE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+_NUMPY = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+_NUMPY |= {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
+_NUMPY_BOOL = {"min": np.logical_and, "band": np.logical_and, "land": np.logical_and}
+_NUMPY_BOOL |= {"max": np.logical_or, "bor": np.logical_or, "lor": np.logical_or, "bxor": np.logical_xor}
+
+
+def seeded(*key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hash(key) % (1 << 40))
+
+
+def values(dtype: torch.dtype, numel: int, generator: torch.Generator) -> torch.Tensor:
+    """Integers and truths of any bits, floating numbers of a moderate size."""
+    if dtype.is_complex:
+        return torch.view_as_complex(values(dtype.to_real(), 2 * numel, generator).view(numel, 2))
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+def twin(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    dtype = parts[0].dtype
+    if dtype.is_complex and op != "prod":
+        # Part by part, since torch multiplies by 1 + 0j before it adds complex numbers: inf + 1j would become nan.
+        return torch.view_as_complex(twin([torch.view_as_real(part) for part in parts], op))
+    if dtype.is_complex or op in ("sum", "avg", "prod") and dtype.is_floating_point:
+        result = torch.empty_like(parts[0])
+        ordered.combine(parts, op, result)
+        return result
+    if dtype.is_floating_point:
+        result = parts[0].clone()
+        for part in parts[1:]:
+            better = part < result if op == "min" else part > result
+            result = torch.where(better | (part.isnan() & ~result.isnan()), part, result)
+        return result
+    arrays = [part.view(torch.uint8).numpy() if dtype is torch.bool else part.numpy() for part in parts]
+    if dtype is torch.bool or op in ("land", "lor"):
+        total = arrays[0] != 0
+        for array in arrays[1:]:
+            total = _NUMPY_BOOL[op](total, array != 0)
+        return torch.from_numpy(total.astype(arrays[0].dtype)).view(dtype)
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total = _NUMPY[op](total, array)
+    return torch.from_numpy(total)
+
+
+def reduced(parts: list[torch.Tensor], address: int, place: int | None, offset: int) -> torch.Tensor:
+    """Call the function with every source `offset` bytes from an aligned address, and the result in source `place`.
+
+    Nothing but the result may change: neither what surrounds it nor any other source.
+    """
+    dtype, numel = parts[0].dtype, parts[0].numel()
+    begin = GUARD_BYTES + offset
+    end = begin + numel * dtype.itemsize
+    rooms = []  # of bytes: torch would make 0 or 1 of a bool
+    for part in parts if place is not None else [*parts, parts[0]]:
+        room = torch.full((end + GUARD_BYTES,), 0xA5, dtype=torch.uint8)
+        room[begin:end] = part.view(torch.uint8)
+        rooms.append(room)
+    before = [room.clone() for room in rooms]
+    pointers = torch.tensor([room.data_ptr() + begin for room in rooms[: len(parts)]])
+    written = -1 if place is None else place
+    NATIVE(address)(rooms[written].data_ptr() + begin, pointers.data_ptr(), len(parts), numel)
+    result = rooms[written][begin:end].clone().view(dtype)
+    rooms[written][begin:end] = before[written][begin:end]
+    assert all(map(torch.equal, rooms, before)), "something besides the result was written"
+    return result
+
+
+def differing(a: torch.Tensor, b: torch.Tensor) -> list[int]:
+    """Places whose bits differ. A NaN equals a NaN: which payload a sum keeps is up to the processor."""
+    assert a.shape == b.shape and a.dtype is b.dtype
+    if not a.numel():
+        return []
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    unlike = (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).view(-1, a.dtype.itemsize).any(1)
+    if a.is_floating_point():
+        unlike &= ~(a.isnan() & b.isnan()).view(-1)
+    return unlike.nonzero().view(-1).tolist()
+
+
+def places(num_sources: int) -> list[int | None]:
+    return [None, *sorted({0, num_sources // 2, num_sources - 1})]
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=dtypes.short_name)
+def test_every_operation_size_and_place(dtype):
+    for op, num_sources in itertools.product(dtypes.info(dtype).ops, NUM_SOURCES):
+        address = reduction.address(dtype, op)
+        longest = [values(dtype, max(NUMELS), seeded(num_sources, source)) for source in range(num_sources)]
+        whole = twin(longest, op)
+        for numel in NUMELS:
+            parts = [part[:numel] for part in longest]
+            # Every place for some sizes, one of them for the others: all of them for all would take minutes.
+            for place in places(num_sources) if numel in (3, 65, 1000) else [None, numel % num_sources]:
+                result = reduced(parts, address, place, offset=(numel % 2) * dtype.itemsize)
+                assert not differing(result, whole[:numel]), (op, num_sources, numel, place)
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=dtypes.short_name)
+@pytest.mark.parametrize("op", ["sum", "avg", "prod"])
+def test_finite_complex_numbers_have_the_bits_of_combine(dtype, op):
+    parts = [values(dtype, 1025, seeded(source)) for source in range(3)]
+    expected = torch.empty_like(parts[0])
+    ordered.combine(parts, op, expected)
+    assert not differing(reduced(parts, reduction.address(dtype, op), None, 0), expected)
+
+
+def special_values(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers at the edges of the type: what rounds to infinity, or to even, and what is nearly zero."""
+    limits = torch.finfo(dtype)
+    tiny = limits.smallest_normal
+    numbers = [0.0, 1.0, limits.max, tiny, tiny * limits.eps, tiny * 3 * limits.eps, limits.eps, 1 + limits.eps]
+    numbers = [sign * number for number in [*numbers, float("inf"), limits.eps / 2] for sign in (1, -1)]
+    return torch.tensor([*numbers, float("nan")], dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=dtypes.short_name)
+@pytest.mark.parametrize("op", ["sum", "avg", "prod", "min", "max"])
+def test_special_values(dtype, op):
+    specials = special_values(dtype)
+    parts = [part.reshape(-1).contiguous() for part in torch.meshgrid(specials, specials, specials, indexing="ij")]
+    for num_sources in (1, 2, 3):
+        expected = twin(parts[:num_sources], op)
+        result = reduced(parts[:num_sources], reduction.address(dtype, op), None, 1)
+        assert not differing(result, expected), num_sources
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=dtypes.short_name)
+@pytest.mark.parametrize("op", ["sum", "avg", "prod"])
+def test_special_values_of_complex_numbers(dtype, op):
+    real = special_values(dtype.to_real())
+    real, imaginary = (part.reshape(-1) for part in torch.meshgrid(real, real, indexing="ij"))
+    numbers = torch.view_as_complex(torch.stack((real, imaginary), 1))
+    parts = [numbers, numbers.view(torch.uint8).view(-1, dtype.itemsize).flip(0).reshape(-1).view(dtype)]
+    for shift in (0, 1, 20):
+        rolled = [parts[0], torch.view_as_complex(torch.view_as_real(parts[1]).roll(shift, 0).contiguous())]
+        assert not differing(reduced(rolled, reduction.address(dtype, op), 0, 0), twin(rolled, op)), shift
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=dtypes.short_name)
+def test_min_and_max_agree_with_torch_but_for_the_sign_of_zero(dtype):
+    specials = special_values(dtype)
+    a, b = (part.reshape(-1).contiguous() for part in torch.meshgrid(specials, specials, indexing="ij"))
+    for op, function in (("min", torch.minimum), ("max", torch.maximum)):
+        result = reduced([a, b], reduction.address(dtype, op), None, 0)
+        torch.testing.assert_close(result, function(a, b), rtol=0, atol=0, equal_nan=True)
+
+
+def test_min_and_max_keep_the_first_nan_and_the_first_zero_anywhere():
+    first, second = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00001, 0x7FC00002))
+    zero, one = torch.zeros(1), torch.ones(1)
+    for op, (a, b, kept) in itertools.product(
+        ("min", "max"),
+        ((first, second, first), (one, second, second), (first, one, first), (zero, -zero, zero), (-zero, zero, -zero)),
+    ):
+        result = reduced([a.repeat(199), b.repeat(199)], reduction.address(torch.float32, op), None, 0)
+        assert torch.equal(result.view(torch.int32), kept.repeat(199).view(torch.int32)), (op, a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtypes.short_name)
+def test_16_bit_floats_survive_widening_and_rounding(dtype):
+    everything = torch.arange(1 << 16).to(torch.uint16).view(dtype)
+    result = reduced([everything], reduction.address(dtype, "sum"), 0, 0)
+    assert not differing(result, everything)
+    if dtype is torch.bfloat16:  # whose NaN is one and the same everywhere, as torch's conversion on x86 makes it
+        assert (result[everything.isnan()].view(torch.int16) == -1).all()
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "avg", "max"])
+def test_half_precision_without_the_processors_help(op):
+    compiler = native.Compiler()
+
+    def text_of(**_: bool) -> str:
+        return reduction_ir.module_text("f16", op, 1, has_half=False)
+
+    address = compiler.address("test_half", text_of)
+    everything = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
+    for other in (1.0, 2.0**-12, 6e-8, 60000.0, -0.5, 3.0):
+        parts = [everything, torch.full_like(everything, other), everything.flip(0)]
+        for num_sources in (1, 2, 3):
+            assert not differing(reduced(parts[:num_sources], address, 0, 0), twin(parts[:num_sources], op)), other
+    assert not any(name.encode() in compiler._compile(text_of()) for name in ("__extendhfsf2", "__truncsfhf2"))
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_any_size_and_offset(data):
+    dtype = data.draw(st.sampled_from(ALL))
+    op = data.draw(st.sampled_from(dtypes.info(dtype).ops))
+    num_sources = data.draw(st.integers(1, 12))
+    numel, offset = data.draw(st.integers(0, 3000)), data.draw(st.integers(0, 70))  # also odd bytes
+    place = data.draw(st.none() | st.integers(0, num_sources - 1))
+    generator = seeded(data.draw(st.integers(0, 1 << 20)))
+    parts = [values(dtype, numel, generator) for _ in range(num_sources)]
+    assert not differing(reduced(parts, reduction.address(dtype, op), place, offset), twin(parts, op))
+
+
+def test_combinations_whose_bits_are_treated_alike_share_a_function():
+    address = reduction.address
+    assert address(torch.int32, "sum") == address(torch.uint32, "sum") != address(torch.int64, "sum")
+    assert address(torch.int8, "max") != address(torch.uint8, "max")
+    assert address(torch.bool, "max") == address(torch.uint8, "lor") != address(torch.uint8, "bor")
+    assert address(torch.float32, "sum") != address(torch.float32, "avg")
+
+
+@pytest.mark.parametrize(("dtype", "op"), [(torch.int32, "avg"), (torch.complex64, "max"), (torch.float8_e5m2, "sum")])
+def test_what_makes_no_sense_is_refused(dtype, op):
+    with pytest.raises(errors.DtypeError):
+        reduction.address(dtype, op)
+
+
+SUM_TEXT = partial(reduction_ir.module_text, "f32", "sum", 1)
+
+
+def adds(address: int) -> bool:
+    parts = [values(torch.float32, 99, seeded(source)) for source in range(2)]
+    return not differing(reduced(parts, address, None, 0), twin(parts, "sum"))
+
+
+def test_the_second_process_compiles_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert adds(native.Compiler().address("total", SUM_TEXT))
+    (kept,) = tmp_path.iterdir()
+    second = native.Compiler()
+    monkeypatch.setattr(second, "_compile", lambda text: pytest.fail("compiled again"))
+    assert adds(second.address("total", SUM_TEXT))
+    kept.write_bytes(kept.read_bytes()[:-100])  # a full disk, say
+    assert adds(native.Compiler().address("total", SUM_TEXT))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_other_code_and_other_processors_have_other_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
+    native.Compiler().address("same_name", SUM_TEXT)
+    native.Compiler().address("same_name", partial(reduction_ir.module_text, "f32", "prod", 1))
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert adds(native.Compiler().address("same_name", SUM_TEXT))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_without_a_folder_to_write_to_it_compiles_in_memory(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert adds(native.Compiler().address("total", SUM_TEXT))

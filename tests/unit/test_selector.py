@@ -1,0 +1,279 @@
+"""Rules, the default table, and the selector's choice, with backends that only say what they could."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmpi import errors, rules
+from torchmpi.config import Config
+from torchmpi.rules import HIERARCHICAL, Key, Table, at, checked, default_transport, format_rule, keys, with_limit
+from torchmpi.selector import Selector
+
+ALLREDUCE = Key("allreduce", "cpu", "host", "sync")
+limits = st.lists(st.integers(1, 1 << 40), unique=True, max_size=5).map(sorted)
+names = st.sampled_from(["mpi", "shm", "p2p"])
+
+
+@st.composite
+def entries(draw):
+    sizes = [*draw(limits), None]
+    return [(size, draw(names)) for size in sizes]
+
+
+# --- rules
+
+
+@given(entries(), st.integers(0, 1 << 41))
+def test_a_checked_rule_says_the_same_in_the_fewest_lines(given_entries, num_bytes):
+    rule = checked(ALLREDUCE, given_entries)
+    expected = next(name for limit, name in given_entries if limit is None or num_bytes <= limit)
+    assert at(rule, num_bytes) == expected
+    assert all(one != other for (_, one), (_, other) in zip(rule, rule[1:], strict=False))
+    assert checked(ALLREDUCE, rule) == rule
+    assert format_rule(rule).count(",") == len(rule) - 1
+
+
+@given(entries(), st.integers(1, 1 << 41), names, st.integers(0, 1 << 42))
+def test_a_limit_changes_what_is_below_and_nothing_above(given_entries, up_to_bytes, name, num_bytes):
+    before = checked(ALLREDUCE, given_entries)
+    after = with_limit(ALLREDUCE, before, up_to_bytes, name)
+    assert at(after, num_bytes) == (name if num_bytes <= up_to_bytes else at(before, num_bytes))
+
+
+@pytest.mark.parametrize(
+    ("verb", "wrong", "reason"),
+    [
+        ("allreduce", [], "must end with"),
+        ("allreduce", [(64, "mpi")], "must end with"),
+        ("allreduce", [(0, "mpi"), (None, "shm")], "above 0"),
+        ("allreduce", [(True, "mpi"), (None, "shm")], "above 0"),
+        ("allreduce", [(None, "mpi"), (None, "shm")], "above 0"),
+        ("allreduce", [(64.0, "mpi"), (None, "shm")], "above 0"),
+        ("allreduce", [(64, "mpi"), (64, "p2p"), (None, "shm")], "increase"),
+        ("allgather", [(64, "mpi"), (None, "shm")], "differ in length"),
+        ("allreduce", [(64, "mpi"), (None, HIERARCHICAL)], "bits of a sum"),
+    ],
+)
+def test_wrong_rules_are_refused_with_the_reason(verb, wrong, reason):
+    with pytest.raises(errors.ArgumentError, match=reason):
+        checked(Key(verb, "cpu", "hosts", "sync"), wrong)
+
+
+def test_what_adds_nothing_may_go_in_steps_from_some_size_on():
+    rule = checked(Key("broadcast", "cpu", "hosts", "sync"), [(64, "mpi"), (None, HIERARCHICAL)])
+    assert at(rule, 65) == HIERARCHICAL
+
+
+def test_there_is_a_key_for_every_combination_but_an_asynchronous_barrier():
+    everything = list(keys())
+    assert len(set(everything)) == len(everything) == 9 * 2 * 3 * 2 - 6
+    assert Key("barrier", "cpu", "host", "async") not in everything
+    with pytest.raises(errors.ArgumentError, match="span='rack' is unknown. Use one of: host, across, hosts"):
+        list(keys(span="rack"))
+
+
+def test_sizes_are_printed_as_people_write_them():
+    assert [rules.format_bytes(n) for n in (1, 1023, 1024, 3 << 20, 5 << 40)] == [
+        "1 B", "1023 B", "1 KiB", "3 MiB", "5120 GiB",
+    ]  # fmt: skip
+
+
+def test_the_table_has_one_line_per_verb_and_span():
+    table = Table({key: ((None, "mpi"),) for key in keys()})
+    assert len(str(table).splitlines()) == 27
+    assert len(table.text(["host"]).splitlines()) == 9
+    table[Key("allreduce", "cpu", "host", "async")] = ((4096, "mpi"), (None, "shm"))
+    line = next(line for line in str(table).splitlines() if line.split()[:2] == ["allreduce", "host"])
+    assert line.split(maxsplit=2)[2] == "cpu sync: mpi; cpu async: up to 4 KiB mpi, above shm; cuda: mpi"
+
+
+# --- the default
+
+
+@pytest.mark.parametrize(
+    ("span", "able", "options", "expected"),
+    [
+        ("host", {"mpi", "shm", "p2p"}, {}, "shm"),
+        ("host", {"mpi", "p2p"}, {}, "mpi"),
+        ("across", {"mpi", "p2p"}, {}, "mpi"),
+        ("hosts", {"mpi", HIERARCHICAL}, {}, HIERARCHICAL),
+        ("hosts", {"mpi", HIERARCHICAL}, {"hierarchical": "on"}, HIERARCHICAL),
+        ("hosts", {"mpi", HIERARCHICAL}, {"hierarchical": "off"}, "mpi"),
+        ("hosts", {"mpi"}, {"hierarchical": "on"}, "mpi"),
+        ("hosts", {"mpi", "p2p", HIERARCHICAL}, {"forced": "p2p"}, "p2p"),
+        ("hosts", {"mpi"}, {"forced": "shm"}, "mpi"),
+        ("host", {"mpi", "shm"}, {"forced": "mpi"}, "mpi"),
+    ],
+)
+def test_the_default(span, able, options, expected):
+    assert default_transport(Key("allreduce", "cpu", span, "sync"), able.__contains__, **options) == expected
+
+
+def test_device_memory_goes_by_mpi_until_there_is_something_better():
+    assert default_transport(Key("allreduce", "cuda", "host", "sync"), lambda name: True) == "mpi"
+
+
+# --- the selector
+
+
+class Able:
+    """Says what a backend of its reach would."""
+
+    def __init__(self, name, *, spans=rules.SPANS, verbs=rules.VERBS, devices=("cpu",)):
+        self.name, self.spans, self.verbs, self.devices = name, spans, verbs, devices
+
+    def takes(self, device_type):
+        return device_type == "cpu"
+
+    def why_not(self, verb, device_type, group=None):
+        if device_type not in self.devices:
+            return f"no {device_type} here"
+        if verb not in self.verbs:
+            return f"it has no {verb}"
+        span = None if group is None else rules.span_of(group)
+        return None if span is None or span in self.spans else "its ranks are on several hosts"
+
+
+def job(*hosts, backends=None, **settings):
+    """A selector for ranks on these hosts, its world, and another group of the job."""
+    context = SimpleNamespace(hosts=hosts, groups=[])
+    backends = backends or [Able("mpi"), Able("shm", spans=("host",)), Able("p2p", verbs=("allreduce", "broadcast"))]
+
+    def group(*ranks):
+        found = sorted({hosts[rank] for rank in ranks})
+        made = SimpleNamespace(
+            rank=0, size=len(ranks), where="rank 0", name="g", hosts=found, world_ranks=ranks, context=context, plans={}
+        )
+        context.groups.append(made)
+        return made
+
+    world = group(*range(len(hosts)))
+    selector = Selector({backend.name: backend for backend in backends}, world, Config(**settings))
+    return selector, world, group
+
+
+def chosen(selector, verb, group, **options):
+    return [(limit, backend.name) for limit, backend in selector.select(verb, "cpu", group, **options)]
+
+
+def test_each_group_gets_what_reaches_it():
+    selector, world, group = job(0, 0, 1, 1)
+    assert chosen(selector, "allreduce", world) == [(None, "mpi")]
+    assert chosen(selector, "allreduce", group(0, 1)) == [(None, "shm")]
+    assert chosen(selector, "allreduce", group(0, 2)) == [(None, "mpi")]
+
+
+def test_a_forced_backend_runs_what_it_can():
+    selector, world, group = job(0, 0, 1, 1, backend="p2p")
+    assert chosen(selector, "allreduce", world) == chosen(selector, "allreduce", group(0, 1)) == [(None, "p2p")]
+    assert chosen(selector, "allgather", world) == [(None, "mpi")]
+    assert chosen(selector, "allgather", group(2, 3)) == [(None, "shm")]
+
+
+@pytest.mark.parametrize("name", ["tcp", "nccl"])
+def test_a_backend_that_does_not_exist_cannot_be_forced(name):
+    with pytest.raises(errors.ConfigError, match=f"backend='{name}'.*auto, mpi, shm, p2p"):
+        job(0, backend=name)
+
+
+def test_the_backend_of_a_call_goes_before_the_table_and_is_refused_with_the_reason():
+    selector, world, _ = job(0, 0, 1)
+    assert chosen(selector, "allreduce", world, wanted="p2p") == [(None, "p2p")]
+    with pytest.raises(
+        errors.BackendUnavailableError, match="rank 0: .*its ranks are on several hosts.*one of: mpi, p2p"
+    ):
+        selector.select("allreduce", "cpu", world, wanted="shm")
+    with pytest.raises(errors.BackendUnavailableError, match="it has no gather"):
+        selector.select("gather", "cpu", world, wanted="p2p")
+    with pytest.raises(errors.BackendUnavailableError, match="no cuda here. No other backend can"):
+        selector.select("gather", "cuda", world)
+
+
+def test_setting_by_size_and_mode_and_taking_it_back():
+    selector, world, _ = job(0, 0)
+    world.plans["an", "old", "plan"] = object()
+    selector.set("allreduce", "mpi", up_to_bytes=4096)
+    assert not world.plans
+    assert chosen(selector, "allreduce", world) == [(4096, "mpi"), (None, "shm")]
+    selector.set("allreduce", "p2p", mode="async")
+    assert chosen(selector, "allreduce", world) == [(4096, "mpi"), (None, "shm")]
+    assert chosen(selector, "allreduce", world, mode="async") == [(None, "p2p")]
+    selector.assign(("allreduce", "cpu", "host", "async"), [(64, "shm"), (None, "mpi")])
+    assert selector.rule(("allreduce", "cpu", "host", "async")) == ((64, "shm"), (None, "mpi"))
+    selector.reset()
+    assert chosen(selector, "allreduce", world, mode="async") == [(None, "shm")]
+
+
+def test_without_a_span_a_backend_is_set_where_it_reaches():
+    selector, world, group = job(0, 0, 1, 1, backend="mpi")
+    inside = group(0, 1)
+    selector.set("reduce", "shm")
+    assert chosen(selector, "reduce", inside) == [(None, "shm")]
+    assert chosen(selector, "reduce", world) == [(None, "mpi")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "reason"),
+    [
+        (("allreduce", "shm"), {"span": "hosts"}, "its ranks are on several hosts"),
+        (("allreduce", "nccl"), {}, "not part of this version"),
+        (("allreduce", "tcp"), {}, "unknown"),
+        (("gather", "p2p"), {}, "it has no gather"),
+        (("allreduce", "mpi"), {"device": "cuda"}, "no cuda here"),
+        (("allreduce", "mpi"), {"mode": "lazy"}, "mode='lazy' is unknown"),
+        (("sendreceive", "mpi"), {}, "verb='sendreceive' is unknown"),
+        (("barrier", "mpi"), {"mode": "async"}, "'sync' only"),
+        (("gather", "mpi"), {"up_to_bytes": 64}, "differ in length"),
+        (("allreduce", "mpi"), {"up_to_bytes": -1}, "above 0"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_and_changes_nothing(arguments, options, reason):
+    selector, _, _ = job(0, 0, 1)
+    before = dict(selector.table)
+    with pytest.raises(errors.ArgumentError, match=rf"rank 0: collective_selector.*{reason}"):
+        selector.set(*arguments, **options)
+    assert selector.table == before
+
+
+@pytest.mark.parametrize("parts", ["allreduce", ("allreduce",), ("allreduce", "cpu", "host")])
+def test_a_key_has_four_words(parts):
+    selector, _, _ = job(0)
+    with pytest.raises(errors.ArgumentError, match="four words"):
+        selector.key(parts)
+
+
+def test_where_a_group_cannot_have_what_the_table_says_it_gets_its_default():
+    steps = Able(HIERARCHICAL, spans=("hosts",))
+    selector, world, group = job(0, 0, 1, 1, backends=[Able("mpi"), Able("p2p"), steps])
+    assert chosen(selector, "allreduce", world) == [(None, HIERARCHICAL)]
+    crowded = group(0, 1, 2)
+    steps.why_not = lambda verb, device, asked=None: "no room" if asked is crowded else None
+    assert chosen(selector, "allreduce", crowded) == [(None, "mpi")]
+    selector.set("allreduce", "p2p", span="across")
+    assert chosen(selector, "allreduce", group(0, 2)) == [(None, "p2p")]
+
+
+def test_availability_tells_where_a_backend_reaches():
+    selector, _, _ = job(0, 0, 1)
+    table = selector.availability()
+    assert table["mpi", "allreduce", "cpu", "async"] == "available"
+    assert (
+        table["shm", "allreduce", "cpu", "sync"]
+        == "available within a host (between hosts: its ranks are on several hosts)"
+    )
+    assert table["p2p", "gather", "cpu", "sync"] == "unavailable: it has no gather"
+    assert table["nccl", "gather", "cpu", "sync"] == "unimplemented"
+    alone, _, _ = job(0)
+    assert alone.availability()["shm", "allreduce", "cpu", "sync"] == "available"
+
+
+def test_a_table_of_another_machine_is_refused_with_the_reason():
+    selector, _, _ = job(0, 0, 1)
+    assert selector.refusal(Table({Key("allreduce", "cpu", "hosts", "sync"): ((None, "p2p"),)})) == ""
+    unfit = Table({Key("allreduce", "cpu", "hosts", "sync"): ((64, "mpi"), (None, "shm"))})
+    assert "shm for allreduce, cpu, hosts, sync: its ranks are on several hosts" in selector.refusal(unfit)
+    assert "not part of" in selector.refusal(Table({Key("allreduce", "cpu", "host", "sync"): ((None, "gloo"),)}))

@@ -1,0 +1,216 @@
+"""What autotune() makes of measurements, and the file in which it keeps them."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmpi import tuning_file
+from torchmpi.rules import BY_SIZE, HIERARCHICAL, REDUCING, VERBS, Key, Table, at, checked, keys
+from torchmpi.tuning import best, decide, speedup
+
+MPI = ((None, "mpi"),)
+
+
+def steady(**seconds):
+    """Samples without noise."""
+    return {name: [value] * 8 for name, value in seconds.items()}
+
+
+# --- deciding
+
+
+def test_a_change_must_pay_beyond_the_margin():
+    assert best([steady(mpi=1.0, shm=0.97)], "mpi") == "mpi"
+    assert best([steady(mpi=1.0, shm=0.5)], "mpi") == "shm"
+
+
+def test_a_gain_within_the_noise_changes_nothing():
+    noisy = {"mpi": [1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0, 3.0], "shm": [2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0]}
+    assert best([noisy], "mpi") == "mpi"
+
+
+def test_one_disturbed_round_hides_no_gain():
+    assert best([{"mpi": [2.0] * 8, "shm": [1.0] * 7 + [50.0]}], "mpi") == "shm"
+
+
+def test_several_sizes_count_by_their_factors():
+    small, large = steady(mpi=1e-6, shm=4e-6), steady(mpi=2e-3, shm=1e-3)
+    assert best([small, large], "mpi") == "mpi"
+    assert best([small, large, large, large], "mpi") == "shm"
+
+
+def test_what_is_there_no_more_is_replaced():
+    assert best([steady(mpi=1.0, p2p=1.1)], "shm") == "mpi"
+
+
+times = st.lists(st.floats(1e-6, 1e3), min_size=8, max_size=8)
+
+
+@given(times, times)
+def test_of_two_at_most_one_is_faster(one, other):
+    assert speedup([one], [other]) <= 1.05 or speedup([other], [one]) <= 1.05
+    assert speedup([one], [one]) == pytest.approx(1.0)
+
+
+def test_the_crossover_lies_between_the_sizes_measured():
+    measured = {"sync": {64: steady(mpi=1.0, shm=2.0), 4096: steady(mpi=2.0, shm=1.0)}}
+    found = decide("broadcast", measured, {"sync": MPI, "async": MPI})
+    assert found["sync"] == ((512, "mpi"), (None, "shm"))
+    assert found["async"] == found["sync"]  # no time for it: as the other mode
+
+
+def test_without_measurements_nothing_changes():
+    assert decide("allreduce", {}, {"sync": MPI}) == {"sync": MPI}
+
+
+def test_verbs_with_uneven_lengths_get_one_transport():
+    sizes = {64: steady(mpi=1.0, shm=2.0), 4096: steady(mpi=4.0, shm=1.0), 1 << 20: steady(mpi=4.0, shm=1.0)}
+    assert decide("allgather", {"sync": sizes}, {"sync": MPI})["sync"] == ((None, "shm"),)
+
+
+def test_reductions_go_in_steps_at_all_sizes_or_at_none():
+    """Group by group other bits come out than in rank order: they must not depend on the size."""
+    small, large = steady(mpi=1.0, p2p=0.5, hierarchical=2.0), steady(mpi=3.0, p2p=9.0, hierarchical=1.0)
+    measured = {"sync": {64: small, 4096: large}, "async": {64: small, 4096: large}}
+    current = {"sync": MPI, "async": MPI}
+    assert decide("allreduce", measured, current)["sync"] == ((512, "p2p"), (None, "mpi"))
+    measured["sync"][1 << 20] = measured["async"][1 << 20] = large
+    measured["sync"][1 << 24] = measured["async"][1 << 24] = large
+    assert decide("allreduce", measured, current) == {mode: ((None, HIERARCHICAL),) for mode in current}
+    # What adds nothing is free to change by size.
+    assert decide("broadcast", measured, current)["sync"] == ((512, "p2p"), (None, HIERARCHICAL))
+
+
+def test_reductions_leave_the_steps_only_if_it_pays():
+    steps = {"sync": ((None, HIERARCHICAL),)}
+    assert decide("allreduce", {"sync": {64: steady(mpi=1.0, hierarchical=1.01)}}, steps) == steps
+    assert decide("allreduce", {"sync": {64: steady(mpi=1.0, hierarchical=2.0)}}, steps) == {"sync": MPI}
+
+
+samples = st.dictionaries(st.sampled_from(["mpi", "p2p", HIERARCHICAL]), times, min_size=3)
+
+
+@given(
+    st.sampled_from(VERBS),
+    st.lists(st.integers(1, 1 << 30), min_size=1, max_size=4, unique=True).flatmap(
+        lambda sizes: st.fixed_dictionaries({size: samples for size in sizes})
+    ),
+)
+def test_decisions_are_valid_rules(verb, sizes):
+    for mode, rule in decide(verb, {"sync": sizes}, {"sync": MPI, "async": MPI}).items():
+        assert checked(Key(verb, "cpu", "hosts", mode), rule) == rule
+        if verb in BY_SIZE and verb not in REDUCING:
+            for size in sizes:
+                assert at(rule, size) in ("mpi", best([sizes[size]], "mpi"))
+
+
+# --- the file
+
+JOB = tuning_file.describe_job([0, 0, 1], 4, 2, "Open MPI 5.0.11")
+OTHER_SHAPE = JOB._replace(shape={**JOB.shape, "ranks_per_host": [4]})
+OTHER_VERSION = JOB._replace(versions={**JOB.versions, "mpi": "MPICH 5.0.2"})
+
+tables = st.dictionaries(
+    st.sampled_from(list(keys())),
+    st.one_of(st.just(MPI), st.just(((None, "shm"),))),
+    max_size=6,
+).map(Table)
+
+
+@given(table=tables)
+def test_a_table_comes_back(tmp_path_factory, table):
+    path = tmp_path_factory.mktemp("tuning") / "deep" / "tuning.json"
+    table[Key("allreduce", "cpu", "host", "sync")] = ((4096, "mpi"), (None, "shm"))
+    tuning_file.save(path, JOB, table)
+    assert tuning_file.load(path, JOB) == (table, "")
+    assert os.listdir(path.parent) == ["tuning.json"]
+
+
+def test_each_shape_of_job_has_a_place_and_a_newer_table_takes_it(tmp_path):
+    path = tmp_path / "tuning.json"
+    first, second = (Table({Key("reduce", "cpu", "host", "sync"): ((None, name),)}) for name in ("shm", "p2p"))
+    tuning_file.save(path, JOB, first)
+    tuning_file.save(path, OTHER_SHAPE, second)
+    assert tuning_file.load(path, JOB)[0] == first
+    assert tuning_file.load(path, OTHER_SHAPE)[0] == second
+    tuning_file.save(path, OTHER_VERSION, second)
+    assert tuning_file.load(path, OTHER_VERSION)[0] == second
+    found, problem = tuning_file.load(path, JOB)
+    assert found is None and "mpi MPICH 5.0.2, not Open MPI 5.0.11" in problem
+
+
+def damage(change):
+    return lambda text: json.dumps(change(json.loads(text)))
+
+
+def first_row(content):
+    return content["entries"][0]["table"][0]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "reason"),
+    [
+        (lambda text: text[: len(text) // 2], "cannot be read"),
+        (lambda text: "", "cannot be read"),
+        (lambda text: "\x80\x81", "cannot be read"),
+        (damage(lambda content: [1, 2]), "not a file of this version"),
+        (damage(lambda content: content | {"format": 99}), "not a file of this version"),
+        (damage(lambda content: content | {"entries": 5}), "no list of entries"),
+        (damage(lambda content: first_row(content).update(verb="sing") or content), "damaged"),
+        (damage(lambda content: first_row(content).update(rule=[[5, "mpi"]]) or content), "damaged"),
+        (damage(lambda content: first_row(content).update(rule=7) or content), "damaged"),
+        (damage(lambda content: first_row(content).pop("span") and content), "damaged"),
+        (damage(lambda content: content["entries"][0].update(table="x") or content), "damaged"),
+        (damage(lambda content: content["entries"][0].update(versions=None) or content), "measured with"),
+        (damage(lambda content: content["entries"][0].update(shape=0) or content), tuning_file.NO_ENTRY),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why_and_can_be_written_again(tmp_path, damaged, reason):
+    path = tmp_path / "tuning.json"
+    table = Table({Key("reduce", "cpu", "host", "sync"): MPI})
+    tuning_file.save(path, JOB, table)
+    path.write_bytes(damaged(path.read_text()).encode("latin-1"))
+    found, problem = tuning_file.load(path, JOB)
+    assert found is None and reason in problem and "\n" not in problem
+    tuning_file.save(path, JOB, table)
+    assert tuning_file.load(path, JOB) == (table, "")
+
+
+def test_no_file_is_no_problem_of_the_program(tmp_path):
+    assert tuning_file.load(tmp_path / "none.json", JOB) == (None, tuning_file.NO_FILE)
+    assert "cannot be read" in tuning_file.load(tmp_path, JOB)[1]  # a folder
+
+
+def test_a_table_that_cannot_be_saved_leaves_nothing_behind(tmp_path, monkeypatch):
+    path = tmp_path / "tuning.json"
+    path.mkdir()
+    with pytest.raises(OSError):
+        tuning_file.save(path, JOB, Table())
+    assert os.listdir(tmp_path) == ["tuning.json"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "expected"),
+    [
+        ("none", {}, None),
+        ("", {"XDG_CACHE_HOME": "/cache", "HOME": "/home/me"}, "/cache/torchmpi/tuning.json"),
+        ("", {"HOME": "/home/me"}, "/home/me/.cache/torchmpi/tuning.json"),
+        ("", {"XDG_CACHE_HOME": "relative", "HOME": "/home/me"}, "/home/me/.cache/torchmpi/tuning.json"),
+        ("/etc/tuning.json", {"HOME": "/home/me"}, "/etc/tuning.json"),
+    ],
+)
+def test_where_the_file_is(setting, environment, expected):
+    path = tuning_file.path_for(setting, environment)
+    assert (None if path is None else str(path)) == expected
+
+
+def test_the_shape_counts_ranks_by_host_and_cores_by_rank():
+    assert JOB.shape["ranks_per_host"] == [2, 1]
+    assert JOB.shape["cores_per_rank"] == 2.0
+    assert JOB.shape["cpu"]
+    assert set(JOB.versions) == {"mpi", "torch", "torchmpi"}

@@ -1,0 +1,345 @@
+"""The backend within a host: collectives in memory that all ranks share.
+
+The kernels (:mod:`torchmpi.kernels`) do the work without the GIL; here each verb becomes addresses, lengths and one or
+two calls of them. The first call compares what the ranks called, from what they publish on arrival anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import dtypes, kernels, schedule
+from ..config import Config
+from ..errors import ArgumentError
+from ..heap import SharedHeap
+from ..kernels import context, reduction
+from ..layout import ENTRY_WORDS, PAYLOAD, RING_LENGTH, ROW_BYTES, entry
+from ..progress import NATIVE
+from . import Operation
+from .mpi import destination_for, rows_of
+
+_MOST_DIMS = ENTRY_WORDS - PAYLOAD - 2
+_EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
+# With more ranks than cores, or beside the computation of its own rank, whoever waits is in the way.
+_CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 20, 50, 50
+_WHOLE_BYTES = 16 << 10
+_PAIR_WORDS = 4
+_LINE_BYTES = 64
+
+Kernels = dict[str, Callable[..., int]]
+
+
+class SharedMemoryBackend:
+    """Collectives of ranks on one host."""
+
+    name = "shm"
+    announces = True
+
+    def __init__(self, config: Config, heap: SharedHeap, announce: Callable[[str], object]) -> None:
+        self.heap, self.problem = heap, ""
+        self.kernels: Kernels = {}
+        if not config.slot_bytes:
+            self.problem = "it is switched off (slot_bytes=0)"
+            return
+        try:
+            self.kernels = kernels.load(announce)
+        except Exception as error:  # whatever numba or LLVM do not like here: the job runs without them
+            self.problem = f"its kernels cannot be compiled here ({type(error).__name__}: {error})"
+
+    def takes(self, device_type: str) -> bool:
+        """Host memory."""
+        return device_type == "cpu"
+
+    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
+        """It has every verb, among ranks that share memory."""
+        if device_type == "cuda" and not torch.cuda.is_available():
+            return "this torch or this host has no CUDA"
+        if self.problem:
+            return self.problem
+        if group is not None and group.page is None:
+            return "its ranks are on several hosts" if len(group.hosts) > 1 else "its ranks could not share memory"
+        return None
+
+    def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a verb on a group."""
+        if group.shared is None:
+            group.shared = SharedGroup(group, self.heap)
+        kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(verb, Movement)
+        calls = kind(group, self.kernels, dtype, op)
+        return Allreduce(calls) if verb == "allreduce" else getattr(calls, verb)  # type: ignore[no-any-return]
+
+
+class SharedGroup:
+    """What the kernels know of a group."""
+
+    def __init__(self, group: Any, heap: SharedHeap) -> None:
+        size, page = group.size, group.page
+        self.heap, self.page, self.size = heap, page, size
+        self.words = np.zeros(context.context_words(size), np.int64)
+        self.address = int(self.words.ctypes.data)
+        self.mappings = np.zeros((size, context.MAPPINGS_PER_RANK, 2), np.int64)
+        self._num_mapped = [0] * size
+        rows_bytes = size * ROW_BYTES
+        self.slot_bytes = (page.segment.ticket.num_bytes - rows_bytes) // (2 * size)
+        words = self.words
+        words[context.RANK], words[context.SIZE] = group.rank, size
+        words[context.ROWS] = page.segment.address
+        words[context.SLOTS] = page.segment.address + rows_bytes
+        words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(_WHOLE_BYTES, self.slot_bytes)
+        words[context.OWN_SEGMENTS] = heap.table.ctypes.data
+        words[context.MAPPINGS] = self.mappings.ctypes.data
+        self._eager = (_CROWDED_SPINS if group.context.is_crowded else _EAGER_SPINS), _EAGER_YIELDS
+        self.be_patient(polite=False)
+
+    def be_patient(self, *, polite: bool) -> None:
+        """How to wait from now on."""
+        spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
+        self.words[context.SPINS], self.words[context.YIELDS] = spins, yields
+
+    def payload(self, rank: int, seq: int) -> int:
+        """Index of the payload of a call among the words of the page."""
+        return entry(rank, seq & (RING_LENGTH - 1)) + PAYLOAD
+
+    def map_segment(self, rank: int, seq: int) -> None:
+        """Map the segment in which a rank says that its tensor is."""
+        at = self.payload(rank, seq)
+        key, file, num_bytes = self.page.words[at : at + 3]
+        place = self._num_mapped[rank] % context.MAPPINGS_PER_RANK
+        self._num_mapped[rank] += 1
+        self.mappings[rank, place] = 0, self.heap.map(key, file, num_bytes)
+        self.mappings[rank, place, 0] = key
+
+
+class Calls:
+    """One verb on one group: runs kernels, and sees to what they cannot do themselves."""
+
+    def __init__(self, group: Any, kernels: Kernels, dtype: torch.dtype | None, op: str | None) -> None:
+        self.group, self.ledger, self.lane, self.kernels = group, group.ledger, group.lane, kernels
+        self.shared: SharedGroup = group.shared
+        self.rank, self.size = group.rank, group.size
+        self.table = np.zeros((self.size, _PAIR_WORDS), np.int64)
+        self._item_bytes = dtype.itemsize if dtype is not None else 1
+        self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
+        self._plans: dict[int, tuple[np.ndarray, int]] = {}
+
+    def plan(self, root: int = -1) -> int:
+        """Address of what the kernels know of this verb, for a root."""
+        known = self._plans.get(root)
+        if known is None:
+            words = np.zeros(context.PLAN_WORDS, np.int64)
+            words[context.CONTEXT], words[context.ITEM_BYTES] = self.shared.address, self._item_bytes
+            words[context.REDUCER], words[context.ROOT] = self._reducer, root
+            words[context.TABLE] = self.table.ctypes.data
+            known = self._plans[root] = words, int(words.ctypes.data)
+        return known[1]
+
+    def run(self, kernel: str, plan: int, *arguments: int) -> int:
+        """The call that the ledger has entered: 0, or UNEVEN; anything else is mended or raised."""
+        seq, code, shape = self.ledger.current
+        signature = (code ^ hash(shape)) ^ NATIVE
+        polite = self.lane.pending > 0
+        if polite:
+            self.shared.be_patient(polite=True)
+        try:
+            status = self.kernels[kernel](plan, seq, signature, *arguments)
+            while status and status & context.KINDS != context.UNEVEN:
+                self.settle(status)
+                status = self.kernels[kernel](plan, seq, signature, *arguments)
+        finally:
+            if polite:
+                self.shared.be_patient(polite=False)
+        return status
+
+    def settle(self, status: int) -> None:
+        """Do what a kernel cannot, so that it may be called again, or raise."""
+        kind, rank = status & context.KINDS, status & ~context.KINDS
+        if kind == context.UNMAPPED:
+            self.shared.map_segment(rank, self.ledger.current[0])
+        elif kind == context.MISMATCH:
+            self.ledger.refuse(rank)
+        else:
+            self.ledger.given_up(rank)
+
+    def exchange(self, *, is_stream: bool, longest: int) -> None:
+        """Move what is in the table; `longest` is the longest length in anybody's."""
+        piece = self.shared.slot_bytes
+        if not is_stream:
+            piece = piece // self.size // _LINE_BYTES * _LINE_BYTES
+        status = self.kernels["exchange"](self.plan(), self.table.ctypes.data, piece, -(-longest // piece))
+        if status:
+            self.settle(status)
+
+    def meet(self, *payload: int) -> None:
+        """Arrive with some words for the others, and wait for everybody."""
+        at = self.shared.payload(self.rank, self.ledger.current[0])
+        for index, word in enumerate(payload):
+            self.shared.page.words[at + index] = word
+        self.run("meet", self.plan())
+
+    def payloads(self, index: int = 0) -> list[int]:
+        """A word of everybody's payload of the current call."""
+        seq = self.ledger.current[0]
+        return [self.shared.page.words[self.shared.payload(rank, seq) + index] for rank in range(self.size)]
+
+
+class Reduction(Calls):
+    """In place, on all ranks or on one."""
+
+    def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        """Everybody gets the result."""
+        self.run("allreduce", self.plan(), buffer.data_ptr(), buffer.numel())
+        return buffer
+
+    def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        """The root gets the result; the others' buffers stay as they are."""
+        self.run("allreduce", self.plan(root), buffer.data_ptr(), buffer.numel())
+        return buffer
+
+
+class Allreduce:
+    """The operation of every gradient, with a short way into the kernel for those who see to the rest themselves."""
+
+    def __init__(self, calls: Reduction) -> None:
+        self._calls = calls
+        self.quick = None if calls.group.is_strict else _quick(calls)
+
+    def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        return self._calls.allreduce(buffer, _, root)
+
+
+def _quick(calls: Reduction) -> Callable[[int, torch.Tensor], None]:
+    """``quick(code, tensor)`` enters the ledger, runs the kernel and leaves, in a single frame."""
+    ledger, kernel, plan = calls.ledger, calls.kernels["allreduce"], calls.plan()
+    history, last = ledger.history, RING_LENGTH - 1
+
+    def quick(code: int, tensor: torch.Tensor) -> None:
+        # Ledger.enter() and Calls.run(), written out: a frame is a tenth of a microsecond, a tenth of the call.
+        seq = ledger.seq = ledger.seq + 1
+        shape = tensor.shape
+        if seq > ledger.free:
+            ledger.wait_for_room(seq, code, shape)
+        history[seq & last] = ledger.current = (seq, code, shape)
+        status = kernel(plan, seq, code ^ hash(shape) ^ NATIVE, tensor.data_ptr(), tensor.numel())
+        while status:
+            try:
+                calls.settle(status)
+            except BaseException:
+                ledger.abandon()
+                raise
+            status = kernel(plan, seq, code ^ hash(shape) ^ NATIVE, tensor.data_ptr(), tensor.numel())
+        ledger.current = None
+
+    return quick
+
+
+class ReduceScatter(Calls):
+    """The sum of which each rank gets its rows."""
+
+    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
+        num_rows, row_numel = rows_of(source)
+        destination = destination_for(source, schedule.part_of(num_rows, self.size, self.rank)[1], destination)
+        row_bytes = row_numel * source.element_size()
+        self.run("reduce_scatter", self.plan(), source.data_ptr(), num_rows, row_bytes, destination.data_ptr())
+        return destination
+
+
+class Movement(Calls):
+    """Verbs that move bytes and compute nothing."""
+
+    def barrier(self, source: Any, destination: Any, root: int) -> None:
+        """Return when everybody has come."""
+        self.run("meet", self.plan())
+
+    def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        """Everybody gets the root's values, in place."""
+        self.run("broadcast", self.plan(root), buffer.data_ptr(), buffer.numel() * buffer.element_size())
+        return buffer
+
+    def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Everybody's rows in rank order, to everybody."""
+        num_rows, row_numel = rows_of(source)
+        num_bytes = source.numel() * source.element_size()
+        if row_numel == 0:  # nothing to move, but the rows count
+            self.meet(num_rows)
+            return destination_for(source, sum(self.payloads()), destination)
+        # Most often all have as many rows: then there is nothing to ask before the result can be made.
+        target = destination_for(source, num_rows * self.size, destination)
+        arguments = source.data_ptr(), num_bytes, target.data_ptr()
+        if not self.run("allgather", self.plan(), *arguments):
+            return target
+        lengths = self.payloads()
+        target = destination_for(source, sum(lengths) // (row_numel * source.element_size()), destination)
+        self._send([source.data_ptr()] * self.size, [num_bytes] * self.size)
+        self._receive(target, lengths)
+        self.exchange(is_stream=True, longest=max(lengths))
+        return target
+
+    def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
+        """Everybody's rows in rank order, to the root."""
+        num_rows, row_numel = rows_of(source)
+        self.meet(num_rows)
+        rows, row_bytes = self.payloads(), row_numel * source.element_size()
+        lengths = [count * row_bytes for count in rows]
+        self._send([source.data_ptr()] * self.size, [lengths[self.rank]] * self.size)
+        if self.rank == root:
+            destination = destination_for(source, sum(rows), destination)
+            self._receive(destination, lengths)
+        else:
+            self._receive(source, [0] * self.size)
+        self.exchange(is_stream=True, longest=max(lengths))
+        return destination if self.rank == root else None
+
+    def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """The root's rows, split evenly: each rank gets its part."""
+        if source is not None and source.dim() > _MOST_DIMS:
+            raise ArgumentError(
+                f"{self.group.where}: scatter: the tensor has {source.dim()} dimensions, more than the {_MOST_DIMS} "
+                "that can be announced. Merge some with flatten()."
+            )
+        self.meet(*([] if source is None else [dtypes.info(source.dtype).code, source.dim(), *source.shape]))
+        seq = self.ledger.current[0]
+        at = self.shared.payload(root, seq)
+        code, num_dims, *dims = self.shared.page.words[at : at + 2 + _MOST_DIMS]
+        dtype, shape = dtypes.from_code(code), tuple(dims[:num_dims]) or (1,)
+        assert dtype is not None
+        spans = schedule.rows(shape[0], self.size)
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
+        destination = destination_for(like, spans[self.rank][1], destination)
+        lengths = [num_rows * row_bytes for _, num_rows in spans]
+        if source is not None:
+            self._send([source.data_ptr() + first * row_bytes for first, _ in spans], lengths)
+        else:
+            self._send([0] * self.size, [0] * self.size)
+        own = [lengths[self.rank] if rank == root else 0 for rank in range(self.size)]
+        self._receive(destination, own)
+        self.exchange(is_stream=False, longest=max(lengths))
+        return destination
+
+    def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Part j of everybody's rows goes to rank j."""
+        num_rows, row_numel = rows_of(source)
+        self.meet(num_rows)
+        rows, row_bytes = self.payloads(), row_numel * source.element_size()
+        received = [schedule.part_of(count, self.size, self.rank)[1] for count in rows]
+        destination = destination_for(source, sum(received), destination)
+        spans = schedule.rows(num_rows, self.size)
+        self._send([source.data_ptr() + first * row_bytes for first, _ in spans], [n * row_bytes for _, n in spans])
+        self._receive(destination, [count * row_bytes for count in received])
+        self.exchange(is_stream=False, longest=max(-(-count // self.size) for count in rows) * row_bytes)
+        return destination
+
+    def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
+        """What goes to each rank."""
+        self.table[:, 0], self.table[:, 1] = addresses, lengths
+
+    def _receive(self, target: torch.Tensor, lengths: Sequence[int]) -> None:
+        """What comes from each rank, one after the other."""
+        ends = np.cumsum(lengths)
+        self.table[:, 2], self.table[:, 3] = ends - lengths + target.data_ptr(), lengths

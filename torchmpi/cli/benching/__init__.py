@@ -1,0 +1,1 @@
+"""What ``torchmpi bench`` is made of: jobs, contestants, the clock, tables and plots."""

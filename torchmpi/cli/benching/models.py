@@ -1,0 +1,119 @@
+"""Three networks to train: a multilayer perceptron, ResNet-50 on small images, a small transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Task(NamedTuple):
+    """A network with one batch; sized so that a step takes 20 to 300 ms on one core."""
+
+    net: nn.Module
+    inputs: Tensor
+    targets: Tensor
+
+
+def make_task(name: str, *, rank: int) -> Task:
+    """The same parameters on every rank, and data of its own."""
+    torch.manual_seed(1)
+    net = _NETS[name]()
+    torch.manual_seed(1000 + rank)
+    return Task(net, *_BATCHES[name]())
+
+
+# --- multilayer perceptron -----------------------------------------------------------------------------------
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )  # fmt: skip
+
+
+def _mlp_batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(128, 784), torch.randint(10, (128,))
+
+
+# --- ResNet-50: 161 tensors, 25.6 million elements -----------------------------------------------------------
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions and a way around them."""
+
+    def __init__(self, num_in: int, num_inner: int, stride: int) -> None:
+        super().__init__()
+        num_out = 4 * num_inner
+        self.body = nn.Sequential(
+            *_convolution(num_in, num_inner, 1, 1), nn.ReLU(),
+            *_convolution(num_inner, num_inner, 3, stride), nn.ReLU(),
+            *_convolution(num_inner, num_out, 1, 1),
+        )  # fmt: skip
+        is_same = num_in == num_out and stride == 1
+        self.around = nn.Identity() if is_same else nn.Sequential(*_convolution(num_in, num_out, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.around(x))
+
+
+def _convolution(num_in: int, num_out: int, kernel: int, stride: int) -> tuple[nn.Module, nn.Module]:
+    convolution = nn.Conv2d(num_in, num_out, kernel, stride, padding=kernel // 2, bias=False)
+    return convolution, nn.BatchNorm2d(num_out)
+
+
+def resnet50() -> nn.Module:
+    """The parameters of ResNet-50, tensor by tensor.
+
+    >>> net = resnet50()
+    >>> len(list(net.parameters())), sum(parameter.numel() for parameter in net.parameters())
+    (161, 25557032)
+    """
+    blocks: list[nn.Module] = []
+    num_in = 64
+    for num_inner, num_blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for index in range(num_blocks):
+            blocks.append(Bottleneck(num_in, num_inner, stride if index == 0 else 1))
+            num_in = 4 * num_inner
+    return nn.Sequential(
+        *_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *blocks,
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000),
+    )  # fmt: skip
+
+
+def _image_batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 3, 64, 64), torch.randint(1000, (2,))
+
+
+# --- transformer ---------------------------------------------------------------------------------------------
+
+_NUM_WORDS, _WIDTH, _LENGTH = 2000, 256, 64
+
+
+class Transformer(nn.Module):
+    """Four layers that predict the next word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_NUM_WORDS, _WIDTH)
+        self.places = nn.Parameter(0.02 * torch.randn(_LENGTH, _WIDTH))
+        layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(_WIDTH, _NUM_WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        hidden = self.layers(self.words(x) + self.places, mask=mask, is_causal=True)
+        logits: Tensor = self.head(hidden)
+        return logits.flatten(0, 1)
+
+
+def _text_batch() -> tuple[Tensor, Tensor]:
+    words = torch.randint(_NUM_WORDS, (4, _LENGTH + 1))
+    return words[:, :-1].contiguous(), words[:, 1:].flatten()
+
+
+_NETS: dict[str, Callable[[], nn.Module]] = {"mlp": _mlp, "resnet": resnet50, "transformer": Transformer}
+_BATCHES = {"mlp": _mlp_batch, "resnet": _image_batch, "transformer": _text_batch}

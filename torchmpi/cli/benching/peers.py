@@ -1,0 +1,226 @@
+"""The others: bare mpi4py, gloo through torch.distributed, and Horovod. One small class each."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ... import mpi_library, runtime
+from .contestants import Call, Contestant
+from .workload import Allocate, Workload
+
+_MPI_NAMES = {
+    "allreduce": "Allreduce", "broadcast": "Bcast", "allgather": "Allgather", "reduce_scatter": "Reduce_scatter_block",
+    "reduce": "Reduce", "alltoall": "Alltoall", "gather": "Gather", "scatter": "Scatter",
+}  # fmt: skip
+_REDUCING = ("allreduce", "reduce", "reduce_scatter")
+
+
+class Peer:
+    """What the peers have in common."""
+
+    name: str
+
+    def allocate(self) -> Allocate | None:
+        return None  # plain memory, which they know
+
+
+class MPI4Py(Peer):
+    """The MPI library itself, as fast as Python gets at it: arrays made before, nothing pickled, nothing checked."""
+
+    name = "mpi4py"
+
+    def __init__(self, comm: Any, *, asynchronous: bool) -> None:
+        MPI = mpi_library.load()
+        self._comm, self._asynchronous = comm, asynchronous
+        self._in_place, self._sum = MPI.IN_PLACE, MPI.SUM
+
+    def why_not(self, verb: str, dtype: str) -> str | None:
+        if verb in _REDUCING and dtype in ("bfloat16", "float16"):
+            return f"MPI cannot add {dtype}"
+        return None
+
+    def bind(self, work: Workload, root: int) -> Call:
+        name = _MPI_NAMES[work.verb]
+        call = getattr(self._comm, f"I{name.lower()}" if self._asynchronous else name)
+        arguments = self._arguments(work, root)
+        if not self._asynchronous:
+            return partial(call, *arguments)
+        return lambda: call(*arguments).Wait()
+
+    def _arguments(self, work: Workload, root: int) -> tuple[Any, ...]:
+        source, target = _array(work.source), _array(work.target)
+        is_root = work.rank == root
+        if work.verb == "allreduce":
+            return self._in_place, source
+        if work.verb == "broadcast":
+            return source, root
+        if work.verb == "reduce":
+            return (self._in_place, source, self._sum, root) if is_root else (source, None, self._sum, root)
+        if work.verb == "gather":
+            return source, target if is_root else None, root
+        if work.verb == "scatter":
+            return source if is_root else None, target, root
+        return source, target
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor for numpy, which does not know bfloat16: where nothing is added, bits will do."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+class Gloo(Peer):
+    """torch.distributed with its backend for CPUs."""
+
+    name = "gloo"
+
+    def __init__(self, *, asynchronous: bool) -> None:
+        self._asynchronous = asynchronous
+
+    def why_not(self, verb: str, dtype: str) -> str | None:
+        if dtype == "int16":
+            return "gloo does not know int16"
+        return None
+
+    def bind(self, work: Workload, root: int) -> Call:
+        call = self._call(work, root)
+        if not self._asynchronous:
+            return call
+        return lambda: call(async_op=True).wait()
+
+    def _call(self, work: Workload, root: int) -> Callable[..., Any]:
+        dist, source, target = torch.distributed, work.source, work.target
+        is_root = work.rank == root
+        if work.verb == "allreduce":
+            return partial(dist.all_reduce, source)
+        if work.verb == "broadcast":
+            return partial(dist.broadcast, source, root)
+        if work.verb == "reduce":
+            return partial(dist.reduce, source, root)
+        if work.verb == "gather":
+            return partial(dist.gather, source, list(target.chunk(work.size)) if is_root else None, root)
+        if work.verb == "scatter":
+            return partial(dist.scatter, target, list(source.chunk(work.size)) if is_root else None, root)
+        names = {"allgather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+        return partial(getattr(dist, names.get(work.verb, "all_to_all_single")), target, source)
+
+
+class Horovod(Peer):
+    """Horovod's functions for torch, in place where it has them."""
+
+    name = "horovod"
+
+    def __init__(self, *, asynchronous: bool) -> None:
+        self._hvd, self._asynchronous = import_module("horovod.torch"), asynchronous
+        self._hvd.init()
+
+    def why_not(self, verb: str, dtype: str) -> str | None:
+        if verb in ("reduce", "gather", "scatter"):
+            return f"Horovod has no {verb}"
+        return None
+
+    def bind(self, work: Workload, root: int) -> Call:
+        hvd, name = self._hvd, f"bench.{work.verb}"  # the same name each time: it caches what it negotiated
+        mode = "_async" if self._asynchronous else ""
+        call: Call
+        if work.verb == "allreduce":
+            call = partial(getattr(hvd, f"allreduce{mode}_"), work.source, name=name, op=hvd.Sum)
+        elif work.verb == "broadcast":
+            call = partial(getattr(hvd, f"broadcast{mode}_"), work.source, root, name=f"{name}.{root}")
+        else:
+            options = {"op": hvd.Sum} if work.verb == "reduce_scatter" else {}
+            function = getattr(hvd, f"{work.verb.replace('_', '')}{mode}")
+            call = _storing(partial(function, work.source, name=name, **options), hvd, work, mode)
+            return call
+        return call if not mode else lambda: hvd.synchronize(call())
+
+
+def _storing(call: Callable[[], Any], hvd: Any, work: Workload, mode: str) -> Call:
+    """It allocates these results: `work` gets the last one, to be looked at."""
+
+    def run() -> None:
+        result = hvd.synchronize(call()) if mode else call()
+        work.target = result[0] if isinstance(result, tuple) else result
+
+    return run
+
+
+class Absent(Peer):
+    """A peer that is not here, and why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self._reason = name, reason
+
+    def why_not(self, verb: str, dtype: str) -> str | None:
+        return self._reason
+
+    def bind(self, work: Workload, root: int) -> Call:
+        raise NotImplementedError(self._reason)
+
+
+def find_peers(names: Sequence[str], comm: Any, resources: ExitStack, *, asynchronous: bool) -> list[Contestant]:
+    """The peers asked for; those that are not here give their reason. Collective over `comm`."""
+    makers: dict[str, Callable[[], Contestant]] = {
+        "mpi4py": lambda: MPI4Py(comm, asynchronous=asynchronous),
+        "gloo": lambda: Gloo(asynchronous=asynchronous),
+        "horovod": lambda: Horovod(asynchronous=asynchronous),
+    }
+    found: list[Contestant] = []
+    for name in names:
+        reason = why_absent(name)
+        # On all ranks or on none: they may be different machines.
+        reasons = [text for text in comm.allgather(reason) if text is not None]
+        if not reasons and name == "gloo":
+            start_gloo(comm, resources)
+        found.append(Absent(name, reasons[0]) if reasons else makers[name]())
+    return found
+
+
+def why_absent(name: str) -> str | None:
+    """Why a peer cannot be used by this process, or None."""
+    if name == "gloo":
+        has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+        return None if has_gloo else "this torch was built without gloo"
+    if name == "horovod":
+        return None if find_spec("horovod") is not None else "not installed"
+    return None
+
+
+def start_gloo(comm: Any, resources: ExitStack) -> None:
+    """Make gloo the process group of this job, until `resources` close. Collective over `comm`."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names that will change
+    limit = datetime.timedelta(minutes=10)
+    store = _store_on_host(comm, resources) if runtime.current().num_hosts == 1 else _store_between_hosts(comm)
+    torch.distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
+    resources.callback(torch.distributed.destroy_process_group)
+
+
+def _store_on_host(comm: Any, resources: ExitStack) -> Any:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the fastest way within a host, and open to nobody else
+    folder = ""
+    if comm.rank == 0:
+        folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="torchmpi-bench-"))
+    resources.callback(comm.Barrier)  # so that it is there until all have left
+    return torch.distributed.FileStore(os.path.join(comm.bcast(folder), "gloo"), comm.size)
+
+
+def _store_between_hosts(comm: Any) -> Any:
+    make = partial(torch.distributed.TCPStore, world_size=comm.size, wait_for_workers=False)
+    if comm.rank == 0:
+        server = make(socket.gethostname(), 0, is_master=True)
+        comm.bcast((server.host, server.port))
+        return server
+    host, port = comm.bcast(None)
+    return make(host, port, is_master=False)

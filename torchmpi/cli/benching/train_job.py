@@ -1,0 +1,199 @@
+"""Inside a job: training steps with and without communication, and the communication of gradients alone."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from ... import mpi_library
+from ... import nn as mpinn
+from .clock import Entrant, measure
+from .job import Job, job_facts, split_seconds
+from .models import Task, make_task, resnet50
+from .peers import start_gloo, why_absent
+
+Row = dict[str, Any]
+NONE, SYNC, ASYNC, DDP, BY_TENSOR = (
+    "no communication",
+    "synchronize_gradients",
+    "register_async_backward",
+    "ddp",
+    "mpi4py",
+)
+_PARTS = ("step", "communication")
+# What DistributedDataParallel does unless told otherwise: a small bucket first, then these.
+_DDP_BUCKET_BYTES = 25 << 20
+_WEIGHTS = {"mlp": 1.0, "transformer": 2.0, "resnet": 4.0}
+_TOLERANCE = 1e-4
+
+
+def measure_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """Rows of steps for each model, then of communication alone. Collective."""
+    reason = job.agreed(why_absent("gloo"))
+    if reason is None:
+        start_gloo(job.comm, job.resources)
+    tasks: list[tuple[str, Callable[[float], list[Row]]]] = []
+    for name in options.models:
+        tasks.append((f"{name} steps", lambda seconds, name=name: _steps(job, name, reason, seconds)))  # type: ignore[misc]
+    tasks.append(("gradients of ResNet-50", lambda seconds: _communication(job, reason, seconds)))
+    weights = [_WEIGHTS[name] for name in options.models] + [1.5]
+    rows: list[Row] = []
+    end = time.monotonic() + options.seconds
+    for index, (text, task) in enumerate(tasks):
+        job.show(f"{index + 1}/{len(tasks)} {text}")
+        left = job.comm.bcast(max(0.0, end - time.monotonic()))
+        rows += task(split_seconds(left, weights, index))
+        gc.collect()
+    return {"facts": job_facts(job.comm), "rows": rows}
+
+
+def _row(job: Job, model: str, part: str, contestant: str) -> Row:
+    return {"ranks": job.size, "model": model, "part": part, "contestant": contestant}
+
+
+def _rows(job: Job, model: str, part: str, entrants: Sequence[Entrant], seconds: float) -> list[Row]:
+    samples = measure(entrants, job.comm, seconds=seconds)
+    return [
+        _row(job, model, part, entrant.name) | dataclasses.asdict(sample)
+        for entrant, sample in zip(entrants, samples, strict=True)
+    ]
+
+
+# --- steps ---------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """One replica of a network, and its way of communicating."""
+
+    def __init__(self, task: Task, synchronize: Callable[[nn.Module], object] | None) -> None:
+        self.net, self._inputs, self._targets = task
+        self._synchronize = synchronize
+        self._criterion = nn.CrossEntropyLoss()
+        self._optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3)
+
+    def step(self) -> None:
+        """Forward, backward, gradients of all ranks, update."""
+        self._optimizer.zero_grad()
+        self._criterion(self.net(self._inputs), self._targets).backward()
+        if self._synchronize is not None:
+            self._synchronize(self.net)
+        self._optimizer.step()
+
+
+def _trainers(task: Task, *, has_gloo: bool) -> dict[str, Trainer]:
+    copies = {name: task._replace(net=copy.deepcopy(task.net)) for name in (NONE, SYNC, ASYNC, DDP)}
+    mpinn.register_async_backward(copies[ASYNC].net)
+    trainers = {
+        NONE: Trainer(copies[NONE], None),
+        SYNC: Trainer(copies[SYNC], mpinn.synchronize_gradients),
+        ASYNC: Trainer(copies[ASYNC], mpinn.synchronize_gradients_async),
+    }
+    if has_gloo:
+        # Its fastest settings: no copies in and out of buckets; buffers are not ours to send either.
+        wrapped = nn.parallel.DistributedDataParallel(
+            copies[DDP].net, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        trainers[DDP] = Trainer(copies[DDP]._replace(net=wrapped), None)
+    return trainers
+
+
+def _steps(job: Job, model: str, why_no_gloo: str | None, seconds: float) -> list[Row]:
+    trainers = _trainers(make_task(model, rank=job.rank), has_gloo=why_no_gloo is None)
+    for trainer in trainers.values():
+        trainer.step()
+    reasons = {name: job.agreed(reason) for name, reason in _differences(trainers).items()}
+    entrants = [
+        Entrant(name, (trainer.step,), _nothing) for name, trainer in trainers.items() if reasons.get(name) is None
+    ]
+    rows = _rows(job, model, _PARTS[0], entrants, seconds)
+    if why_no_gloo is not None:
+        reasons[DDP] = why_no_gloo
+    rows += [_row(job, model, _PARTS[0], name) | {"why_not": reason} for name, reason in reasons.items() if reason]
+    mpinn.unregister_async_backward(trainers[ASYNC].net)
+    return rows
+
+
+def _differences(trainers: dict[str, Trainer]) -> dict[str, str | None]:
+    """After the first step all ways of communicating must have led to the same parameters."""
+    expected = list(trainers[SYNC].net.parameters())
+    found: dict[str, str | None] = {}
+    for name in (ASYNC, DDP):
+        if name in trainers:
+            pairs = zip(trainers[name].net.parameters(), expected, strict=True)
+            is_same = all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE) for a, b in pairs)
+            found[name] = None if is_same else f"its parameters differ from those of {SYNC} after one step"
+    return found
+
+
+def _nothing() -> None:
+    """The step itself writes everything."""
+
+
+# --- communication alone -------------------------------------------------------------------------------------
+
+
+def _communication(job: Job, why_no_gloo: str | None, seconds: float) -> list[Row]:
+    """The 161 gradients of ResNet-50 by each way."""
+    parameters = list(resnet50().parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    entrants = [
+        Entrant(SYNC, (lambda: mpinn.synchronize_gradients(parameters),), lambda: _write(gradients)),
+        Entrant(BY_TENSOR, (_by_tensor(job, gradients),), lambda: _write(gradients)),
+    ]
+    if why_no_gloo is None:
+        buckets = flat_buckets(gradients, _DDP_BUCKET_BYTES)
+        entrants.append(Entrant("gloo buckets", (lambda: _all_reduce(buckets),), lambda: _write(buckets)))
+    rows = _rows(job, "resnet", _PARTS[1], entrants, seconds)
+    if why_no_gloo is not None:
+        rows.append(_row(job, "resnet", _PARTS[1], "gloo buckets") | {"why_not": why_no_gloo})
+    return rows
+
+
+def _by_tensor(job: Job, gradients: Sequence[Tensor]) -> Callable[[], None]:
+    """Bare mpi4py, a call for each tensor: sums, without the division."""
+    comm, in_place = job.comm, mpi_library.load().IN_PLACE
+    arrays = [gradient.numpy() for gradient in gradients]
+
+    def run() -> None:
+        for array in arrays:
+            comm.Allreduce(in_place, array)
+
+    return run
+
+
+def flat_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[Tensor]:
+    """Flat tensors for as many elements, from the last tensor to the first; each at least `bucket_bytes` but the last.
+
+    >>> [bucket.numel() for bucket in flat_buckets([torch.zeros(3), torch.zeros(2), torch.zeros(2)], 16)]
+    [4, 3]
+    """
+    buckets: list[Tensor] = []
+    numel = 0
+    for tensor in reversed(tensors):
+        numel += tensor.numel()
+        if numel * tensor.element_size() >= bucket_bytes:
+            buckets.append(torch.zeros(numel))
+            numel = 0
+    return [*buckets, torch.zeros(numel)] if numel else buckets
+
+
+def _all_reduce(buckets: Sequence[Tensor]) -> None:
+    """As DistributedDataParallel does: all on their way, then wait; without its copies and the division."""
+    for work in [torch.distributed.all_reduce(bucket, async_op=True) for bucket in buckets]:
+        work.wait()
+
+
+def _write(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()

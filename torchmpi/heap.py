@@ -1,0 +1,103 @@
+"""Tensors in shared memory, which the other ranks of the host can reach: collectives on them copy nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from .kernels import context
+from .segments import Segment, Ticket
+
+_PAGE_BYTES = 4096
+_MOST_SEGMENTS = 1024
+
+
+class SharedHeap:
+    """The shared tensors of this process, and the segments of others that it has mapped.
+
+    >>> heap = SharedHeap()
+    >>> heap.empty((2, 3), torch.float64).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self) -> None:
+        self.table = np.zeros(1 + _MOST_SEGMENTS * context.SEGMENT_WORDS, np.int64)
+        """For the kernels: which addresses are shared."""
+        self._changing = threading.Lock()
+        self._own: dict[int, Segment] = {}
+        self._mapped: dict[int, Segment] = {}
+        self._num_made = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory that lives until the tensor and all views of it are gone."""
+        num_bytes = max(1, math.prod(shape) * dtype.itemsize)
+        segment = Segment.create("tensor", -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        memory = np.frombuffer(segment.memory, np.uint8)
+        with self._changing:
+            place = self._free_place()
+            if place is not None:
+                self._announce(place, segment, memory.ctypes.data)
+        weakref.finalize(memory, self._release, place, segment).atexit = False
+        return torch.from_numpy(memory)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _free_place(self) -> int | None:
+        """Where in the table there is room; without any the tensor is used like every other."""
+        for place in range(_MOST_SEGMENTS):
+            if place not in self._own:
+                return place
+        return None
+
+    def _announce(self, place: int, segment: Segment, address: int) -> None:
+        self._num_made += 1
+        self._own[place] = segment
+        words = self._words(place)
+        file = int(segment.ticket.path.rsplit("/", 1)[1])
+        words[context.SEGMENT_BEGIN] = address
+        words[context.SEGMENT_KEY] = os.getpid() << 32 | self._num_made
+        words[context.SEGMENT_FILE] = os.getpid() << 32 | file
+        # Last, since a kernel may be reading: until now the entry holds no address at all.
+        words[context.SEGMENT_END] = address + segment.ticket.num_bytes
+        self.table[0] = max(self.table[0], place + 1)
+
+    def _release(self, place: int | None, segment: Segment) -> None:
+        """The last tensor is gone. May run at any moment in any thread, so it takes no lock."""
+        if place is not None and self._own.get(place) is segment:
+            self._words(place)[context.SEGMENT_END] = 0
+            del self._own[place]
+        segment.release()
+
+    def _words(self, place: int) -> Any:
+        begin = 1 + place * context.SEGMENT_WORDS
+        return self.table[begin : begin + context.SEGMENT_WORDS]
+
+    def map(self, key: int, file: int, num_bytes: int) -> int:
+        """The address here of a segment that another rank has announced."""
+        with self._changing:
+            segment = self._mapped.get(key)
+            if segment is None:
+                for known in [known for known, segment in self._mapped.items() if segment.is_released]:
+                    self._mapped.pop(known).close()
+                path = f"/proc/{file >> 32}/fd/{file & 0xFFFFFFFF}"
+                segment = self._mapped[key] = Segment.open(Ticket(path, *_identity(path), num_bytes))
+            return segment.address
+
+    def close(self) -> None:
+        """Forget everything: tensors that are left are private from now on."""
+        self.table[:] = 0
+        for segment in self._own.values():
+            segment.withdraw()
+        self._own.clear()
+        for segment in self._mapped.values():
+            segment.close()
+        self._mapped.clear()
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino

@@ -1,0 +1,66 @@
+"""What the kernels know of a group and of a prepared call: private arrays of words, by these numbers."""
+
+from __future__ import annotations
+
+# Of the group.
+RANK = 0
+SIZE = 1
+ROWS = 2
+"""Address of the rows of all ranks (see torchmpi.layout)."""
+SLOTS = 3
+"""Address of the slots: two of SLOT_BYTES for each rank, one after the other."""
+SLOT_BYTES = 4
+CHUNKS = 5
+"""Chunks that have passed through the slots so far: the same on all ranks between calls."""
+SPINS = 6
+"""How often to look before giving way."""
+YIELDS = 7
+"""How often to give way before going to sleep."""
+SEQUENCE = 8
+"""Number of the call under way."""
+WHOLE_BYTES = 9
+"""Up to this size every rank combines everything itself, which takes one meeting instead of two."""
+OWN_SEGMENTS = 10
+"""Address of this process's own shared segments: their number, then SEGMENT_WORDS for each."""
+MAPPINGS = 11
+"""Address of what is mapped here of the segments of each rank: MAPPINGS_PER_RANK pairs of key and address for each."""
+CHUNK_BYTES = 12
+"""Size of the chunks in which the current call is cut, but for the last."""
+POINTERS = 13
+"""POINTERS and the words after it: room for two addresses per rank."""
+
+
+def context_words(size: int) -> int:
+    """Length of the array for a group.
+
+    >>> context_words(4)
+    21
+    """
+    return POINTERS + 2 * size
+
+
+# Of a segment.
+SEGMENT_BEGIN, SEGMENT_END, SEGMENT_KEY, SEGMENT_FILE = range(4)
+SEGMENT_WORDS = 4
+MAPPINGS_PER_RANK = 64
+
+# Of a prepared call.
+CONTEXT = 0
+ITEM_BYTES = 1
+REDUCER = 2
+ROOT = 3
+"""Who receives the result of a reduction; -1 for everybody."""
+TABLE = 4
+"""Address of what is sent and received: for each rank two pairs of address and length."""
+PLAN_WORDS = 5
+
+# What a kernel returns, if not 0. Plus the rank that it is about.
+MISMATCH = 1 << 20
+"""That rank called something else."""
+REFUSED = 2 << 20
+"""That rank has given this call up."""
+UNMAPPED = 3 << 20
+"""The segment of that rank is not mapped here yet: map it and call again."""
+UNEVEN = 4 << 20
+"""The ranks differ in length."""
+KINDS = ~((1 << 20) - 1)

@@ -1,0 +1,116 @@
+"""How ranks meet: waiting for a word of another rank, and arriving at a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from numba import types
+
+from .. import layout
+from . import context
+from .memory import give_way, load, load_acquire, pause, sleep, store, store_release
+
+_LONGEST_NAP_MICROSECONDS = 1000
+_SHORTEST_NAP_MICROSECONDS = 20
+
+_numba: Any = numba
+
+inner = _numba.njit(nogil=True, error_model="numpy")
+"""How what kernels call is compiled: together with each kernel that calls it."""
+
+
+def kernel(num_arguments: int) -> Any:
+    """How a kernel is compiled: for so many addresses and numbers, without the GIL, and kept on disk if there is room."""
+    signature = types.int64(*[types.int64] * num_arguments)
+    return _numba.njit(signature, nogil=True, error_model="numpy", cache=bool(_numba.config.CACHE_DIR))
+
+
+_ROW = layout.ROW_BYTES
+_ENTERED, _LEFT, _REFUSED = (word * 8 for word in (layout.ENTERED, layout.LEFT, layout.REFUSED))
+_RING, _ENTRY, _LAST = layout.RING_START * 8, layout.ENTRY_WORDS * 8, layout.RING_LENGTH - 1
+PAYLOAD = layout.PAYLOAD * 8
+
+
+@inner
+def own(ctx, word):  # type: ignore[no-untyped-def]
+    """A word of the context."""
+    return load(ctx + word * 8)
+
+
+@inner
+def row(ctx, rank):  # type: ignore[no-untyped-def]
+    """Address of the row of a rank."""
+    return own(ctx, context.ROWS) + rank * _ROW
+
+
+@inner
+def entry(ctx, rank, seq):  # type: ignore[no-untyped-def]
+    """Address of the entry of a call in the ring of a rank."""
+    return row(ctx, rank) + _RING + (seq & _LAST) * _ENTRY
+
+
+@inner
+def wait_long(ctx, address, value):  # type: ignore[no-untyped-def]
+    """Give way, then sleep, ever longer; ends if a rank has given up the call."""
+    for _ in range(own(ctx, context.YIELDS)):
+        if load_acquire(address) >= value:
+            return 0
+        give_way()
+    nap = _SHORTEST_NAP_MICROSECONDS
+    while load_acquire(address) < value:
+        for rank in range(own(ctx, context.SIZE)):
+            if load_acquire(row(ctx, rank) + _REFUSED) == own(ctx, context.SEQUENCE):
+                return context.REFUSED + rank
+        sleep(nap)
+        nap = min(nap + nap // 4, _LONGEST_NAP_MICROSECONDS)
+    return 0
+
+
+@inner
+def wait(ctx, address, value):  # type: ignore[no-untyped-def]
+    """Return when the word has reached the value: 0, or why it never will."""
+    for _ in range(own(ctx, context.SPINS)):
+        if load_acquire(address) >= value:
+            return 0
+        pause()
+    return wait_long(ctx, address, value)
+
+
+@inner
+def wait_all(ctx, counter, value):  # type: ignore[no-untyped-def]
+    """Return when a counter has reached the value on all other ranks."""
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    for shift in range(1, size):
+        other = rank + shift - size if rank + shift >= size else rank + shift
+        status = wait(ctx, row(ctx, other) + counter, value)
+        if status != 0:
+            return status
+    return 0
+
+
+@inner
+def arrive(ctx, seq, signature):  # type: ignore[no-untyped-def]
+    """Publish this rank's entry, whose payload is written already, and wait for everybody's; all must be the same."""
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    store(ctx + context.SEQUENCE * 8, seq)
+    mine = entry(ctx, rank, seq)
+    store(mine + layout.SIGNATURE * 8, signature)
+    store_release(mine, seq)
+    store(row(ctx, rank) + _ENTERED, seq)
+    for shift in range(1, size):
+        other = rank + shift - size if rank + shift >= size else rank + shift
+        theirs = entry(ctx, other, seq)
+        status = wait(ctx, theirs, seq)
+        if status != 0:
+            return status
+        if load(theirs + layout.SIGNATURE * 8) != signature:
+            return context.MISMATCH + other
+    return 0
+
+
+@inner
+def leave(ctx, seq):  # type: ignore[no-untyped-def]
+    """Note the end of a call."""
+    store(row(ctx, own(ctx, context.RANK)) + _LEFT, seq)
+    return 0

@@ -1,0 +1,133 @@
+"""What Numba has no words for: raw addresses, atomic loads and stores, the processor's pause and the kernel's sleep."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic as _intrinsic
+
+_WORD = ir.IntType(64)
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+
+
+def intrinsic(function: Any) -> Any:
+    """Numba's, without the types it gives to what it makes: a call has one argument less than the definition."""
+    return _intrinsic(function)
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _WORD.as_pointer())
+
+
+@intrinsic
+def load(typing_context, address):  # type: ignore[no-untyped-def]
+    """A word."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.load(_pointer(builder, arguments[0]), align=8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store(typing_context, address, value):  # type: ignore[no-untyped-def]
+    """Write a word."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.store(arguments[1], _pointer(builder, arguments[0]), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def load_acquire(typing_context, address):  # type: ignore[no-untyped-def]
+    """A word; what its writer wrote before it is seen by what we read after it."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.load_atomic(_pointer(builder, arguments[0]), ordering="acquire", align=8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store_release(typing_context, address, value):  # type: ignore[no-untyped-def]
+    """Write a word after everything we have read and written before."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), ordering="release", align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def copy(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-def]
+    """The C library's memcpy."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        target, source = (builder.inttoptr(address, _BYTE_POINTER) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def reduce(typing_context, function, out, sources, num_sources, numel):  # type: ignore[no-untyped-def]
+    """Call a reducer by its address: ``reduce(out, sources, num_sources, numel)``."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@intrinsic
+def give_way(typing_context):  # type: ignore[no-untyped-def]
+    """Let another thread have this core, if one wants it."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def sleep(typing_context, microseconds):  # type: ignore[no-untyped-def]
+    """Sleep."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
+        function = cgutils.get_or_insert_function(builder.module, kind, "usleep")
+        builder.call(function, [builder.trunc(arguments[0], ir.IntType(32))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def pause(typing_context):  # type: ignore[no-untyped-def]
+    """Tell the processor that this is a loop that waits."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        machine, void = platform.machine(), ir.VoidType()
+        if machine in ("x86_64", "AMD64"):
+            function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(void, []), "llvm.x86.sse2.pause")
+            builder.call(function, [])
+        elif machine in ("aarch64", "arm64"):
+            kind = ir.FunctionType(void, [ir.IntType(32)])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+            builder.call(function, [ir.Constant(ir.IntType(32), 1)])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+

@@ -1,0 +1,216 @@
+"""Verbs that move and do not combine, and the sum of which each rank gets its rows, through shared memory.
+
+One loop serves them all: in each round a rank puts a piece of what it sends into its slot, and fetches from the slots
+of the others. What it sends is one stream for everybody (broadcast, gathers) or one for each rank (scatter, alltoall,
+reduce_scatter).
+"""
+
+from __future__ import annotations
+
+from .. import layout
+from . import context
+from .meeting import PAYLOAD, arrive, entry, inner, kernel, leave, own, row, wait, wait_all
+from .memory import copy, load, store, store_release
+from .reducing import combine, point_at, slot
+
+_READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
+_LINE_BYTES = 64
+
+# A table of what is sent and received: for each rank two pairs of address and length.
+_PAIRS = 4 * 8
+
+
+@kernel(3)
+def meet(plan, seq, signature):  # type: ignore[no-untyped-def]
+    """A barrier; what the payload of this rank's entry holds, if anything, can then be read by all."""
+    ctx = own(plan, context.CONTEXT)
+    status = arrive(ctx, seq, signature)
+    leave(ctx, seq)
+    return status
+
+
+@inner
+def put(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
+    """Put the next piece of what this rank sends into its slot: one for all if `piece_bytes` is the slot's size."""
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    begin = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
+    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    for other in range(size):
+        pair = table + other * _PAIRS
+        length = min(piece_bytes, load(pair + 8) - begin)
+        if length > 0 and other != rank:
+            copy(slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes), load(pair) + begin, length)
+            if is_stream:
+                break
+    store_release(row(ctx, rank) + _READY, chunk + 1)
+    return 0
+
+
+@inner
+def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
+    """Fetch what the others have put there for this rank."""
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    begin = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
+    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    for shift in range(1, size):
+        other = rank + shift - size if rank + shift >= size else rank + shift
+        pair = table + other * _PAIRS + 16
+        length = min(piece_bytes, load(pair + 8) - begin)
+        if length > 0:
+            status = wait(ctx, row(ctx, other) + _READY, chunk + 1)
+            if status != 0:
+                return status
+            copy(load(pair) + begin, slot(ctx, other, chunk) + (0 if is_stream else rank * piece_bytes), length)
+    store_release(row(ctx, rank) + _REDUCED, chunk + 1)
+    return 0
+
+
+@kernel(4)
+def exchange(plan, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
+    """Move everything in the table; all ranks make the same number of rounds."""
+    ctx = own(plan, context.CONTEXT)
+    base, rank = own(ctx, context.CHUNKS), own(ctx, context.RANK)
+    kept = table + rank * _PAIRS
+    if load(kept + 24) > 0 and load(kept) != load(kept + 16):
+        copy(load(kept + 16), load(kept), load(kept + 24))
+    if num_rounds > 0:
+        put(ctx, base, table, piece_bytes)
+    for index in range(num_rounds):
+        chunk = base + index
+        if index + 1 < num_rounds:
+            # The slot of the round before last is free once everybody has fetched from it.
+            status = wait_all(ctx, _REDUCED, chunk)
+            if status != 0:
+                return status
+            put(ctx, chunk + 1, table, piece_bytes)
+        status = fetch(ctx, chunk, table, piece_bytes)
+        if status != 0:
+            return status
+    store(ctx + context.CHUNKS * 8, base + num_rounds)
+    return wait_all(ctx, _REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
+
+
+@inner
+def send_to_all(plan, address, num_bytes):  # type: ignore[no-untyped-def]
+    """Fill the sending half of the table: the same for everybody."""
+    ctx = own(plan, context.CONTEXT)
+    table = own(plan, context.TABLE)
+    for other in range(own(ctx, context.SIZE)):
+        store(table + other * _PAIRS, address)
+        store(table + other * _PAIRS + 8, num_bytes)
+    return table
+
+
+@inner
+def rounds(num_bytes, piece_bytes):  # type: ignore[no-untyped-def]
+    """How many pieces that many bytes make."""
+    return (num_bytes + piece_bytes - 1) // piece_bytes
+
+
+@kernel(5)
+def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-untyped-def]
+    """The root's bytes to everybody. The root is in the plan."""
+    ctx = own(plan, context.CONTEXT)
+    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+    is_short = num_bytes <= layout.PAYLOAD_BYTES
+    if is_short and rank == root:
+        copy(entry(ctx, rank, seq) + PAYLOAD, address, num_bytes)
+    status = arrive(ctx, seq, signature)
+    if status == 0 and is_short:
+        if rank != root:
+            copy(address, entry(ctx, root, seq) + PAYLOAD, num_bytes)
+    elif status == 0:
+        table = send_to_all(plan, address, num_bytes if rank == root else 0)
+        for other in range(size):
+            store(table + other * _PAIRS + 16, address)
+            store(table + other * _PAIRS + 24, num_bytes if other == root and rank != root else 0)
+        piece = own(ctx, context.SLOT_BYTES)
+        status = exchange(plan, table, piece, rounds(num_bytes, piece))
+    leave(ctx, seq)
+    return status
+
+
+@kernel(6)
+def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
+    """Everybody's bytes to everybody, if all have as many; UNEVEN otherwise, with the lengths in the payloads."""
+    ctx = own(plan, context.CONTEXT)
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    payload = entry(ctx, rank, seq) + PAYLOAD
+    store(payload, num_bytes)
+    is_short = num_bytes <= layout.PAYLOAD_BYTES - 8
+    if is_short:
+        copy(payload + 8, source, num_bytes)
+    status = arrive(ctx, seq, signature)
+    if status != 0:
+        return status
+    for other in range(size):
+        if load(entry(ctx, other, seq) + PAYLOAD) != num_bytes:
+            return context.UNEVEN
+    if is_short:
+        for other in range(size):
+            copy(target + other * num_bytes, entry(ctx, other, seq) + PAYLOAD + 8, num_bytes)
+    else:
+        table = send_to_all(plan, source, num_bytes)
+        for other in range(size):
+            store(table + other * _PAIRS + 16, target + other * num_bytes)
+            store(table + other * _PAIRS + 24, num_bytes)
+        piece = own(ctx, context.SLOT_BYTES)
+        status = exchange(plan, table, piece, rounds(num_bytes, piece))
+    leave(ctx, seq)
+    return status
+
+
+@inner
+def rows_before(num_rows, size, rank):  # type: ignore[no-untyped-def]
+    """Rows that go to the ranks below: the first ranks take the remainder, one each."""
+    return num_rows // size * rank + min(num_rows % size, rank)
+
+
+@kernel(7)
+def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
+    """Combine everybody's rows of each rank, and give them to that rank."""
+    ctx = own(plan, context.CONTEXT)
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    begin = rows_before(num_rows, size, rank) * row_bytes
+    length = rows_before(num_rows, size, rank + 1) * row_bytes - begin
+    if num_rows * row_bytes <= layout.PAYLOAD_BYTES:
+        copy(entry(ctx, rank, seq) + PAYLOAD, source, num_rows * row_bytes)
+        status = arrive(ctx, seq, signature)
+        if status == 0:
+            for other in range(size):
+                point_at(ctx, other, entry(ctx, other, seq) + PAYLOAD + begin)
+            combine(plan, target, length, 0)
+        leave(ctx, seq)
+        return status
+    piece = own(ctx, context.SLOT_BYTES) // size // _LINE_BYTES * _LINE_BYTES
+    table, base = own(plan, context.TABLE), own(ctx, context.CHUNKS)
+    for other in range(size):
+        first = rows_before(num_rows, size, other) * row_bytes
+        store(table + other * _PAIRS, source + first)
+        store(table + other * _PAIRS + 8, rows_before(num_rows, size, other + 1) * row_bytes - first)
+    put(ctx, base, table, piece)
+    status = arrive(ctx, seq, signature)
+    num_rounds = rounds((num_rows + size - 1) // size * row_bytes, piece)
+    for index in range(num_rounds):
+        if status != 0:
+            return status
+        chunk = base + index
+        if index + 1 < num_rounds:
+            status = wait_all(ctx, _REDUCED, chunk)
+            if status != 0:
+                return status
+            put(ctx, chunk + 1, table, piece)
+        if index > 0:
+            status = wait_all(ctx, _READY, chunk + 1)
+            if status != 0:
+                return status
+        for other in range(size):
+            point_at(ctx, other, slot(ctx, other, chunk) + rank * piece)
+        point_at(ctx, rank, source + begin + index * piece)
+        combine(plan, target + index * piece, max(0, min(piece, length - index * piece)), 0)
+        store_release(row(ctx, rank) + _REDUCED, chunk + 1)
+    store(ctx + context.CHUNKS * 8, base + num_rounds)
+    if num_rounds > 1 and status == 0:
+        status = wait_all(ctx, _REDUCED, base + num_rounds - 1)
+    leave(ctx, seq)
+    return status

@@ -1,0 +1,114 @@
+"""From LLVM code to an address, once per machine: what was compiled is kept on disk.
+
+Numba's own pipeline would need a tenth of a second and more for a function, most of it for Python's sake. This
+is LLVM alone, through the library that numba brings along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+from llvmlite import binding
+
+# What LLVM calls when the processor cannot convert half precision. Nobody provides them in this process.
+_HALF_CALLS = (b"__extendhfsf2", b"__truncsfhf2", b"__gnu_h2f_ieee", b"__gnu_f2h_ieee")
+
+
+def cache_folder() -> Path | None:
+    """The first of the places where numba would keep its results in which something can be written, if any."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folders = [chosen] if chosen else [os.path.join(os.path.dirname(__file__), "__pycache__"), f"{home}/torchmpi"]
+    for folder in map(Path, folders):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if folder.is_absolute() and os.access(folder, os.W_OK):
+            return folder
+    return None
+
+
+class Compiler:
+    """Compiles for this processor, or for the one that NUMBA_CPU_NAME asks for. Not thread-safe."""
+
+    def __init__(self) -> None:
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        self.cpu = os.environ.get("NUMBA_CPU_NAME") or binding.get_host_cpu_name()
+        asked = "NUMBA_CPU_NAME" in os.environ
+        self.features = os.environ.get("NUMBA_CPU_FEATURES", "" if asked else binding.get_host_cpu_features().flatten())
+        self.triple = binding.get_process_triple()
+        self.folder = cache_folder()
+        self.machine = self._machine()
+        nothing = binding.parse_assembly("")
+        nothing.triple = self.triple
+        self.engine = binding.create_mcjit_compiler(nothing, self._machine())  # which then owns both
+
+    def address(self, name: str, text_of: Callable[..., str]) -> int:
+        """The address of the only function, called `reduce`, of the module that `text_of` writes.
+
+        Names inside of it are made unique by `name`, the same in every process.
+        """
+        text = text_of().replace('@"reduce"', f'@"{name}"')
+        image = self._read(name, text)
+        if image is None:
+            image = self._compile(text)
+            if any(call in image for call in _HALF_CALLS):
+                image = self._compile(text_of(has_half=False).replace('@"reduce"', f'@"{name}"'))
+            self._write(name, text, image)
+        self.engine.add_object_file(binding.ObjectFileRef.from_data(image))
+        self.engine.finalize_object()
+        address = self.engine.get_function_address(name)
+        assert address, name
+        return address
+
+    def _machine(self) -> Any:
+        # As numba does: x86 code that is loaded by MCJIT cannot be position-independent.
+        reloc = "static" if self.triple.startswith("x86_64") else "default"
+        target = binding.Target.from_triple(self.triple)
+        return target.create_target_machine(
+            cpu=self.cpu, features=self.features, opt=2, reloc=reloc, codemodel="jitdefault", jit=True
+        )
+
+    def _compile(self, text: str) -> bytes:
+        module = binding.parse_assembly(text)
+        module.triple = self.triple
+        module.data_layout = str(self.machine.target_data)
+        module.verify()
+        return self.machine.emit_object(module)
+
+    # A file is a digest of what follows it, so that one cut short by a full disk is not run.
+
+    def _path(self, name: str, text: str) -> Path | None:
+        if self.folder is None:
+            return None
+        version = ".".join(map(str, binding.llvm_version_info))
+        recipe = "\n".join((self.triple, self.cpu, self.features, version, llvmlite.__version__, text))
+        return self.folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:24]}.native"
+
+    def _read(self, name: str, text: str) -> bytes | None:
+        path = self._path(name, text)
+        try:
+            content = path.read_bytes() if path else b""
+        except OSError:
+            return None
+        digest, image = content[:32], content[32:]
+        return image if digest == hashlib.sha256(image).digest() else None
+
+    def _write(self, name: str, text: str, image: bytes) -> None:
+        path = self._path(name, text)
+        if path is None:
+            return
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(hashlib.sha256(image).digest() + image)
+            os.replace(file.name, path)  # whole or not at all, whoever else writes it
+        except OSError:
+            self.folder = None  # full, or not ours after all: the next ones need not try

@@ -1,0 +1,38 @@
+"""How the memory that the ranks of a group share is laid out, in 64-bit words: one row per rank, then the slots.
+
+A row is what one rank tells the others: a head with its state, two counters, a ring with one entry per call, and room
+for a message. Only its owner writes it. What is read often by others has a pair of cache lines to itself, since
+processors fetch lines in pairs.
+"""
+
+from __future__ import annotations
+
+WORD_BYTES = 8
+_LINE_WORDS = 16  # 128 bytes
+
+# The head: number of the last call entered and left, of the one refused, questions asked and answered, and the end.
+ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING = range(6)
+
+# Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read.
+READY = 1 * _LINE_WORDS
+REDUCED = 2 * _LINE_WORDS
+
+# The ring: of each call its number, its signature, and up to PAYLOAD_BYTES that travel with them.
+RING_START = 3 * _LINE_WORDS
+RING_LENGTH = 32  # calls remembered; a power of two
+ENTRY_WORDS = _LINE_WORDS
+SEQUENCE, SIGNATURE, PAYLOAD = range(3)
+PAYLOAD_BYTES = (ENTRY_WORDS - PAYLOAD) * WORD_BYTES
+
+TEXT_START_BYTES = (RING_START + RING_LENGTH * ENTRY_WORDS) * WORD_BYTES
+ROW_BYTES = 8192
+ROW_WORDS = ROW_BYTES // WORD_BYTES
+
+
+def entry(row: int, index: int) -> int:
+    """The word at which an entry of the ring of a row begins.
+
+    >>> entry(0, 1) - entry(0, 0), entry(1, 0) - entry(0, 0)
+    (16, 1024)
+    """
+    return row * ROW_WORDS + RING_START + index * ENTRY_WORDS

@@ -1,0 +1,118 @@
+"""Memory that the processes of one host share: made without a name in the file system, and gone with its last user.
+
+A segment is an anonymous file in memory. Others open it through its owner's entry in /proc while the owner holds it
+open; nothing is left when a process is killed, and the size of /dev/shm (64 MB in a container) is no limit. Where the
+system has no such files, one in /dev/shm takes their place, removed as soon as everybody has it open.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from typing import NamedTuple
+
+import numpy as np
+
+_FOLDER = "/dev/shm"
+
+
+class Ticket(NamedTuple):
+    """What another process needs to open a segment, and to know that it opened the right one."""
+
+    path: str
+    device: int
+    inode: int
+    num_bytes: int
+
+
+class Segment:
+    """Shared memory, mapped into this process.
+
+    >>> first = Segment.create("example", 8192)
+    >>> second = Segment.open(first.ticket)
+    >>> first.memory[5:8] = b"abc"
+    >>> bytes(second.memory[5:8])
+    b'abc'
+    >>> first.withdraw(); first.close(); second.close()
+    """
+
+    def __init__(self, memory: mmap.mmap, file: int | None, path: str | None, ticket: Ticket) -> None:
+        self.memory, self.ticket = memory, ticket
+        self._file, self._path = file, path
+
+    @classmethod
+    def create(cls, name: str, num_bytes: int) -> Segment:
+        """Make a segment, readable by this user alone; an OSError says that it cannot be had."""
+        file, path = _make_file(f"torchmpi-{name}-", num_bytes)
+        try:
+            memory = mmap.mmap(file, num_bytes)
+            status = os.fstat(file)
+        except BaseException:
+            os.close(file)
+            if path is not None:
+                os.unlink(path)
+            raise
+        ticket = Ticket(path or f"/proc/{os.getpid()}/fd/{file}", status.st_dev, status.st_ino, num_bytes)
+        return cls(memory, file, path, ticket)
+
+    @classmethod
+    def open(cls, ticket: Ticket) -> Segment:
+        """Map the segment of another process of this host and user."""
+        file = os.open(ticket.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            status = os.fstat(file)
+            # In another container, the same path may lead to something else.
+            if (status.st_dev, status.st_ino, status.st_size) != ticket[1:]:
+                raise FileNotFoundError(f"{ticket.path} is not the segment that was meant")
+            return cls(mmap.mmap(file, ticket.num_bytes), None, None, ticket)
+        finally:
+            os.close(file)
+
+    @property
+    def address(self) -> int:
+        """Where it begins in this process."""
+        return int(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether its owner has given the memory back."""
+        return self.memory.size() == 0
+
+    def withdraw(self) -> None:
+        """Nobody else will open it: from now on it lives as long as it is mapped."""
+        if self._path is not None:
+            os.unlink(self._path)
+        if self._file is not None:
+            os.close(self._file)
+        self._path = self._file = None
+
+    def release(self) -> None:
+        """Give the memory back to the system, whoever has it mapped; nobody may look at it any more."""
+        if self._file is not None:
+            os.ftruncate(self._file, 0)
+        self.withdraw()
+
+    def close(self) -> None:
+        """Unmap."""
+        self.memory.close()
+
+
+def _make_file(prefix: str, num_bytes: int) -> tuple[int, str | None]:
+    """A new file of that size in memory, and its path if it has one."""
+    path = None
+    if hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd"):
+        file = os.memfd_create(prefix, os.MFD_CLOEXEC)
+    else:
+        file, path = tempfile.mkstemp(prefix=prefix, dir=_FOLDER if os.access(_FOLDER, os.W_OK) else None)
+    try:
+        os.fchmod(file, 0o600)
+        os.ftruncate(file, num_bytes)
+        if path is not None:
+            os.posix_fallocate(file, 0, num_bytes)  # a full /dev/shm is an error now, not a SIGBUS later
+    except BaseException:
+        os.close(file)
+        if path is not None:
+            os.unlink(path)
+        raise
+    return file, path
