@@ -230,17 +230,20 @@ def _make_page(group: Group) -> Board | None:
         return Board(segment, group.size)
     if segment is not None:
         segment.close()
-    context.problems.add("shared memory cannot be had (no anonymous files, and no room in /dev/shm)")
+    context.problems.add("the system gives none (neither anonymous files nor room in /dev/shm)")
     return None
 
 
 def slot_bytes(size: int, most: int) -> int:
     """Bytes of each of the two slots of a rank: `most`, or less where many ranks share a host.
 
-    >>> slot_bytes(2, 1 << 20), slot_bytes(64, 1 << 20)
-    (1048576, 131072)
+    Whole pages, and at least a cache line for each rank.
+
+    >>> slot_bytes(2, 1 << 20), slot_bytes(64, 1 << 20), slot_bytes(2, 5000), slot_bytes(512, 1 << 20)
+    (1048576, 131072, 4096, 32768)
     """
-    return max(4096, min(most, (_SLOTS_BYTES // (2 * size)) & -4096))
+    least = -(-64 * size // 4096) * 4096
+    return max(least, min(most, _SLOTS_BYTES // (2 * size)) & -4096)
 
 
 def _how_to_check(group: Group, check: str) -> str:

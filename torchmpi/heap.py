@@ -29,6 +29,7 @@ class SharedHeap:
     def __init__(self) -> None:
         self.table = np.zeros(1 + _MOST_SEGMENTS * context.SEGMENT_WORDS, np.int64)
         """For the kernels: which addresses are shared."""
+        self._process = os.getpid()
         self._changing = threading.Lock()
         self._own: dict[int, Segment] = {}
         self._mapped: dict[int, Segment] = {}
@@ -38,6 +39,9 @@ class SharedHeap:
         """Uninitialised memory that lives until the tensor and all views of it are gone."""
         num_bytes = max(1, math.prod(shape) * dtype.itemsize)
         segment = Segment.create("tensor", -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        if not segment.is_anonymous:  # others could not find it, and a killed process would leave it behind
+            segment.withdraw()
+            raise OSError("this system has no anonymous files in memory")
         memory = np.frombuffer(segment.memory, np.uint8)
         with self._changing:
             place = self._free_place()
@@ -67,6 +71,8 @@ class SharedHeap:
 
     def _release(self, place: int | None, segment: Segment) -> None:
         """The last tensor is gone. May run at any moment in any thread, so it takes no lock."""
+        if os.getpid() != self._process:
+            return  # gone in a forked child, which shares the memory: the rank still has the tensor
         if place is not None and self._own.get(place) is segment:
             self._words(place)[context.SEGMENT_END] = 0
             del self._own[place]
@@ -90,7 +96,7 @@ class SharedHeap:
     def close(self) -> None:
         """Forget everything: tensors that are left are private from now on."""
         self.table[:] = 0
-        for segment in self._own.values():
+        for segment in list(self._own.values()):  # tensors may go at the same time
             segment.withdraw()
         self._own.clear()
         for segment in self._mapped.values():

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from . import buffers, dtypes, hierarchy, streams
 from .backends import Backend, Operation
+from .backends.binding import announced, bind, by_size
 from .communicator import Communicator, Group
 from .errors import DtypeError
 from .progress import as_many, call_code
@@ -34,8 +34,8 @@ class Plan:
         self.verb, self.code, self.run = verb, code, run
         self.bare = self
         """The same call without what is around the backend's operation, for callers who see to that themselves."""
-        self.quick: Callable[[torch.Tensor], Any] | None = None
-        """``quick(tensor)`` is the whole of an allreduce of contiguous memory of the host, in an idle lane."""
+        self.quick: tuple[Any, ...] | None = None
+        """What an allreduce of contiguous memory of the host needs to enter the kernel by itself."""
         self.is_whole = verb in BY_SIZE
         """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
         self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if verb in ("scatter", "barrier") else _row_shape
@@ -69,60 +69,19 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     if wanted != HIERARCHICAL and hierarchy.is_composed(runtime.communicators, communicator, verb):
         composed = _composition(runtime, verb, op, wanted=wanted, mode=mode)
         # Each step chooses anew; this one decides what is staged.
-        bound = [(None, _announced(group, composed), choices[-1].backend)]
+        bound = [(None, announced(group, composed), choices[-1].backend)]
     else:
-        bound = [(limit, _bind(backend, group, verb, (dtype, op)), backend) for limit, backend in choices]
+        bound = [(limit, bind(backend, group, verb, dtype, op), backend) for limit, backend in choices]
     operations = [(limit, operation) for limit, operation, _ in bound]
     runners = [(limit, _runner(verb, operation, group, backend, direct=direct)) for limit, operation, backend in bound]
     # Only the root knows what it scatters, so the dtype is no part of that signature.
     code = call_code(verb, op, row.code if dtype is not None and verb != "scatter" else 0)
-    plan = Plan(verb, code, _by_size(runners, dtype))
+    plan = Plan(verb, code, by_size(runners, dtype))
     if direct:
-        plan.bare = Plan(verb, code, _by_size(operations, dtype))
+        plan.bare = Plan(verb, code, by_size(operations, dtype))
     if direct and verb == "allreduce" and device_type == "cpu" and not (asynchronous or dtype.is_complex):
-        plan.quick = _quick(group, plan.bare)
+        plan.quick = getattr(plan.bare.run, "quick", None)
     return plan
-
-
-def _quick(group: Group, bare: Plan) -> Callable[[torch.Tensor], Any]:
-    shortest = getattr(bare.run, "quick", None)
-    if shortest is not None:
-        return partial(shortest, bare.code)
-    return lambda tensor: group.perform(bare, tensor, None, 0)
-
-
-def _bind(
-    backend: Backend, group: Group, verb: str, kind: tuple[torch.dtype | None, str | None]
-) -> Operation:
-    operation = backend.bind(group, verb, *kind)
-    return operation if backend.announces else _announced(group, operation)
-
-
-def _announced(group: Group, operation: Operation) -> Operation:
-    """Show the others the call that the ledger has entered, and run it."""
-    announce = group.ledger.announce
-
-    def run(tensor: Any, out: Any, root: int) -> Any:
-        announce()
-        return operation(tensor, out, root)
-
-    return run
-
-
-def _by_size(parts: list[tuple[int | None, Operation]], dtype: torch.dtype | None) -> Operation:
-    """One operation from several for tensors of up to so many bytes, of which the last takes the rest."""
-    (_, operation), *smaller = reversed(parts)
-    for limit, small in smaller:
-        assert limit is not None and dtype is not None
-        operation = _switch(limit // dtype.itemsize, small, operation)
-    return operation
-
-
-def _switch(most_numel: int, small: Operation, large: Operation) -> Operation:
-    def run(tensor: torch.Tensor, out: Any, root: int) -> Any:
-        return (small if tensor.numel() <= most_numel else large)(tensor, out, root)
-
-    return run
 
 
 def _checked(dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo:
@@ -142,10 +101,11 @@ def _composition(runtime: Runtime, verb: str, op: str | None, *, wanted: str | N
         plan = group.plans.get(key)
         if plan is None:
             device_type = "cpu" if tensor is None else tensor.device.type
-            choices = runtime.selector.select(step_verb, device_type, group, wanted=wanted, mode=mode)
-            parts = [(limit, _bind(backend, group, step_verb, (dtype, op_of_step))) for limit, backend in choices]
+            operation = runtime.selector.bind(
+                group, step_verb, dtype, op_of_step, device_type=device_type, wanted=wanted, mode=mode
+            )
             step_code = call_code(step_verb, op_of_step, dtypes.info(dtype).code if dtype is not None else 0)
-            plan = group.plans[key] = Plan(step_verb, step_code, _by_size(parts, dtype))
+            plan = group.plans[key] = Plan(step_verb, step_code, operation)
         group.call(plan, tensor, None, root)
 
     return hierarchy.Composition(runtime.communicators, verb, op, cartesian=runtime.cartesian, run=run_step)

@@ -141,7 +141,7 @@ class Ledger:
 
     __slots__ = (
         "_missing", "_neighbours", "_slots", "_words",
-        "board", "current", "free", "history", "name", "rank", "seq", "size",
+        "board", "current", "free", "history", "name", "on_failure", "rank", "seq", "size",
     )  # fmt: skip
 
     def __init__(self, name: str, rank: int, size: int, board: Board | None = None) -> None:
@@ -152,6 +152,8 @@ class Ledger:
         self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
         self.free = RING_LENGTH if board is not None else sys.maxsize
         """Calls up to this number may be entered without covering one that another rank has not compared."""
+        self.on_failure: Callable[[int], object] = lambda seq: None
+        """Told the number of each call that ends with an error here."""
         self._words = board.words if board is not None else None
         self._neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
         self._slots = [(entry(rank, i), tuple(entry(row, i) for row in self._neighbours)) for i in range(RING_LENGTH)]
@@ -216,8 +218,8 @@ class Ledger:
 
     def abandon(self) -> None:
         """Note that the call has ended with an error here: whoever is still in it would wait in vain."""
-        if self.current is not None and self.board is not None:
-            self.board.set(self.rank, REFUSED, self.current[0])
+        if self.current is not None:
+            self._give_up()
         self.current, self._missing = None, ()
 
     def _refuse_entry(self, slot: int) -> None:
@@ -234,8 +236,8 @@ class Ledger:
         message = mismatch_message(self.name, {self.rank: str(call), other: theirs})
         if theirs == str(call):
             message = (
-                f"The ranks of communicator {self.name} agree on {call}, but chose different transports: ranks "
-                f"{self.rank} and {other}. Pass the same backend= on all ranks, give them the same selector table, or "
+                f"The ranks of communicator {self.name} agree on {call}, but chose different transports, or an "
+                f"earlier call failed on one of them: ranks {self.rank} and {other}. Pass the same backend= on all ranks, give them the same selector table, or "
                 "call it either synchronously or asynchronously on all of them."
             )
         raise MismatchError(message)
@@ -245,6 +247,7 @@ class Ledger:
         call = Call(*self.current)
         if self.board is not None:
             self.board.set(self.rank, REFUSED, call.seq)
+        self.on_failure(call.seq)
         return call
 
     def given_up(self, other: int) -> None:

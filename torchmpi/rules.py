@@ -17,7 +17,7 @@ VERBS = (
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
 SPANS = ("host", "across", "hosts")
-"""Where the ranks of a communicator are: all on one host; each on a host of its own; on several, some of them together."""
+"""Where the ranks of a communicator are: on one host; each on a host of its own; on several, some of them together."""
 MODES = ("sync", "async")
 BY_SIZE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
 """Verbs whose tensors agree in shape on all ranks, so that all find the same line of a rule."""

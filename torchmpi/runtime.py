@@ -28,6 +28,7 @@ from .watchdog import Watchdog
 Initialiser = Callable[[], Any]
 
 _runtime: Runtime | None = None
+_chosen = used.get
 _why_not = "torchmpi has not been started. Call mpi.start() first, or use `with mpi.started():`."
 
 
@@ -71,8 +72,22 @@ class Runtime:
 
     def _backends(self) -> dict[str, Any]:
         shared = SharedMemoryBackend(self.config, self.heap, self._say)
-        self.context.problems |= {shared.problem} if shared.problem and self.config.slot_bytes else set()
+        # All ranks or none: a call must go the same way everywhere.
+        for rank, problem in enumerate(self.MPI.COMM_WORLD.allgather(shared.problem)):
+            shared.problem = shared.problem or (problem and f"rank {rank} cannot: {problem}")
+        for problem in sorted({shared.problem, *self.context.problems} - {""}):
+            if self.world.rank == 0 and self.config.slot_bytes:
+                self._say(f"no shared memory between ranks, so that MPI moves everything: {problem}")
         return {"mpi": MPIBackend(self.config), "shm": shared}
+
+    def empty_shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory that the other ranks of this host can reach, if there is any to be had."""
+        if self.selector.backends["shm"].why_not("allreduce", "cpu") is None:
+            try:
+                return self.heap.empty(shape, dtype)
+            except OSError:  # no more descriptors, or the memory limit of a container
+                pass
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def _say(self, message: str) -> None:
         if self.config.verbose:
@@ -237,8 +252,7 @@ def current() -> Runtime:
 def communicator(comm: Comm) -> Communicator:
     """The communicator meant by a ``comm=`` argument of a verb."""
     if comm is None and _runtime is not None:
-        stack = _runtime.communicators
-        return stack.default if used.get() is None else stack.current
+        return _runtime.communicators.default if _chosen() is None else _runtime.communicators.current
     return current().communicators.find(comm)
 
 

@@ -75,6 +75,11 @@ class Segment:
         return int(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
 
     @property
+    def is_anonymous(self) -> bool:
+        """Whether it has no name, so that nothing is left of it whatever happens."""
+        return self._path is None
+
+    @property
     def is_released(self) -> bool:
         """Whether its owner has given the memory back."""
         return self.memory.size() == 0
@@ -100,10 +105,8 @@ class Segment:
 
 def _make_file(prefix: str, num_bytes: int) -> tuple[int, str | None]:
     """A new file of that size in memory, and its path if it has one."""
-    path = None
-    if hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd"):
-        file = os.memfd_create(prefix, os.MFD_CLOEXEC)
-    else:
+    file, path = _anonymous_file(prefix), None
+    if file is None:
         file, path = tempfile.mkstemp(prefix=prefix, dir=_FOLDER if os.access(_FOLDER, os.W_OK) else None)
     try:
         os.fchmod(file, 0o600)
@@ -116,3 +119,12 @@ def _make_file(prefix: str, num_bytes: int) -> tuple[int, str | None]:
             os.unlink(path)
         raise
     return file, path
+
+
+def _anonymous_file(name: str) -> int | None:
+    if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
+        return None
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError:  # an old kernel, or a sandbox that forbids it
+        return None

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from . import tuning_file
-from .backends import NAMES, Backend
+import torch
+
+from . import rules, tuning_file
+from .backends import NAMES, Backend, Operation
+from .backends.binding import bind, by_size
 from .config import Config
 from .errors import ArgumentError, BackendUnavailableError, ConfigError
-from .rules import (
-    DEVICES, MODES, SPANS, VERBS, Key, Rule, Table, checked, default_transport, keys, out_of_reach, span_of, with_limit,
-)  # fmt: skip
+from .rules import Key, Rule, Table, checked, default_transport, keys, span_of, with_limit
 
 _WHERE = {"host": "within a host", "hosts": "between hosts"}
 
@@ -94,6 +95,21 @@ class Selector:
             instead = self._default(key, can, hierarchical=None if len(rule) == 1 else "off")
             rule = checked(key, [(limit, name if can(name) else instead) for limit, name in rule])
         return [Choice(limit, self.backends[name]) for limit, name in rule]
+
+    def bind(
+        self,
+        group: Any,
+        verb: str,
+        dtype: torch.dtype | None,
+        op: str | None,
+        *,
+        device_type: str = "cpu",
+        wanted: str | None = None,
+        mode: str = "sync",
+    ) -> Operation:
+        """A verb on a group, ready to run on plain tensors: a step of something larger, as :meth:`select` has it."""
+        choices = self.select(verb, device_type, group, wanted=wanted, mode=mode)
+        return by_size([(limit, bind(backend, group, verb, dtype, op)) for limit, backend in choices], dtype)
 
     def _can(self, name: str, verb: str, device_type: str, group: Any) -> bool:
         return name in self.backends and self.backends[name].why_not(verb, device_type, group) is None
@@ -177,9 +193,9 @@ class Selector:
     def _where(self, key: Key) -> str:
         return f"{self._world.where}: collective_selector[{', '.join(key)}]"
 
-    def _change(self, rules: dict[Key, Rule]) -> None:
+    def _change(self, changed: dict[Key, Rule]) -> None:
         """Make rules valid from the next call on. What is queued keeps the backend it was submitted with."""
-        self.table.update(rules)
+        self.table.update(changed)
         for group in self._world.context.groups:
             group.plans.clear()
 
@@ -197,7 +213,7 @@ class Selector:
         if name not in self.backends:
             return "it is not part of this version"
         among = self._world if span_of(self._world) == key.span else None
-        return out_of_reach(name, key.span) or self.backends[name].why_not(key.verb, key.device, among)
+        return rules.out_of_reach(name, key.span) or self.backends[name].why_not(key.verb, key.device, among)
 
     def _is_possible(self, key: Key, name: str) -> bool:
         return self.reason_against(key, name) is None
@@ -236,16 +252,16 @@ class Selector:
     def spans(self) -> tuple[str, ...]:
         """Those that communicators of this job can have."""
         widest = span_of(self._world)
-        return SPANS if widest == "hosts" else ("host", widest) if widest == "across" else ("host",)
+        return rules.SPANS if widest == "hosts" else ("host", widest) if widest == "across" else ("host",)
 
     def availability(self) -> Availability:
         """What each backend can do here."""
         table = Availability()
         for name in dict.fromkeys((*NAMES, *self.backends)):
-            for device in DEVICES:
-                for verb in VERBS:
+            for device in rules.DEVICES:
+                for verb in rules.VERBS:
                     verdict = self._verdict(name, verb, device)
-                    for mode in MODES:
+                    for mode in rules.MODES:
                         if verb != "barrier" or mode == "sync":
                             table[name, verb, device, mode] = verdict
         return table

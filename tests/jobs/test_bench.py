@@ -91,6 +91,20 @@ def test_a_job_that_mpirun_started(launch, tmp_path):
     assert result.stdout.count("torchmpi bench collectives") == 1, result.output  # one report, by one rank
 
 
+def test_ranks_of_different_hosts(job):
+    code = """
+        import os, sys
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+        os.environ["TORCHMPI_HOST_NAME"] = "ab"[rank]
+        from torchmpi.cli import main
+        sys.exit(main(["bench", "--sizes", "4", "--seconds", "1", "--peers", "gloo", "--details"]))
+        """
+    result = job(2, code)
+    assert result.returncode == 0 and "2 hosts" in result.stdout, result.output
+    line = next(line.split() for line in result.stdout.splitlines() if line.split()[1:2] == ["gloo"])
+    assert "-" not in line[4:6], result.output  # it has found its peers through a port
+
+
 def test_only_what_was_asked_for(launch, tmp_path):
     file = tmp_path / "a.json"
     options = ["--backends", "mpi", "--peers", "none", "--memory", "plain", "--sizes", "4", "--seconds", "1"]

@@ -367,3 +367,49 @@ def test_a_folder_that_cannot_be_written_is_no_error(agree, on_one_host, restart
     tune()
     if mpi.rank() == 0:
         agree("could not be saved" in capsys.readouterr().err)
+
+
+# --- several hosts, by name
+
+
+@pytest.mark.parametrize("placement", ("aabb", "abab", "aaab", "abcd"))
+def test_over_several_hosts_each_group_has_rules_of_its_own(agree, restart, placement):
+    rank, size = mpi.rank(), mpi.size()
+    hosts = placement[:size]
+    restart(verbose=False, host_name=hosts[rank])
+    selector = runtime.current().selector
+    inner = mpi.push_communicator(hosts[rank])
+    mpi.set_communicator(0)
+    num_hosts = len(set(hosts))
+    span = "host" if num_hosts == 1 else "across" if num_hosts == size else "hosts"
+    is_grid = len({hosts.count(host) for host in hosts}) == 1
+    everybody_has_company = min(hosts.count(host) for host in hosts) > 1
+    agree(span in selector.spans and ("hosts" in selector.spans) == (span == "hosts"), str(selector.spans))
+    if num_hosts > 1:
+        for call in (
+            lambda: mpi.allreduce(1, backend="shm"),
+            lambda: mpi.collective_selector.set("allreduce", "shm", span=span),
+        ):
+            agree("its ranks are on several hosts" in str(refusal(call)), repr(refusal(call)))
+    default = dict(mpi.collective_selector)
+    ran: list[tuple[str, str]] = []
+    for name in [name for name in selector.backends if name != "mpi"]:
+        del selector.backends[name]
+    selector.reset()
+    selector.backends["slow"] = Recording("slow", selector.backends["mpi"], ran, seconds=0.02)
+    selector.backends["small"] = Recording("small", selector.backends["mpi"], ran)
+    for part in selector.spans:
+        mpi.collective_selector.set("allreduce", "slow", span=part)
+    mpi.autotune("allreduce", sizes=[64], seconds=60, save=False)
+    tuned = {key.span for key in selector.tuned}
+    ran.clear()
+    world_total, inner_total = mpi.allreduce(torch.ones(3)), mpi.allreduce(torch.ones(3), comm=inner)
+    expected = {span}
+    if span == "hosts":
+        expected |= {"across"} if is_grid else set()
+        expected |= {"host"} if everybody_has_company else set()
+    agree.equal(tuned, expected)
+    agree.equal((int(world_total[0]), int(inner_total[0])), (size, hosts.count(hosts[rank])))
+    slow_inside = span != "host" and "host" not in expected
+    agree.equal([name for name, _ in ran].count("slow"), int(slow_inside), str(ran))
+    agree(all(default[key] != ((None, "shm"),) for key in default if key.span != "host"), "shm between hosts")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchmpi import tuning_file
 from torchmpi.rules import BY_SIZE, HIERARCHICAL, REDUCING, VERBS, Key, Table, at, checked, keys
-from torchmpi.tuning import best, decide, speedup
+from torchmpi.tuning.decision import best, decide, speedup
 
 MPI = ((None, "mpi"),)
 

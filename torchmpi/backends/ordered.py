@@ -52,6 +52,9 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     """
     if out.dtype is torch.uint16:  # torch does not compute on it, and sums that wrap around have the same bits signed
         out, parts = out.view(torch.int16), [part.view(torch.int16) for part in parts]
+    if out.is_complex() and op in ("sum", "avg"):
+        # Part by part: torch's complex sum multiplies by (1+0j) first, which makes NaN of an infinite part.
+        out, parts = torch.view_as_real(out), [torch.view_as_real(part) for part in parts]
     accumulator_dtype = dtypes.info(out.dtype).accumulator
     assert accumulator_dtype is not None
     step = _COMBINE[op]
@@ -60,7 +63,7 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     for part in parts[1:]:
         step(accumulator, part.to(accumulator_dtype), out=accumulator)
     if op == "avg":
-        (torch.view_as_real(accumulator) if accumulator.is_complex() else accumulator).div_(len(parts))
+        accumulator.div_(len(parts))
     if accumulator is not out:
         out.copy_(accumulator)
 

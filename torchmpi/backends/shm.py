@@ -18,8 +18,8 @@ from ..config import Config
 from ..errors import ArgumentError
 from ..heap import SharedHeap
 from ..kernels import context, reduction
-from ..layout import ENTRY_WORDS, PAYLOAD, RING_LENGTH, ROW_BYTES, entry
-from ..progress import NATIVE
+from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, ROW_BYTES, WORD_BYTES, entry
+from ..progress import NATIVE, call_code
 from . import Operation
 from .mpi import destination_for, rows_of
 
@@ -30,6 +30,7 @@ _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 20, 50, 50
 _WHOLE_BYTES = 16 << 10
 _PAIR_WORDS = 4
 _LINE_BYTES = 64
+_CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -71,7 +72,10 @@ class SharedMemoryBackend:
             group.shared = SharedGroup(group, self.heap)
         kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(verb, Movement)
         calls = kind(group, self.kernels, dtype, op)
-        return Allreduce(calls) if verb == "allreduce" else getattr(calls, verb)  # type: ignore[no-any-return]
+        if verb == "allreduce" and dtype is not None:
+            return Allreduce(calls, call_code(verb, op, dtypes.info(dtype).code))
+        operation: Operation = getattr(calls, verb)
+        return operation
 
 
 class SharedGroup:
@@ -95,6 +99,16 @@ class SharedGroup:
         words[context.MAPPINGS] = self.mappings.ctypes.data
         self._eager = (_CROWDED_SPINS if group.context.is_crowded else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
+        self._rank = group.rank
+        group.ledger.on_failure = self.start_afresh
+
+    def start_afresh(self, seq: int) -> None:
+        """Tell the others that this rank has given a call up, and count chunks from a number that all can agree on.
+
+        It is greater than all before, so that what a failed call left in the slots and counters is not taken for new.
+        """
+        self.page.set(self._rank, REFUSED, seq)
+        self.words[context.CHUNKS] = seq << _CHUNK_BITS
 
     def be_patient(self, *, polite: bool) -> None:
         """How to wait from now on."""
@@ -123,6 +137,7 @@ class Calls:
         self.shared: SharedGroup = group.shared
         self.rank, self.size = group.rank, group.size
         self.table = np.zeros((self.size, _PAIR_WORDS), np.int64)
+        self.message = np.zeros(ENTRY_WORDS - PAYLOAD, np.int64)
         self._item_bytes = dtype.itemsize if dtype is not None else 1
         self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
         self._plans: dict[int, tuple[np.ndarray, int]] = {}
@@ -142,18 +157,20 @@ class Calls:
         """The call that the ledger has entered: 0, or UNEVEN; anything else is mended or raised."""
         seq, code, shape = self.ledger.current
         signature = (code ^ hash(shape)) ^ NATIVE
-        polite = self.lane.pending > 0
-        if polite:
-            self.shared.be_patient(polite=True)
-        try:
-            status = self.kernels[kernel](plan, seq, signature, *arguments)
-            while status and status & context.KINDS != context.UNEVEN:
-                self.settle(status)
-                status = self.kernels[kernel](plan, seq, signature, *arguments)
-        finally:
-            if polite:
-                self.shared.be_patient(polite=False)
+        status = self._in_kernel(kernel, plan, seq, signature, *arguments)
+        while status and status & context.KINDS != context.UNEVEN:
+            self.settle(status)
+            status = self._in_kernel(kernel, plan, seq, signature, *arguments)
         return status
+
+    def _in_kernel(self, kernel: str, *arguments: int) -> int:
+        if self.lane.pending == 0:
+            return self.kernels[kernel](*arguments)
+        self.shared.be_patient(polite=True)
+        try:
+            return self.kernels[kernel](*arguments)
+        finally:
+            self.shared.be_patient(polite=False)
 
     def settle(self, status: int) -> None:
         """Do what a kernel cannot, so that it may be called again, or raise."""
@@ -170,16 +187,14 @@ class Calls:
         piece = self.shared.slot_bytes
         if not is_stream:
             piece = piece // self.size // _LINE_BYTES * _LINE_BYTES
-        status = self.kernels["exchange"](self.plan(), self.table.ctypes.data, piece, -(-longest // piece))
+        status = self._in_kernel("exchange", self.plan(), self.table.ctypes.data, piece, -(-longest // piece))
         if status:
             self.settle(status)
 
     def meet(self, *payload: int) -> None:
         """Arrive with some words for the others, and wait for everybody."""
-        at = self.shared.payload(self.rank, self.ledger.current[0])
-        for index, word in enumerate(payload):
-            self.shared.page.words[at + index] = word
-        self.run("meet", self.plan())
+        self.message[: len(payload)] = payload
+        self.run("meet", self.plan(), self.message.ctypes.data, len(payload) * WORD_BYTES)
 
     def payloads(self, index: int = 0) -> list[int]:
         """A word of everybody's payload of the current call."""
@@ -202,39 +217,28 @@ class Reduction(Calls):
 
 
 class Allreduce:
-    """The operation of every gradient, with a short way into the kernel for those who see to the rest themselves."""
+    """The operation of every gradient, with what the verb needs to enter the kernel by itself."""
 
-    def __init__(self, calls: Reduction) -> None:
+    def __init__(self, calls: Reduction, code: int) -> None:
         self._calls = calls
-        self.quick = None if calls.group.is_strict else _quick(calls)
+        self.quick: tuple[Any, ...] | None = None
+        """lane, its right to run taken and given back, ledger, kernel, plan, code, the same for kernels, settle"""
+        if not calls.group.is_strict:
+            turn = calls.lane.turn
+            entry = calls.kernels["allreduce"], calls.plan(), code, code ^ NATIVE, self._settle
+            self.quick = calls.lane, turn.acquire, turn.release, calls.ledger, *entry
 
     def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         return self._calls.allreduce(buffer, _, root)
 
-
-def _quick(calls: Reduction) -> Callable[[int, torch.Tensor], None]:
-    """``quick(code, tensor)`` enters the ledger, runs the kernel and leaves, in a single frame."""
-    ledger, kernel, plan = calls.ledger, calls.kernels["allreduce"], calls.plan()
-    history, last = ledger.history, RING_LENGTH - 1
-
-    def quick(code: int, tensor: torch.Tensor) -> None:
-        # Ledger.enter() and Calls.run(), written out: a frame is a tenth of a microsecond, a tenth of the call.
-        seq = ledger.seq = ledger.seq + 1
-        shape = tensor.shape
-        if seq > ledger.free:
-            ledger.wait_for_room(seq, code, shape)
-        history[seq & last] = ledger.current = (seq, code, shape)
-        status = kernel(plan, seq, code ^ hash(shape) ^ NATIVE, tensor.data_ptr(), tensor.numel())
-        while status:
-            try:
-                calls.settle(status)
-            except BaseException:
-                ledger.abandon()
-                raise
-            status = kernel(plan, seq, code ^ hash(shape) ^ NATIVE, tensor.data_ptr(), tensor.numel())
-        ledger.current = None
-
-    return quick
+    def _settle(self, status: int, buffer: torch.Tensor) -> None:
+        """Go on after a kernel that could not finish, or end the call with an error."""
+        try:
+            self._calls.settle(status)
+            self._calls.allreduce(buffer, None, 0)
+        except BaseException:
+            self._calls.ledger.abandon()
+            raise
 
 
 class ReduceScatter(Calls):
@@ -254,7 +258,7 @@ class Movement(Calls):
 
     def barrier(self, source: Any, destination: Any, root: int) -> None:
         """Return when everybody has come."""
-        self.run("meet", self.plan())
+        self.run("meet", self.plan(), 0, 0)
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Everybody gets the root's values, in place."""

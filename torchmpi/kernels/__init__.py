@@ -27,20 +27,28 @@ def load(announce: Callable[[str], object] = lambda message: None) -> dict[str, 
         from . import native
 
         folder = native.cache_folder()
-        place = None if folder is None else folder / f"torchmpi-{_source_digest()}"
-        done = None if place is None else place / "complete"
-        if place is None or (done is not None and done.exists()):
-            _import(place)
-        else:
-            place.mkdir(exist_ok=True)
-            with open(place / "lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one compiles, the other ranks wait for it instead of doing the same
-                assert done is not None
-                if not done.exists():
-                    announce("compiling the shared-memory kernels, once per machine: a few seconds")
-                _import(place)
-                done.touch()
+        try:
+            if folder is None:
+                _import(None)
+            else:
+                _import_once(folder / f"torchmpi-{_source_digest()}", announce)
+        except OSError:  # full, without locks, or another user's
+            _import(None)
     return _kernels
+
+
+def _import_once(place: Path, announce: Callable[[str], object]) -> None:
+    done = place / "complete"
+    if done.exists():
+        _import(place)
+        return
+    place.mkdir(exist_ok=True)
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one compiles, the other ranks wait for it instead of doing the same
+        if not done.exists():
+            announce("compiling the shared-memory kernels, once per machine: a few seconds")
+        _import(place)
+        done.touch()
 
 
 def _import(place: Path | None) -> None:
@@ -50,19 +58,12 @@ def _import(place: Path | None) -> None:
     before, config.CACHE_DIR = config.CACHE_DIR, "" if place is None else str(place)
     try:
         for name in _MODULES:
-            module = importlib.import_module(f".{name}", __package__)
-            for function in vars(module).values():
-                if getattr(function, "nopython_signatures", None) and function.__module__ == module.__name__:
-                    _kernels[function.__name__] = _entry_point(function)
+            importlib.import_module(f".{name}", __package__)
     finally:
         config.CACHE_DIR = before
+    from .meeting import entry_points
 
-
-def _entry_point(function: Any) -> Callable[..., int]:
-    """The compiled function itself: numba's dispatcher would look up the types of the arguments, for 0.1 us."""
-    (result,) = function.overloads.values()
-    entry_point: Callable[..., int] = result.entry_point
-    return entry_point
+    _kernels.update(entry_points)
 
 
 def _source_digest() -> str:

@@ -26,7 +26,9 @@ MAPPINGS = 11
 """Address of what is mapped here of the segments of each rank: MAPPINGS_PER_RANK pairs of key and address for each."""
 CHUNK_BYTES = 12
 """Size of the chunks in which the current call is cut, but for the last."""
-POINTERS = 13
+FREE = 13
+"""Calls up to this number may be entered: all ranks are past the entries that they take in the ring."""
+POINTERS = 14
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -34,7 +36,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    21
+    22
     """
     return POINTERS + 2 * size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -20,10 +21,22 @@ inner = _numba.njit(nogil=True, error_model="numpy")
 """How what kernels call is compiled: together with each kernel that calls it."""
 
 
+entry_points: dict[str, Callable[..., int]] = {}
+"""The compiled kernels by name. Numba's dispatcher would look up the types of the arguments, which takes 0.1 us."""
+
+
 def kernel(num_arguments: int) -> Any:
-    """How a kernel is compiled: for so many addresses and numbers, without the GIL, and kept on disk if there is room."""
+    """How a kernel is compiled: for so many addresses and numbers, without the GIL, kept on disk if there is room."""
     signature = types.int64(*[types.int64] * num_arguments)
-    return _numba.njit(signature, nogil=True, error_model="numpy", cache=bool(_numba.config.CACHE_DIR))
+    compiled = _numba.njit(signature, nogil=True, error_model="numpy", cache=bool(_numba.config.CACHE_DIR))
+
+    def register(function: Any) -> Any:
+        dispatcher = compiled(function)
+        (result,) = dispatcher.overloads.values()
+        entry_points[function.__name__] = result.entry_point
+        return dispatcher
+
+    return register
 
 
 _ROW = layout.ROW_BYTES
@@ -90,10 +103,24 @@ def wait_all(ctx, counter, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def arrive(ctx, seq, signature):  # type: ignore[no-untyped-def]
-    """Publish this rank's entry, whose payload is written already, and wait for everybody's; all must be the same."""
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+def begin(ctx, seq):  # type: ignore[no-untyped-def]
+    """Make sure that this rank's entry for a call may be written: all ranks are past the call that had it before."""
     store(ctx + context.SEQUENCE * 8, seq)
+    if seq <= own(ctx, context.FREE):
+        return 0
+    # Calls by other transports are not noted there if calls are not compared.
+    store(row(ctx, own(ctx, context.RANK)) + _ENTERED, seq - 1)
+    return wait_all(ctx, _ENTERED, seq - _LAST)
+
+
+@inner
+def arrive(ctx, seq, signature):  # type: ignore[no-untyped-def]
+    """Publish this rank's entry, whose payload is written already, and wait for everybody's; all must be the same.
+
+    Also the same number of chunks so far: it differs after a call that failed on some ranks only.
+    """
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    signature ^= own(ctx, context.CHUNKS)
     mine = entry(ctx, rank, seq)
     store(mine + layout.SIGNATURE * 8, signature)
     store_release(mine, seq)
@@ -106,6 +133,7 @@ def arrive(ctx, seq, signature):  # type: ignore[no-untyped-def]
             return status
         if load(theirs + layout.SIGNATURE * 8) != signature:
             return context.MISMATCH + other
+    store(ctx + context.FREE * 8, seq + _LAST)  # all are past the call before this one
     return 0
 
 

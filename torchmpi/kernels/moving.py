@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .meeting import PAYLOAD, arrive, entry, inner, kernel, leave, own, row, wait, wait_all
+from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
 from .memory import copy, load, store, store_release
 from .reducing import combine, point_at, slot
 
@@ -20,11 +20,14 @@ _LINE_BYTES = 64
 _PAIRS = 4 * 8
 
 
-@kernel(3)
-def meet(plan, seq, signature):  # type: ignore[no-untyped-def]
-    """A barrier; what the payload of this rank's entry holds, if anything, can then be read by all."""
+@kernel(5)
+def meet(plan, seq, signature, message, num_bytes):  # type: ignore[no-untyped-def]
+    """A barrier, to which each rank brings a message: it can then be read in the payload of its entry."""
     ctx = own(plan, context.CONTEXT)
-    status = arrive(ctx, seq, signature)
+    status = begin(ctx, seq)
+    if status == 0:
+        copy(entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD, message, num_bytes)
+        status = arrive(ctx, seq, signature)
     leave(ctx, seq)
     return status
 
@@ -33,13 +36,13 @@ def meet(plan, seq, signature):  # type: ignore[no-untyped-def]
 def put(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
     """Put the next piece of what this rank sends into its slot: one for all if `piece_bytes` is the slot's size."""
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    begin = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
+    done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
     is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
     for other in range(size):
         pair = table + other * _PAIRS
-        length = min(piece_bytes, load(pair + 8) - begin)
+        length = min(piece_bytes, load(pair + 8) - done)
         if length > 0 and other != rank:
-            copy(slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes), load(pair) + begin, length)
+            copy(slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes), load(pair) + done, length)
             if is_stream:
                 break
     store_release(row(ctx, rank) + _READY, chunk + 1)
@@ -50,17 +53,17 @@ def put(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
 def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
     """Fetch what the others have put there for this rank."""
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    begin = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
+    done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
     is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
         pair = table + other * _PAIRS + 16
-        length = min(piece_bytes, load(pair + 8) - begin)
+        length = min(piece_bytes, load(pair + 8) - done)
         if length > 0:
             status = wait(ctx, row(ctx, other) + _READY, chunk + 1)
             if status != 0:
                 return status
-            copy(load(pair) + begin, slot(ctx, other, chunk) + (0 if is_stream else rank * piece_bytes), length)
+            copy(load(pair) + done, slot(ctx, other, chunk) + (0 if is_stream else rank * piece_bytes), length)
     store_release(row(ctx, rank) + _REDUCED, chunk + 1)
     return 0
 
@@ -78,8 +81,8 @@ def exchange(plan, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-d
     for index in range(num_rounds):
         chunk = base + index
         if index + 1 < num_rounds:
-            # The slot of the round before last is free once everybody has fetched from it.
-            status = wait_all(ctx, _REDUCED, chunk)
+            # The slot of the round before last is free once everybody has fetched from it; that of an earlier call is.
+            status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
             if status != 0:
                 return status
             put(ctx, chunk + 1, table, piece_bytes)
@@ -113,6 +116,9 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
     ctx = own(plan, context.CONTEXT)
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
     is_short = num_bytes <= layout.PAYLOAD_BYTES
+    status = begin(ctx, seq)
+    if status != 0:
+        return status
     if is_short and rank == root:
         copy(entry(ctx, rank, seq) + PAYLOAD, address, num_bytes)
     status = arrive(ctx, seq, signature)
@@ -136,6 +142,9 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     ctx = own(plan, context.CONTEXT)
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
     payload = entry(ctx, rank, seq) + PAYLOAD
+    status = begin(ctx, seq)
+    if status != 0:
+        return status
     store(payload, num_bytes)
     is_short = num_bytes <= layout.PAYLOAD_BYTES - 8
     if is_short:
@@ -171,23 +180,26 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
     """Combine everybody's rows of each rank, and give them to that rank."""
     ctx = own(plan, context.CONTEXT)
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    begin = rows_before(num_rows, size, rank) * row_bytes
-    length = rows_before(num_rows, size, rank + 1) * row_bytes - begin
+    first = rows_before(num_rows, size, rank) * row_bytes
+    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
+    status = begin(ctx, seq)
+    if status != 0:
+        return status
     if num_rows * row_bytes <= layout.PAYLOAD_BYTES:
         copy(entry(ctx, rank, seq) + PAYLOAD, source, num_rows * row_bytes)
         status = arrive(ctx, seq, signature)
         if status == 0:
             for other in range(size):
-                point_at(ctx, other, entry(ctx, other, seq) + PAYLOAD + begin)
+                point_at(ctx, other, entry(ctx, other, seq) + PAYLOAD + first)
             combine(plan, target, length, 0)
         leave(ctx, seq)
         return status
     piece = own(ctx, context.SLOT_BYTES) // size // _LINE_BYTES * _LINE_BYTES
     table, base = own(plan, context.TABLE), own(ctx, context.CHUNKS)
     for other in range(size):
-        first = rows_before(num_rows, size, other) * row_bytes
-        store(table + other * _PAIRS, source + first)
-        store(table + other * _PAIRS + 8, rows_before(num_rows, size, other + 1) * row_bytes - first)
+        theirs = rows_before(num_rows, size, other) * row_bytes
+        store(table + other * _PAIRS, source + theirs)
+        store(table + other * _PAIRS + 8, rows_before(num_rows, size, other + 1) * row_bytes - theirs)
     put(ctx, base, table, piece)
     status = arrive(ctx, seq, signature)
     num_rounds = rounds((num_rows + size - 1) // size * row_bytes, piece)
@@ -196,7 +208,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
             return status
         chunk = base + index
         if index + 1 < num_rounds:
-            status = wait_all(ctx, _REDUCED, chunk)
+            status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
             if status != 0:
                 return status
             put(ctx, chunk + 1, table, piece)
@@ -206,7 +218,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
                 return status
         for other in range(size):
             point_at(ctx, other, slot(ctx, other, chunk) + rank * piece)
-        point_at(ctx, rank, source + begin + index * piece)
+        point_at(ctx, rank, source + first + index * piece)
         combine(plan, target + index * piece, max(0, min(piece, length - index * piece)), 0)
         store_release(row(ctx, rank) + _REDUCED, chunk + 1)
     store(ctx + context.CHUNKS * 8, base + num_rounds)

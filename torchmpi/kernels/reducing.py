@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .meeting import PAYLOAD, arrive, entry, inner, kernel, leave, own, row, wait, wait_all
+from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
 from .memory import copy, load, reduce, store, store_release
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
@@ -253,6 +253,9 @@ def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-
     """Combine in place, on all ranks or on one."""
     ctx = own(plan, context.CONTEXT)
     num_bytes = numel * own(plan, context.ITEM_BYTES)
+    status = begin(ctx, seq)
+    if status != 0:
+        return status
     if num_bytes <= layout.PAYLOAD_BYTES:
         status = with_entry(plan, seq, signature, address, num_bytes)
         leave(ctx, seq)

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
-from .. import fusion
+from .. import fusion, runtime
 from ..errors import ArgumentError, GradientError
 
 _ALIGN_BYTES = 64  # views that live long begin on a cache line
@@ -69,11 +69,15 @@ def aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def allocate_flat(numel: int, like: Tensor) -> Tensor:
-    """Uninitialised memory of the dtype and on the device of `like`. Every bucket comes from here.
+    """Uninitialised memory of the dtype and on the device of `like`, for a bucket that lives long.
+
+    On the host it is shared with the other ranks, as far as there is any: then the collectives copy nothing.
 
     >>> allocate_flat(3, torch.ones(2, dtype=torch.float64)).dtype
     torch.float64
     """
+    if like.device.type == "cpu" and runtime.is_running():
+        return runtime.current().empty_shared((numel,), like.dtype)
     return torch.empty(numel, dtype=like.dtype, device=like.device)
 
 
@@ -107,8 +111,8 @@ class CopiedBucket:
         """The values, one after the other."""
         if len(self.gradients) == 1 and self.gradients[0].is_contiguous():
             return self.gradients[0].view(-1)
-        self._flat = allocate_flat(sum(gradient.numel() for gradient in self.gradients), self.gradients[0])
-        return torch.cat([gradient.reshape(-1) for gradient in self.gradients], out=self._flat)
+        self._flat = torch.cat([gradient.reshape(-1) for gradient in self.gradients])
+        return self._flat
 
     def unpack(self) -> None:
         """Give what has become of the flat tensor back to the gradients."""

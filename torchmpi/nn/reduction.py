@@ -18,6 +18,13 @@ class Reduction(NamedTuple):
     divisor: int
     size: int
 
+    def run(self, flat: Tensor, comm: Communicator) -> None:
+        """Reduce `flat` in place."""
+        if self.divisor in (self.size, 1):
+            collectives.allreduce(flat, op="avg" if self.divisor == self.size else "sum", comm=comm)
+        else:
+            self.start(flat, comm)()
+
     def start(self, flat: Tensor, comm: Communicator) -> Callable[[], object]:
         """Launch the reduction of `flat` in place; call what is returned to finish it."""
         if self.divisor == self.size:

@@ -21,6 +21,7 @@ from .roll_call import DIRECT, ROLL_CALL, refuse_inside_join
 from .sparse import reduce_sparse
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
+_ALONE_BYTES = 32 << 10  # in shared memory, from here on a message costs less than packing
 _IN_FLIGHT = 3  # buckets: one on the wire, one being filled, one behind it so that the wire never waits
 
 
@@ -116,14 +117,32 @@ def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, 
     for parameter in dense:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    if comm.intra.page is not None:
+        _reduce_within_host(_buckets(replica, dense, bucket_bytes, alone_bytes=_ALONE_BYTES), reduction, comm)
+    else:
+        _reduce_over_wire(_buckets(replica, dense, bucket_bytes), reduction, comm)
+    reduce_sparse_gradients(parameters, presence, reduction, comm)
+
+
+Buckets = Iterator[SeatedBucket | CopiedBucket]
+
+
+def _reduce_within_host(buckets: Buckets, reduction: Reduction, comm: Communicator) -> None:
+    """One after the other: the ranks' own cores do the work, so there is nothing to overlap with."""
+    for bucket in buckets:
+        reduction.run(bucket.pack(), comm)
+        bucket.unpack()
+
+
+def _reduce_over_wire(buckets: Buckets, reduction: Reduction, comm: Communicator) -> None:
+    """Some packed or unpacked while others travel."""
     in_flight: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
-    for bucket in _buckets(replica, dense, bucket_bytes):
+    for bucket in buckets:
         in_flight.append((reduction.start(bucket.pack(), comm), bucket.unpack))
         if len(in_flight) == _IN_FLIGHT:
             _finish(in_flight.popleft())
     for steps in in_flight:
         _finish(steps)
-    reduce_sparse_gradients(parameters, presence, reduction, comm)
 
 
 def reduce_sparse_gradients(
@@ -136,8 +155,8 @@ def reduce_sparse_gradients(
 
 
 def _buckets(
-    replica: Replica, parameters: Sequence[Tensor], bucket_bytes: int
-) -> Iterator[SeatedBucket | CopiedBucket]:
+    replica: Replica, parameters: Sequence[Tensor], bucket_bytes: int, *, alone_bytes: int | None = None
+) -> Buckets:
     """Blocks of a BlockSequential as they are, everything else fused."""
     wanted = {id(parameter) for parameter in parameters}
     for block in gradient_buckets_of(replica.modules):
@@ -146,5 +165,5 @@ def _buckets(
             wanted -= members
             yield block
     rest = [parameter.grad for parameter in parameters if id(parameter) in wanted and parameter.grad is not None]
-    for indices in fusion.plan_buckets(rest, bucket_bytes):
+    for indices in fusion.plan_buckets(rest, bucket_bytes, alone_bytes=alone_bytes):
         yield CopiedBucket([rest[index] for index in indices])

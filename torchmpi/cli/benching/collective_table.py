@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..layout import counted
 from .arguments import PEERS, short_size
 from .contestants import COPY
 from .model import bus_factor, gigabytes_per_second
@@ -17,7 +18,11 @@ def as_text(report: Mapping[str, Any], *, details: bool) -> str:
     """Header, a table for each verb, dtype and number of ranks, and what could not be measured."""
     lines = header(report)
     for (ranks, verb, dtype, mode), rows in grouped(report["rows"], _GROUP):
-        lines += ["", f"{verb} {dtype}, {ranks} ranks{', asynchronous' if mode == 'async' else ''}: us (spread)", ""]
+        lines += [
+            "",
+            f"{verb} {dtype}, {counted(ranks, 'rank')}{', asynchronous' if mode == 'async' else ''}: us (spread)",
+            "",
+        ]
         lines += [f"  {line}" for line in (_details if details else _overview)(rows)]
     if not details:
         lines += ["", *_LEGEND]

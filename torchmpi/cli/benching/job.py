@@ -17,7 +17,7 @@ import torch
 from ... import affinity, mpi_library, runtime
 from ...config import PREFIX
 from ..gathering import versions
-from ..layout import core_list
+from ..layout import core_list, counted
 
 _QUIET = f"{PREFIX}VERBOSE"
 Show = Callable[[str], None]
@@ -39,7 +39,7 @@ class Job:
     def show(self, text: str) -> None:
         """Say what comes next. Rank 0 speaks."""
         if self.rank == 0:
-            self._show(f"{text}, {self.size} ranks, {time.monotonic() - self.begin:.0f} s")
+            self._show(f"{text}, {counted(self.size, 'rank')}, {time.monotonic() - self.begin:.0f} s")
 
     def agreed(self, reason: str | None) -> str | None:
         """The first reason any rank has against something; the same on all ranks."""

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...errors import ArgumentError
+from ..layout import counted
 from .arguments import PEERS, short_size
 from .contestants import COPY
 from .report import Row, grouped, has_figure
@@ -57,6 +58,6 @@ def _draw_panel(axis: Any, panel: tuple[Any, ...], rows: Sequence[Row]) -> None:
     axis.set_xticks(ticks, [short_size(tick) for tick in ticks])
     axis.set_xlabel("bytes")
     axis.set_ylabel("microseconds")
-    axis.set_title(f"{verb} {dtype}, {ranks} ranks" + (", asynchronous" if mode == "async" else ""))
+    axis.set_title(f"{verb} {dtype}, {counted(ranks, 'rank')}" + (", asynchronous" if mode == "async" else ""))
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")

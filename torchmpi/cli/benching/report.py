@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError, JobError
-from ..layout import section, table
+from ..layout import counted, section, table
 from .samples import Sample
 
 Row = Mapping[str, Any]
@@ -98,9 +98,9 @@ def header(report: Mapping[str, Any]) -> list[str]:
         cores = " | ".join(facts["cores"][:8]) + (" ..." if len(facts["cores"]) > 8 else "")
         entries.append(
             (
-                f"{facts['ranks']} ranks",
-                f"{facts['mpi']}, {facts['ranks_per_core']:g} ranks per core, cores {cores}, "
-                f"{facts['threads_per_rank']} threads each, {facts['binding']}"
+                counted(facts["ranks"], "rank"),
+                f"{facts['mpi']}, {facts['ranks_per_core']:g} per core, cores {cores}, "
+                f"{counted(facts['threads_per_rank'], 'thread')} each, {facts['binding']}"
                 + (f", {facts['hosts']} hosts" if facts["hosts"] > 1 else ""),
             )
         )

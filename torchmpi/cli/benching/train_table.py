@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..layout import counted
 from .report import Row, grouped, has_figure, header, numeric_table, reasons, sample_of
 
 _GROUP = ("ranks", "model", "part")
@@ -17,7 +18,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     lines = header(report)
     for (ranks, model, part), rows in grouped(report["rows"], _GROUP):
         what = f"{model}: training step" if part == "step" else "161 gradients of ResNet-50: communication alone"
-        lines += ["", f"{what}, {ranks} ranks", "", *(f"  {line}" for line in _table(rows, part))]
+        lines += ["", f"{what}, {counted(ranks, 'rank')}", "", *(f"  {line}" for line in _table(rows, part))]
     lines += ["", *_LEGEND]
     missing = reasons(report["rows"], "model")
     return "\n".join([*lines, *(["", "no figures", *(f"  {line}" for line in missing)] if missing else [])])

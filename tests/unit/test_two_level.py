@@ -1,0 +1,107 @@
+"""The pure part of collectives over hosts: a reduce that adds as an allreduce does, and the order of a pipeline."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from torchmpi import topology
+from torchmpi.hierarchy import steps
+
+
+def carry_out(verb: str, split: topology.Split, root: int) -> list[str]:
+    """Run the steps of all ranks on strings that tell how they were added."""
+    size = len(split.members)
+    values = [str(rank) for rank in range(size)]
+    plans = [
+        topology.reduce_group_by_group(rank, split, root)
+        if verb == "reduce"
+        else topology.steps_for("allreduce", rank, [split])
+        for rank in range(size)
+    ]
+    done = [0] * size
+    while any(done[rank] < len(plans[rank]) for rank in range(size)):
+        progress = False
+        for rank in range(size):
+            if done[rank] == len(plans[rank]):
+                continue
+            step, member = plans[rank][done[rank]], split.members[rank]
+            group = member.intra if step.group == "intra" else member.inter
+            assert group is not None
+            if all(done[other] < len(plans[other]) and plans[other][done[other]] == step for other in group):
+                total = "(" + "+".join(values[other] for other in group) + ")"
+                for place, other in enumerate(group):
+                    if step.verb == "broadcast":
+                        values[other] = values[group[step.root or 0]]
+                    elif step.verb == "allreduce" or place == step.root:
+                        values[other] = total
+                    else:
+                        values[other] = "nothing useful"
+                    done[other] += 1
+                progress = True
+        assert progress, f"ranks wait for each other: {plans}"
+    return values
+
+
+@pytest.mark.parametrize("size", range(2, 6))
+def test_reduce_adds_as_allreduce_does(size: int) -> None:
+    for keys in itertools.product("abc", repeat=size):
+        split = topology.plan_split(keys, cartesian=False)
+        if len(split.groups) == 1:
+            continue
+        everywhere = carry_out("allreduce", split, 0)
+        assert len(set(everywhere)) == 1
+        for root in range(size):
+            assert carry_out("reduce", split, root)[root] == everywhere[0], (keys, root)
+
+
+def test_on_a_grid_nothing_is_handed_over() -> None:
+    split = topology.plan_split("abab", cartesian=True)
+    for root, rank in itertools.product(range(4), repeat=2):
+        verbs = [step.verb for step in topology.reduce_group_by_group(rank, split, root)]
+        assert set(verbs) == {"reduce"} and len(verbs) <= 2
+
+
+@pytest.mark.parametrize("num_pieces", (0, 1, 2, 5))
+def test_pipeline_keeps_each_part_in_order_and_two_pieces_at_a_time(num_pieces: int) -> None:
+    log: list[tuple[str, int]] = []
+
+    class Handle:
+        def __init__(self, k: int) -> None:
+            self.k = k
+
+        def wait(self) -> None:
+            log.append(("waited", self.k))
+
+    def across(k: int) -> Handle:
+        log.append(("across", k))
+        return Handle(k)
+
+    steps.pipelined(num_pieces, lambda k: log.append(("before", k)), across, lambda k: log.append(("after", k)))
+    for k in range(num_pieces):
+        assert [what for what, piece in log if piece == k] == ["before", "across", "waited", "after"]
+    for what in ("before", "across", "after"):
+        assert [piece for other, piece in log if other == what] == list(range(num_pieces))
+    for k in range(num_pieces - 2):
+        assert log.index(("after", k)) < log.index(("before", k + 2))
+    for k in range(num_pieces - 1):
+        assert log.index(("across", k + 1)) < log.index(("waited", k)), "the next piece is on its way before the wait"
+
+
+def test_what_partial_results_are_carried_in() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        assert all(steps.carried_in(dtype, op) is torch.float32 for op in ("sum", "avg", "prod"))
+        assert all(steps.carried_in(dtype, op) is dtype for op in ("min", "max"))
+    for dtype in (torch.float32, torch.float64, torch.int8, torch.bool):
+        assert steps.carried_in(dtype, "max") is dtype
+
+
+def test_divide_takes_complex_and_inference_tensors() -> None:
+    with torch.inference_mode():
+        made_there = torch.full((2,), 6.0)
+    steps.divide(made_there, 3)
+    values = torch.tensor([3 + 6j])
+    steps.divide(values, 3)
+    assert made_there.tolist() == [2.0, 2.0] and values.tolist() == [1 + 2j]
