@@ -83,12 +83,15 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     >>> overlap(base[:3], base[1:]), overlap(base[:2], base[2:])
     (True, False)
     """
-    if a.device != b.device or a.numel() == 0 or b.numel() == 0:
+    first, second = a.data_ptr(), b.data_ptr()
+    if not (first and second) or a.device != b.device:  # nothing is at address 0
         return False
-    return a.data_ptr() <= _last_byte(b) and b.data_ptr() <= _last_byte(a)
+    return first <= _last_byte(b) and second <= _last_byte(a)
 
 
 def _last_byte(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes - 1
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (reach + 1) * tensor.element_size() - 1
 

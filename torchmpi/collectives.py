@@ -309,6 +309,42 @@ def _unpickled(data: _Tensor) -> Any:
 # --- the way of a call -----------------------------------------------------------------------------------
 
 
+def _is_simple(tensor: Any) -> bool:
+    """Whether this is contiguous memory of the host and nothing else."""
+    return (
+        type(tensor) is _Tensor
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.requires_grad)
+    )
+
+
+def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: tuple[Comm, str | None]) -> Any:
+    """A call like one before, on simple tensors: the short way past all checks. _OTHERWISE if it is not that."""
+    if not _is_simple(tensor):
+        return _OTHERWISE
+    comm, backend = where
+    group = runtime.communicator(comm).intra
+    plan = group.plans.get((verb, op, tensor.dtype, backend))
+    if plan is None or type(root) is not int or not 0 <= root < group.size:
+        return _OTHERWISE
+    if out is None:
+        result = group.call(plan, tensor, None, root)
+        if result is tensor:
+            buffers.touch(tensor)
+        return result
+    if not _is_simple(out) or out.dtype is not tensor.dtype or verb in plans.IN_PLACE or buffers.overlap(out, tensor):
+        return _OTHERWISE
+    result = group.call(plan, tensor, out, root)
+    if result is not out:
+        plans.copy_result(result, out)
+    buffers.touch(out)
+    return out
+
+
+_OTHERWISE = object()
+
+
 def _call(
     verb: str,
     tensor: Any,
@@ -322,6 +358,10 @@ def _call(
     packed: tuple[tuple[int, ...], ...] = (),
 ) -> Any:
     """`packed`: the shapes of what a flat tensor carries, always asynchronous."""
+    if not (asynchronous or packed):
+        result = _simple(verb, tensor, out, root, op, (comm, backend))
+        if result is not _OTHERWISE:
+            return result
     communicator = runtime.communicator(comm)
     group = communicator.intra
     what = f"{group.where}: {verb}"
@@ -369,9 +409,11 @@ def _plan(communicator: Communicator, key: tuple[Any, ...]) -> plans.Plan:
     plan: plans.Plan | None = known.get(key)
     if plan is None:
         plan = known[key] = plans.prepare(runtime.current(), communicator, key)
+        verb, op, dtype, _, _, backend, _ = key
         if plan.quick is not None:
-            _, op, dtype, _, _, backend, _ = key
             known[op, dtype, backend] = plan.quick
+        elif plan.is_simple:
+            known[verb, op, dtype, backend] = plan.bare
     return plan
 
 

@@ -12,6 +12,7 @@ import torch.distributed
 
 from . import runtime
 from .communicator import Communicator
+from .errors import ArgumentError
 from .rules import Key, Rule
 from .runtime import start, stop
 from .selector import Availability
@@ -90,7 +91,10 @@ def empty_shared(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
         mpi.allreduce(gradients.fill_(1.0))
     """
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    return runtime.current().empty_shared(tuple(map(operator.index, sizes)), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
+    dims = tuple(map(operator.index, sizes))  # type: ignore[arg-type]
+    if any(dim < 0 for dim in dims):
+        raise ArgumentError(f"rank {rank()}: empty_shared: the shape {list(dims)} has a negative size.")
+    return runtime.current().empty_shared(dims, dtype or torch.get_default_dtype())
 
 
 # --- communicators -----------------------------------------------------------------------------------------

@@ -28,12 +28,14 @@ IN_PLACE = ("allreduce", "reduce", "broadcast")
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("bare", "code", "is_whole", "quick", "run", "shape_of", "verb")
+    __slots__ = ("bare", "code", "is_simple", "is_whole", "quick", "run", "shape_of", "verb")
 
     def __init__(self, verb: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         self.verb, self.code, self.run = verb, code, run
         self.bare = self
         """The same call without what is around the backend's operation, for callers who see to that themselves."""
+        self.is_simple = False
+        """Whether `bare` will do for contiguous memory of the host that is no part of a graph."""
         self.quick: tuple[Any, ...] | None = None
         """What an allreduce of contiguous memory of the host needs to enter the kernel by itself."""
         self.is_whole = verb in BY_SIZE
@@ -77,9 +79,10 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     # Only the root knows what it scatters, so the dtype is no part of that signature.
     code = call_code(verb, op, row.code if dtype is not None and verb != "scatter" else 0)
     plan = Plan(verb, code, by_size(runners, dtype))
-    if direct:
+    if direct or verb not in IN_PLACE:
         plan.bare = Plan(verb, code, by_size(operations, dtype))
-    if direct and verb == "allreduce" and device_type == "cpu" and not (asynchronous or dtype.is_complex):
+    if device_type == "cpu" and dtype is not None and not (asynchronous or dtype.is_complex):
+        plan.is_simple = plan.bare is not plan and verb not in ("scatter", "gather")
         plan.quick = getattr(plan.bare.run, "quick", None)
     return plan
 
@@ -175,14 +178,15 @@ def _producing(operation: Operation, backend: Backend) -> Operation:
         if out is None:
             return result if tensor is None else result.to(tensor.device)
         if result.data_ptr() != out.data_ptr() or result.shape != out.shape or result.dtype != out.dtype:
-            _copy_result(result, out)
+            copy_result(result, out)
         buffers.touch(out)
         return out
 
     return run
 
 
-def _copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
+def copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
+    """Into an `out` that the backend did not take, or a refusal: all ranks have made the call by now."""
     if out.dtype != result.dtype:
         raise DtypeError(f"out is {out.dtype}, but the result is {result.dtype}. Pass out=None to have it made.")
     if out.shape != result.shape:

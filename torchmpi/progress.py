@@ -141,7 +141,7 @@ class Ledger:
 
     __slots__ = (
         "_missing", "_neighbours", "_slots", "_words",
-        "board", "current", "free", "history", "name", "on_failure", "rank", "seq", "size",
+        "board", "current", "free", "history", "name", "rank", "seq", "size",
     )  # fmt: skip
 
     def __init__(self, name: str, rank: int, size: int, board: Board | None = None) -> None:
@@ -152,8 +152,6 @@ class Ledger:
         self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
         self.free = RING_LENGTH if board is not None else sys.maxsize
         """Calls up to this number may be entered without covering one that another rank has not compared."""
-        self.on_failure: Callable[[int], object] = lambda seq: None
-        """Told the number of each call that ends with an error here."""
         self._words = board.words if board is not None else None
         self._neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
         self._slots = [(entry(rank, i), tuple(entry(row, i) for row in self._neighbours)) for i in range(RING_LENGTH)]
@@ -236,18 +234,18 @@ class Ledger:
         message = mismatch_message(self.name, {self.rank: str(call), other: theirs})
         if theirs == str(call):
             message = (
-                f"The ranks of communicator {self.name} agree on {call}, but chose different transports, or an "
-                f"earlier call failed on one of them: ranks {self.rank} and {other}. Pass the same backend= on all ranks, give them the same selector table, or "
-                "call it either synchronously or asynchronously on all of them."
+                f"The ranks of communicator {self.name} agree on {call}, but chose different transports, or an earlier "
+                f"call failed on one of them: ranks {self.rank} and {other}. Pass the same backend= on all ranks, give "
+                "them the same selector table, or call it either synchronously or asynchronously on all of them."
             )
         raise MismatchError(message)
 
     def _give_up(self) -> Call:
         assert self.current is not None
         call = Call(*self.current)
+        self.history[call.seq & (RING_LENGTH - 1)] = self.current  # the shortest way into the kernels does not
         if self.board is not None:
             self.board.set(self.rank, REFUSED, call.seq)
-        self.on_failure(call.seq)
         return call
 
     def given_up(self, other: int) -> None:
@@ -271,7 +269,8 @@ class Ledger:
 
     def recent(self, most: int = 8) -> list[Call]:
         """The last calls, oldest first."""
-        known = sorted(entry for entry in self.history if entry is not None)
+        current = self.current  # which the watchdog's thread may find gone at any moment
+        known = sorted({entry for entry in (*self.history, current) if entry is not None})
         return [Call(*entry) for entry in known[-most:]]
 
 

@@ -221,7 +221,7 @@ def steps_for(verb: Verb, rank: int, splits: Sequence[Split], *, root: int = 0, 
 
 
 def reduce_group_by_group(rank: int, split: Split, root: int) -> tuple[Step, ...]:
-    """The steps of a reduce over one level that adds up the groups' totals in order of the groups, as an allreduce does.
+    """The steps of a reduce over one level that adds up the groups in their order, as an allreduce does.
 
     On a tree `steps_for` spares the hand-over to a root that is not the first of its group by adding the other groups
     before the own one; that gives other bits. Here the group of the root passes the result on.

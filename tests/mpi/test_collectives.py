@@ -18,12 +18,15 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 def modes(dtypes):
-    """Every dtype synchronous; asynchronous, which differs in the thread alone, one of each kind."""
-    cases = [(dtype, False) for dtype in dtypes]
-    cases += [(dtype, True) for dtype in (torch.float32, torch.bfloat16, torch.int32)]
-    return [
-        pytest.param(*case, id=f"{case[0]}-{'async' if case[1] else 'sync'}".removeprefix("torch.")) for case in cases
-    ]
+    """Every dtype synchronous by the backend that is taken by default, and by the one that is always there.
+
+    Asynchronous, which differs in the thread alone, one of each kind.
+    """
+    cases = [(dtype, False, backend) for backend in (None, "mpi") for dtype in dtypes]
+    cases += [(dtype, True, None) for dtype in (torch.float32, torch.bfloat16, torch.int32)]
+    cases += [(torch.float32, True, "mpi")]
+    names = [f"{dtype}-{'async' if mode else 'sync'}-{backend or 'default'}" for dtype, mode, backend in cases]
+    return [pytest.param(*case, id=name.removeprefix("torch.")) for case, name in zip(cases, names, strict=True)]
 
 
 def call(verb, *arguments, asynchronous, **options):
@@ -38,9 +41,9 @@ def layouts(tensor):
         yield f"{make.__name__}, out={with_out}", make(tensor), with_out
 
 
-@pytest.mark.parametrize(("dtype", "asynchronous"), modes(contract.OPS_OF))
-def test_reductions_match_the_sum_in_rank_order(agree, dtype, asynchronous):
-    rank, size = mpi.rank(), mpi.size()
+@pytest.mark.parametrize(("dtype", "asynchronous", "backend"), modes(contract.OPS_OF))
+def test_reductions_match_the_sum_in_rank_order(agree, dtype, asynchronous, backend):
+    rank, size, way = mpi.rank(), mpi.size(), {"asynchronous": asynchronous, "backend": backend}
     root = size - 1
     for op, shape in itertools.product(contract.OPS_OF[dtype], contract.SHAPES):
         inputs = [contract.values(shape, dtype, r) for r in range(size)]
@@ -48,7 +51,7 @@ def test_reductions_match_the_sum_in_rank_order(agree, dtype, asynchronous):
         for layout, tensor, with_out in layouts(inputs[rank]):
             case = f"{op} {shape} {layout}"
             out = torch.zeros_like(tensor) if with_out else None
-            result = call("allreduce", tensor, out, op=op, asynchronous=asynchronous)
+            result = call("allreduce", tensor, out, op=op, **way)
             agree(contract.same_bits(result, expected), f"allreduce {case}: {result} instead of {expected}")
             agree(result is (out if with_out else tensor), f"allreduce {case}: not in place")
             if with_out:
@@ -56,41 +59,41 @@ def test_reductions_match_the_sum_in_rank_order(agree, dtype, asynchronous):
 
             tensor = inputs[rank].clone()
             out = torch.zeros_like(tensor) if with_out else None
-            result = call("reduce", tensor, root, out, op=op, asynchronous=asynchronous)
+            result = call("reduce", tensor, root, out, op=op, **way)
             wanted = expected if rank == root else inputs[rank]
             agree(contract.same_bits(result, wanted), f"reduce {case}: {result} instead of {wanted}")
 
-            result = call("reduce_scatter", inputs[rank].clone(), op=op, asynchronous=asynchronous)
+            result = call("reduce_scatter", inputs[rank].clone(), op=op, **way)
             agree(contract.same_bits(result, contract.rows(expected, rank, size)), f"reduce_scatter {case}: {result}")
 
 
-@pytest.mark.parametrize(("dtype", "asynchronous"), modes(contract.MOVABLE))
-def test_movements_bring_every_bit(agree, dtype, asynchronous):
-    rank, size = mpi.rank(), mpi.size()
+@pytest.mark.parametrize(("dtype", "asynchronous", "backend"), modes(contract.MOVABLE))
+def test_movements_bring_every_bit(agree, dtype, asynchronous, backend):
+    rank, size, way = mpi.rank(), mpi.size(), {"asynchronous": asynchronous, "backend": backend}
     for shape, root in itertools.product(contract.SHAPES, {0, size - 1}):
         inputs = [contract.values(shape, dtype, r) for r in range(size)]
         everything = torch.cat([tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in inputs])
         for layout, tensor, with_out in layouts(inputs[rank]):
             case = f"{shape} root={root} {layout}"
             out = torch.zeros_like(tensor) if with_out else None
-            result = call("broadcast", tensor.clone() if not with_out else tensor, root, out, asynchronous=asynchronous)
+            result = call("broadcast", tensor.clone() if not with_out else tensor, root, out, **way)
             agree(contract.same_bits(result, inputs[root]), f"broadcast {case}: {result}")
 
             out = torch.zeros_like(everything) if with_out else None
-            result = call("allgather", tensor, out, asynchronous=asynchronous)
+            result = call("allgather", tensor, out, **way)
             agree(contract.same_bits(result, everything), f"allgather {case}: {result}")
             agree(not with_out or result is out, f"allgather {case}: out was not used")
 
-            result = call("gather", tensor, root, asynchronous=asynchronous)
+            result = call("gather", tensor, root, **way)
             if rank == root:
                 agree(contract.same_bits(result, everything), f"gather {case}: {result}")
             else:
                 agree(result is None, f"gather {case}: a non-root got {result}")
 
-            result = call("scatter", tensor if rank == root else None, root, asynchronous=asynchronous)
+            result = call("scatter", tensor if rank == root else None, root, **way)
             agree(contract.same_bits(result, contract.rows(inputs[root], rank, size)), f"scatter {case}: {result}")
 
-            result = call("alltoall", tensor, asynchronous=asynchronous)
+            result = call("alltoall", tensor, **way)
             expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
             agree(contract.same_bits(result, expected), f"alltoall {case}: {result}")
 

@@ -18,7 +18,7 @@ from ..config import Config
 from ..errors import ArgumentError
 from ..heap import SharedHeap
 from ..kernels import context, reduction
-from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, ROW_BYTES, WORD_BYTES, entry
+from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, ROW_BYTES, SEQUENCE, SIGNATURE, WORD_BYTES, entry
 from ..progress import NATIVE, call_code
 from . import Operation
 from .mpi import destination_for, rows_of
@@ -29,6 +29,7 @@ _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 20, 50, 50
 _WHOLE_BYTES = 16 << 10
 _PAIR_WORDS = 4
+_ALLOCATING = ("allgather", "reduce_scatter", "gather", "scatter", "alltoall")
 _LINE_BYTES = 64
 _CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
@@ -75,7 +76,20 @@ class SharedMemoryBackend:
         if verb == "allreduce" and dtype is not None:
             return Allreduce(calls, call_code(verb, op, dtypes.info(dtype).code))
         operation: Operation = getattr(calls, verb)
-        return operation
+        return _or_give_up(operation, group.shared) if verb in _ALLOCATING else operation
+
+
+def _or_give_up(operation: Operation, shared: SharedGroup) -> Operation:
+    """What may fail on its own between two kernels, and then lets the others know."""
+
+    def run(source: Any, destination: Any, root: int) -> Any:
+        try:
+            return operation(source, destination, root)
+        except BaseException:
+            shared.give_up()
+            raise
+
+    return run
 
 
 class SharedGroup:
@@ -99,14 +113,16 @@ class SharedGroup:
         words[context.MAPPINGS] = self.mappings.ctypes.data
         self._eager = (_CROWDED_SPINS if group.context.is_crowded else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
-        self._rank = group.rank
-        group.ledger.on_failure = self.start_afresh
+        self._rank, self._ledger = group.rank, group.ledger
 
-    def start_afresh(self, seq: int) -> None:
-        """Tell the others that this rank has given a call up, and count chunks from a number that all can agree on.
+    def give_up(self) -> None:
+        """Tell the others that this rank does not finish a call, and count chunks from a number that all can agree on.
 
         It is greater than all before, so that what a failed call left in the slots and counters is not taken for new.
         """
+        if self._ledger.current is None:
+            return
+        seq = self._ledger.current[0]
         self.page.set(self._rank, REFUSED, seq)
         self.words[context.CHUNKS] = seq << _CHUNK_BITS
 
@@ -175,12 +191,23 @@ class Calls:
     def settle(self, status: int) -> None:
         """Do what a kernel cannot, so that it may be called again, or raise."""
         kind, rank = status & context.KINDS, status & ~context.KINDS
-        if kind == context.UNMAPPED:
-            self.shared.map_segment(rank, self.ledger.current[0])
-        elif kind == context.MISMATCH:
-            self.ledger.refuse(rank)
-        else:
-            self.ledger.given_up(rank)
+        try:
+            if kind == context.UNMAPPED:
+                self.shared.map_segment(rank, self.ledger.current[0])
+            elif kind == context.MISMATCH or self._differs(rank):
+                self.ledger.refuse(rank)
+            else:
+                self.ledger.given_up(rank)
+        except BaseException:
+            self.shared.give_up()
+            raise
+
+    def _differs(self, rank: int) -> bool:
+        """Whether a rank that gave the current call up had called something else, which nobody waited to see."""
+        words, seq = self.shared.page.words, self.ledger.current[0]
+        own, theirs = (entry(row, seq & (RING_LENGTH - 1)) for row in (self.rank, rank))
+        arrived = words[own + SEQUENCE] == words[theirs + SEQUENCE] == seq
+        return arrived and words[own + SIGNATURE] != words[theirs + SIGNATURE]
 
     def exchange(self, *, is_stream: bool, longest: int) -> None:
         """Move what is in the table; `longest` is the longest length in anybody's."""

@@ -29,6 +29,7 @@ class HierarchicalBackend:
     """Verbs in steps, each by the backend that suits the group it runs on."""
 
     name = "hierarchical"
+    announces = False
 
     def __init__(self, config: Config, bind_step: BindStep) -> None:
         self._piece_bytes, self._bind_step = config.pipeline_bytes, bind_step

@@ -1,0 +1,235 @@
+"""Jobs whose ranks share memory: what they leave behind, how they wait, and what they do without it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+START = """
+import os, resource, signal, sys, threading, time
+import torch
+import torchmpi as mpi
+mpi.start()
+rank, size = mpi.rank(), mpi.size()
+"""
+# Ends with "right" on each rank whose sums are.
+SUM = """
+tensor = mpi.allreduce(torch.arange(300_000.0))
+assert torch.equal(tensor, torch.arange(300_000.0) * mpi.size())
+print("right", flush=True)
+"""
+NONE = "no shared memory between ranks"
+
+
+def left_over() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")}
+
+
+# --- compiling
+
+
+def test_one_rank_compiles_for_all_and_for_the_next_job(job, tmp_path):
+    env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    first = job(4, START + SUM, env=env)
+    assert first.returncode == 0 and first.stdout.count("right") == 4, first.output
+    assert first.stderr.count("compiling the shared-memory kernels") == 1, first.output
+    second = job(2, START + SUM, env=env)
+    assert second.returncode == 0 and second.stdout.count("right") == 2, second.output
+    assert "compiling" not in second.stderr and NONE not in second.stderr, second.output
+
+
+@pytest.mark.parametrize("why", ("no folder", "no locks", "no room"))
+def test_kernels_are_compiled_even_if_there_is_no_place_to_keep_them(job, tmp_path, why):
+    (tmp_path / "file").write_text("")
+    env = {"NUMBA_CACHE_DIR": str(tmp_path / ("file/cache" if why == "no folder" else "cache"))}
+    code = {
+        "no folder": "",
+        "no locks": """
+import errno, fcntl
+def flock(*arguments):
+    raise OSError(errno.ENOLCK, "no locks available")
+fcntl.flock = flock
+""",
+        # As far as numba's files go: MPI has some, too.
+        "no room": """
+import errno, numba.core.caching
+def save(*arguments):
+    raise OSError(errno.ENOSPC, "no space left on device")
+numba.core.caching.CompileResultCacheImpl.reduce = save
+""",
+    }[why]
+    result = job(1, code + START + SUM, env=env)
+    assert result.returncode == 0 and result.stdout.count("right") == 1, result.output
+    assert NONE not in result.stderr, result.output
+
+
+# --- without shared memory
+
+
+@pytest.mark.parametrize(
+    "content",
+    (
+        "raise ImportError('not built for this Python')",
+        "raise SystemError('initialization failed')",
+        "config = None  # and nothing else",
+    ),
+    ids=("not installed", "broken", "something else of that name"),
+)
+def test_without_numba_mpi_moves_everything(job, tmp_path, content):
+    (tmp_path / "fake" / "numba").mkdir(parents=True)
+    (tmp_path / "fake" / "numba" / "__init__.py").write_text(content)
+    result = job(2, START + SUM, env={"PYTHONPATH": os.pathsep.join([str(tmp_path / "fake"), str(ROOT)])})
+    check_done_by_mpi(result, "its kernels cannot be compiled here", 2)
+
+
+def test_one_rank_without_numba_is_named(job):
+    code = """
+from mpi4py import MPI
+import sys
+if MPI.COMM_WORLD.rank == 1:
+    sys.modules["numba"] = None
+"""
+    result = job(3, code + START + SUM)
+    check_done_by_mpi(result, "rank 1 cannot: its kernels cannot be compiled here", 3)
+
+
+def test_without_memory_for_segments_mpi_moves_everything(job):
+    code = """
+import resource
+from mpi4py import MPI
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+"""
+    refused = """
+try:
+    mpi.allreduce(torch.ones(3), backend="shm")
+except mpi.TorchMPIError as error:
+    print("refused:", error, flush=True)
+tensor = mpi.empty_shared(300_000).fill_(1.0)
+assert mpi.allreduce(tensor)[0] == size
+"""
+    result = job(2, code + START + refused + SUM)
+    check_done_by_mpi(result, "the system gives none", 2)
+    assert result.stdout.count("refused:") == 2 and "could not share memory" in result.stdout, result.output
+
+
+def check_done_by_mpi(result, reason: str, n: int) -> None:
+    assert result.returncode == 0 and result.stdout.count("right") == n, result.output
+    said = [line for line in result.stderr.splitlines() if NONE in line]
+    assert len(said) == 1 and reason in said[0] and "MPI moves everything" in said[0], result.output
+    assert "Traceback" not in result.stderr, result.output
+
+
+def test_without_room_for_a_shared_tensor_it_is_a_private_one(job):
+    code = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+if rank == 0:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+tensor = mpi.empty_shared(1_000_000).fill_(1.0)
+assert mpi.allreduce(tensor)[-1] == size
+print("shared" if "torchmpi-tensor" in open("/proc/self/maps").read() else "private", flush=True)
+mpi.stop()
+"""
+    result = job(2, START + code)
+    assert result.returncode == 0, result.output
+    assert sorted(result.stdout.split()) == ["private", "shared"], result.output
+
+
+# --- what is left behind
+
+
+@pytest.mark.parametrize("files", ("anonymous", "in /dev/shm"))
+def test_a_killed_rank_leaves_nothing(job, files):
+    before = left_over()
+    code = "import os\n" + ("del os.memfd_create\n" if files != "anonymous" else "") + START
+    code += """
+from torchmpi import runtime
+assert runtime.current().selector.backends["shm"].why_not("allreduce", "cpu", mpi.communicator(0).intra) is None
+tensors = torch.ones(1_000_000), mpi.empty_shared(1_000_000)
+for tensor in tensors:
+    mpi.allreduce(tensor, op="max")
+print("running", flush=True)
+if rank == 1:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+while True:
+    for tensor in tensors:
+        mpi.allreduce(tensor, op="max")
+"""
+    result = job(3, code)
+    assert result.returncode != 0 and "running" in result.stdout, result.output
+    assert left_over() <= before, result.output
+
+
+# --- waiting
+
+
+def test_waiting_for_a_late_rank_takes_little_of_the_processor(job):
+    """Not a matter of speed: a rank that waits leaves its core to others."""
+    code = """
+tensors = {"short": torch.ones(3), "long": torch.ones(100_000), "shared": mpi.empty_shared(100_000).fill_(1.0)}
+ways = {
+    "sync": lambda tensor: mpi.allreduce(tensor, op="max"),
+    "async": lambda tensor: mpi.allreduce_async(tensor, op="max").wait(),
+}
+for tensor in tensors.values():
+    for call in ways.values():
+        call(tensor)
+mpi.gather(tensors["long"])
+for way, name in (("sync", "short"), ("async", "long"), ("sync", "shared")):
+    mpi.barrier()
+    if rank == 1:
+        time.sleep(3)
+    begin = time.process_time()
+    ways[way](tensors[name])
+    print("rank", rank, way, name, "took", time.process_time() - begin, flush=True)
+mpi.stop()
+"""
+    result = job(2, START + code)
+    assert result.returncode == 0, result.output
+    taken = [float(seconds) for seconds in re.findall(r"rank 0 .* took (\S+)", result.stdout)]
+    assert len(taken) == 3 and max(taken) < 0.5, result.output
+
+
+def test_more_ranks_than_cores_finish(job):
+    code = """
+for number in range(200):
+    numel = (1, 30, 3000, 50_000)[number % 4]
+    assert mpi.allreduce(torch.full((numel,), float(rank + number)))[-1] == sum(range(size)) + size * number
+    assert mpi.broadcast(torch.full((numel,), float(rank)), number % size)[-1] == number % size
+    assert mpi.allgather(torch.full((numel,), float(rank)))[numel * (size - 1)] == size - 1
+print("right", flush=True)
+mpi.stop()
+"""
+    result = job(8, START + code)
+    assert result.returncode == 0 and result.stdout.count("right") == 8, result.output
+
+
+# --- ranks that disagree
+
+
+def test_ranks_that_chose_different_transports_are_told(job):
+    code = """
+mpi.allreduce(torch.ones(3))
+mpi.allreduce(torch.ones(3), backend="mpi" if rank == 1 else "shm")
+mpi.barrier()
+"""
+    result = job(3, START + code)
+    assert result.returncode != 0, result.output
+    assert "agree on allreduce(float32 [3], sum)" in result.stderr, result.output
+    assert "different transports" in result.stderr, result.output
+
+
+def test_a_disagreement_that_is_caught_lets_the_job_go_on_and_end_well(job):
+    code = """
+try:
+    mpi.allreduce(torch.ones(3 if rank == 2 else 50_000))
+except mpi.TorchMPIError as error:
+    print("caught:", error, flush=True)
+"""
+    result = job(3, START + code + SUM + "mpi.stop()")
+    assert result.returncode == 0 and result.stdout.count("right") == 3, result.output
+    assert result.stdout.count("caught:") == 3, result.output
+    assert "float32 [3]" in result.stdout and "float32 [50000]" in result.stdout, result.output

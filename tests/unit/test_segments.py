@@ -1,0 +1,285 @@
+"""Shared memory without ranks: who may open it, when it goes, and what the kernels are told of it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchmpi import segments
+from torchmpi.heap import SharedHeap
+from torchmpi.kernels import context
+from torchmpi.segments import Segment, Ticket
+
+PAGE = 4096
+
+
+@pytest.fixture(params=("anonymous", "refused by the system", "in /dev/shm"))
+def kind(request, monkeypatch, tmp_path):
+    """How segments are made: the way of new systems, and the two reasons for the other one."""
+    if request.param == "refused by the system":
+
+        def memfd_create(*arguments: object) -> int:
+            raise OSError(errno.EPERM, "a sandbox does not allow it")
+
+        monkeypatch.setattr(os, "memfd_create", memfd_create)
+    elif request.param == "in /dev/shm":
+        monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(segments, "_FOLDER", str(tmp_path))
+    return request.param
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("torchmpi-")
+
+
+def test_two_mappings_of_one_memory(kind, tmp_path):
+    before = descriptors()
+    first = Segment.create("test", 3 * PAGE)
+    second = Segment.open(first.ticket)
+    assert first.is_anonymous == (kind == "anonymous")
+    first.memory[5:8] = b"abc"
+    assert second.memory[5:8] == b"abc" and len(second.memory) == 3 * PAGE
+    assert first.address != second.address
+    first.withdraw()
+    assert os.listdir(tmp_path) == []
+    second.memory[5:8] = b"xyz"
+    assert first.memory[5:8] == b"xyz", "withdrawn, it lives on where it is mapped"
+    first.close()
+    second.close()
+    assert descriptors() == before
+
+
+def test_only_the_user_may_open_it(kind):
+    segment = Segment.create("test", PAGE)
+    mode = os.stat(segment.ticket.path).st_mode
+    assert stat.S_IMODE(mode) == 0o600
+    segment.release()
+    segment.close()
+
+
+def test_a_withdrawn_segment_cannot_be_opened(kind):
+    segment = Segment.create("test", PAGE)
+    segment.withdraw()
+    segment.withdraw()
+    with pytest.raises(OSError):
+        Segment.open(segment.ticket)
+    segment.close()
+
+
+def test_another_file_at_the_same_place_is_refused(kind, tmp_path):
+    segment = Segment.create("test", PAGE)
+    before = descriptors()
+    path, device, inode, num_bytes = segment.ticket
+    other = tmp_path / "other"
+    other.write_bytes(bytes(PAGE))
+    for wrong in (
+        Ticket(str(other), device, inode, num_bytes),
+        Ticket(path, device, inode + 1, num_bytes),
+        Ticket(path, device + 1, inode, num_bytes),
+        Ticket(path, device, inode, 2 * num_bytes),
+    ):
+        with pytest.raises(FileNotFoundError, match="not the segment"):
+            Segment.open(wrong)
+    assert descriptors() == before
+    segment.release()
+    segment.close()
+
+
+def test_release_gives_the_memory_back_while_others_have_it_mapped(kind, tmp_path):
+    owner = Segment.create("test", 64 * PAGE)
+    other = Segment.open(owner.ticket)
+    owner.memory[:] = bytes(range(256)) * (64 * PAGE // 256)
+    file = os.open(owner.ticket.path, os.O_RDONLY)
+    assert os.fstat(file).st_blocks > 0
+    assert not other.is_released
+    owner.release()
+    assert other.is_released
+    assert os.fstat(file).st_blocks == 0
+    assert os.listdir(tmp_path) == []
+    os.close(file)
+    owner.release()
+    owner.close()
+    other.close()
+
+
+def test_no_room_is_an_error_that_leaves_nothing(kind, tmp_path):
+    import resource
+
+    before, limits = descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            Segment.create("test", 16 * PAGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == [] and descriptors() == before
+
+
+def _open_and_add(ticket: Ticket, answer: object) -> None:
+    segment = Segment.open(ticket)
+    segment.memory[0] += 1
+    answer.put((segment.memory[0], stat.S_IMODE(os.stat(ticket.path).st_mode)))
+
+
+def test_another_process_opens_it_by_its_ticket():
+    segment = Segment.create("test", PAGE)
+    segment.memory[0] = 41
+    spawn = multiprocessing.get_context("spawn")
+    answer = spawn.SimpleQueue()
+    process = spawn.Process(target=_open_and_add, args=(segment.ticket, answer))
+    process.start()
+    assert answer.get() == (42, 0o600)
+    process.join()
+    assert segment.memory[0] == 42
+    segment.release()
+    segment.close()
+
+
+# --- the heap
+
+
+def entries(heap: SharedHeap) -> list[list[int]]:
+    """The rows of the table that are in use: begin, end, key, file."""
+    words = heap.table[1:].reshape(-1, context.SEGMENT_WORDS)[: heap.table[0]]
+    return [row.tolist() for row in words if row[context.SEGMENT_END]]
+
+
+def test_the_table_tells_where_tensors_are():
+    heap = SharedHeap()
+    tensors = [heap.empty((5, 1000), torch.float64), heap.empty((3,), torch.int8)]
+    table = entries(heap)
+    assert [begin for begin, *_ in table] == [tensor.data_ptr() for tensor in tensors]
+    assert [end - begin for begin, end, *_ in table] == [10 * PAGE, PAGE]
+    assert len({key for _, _, key, _ in table}) == 2
+    for begin, end, key, file in table:
+        assert key >> 32 == file >> 32 == os.getpid()
+        address = heap.map(key, file, end - begin)
+        assert address == heap.map(key, file, end - begin) and address != begin
+    heap.close()
+
+
+@pytest.mark.parametrize("shape", ((), (0,), (2, 0, 3), (7,), (65, 33)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.int64), ids=str)
+def test_tensors_of_every_kind(shape, dtype):
+    heap = SharedHeap()
+    tensor = heap.empty(shape, dtype)
+    assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+    tensor.fill_(1)
+    assert bool((tensor == 1).all())
+
+
+def test_memory_goes_with_the_last_view():
+    heap, before, mapped = SharedHeap(), descriptors(), mappings()
+    tensor = heap.empty((100, 10), torch.float32)
+    (_, _, key, file) = entries(heap)[0]
+    view = tensor[3:5].t()
+    del tensor
+    view.fill_(2.0)
+    assert len(entries(heap)) == 1
+    del view
+    gc.collect()
+    assert entries(heap) == []
+    assert (descriptors(), mappings()) == (before, mapped)
+    with pytest.raises(OSError):
+        heap.map(key, file, PAGE)
+
+
+def test_a_place_is_used_again_under_another_key():
+    heap, keys = SharedHeap(), set()
+    for _ in range(100):
+        tensor = heap.empty((10,), torch.float32)
+        (entry,) = entries(heap)
+        keys.add(entry[context.SEGMENT_KEY])
+        del tensor
+    assert len(keys) == 100 and heap.table[0] == 1
+
+
+def test_what_others_have_released_is_unmapped_when_something_new_is_mapped():
+    owner, user, before = SharedHeap(), SharedHeap(), descriptors()
+
+    def mapped(tensor: torch.Tensor) -> int:
+        begin, end, key, file = next(entry for entry in entries(owner) if entry[0] == tensor.data_ptr())
+        return user.map(key, file, end - begin)
+
+    for _ in range(50):
+        tensor = owner.empty((5000,), torch.float32)
+        assert mapped(tensor) != tensor.data_ptr()
+        most = descriptors()
+        del tensor
+    assert most <= before + 4
+    user.close()
+    assert descriptors() == before
+
+
+def test_tensors_outlive_the_heap():
+    heap, before = SharedHeap(), descriptors()
+    tensor = heap.empty((1000,), torch.float32).fill_(3.0)
+    heap.close()
+    assert heap.table[0] == 0 and tensor.sum().item() == 3000.0
+    del tensor
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_more_tensors_than_the_table_holds(monkeypatch):
+    monkeypatch.setattr("torchmpi.heap._MOST_SEGMENTS", 3)
+    heap = SharedHeap()
+    tensors = [heap.empty((10,), torch.float32).fill_(index) for index in range(5)]
+    assert len(entries(heap)) == 3
+    assert [tensor[0].item() for tensor in tensors] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_path):
+    """Others could not find them, and a killed process would leave them behind."""
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(segments, "_FOLDER", str(tmp_path))
+    before = descriptors()
+    with pytest.raises(OSError, match="anonymous"):
+        SharedHeap().empty((10,), torch.float32)
+    gc.collect()
+    assert os.listdir(tmp_path) == [] and descriptors() == before
+
+
+def test_a_forked_child_does_not_take_the_memory_with_it():
+    """It gave the memory back when its own copy of the tensor went: the parent died of a bus error."""
+    heap = SharedHeap()
+    tensors = [heap.empty((5000,), torch.float32).fill_(1.0)]
+    child = os.fork()
+    if child == 0:
+        tensors.clear()
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tensors[0].sum().item() == 5000.0
+    assert len(entries(heap)) == 1
+
+
+def test_threads_make_and_drop_tensors_at_once():
+    heap, wrong = SharedHeap(), []
+
+    def work(number: int) -> None:
+        for index in range(100):
+            tensor = heap.empty((1000 + index,), torch.float32).fill_(number)
+            if not bool((tensor == number).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert not wrong and entries(heap) == []
