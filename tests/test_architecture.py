@@ -15,10 +15,12 @@ FLOORS = (
     ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "segments"),
     ("buffers", "lane", "progress", "inquiry", "tuning_file", "kernels"),
     ("communicator", "fusion", "heap"),
+    ("stack",),
     ("backends",),
     ("hierarchy", "selector", "watchdog", "failure"),
     ("runtime",),
     ("plans",),
+    ("calls",),
     ("collectives", "messages", "lifecycle"),
     ("tuning", "nn",),
     ("engine", "cli"),
@@ -28,7 +30,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Loaded by start(), not by import: they start MPI, or cost a fifth of a second.
 LATE = ("mpi4py", "numba")
 # These are what is loaded late: kernels.load() imports them.
-LATE_MODULES = ("memory", "meeting", "reducing", "moving")
+LATE_MODULES = ("memory", "meeting", "reducing", "moving", "building")
 
 
 def modules() -> list[Path]:

@@ -143,5 +143,6 @@ class Scratch:
         """
         num_bytes = numel * dtype.itemsize
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            with torch.inference_mode(False):  # or no call outside of inference mode could write to it
+                self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._memory[:num_bytes].view(dtype)

@@ -8,20 +8,18 @@ calls on one communicator run in the order in which they were made, synchronous 
 
 from __future__ import annotations
 
-import operator
 import pickle
 import threading
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from . import buffers, fusion, plans, runtime, streams
-from .communicator import Comm, Communicator, Group
-from .errors import ArgumentError, DeviceError, DtypeError
+from . import buffers, fusion, runtime
+from .calls import call, check_root, plan_for
+from .errors import ArgumentError
 from .handle import Handle
-from .scalars import as_tensor, is_number, restore
+from .stack import Comm
 
 _Tensor = torch.Tensor
 _increment_version = buffers.increment_version
@@ -42,14 +40,18 @@ def allreduce(
     # Each frame, each look at the tensor and each attribute is a twentieth of what a short call takes.
     if out is None and type(tensor) is _Tensor:
         quick = runtime.communicator(comm).intra.plans.get((op, tensor.dtype, backend))
-        if quick is not None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        if quick is not None:
+            try:
+                shape, numel, address = tensor.shape, tensor.numel(), tensor.data_ptr()
+                is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+            except RuntimeError:  # sparse, nested, or of a library's own layout: refused below, with the remedy
+                is_plain = False
             lane, acquire, release, ledger, kernel, plan, code, native_code, settle = quick
-            if lane.pending == 0 and acquire(False):
+            if is_plain and lane.pending == 0 and acquire(False):
                 try:
                     seq = ledger.seq = ledger.seq + 1
-                    shape = tensor.shape
                     ledger.current = (seq, code, shape)
-                    if status := kernel(plan, seq, native_code ^ hash(shape), tensor.data_ptr(), tensor.numel()):
+                    if status := kernel(plan, seq, native_code ^ hash(shape), address, numel):
                         settle(status, tensor)
                     ledger.current = None
                 finally:
@@ -59,7 +61,7 @@ def allreduce(
                 except RuntimeError:
                     buffers.touch(tensor)  # which knows about tensors without a version
                 return tensor
-    return _call("allreduce", tensor, out, op=op, comm=comm, backend=backend)
+    return call("allreduce", tensor, out, op=op, comm=comm, backend=backend)
 
 
 def allreduce_async(
@@ -71,7 +73,7 @@ def allreduce_async(
     ...                                 # compute; leave gradient alone
     handle.wait()
     """
-    return _call("allreduce", tensor, out, op=op, comm=comm, backend=backend, asynchronous=True)
+    return call("allreduce", tensor, out, op=op, comm=comm, backend=backend, asynchronous=True)
 
 
 def reduce(
@@ -87,7 +89,7 @@ def reduce(
 
     total = mpi.reduce(torch.ones(3), root=0)
     """
-    return _call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend)
+    return call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend)
 
 
 def reduce_async(
@@ -100,7 +102,7 @@ def reduce_async(
     backend: str | None = None,
 ) -> Handle:
     """:func:`reduce` in the background."""
-    return _call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend, asynchronous=True)
+    return call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend, asynchronous=True)
 
 
 def broadcast(
@@ -110,14 +112,14 @@ def broadcast(
 
     mpi.broadcast(weights)              # everybody has rank 0's weights
     """
-    return _call("broadcast", tensor, out, root=root, comm=comm, backend=backend)
+    return call("broadcast", tensor, out, root=root, comm=comm, backend=backend)
 
 
 def broadcast_async(
     tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
 ) -> Handle:
     """:func:`broadcast` in the background."""
-    return _call("broadcast", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
+    return call("broadcast", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
 
 
 def allgather(tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> Any:
@@ -128,14 +130,14 @@ def allgather(tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, bac
         mpi.allgather(torch.full((2,), mpi.rank()))     # tensor([0, 0, 1, 1, ...])
         mpi.allgather(mpi.rank())                       # [0, 1, ...]
     """
-    return _call("allgather", tensor, out, comm=comm, backend=backend)
+    return call("allgather", tensor, out, comm=comm, backend=backend)
 
 
 def allgather_async(
     tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
 ) -> Handle:
     """:func:`allgather` in the background."""
-    return _call("allgather", tensor, out, comm=comm, backend=backend, asynchronous=True)
+    return call("allgather", tensor, out, comm=comm, backend=backend, asynchronous=True)
 
 
 def gather(
@@ -145,14 +147,14 @@ def gather(
 
     everything = mpi.gather(torch.full((2,), mpi.rank()), root=0)
     """
-    return _call("gather", tensor, out, root=root, comm=comm, backend=backend)
+    return call("gather", tensor, out, root=root, comm=comm, backend=backend)
 
 
 def gather_async(
     tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
 ) -> Handle:
     """:func:`gather` in the background."""
-    return _call("gather", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
+    return call("gather", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
 
 
 def scatter(
@@ -164,14 +166,14 @@ def scatter(
 
         part = mpi.scatter(torch.arange(10) if mpi.rank() == 0 else None, root=0)
     """
-    return _call("scatter", tensor, out, root=root, comm=comm, backend=backend)
+    return call("scatter", tensor, out, root=root, comm=comm, backend=backend)
 
 
 def scatter_async(
     tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
 ) -> Handle:
     """:func:`scatter` in the background."""
-    return _call("scatter", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
+    return call("scatter", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
 
 
 def reduce_scatter(
@@ -181,7 +183,7 @@ def reduce_scatter(
 
     mine = mpi.reduce_scatter(torch.ones(mpi.size(), 3))    # one row of n's
     """
-    result: _Tensor = _call("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend)
+    result: _Tensor = call("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend)
     return result
 
 
@@ -189,7 +191,7 @@ def reduce_scatter_async(
     tensor: _Tensor, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
 ) -> Handle:
     """:func:`reduce_scatter` in the background."""
-    return _call("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend, asynchronous=True)
+    return call("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend, asynchronous=True)
 
 
 def alltoall(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> _Tensor:
@@ -197,7 +199,7 @@ def alltoall(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, 
 
     mpi.alltoall(torch.full((mpi.size(),), mpi.rank()))     # tensor([0, 1, ...]) everywhere
     """
-    result: _Tensor = _call("alltoall", tensor, out, comm=comm, backend=backend)
+    result: _Tensor = call("alltoall", tensor, out, comm=comm, backend=backend)
     return result
 
 
@@ -205,13 +207,13 @@ def alltoall_async(
     tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
 ) -> Handle:
     """:func:`alltoall` in the background."""
-    return _call("alltoall", tensor, out, comm=comm, backend=backend, asynchronous=True)
+    return call("alltoall", tensor, out, comm=comm, backend=backend, asynchronous=True)
 
 
 def barrier(comm: Comm = None) -> None:
     """Return when every rank of the communicator has come here."""
     communicator = runtime.communicator(comm)
-    plan = _plan(communicator, ("barrier", None, None, "cpu", True, None, False))
+    plan = plan_for(communicator, ("barrier", None, None, "cpu", True, None, False))
     communicator.intra.call(plan, None, None, 0)
 
 
@@ -246,7 +248,7 @@ def allreduce_many_async(
             continue
         flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
         shapes = tuple(tensors[index].shape for index in members)
-        packed.append((members, flat, _call("allreduce", flat, None, op=op, comm=comm, backend=backend, packed=shapes)))
+        packed.append((members, flat, call("allreduce", flat, None, op=op, comm=comm, backend=backend, packed=shapes)))
     return _Unpacking(tensors, packed)
 
 
@@ -280,7 +282,7 @@ def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
     settings = mpi.broadcast_object(parse_arguments() if mpi.rank() == 0 else None)
     """
     group = runtime.communicator(comm).intra
-    root = _check_root(group, root, "broadcast_object")
+    root = check_root(group, root, "broadcast_object")
     data = _pickled(value) if group.rank == root else None
     length = broadcast(0 if data is None else data.numel(), root, comm=comm)
     data = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
@@ -304,155 +306,3 @@ def _pickled(value: Any) -> _Tensor:
 
 def _unpickled(data: _Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
-
-
-# --- the way of a call -----------------------------------------------------------------------------------
-
-
-def _is_simple(tensor: Any) -> bool:
-    """Whether this is contiguous memory of the host and nothing else."""
-    return (
-        type(tensor) is _Tensor
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.requires_grad)
-    )
-
-
-def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: tuple[Comm, str | None]) -> Any:
-    """A call like one before, on simple tensors: the short way past all checks. _OTHERWISE if it is not that."""
-    if not _is_simple(tensor):
-        return _OTHERWISE
-    comm, backend = where
-    group = runtime.communicator(comm).intra
-    plan = group.plans.get((verb, op, tensor.dtype, backend))
-    if plan is None or type(root) is not int or not 0 <= root < group.size:
-        return _OTHERWISE
-    if out is None:
-        result = group.call(plan, tensor, None, root)
-        if result is tensor:
-            buffers.touch(tensor)
-        return result
-    if not _is_simple(out) or out.dtype is not tensor.dtype or verb in plans.IN_PLACE or buffers.overlap(out, tensor):
-        return _OTHERWISE
-    result = group.call(plan, tensor, out, root)
-    if result is not out:
-        plans.copy_result(result, out)
-    buffers.touch(out)
-    return out
-
-
-_OTHERWISE = object()
-
-
-def _call(
-    verb: str,
-    tensor: Any,
-    out: _Tensor | None,
-    *,
-    root: int = 0,
-    op: str | None = None,
-    comm: Comm = None,
-    backend: str | None = None,
-    asynchronous: bool = False,
-    packed: tuple[tuple[int, ...], ...] = (),
-) -> Any:
-    """`packed`: the shapes of what a flat tensor carries, always asynchronous."""
-    if not (asynchronous or packed):
-        result = _simple(verb, tensor, out, root, op, (comm, backend))
-        if result is not _OTHERWISE:
-            return result
-    communicator = runtime.communicator(comm)
-    group = communicator.intra
-    what = f"{group.where}: {verb}"
-    asynchronous = asynchronous or bool(packed)
-    finish: Callable[[Any], Any] | None = None
-    if is_number(tensor):
-        _refuse_number(verb, out, what)
-        tensor, finish = as_tensor(tensor, op), _number_result
-    if verb in _ROOTED:
-        root = _check_root(group, root, verb)
-    if tensor is None and verb == "scatter" and group.rank != root:
-        key = (verb, op, None, "cpu", False, backend, asynchronous)
-    else:
-        buffers.check(tensor, what, written=out is None and verb in plans.IN_PLACE)
-        direct = out is None and buffers.is_direct(tensor) and tensor.is_cpu
-        key = (verb, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
-    if out is not None:
-        _check_out(verb, tensor, out, what)
-    plan = _plan(communicator, key)
-    if packed:
-        return _submit(group, plan.for_many(packed), (tensor, out, root), None)
-    if not asynchronous:
-        result = group.call(plan, tensor, out, root)
-        return result if finish is None else finish(result)
-    return _submit(group, plan, (tensor, out, root), finish)
-
-
-def _submit(
-    group: Group, plan: plans.Plan, arguments: tuple[Any, Any, int], finish: Callable[[Any], Any] | None
-) -> Handle:
-    mark = streams.fence(arguments[0])
-    if mark is None and finish is None:
-        return group.submit(plan, *arguments)
-    device = None if mark is None else arguments[0].device
-
-    def task() -> Any:
-        result = streams.run_after(mark, device, partial(group.perform, plan, *arguments))
-        return result if finish is None else finish(result)
-
-    return group.lane.submit(task, f"{group.where}: {plan.verb}")
-
-
-def _plan(communicator: Communicator, key: tuple[Any, ...]) -> plans.Plan:
-    known = communicator.intra.plans
-    plan: plans.Plan | None = known.get(key)
-    if plan is None:
-        plan = known[key] = plans.prepare(runtime.current(), communicator, key)
-        verb, op, dtype, _, _, backend, _ = key
-        if plan.quick is not None:
-            known[op, dtype, backend] = plan.quick
-        elif plan.is_simple:
-            known[verb, op, dtype, backend] = plan.bare
-    return plan
-
-
-_ROOTED = ("reduce", "broadcast", "gather", "scatter")
-
-
-def _check_root(group: Group, root: Any, verb: str) -> int:
-    try:
-        number = -1 if isinstance(root, bool) else operator.index(root)  # numpy's integers too
-    except TypeError:
-        number = -1
-    if not 0 <= number < group.size:
-        raise ArgumentError(
-            f"{group.where}: {verb}: root={root!r} is not a rank of communicator {group.name}. Use 0 to "
-            f"{group.size - 1}."
-        )
-    return number
-
-
-def _check_out(verb: str, tensor: Any, out: Any, what: str) -> None:
-    buffers.check(out, f"{what}: out", written=True)
-    if tensor is None:
-        return
-    if out.dtype is not tensor.dtype:
-        raise DtypeError(f"{what}: out is {out.dtype}, the tensor {tensor.dtype}. Make out of the same dtype.")
-    if out.device != tensor.device:
-        raise DeviceError(f"{what}: out is on {out.device}, the tensor on {tensor.device}. Put both on one device.")
-    if verb in plans.IN_PLACE and out.shape != tensor.shape:
-        raise ArgumentError(
-            f"{what}: out has shape {list(out.shape)}, the tensor {list(tensor.shape)}. They must be equal."
-        )
-
-
-def _refuse_number(verb: str, out: Any, what: str) -> None:
-    if verb in ("scatter", "reduce_scatter", "alltoall"):
-        raise DtypeError(f"{what}: a number cannot be split over ranks. Pass a tensor with one row per rank.")
-    if out is not None:
-        raise ArgumentError(f"{what}: a number has no out=. Use the returned value, or pass a tensor.")
-
-
-def _number_result(result: Any) -> Any:
-    return restore(result) if isinstance(result, torch.Tensor) else result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import threading
 import weakref
 from typing import Any
@@ -26,9 +27,10 @@ class SharedHeap:
     torch.Size([2, 3])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
         self.table = np.zeros(1 + _MOST_SEGMENTS * context.SEGMENT_WORDS, np.int64)
         """For the kernels: which addresses are shared."""
+        self._most = _affordable(num_ranks)
         self._process = os.getpid()
         self._changing = threading.Lock()
         self._own: dict[int, Segment] = {}
@@ -36,7 +38,9 @@ class SharedHeap:
         self._num_made = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory that lives until the tensor and all views of it are gone."""
+        """Uninitialised memory that lives until the tensor and all views of it are gone; OSError if there is none."""
+        if len(self._own) >= self._most:
+            raise OSError(f"there are {self._most} shared tensors already")
         num_bytes = max(1, math.prod(shape) * dtype.itemsize)
         segment = Segment.create("tensor", -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
         if not segment.is_anonymous:  # others could not find it, and a killed process would leave it behind
@@ -45,17 +49,13 @@ class SharedHeap:
         memory = np.frombuffer(segment.memory, np.uint8)
         with self._changing:
             place = self._free_place()
-            if place is not None:
-                self._announce(place, segment, memory.ctypes.data)
+            self._announce(place, segment, memory.ctypes.data)
         weakref.finalize(memory, self._release, place, segment).atexit = False
         return torch.from_numpy(memory)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def _free_place(self) -> int | None:
-        """Where in the table there is room; without any the tensor is used like every other."""
-        for place in range(_MOST_SEGMENTS):
-            if place not in self._own:
-                return place
-        return None
+    def _free_place(self) -> int:
+        """Where in the table there is room."""
+        return next(place for place in range(len(self._own) + 1) if place not in self._own)
 
     def _announce(self, place: int, segment: Segment, address: int) -> None:
         self._num_made += 1
@@ -69,11 +69,11 @@ class SharedHeap:
         words[context.SEGMENT_END] = address + segment.ticket.num_bytes
         self.table[0] = max(self.table[0], place + 1)
 
-    def _release(self, place: int | None, segment: Segment) -> None:
+    def _release(self, place: int, segment: Segment) -> None:
         """The last tensor is gone. May run at any moment in any thread, so it takes no lock."""
         if os.getpid() != self._process:
             return  # gone in a forked child, which shares the memory: the rank still has the tensor
-        if place is not None and self._own.get(place) is segment:
+        if self._own.get(place) is segment:
             self._words(place)[context.SEGMENT_END] = 0
             del self._own[place]
         segment.release()
@@ -107,3 +107,11 @@ class SharedHeap:
 def _identity(path: str) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_dev, status.st_ino
+
+
+def _affordable(num_ranks: int) -> int:
+    """How many shared tensors each of so many ranks may have: half of the descriptors, of which each tensor takes two
+    in its own process and one in every other."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_SEGMENTS if limit == resource.RLIM_INFINITY else limit // 2 // (num_ranks + 1)
+    return max(1, min(_MOST_SEGMENTS, most))

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from . import buffers, dtypes, runtime, schedule, streams
-from .communicator import Comm, Group
+from .communicator import Group
 from .errors import ArgumentError, MismatchError, TorchMPIError
 from .handle import Handle
 from .lane import Lane
 from .scalars import as_tensor, is_number, restore
+from .stack import Comm
 
 _HEADER_TAG, _PAYLOAD_TAG = 1, 2
 

@@ -22,6 +22,7 @@ MODES = ("sync", "async")
 BY_SIZE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
 """Verbs whose tensors agree in shape on all ranks, so that all find the same line of a rule."""
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
+_SHORT_BYTES = 64 << 10
 HIERARCHICAL = "hierarchical"
 """Inside the hosts, then between them: the one transport that adds group by group."""
 
@@ -93,6 +94,26 @@ def default_transport(key: Key, can: Callable[[str], bool], *, forced: str = "au
     return "mpi"
 
 
+def default_rule(
+    key: Key, can: Callable[[str], bool], *, num_hosts: int, forced: str = "auto", hierarchical: str = "auto"
+) -> Rule:
+    """The same by size: between three hosts and more, long sums go by messages of our own (scripts/link_bytes.py).
+
+    >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
+    ((65536, 'mpi'), (None, 'p2p'))
+    """
+    transport = default_transport(key, can, forced=forced, hierarchical=hierarchical)
+    is_long_way = key.span == "across" and key.device == "cpu" and key.verb in REDUCING and num_hosts > 2
+    if is_long_way and forced == "auto" and can("p2p"):
+        return ((_SHORT_BYTES, transport), (None, "p2p"))
+    return ((None, transport),)
+
+
+def is_all_or_nothing(key: Key, rule: Rule) -> bool:
+    """Whether a rule may not be changed for some sizes only: see `checked`."""
+    return key.verb in REDUCING and any(transport == HIERARCHICAL for _, transport in rule)
+
+
 def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
     """A rule from what a user or a file says, or a refusal; neighbors with one transport become one.
 
@@ -119,7 +140,7 @@ def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
         for (limit, transport), (_, following) in zip(rule, (*rule[1:], (None, None)), strict=True)
         if transport != following
     )
-    if len(rule) > 1 and key.verb in REDUCING and any(transport == HIERARCHICAL for _, transport in rule):
+    if len(rule) > 1 and is_all_or_nothing(key, rule):
         raise ArgumentError(
             f"{key.verb}: {HIERARCHICAL} takes all sizes or none. It adds group by group, others in rank order: the "
             "bits of a sum would depend on the size of the tensor."

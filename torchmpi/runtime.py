@@ -14,15 +14,19 @@ import torch
 
 from . import affinity, mpi_library, topology, tuning_file
 from ._version import __version__
+from .backends import Operation
 from .backends.mpi import MPIBackend
+from .backends.p2p import P2PBackend
 from .backends.shm import SharedMemoryBackend
-from .communicator import Comm, Communicator, CommunicatorStack, Group, GroupContext, used
+from .communicator import Communicator, Group, GroupContext
 from .config import Config
 from .errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError
 from .failure import FailureHandling
 from .heap import SharedHeap
+from .hierarchy import HierarchicalBackend
 from .progress import call_code
 from .selector import Selector
+from .stack import Comm, CommunicatorStack, used
 from .watchdog import Watchdog
 
 Initialiser = Callable[[], Any]
@@ -58,7 +62,7 @@ class Runtime:
         self.communicators = CommunicatorStack(world, self.context)
         self.world: Group = self.communicators.levels[0].intra
         self.resources.callback(self.communicators.free)
-        self.heap = SharedHeap()
+        self.heap = SharedHeap(self.local_size)
         self.resources.callback(self.heap.close)
         self.selector = Selector(self._backends(), self.world, config)
         self._handle_failures()
@@ -78,7 +82,15 @@ class Runtime:
         for problem in sorted({shared.problem, *self.context.problems} - {""}):
             if self.world.rank == 0 and self.config.slot_bytes:
                 self._say(f"no shared memory between ranks, so that MPI moves everything: {problem}")
-        return {"mpi": MPIBackend(self.config), "shm": shared}
+        return {
+            "mpi": MPIBackend(self.config),
+            "shm": shared,
+            "p2p": P2PBackend(self.config),
+            "hierarchical": HierarchicalBackend(self.config, self._bind_step),
+        }
+
+    def _bind_step(self, group: Group, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        return self.selector.bind(group, verb, dtype, op)
 
     def empty_shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory that the other ranks of this host can reach, if there is any to be had."""

@@ -15,7 +15,18 @@ from .backends import NAMES, Backend, Operation
 from .backends.binding import bind, by_size
 from .config import Config
 from .errors import ArgumentError, BackendUnavailableError, ConfigError
-from .rules import Key, Rule, Table, checked, default_transport, keys, span_of, with_limit
+from .rules import (
+    Key,
+    Rule,
+    Table,
+    checked,
+    default_rule,
+    default_transport,
+    is_all_or_nothing,
+    keys,
+    span_of,
+    with_limit,
+)
 
 _WHERE = {"host": "within a host", "hosts": "between hosts"}
 
@@ -136,6 +147,8 @@ class Selector:
         for key in self._keys(verb, device, span, mode):
             if (span is None or device is None) and not self._is_possible(key, backend):
                 continue  # wherever the backend reaches
+            if span is None and up_to_bytes is not None and is_all_or_nothing(key, self.table[key]):
+                continue  # and wherever sizes may differ in their transport
             changed[key] = self._changed_rule(key, backend, up_to_bytes)
         if not changed:
             self._check_possible(self._keys(verb, device, span, mode)[0], backend)
@@ -203,7 +216,13 @@ class Selector:
         table = Table()
         for key in keys():
             if any(self._is_possible(key, name) for name in self.backends):
-                table[key] = ((None, self._default(key, partial(self._is_possible, key))),)
+                table[key] = default_rule(
+                    key,
+                    partial(self._is_possible, key),
+                    num_hosts=len(self._world.hosts),
+                    forced=self._config.backend,
+                    hierarchical=self._config.hierarchical,
+                )
         return table
 
     # --- what is possible -----------------------------------------------------------------------------------

@@ -69,6 +69,30 @@ def test_refused_with_rank_and_remedy(agree, name):
     agree.equal(mpi.allreduce(1), mpi.size(), "the next call")
 
 
+@pytest.mark.filterwarnings("ignore:.*(CSR|nested)")
+def test_layouts_are_refused_on_the_short_way_of_calls_that_are_known(agree):
+    """Torch has errors of its own for these, which came when the others were in the call already."""
+    square = torch.ones(4, 4)
+    kinds = {
+        "coo": square.to_sparse(),
+        "csr": square.to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([square, square[:2]]),
+    }
+    if torch.backends.mkldnn.is_available():
+        kinds["mkldnn"] = square.to_mkldnn()
+    for verb in ("allreduce", "broadcast", "allgather", "reduce_scatter"):
+        for _ in range(2):
+            getattr(mpi, verb)(square.clone())
+        for kind, tensor in kinds.items():
+            try:
+                getattr(mpi, verb)(tensor)
+            except errors.ArgumentError:
+                pass
+            else:
+                agree(False, f"{verb} accepted {kind}")
+    agree.equal(mpi.allreduce(1), mpi.size())
+
+
 def test_argument_errors_are_what_python_programmers_catch(agree):
     agree(issubclass(errors.ArgumentError, ValueError))
     agree(issubclass(errors.DtypeError, TypeError))

@@ -234,12 +234,25 @@ def test_tensors_outlive_the_heap():
     assert descriptors() == before
 
 
-def test_more_tensors_than_the_table_holds(monkeypatch):
-    monkeypatch.setattr("torchmpi.heap._MOST_SEGMENTS", 3)
-    heap = SharedHeap()
-    tensors = [heap.empty((10,), torch.float32).fill_(index) for index in range(5)]
-    assert len(entries(heap)) == 3
-    assert [tensor[0].item() for tensor in tensors] == [0.0, 1.0, 2.0, 3.0, 4.0]
+def test_tensors_are_as_many_as_the_descriptors_allow():
+    """Out of descriptors, a rank could not map what another one announced, in the middle of a collective."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 200, limits[1]))
+    try:
+        heap = SharedHeap(num_ranks=9)
+        tensors = []
+        with pytest.raises(OSError, match="already"):
+            for index in range(100):
+                tensors.append(heap.empty((10,), torch.float32).fill_(index))
+        assert 10 <= len(tensors) * 10 <= (descriptors() + 200) // 2
+        assert [tensor[0].item() for tensor in tensors] == list(range(len(tensors)))
+        tensors.pop(3)
+        gc.collect()
+        heap.empty((10,), torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_path):

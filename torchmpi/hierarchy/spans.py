@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .. import topology
-from ..communicator import Communicator, CommunicatorStack, Group
+from ..communicator import Communicator, Group
+from ..stack import CommunicatorStack
 from .steps import carried_in, divide
 
 COMPOSED = ("barrier", "allreduce", "reduce", "broadcast")

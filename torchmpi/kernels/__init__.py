@@ -1,19 +1,21 @@
 """Native code that runs without the GIL: collectives in shared memory, and the reductions in them.
 
-Importing this package loads nothing; `load` imports Numba, compiles what no earlier process has compiled, and gives the
-kernels. What was compiled is kept in a folder named after the source, so that no change of it is missed.
+Importing this package loads nothing. `load` gives the kernels: compiled by the first process on a machine, machine code
+from a file for all others.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_MODULES = ("reducing", "moving")
+NAMES = ("allreduce", "meet", "exchange", "broadcast", "allgather", "reduce_scatter")
+_PREFIX = "torchmpi_kernel_"
+_METH_FASTCALL = 0x80
 _kernels: dict[str, Callable[..., int]] = {}
 
 
@@ -26,51 +28,61 @@ def load(announce: Callable[[str], object] = lambda message: None) -> dict[str, 
     if not _kernels:
         from . import native
 
-        folder = native.cache_folder()
-        try:
-            if folder is None:
-                _import(None)
-            else:
-                _import_once(folder / f"torchmpi-{_source_digest()}", announce)
-        except OSError:  # full, without locks, or another user's
-            _import(None)
+        compiler, recipe = native.compiler(), _source_digest()
+        if not compiler.load("torchmpi_kernels", recipe):
+            _build(compiler, recipe, announce)
+        _kernels.update((name, _callable(name, compiler.find(_PREFIX + name))) for name in NAMES)
     return _kernels
 
 
-def _import_once(place: Path, announce: Callable[[str], object]) -> None:
-    done = place / "complete"
-    if done.exists():
-        _import(place)
-        return
-    place.mkdir(exist_ok=True)
-    with open(place / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one compiles, the other ranks wait for it instead of doing the same
-        if not done.exists():
-            announce("compiling the shared-memory kernels, once per machine: a few seconds")
-        _import(place)
-        done.touch()
-
-
-def _import(place: Path | None) -> None:
-    import numba
-
-    config: Any = numba.config
-    before, config.CACHE_DIR = config.CACHE_DIR, "" if place is None else str(place)
+def _build(compiler: Any, recipe: str, announce: Callable[[str], object]) -> None:
     try:
-        for name in _MODULES:
-            importlib.import_module(f".{name}", __package__)
-    finally:
-        config.CACHE_DIR = before
-    from .meeting import entry_points
+        lock = open(compiler.folder / "torchmpi_kernels.lock", "w") if compiler.folder else None
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one compiles, the other ranks wait for it instead of doing the same
+    except OSError:  # without locks, or another user's
+        lock = None
+    try:
+        if lock is not None and compiler.load("torchmpi_kernels", recipe):
+            return
+        announce("compiling the shared-memory kernels, once per machine: a few seconds")
+        from . import building
 
-    _kernels.update(entry_points)
+        compiler.build("torchmpi_kernels", recipe, building.module_text(_PREFIX))
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+class _Definition(ctypes.Structure):
+    """CPython's PyMethodDef."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+_definitions: list[_Definition] = []
+"""They must live as long as the functions."""
+
+
+def _callable(name: str, address: int) -> Callable[..., int]:
+    """A function of Python around machine code that unpacks its arguments itself."""
+    _definitions.append(_Definition(name.encode(), address, _METH_FASTCALL, None))
+    make = ctypes.pythonapi.PyCFunction_NewEx
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+    made: Callable[..., int] = make(ctypes.addressof(_definitions[-1]), None, None)
+    return made
 
 
 def _source_digest() -> str:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")) + [Path(__file__).parent.parent / "layout.py"]:
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 __all__ = ["load"]

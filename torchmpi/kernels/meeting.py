@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
-from numba import types
 
 from .. import layout
 from . import context
@@ -21,22 +19,14 @@ inner = _numba.njit(nogil=True, error_model="numpy")
 """How what kernels call is compiled: together with each kernel that calls it."""
 
 
-entry_points: dict[str, Callable[..., int]] = {}
-"""The compiled kernels by name. Numba's dispatcher would look up the types of the arguments, which takes 0.1 us."""
+kernels: dict[str, Any] = {}
+"""What Python calls, by name; compiled by :mod:`torchmpi.kernels.building`."""
 
 
-def kernel(num_arguments: int) -> Any:
-    """How a kernel is compiled: for so many addresses and numbers, without the GIL, kept on disk if there is room."""
-    signature = types.int64(*[types.int64] * num_arguments)
-    compiled = _numba.njit(signature, nogil=True, error_model="numpy", cache=bool(_numba.config.CACHE_DIR))
-
-    def register(function: Any) -> Any:
-        dispatcher = compiled(function)
-        (result,) = dispatcher.overloads.values()
-        entry_points[function.__name__] = result.entry_point
-        return dispatcher
-
-    return register
+def kernel(function: Any) -> Any:
+    """A function of addresses and numbers that Python calls, and kernels may."""
+    kernels[function.__name__] = function
+    return inner(function)
 
 
 _ROW = layout.ROW_BYTES

@@ -20,7 +20,7 @@ _LINE_BYTES = 64
 _PAIRS = 4 * 8
 
 
-@kernel(5)
+@kernel
 def meet(plan, seq, signature, message, num_bytes):  # type: ignore[no-untyped-def]
     """A barrier, to which each rank brings a message: it can then be read in the payload of its entry."""
     ctx = own(plan, context.CONTEXT)
@@ -68,7 +68,7 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
     return 0
 
 
-@kernel(4)
+@kernel
 def exchange(plan, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
     """Move everything in the table; all ranks make the same number of rounds."""
     ctx = own(plan, context.CONTEXT)
@@ -110,7 +110,7 @@ def rounds(num_bytes, piece_bytes):  # type: ignore[no-untyped-def]
     return (num_bytes + piece_bytes - 1) // piece_bytes
 
 
-@kernel(5)
+@kernel
 def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-untyped-def]
     """The root's bytes to everybody. The root is in the plan."""
     ctx = own(plan, context.CONTEXT)
@@ -136,7 +136,7 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
     return status
 
 
-@kernel(6)
+@kernel
 def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
     """Everybody's bytes to everybody, if all have as many; UNEVEN otherwise, with the lengths in the payloads."""
     ctx = own(plan, context.CONTEXT)
@@ -175,7 +175,7 @@ def rows_before(num_rows, size, rank):  # type: ignore[no-untyped-def]
     return num_rows // size * rank + min(num_rows % size, rank)
 
 
-@kernel(7)
+@kernel
 def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
     """Combine everybody's rows of each rank, and give them to that rank."""
     ctx = own(plan, context.CONTEXT)

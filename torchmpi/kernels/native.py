@@ -10,6 +10,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Compiler:
         nothing.triple = self.triple
         self.engine = binding.create_mcjit_compiler(nothing, self._machine())  # which then owns both
 
-    def address(self, name: str, text_of: Callable[..., str]) -> int:
+    def reducer(self, name: str, text_of: Callable[..., str]) -> int:
         """The address of the only function, called `reduce`, of the module that `text_of` writes.
 
         Names inside of it are made unique by `name`, the same in every process.
@@ -63,11 +64,31 @@ class Compiler:
             if any(call in image for call in _HALF_CALLS):
                 image = self._compile(text_of(has_half=False).replace('@"reduce"', f'@"{name}"'))
             self._write(name, text, image)
-        self.engine.add_object_file(binding.ObjectFileRef.from_data(image))
-        self.engine.finalize_object()
+        self._add(image)
+        return self.find(name)
+
+    def load(self, name: str, recipe: str) -> bool:
+        """Load the module that some process has kept under this name and recipe, if there is one."""
+        image = self._read(name, recipe)
+        if image is not None:
+            self._add(image)
+        return image is not None
+
+    def build(self, name: str, recipe: str, text: str) -> None:
+        """Compile and load a module, and keep it."""
+        image = self._compile(text)
+        self._write(name, recipe, image)
+        self._add(image)
+
+    def find(self, name: str) -> int:
+        """The address of a function that was loaded."""
         address = self.engine.get_function_address(name)
         assert address, name
         return address
+
+    def _add(self, image: bytes) -> None:
+        self.engine.add_object_file(binding.ObjectFileRef.from_data(image))
+        self.engine.finalize_object()
 
     def _machine(self) -> Any:
         # As numba does: x86 code that is loaded by MCJIT cannot be position-independent.
@@ -112,3 +133,9 @@ class Compiler:
             os.replace(file.name, path)  # whole or not at all, whoever else writes it
         except OSError:
             self.folder = None  # full, or not ours after all: the next ones need not try
+
+
+@lru_cache(maxsize=1)
+def compiler() -> Compiler:
+    """The one of this process, which keeps what it has loaded."""
+    return Compiler()

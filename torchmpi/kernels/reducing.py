@@ -248,7 +248,7 @@ def whole(plan, address, num_bytes):  # type: ignore[no-untyped-def]
     return 0
 
 
-@kernel(5)
+@kernel
 def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-def]
     """Combine in place, on all ranks or on one."""
     ctx = own(plan, context.CONTEXT)

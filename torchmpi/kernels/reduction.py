@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -44,7 +43,6 @@ _BOOL_OPS = {"min": "land", "band": "land", "land": "land", "max": "lor", "bor":
 
 _lock = threading.Lock()
 _addresses: dict[tuple[str, str, int], int] = {}
-_compiler: Any = None
 
 
 def address(dtype: torch.dtype, op: str) -> int:
@@ -89,8 +87,6 @@ def _compiled(key: tuple[str, str, int]) -> int:
     # Imported here: whoever never reduces through shared memory need not load LLVM.
     from . import native, reduction_ir
 
-    global _compiler
-    _compiler = _compiler or native.Compiler()
     lane, op, num_parts = key
     name = f"torchmpi_reduce_{lane}_{op}_{num_parts}"
-    return _compiler.address(name, partial(reduction_ir.module_text, lane, op, num_parts))
+    return native.compiler().reducer(name, partial(reduction_ir.module_text, lane, op, num_parts))

@@ -1,0 +1,174 @@
+"""The way of a call, from a verb to a plan that runs: what is asked of its arguments, and the short way past that.
+
+Every verb of :mod:`torchmpi.collectives` ends here, but for the shortest calls of all, allreduces of plain memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import buffers, plans, runtime, streams
+from .communicator import Communicator, Group
+from .errors import ArgumentError, DeviceError, DtypeError
+from .handle import Handle
+from .scalars import as_tensor, is_number, restore
+from .stack import Comm
+
+_Tensor = torch.Tensor
+_STRIDED = torch.strided
+
+
+def _is_simple(tensor: Any) -> bool:
+    """Whether this is contiguous memory of the host and nothing else."""
+    return (
+        type(tensor) is _Tensor
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.requires_grad)
+    )
+
+
+def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: tuple[Comm, str | None]) -> Any:
+    """A call like one before, on simple tensors: the short way past all checks. _OTHERWISE if it is not that."""
+    if not _is_simple(tensor):
+        return _OTHERWISE
+    comm, backend = where
+    group = runtime.communicator(comm).intra
+    plan = group.plans.get((verb, op, tensor.dtype, backend))
+    if plan is None or type(root) is not int or not 0 <= root < group.size:
+        return _OTHERWISE
+    if out is None:
+        result = group.call(plan, tensor, None, root)
+        if result is tensor:
+            buffers.touch(tensor)
+        return result
+    if not _is_simple(out) or out.dtype is not tensor.dtype or verb in plans.IN_PLACE or buffers.overlap(out, tensor):
+        return _OTHERWISE
+    result = group.call(plan, tensor, out, root)
+    if result is not out:
+        plans.copy_result(result, out)
+    buffers.touch(out)
+    return out
+
+
+_OTHERWISE = object()
+
+
+def call(
+    verb: str,
+    tensor: Any,
+    out: _Tensor | None,
+    *,
+    root: int = 0,
+    op: str | None = None,
+    comm: Comm = None,
+    backend: str | None = None,
+    asynchronous: bool = False,
+    packed: tuple[tuple[int, ...], ...] = (),
+) -> Any:
+    """`packed`: the shapes of what a flat tensor carries, always asynchronous."""
+    if not (asynchronous or packed):
+        result = _simple(verb, tensor, out, root, op, (comm, backend))
+        if result is not _OTHERWISE:
+            return result
+    communicator = runtime.communicator(comm)
+    group = communicator.intra
+    what = f"{group.where}: {verb}"
+    asynchronous = asynchronous or bool(packed)
+    finish: Callable[[Any], Any] | None = None
+    if is_number(tensor):
+        _refuse_number(verb, out, what)
+        tensor, finish = as_tensor(tensor, op), _number_result
+    if verb in _ROOTED:
+        root = check_root(group, root, verb)
+    if tensor is None and verb == "scatter" and group.rank != root:
+        key = (verb, op, None, "cpu", False, backend, asynchronous)
+    else:
+        buffers.check(tensor, what, written=out is None and verb in plans.IN_PLACE)
+        direct = out is None and buffers.is_direct(tensor) and tensor.is_cpu
+        key = (verb, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
+    if out is not None:
+        _check_out(verb, tensor, out, what)
+    plan = plan_for(communicator, key)
+    if packed:
+        return _submit(group, plan.for_many(packed), (tensor, out, root), None)
+    if not asynchronous:
+        result = group.call(plan, tensor, out, root)
+        return result if finish is None else finish(result)
+    return _submit(group, plan, (tensor, out, root), finish)
+
+
+def _submit(
+    group: Group, plan: plans.Plan, arguments: tuple[Any, Any, int], finish: Callable[[Any], Any] | None
+) -> Handle:
+    mark = streams.fence(arguments[0])
+    if mark is None and finish is None:
+        return group.submit(plan, *arguments)
+    device = None if mark is None else arguments[0].device
+
+    def task() -> Any:
+        result = streams.run_after(mark, device, partial(group.perform, plan, *arguments))
+        return result if finish is None else finish(result)
+
+    return group.lane.submit(task, f"{group.where}: {plan.verb}")
+
+
+def plan_for(communicator: Communicator, key: tuple[Any, ...]) -> plans.Plan:
+    known = communicator.intra.plans
+    plan: plans.Plan | None = known.get(key)
+    if plan is None:
+        plan = known[key] = plans.prepare(runtime.current(), communicator, key)
+        verb, op, dtype, _, _, backend, _ = key
+        if plan.quick is not None:
+            known[op, dtype, backend] = plan.quick
+        elif plan.is_simple:
+            known[verb, op, dtype, backend] = plan.bare
+    return plan
+
+
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
+def check_root(group: Group, root: Any, verb: str) -> int:
+    try:
+        number = -1 if isinstance(root, bool) else operator.index(root)  # numpy's integers too
+    except TypeError:
+        number = -1
+    if not 0 <= number < group.size:
+        raise ArgumentError(
+            f"{group.where}: {verb}: root={root!r} is not a rank of communicator {group.name}. Use 0 to "
+            f"{group.size - 1}."
+        )
+    return number
+
+
+def _check_out(verb: str, tensor: Any, out: Any, what: str) -> None:
+    buffers.check(out, f"{what}: out", written=True)
+    if tensor is None:
+        return
+    if out.dtype is not tensor.dtype:
+        raise DtypeError(f"{what}: out is {out.dtype}, the tensor {tensor.dtype}. Make out of the same dtype.")
+    if out.device != tensor.device:
+        raise DeviceError(f"{what}: out is on {out.device}, the tensor on {tensor.device}. Put both on one device.")
+    if verb in plans.IN_PLACE and out.shape != tensor.shape:
+        raise ArgumentError(
+            f"{what}: out has shape {list(out.shape)}, the tensor {list(tensor.shape)}. They must be equal."
+        )
+
+
+def _refuse_number(verb: str, out: Any, what: str) -> None:
+    if verb in ("scatter", "reduce_scatter", "alltoall"):
+        raise DtypeError(f"{what}: a number cannot be split over ranks. Pass a tensor with one row per rank.")
+    if out is not None:
+        raise ArgumentError(f"{what}: a number has no out=. Use the returned value, or pass a tensor.")
+
+
+def _number_result(result: Any) -> Any:
+    return restore(result) if isinstance(result, torch.Tensor) else result
