@@ -41,6 +41,16 @@ def start(placement: str, **settings) -> None:
     mpi.start(config=given)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_else_runs() -> Iterator[None]:
+    """torchmpi stopped, and afterwards as it was for the other files."""
+    was_running = runtime.is_running()
+    mpi.stop()
+    yield
+    if was_running:
+        mpi.start()
+
+
 @pytest.fixture(params=PLACEMENTS, ids=lambda name: name.replace(" ", "-"))
 def hosts(request) -> Iterator[list[list[int]]]:
     """torchmpi, started on these hosts, with pieces so small that there are several."""
