@@ -47,5 +47,10 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     (tensor([0., 1.]), tensor([2.]))
     """
     pieces = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        buffers.overwrite(tensor, piece.view(tensor.shape))
+    shaped = [piece.view(tensor.shape) for tensor, piece in zip(tensors, pieces, strict=True)]
+    if any(tensor.is_inference() for tensor in tensors):
+        for tensor, piece in zip(tensors, shaped, strict=True):
+            buffers.overwrite(tensor, piece)
+    else:  # all at once: a call for each would take longer than its copy
+        with torch.no_grad():
+            torch._foreach_copy_([tensor.detach() for tensor in tensors], shaped)

@@ -82,6 +82,16 @@ class SharedHeap:
         begin = 1 + place * context.SEGMENT_WORDS
         return self.table[begin : begin + context.SEGMENT_WORDS]
 
+    def holds(self, address: int) -> bool:
+        """Whether this is an address within one of the own segments.
+
+        >>> SharedHeap().holds(4096)
+        False
+        """
+        segments = self.table[1:].reshape(-1, context.SEGMENT_WORDS)[: int(self.table[0])]
+        begins, ends = segments[:, context.SEGMENT_BEGIN], segments[:, context.SEGMENT_END]
+        return bool(((begins <= address) & (address < ends)).any())
+
     def map(self, key: int, file: int, num_bytes: int) -> int:
         """The address here of a segment that another rank has announced."""
         with self._changing:

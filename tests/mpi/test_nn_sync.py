@@ -9,6 +9,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi import runtime
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -296,3 +297,32 @@ def test_only_the_ranks_of_the_communicator_take_part(agree):
     (p,) = parameters_with(torch.tensor([float(mpi.rank())]))
     mpinn.synchronize_gradients([p], average=False, comm=level)
     agree.equal(p.grad, torch.tensor([float(sum(range(mpi.rank() % 2, mpi.size(), 2)))]))
+
+
+def test_kept_gradients_move_into_shared_memory_and_stay_the_same_objects(agree):
+    """From the second call on they are added up in place; dropped and new ones travel as before, with equal bits."""
+    rank, size = mpi.rank(), mpi.size()
+    net = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 50))
+    mpinn.synchronize_parameters(net)
+    heap, is_shared = runtime.current().heap, mpi.communicator().intra.page is not None
+    objects, bits = [], []
+    for step in range(4):
+        for index, parameter in enumerate(net.parameters()):
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * index + rank))
+            if parameter.grad is None:
+                parameter.grad = values
+            else:
+                parameter.grad.copy_(values)
+        mpinn.synchronize_gradients(net)
+        weights = [net[0].weight.grad, net[1].weight.grad]
+        objects.append([id(gradient) for gradient in weights])
+        bits.append([gradient.clone() for gradient in weights])
+        if step == 2:
+            agree.equal([heap.holds(gradient.data_ptr()) for gradient in weights], [is_shared, is_shared])
+            net.zero_grad()
+    agree.equal(objects[0], objects[1])
+    agree.equal(objects[1], objects[2])
+    for later in bits[1:]:
+        for first, other in zip(bits[0], later, strict=True):
+            agree.equal(other, first)
+    agree(heap.holds(net[0].weight.grad.data_ptr()) is False, f"new gradients are private at first ({size} ranks)")

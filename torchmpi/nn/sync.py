@@ -18,6 +18,7 @@ from .channel import default_bucket_bytes, resolve
 from .reduction import Reduction
 from .replica import Net, Replica, attached
 from .roll_call import DIRECT, ROLL_CALL, refuse_inside_join
+from .sharing import share_kept_gradients
 from .sparse import reduce_sparse
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
@@ -118,6 +119,7 @@ def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, 
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     if comm.intra.page is not None:
+        share_kept_gradients(replica.net, dense)
         _reduce_within_host(_buckets(replica, dense, bucket_bytes, alone_bytes=_ALONE_BYTES), reduction, comm)
     else:
         _reduce_over_wire(_buckets(replica, dense, bucket_bytes), reduction, comm)
