@@ -201,8 +201,8 @@ if [ $quick = no ]; then
     for name in $mpis; do
         use_environment "$name"
         pytest_suite "$name-jobs" 1200 tests/jobs ${skip[@]+"${skip[@]}"}
-        # Shell scripts and the text of the documentation are the same under every MPI: once is enough.
-        skip=(--ignore=tests/jobs/test_scripts.py --ignore=tests/jobs/test_docs.py)
+        # Shell scripts, documentation and the bench command are the same under every MPI: once is enough.
+        skip=(--ignore=tests/jobs/test_{scripts,docs,bench}.py)
     done
 fi
 

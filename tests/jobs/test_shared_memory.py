@@ -54,12 +54,11 @@ def flock(*arguments):
     raise OSError(errno.ENOLCK, "no locks available")
 fcntl.flock = flock
 """,
-        # As far as numba's files go: MPI has some, too.
         "no room": """
-import errno, numba.core.caching
-def save(*arguments):
+import errno, tempfile
+def refuse(*arguments, **options):
     raise OSError(errno.ENOSPC, "no space left on device")
-numba.core.caching.CompileResultCacheImpl.reduce = save
+tempfile.NamedTemporaryFile = refuse
 """,
     }[why]
     result = job(1, code + START + SUM, env=env)
@@ -82,16 +81,21 @@ numba.core.caching.CompileResultCacheImpl.reduce = save
 def test_without_numba_mpi_moves_everything(job, tmp_path, content):
     (tmp_path / "fake" / "numba").mkdir(parents=True)
     (tmp_path / "fake" / "numba" / "__init__.py").write_text(content)
-    result = job(2, START + SUM, env={"PYTHONPATH": os.pathsep.join([str(tmp_path / "fake"), str(ROOT)])})
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "fake"), str(ROOT)]),
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),  # what another job has compiled would do without it
+    }
+    result = job(2, START + SUM, env=env)
     check_done_by_mpi(result, "its kernels cannot be compiled here", 2)
 
 
-def test_one_rank_without_numba_is_named(job):
-    code = """
+def test_one_rank_without_numba_is_named(job, tmp_path):
+    code = f"""
 from mpi4py import MPI
-import sys
+import os, sys
 if MPI.COMM_WORLD.rank == 1:
     sys.modules["numba"] = None
+    os.environ["NUMBA_CACHE_DIR"] = {str(tmp_path)!r}
 """
     result = job(3, code + START + SUM)
     check_done_by_mpi(result, "rank 1 cannot: its kernels cannot be compiled here", 3)

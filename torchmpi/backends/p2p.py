@@ -62,7 +62,7 @@ class P2PBackend:
         if verb not in _REDUCTIONS + _MOVEMENTS:
             return f"it has no {verb}, only {', '.join(_REDUCTIONS + _MOVEMENTS)}"
         if verb in _REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
-            return "its reductions are compiled by numba, which is not installed"
+            return "its reductions are compiled by llvmlite (a part of numba), which is not installed"
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
         return None

@@ -78,6 +78,33 @@ def copy(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-
 
 
 @intrinsic
+def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-def]
+    """Copy four lines of 64 bytes to an aligned target, past the caches: what is there is not fetched first."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        line = ir.VectorType(_WORD, 8).as_pointer()
+        target, source = (builder.inttoptr(address, line) for address in arguments)
+        mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        values = [builder.load(builder.gep(source, [_WORD(index)]), align=1) for index in range(4)]
+        for index, value in enumerate(values):
+            builder.store(value, builder.gep(target, [_WORD(index)]), align=64).set_metadata("nontemporal", mark)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def fence(typing_context):  # type: ignore[no-untyped-def]
+    """Everything written before is seen by others before anything that is written after, past the caches or not."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def reduce(typing_context, function, out, sources, num_sources, numel):  # type: ignore[no-untyped-def]
     """Call a reducer by its address: ``reduce(out, sources, num_sources, numel)``."""
 
