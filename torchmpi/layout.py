@@ -10,8 +10,9 @@ from __future__ import annotations
 WORD_BYTES = 8
 _LINE_WORDS = 16  # 128 bytes
 
-# The head: number of the last call entered and left, of the one refused, questions asked and answered, and the end.
-ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING = range(6)
+# The head: number of the last call entered and left, of the one refused, questions asked and answered, the end, and
+# whether this rank fetches slowly what the others have written (see torchmpi.kernels.placing).
+ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY = range(7)
 
 # Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read.
 READY = 1 * _LINE_WORDS

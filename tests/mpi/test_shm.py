@@ -596,3 +596,23 @@ def test_settings_of_any_slot_size(stopped, agree):
             result = mpi.allreduce(inputs[mpi.rank()].clone(), backend="shm")
             agree(contract.same_bits(result, contract.reduced(inputs, "sum")), f"{numel} with slots of {slot_bytes}")
         mpi.stop()
+
+
+# --- how data goes into the slots
+
+
+@pytest.mark.parametrize("who", ("all", "one"))
+def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
+    """Each rank decides for itself, from what it measures: forced here, whatever this machine is like."""
+    rank, size = mpi.rank(), mpi.size()
+    group = mpi.communicator().intra
+    for numel in (5_003, 70_001):
+        inputs = [contract.values((numel,), torch.float32, r) for r in range(size)]
+        expected = contract.reduced(inputs, "sum")
+        group.page.set(rank, layout.FETCHES_SLOWLY, int(who == "all" or rank == 0))
+        agree(contract.same_bits(mpi.allreduce(inputs[rank].clone(), backend="shm"), expected), f"allreduce {numel}")
+        agree(contract.same_bits(mpi.broadcast(inputs[rank].clone(), size - 1, backend="shm"), inputs[-1]), "broadcast")
+        agree(contract.same_bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs)), f"allgather {numel}")
+        mine = contract.rows(expected, rank, size)
+        agree(contract.same_bits(mpi.reduce_scatter(inputs[rank].clone(), backend="shm"), mine), "reduce_scatter")
+        group.page.set(rank, layout.FETCHES_SLOWLY, 0)

@@ -194,20 +194,27 @@ class Calls:
         try:
             if kind == context.UNMAPPED:
                 self.shared.map_segment(rank, self.ledger.current[0])
-            elif kind == context.MISMATCH or self._differs(rank):
+            elif kind == context.MISMATCH:
                 self.ledger.refuse(rank)
+            elif (other := self._differing()) is not None:
+                self.ledger.refuse(other)
             else:
                 self.ledger.given_up(rank)
         except BaseException:
             self.shared.give_up()
             raise
 
-    def _differs(self, rank: int) -> bool:
-        """Whether a rank that gave the current call up had called something else, which nobody waited to see."""
+    def _differing(self) -> int | None:
+        """A rank that has arrived with something else: the one that gave up may have met it before this rank did."""
         words, seq = self.shared.page.words, self.ledger.current[0]
-        own, theirs = (entry(row, seq & (RING_LENGTH - 1)) for row in (self.rank, rank))
-        arrived = words[own + SEQUENCE] == words[theirs + SEQUENCE] == seq
-        return arrived and words[own + SIGNATURE] != words[theirs + SIGNATURE]
+        entries = [entry(row, seq & (RING_LENGTH - 1)) for row in range(self.size)]
+        own = words[entries[self.rank] + SIGNATURE]
+        if words[entries[self.rank] + SEQUENCE] != seq:
+            return None
+        for rank, at in enumerate(entries):
+            if words[at + SEQUENCE] == seq and words[at + SIGNATURE] != own:
+                return rank
+        return None
 
     def exchange(self, *, is_stream: bool, longest: int) -> None:
         """Move what is in the table; `longest` is the longest length in anybody's."""

@@ -28,7 +28,13 @@ CHUNK_BYTES = 12
 """Size of the chunks in which the current call is cut, but for the last."""
 FREE = 13
 """Calls up to this number may be entered: all ranks are past the entries that they take in the ring."""
-POINTERS = 14
+IS_PAST = 14
+"""Whether what goes into the slots is written past the caches, because the ranks' cores share none."""
+SPENT = 15
+"""Nanoseconds spent on copying and combining in the current chunk, without the waits."""
+PACE = 16
+"""Nanoseconds for a KB in the best chunk of this call; 0 = not known."""
+POINTERS = 17
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -36,7 +42,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    22
+    25
     """
     return POINTERS + 2 * size
 

@@ -94,6 +94,22 @@ def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-
 
 
 @intrinsic
+def now(typing_context):  # type: ignore[no-untyped-def]
+    """Nanoseconds, of a clock that only goes forward."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _WORD.as_pointer()])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        time = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
+        words = builder.bitcast(time, _WORD.as_pointer())
+        builder.call(function, [ir.Constant(ir.IntType(32), 1), words])  # CLOCK_MONOTONIC
+        seconds, rest = (builder.load(builder.gep(words, [_WORD(index)])) for index in range(2))
+        return builder.add(builder.mul(seconds, _WORD(1_000_000_000)), rest)
+
+    return types.int64(), generate
+
+
+@intrinsic
 def fence(typing_context):  # type: ignore[no-untyped-def]
     """Everything written before is seen by others before anything that is written after, past the caches or not."""
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from .. import layout
 from . import context
 from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
-from .memory import copy, copy_lines_past, fence, load, store, store_release
-from .reducing import combine, point_at, slot
+from .memory import copy, fence, load, now, store, store_release
+from .placing import choose_way, copy_into_slot, copy_past, judge, note_pace, note_time, publish, slot
+from .reducing import combine, point_at
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 _LINE_BYTES = 64
@@ -31,19 +32,6 @@ def meet(plan, seq, signature, message, num_bytes):  # type: ignore[no-untyped-d
         status = arrive(ctx, seq, signature)
     leave(ctx, seq)
     return status
-
-
-@inner
-def copy_past(target, source, num_bytes):  # type: ignore[no-untyped-def]
-    """Copy to where nobody will look soon: for a target that is not in the caches anyway, a third less to move."""
-    head = min(-target & (_LINE_BYTES - 1), num_bytes)
-    copy(target, source, head)
-    done = head
-    while done + 4 * _LINE_BYTES <= num_bytes:
-        copy_lines_past(target + done, source + done)
-        done += 4 * _LINE_BYTES
-    copy(target + done, source + done, num_bytes - done)
-    return 0
 
 
 @inner
@@ -77,10 +65,11 @@ def put(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
         pair = table + other * _PAIRS
         length = min(piece_bytes, load(pair + 8) - done)
         if length > 0 and other != rank:
-            copy(slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes), load(pair) + done, length)
+            target = slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes)
+            copy_into_slot(ctx, target, load(pair) + done, length)
             if is_stream:
                 break
-    store_release(row(ctx, rank) + _READY, chunk + 1)
+    publish(ctx, _READY, chunk + 1)
     return 0
 
 
@@ -90,6 +79,7 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
     done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
     is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    fetched = 0
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
         pair = table + other * _PAIRS + 16
@@ -99,7 +89,11 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
             if status != 0:
                 return status
             source = slot(ctx, other, chunk) + (0 if is_stream else rank * piece_bytes)
+            begin = now()
             deliver(load(pair) + done, source, length, load(pair + 8))
+            note_time(ctx, begin)
+            fetched += length
+    note_pace(ctx, fetched)
     store_release(row(ctx, rank) + _REDUCED, chunk + 1)
     return 0
 
@@ -109,6 +103,7 @@ def exchange(plan, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-d
     """Move everything in the table; all ranks make the same number of rounds."""
     ctx = own(plan, context.CONTEXT)
     base, rank = own(ctx, context.CHUNKS), own(ctx, context.RANK)
+    choose_way(ctx)
     kept = table + rank * _PAIRS
     is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
     if not is_stream:
@@ -131,6 +126,7 @@ def exchange(plan, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-d
         if status != 0:
             return status
     fence()  # what went past the caches is in no order with anything else
+    judge(ctx)
     store(ctx + context.CHUNKS * 8, base + num_rounds)
     return wait_all(ctx, _REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
 
@@ -238,6 +234,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
         return status
     piece = own(ctx, context.SLOT_BYTES) // size // _LINE_BYTES * _LINE_BYTES
     table, base = own(plan, context.TABLE), own(ctx, context.CHUNKS)
+    choose_way(ctx)
     for other in range(size):
         theirs = rows_before(num_rows, size, other) * row_bytes
         store(table + other * _PAIRS, source + theirs)
@@ -261,8 +258,12 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
         for other in range(size):
             point_at(ctx, other, slot(ctx, other, chunk) + rank * piece)
         point_at(ctx, rank, source + first + index * piece)
-        combine(plan, target + index * piece, max(0, min(piece, length - index * piece)), 0)
+        mine, since = max(0, min(piece, length - index * piece)), now()
+        combine(plan, target + index * piece, mine, 0)
+        note_time(ctx, since)
+        note_pace(ctx, mine * (size - 1))
         store_release(row(ctx, rank) + _REDUCED, chunk + 1)
+    judge(ctx)
     store(ctx + context.CHUNKS * 8, base + num_rounds)
     if num_rounds > 1 and status == 0:
         status = wait_all(ctx, _REDUCED, base + num_rounds - 1)

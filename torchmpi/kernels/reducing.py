@@ -9,18 +9,13 @@ from __future__ import annotations
 from .. import layout
 from . import context
 from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
-from .memory import copy, load, reduce, store, store_release
+from .memory import copy, load, now, reduce, store, store_release
+from .placing import choose_way, copy_into_slot, judge, note_pace, note_time, publish, slot
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 _LINE_BYTES = 64
 _BLOCK_BYTES = 16 << 10  # combined, then copied on while it is in the first cache
 _MIXED, _ALL_SHARED = 1, 2
-
-
-@inner
-def slot(ctx, rank, chunk):  # type: ignore[no-untyped-def]
-    """Address of the slot of a rank for a chunk."""
-    return own(ctx, context.SLOTS) + (2 * rank + (chunk & 1)) * own(ctx, context.SLOT_BYTES)
 
 
 @inner
@@ -59,7 +54,7 @@ def combine(plan, out, num_bytes, second):  # type: ignore[no-untyped-def]
     while done < num_bytes:
         block = min(_BLOCK_BYTES, num_bytes - done)
         reduce(reducer, out + done, pointers, size, block // item)
-        copy(second + done, out + done, block)
+        copy_into_slot(ctx, second + done, out + done, block)
         for rank in range(size):
             point_at(ctx, rank, own(ctx, context.POINTERS + rank) + block)
         done += block
@@ -72,9 +67,11 @@ def copy_in(ctx, chunk, address, num_bytes):  # type: ignore[no-untyped-def]
     rank = own(ctx, context.RANK)
     target = slot(ctx, rank, chunk)
     begin, end = chunk_part(ctx, rank, num_bytes), chunk_part(ctx, rank + 1, num_bytes)
-    copy(target, address, begin)
-    copy(target + end, address + end, num_bytes - end)
-    store_release(row(ctx, rank) + _READY, chunk + 1)
+    since = now()
+    copy_into_slot(ctx, target, address, begin)
+    copy_into_slot(ctx, target + end, address + end, num_bytes - end)
+    note_time(ctx, since)
+    publish(ctx, _READY, chunk + 1)
     return 0
 
 
@@ -87,12 +84,13 @@ def combine_own(plan, chunk, address, num_bytes):  # type: ignore[no-untyped-def
     for other in range(size):
         point_at(ctx, other, slot(ctx, other, chunk) + begin)
     point_at(ctx, rank, address + begin)
-    out = slot(ctx, rank, chunk) + begin
+    out, since = slot(ctx, rank, chunk) + begin, now()
     if root < 0:
         combine(plan, address + begin, end - begin, out)
     else:
         combine(plan, address + begin if root == rank else out, end - begin, 0)
-    store_release(row(ctx, rank) + _REDUCED, chunk + 1)
+    note_time(ctx, since)
+    publish(ctx, _REDUCED, chunk + 1)
     return 0
 
 
@@ -108,7 +106,9 @@ def copy_out(plan, chunk, address, num_bytes):  # type: ignore[no-untyped-def]
             return status
         if root < 0 or root == rank:
             begin, end = chunk_part(ctx, other, num_bytes), chunk_part(ctx, other + 1, num_bytes)
+            since = now()
             copy(address + begin, slot(ctx, other, chunk) + begin, end - begin)
+            note_time(ctx, since)
     return 0
 
 
@@ -214,6 +214,8 @@ def in_chunks(plan, address, num_bytes, chunk_bytes, is_mixed):  # type: ignore[
         status = copy_out(plan, chunk, here, length)
         if status != 0:
             return status
+        note_pace(ctx, length)
+    judge(ctx)
     store(ctx + context.CHUNKS * 8, base + num_chunks)
     return 0
 
@@ -267,6 +269,7 @@ def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-
     store(ctx + context.CHUNK_BYTES * 8, chunk_bytes)
     is_whole = num_bytes <= own(ctx, context.WHOLE_BYTES)
     first = min(chunk_bytes, num_bytes)
+    choose_way(ctx)
     if is_whole or not announce_memory(ctx, seq, address, num_bytes):
         if is_whole:
             store(entry(ctx, rank, seq) + PAYLOAD, 0)
