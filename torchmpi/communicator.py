@@ -228,7 +228,8 @@ def _make_page(group: Group) -> Board | None:
         return Board(segment, group.size)
     if segment is not None:
         segment.close()
-    context.problems.add("the system gives none (neither anonymous files nor room in /dev/shm)")
+    reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"
+    context.problems.add(f"the system gives none ({reason})")
     return None
 
 

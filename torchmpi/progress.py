@@ -4,9 +4,9 @@ Each call on a group has a sequence number and a signature (verb, operation, dty
 different things under one number are told so (:class:`~torchmpi.errors.MismatchError`), and the watchdog reads from
 the same place who has not arrived.
 
-Within a host the ledger is one shared page per rank, the *board*: writing to it and reading the two neighbours' rows
-costs a fraction of a microsecond and no message. Neighbours suffice: if everybody equals the next one, all are equal.
-Whoever of two neighbours arrives later finds the other's entry, so no disagreement passes unseen.
+Within a host the ledger is one row of shared memory per rank, the *board*: writing to it and reading the neighbours'
+rows costs a fraction of a microsecond and no message. Two neighbours suffice: if everybody equals the next one, all are
+equal. Whoever of two neighbours arrives later finds the other's entry, so no disagreement passes unseen.
 """
 
 from __future__ import annotations

@@ -125,12 +125,12 @@ def check_shared_memory(facts: Facts) -> Finding | None:
     if worst.shm_total_bytes is None or not worst.shm_is_writable:
         state = "not there" if worst.shm_total_bytes is None else "not writable"
         remedy = "Mount it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm (docker run --shm-size=1g)."
-        found = f"/dev/shm is {state} on {worst.host}: ranks of a host take slower ways"
+        found = f"/dev/shm is {state} on {worst.host}: MPI libraries take slower ways between its ranks"
         return Finding(name, "warning", found, remedy)
     total, free = worst.shm_total_bytes // _MIB, worst.shm_free_bytes // _MIB
     found = f"/dev/shm on {worst.host}: {free} of {total} MiB free"
     if worst.shm_free_bytes < needed:
-        remedy = f"Ranks need about {needed // _MIB} MiB: delete what dead jobs left, or docker run --shm-size=1g."
+        remedy = f"MPI needs about {needed // _MIB} MiB: delete what dead jobs left, or docker run --shm-size=1g."
         return Finding(name, "problem", found, remedy)
     if worst.shm_total_bytes < _SHM_SMALL_BYTES:
         remedy = "In a container, 64 MiB is the default: docker run --shm-size=1g, or --ipc=host."

@@ -45,7 +45,7 @@ def _build(compiler: Any, recipe: str, announce: Callable[[str], object]) -> Non
     try:
         if lock is not None and compiler.load("torchmpi_kernels", recipe):
             return
-        announce("compiling the shared-memory kernels, once per machine: a few seconds")
+        announce("compiling the shared-memory kernels, once per machine: some seconds")
         from . import building
 
         compiler.build("torchmpi_kernels", recipe, building.module_text(_PREFIX))

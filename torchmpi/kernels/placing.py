@@ -16,7 +16,7 @@ from .memory import copy, copy_lines_past, fence, load, now, store, store_releas
 _LINE_BYTES = 64
 _FETCHES_SLOWLY = layout.FETCHES_SLOWLY * 8
 _LEAST_BYTES = 16 << 10  # less says nothing about the pace
-_SLOW_NANOSECONDS = 180  # for a KB, in the best chunk. Seen: 80 to 120 with a common cache, 200 to 500 without
+_SLOW_NANOSECONDS = 180  # for a KB, in the best chunk. Seen: 80 to 120 with a common cache, 200 to 500 without it
 _WARM_CHUNKS = 16  # before that, the system still hands out the memory of the slots
 _PROBE_EVERY = 128  # calls: a power of two
 
