@@ -130,6 +130,7 @@ def test_different_calls_are_named(job, one, other, names):
 
 
 def test_a_refusal_that_is_caught_does_not_leave_the_others_waiting(job):
+    """Where MPI moves the data: in shared memory every rank gets the error itself (test_shared_memory.py)."""
     code = """
 try:
     if rank == 1:
@@ -140,7 +141,7 @@ try:
 except mpi.TorchMPIError:
     time.sleep(60)
 """
-    result = failing(job, code)
+    result = failing(job, code, env={"TORCHMPI_BACKEND": "mpi"})
     assert "cannot end: rank 1 called something else" in result.stderr, result.output
 
 
