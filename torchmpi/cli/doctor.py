@@ -6,14 +6,14 @@ import argparse
 import dataclasses
 import faulthandler
 import json
-import os
 
 from ..errors import MissingMPIError
 from ..mpi_library import are_foreign
 from . import checks_host, checks_mpi, checks_software
-from .facts import Facts, ProcessFacts
+from .facts import Facts
 from .finding import Check, Finding
 from .gathering import gather_ranks, loaded_library, mpi_facts, process_facts
+from .launching import is_rank
 from .layout import counted, hanging
 from .probe import leave
 from .selftest import self_test
@@ -38,8 +38,6 @@ CHECKS: tuple[Check, ...] = (
     checks_software.check_settings,
     checks_software.check_self_test,
 )
-# Launchers that torchmpi does not know by name tell their processes at least this.
-_RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 def gather(timeout_seconds: float) -> Facts:
     """All facts: of the running job if this is one of its ranks, otherwise of trials."""
     here = process_facts()
-    if not _is_rank(here):
+    if not is_rank(here.launcher, here.launcher_ranks):
         return try_out(here, seconds=timeout_seconds)
     faulthandler.dump_traceback_later(timeout_seconds, exit=True)  # also while waiting inside MPI
     try:
@@ -76,13 +74,6 @@ def gather(timeout_seconds: float) -> Facts:
     result = self_test()
     faulthandler.cancel_dump_traceback_later()
     return Facts(here, mpi, ranks=ranks, self_test=result, in_job=True)
-
-
-def _is_rank(here: ProcessFacts) -> bool:
-    """Whether a launcher started this process. The shell of an interactive Slurm job is a step of one task."""
-    if here.launcher == "Slurm's srun":
-        return here.launcher_ranks > 1
-    return here.launcher is not None or any(name in os.environ for name in _RANK_VARIABLES)
 
 
 def _reports(facts: Facts) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .facts import Facts, Launch, MPIFacts, ProcessFacts, Program, RankFacts, SelfTest
+from .launching import environment
 from .probe import BOOTSTRAP, messages
 
 _NAMES = ("mpirun", "mpiexec")
@@ -128,11 +129,6 @@ def _probe_command(seconds: float) -> list[str]:
     return [sys.executable, "-c", BOOTSTRAP, str(package_parent), str(seconds)]
 
 
-def _environment() -> dict[str, str]:
-    """As root, Open MPI's mpirun does nothing without these: the rest shall be seen nevertheless."""
-    return os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-
-
 def _tail(ended: Ended) -> str:
     """The end of what was printed, without what the probes said and without ruled lines."""
     lines = [line.strip() for text in (ended.stdout, ended.stderr) for line in text.splitlines()]
@@ -142,7 +138,7 @@ def _tail(ended: Ended) -> str:
 
 def try_out(here: ProcessFacts, *, seconds: float) -> Facts:
     """What happens to a process alone, and to two that mpirun starts."""
-    alone = run_limited(_probe_command(seconds), seconds=seconds + _GRACE_SECONDS, environment=_environment())
+    alone = run_limited(_probe_command(seconds), seconds=seconds + _GRACE_SECONDS, environment=environment())
     said = {name: value for message in messages(alone.stdout) for name, value in message.items()}
     programs = find_programs()
     if "missing" in said:
@@ -155,7 +151,7 @@ def try_out(here: ProcessFacts, *, seconds: float) -> Facts:
     if not programs:
         return Facts(here, mpi, error)
     command = [*_launch_command(programs[0], here), *_probe_command(seconds)]
-    ended = run_limited(command, seconds=seconds + _GRACE_SECONDS, environment=_environment())
+    ended = run_limited(command, seconds=seconds + _GRACE_SECONDS, environment=environment())
     said = {name: value for message in messages(ended.stdout) for name, value in message.items()}
     launch = Launch(
         command=shlex.join([*command[: command.index(sys.executable)], "python", "..."]),

@@ -55,6 +55,7 @@ def choose_way(ctx):  # type: ignore[no-untyped-def]
             is_past |= load(row(ctx, rank) + _FETCHES_SLOWLY)
     store(ctx + context.IS_PAST * 8, is_past)
     store(ctx + context.PACE * 8, 0)
+    store(ctx + context.SPENT * 8, 0)  # of a call that failed half way
     return 0
 
 

@@ -269,7 +269,8 @@ def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-
     store(ctx + context.CHUNK_BYTES * 8, chunk_bytes)
     is_whole = num_bytes <= own(ctx, context.WHOLE_BYTES)
     first = min(chunk_bytes, num_bytes)
-    choose_way(ctx)
+    if not is_whole:
+        choose_way(ctx)
     if is_whole or not announce_memory(ctx, seq, address, num_bytes):
         if is_whole:
             store(entry(ctx, rank, seq) + PAYLOAD, 0)

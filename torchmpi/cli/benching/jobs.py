@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from ... import affinity, mpi_library
 from ...errors import JobError
+from .. import launching
 from ..facts import Program
 from ..trial import Ended, find_programs, run_limited
 
@@ -26,21 +27,13 @@ _BOOTSTRAP = (
 )
 # By its path, since importing it as a module would import torchmpi before anything has been measured.
 _BOOTSTRAP_BARE = "import runpy, sys; path = sys.argv.pop(1); runpy.run_path(path, run_name='__main__')"
-_RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 _TAIL_LINES = 30
 
 
 def is_rank() -> bool:
-    """Whether a launcher started this process. The shell of an interactive Slurm job is a step of one task."""
+    """Whether a launcher started this process."""
     found = mpi_library.launcher()
-    if found.name == "Slurm's srun":
-        return found.num_ranks > 1
-    return found.name is not None or any(name in os.environ for name in _RANK_VARIABLES)
-
-
-def environment() -> dict[str, str]:
-    """For jobs of ours. As root, Open MPI's mpirun does nothing without two of them."""
-    return os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return launching.is_rank(found.name, found.num_ranks)
 
 
 def launch_command(program: Program, num_ranks: int, *, unbound: bool = False) -> list[str]:
@@ -82,7 +75,7 @@ def run_job(
         command = launch_command(program, num_ranks, unbound=options.kind == "starts")
         command += [sys.executable, *_program(options.kind, task)]
         with _relayed(folder / "progress", show):
-            ended = run_limited(command, seconds=limit_seconds, environment=environment())
+            ended = run_limited(command, seconds=limit_seconds, environment=launching.environment())
         result = folder / "result.json"
         if ended.status != 0 or not result.exists():
             _refuse(command, ended)
