@@ -20,6 +20,7 @@ PROCESS = ProcessFacts(
         "torch": "2.8.0+cu126",
         "numpy": "2.1.0",
         "numba": "0.62.1",
+        "llvmlite": "0.45.0",
         "mpi4py": "4.1.0",
     },
     launcher=None,

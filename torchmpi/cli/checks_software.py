@@ -15,6 +15,7 @@ OLDEST_AND_TESTED = {
     "torch": ("2.6", "2.13"),
     "numpy": ("1.26", "2.4"),
     "numba": ("0.61", "0.68"),
+    "llvmlite": ("0.44", "0.50"),
     "mpi4py": ("4.0", "4.1"),
 }
 """The oldest version that is supported, and the newest that the tests have been run with."""

