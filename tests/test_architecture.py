@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 FLOORS = (
     ("_version", "errors"),
     ("config", "topology", "schedule", "rules", "layout"),
-    ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "segments"),
+    ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "segments", "archive"),
     ("buffers", "lane", "progress", "inquiry", "tuning_file", "kernels"),
     ("communicator", "fusion", "heap"),
     ("stack",),
@@ -22,15 +22,16 @@ FLOORS = (
     ("plans",),
     ("calls",),
     ("collectives", "messages", "lifecycle"),
-    ("tuning", "nn",),
-    ("engine", "cli"),
+    ("tuning", "nn"),
+    ("engine", "parameterserver"),
+    ("cli",),
     ("__init__", "__main__"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Loaded by start(), not by import: they start MPI, or cost a fifth of a second.
 LATE = ("mpi4py", "numba")
 # These are what is loaded late: kernels.load() imports them.
-LATE_MODULES = ("memory", "meeting", "placing", "reducing", "moving", "building")
+LATE_MODULES = ("memory", "meeting", "placing", "reducing", "moving", "sharding", "building")
 
 
 def modules() -> list[Path]:

@@ -57,6 +57,8 @@ class Group:
         twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
         self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
         """The same number on all its ranks, and on no other group."""
+        self.attachments: list[Any] = []
+        """What others have opened on this group, to be closed before it."""
         self.placement = topology.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         """Which ranks share a host."""
         self.local, self.across = _split_by_host(self)
@@ -158,6 +160,8 @@ class Group:
             lane.close()
             for error in filter(None, (handle.unseen_error for handle in lane.failed)):
                 print(f"torchmpi: an asynchronous call failed and nobody waited for it: {error}", file=sys.stderr)
+        for attachment in reversed(self.attachments):
+            attachment.close()
         self.plans.clear()
         for part in (self.across, self.local):
             if part is not None:
@@ -216,21 +220,25 @@ def _make_page(group: Group) -> Board | None:
     context, comm = group.context, group.comm
     if len(group.hosts) > 1 or not context.slot_bytes:
         return None
-    num_bytes = group.size * (ROW_BYTES + 2 * slot_bytes(group.size, context.slot_bytes))
-    own = _try(partial(Segment.create, "group", num_bytes)) if group.rank == 0 else None
-    ticket = comm.bcast(None if own is None else own.ticket)
-    segment = own if group.rank == 0 or ticket is None else _try(partial(Segment.open, ticket))
-    everybody = all(comm.allgather(segment is not None))  # also: all have it open, so that it can go
-    if own is not None:
-        own.withdraw()
-    if everybody:
-        assert segment is not None
-        return Board(segment, group.size)
+    segment = share(comm, "group", group.size * (ROW_BYTES + 2 * slot_bytes(group.size, context.slot_bytes)))
     if segment is not None:
-        segment.close()
+        return Board(segment, group.size)
     reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"
     context.problems.add(f"the system gives none ({reason})")
     return None
+
+
+def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
+    """Zeroed memory that all ranks of an MPI communicator have mapped; None if one of them cannot. Collective."""
+    own = _try(partial(Segment.create, name, num_bytes)) if comm.rank == 0 else None
+    ticket = comm.bcast(None if own is None else own.ticket)
+    segment: Segment | None = own if comm.rank == 0 or ticket is None else _try(partial(Segment.open, ticket))
+    everybody = all(comm.allgather(segment is not None))  # also: all have it open, so that it can go
+    if own is not None:
+        own.withdraw()
+    if segment is not None and not everybody:
+        segment.close()
+    return segment if everybody else None
 
 
 def slot_bytes(size: int, most: int) -> int:

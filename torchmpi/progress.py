@@ -36,7 +36,8 @@ from .segments import Segment
 
 VERBS = (
     "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
-    "stop", "split", "allreduce_many",
+    "stop", "split", "allreduce_many", "server_init", "server_free",
+    "server_save", "server_load",
 )  # fmt: skip
 _NO_OP = len(OPS)
 

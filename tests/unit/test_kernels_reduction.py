@@ -203,7 +203,7 @@ def test_half_precision_without_the_processors_help(op):
     def text_of(**_: bool) -> str:
         return reduction_ir.module_text("f16", op, 1, has_half=False)
 
-    address = compiler.reducer("test_half", text_of)
+    address = compiler.function("test_half", text_of)
     everything = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
     for other in (1.0, 2.0**-12, 6e-8, 60000.0, -0.5, 3.0):
         parts = [everything, torch.full_like(everything, other), everything.flip(0)]
@@ -249,27 +249,27 @@ def adds(address: int) -> bool:
 
 def test_the_second_process_compiles_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert adds(native.Compiler().reducer("total", SUM_TEXT))
+    assert adds(native.Compiler().function("total", SUM_TEXT))
     (kept,) = tmp_path.iterdir()
     second = native.Compiler()
     monkeypatch.setattr(second, "_compile", lambda text: pytest.fail("compiled again"))
-    assert adds(second.reducer("total", SUM_TEXT))
+    assert adds(second.function("total", SUM_TEXT))
     kept.write_bytes(kept.read_bytes()[:-100])  # a full disk, say
-    assert adds(native.Compiler().reducer("total", SUM_TEXT))
+    assert adds(native.Compiler().function("total", SUM_TEXT))
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_other_code_and_other_processors_have_other_files(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
-    native.Compiler().reducer("same_name", SUM_TEXT)
-    native.Compiler().reducer("same_name", partial(reduction_ir.module_text, "f32", "prod", 1))
+    native.Compiler().function("same_name", SUM_TEXT)
+    native.Compiler().function("same_name", partial(reduction_ir.module_text, "f32", "prod", 1))
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
-    assert adds(native.Compiler().reducer("same_name", SUM_TEXT))
+    assert adds(native.Compiler().function("same_name", SUM_TEXT))
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_without_a_folder_to_write_to_it_compiles_in_memory(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "below"))
-    assert adds(native.Compiler().reducer("total", SUM_TEXT))
+    assert adds(native.Compiler().function("total", SUM_TEXT))

@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
-import pickle
-import tempfile
-import zipfile
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +19,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from torchmpi import archive as archive_file
 from torchmpi.errors import CheckpointError
 
 from .ranks import Ranks
 
-FORMAT = 1
+_MARK = ("torchmpi_checkpoint", 1)
 T = TypeVar("T")
 Tree = dict[Hashable, Any]
 
@@ -61,13 +58,13 @@ def write(path: Path, saved: Saved, ranks: Ranks) -> None:
     unlike = _unlike_rank_0(saved.trees, ranks)
     own = ranks.gather({"own": saved.own, "trees": unlike})
     archive = {
-        "torchmpi_checkpoint": FORMAT,
+        _MARK[0]: _MARK[1],
         "size": ranks.size,
         "common": saved.common,
         "ranks": own,
         **saved.trees,
     }
-    _on_rank_0(ranks, lambda: _write_atomically(path, archive))
+    _on_rank_0(ranks, lambda: archive_file.write(path, archive))
 
 
 def read(path: Path, ranks: Ranks) -> Saved:
@@ -75,7 +72,8 @@ def read(path: Path, ranks: Ranks) -> Saved:
 
     saved = read(Path("run.ckpt"), OneRank())
     """
-    archive = _parse(path, _on_rank_0(ranks, path.read_bytes))
+    raw = _on_rank_0(ranks, path.read_bytes)
+    archive = archive_file.parse(path, raw, mark=_MARK, what="checkpoint of an engine")
     if archive["size"] != ranks.size:
         raise CheckpointError(
             f"{path} was written by {archive['size']} rank(s) and cannot be resumed by {ranks.size}, as each "
@@ -85,49 +83,6 @@ def read(path: Path, ranks: Ranks) -> Saved:
     mine = archive["ranks"][ranks.rank]
     trees = {name: {**archive[name], **changed} for name, changed in mine["trees"].items()}
     return Saved(archive["common"], mine["own"], trees)
-
-
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            damaged = archive.testzip()  # torch.load() does not compare the checksums
-        if damaged is None:
-            loaded = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    except (
-        zipfile.BadZipFile,
-        pickle.UnpicklingError,
-        EOFError,
-        RuntimeError,
-        ValueError,
-        NotImplementedError,
-    ) as error:
-        raise CheckpointError(f"{path} ({len(raw)} bytes) is no checkpoint, or is truncated: {error}") from error
-    if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged!r} is wrong")
-    if not isinstance(loaded, dict) or loaded.get("torchmpi_checkpoint") != FORMAT:
-        raise CheckpointError(f"{path} is a file of torch.save(), but no checkpoint of an engine (format {FORMAT})")
-    return loaded
-
-
-def _write_atomically(path: Path, archive: dict[str, Any]) -> None:
-    # In the same directory, because a rename is atomic only within one file system.
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(archive, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp() makes files only their owner can read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _on_rank_0(ranks: Ranks, action: Callable[[], T]) -> T:

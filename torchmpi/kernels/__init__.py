@@ -11,44 +11,63 @@ import fcntl
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-NAMES = ("allreduce", "meet", "exchange", "broadcast", "allgather", "reduce_scatter")
+
+class _Set(NamedTuple):
+    """Kernels that are compiled and loaded together."""
+
+    modules: tuple[str, ...]
+    names: tuple[str, ...]
+    words: str
+
+
+_SETS = {
+    "collectives": _Set(
+        ("moving", "reducing"),
+        ("allreduce", "meet", "exchange", "broadcast", "allgather", "reduce_scatter"),
+        "shared-memory kernels",
+    ),
+    "sharding": _Set(("sharding",), ("pass_over", "take_chunk", "end_chunk", "take_over"), "parameter-server kernels"),
+}
 _PREFIX = "torchmpi_kernel_"
 _METH_FASTCALL = 0x80
-_kernels: dict[str, Callable[..., int]] = {}
+_kernels: dict[str, dict[str, Callable[..., int]]] = {}
 
 
-def load(announce: Callable[[str], object] = lambda message: None) -> dict[str, Callable[..., int]]:
-    """All kernels by name. The first process on a machine compiles them, and tells by `announce` that it does.
+def load(
+    announce: Callable[[str], object] = lambda message: None, *, which: str = "collectives"
+) -> dict[str, Callable[..., int]]:
+    """A set of kernels by name. The first process on a machine compiles them, and tells by `announce` that it does.
 
     >>> sorted(load())
     ['allgather', 'allreduce', 'broadcast', 'exchange', 'meet', 'reduce_scatter']
     """
-    if not _kernels:
+    if which not in _kernels:
         from . import native
 
         compiler, recipe = native.compiler(), _source_digest()
-        if not compiler.load("torchmpi_kernels", recipe):
-            _build(compiler, recipe, announce)
-        _kernels.update((name, _callable(name, compiler.find(_PREFIX + name))) for name in NAMES)
-    return _kernels
+        if not compiler.load(f"torchmpi_{which}", recipe):
+            _build(compiler, recipe, which, announce)
+        _kernels[which] = {name: _callable(name, compiler.find(_PREFIX + name)) for name in _SETS[which].names}
+    return _kernels[which]
 
 
-def _build(compiler: Any, recipe: str, announce: Callable[[str], object]) -> None:
+def _build(compiler: Any, recipe: str, which: str, announce: Callable[[str], object]) -> None:
     try:
         lock = open(compiler.folder / "torchmpi_kernels.lock", "w") if compiler.folder else None
         if lock is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one compiles, the other ranks wait for it instead of doing the same
     except OSError:  # without locks, or another user's
         lock = None
+    modules, names, what = _SETS[which]
     try:
-        if lock is not None and compiler.load("torchmpi_kernels", recipe):
+        if lock is not None and compiler.load(f"torchmpi_{which}", recipe):
             return
-        announce("compiling the shared-memory kernels, once per machine: some seconds")
+        announce(f"compiling the {what}, once per machine: some seconds")
         from . import building
 
-        compiler.build("torchmpi_kernels", recipe, building.module_text(_PREFIX))
+        compiler.build(f"torchmpi_{which}", recipe, building.module_text(_PREFIX, modules, names))
     finally:
         if lock is not None:
             lock.close()

@@ -6,6 +6,7 @@ taken without what ties it to Numba, put into one module, and each kernel given 
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
@@ -13,7 +14,6 @@ import numba
 from llvmlite import binding, ir
 from numba import types
 
-from . import moving, reducing
 from .meeting import kernels
 
 _WORD = ir.IntType(64)
@@ -21,12 +21,13 @@ _BYTES = ir.IntType(8).as_pointer()
 _CFUNC = re.compile(r"^define i64 @cfunc\..*?^}\n", re.DOTALL | re.MULTILINE)
 
 
-def module_text(prefix: str) -> str:
-    """One module with all kernels, and for each a function `prefix + name` that Python can call."""
-    assert moving and reducing  # importing them has filled the list
+def module_text(prefix: str, modules: tuple[str, ...], names: tuple[str, ...]) -> str:
+    """One module with these kernels of these modules, and for each a function `prefix + name` that Python can call."""
+    for module in modules:
+        importlib.import_module(f"{__package__}.{module}")  # which fills the list
     whole: Any = None
-    for name, function in kernels.items():
-        part = binding.parse_assembly(_kernel_text(prefix + name, function))
+    for name in names:
+        part = binding.parse_assembly(_kernel_text(prefix + name, kernels[name]))
         if whole is None:
             whole = part
         else:

@@ -133,6 +133,50 @@ def reduce(typing_context, function, out, sources, num_sources, numel):  # type:
 
 
 @intrinsic
+def load_number(typing_context, address):  # type: ignore[no-untyped-def]
+    """A double."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.load(builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
+
+    return types.float64(types.int64), generate
+
+
+@intrinsic
+def store_number(typing_context, address, value):  # type: ignore[no-untyped-def]
+    """Write a double."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.store(arguments[1], builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float64), generate
+
+
+@intrinsic
+def compare_and_swap(typing_context, address, expected, value):  # type: ignore[no-untyped-def]
+    """Write `value` if `expected` is there, in one step; what was there."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pair = builder.cmpxchg(_pointer(builder, arguments[0]), arguments[1], arguments[2], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 0)
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def call_rule(typing_context, function, targets, sources, data, numel, coefficients):  # type: ignore[no-untyped-def]
+    """Call a rule of the parameter server by its address (see torchmpi.kernels.rules)."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
+
+
+@intrinsic
 def give_way(typing_context):  # type: ignore[no-untyped-def]
     """Let another thread have this core, if one wants it."""
 
@@ -173,4 +217,3 @@ def pause(typing_context):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(), generate
-

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -37,9 +38,11 @@ def cache_folder() -> Path | None:
 
 
 class Compiler:
-    """Compiles for this processor, or for the one that NUMBA_CPU_NAME asks for. Not thread-safe."""
+    """Compiles for this processor, or for the one that NUMBA_CPU_NAME asks for. Any thread may use it."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.functions: dict[str, int] = {}
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
         self.cpu = os.environ.get("NUMBA_CPU_NAME") or binding.get_host_cpu_name()
@@ -52,33 +55,41 @@ class Compiler:
         nothing.triple = self.triple
         self.engine = binding.create_mcjit_compiler(nothing, self._machine())  # which then owns both
 
-    def reducer(self, name: str, text_of: Callable[..., str]) -> int:
-        """The address of the only function, called `reduce`, of the module that `text_of` writes.
+    def function(self, name: str, text_of: Callable[..., str]) -> int:
+        """The address of the only function, called `function`, of the module that `text_of` writes.
 
-        Names inside of it are made unique by `name`, the same in every process.
+        Names inside of it are made unique by `name`, the same in every process. A name is compiled or loaded once.
         """
-        text = text_of().replace('@"reduce"', f'@"{name}"')
+        with self.lock:
+            if name not in self.functions:
+                self.functions[name] = self._made(name, text_of)
+            return self.functions[name]
+
+    def _made(self, name: str, text_of: Callable[..., str]) -> int:
+        text = text_of().replace('@"function"', f'@"{name}"')
         image = self._read(name, text)
         if image is None:
             image = self._compile(text)
             if any(call in image for call in _HALF_CALLS):
-                image = self._compile(text_of(has_half=False).replace('@"reduce"', f'@"{name}"'))
+                image = self._compile(text_of(has_half=False).replace('@"function"', f'@"{name}"'))
             self._write(name, text, image)
         self._add(image)
         return self.find(name)
 
     def load(self, name: str, recipe: str) -> bool:
         """Load the module that some process has kept under this name and recipe, if there is one."""
-        image = self._read(name, recipe)
-        if image is not None:
-            self._add(image)
-        return image is not None
+        with self.lock:
+            image = self._read(name, recipe)
+            if image is not None:
+                self._add(image)
+            return image is not None
 
     def build(self, name: str, recipe: str, text: str) -> None:
         """Compile and load a module, and keep it."""
-        image = self._compile(text)
-        self._write(name, recipe, image)
-        self._add(image)
+        with self.lock:
+            image = self._compile(text)
+            self._write(name, recipe, image)
+            self._add(image)
 
     def find(self, name: str) -> int:
         """The address of a function that was loaded."""
@@ -135,7 +146,15 @@ class Compiler:
             self.folder = None  # full, or not ours after all: the next ones need not try
 
 
-@lru_cache(maxsize=1)
+_first = threading.Lock()
+
+
 def compiler() -> Compiler:
     """The one of this process, which keeps what it has loaded."""
+    with _first:  # of two that are made at once, one would be thrown away, and the code in it
+        return _the_compiler()
+
+
+@lru_cache(maxsize=1)
+def _the_compiler() -> Compiler:
     return Compiler()

@@ -21,14 +21,13 @@ first. Of several NaNs that are added or multiplied, which one's sign and payloa
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 
 import torch
 
 from .. import dtypes
 
-_LANES = {
+LANES = {
     torch.float64: "f64",
     torch.float32: "f32",
     torch.float16: "f16",
@@ -39,9 +38,9 @@ _LANES = {
     torch.bool: "i8",
     **{getattr(torch, f"{sign}int{bits}"): f"i{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
+"""What an element is made of, by its name in lanes_ir; complex numbers have two."""
 _BOOL_OPS = {"min": "land", "band": "land", "land": "land", "max": "lor", "bor": "lor", "lor": "lor", "bxor": "lxor"}
 
-_lock = threading.Lock()
 _addresses: dict[tuple[str, str, int], int] = {}
 
 
@@ -58,13 +57,9 @@ def address(dtype: torch.dtype, op: str) -> int:
     """
     dtypes.check_reduction(dtype, op)
     key = _function_key(dtype, op)
-    known = _addresses.get(key)
-    if known is not None:
-        return known
-    with _lock:
-        if key not in _addresses:
-            _addresses[key] = _compiled(key)
-        return _addresses[key]
+    if key not in _addresses:
+        _addresses[key] = _compiled(key)  # threads wait for each other there
+    return _addresses[key]
 
 
 def _function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:
@@ -73,7 +68,7 @@ def _function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:
     >>> _function_key(torch.uint8, "max"), _function_key(torch.complex64, "prod")
     (('i8', 'umax', 1), ('f32', 'cprod', 2))
     """
-    lane = _LANES[dtype]
+    lane = LANES[dtype]
     if dtype.is_complex:
         return lane, "cprod" if op == "prod" else op, 2
     if dtype is torch.bool:
@@ -89,4 +84,4 @@ def _compiled(key: tuple[str, str, int]) -> int:
 
     lane, op, num_parts = key
     name = f"torchmpi_reduce_{lane}_{op}_{num_parts}"
-    return native.compiler().reducer(name, partial(reduction_ir.module_text, lane, op, num_parts))
+    return native.compiler().function(name, partial(reduction_ir.module_text, lane, op, num_parts))

@@ -1,0 +1,290 @@
+"""Servers, and what may be done with them: make, send to, receive from, free."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import buffers, runtime, streams
+from .. import dtypes as dtype_table
+from ..communicator import Group
+from ..errors import ArgumentError, CommunicatorError, DtypeError, TorchMPIError
+from ..handle import Handle
+from ..kernels.rules import state_dtype
+from ..schedule import even_partition
+from ..stack import Comm
+from .actor import Shards
+from .rules import Prepared, Rule, prepare
+from .service import Service, Step, require_threads, service_of
+
+INLINE_BYTES = 256 << 10
+"""Up to this size a call runs in the caller's thread, if all shards are within reach."""
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
+)  # fmt: skip
+
+
+class Server:
+    """A tensor that is spread over the ranks of a communicator, as its clients see it. Made by `init`."""
+
+    def __init__(self, service: Service, number: int, shape: torch.Size, *, shards: Shards, name: str) -> None:
+        self.service, self.number, self.shape, self.shards, self.name = service, number, shape, shards, name
+        self.dtype = shards.dtype
+        self.numel = shape.numel()
+        self.parts = even_partition(self.numel, service.group.size)
+        """First element and number of elements of the shard of each rank."""
+        self.is_local = not service.far_ranks
+        self.is_open = True
+        self.bytes_sent = self.bytes_received = self.num_sent = 0
+        """What this client has sent and received, in all calls that have ended."""
+        self.sent_version = self.received_version = 0.0
+        """How many rules had been applied to its chunks, on average, when the last send of this client was, and the
+        last receive."""
+        self._rules: dict[Any, Prepared] = {}
+
+    @property
+    def group(self) -> Group:
+        """Its ranks."""
+        return self.service.group
+
+    def __repr__(self) -> str:
+        what = f"{list(self.shape)} {dtype_table.short_name(self.dtype)} on {self.group.size} ranks"
+        return f"<Server {self.name!r}: {what}{'' if self.is_open else ', freed'}>"
+
+    def prepared(self, rule: str | Rule) -> Prepared:
+        """The rule for this dtype."""
+        known = self._rules.get(rule)
+        if known is None:
+            known = prepare(rule, self.dtype)
+            if known.function is None:  # others may be registered anew
+                self._rules[rule] = known
+        return known
+
+    def send(self, data: torch.Tensor, prepared: Prepared) -> None:
+        """Apply a rule with plain memory of the host; in the lane's turn."""
+        client, address = self.service.client, data.data_ptr()
+        client.apply(self.shards, address, (0, self.numel), prepared)
+        found, num_chunks = client.versions, client.num_chunks
+        if self.service.requests is not None:
+            far = self.service.requests.send(self, data, prepared)
+            found, num_chunks = found + far[0], num_chunks + far[1]
+        self.sent_version = found / max(num_chunks, 1)
+        self.num_sent += 1
+        self.bytes_sent += data.nbytes
+
+    def receive(self, data: torch.Tensor) -> None:
+        """Read everything into plain memory of the host; in the lane's turn."""
+        client = self.service.client
+        client.read(self.shards, data.data_ptr(), (0, self.numel))
+        found, num_chunks = client.versions, client.num_chunks
+        if self.service.requests is not None:
+            far = self.service.requests.receive(self, data)
+            found, num_chunks = found + far[0], num_chunks + far[1]
+        self.received_version = found / max(num_chunks, 1)
+        self.bytes_received += data.nbytes
+
+    def close(self) -> None:
+        """Nobody uses it any more: unmap."""
+        if self.is_open:
+            self.is_open = False
+            self.shards.close()
+
+
+def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) -> Server:
+    """Spread a tensor over the ranks of a communicator: the shard of rank i starts with rank i's values. Collective.
+
+    All ranks pass a tensor of the same shape and dtype; it is copied. To start with the same values everywhere,
+    broadcast it before.
+
+        server = ps.init(weights)
+        ps.send(server, -0.1 * gradient, "add").wait()
+        weights = ps.receive(server).wait()
+    """
+    group = runtime.communicator(comm).intra
+    what = f"{group.where}: parameterserver.init"
+    buffers.check(tensor, what)
+    if tensor.dtype not in _DTYPES:
+        names = ", ".join(dtype_table.short_name(dtype) for dtype in _DTYPES)
+        raise DtypeError(f"{what}: there are no servers for {tensor.dtype}, only for {names}.")
+    require_threads(group)
+    code = dtype_table.info(tensor.dtype).code
+    plain = buffers.plain(tensor, to_host=True)
+    action = partial(_make, group, plain, name)
+    server: Server = group.call(Step(group, "server_init", code, tuple(tensor.shape), action), None, None, 0)
+    return server
+
+
+def _make(group: Group, tensor: torch.Tensor, name: str | None) -> Server:
+    service = service_of(group) or Service(group)
+    number = service.num_made
+    names = service.comm.allgather(name)
+    if names != [name] * group.size:
+        listing = ", ".join(f"{other!r} on rank {rank}" for rank, other in zip(group.world_ranks, names, strict=True))
+        raise ArgumentError(
+            f"{group.where}: parameterserver.init: the names differ: {listing}. Pass the same everywhere."
+        )
+    parts = even_partition(tensor.numel(), group.size)
+    shards = service.allocate(parts, (tensor.dtype, state_dtype(tensor.dtype)))
+    server = Server(service, number, tensor.shape, shards=shards, name=name or f"server {number}")
+    begin, numel = parts[group.rank]
+    shards.array(service.near_ranks.index(group.rank)).copy_(tensor.view(-1)[begin : begin + numel])
+    service.num_made += 1
+    service.servers[number] = server
+    service.comm.Barrier()  # from now on every rank may be asked
+    return server
+
+
+def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") -> Handle:
+    """Apply a rule to the server's values with those of `tensor`; do not change `tensor` before ``wait()``.
+
+    Rules: ``"zero"`` (needs no tensor), ``"copy"``, ``"add"``, ``"max"``, ``"min"``, `scaled_add`, `axpby`, the
+    optimizers `sgd`, `adagrad` and `adam`, and what `register_rule` added. Any shape of the right number of
+    elements will do.
+
+        handle = ps.send(server, gradient, ps.sgd(lr=0.1, momentum=0.9))
+        compute()
+        handle.wait()
+    """
+    what = _check_open(server, "send")
+    try:
+        prepared = server.prepared(rule)
+    except (ArgumentError, TypeError) as error:  # what cannot be hashed is no rule either
+        kind = type(error) if isinstance(error, ArgumentError) else ArgumentError
+        raise kind(f"{what}: {error}") from None
+    if tensor is None:
+        if prepared.name != "zero":
+            raise ArgumentError(f"{what}: rule {prepared.name!r} needs a tensor; only 'zero' does without.")
+        tensor = torch.empty(server.shape, dtype=server.dtype)
+    elif not _is_plain(tensor):
+        buffers.check(tensor, what)
+    _check_fits(server, tensor, what)
+    if tensor.is_cpu:
+        task = partial(server.send, buffers.plain(tensor, to_host=True), prepared)
+    else:
+        mark, device = streams.fence(tensor), tensor.device
+        task = partial(_send_staged, server, tensor, prepared, mark, device)
+    return _run(server, task, what, tensor.nbytes if tensor.is_cpu else INLINE_BYTES + 1)
+
+
+def _send_staged(server: Server, tensor: torch.Tensor, prepared: Prepared, mark: Any, device: torch.device) -> None:
+    server.send(streams.run_after(mark, device, partial(buffers.plain, tensor, to_host=True)), prepared)
+
+
+def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle:
+    """Fetch the server's values into `tensor`, or into a new one; ``wait()`` returns it.
+
+    weights = ps.receive(server).wait()
+    """
+    what = _check_open(server, "receive")
+    if tensor is None:
+        tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
+    elif not _is_plain(tensor):
+        buffers.check(tensor, what, written=True)
+    _check_fits(server, tensor, what)
+    if tensor.is_cpu and buffers.is_direct(tensor):
+        return _run(server, partial(_receive_directly, server, tensor), what, tensor.nbytes)
+    mark = streams.fence(tensor)
+    device = None if mark is None else tensor.device
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
+    return _run(server, partial(_receive_staged, server, tensor, host, mark, device), what, tensor.nbytes)
+
+
+def _receive_directly(server: Server, tensor: torch.Tensor) -> torch.Tensor:
+    server.receive(tensor)
+    buffers.touch(tensor)
+    return tensor
+
+
+def _receive_staged(
+    server: Server, tensor: torch.Tensor, host: torch.Tensor, mark: Any, device: torch.device | None
+) -> torch.Tensor:
+    server.receive(host)
+    streams.run_after(mark, device, partial(buffers.overwrite, tensor, host))
+    return tensor
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def _check_open(server: Any, verb: str) -> str:
+    if not isinstance(server, Server):
+        raise ArgumentError(
+            f"parameterserver.{verb}: a {type(server).__name__} is no server. Pass what parameterserver.init returned."
+        )
+    what = f"{server.group.where}: parameterserver.{verb}"
+    if not server.is_open:
+        raise CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
+    return what
+
+
+def _check_fits(server: Server, tensor: torch.Tensor, what: str) -> None:
+    if tensor.numel() != server.numel:
+        raise ArgumentError(
+            f"{what}: the tensor has {tensor.numel()} elements {list(tensor.shape)}, {server.name} has {server.numel} "
+            f"{list(server.shape)}. The shape may differ, the number of elements may not."
+        )
+    if tensor.dtype is not server.dtype:
+        raise DtypeError(
+            f"{what}: the tensor is {tensor.dtype}, {server.name} is {server.dtype}. Convert it: "
+            f"tensor.to({server.dtype})."
+        )
+
+
+def _run(server: Server, task: Any, description: str, num_bytes: int) -> Handle:
+    """Now, if it is small and nothing is queued before it; otherwise in the lane's turn."""
+    lane = server.service.lane
+    if not (server.is_local and num_bytes <= INLINE_BYTES and lane.pending == 0 and lane.turn.acquire(False)):
+        return lane.submit(partial(_in_turn, lane, task), description)
+    handle = Handle(description)
+    try:
+        handle.set_result(_in_turn(lane, task))
+    except Exception as error:  # which belongs to the one who waits, as in the lane
+        lane.failed.append(handle)
+        handle.set_error(error)
+    finally:
+        lane.turn.release()
+    return handle
+
+
+def _in_turn(lane: Any, task: Any) -> Any:
+    try:
+        return task()
+    finally:
+        lane.doing = None
+
+
+def free(server: Server) -> None:
+    """Give a server back, after everything that was sent to it by anybody. Collective.
+
+    ps.free(server)
+    """
+    _check_open(server, "free")
+    group = server.group
+    group.call(Step(group, "server_free", 0, (server.number,), partial(_free, server)), None, None, 0)
+
+
+def _free(server: Server) -> None:
+    service = server.service
+    service.lane.drain()
+    service.comm.Barrier()
+    del service.servers[server.number]
+    server.close()
+
+
+def free_all() -> None:
+    """Free the servers of all communicators, the last one first. Collective.
+
+    ps.free_all()
+    """
+    for group in reversed(list(runtime.current().context.groups)):
+        service = service_of(group)
+        for number in sorted(service.servers, reverse=True) if service is not None else ():
+            assert service is not None
+            free(service.servers[number])
+
+
+__all__ = ["INLINE_BYTES", "Server", "TorchMPIError", "free", "free_all", "init", "receive", "send"]

@@ -1,0 +1,122 @@
+"""What a communicator with servers has, once: its actors, the order of its calls, and the way to other hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import runtime
+from ..communicator import Group, share
+from ..errors import CommunicatorError, TorchMPIError
+from ..progress import call_code
+from . import remote
+from .actor import Actor, Shards
+from .arena import CLIENT, SERVER, Arena, Memory
+from .shards import layout
+
+
+class Service:
+    """Made by the first `init` on a group, closed with the group."""
+
+    def __init__(self, group: Group) -> None:
+        context = group.context
+        self.group = group
+        self.comm = group.comm.Dup()
+        self.near_comm, self.arena = _make_arena(group, self.comm)
+        near = tuple(self.near_comm.allgather(group.rank))
+        self.near_ranks, self.far_ranks = near, tuple(rank for rank in range(group.size) if rank not in near)
+        self.client = Actor(self.arena, CLIENT, is_crowded=context.is_crowded)
+        self.client.on_wait = self._note_wait
+        self.lane = group.side_lane("parameter server", 0)
+        self.servers: dict[int, Any] = {}
+        """Those that have not been freed, by number."""
+        self.num_made = 0
+        self.requests: remote.Requests | None = None
+        self._thread: remote.ServingThread | None = None
+        if self.far_ranks:
+            self.requests = remote.Requests(context.MPI, self.comm, self.lane, self.far_ranks)
+            serving = Actor(self.arena, SERVER, is_crowded=context.is_crowded)
+            end_job = runtime.current().failures.end_job
+            self._thread = remote.ServingThread(
+                context.MPI, self.comm, serving, self.servers, name=group.name, end_job=end_job
+            )
+            self._thread.start()
+        group.attachments.append(self)
+
+    def allocate(self, parts: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]) -> Shards:
+        """Memory for the shards of the ranks that share it, of which each has mapped all. Collective."""
+        own = [parts[rank] for rank in self.near_ranks]
+        plan = layout(tuple(numel for _, numel in own), *(dtype.itemsize for dtype in dtypes))
+        segment = share(self.near_comm, "shards", plan.num_bytes) if len(own) > 1 else None
+        if not all(self.comm.allgather(segment is not None or len(own) == 1)):
+            if segment is not None:
+                segment.close()
+            raise TorchMPIError(
+                f"{self.group.where}: no {plan.num_bytes} bytes of shared memory for the shards can be had on some "
+                "host. Give the container more (docker --shm-size), or do without: TORCHMPI_SLOT_BYTES=0."
+            )
+        return Shards(Memory(segment, plan.num_bytes), plan, own, dtypes=dtypes)
+
+    def _note_wait(self, holder: int) -> None:
+        """Let the watchdog see that, and for whom, this rank waits."""
+        if self.lane.doing is None:
+            rank = self.group.world_ranks[self.near_ranks[self.arena.rank_of(holder)]]
+            self.lane.doing = f"a call of the parameter server, for a chunk that rank {rank} has locked,"
+
+    def close(self) -> None:
+        """Meet the others, who until then may still send something here, and give everything back. Collective."""
+        self.comm.Barrier()
+        if self._thread is not None:
+            self._thread.stop()
+        for server in list(self.servers.values()):
+            server.close()
+        self.servers.clear()
+        self.arena.memory.close()
+        self.near_comm.Free()
+        self.comm.Free()
+
+
+def _make_arena(group: Group, comm: Any) -> tuple[Any, Arena]:
+    """The ranks that share memory with this one, and their arena: alone where there is none to share."""
+    hosts = [group.context.hosts[rank] for rank in group.world_ranks]
+    shares = bool(group.context.slot_bytes)
+    near = comm.Split(hosts[group.rank] if shares else group.rank, group.rank)
+    num_bytes = Arena.num_bytes(near.size)
+    segment = share(near, "arena", num_bytes) if near.size > 1 else None
+    if not all(comm.allgather(segment is not None or near.size == 1)):
+        if segment is not None:
+            segment.close()
+        near.Free()
+        near, segment, num_bytes = comm.Split(group.rank, 0), None, Arena.num_bytes(1)
+    return near, Arena(Memory(segment, num_bytes), near.rank)
+
+
+def service_of(group: Group) -> Service | None:
+    """The service of a group, if it has one."""
+    return next((item for item in group.attachments if isinstance(item, Service)), None)
+
+
+class Step:
+    """Something collective about servers, as a call like others: in order, and noticed if a rank does another."""
+
+    is_whole = False
+
+    def __init__(self, group: Group, verb: str, dtype_code: int, shape: tuple[int, ...], action: Any) -> None:
+        self.verb, self.code = verb, call_code(verb, None, dtype_code)
+        self.shape_of = lambda tensor: shape
+        self._ledger, self._action = group.ledger, action
+
+    def run(self, tensor: Any, out: Any, root: int) -> Any:
+        """Called by the group in its turn."""
+        self._ledger.announce()
+        return self._action()
+
+
+def require_threads(group: Group) -> None:
+    """Between hosts a thread serves, which MPI must allow."""
+    if not group.context.threaded and (len(group.hosts) > 1 or not group.context.slot_bytes) and group.size > 1:
+        raise CommunicatorError(
+            f"{group.where}: parameter servers for ranks that share no memory need MPI_THREAD_MULTIPLE, which this MPI "
+            "library does not give. Use servers within the hosts (comm=mpi.host level), or another MPI."
+        )
