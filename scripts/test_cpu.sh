@@ -120,20 +120,32 @@ record() {
     [ "$5" = 0 ] || failed_logs+=("$logs/$1.log")
 }
 
-# suite NAME SECONDS COMMAND...: a check without counts is one test.
-suite() {
-    local name=$1 limit=$2 status=0 log=$logs/$1.log begin=$SECONDS passed failed skipped note=""
-    shift 2
+# time_for NAME SECONDS: sets `limit` to these seconds, or to what is left of all; fails if that is nothing.
+time_for() {
+    limit=$2
     if [ $((time_limit - SECONDS)) -lt "$limit" ]; then
         limit=$((time_limit - SECONDS))
     fi
-    if [ "$limit" -lt 5 ]; then
-        : >"$log"
-        record "$name" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
-        return
-    fi
+    [ "$limit" -lt 5 ] || return 0
+    : >"$logs/$1.log"
+    record "$1" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
+    return 1
+}
+
+# suite NAME SECONDS COMMAND...: a check without counts is one test.
+suite() {
+    local name=$1 limit status=0 begin=$SECONDS
+    time_for "$1" "$2" || return 0
+    shift 2
     printf '\n== %s: %s\n' "$name" "$*"
-    run_limited "$limit" "$log" "$@" || status=$?
+    run_limited "$limit" "$logs/$name.log" "$@" || status=$?
+    judge "$name" "$status" $((SECONDS - begin)) "$limit" "$@"
+}
+
+# judge NAME STATUS SECONDS LIMIT COMMAND...: what came of a suite, from its status and its log.
+judge() {
+    local name=$1 status=$2 seconds=$3 limit=$4 log=$logs/$1.log passed failed skipped note=""
+    shift 4
     case " $* " in
         *" pytest "*)
             passed=$(($(outcome passed "$log") + $(outcome xfailed "$log")))
@@ -155,7 +167,7 @@ suite() {
     if [ "$status" != 0 ] && [ "$failed" = 0 ]; then
         failed=1
     fi
-    record "$name" "$status" $((SECONDS - begin)) "$passed" "$failed" "$skipped" "$note"
+    record "$name" "$status" "$seconds" "$passed" "$failed" "$skipped" "$note"
 }
 
 # mpi_suite NAME RANKS: tests/mpi on that many ranks; rank 0 in full, the others only if something failed.
@@ -179,6 +191,30 @@ pytest_suite() {
     suite "$name" "$limit" python -m pytest --color=no -q --durations=5 "$@" ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
+# job_suites: tests/jobs under all MPIs at once, since half of the time they wait; each in a process group of its own.
+job_suites() {
+    local name limit begin=$SECONDS status skip=() names=() pids=()
+    local command=(python -m pytest --color=no -q --durations=5 tests/jobs ${pytest_options[@]+"${pytest_options[@]}"})
+    for name in $mpis; do
+        time_for "$name-jobs" 1500 || continue
+        use_environment "$name"
+        printf '\n== %s-jobs: %s\n' "$name" "${command[*]} ${skip[*]-}"
+        start timeout --foreground -s INT -k 20 "$limit" "${command[@]}" ${skip[@]+"${skip[@]}"} >"$logs/$name-jobs.log" 2>&1
+        names+=("$name-jobs") pids+=("$started") running+=("$started")
+        # Shell scripts, documentation and the bench command are the same under every MPI: once is enough.
+        skip=(--ignore=tests/jobs/test_{scripts,docs,bench}.py)
+    done
+    for name in ${names[@]+"${names[@]}"}; do
+        status=0
+        wait "${pids[0]}" || status=$?
+        pids=("${pids[@]:1}")
+        printf '\n-- %s\n' "$name"
+        cat "$logs/$name.log"
+        judge "$name" "$status" $((SECONDS - begin)) 1500 "${command[@]}"
+    done
+    running=()
+}
+
 # ---- the run -----------------------------------------------------------------------------------------------------
 
 cd "$checkout" || exit 1
@@ -195,15 +231,9 @@ for name in $mpis; do
         mpi_suite "$name" "$ranks"
     done
 done
-skip=()
 # Last, as they take longest: where time runs out, everything else has been run.
 if [ $quick = no ]; then
-    for name in $mpis; do
-        use_environment "$name"
-        pytest_suite "$name-jobs" 1200 tests/jobs ${skip[@]+"${skip[@]}"}
-        # Shell scripts, documentation and the bench command are the same under every MPI: once is enough.
-        skip=(--ignore=tests/jobs/test_{scripts,docs,bench}.py)
-    done
+    job_suites
 fi
 
 if [ ${#failed_logs[@]} -gt 0 ]; then

@@ -238,8 +238,10 @@ def take_chunk(plan):  # type: ignore[no-untyped-def]
 
 @kernel
 def end_chunk(plan, is_good):  # type: ignore[no-untyped-def]
-    """After that rule: the scratch becomes the chunk, or (`is_good` 0) is forgotten."""
+    """After that rule: the scratch becomes the chunk, or (`is_good` 0) is forgotten. Nothing if no chunk is taken."""
     header = header_at(plan, own(plan, words.POSITION))
+    if header == 0 or load(header) != own(plan, words.ACTOR):
+        return 0
     if is_good != 0:
         commit(plan, header, own(plan, words.CHUNK_END) - own(plan, words.CHUNK_BEGIN))
         store(plan + words.POSITION * 8, own(plan, words.POSITION) + 1)
