@@ -90,23 +90,6 @@ prepare_environments() {
 
 # ---- running and counting ----------------------------------------------------------------------------------------
 
-# run_limited SECONDS LOG COMMAND...: output to the log and the terminal; 124 or 137 if the time was not enough.
-# --foreground signals the command once; otherwise its group is signalled too, and Open MPI 4.1's mpirun takes a second
-# SIGTERM for the order to leave at once, without its ranks.
-run_limited() {
-    local limit=$1 log=$2 status=0 follower
-    shift 2
-    # INT first: pytest then still reports what it has seen so far.
-    start timeout --foreground -s INT -k 20 "$limit" "$@" >"$log" 2>&1
-    running=("$started")
-    tail -n +1 -f -s 0.2 --pid="$started" "$log" &
-    follower=$!
-    wait "$started" || status=$?
-    running=()
-    wait "$follower"
-    return "$status"
-}
-
 # outcome WORD LOG: how many tests the last line of pytest's report in LOG counts as WORD (passed, failed, ...).
 outcome() {
     grep -aE '(passed|failed|skipped|errors?|xfailed|xpassed|deselected|no tests ran).* in [0-9.]+s' "$2" | tail -n 1 |
@@ -120,40 +103,55 @@ record() {
     [ "$5" = 0 ] || failed_logs+=("$logs/$1.log")
 }
 
-# time_for NAME SECONDS: sets `limit` to these seconds, or to what is left of all; fails if that is nothing.
-time_for() {
-    limit=$2
+# begin NAME SECONDS COMMAND...: start a suite, with its output in a log; several may run at once. A check without counts is
+# one test.
+begin() {
+    local name=$1 limit=$2 kind=check
+    shift 2
     if [ $((time_limit - SECONDS)) -lt "$limit" ]; then
         limit=$((time_limit - SECONDS))
     fi
-    [ "$limit" -lt 5 ] || return 0
-    : >"$logs/$1.log"
-    record "$1" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
-    return 1
-}
-
-# suite NAME SECONDS COMMAND...: a check without counts is one test.
-suite() {
-    local name=$1 limit status=0 begin=$SECONDS
-    time_for "$1" "$2" || return 0
-    shift 2
+    if [ "$limit" -lt 5 ]; then
+        : >"$logs/$name.log"
+        record "$name" 124 0 0 1 0 "not run: the $time_limit seconds for the whole suite are over"
+        return
+    fi
     printf '\n== %s: %s\n' "$name" "$*"
-    run_limited "$limit" "$logs/$name.log" "$@" || status=$?
-    judge "$name" "$status" $((SECONDS - begin)) "$limit" "$@"
+    case " $* " in *" pytest "*) kind=pytest ;; esac
+    # INT first: pytest then still reports what it has seen so far. --foreground signals the command once; otherwise its
+    # group is signalled too, and Open MPI 4.1's mpirun takes a second SIGTERM for the order to leave at once, without its
+    # ranks.
+    start timeout --foreground -s INT -k 20 "$limit" "$@" >"$logs/$name.log" 2>&1
+    running+=("$started")
+    begun+=("$name $started $limit $SECONDS $kind")
 }
 
-# judge NAME STATUS SECONDS LIMIT COMMAND...: what came of a suite, from its status and its log.
+# finish: show the suites that were begun, one after the other, and judge them.
+begun=()
+finish() {
+    local entry name pid limit since kind status follower
+    for entry in ${begun[@]+"${begun[@]}"}; do
+        read -r name pid limit since kind <<<"$entry"
+        [ ${#begun[@]} = 1 ] || printf '\n-- %s\n' "$name"
+        tail -n +1 -f -s 0.2 --pid="$pid" "$logs/$name.log" &
+        follower=$! status=0
+        wait "$pid" || status=$?
+        wait "$follower"
+        judge "$name" "$status" $((SECONDS - since)) "$limit" "$kind"
+    done
+    begun=() running=()
+}
+
+# judge NAME STATUS SECONDS LIMIT KIND: what came of a suite, from its status and its log.
 judge() {
-    local name=$1 status=$2 seconds=$3 limit=$4 log=$logs/$1.log passed failed skipped note=""
-    shift 4
-    case " $* " in
-        *" pytest "*)
-            passed=$(($(outcome passed "$log") + $(outcome xfailed "$log")))
-            failed=$(($(outcome failed "$log") + $(outcome error "$log")))
-            skipped=$(outcome skipped "$log")
-            ;;
-        *) passed=$((status == 0)) failed=$((status != 0)) skipped=0 ;;
-    esac
+    local name=$1 status=$2 seconds=$3 limit=$4 kind=$5 log=$logs/$1.log passed failed skipped note=""
+    if [ "$kind" = pytest ]; then
+        passed=$(($(outcome passed "$log") + $(outcome xfailed "$log")))
+        failed=$(($(outcome failed "$log") + $(outcome error "$log")))
+        skipped=$(outcome skipped "$log")
+    else
+        passed=$((status == 0)) failed=$((status != 0)) skipped=0
+    fi
     # 5: -k selected nothing here.
     if [ "$status" = 5 ] && [ ${#pytest_options[@]} -gt 0 ]; then
         status=0
@@ -170,49 +168,31 @@ judge() {
     record "$name" "$status" "$seconds" "$passed" "$failed" "$skipped" "$note"
 }
 
-# mpi_suite NAME RANKS: tests/mpi on that many ranks; rank 0 in full, the others only if something failed.
-mpi_suite() {
-    local name=$1-n$2 num_failures=${#failed_logs[@]} log
-    rm -rf "${logs:?}/$name"
-    launch_command "$2"
-    suite "$name" 480 "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name" \
-        python -m pytest --with-mpi -p no:cacheprovider --color=no -q tests/mpi ${pytest_options[@]+"${pytest_options[@]}"}
-    if [ ${#failed_logs[@]} -gt "$num_failures" ]; then
-        for log in "$logs/$name"/rank[1-9]*.log; do
-            [ -f "$log" ] && printf '\n-- the end of %s\n' "$log" && tail -n 40 "$log"
-        done
-    fi
-}
-
 # pytest_suite NAME SECONDS TEST...
 pytest_suite() {
     local name=$1 limit=$2
     shift 2
-    suite "$name" "$limit" python -m pytest --color=no -q --durations=5 "$@" ${pytest_options[@]+"${pytest_options[@]}"}
+    begin "$name" "$limit" python -m pytest --color=no -q --durations=5 "$@" ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
-# job_suites: tests/jobs under all MPIs at once, since half of the time they wait; each in a process group of its own.
-job_suites() {
-    local name limit begin=$SECONDS status skip=() names=() pids=()
-    local command=(python -m pytest --color=no -q --durations=5 tests/jobs ${pytest_options[@]+"${pytest_options[@]}"})
-    for name in $mpis; do
-        time_for "$name-jobs" 1500 || continue
+# mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed.
+mpi_suites() {
+    local ranks=$1 num_failures=${#failed_logs[@]} name log
+    shift
+    for name in "$@"; do
+        rm -rf "${logs:?}/$name-n$ranks"
         use_environment "$name"
-        printf '\n== %s-jobs: %s\n' "$name" "${command[*]} ${skip[*]-}"
-        start timeout --foreground -s INT -k 20 "$limit" "${command[@]}" ${skip[@]+"${skip[@]}"} >"$logs/$name-jobs.log" 2>&1
-        names+=("$name-jobs") pids+=("$started") running+=("$started")
-        # Shell scripts, documentation and the bench command are the same under every MPI: once is enough.
-        skip=(--ignore=tests/jobs/test_{scripts,docs,bench}.py)
+        launch_command "$ranks"
+        begin "$name-n$ranks" 600 "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
+            python -m pytest --with-mpi -p no:cacheprovider --color=no -q tests/mpi \
+            ${pytest_options[@]+"${pytest_options[@]}"}
     done
-    for name in ${names[@]+"${names[@]}"}; do
-        status=0
-        wait "${pids[0]}" || status=$?
-        pids=("${pids[@]:1}")
-        printf '\n-- %s\n' "$name"
-        cat "$logs/$name.log"
-        judge "$name" "$status" $((SECONDS - begin)) 1500 "${command[@]}"
+    finish
+    for log in ${failed_logs[@]+"${failed_logs[@]:num_failures}"}; do
+        for log in "${log%.log}"/rank[1-9]*.log; do
+            [ -f "$log" ] && printf '\n-- the end of %s\n' "$log" && tail -n 40 "$log"
+        done
     done
-    running=()
 }
 
 # ---- the run -----------------------------------------------------------------------------------------------------
@@ -222,18 +202,31 @@ export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
 prepare_environments
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 use_environment "${mpis%% *}"
-suite lint 120 python -m ruff check --output-format concise .
-suite types 240 python -m mypy
+# One process, or mostly waiting: what does not take both cores runs side by side.
+begin lint 120 python -m ruff check --output-format concise .
+begin types 240 python -m mypy
 pytest_suite unit 480 tests/unit tests/test_architecture.py
-for name in $mpis; do
-    use_environment "$name"
-    for ranks in $sizes; do
-        mpi_suite "$name" "$ranks"
-    done
+finish
+for ranks in $sizes; do
+    if [ "$ranks" = 1 ]; then
+        # shellcheck disable=SC2086 # a list of words
+        mpi_suites 1 $mpis
+    else
+        for name in $mpis; do
+            mpi_suites "$ranks" "$name"
+        done
+    fi
 done
 # Last, as they take longest: where time runs out, everything else has been run.
 if [ $quick = no ]; then
-    job_suites
+    skip=()
+    for name in $mpis; do
+        use_environment "$name"
+        pytest_suite "$name-jobs" 1500 tests/jobs ${skip[@]+"${skip[@]}"}
+        # Shell scripts, documentation and the bench command are the same under every MPI: once is enough.
+        skip=(--ignore=tests/jobs/test_{scripts,docs,bench}.py)
+    done
+    finish
 fi
 
 if [ ${#failed_logs[@]} -gt 0 ]; then

@@ -175,7 +175,7 @@ def test_doctor_finds_a_launcher_of_another_library(tmp_path):
 @pytest.mark.slow
 def test_doctor_survives_a_launcher_that_hangs(tmp_path):
     path = fake_mpirun(tmp_path, f"sleep 600 & echo $! > {tmp_path}/child; echo looking for hosts >&2; wait")
-    checks = checks_of(alone(*COMMAND, "doctor", "--json", "--timeout", "12", path=path))
+    checks = checks_of(alone(*COMMAND, "doctor", "--json", "--timeout", "6", path=path))
     found = checks["launcher"]
     assert found["verdict"] == "problem" and "killed" in found["found"] and "looking for hosts" in found["found"]
     child, limit = int((tmp_path / "child").read_text()), time.monotonic() + 10
