@@ -160,6 +160,39 @@ def test_memory(tmp_path):
     assert all(row["resident_bytes"] > 50 << 20 for row in rows)
 
 
+@pytest.mark.slow
+def test_parameter_server(tmp_path):
+    pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
+    file, plot = tmp_path / "a.json", tmp_path / "a.png"
+    options = ["--sizes", "4K", "--seconds", "1", "--idle", "0.2", "--storm-ranks", "3"]
+    rows = rows_of(file, alone("ps", *options, "--json", file, "--plot", plot))
+    speed = [row for row in rows if row["part"] == "speed"]
+    assert len({(row["verb"], row["bytes"]) for row in speed}) == 2
+    assert {row["contestant"] for row in speed} == {"torchmpi", "rpc", "rpc script", "rpc one call", "copy"}
+    assert all("median_us" in row for row in speed if row["contestant"] in ("torchmpi", "copy"))
+    idle = {row["what"] for row in rows if row["part"] == "idle"}
+    assert idle >= {"no server", "server, no thread", "server with its thread"}
+    storms = [row for row in rows if row["part"] == "storm"]
+    assert len(storms) == 2 and all(row["is_exact"] and row["updates"] > 0 and row["ranks"] == 3 for row in storms)
+    assert [row["why_not"][:31] for row in rows if row["part"] == "link"] == ["all ranks are on one host. Star"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_parameter_server_between_hosts(job):
+    code = """
+        import os, sys
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+        os.environ["TORCHMPI_HOST_NAME"] = "ab"[rank]
+        from torchmpi.cli import main
+        sys.exit(main("bench ps --parts storm,link --seconds 0.4 --gbit 1 --peers none".split()))
+        """
+    result = job(2, code)
+    assert result.returncode == 0 and "WRONG" not in result.stdout, result.output
+    for what in ("send", "receive"):
+        line = next(line.split() for line in result.stdout.splitlines() if line.startswith(f"{what} "))
+        assert float(line[3]) > 0 and line[-1].endswith("%"), result.output
+
+
 # --- when things go wrong
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import affinity, mpi_library, runtime
 from ..errors import ArgumentError, TorchMPIError
-from .benching import collective_table, train_table, usage_table
+from .benching import collective_table, ps_plan, ps_table, train_table, usage_table
 from .benching import options as defaults
 from .benching.arguments import sizes
 from .benching.child import measure_job
@@ -52,7 +52,7 @@ def _measure_and_print(options: argparse.Namespace, as_text: Callable[[dict[str,
     if report is not None:
         print(as_text(report), flush=True)
         _write_files(report, options)
-    return 0
+    return int(report is not None and any(row.get("is_exact") is False for row in report["rows"]))
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -87,6 +87,11 @@ def _check_can_run_in_a_job(options: argparse.Namespace) -> None:
 
 
 def _run_jobs(options: argparse.Namespace, show: Callable[[str], None]) -> list[dict[str, Any]]:
+    if options.kind == "ps":
+        return [
+            run_job(task, number, show, limit_seconds=_MORE_SECONDS + _TIMES * seconds)
+            for number, task, seconds in ps_plan.jobs(options)
+        ]
     numbers = options.ranks or _default_ranks()
     share = argparse.Namespace(**vars(options))
     limit = _MORE_SECONDS
@@ -162,6 +167,12 @@ def _memory(options: argparse.Namespace) -> int:
     return _measure_and_print(options, usage_table.memory_as_text)
 
 
+def _ps(options: argparse.Namespace) -> int:
+    if options.plot and "speed" not in options.parts:
+        raise ArgumentError("--plot draws what --parts speed measures. Add that part, or leave --plot out.")
+    return _measure_and_print(options, ps_table.as_text)
+
+
 def _compare(options: argparse.Namespace) -> int:
     print(compare_files(options.before, options.after), flush=True)
     return 0
@@ -175,4 +186,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "starts": _starts,
     "leaks": _leaks,
     "memory": _memory,
+    "ps": _ps,
 }

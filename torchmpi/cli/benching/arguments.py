@@ -114,6 +114,21 @@ def seconds(text: str) -> float:
     return value
 
 
+def gigabits(text: str) -> float:
+    """The speed of a link in Gbit/s.
+
+    >>> gigabits("2.5")
+    2.5
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed of a link in Gbit/s, such as 1 or 2.5")
+    return value
+
+
 def count(text: str) -> int:
     """A number of repetitions.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ _MODULES = {
     "starts": ".collective_job",
     "train": ".train_job",
     "leaks": ".leak_job",
+    "ps": ".ps_job",
 }
 
 
@@ -35,6 +37,7 @@ def main(task: str) -> None:
 
 def measure_job(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
     """Measure in this job. Collective; the rows are complete on all ranks."""
+    os.environ.update(getattr(options, "settings", {}))
     module = importlib.import_module(_MODULES[options.kind], __package__)
     with started_job(show) as job:
         result: dict[str, Any] = module.measure_job(job, options)

@@ -8,11 +8,13 @@ from typing import Any
 
 from ...backends import NAMES
 from . import arguments as read
+from .ps_plan import PARTS
 
 DEFAULT_SECONDS = 60.0
 QUICK_SECONDS = 10.0
 DEFAULT_SIZES = "4:256M"
 QUICK_SIZES = "4,4K,64K,1M,16M"
+PS_SIZES = "4K,64K,1M,16M,100M"
 _ABOUT = """Measure torchmpi against what else is installed, in one job, interleaved. Without a command word it measures
 collectives. Started alone it launches its own jobs with mpirun; under mpirun it measures that job."""
 _EXAMPLES = """examples:
@@ -20,6 +22,7 @@ _EXAMPLES = """examples:
   torchmpi bench --quick                          five sizes, ten seconds
   torchmpi bench --verbs allreduce,broadcast -n 2,4 --json --plot
   mpirun -n 8 torchmpi bench --sizes 1M:64M       the job that mpirun has started
+  torchmpi bench ps                               the parameter server, against torch.distributed.rpc
   torchmpi bench train --model resnet             training steps against DistributedDataParallel
   torchmpi bench compare before.json after.json   what has changed"""
 
@@ -54,6 +57,7 @@ def add_to(commands: Any) -> None:
     _add_starts(kinds)
     _add_leaks(kinds)
     _add_memory(kinds)
+    _add_ps(kinds)
 
 
 def _add(kinds: Any, name: str, help_: str, about: str, examples: str) -> argparse.ArgumentParser:
@@ -167,6 +171,39 @@ def _add_memory(kinds: Any) -> None:
     _add_json(parser, "memory")
 
 
+def _add_ps(kinds: Any) -> None:
+    parser = _add(
+        kinds,
+        "ps",
+        "the parameter server: its speed against torch.distributed.rpc, idle, in a storm, and over a link",
+        "speed: send('add') and receive, each waited for, by all ranks at once and by one, against a parameter server\n"
+        "with torch.distributed.rpc (rank 0 serves; two calls of Python or of TorchScript functions, or one call for\n"
+        "both) and against plain copies, in turn. idle: the share of a core that servers take. storm: all ranks add\n"
+        "whole numbers as fast as they can; the sum must be exact, memory must not grow. link: bytes per second to\n"
+        "ranks of other hosts, in a job that mpirun has started on several.",
+        "  torchmpi bench ps\n  torchmpi bench ps --parts speed --sizes 4K,1M -n 2,4 --json --plot\n"
+        "  torchmpi bench ps --parts storm --seconds 10 --storm-ranks 8\n"
+        "  mpirun -n 2 --hostfile hosts torchmpi bench ps --parts link --gbit 1",
+    )
+    option = parser.add_argument
+    option("--parts", type=read.names(PARTS, "part"), default=PARTS, metavar="LIST",
+           help=f"among {', '.join(PARTS)} (default: all)")  # fmt: skip
+    option("--sizes", type=read.sizes, default=read.sizes(PS_SIZES), metavar="SIZES",
+           help=f"of the tensor: a list, or a range of powers of 4 (default: {PS_SIZES})")  # fmt: skip
+    option("-n", dest="ranks", type=read.ranks, default=None, metavar="LIST",
+           help="numbers of ranks, one job each (default: 2)")  # fmt: skip
+    option("--seconds", type=read.seconds, default=DEFAULT_SECONDS, metavar="N",
+           help="of speed, and of the storm (default: %(default)g); at least seven batches each")  # fmt: skip
+    option("--idle", type=read.seconds, default=10.0, metavar="N", help="seconds of doing nothing (default: 10)")
+    option("--storm-ranks", type=read.count, default=4, metavar="N", help="ranks of the storm (default: 4)")
+    option("--gbit", type=read.gigabits, default=None, metavar="R", help="speed of the link in Gbit/s, to compare with")
+    option("--peers", type=read.names(("rpc", read.NONE), "peer"), default=("rpc",), metavar="LIST",
+           help="rpc, or none (default: rpc)")  # fmt: skip
+    _add_json(parser, "ps")
+    _add_plot(parser, "ps")
+    parser.set_defaults(settings={})
+
+
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", dest="ranks", type=read.ranks, default=None, metavar="LIST",
                         help="numbers of ranks, one job each (default: 2 and one per core, at most 8)")  # fmt: skip
@@ -183,8 +220,12 @@ def _add_results(parser: argparse.ArgumentParser, kind: str, *, plot: bool) -> N
                         "contestant gets at least seven batches")  # fmt: skip
     _add_json(parser, kind)
     if plot:
-        parser.add_argument("--plot", nargs="?", const=f"torchmpi-bench-{kind}.png", metavar="FILE.png",
-                            help="draw all contestants over the sizes (needs matplotlib)")  # fmt: skip
+        _add_plot(parser, kind)
+
+
+def _add_plot(parser: argparse.ArgumentParser, kind: str) -> None:
+    parser.add_argument("--plot", nargs="?", const=f"torchmpi-bench-{kind}.png", metavar="FILE.png",
+                        help="draw all contestants over the sizes (needs matplotlib)")  # fmt: skip
 
 
 def _add_json(parser: argparse.ArgumentParser, kind: str) -> None:

@@ -21,6 +21,7 @@ KEYS = {
     "starts": ("ranks", "start", "contestant"),
     "leaks": ("ranks", "rank", "part"),
     "memory": ("ranks", "rank", "part"),
+    "ps": ("ranks", "verb", "dtype", "bytes", "contestant"),
 }
 
 

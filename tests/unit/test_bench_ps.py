@@ -1,0 +1,267 @@
+"""``torchmpi bench ps`` without a job: its plan, its tables, its sums, and the process with torch.distributed.rpc."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import torchmpi.cli
+from torchmpi.cli.benching import arguments, clock, compare, options, ps_loads, ps_plan, ps_rpc, ps_table, report
+from torchmpi.cli.benching.plot import draw
+from torchmpi.cli.benching.ps_speed import ALL, ONE
+
+FACTS = {
+    "ranks": 2, "hosts": 1, "mpi": "Some MPI 1.0", "cores": ["0", "1"], "ranks_per_core": 1.0, "threads_per_rank": 1,
+    "binding": "bound", "processor": "Abacus, 2 CPUs", "versions": {"torch": "2.0"}, "settings": {},
+}  # fmt: skip
+
+
+def parsed(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    options.add_to(parser.add_subparsers(dest="command"))
+    return parser.parse_args(["bench", "ps", *given])
+
+
+# --- the command line and the plan
+
+
+def test_defaults():
+    found = parsed()
+    assert found.parts == ps_plan.PARTS and found.sizes == (4096, 65536, 1 << 20, 16 << 20, 100 << 20)
+    assert (found.seconds, found.idle, found.storm_ranks, found.gbit) == (60, 10, 4, None)
+    assert json.loads(json.dumps(vars(found)))["peers"] == ["rpc"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--parts", "speed,slowness"], "'slowness' is no part; choose among speed, idle, storm, link"),
+        (["--peers", "gloo"], "'gloo' is no peer; choose among rpc, none"),
+        (["--gbit", "0"], "no speed of a link in Gbit/s"),
+        (["--gbit", "fast"], "no speed of a link in Gbit/s"),
+        (["--storm-ranks", "0"], "no number of at least 1"),
+        (["--idle", "-1"], "is no time"),
+    ],
+)
+def test_refused_arguments_say_what_is_allowed(given, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        torchmpi.cli.main(["bench", "ps", *given])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_there_is_nothing_to_draw_without_speed(capsys):
+    assert torchmpi.cli.main(["bench", "ps", "--parts", "idle", "--plot"]) == 1
+    assert "--parts speed" in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys):
+    with pytest.raises(SystemExit) as ended:
+        torchmpi.cli.main(["bench", "ps", "--help"])
+    assert ended.value.code == 0 and "torchmpi bench ps" in capsys.readouterr().out.split("examples:")[1]
+
+
+def test_jobs_for_each_part():
+    def plan(*given: str) -> list[tuple[int, tuple[str, ...], bool]]:
+        return [(job.ranks, job.task.parts, bool(job.task.settings)) for job in ps_plan.jobs(parsed(*given))]
+
+    assert plan("--parts", "storm", "--storm-ranks", "3") == [(3, ("storm",), False)]
+    assert plan("--parts", "link") == [(2, ("link",), False)]
+    assert plan("--parts", "idle,speed", "-n", "1,4") == [
+        (1, ("idle", "speed"), False), (1, ("idle",), True), (4, ("idle", "speed"), False), (4, ("idle",), True),
+    ]  # fmt: skip
+
+
+# --- figures
+
+
+def speed(contestant: str, median: float | None, *, verb: str = ALL, num_bytes: int = 4096) -> dict:
+    figures = {"why_not": "not today"}
+    if median is not None:
+        figures = {"median_us": median, "low_us": median * 0.9, "high_us": median * 1.1, "num_batches": 9,
+                   "calls_per_batch": 3}  # fmt: skip
+    moved = (1 if contestant == "copy" else 2) * num_bytes
+    head = {"part": "speed", "ranks": 2, "verb": verb, "dtype": "float32", "mode": "sync", "bytes": num_bytes}
+    return head | {"contestant": contestant, "payload_bytes": moved} | figures
+
+
+def made(*rows: dict) -> dict:
+    return report.new_report("ps", [{"facts": FACTS, "rows": list(rows)}], {"seconds": 1})
+
+
+CELL = [speed("torchmpi", 10.0), speed("rpc", 600.0), speed("rpc script", 400.0), speed("rpc one call", 300.0),
+        speed("copy", 2.5)]  # fmt: skip
+
+
+def lines_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_speed_is_compared_with_each_form_of_rpc_and_with_the_copy():
+    text = ps_table.as_text(made(*CELL))
+    line = next(cells for cells in lines_of(text) if cells[:1] == ["4K"])
+    # 8192 bytes in 10 us; 600 / 10, 400 / 10, 300 / 10; a copy takes 2.5 us for half of the bytes.
+    assert line[-5:] == ["0.82", "60.0", "40.0", "30.0", "50%"], text
+    assert ALL in text and "Some MPI 1.0" in text and "no figures" not in text
+
+
+def test_peers_that_are_missing_have_a_reason():
+    text = ps_table.as_text(made(CELL[0], speed("rpc", None), speed("rpc one call", None), CELL[-1]))
+    line = next(cells for cells in lines_of(text) if cells[:1] == ["4K"])
+    assert line[-2:] == ["0.82", "50%"] and "rpc: not today" in text and "rpc one call: not today" in text
+    assert [cells[-3:] for cells in lines_of(ps_table.as_text(made(CELL[1]))) if cells[:1] == ["4K"]] == [["-"] * 3]
+
+
+def test_idle_and_storm():
+    idle = [{"part": "idle", "ranks": 2, "rank": rank, "seconds": 10.0, "what": "server, no thread",
+             "share": 0.001 * (rank + 1)} for rank in range(2)]  # fmt: skip
+    storm = {"part": "storm", "ranks": 4, "bytes": 8192, "seconds": 30.0, "updates": 3000, "updates_per_second": 100.0,
+             "is_exact": True, "resident_bytes_before": 300 << 20, "resident_bytes_after": 301 << 20}  # fmt: skip
+    text = ps_table.as_text(made(*idle, storm, storm | {"is_exact": False}))
+    assert ["server,", "no", "thread", "2", "10", "0.10", "0.20"] in lines_of(text), text
+    assert ["8K", "4", "30.0", "3000", "100", "exact", "300.0", "301.0"] in lines_of(text), text
+    assert text.count("WRONG") == 1
+
+
+def test_link_with_and_without_hosts():
+    head = {"part": "link", "ranks": 2}
+    row = head | {"bytes": 64_000_000, "gbit": 1.0, "what": "send", "bytes_per_second": 1e8, "low": 9e7, "high": 1.1e8,
+                  "is_exact": True}  # fmt: skip
+    text = ps_table.as_text(made(row, row | {"what": "receive", "gbit": None, "is_exact": False}))
+    assert ["send", "2", "64.0", "100.0", "90.0", "to", "110.0", "80%"] in lines_of(text), text
+    assert "receive: WRONG" in text
+    assert ps_table.as_text(made(head | {"why_not": "alone"})).endswith("link: alone")
+
+
+def test_reports_are_compared_and_drawn(tmp_path):
+    path = tmp_path / "a.json"
+    report.save(made(*CELL, *(row | {"verb": ONE} for row in CELL), {"part": "link", "why_not": "alone"}), str(path))
+    assert "10 lines in both: 0 faster, 0 slower" in compare.compare_files(str(path), str(path))
+    pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
+    draw(report.load(str(path)), str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_storm_must_leave():
+    ranks = [ps_loads.Storm(SimpleNamespace(rank=rank, size=3), 256) for rank in range(3)]
+    total = torch.zeros(32, dtype=torch.int64)
+    for storm, rounds in zip(ranks, (4, 0, 5), strict=True):
+        for _ in range(rounds):
+            for gradient in storm._gradients:
+                total += gradient
+    assert total.unique().numel() > 1
+    assert all(torch.equal(storm._total([4, 0, 5]), total) for storm in ranks)
+    assert not torch.equal(ranks[0]._total([4, 1, 5]), total)
+
+
+def test_memory_is_that_of_the_rank_that_grew_most():
+    sizes = [(100, 90), (50, 60), (70, 71)]
+    pairs = [({"resident_bytes": before}, {"resident_bytes": after}) for before, after in sizes]
+    assert ps_loads._growth(pairs) == {"resident_bytes_before": 50, "resident_bytes_after": 60}
+
+
+class Alone:
+    """Enough of a communicator for the clock, with one rank."""
+
+    def Barrier(self) -> None:
+        pass
+
+    def Allreduce(self, mine, result, op) -> None:
+        result[:] = mine
+
+
+def test_what_is_timed_elsewhere(monkeypatch):
+    monkeypatch.setattr(clock, "_maximum", lambda: None)
+    asked = []
+
+    def timed(num_calls: int) -> float:
+        asked.append(num_calls)
+        return num_calls * 1e-3
+
+    entrant = clock.Entrant("far away", (lambda: pytest.fail("called here"),), lambda: None, timed)
+    (sample,) = clock.measure([entrant], Alone(), seconds=0.01)
+    assert sample.median_us == pytest.approx(1000) and sample.calls_per_batch == asked[-1] == 3
+
+
+def test_links_are_in_gigabits():
+    assert arguments.gigabits("0.1") == 0.1
+
+
+# --- the process with torch.distributed.rpc
+
+needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this torch was built without RPC")
+COMMAND = [sys.executable, "-c", ps_rpc._BOOTSTRAP, str(Path(__file__).resolve().parents[2])]
+
+
+def ask(process: subprocess.Popen[str], command: str, **values: object) -> dict:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps({"do": command, **values}) + "\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())
+
+
+@needs_rpc
+def test_a_server_that_is_its_own_client(tmp_path):
+    process = subprocess.Popen([*COMMAND, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert ask(process, "hello") == {"why_not": None}
+        started = ask(process, "start", rank=0, size=1, address=(tmp_path / "rpc").as_uri(), threads=1,
+                      cores=sorted(os.sched_getaffinity(0)))  # fmt: skip
+        assert {*started["forms"], *started["why_not"]} == {*ps_rpc.FORMS} and "rpc" in started["forms"]
+        for numel in (5, 3):
+            for command in ("make", "find"):
+                assert ask(process, command, numel=numel) == {}
+            assert ask(process, "touch", value=2.0) == {}
+            for form in started["forms"]:
+                assert ask(process, "run", form=form, calls=2)["seconds"] > 0
+            right = 4.0 * len(started["forms"])
+            assert ask(process, "look") == {"low": right, "high": right}
+        assert "KeyError" in ask(process, "run", form="telegraph", calls=1)["error"]
+        assert 0 <= ask(process, "idle", seconds=0.05)["share"]
+        assert ask(process, "drop") == ask(process, "leave") == {}
+        process.stdin.close()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_stopped_process_ends_with_its_rank():
+    rank = subprocess.Popen(
+        [sys.executable, "-c", _RANK, *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert rank.stdout is not None
+    child = int(rank.stdout.readline())
+    assert Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    rank.kill()
+    rank.communicate()
+    limit = time.monotonic() + 30
+    with suppress(FileNotFoundError):  # until init has taken note of its end, it is a zombie
+        while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+            if time.monotonic() > limit:
+                os.kill(child, signal.SIGKILL)
+                pytest.fail("still there")
+            time.sleep(0.02)
+
+
+_RANK = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([*sys.argv[1:], str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+child.stdin.write('{"do": "hello"}\\n')
+child.stdin.flush()
+child.stdout.readline()
+child.send_signal(signal.SIGSTOP)
+os.waitpid(child.pid, os.WUNTRACED)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
