@@ -125,24 +125,26 @@ class Actor:
             self.on_wait(holder)
 
     def _run_in_python(self, shards: Shards, data: int, span: tuple[int, int], prepared: Prepared) -> None:
-        plan, kernel = self._plan, self._kernels
-        assert prepared.function is not None
-        while (status := kernel["take_chunk"](self._address)) != words.DONE:
-            if status == words.HELD:
-                self._look_after_holder()
-                continue
-            good = 0
-            try:
-                begin, end = int(plan[words.CHUNK_BEGIN]), int(plan[words.CHUNK_END])
-                sent = tensor_at(data + (begin - span[0]) * shards.dtype.itemsize, end - begin, shards.dtype)
-                arrays = [
-                    tensor_at(
-                        int(plan[words.TARGETS + array]), end - begin, shards.state_dtype if array else shards.dtype
-                    )
-                    for array in range(1 + prepared.num_states)
-                ]
-                with torch.no_grad():
-                    prepared.function(arrays[0], sent, *arrays[1:], *prepared.coefficients)
-                good = 1
-            finally:
-                kernel["end_chunk"](self._address, good)
+        kernel = self._kernels
+        try:
+            while (status := kernel["take_chunk"](self._address)) != words.DONE:
+                if status == words.HELD:
+                    self._look_after_holder()
+                else:
+                    self._call_function(shards, data - span[0] * shards.dtype.itemsize, prepared)
+                    kernel["end_chunk"](self._address, 1)
+        finally:  # an interrupt may come between any two steps above: whatever chunk is taken, let go of it
+            kernel["end_chunk"](self._address, 0)
+
+    def _call_function(self, shards: Shards, data: int, prepared: Prepared) -> None:
+        """Have a rule in Python change the scratch; `data` is where element 0 would be."""
+        plan, function = self._plan, prepared.function
+        assert function is not None
+        begin, end = int(plan[words.CHUNK_BEGIN]), int(plan[words.CHUNK_END])
+        sent = tensor_at(data + begin * shards.dtype.itemsize, end - begin, shards.dtype)
+        arrays = [
+            tensor_at(int(plan[words.TARGETS + array]), end - begin, shards.state_dtype if array else shards.dtype)
+            for array in range(1 + prepared.num_states)
+        ]
+        with torch.no_grad():
+            function(arrays[0], sent, *arrays[1:], *prepared.coefficients)

@@ -67,10 +67,13 @@ class Arena:
         return (actor - 1) // ACTORS_PER_RANK
 
     def is_dead(self, actor: int) -> bool:
-        """Whether its process has ended, killed for instance."""
+        """Whether its process has ended, killed for instance. Not if this one cannot look, being out of descriptors."""
         row = self._row(actor)
         process, started = int(row[words.PROCESS]), int(row[words.STARTED])
-        return process != 0 and start_of(process) != started
+        try:
+            return process != 0 and start_of(process) != started
+        except OSError:
+            return False
 
     def _row(self, actor: int) -> Any:
         start = (actor - 1) * words.ROW_BYTES
@@ -87,6 +90,6 @@ def start_of(process: int) -> int:
         with open(f"/proc/{process}/stat", "rb") as file:
             # The name, in brackets, may contain anything.
             fields = file.read().rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -21,17 +21,33 @@ from ..buffers import as_bytes
 from ..errors import ArgumentError, TorchMPIError
 from ..lane import Lane
 from .actor import Actor
-from .rules import MOST_COEFFICIENTS, Prepared, Rule
+from .rules import MOST_COEFFICIENTS, MOST_NAME_BYTES, Prepared, Rule
 from .shards import PIECE_BYTES, pieces
 
 # A rank is client and server, so that data to the one and to the other must not be mixed up.
 _REQUEST, _DATA_TO_SERVER, _DATA_TO_CLIENT, _STATUS = range(1, 5)
 _SEND, _RECEIVE = 1, 2
-_HEADER = struct.Struct(f"<5q{MOST_COEFFICIENTS}d64s")
+_HEADER = struct.Struct(f"<5q{MOST_COEFFICIENTS}d{MOST_NAME_BYTES}s")
 _ANSWER = struct.Struct("<3q1000s")
 _IN_FLIGHT = 4
 """Pieces of a request that are under way at once."""
-_SHORTEST_NAP, _LONGEST_NAP, _LONGEST_BUSY_NAP = 20e-6, 5e-3, 200e-6
+_SHORTEST_NAP, _LONGEST_NAP, _LONGEST_BUSY_NAP = 20e-6, 8e-3, 200e-6
+_EAGER_SECONDS = 2e-3
+
+
+class _Naps:
+    """How to wait for MPI without burning a core: at first by the shortest naps, then by ever longer ones."""
+
+    def __init__(self) -> None:
+        self._nap, self._since = _SHORTEST_NAP, time.monotonic()
+
+    def take(self, longest: float, *, moved: bool) -> None:
+        """Sleep; `moved`: something has happened since the last nap."""
+        if moved:
+            self._nap, self._since = _SHORTEST_NAP, time.monotonic()
+        elif time.monotonic() - self._since > _EAGER_SECONDS:
+            self._nap = min(self._nap * 1.25, longest)
+        time.sleep(self._nap)
 
 
 class _Header(NamedTuple):
@@ -74,13 +90,12 @@ class Requests:
         names = ", ".join(str(server.group.world_ranks[rank]) for rank in ranks)
         self._lane.doing = f"parameterserver.{verb} ({server.name}, for which rank {names} must answer)"
         exchanges = [_Exchange(self._MPI, self._comm, rank, server, flat, header=header) for rank in ranks]
-        waiting, nap = list(exchanges), _SHORTEST_NAP
+        waiting, naps = list(exchanges), _Naps()
         while waiting:
             moved = [exchange.advance() for exchange in waiting]
             waiting = [exchange for exchange in waiting if not exchange.is_over]
             if waiting:
-                nap = _SHORTEST_NAP if any(moved) else min(nap * 1.25, _LONGEST_BUSY_NAP)
-                time.sleep(nap)
+                naps.take(_LONGEST_BUSY_NAP, moved=any(moved))
         for exchange in exchanges:
             if exchange.problem:
                 rank = server.group.world_ranks[exchange.rank]
@@ -169,20 +184,18 @@ class ServingThread(threading.Thread):
         """Look for requests, serve a piece of each, nap."""
         try:
             self._serve()
-        except Exception:
+        except BaseException:
             self._end_job(f"{self.name} cannot go on, which ends the job:\n{traceback.format_exc()}", 1)
 
     def _serve(self) -> None:
-        nap = _SHORTEST_NAP
+        naps = _Naps()
         while not self._must_stop or self._sessions:
             moved = self._accept()
             for session in list(self._sessions):
                 moved |= session.advance()
                 if session.is_over:
                     self._sessions.remove(session)
-            longest = _LONGEST_BUSY_NAP if self._sessions else _LONGEST_NAP
-            nap = _SHORTEST_NAP if moved else min(nap * 1.25, longest)
-            time.sleep(nap)
+            naps.take(_LONGEST_BUSY_NAP if self._sessions else _LONGEST_NAP, moved=moved)
 
     def _accept(self) -> bool:
         status, accepted = self._MPI.Status(), False
@@ -232,7 +245,7 @@ class _Session:
             return
         try:
             action(*arguments)
-        except Exception as error:
+        except BaseException as error:  # SystemExit would end the thread, and nobody would hear of it
             lines = traceback.format_exception_only(type(error), error)
             self.kind, self.problem = 1, "".join(lines).strip()
         else:

@@ -15,6 +15,8 @@ from ..kernels.shard_plan import MOST_STATES, NUM_COEFFICIENTS
 
 Function = Callable[..., object]
 MOST_COEFFICIENTS = NUM_COEFFICIENTS - 2
+MOST_NAME_BYTES = 64
+"""What a request to another host has room for."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
         raise ArgumentError(
             f"register_rule: num_states={num_states} for rule {name!r}; 0 to {MOST_STATES} are possible."
         )
+    if len(name.encode()) > MOST_NAME_BYTES:
+        raise ArgumentError(f"register_rule: the name {name!r} is longer than {MOST_NAME_BYTES} bytes.")
     with _changing:
         if name in native.BUILT_IN:
             raise ArgumentError(f"register_rule: {name!r} is built in. Take another name.")

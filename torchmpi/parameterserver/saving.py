@@ -60,7 +60,7 @@ def _collectively(group: Group, verb: str, action: Callable[[Service], None]) ->
         raise CheckpointError(
             f"{group.where}: communicator {group.name} has no servers. Call parameterserver.init first."
         )
-    group.call(Step(group, verb, 0, (), partial(_undisturbed, service, action)), None, None, 0)
+    group.call(Step(group, verb, "all servers", partial(_undisturbed, service, action)), None, None, 0)
 
 
 def _undisturbed(service: Service, action: Callable[[Service], None]) -> None:

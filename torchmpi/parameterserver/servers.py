@@ -21,6 +21,7 @@ from .service import Service, Step, require_threads, service_of
 
 INLINE_BYTES = 256 << 10
 """Up to this size a call runs in the caller's thread, if all shards are within reach."""
+_MOST_RULES = 64
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
@@ -60,6 +61,8 @@ class Server:
         if known is None:
             known = prepare(rule, self.dtype)
             if known.function is None:  # others may be registered anew
+                if len(self._rules) >= _MOST_RULES:  # a learning rate that changes makes a new one each step
+                    self._rules.clear()
                 self._rules[rule] = known
         return known
 
@@ -88,9 +91,8 @@ class Server:
 
     def close(self) -> None:
         """Nobody uses it any more: unmap."""
-        if self.is_open:
-            self.is_open = False
-            self.shards.close()
+        self.is_open = False
+        self.shards.close()
 
 
 def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) -> Server:
@@ -110,22 +112,15 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
         names = ", ".join(dtype_table.short_name(dtype) for dtype in _DTYPES)
         raise DtypeError(f"{what}: there are no servers for {tensor.dtype}, only for {names}.")
     require_threads(group)
-    code = dtype_table.info(tensor.dtype).code
     plain = buffers.plain(tensor, to_host=True)
-    action = partial(_make, group, plain, name)
-    server: Server = group.call(Step(group, "server_init", code, tuple(tensor.shape), action), None, None, 0)
+    subject = f"{dtype_table.short_name(tensor.dtype)} {list(tensor.shape)}{'' if name is None else f' named {name!r}'}"
+    server: Server = group.call(Step(group, "server_init", subject, partial(_make, group, plain, name)), None, None, 0)
     return server
 
 
 def _make(group: Group, tensor: torch.Tensor, name: str | None) -> Server:
     service = service_of(group) or Service(group)
     number = service.num_made
-    names = service.comm.allgather(name)
-    if names != [name] * group.size:
-        listing = ", ".join(f"{other!r} on rank {rank}" for rank, other in zip(group.world_ranks, names, strict=True))
-        raise ArgumentError(
-            f"{group.where}: parameterserver.init: the names differ: {listing}. Pass the same everywhere."
-        )
     parts = even_partition(tensor.numel(), group.size)
     shards = service.allocate(parts, (tensor.dtype, state_dtype(tensor.dtype)))
     server = Server(service, number, tensor.shape, shards=shards, name=name or f"server {number}")
@@ -157,7 +152,7 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
     if tensor is None:
         if prepared.name != "zero":
             raise ArgumentError(f"{what}: rule {prepared.name!r} needs a tensor; only 'zero' does without.")
-        tensor = torch.empty(server.shape, dtype=server.dtype)
+        tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
     elif not _is_plain(tensor):
         buffers.check(tensor, what)
     _check_fits(server, tensor, what)
@@ -189,7 +184,8 @@ def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle:
     mark = streams.fence(tensor)
     device = None if mark is None else tensor.device
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
-    return _run(server, partial(_receive_staged, server, tensor, host, mark, device), what, tensor.nbytes)
+    task = partial(_receive_staged, server, tensor, host, mark, device)
+    return _run(server, task, what, tensor.nbytes if tensor.is_cpu else INLINE_BYTES + 1)
 
 
 def _receive_directly(server: Server, tensor: torch.Tensor) -> torch.Tensor:
@@ -217,8 +213,13 @@ def _check_open(server: Any, verb: str) -> str:
         )
     what = f"{server.group.where}: parameterserver.{verb}"
     if not server.is_open:
-        raise CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
+        raise _freed(server, what)
+    runtime.current()  # refuses in a forked child, which would be taken for its parent
     return what
+
+
+def _freed(server: Server, what: str) -> CommunicatorError:
+    return CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
 
 
 def _check_fits(server: Server, tensor: torch.Tensor, what: str) -> None:
@@ -238,23 +239,25 @@ def _run(server: Server, task: Any, description: str, num_bytes: int) -> Handle:
     """Now, if it is small and nothing is queued before it; otherwise in the lane's turn."""
     lane = server.service.lane
     if not (server.is_local and num_bytes <= INLINE_BYTES and lane.pending == 0 and lane.turn.acquire(False)):
-        return lane.submit(partial(_in_turn, lane, task), description)
+        return lane.submit(partial(_in_turn, server, task, description), description)
     handle = Handle(description)
     try:
-        handle.set_result(_in_turn(lane, task))
+        handle.set_result(_in_turn(server, task, description))
     except Exception as error:  # which belongs to the one who waits, as in the lane
-        lane.failed.append(handle)
+        lane.failed = [*(other for other in lane.failed if other.unseen_error is not None), handle]
         handle.set_error(error)
     finally:
         lane.turn.release()
     return handle
 
 
-def _in_turn(lane: Any, task: Any) -> Any:
+def _in_turn(server: Server, task: Any, description: str) -> Any:
     try:
+        if not server.is_open:  # another thread has freed it since it was looked at
+            raise _freed(server, description)
         return task()
     finally:
-        lane.doing = None
+        server.service.lane.doing = None
 
 
 def free(server: Server) -> None:
@@ -264,12 +267,13 @@ def free(server: Server) -> None:
     """
     _check_open(server, "free")
     group = server.group
-    group.call(Step(group, "server_free", 0, (server.number,), partial(_free, server)), None, None, 0)
+    group.call(Step(group, "server_free", f"server {server.number}", partial(_free, server)), None, None, 0)
 
 
 def _free(server: Server) -> None:
     service = server.service
     service.lane.drain()
+    service.refuse_calls(server)
     service.comm.Barrier()
     del service.servers[server.number]
     server.close()

@@ -8,7 +8,8 @@ import torch
 
 from .. import runtime
 from ..communicator import Group, share
-from ..errors import CommunicatorError, TorchMPIError
+from ..errors import CommunicatorError, MismatchError, TorchMPIError
+from ..lane import Lane
 from ..progress import call_code
 from . import remote
 from .actor import Actor, Shards
@@ -28,7 +29,9 @@ class Service:
         self.near_ranks, self.far_ranks = near, tuple(rank for rank in range(group.size) if rank not in near)
         self.client = Actor(self.arena, CLIENT, is_crowded=context.is_crowded)
         self.client.on_wait = self._note_wait
-        self.lane = group.side_lane("parameter server", 0)
+        # Where all is done in memory, MPI need not allow threads for calls to have one.
+        lane = Lane(f"{group.name} parameter server", threaded=context.threaded or not self.far_ranks)
+        self.lane = group.side_lanes.setdefault(("parameter server", 0), lane)
         self.servers: dict[int, Any] = {}
         """Those that have not been freed, by number."""
         self.num_made = 0
@@ -58,6 +61,11 @@ class Service:
             )
         return Shards(Memory(segment, plan.num_bytes), plan, own, dtypes=dtypes)
 
+    def refuse_calls(self, server: Any) -> None:
+        """From now on, also of other threads that are about to make one: what it looks at will go."""
+        with self.lane.turn:
+            server.is_open = False
+
     def _note_wait(self, holder: int) -> None:
         """Let the watchdog see that, and for whom, this rank waits."""
         if self.lane.doing is None:
@@ -66,6 +74,8 @@ class Service:
 
     def close(self) -> None:
         """Meet the others, who until then may still send something here, and give everything back. Collective."""
+        for server in self.servers.values():
+            self.refuse_calls(server)
         self.comm.Barrier()
         if self._thread is not None:
             self._thread.stop()
@@ -98,18 +108,35 @@ def service_of(group: Group) -> Service | None:
 
 
 class Step:
-    """Something collective about servers, as a call like others: in order, and noticed if a rank does another."""
+    """Something collective about servers, as a call like others: in order, and noticed if a rank does another.
+
+    `subject` is what it is about, which must be the same on all ranks, or it is refused on all: half of them would be
+    in the middle of it when the others find out, and meet them there in their next call.
+    """
 
     is_whole = False
 
-    def __init__(self, group: Group, verb: str, dtype_code: int, shape: tuple[int, ...], action: Any) -> None:
-        self.verb, self.code = verb, call_code(verb, None, dtype_code)
-        self.shape_of = lambda tensor: shape
-        self._ledger, self._action = group.ledger, action
+    def __init__(self, group: Group, verb: str, subject: str, action: Any) -> None:
+        self.verb, self.code = verb, call_code(verb)
+        self._group, self._subject, self._action = group, subject, action
+
+    def shape_of(self, tensor: Any) -> tuple[int, ...]:
+        """For the ledger: that of the subject is compared here."""
+        return ()
 
     def run(self, tensor: Any, out: Any, root: int) -> Any:
         """Called by the group in its turn."""
-        self._ledger.announce()
+        group = self._group
+        group.ledger.announce()
+        calls = group.comm.allgather((group.ledger.seq, self._subject))
+        if calls != [calls[0]] * group.size:
+            listing = "; ".join(
+                f"rank {rank}: {subject}, call #{seq}"
+                for rank, (seq, subject) in zip(group.world_ranks, calls, strict=True)
+            )
+            raise MismatchError(
+                f"{group.where}: the ranks called {self.verb} with different things: {listing}. Pass the same on all."
+            )
         return self._action()
 
 

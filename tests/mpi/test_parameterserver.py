@@ -1,0 +1,558 @@
+"""The contract of parameter servers: in shared memory, by messages, and with both (hosts in name only)."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import torchmpi as mpi
+import torchmpi.parameterserver as ps
+from torchmpi import errors, runtime
+from torchmpi.parameterserver.servers import INLINE_BYTES
+from torchmpi.parameterserver.shards import PIECE_BYTES
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import contract
+from shard_rig import Twin
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES += (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+LARGE = INLINE_BYTES // 4 + 1001  # float32; more than runs in the caller's thread
+
+
+def picky(value, sent):
+    """Goes on for a while, then finds something."""
+    value.add_(sent)
+    if bool((sent == 13).any()):
+        raise ValueError("thirteen")
+
+
+def quits(value, sent):
+    raise SystemExit("enough")
+
+
+ps.register_rule("picky", picky)
+ps.register_rule("quits", quits)
+
+
+def world() -> tuple[int, int]:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def start(way: str) -> None:
+    settings = {"by messages": {"slot_bytes": 0}, "both": {"host_name": f"host{world()[0] // 2}"}}.get(way, {})
+    mpi.start(config=dataclasses.replace(mpi.Config.from_environment(), verbose=False, **settings))
+
+
+@pytest.fixture(scope="module", params=("shared memory", "by messages", "both"))
+def started(request):
+    """torchmpi, started so that shards are reached in that way; the session's own start is put back afterwards."""
+    if request.param == ("by messages" if world()[1] == 3 else "both"):  # three ranks do both: two hosts, one shared
+        pytest.skip("left to other numbers of ranks")
+    was_running = runtime.is_running()
+    mpi.stop()
+    start(request.param)
+    yield request.param
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
+@pytest.fixture
+def way(started):
+    """The same, with the servers of a test freed."""
+    yield started
+    ps.free_all()
+
+
+def of_ranks(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [contract.values(shape, dtype, rank) for rank in range(mpi.size())]
+
+
+def received(server: ps.Server) -> torch.Tensor:
+    """What everybody sees when all have got here."""
+    mpi.barrier()
+    result = ps.receive(server).wait()
+    mpi.barrier()
+    return result
+
+
+def default(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The shard of each rank with the values of that rank."""
+    parts = [tensor.view(-1).tensor_split(len(tensors))[rank] for rank, tensor in enumerate(tensors)]
+    return torch.cat(parts).view(tensors[0].shape)
+
+
+# --- what servers do
+
+
+@pytest.mark.parametrize("shape", ((), (0,), (1,), (2, 0, 3), (3,), (7, 5), (64, 33, 5), (LARGE,)), ids=str)
+def test_shapes(way, agree, shape):
+    """The five scenarios of the original, with fewer elements than ranks too."""
+    tensors = of_ranks(shape)
+    server = ps.init(tensors[mpi.rank()])
+    agree.equal(received(server), default(tensors), "default")
+    if mpi.rank() == 0:
+        ps.send(server, None, "zero").wait()
+    agree.equal(received(server), torch.zeros(shape), "zero")
+    if mpi.rank() == mpi.size() - 1:
+        ps.send(server, tensors[0], "copy").wait()
+    agree.equal(received(server), tensors[0], "copy")
+    ps.send(server, torch.full(shape, mpi.rank() + 1.0), "zero").wait()
+    mpi.barrier()
+    ps.send(server, torch.full(shape, mpi.rank() + 1.0)).wait()
+    total = mpi.size() * (mpi.size() + 1) / 2
+    agree.equal(received(server), torch.full(shape, total), "add from all")
+
+
+def test_dtypes(way, agree):
+    for dtype in DTYPES:
+        tensors = of_ranks((131,), dtype)
+        server = ps.init(tensors[mpi.rank()])
+        agree.equal(received(server), default(tensors), f"{dtype} default")
+        ps.send(server, tensors[mpi.rank()], "max").wait()
+        expected = default(tensors)
+        for tensor in tensors:
+            expected = torch.maximum(expected, tensor)
+        agree.equal(received(server), expected, f"{dtype} max")
+        if mpi.rank() == 0:
+            ps.send(server, tensors[0], "copy")
+            ps.send(server, tensors[-1], "add").wait()
+        agree.equal(received(server), tensors[0] + tensors[-1], f"{dtype} add")
+
+
+def test_strides_and_autograd(way, agree):
+    base = torch.arange(24.0).view(4, 6)
+    server = ps.init(base.t())
+    agree.equal(received(server), base.t(), "init")
+    parameter = torch.nn.Parameter(torch.ones(6, 4))
+    views = {
+        "transposed": base.t(),
+        "with gaps": torch.arange(48.0).view(6, 8)[:, ::2],
+        "expanded": torch.ones(1).expand(24),
+        "parameter": parameter,
+        "negated": torch.imag(torch.complex(base, base).conj()),
+        "another shape": base.view(2, 12),
+    }
+    for name, view in views.items():
+        if mpi.rank() == 0:
+            ps.send(server, view, "copy").wait()
+        agree.equal(received(server).view(-1), view.detach().reshape(-1), f"send {name}")
+    targets = {"transposed": torch.zeros(4, 6).t(), "with gaps": torch.zeros(6, 8)[:, ::2], "parameter": parameter}
+    if mpi.rank() == 0:
+        ps.send(server, base.t(), "copy").wait()
+    mpi.barrier()
+    for name, target in targets.items():
+        before = target._version
+        result = ps.receive(server, target).wait()
+        agree(result is target, f"receive {name} gives another tensor")
+        agree.equal(target.detach(), base.t(), f"receive {name}")
+        agree(target._version > before, f"autograd does not know that {name} was written")
+
+
+def test_several_servers_and_communicators(way, agree):
+    level = mpi.push_communicator(mpi.rank() % 2)
+    mpi.set_communicator(0)
+    whole = [ps.init(torch.full((50 + index,), float(index))) for index in range(3)]
+    part = ps.init(torch.zeros(33, dtype=torch.int64), comm=level)
+    with mpi.use(level):
+        second = ps.init(torch.ones(7))
+        members = mpi.size()
+    for index, server in enumerate(whole):
+        ps.send(server, torch.full((50 + index,), mpi.rank() + 1.0))
+    ps.send(part, torch.full((33,), 1 + mpi.rank() % 2)).wait()
+    ps.send(second, torch.ones(7)).wait()
+    for server in whole:
+        ps.receive(server).wait()
+    total = mpi.size() * (mpi.size() + 1) / 2
+    for index, server in enumerate(whole):
+        agree.equal(received(server), torch.full((50 + index,), index + total), f"server {index}")
+    agree.equal(received(part), torch.full((33,), members * (1 + mpi.rank() % 2)), "of a level")
+    agree.equal(received(second), torch.full((7,), 1.0 + members), "of a level in use")
+
+
+def test_large_tensors_come_in_pieces(way, agree):
+    numel = mpi.size() * (5 * PIECE_BYTES // 2 // 4) + 12345
+    server = ps.init(torch.zeros(numel, dtype=torch.int32))
+    sent = torch.arange(numel, dtype=torch.int32)
+    handles = [ps.send(server, sent * (mpi.rank() + 1)) for _ in range(2)]
+    for handle in handles:
+        handle.wait()
+    expected = sent * (mpi.size() * (mpi.size() + 1))
+    agree.equal(received(server), expected)
+
+
+# --- guarantees
+
+
+RULES = ("zero", "copy", "add", "max", "min", ps.scaled_add(-0.5), ps.axpby(0.3, 0.6), ps.adam(0.1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_one_client_sends_is_applied_in_order(way, agree, seed):
+    """Rules whose order matters, small and large calls mixed, hardly any waited for. Each rank has servers of its own,
+    so that all are at it at once."""
+    sizes = (100, 100, LARGE)
+    servers = [[ps.init(torch.zeros(numel)) for numel in sizes] for _ in range(mpi.size())][mpi.rank()]
+    twins = [Twin(SimpleNamespace(chunks=lambda n=n: [(0, n)], dtype=torch.float32, numel=n)) for n in sizes]
+    choose, results = random.Random(1000 * seed + mpi.rank()), []
+    for _ in range(40):
+        index = choose.choices(range(3), (10, 10, 1))[0]
+        server, twin, numel = servers[index], twins[index], sizes[index]
+        if choose.random() < 0.3:
+            results.append((ps.receive(server), twin.values.clone()))
+            continue
+        rule, sent = choose.choice(RULES), torch.randn(1).expand(numel).contiguous()
+        handle = ps.send(server, sent, rule)
+        twin.apply(rule, sent, (0, numel))
+        if choose.random() < 0.3:
+            handle.wait()
+    results += [(ps.receive(server), twin.values) for server, twin in zip(servers, twins, strict=True)]
+    for place, (handle, expected) in enumerate(results):
+        agree.equal(handle.wait(), expected, f"receive {place}")
+    agree.equal([server.num_sent for server in servers], [twin.versions[0] for twin in twins])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_all_send_at_once_is_applied_once(way, agree, seed):
+    """Integers, for which the order does not matter: the sum is exact."""
+    sizes, choose = (5, 1000, 2 * LARGE), random.Random(seed)
+    servers = [(ps.init(torch.zeros(n, dtype=torch.int16)), ps.init(torch.zeros(n, dtype=torch.int64))) for n in sizes]
+    plan = [(choose.choices(range(3), (10, 10, 1))[0], choose.randrange(1000)) for _ in range(30)]
+    for index, number in plan:
+        sums, most = servers[index]
+        ps.send(sums, torch.full((sizes[index],), number + mpi.rank(), dtype=torch.int16))
+        ps.send(most, torch.arange(sizes[index]) * number * (mpi.rank() + 1), "max")
+    for pair in servers:
+        for server in pair:
+            ps.receive(server).wait()
+    for index, (sums, most) in enumerate(servers):
+        numbers = [number for where, number in plan if where == index]
+        total = sum(number + rank for number in numbers for rank in range(mpi.size()))
+        agree.equal(received(sums), torch.full((sizes[index],), total).to(torch.int16), f"sum {index}")
+        agree.equal(received(most), torch.arange(sizes[index]) * max(numbers, default=0) * mpi.size(), f"max {index}")
+
+
+def test_threads_of_one_rank(way, agree):
+    small, large = ps.init(torch.zeros(1000, dtype=torch.int64)), ps.init(torch.zeros(LARGE, dtype=torch.int64))
+    problems = []
+
+    def work(number: int) -> None:
+        try:
+            for index in range(25):
+                handle = ps.send(small, torch.full((1000,), number))
+                if index % 10 == 0:
+                    ps.send(large, torch.full((LARGE,), number))
+                if index % 2:
+                    handle.wait()
+            ps.receive(small).wait()
+            ps.receive(large).wait()
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 10, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    agree(not problems, str(problems))
+    agree.equal(received(small), torch.full((1000,), 25 * 111 * mpi.size()))
+    agree.equal(received(large), torch.full((LARGE,), 3 * 111 * mpi.size()))
+
+
+def test_others_see_what_was_waited_for(way, agree):
+    server = ps.init(torch.zeros(4097))
+    for sender in range(mpi.size()):
+        if mpi.rank() == sender:
+            ps.send(server, torch.full((4097,), sender + 1.0), "copy").wait()
+        mpi.barrier()
+        agree.equal(ps.receive(server).wait(), torch.full((4097,), sender + 1.0), f"of rank {sender}")
+        mpi.barrier()
+
+
+def test_counters(way, agree):
+    server = ps.init(torch.zeros(2 * LARGE))
+    ps.receive(server).wait()
+    mpi.barrier()
+    agree.equal((server.num_sent, server.bytes_sent, server.bytes_received), (0, 0, 8 * LARGE))
+    agree.equal(server.received_version, 0.0)
+    ones = torch.ones(2 * LARGE)
+    for _ in range(3):
+        ps.send(server, ones).wait()
+    mpi.barrier()
+    ps.receive(server).wait()
+    agree.equal((server.num_sent, server.bytes_sent, server.bytes_received), (3, 24 * LARGE, 16 * LARGE))
+    agree.equal(server.received_version, 3.0 * mpi.size())
+    agree(2 <= server.sent_version < 3 * mpi.size(), str(server.sent_version))
+
+
+# --- refusals
+
+
+BAD_SENDS = {
+    "unknown rule": (lambda server: ps.send(server, torch.ones(10), "sum"), errors.ArgumentError, "There are adagrad"),
+    "no rule": (lambda server: ps.send(server, torch.ones(10), 3), errors.ArgumentError, "a rule is a name"),
+    "rule without numbers": (lambda server: ps.send(server, torch.ones(10), "sgd"), errors.ArgumentError, "sgd(...)"),
+    "too many": (lambda server: ps.send(server, torch.ones(11)), errors.ArgumentError, "11 elements [11]"),
+    "too few": (lambda server: ps.receive(server, torch.ones(3, 3)), errors.ArgumentError, "9 elements [3, 3]"),
+    "dtype": (lambda server: ps.send(server, torch.ones(10).double()), errors.DtypeError, "tensor.to(torch.float32)"),
+    "target's dtype": (lambda server: ps.receive(server, torch.ones(10, dtype=int)), errors.DtypeError, "int64"),
+    "no tensor": (lambda server: ps.send(server, [1.0] * 10), errors.DtypeError, "torch.Tensor"),
+    "none": (lambda server: ps.send(server, None, "copy"), errors.ArgumentError, "only 'zero'"),
+    "sparse": (lambda server: ps.send(server, torch.ones(10).to_sparse()), errors.ArgumentError, "to_dense"),
+    "expanded": (lambda server: ps.receive(server, torch.ones(1).expand(10)), errors.ArgumentError, "contiguous"),
+    "no server": (lambda server: ps.send(torch.ones(10), torch.ones(10)), errors.ArgumentError, "no server"),
+    "complex": (lambda server: ps.init(torch.ones(3, dtype=torch.complex64)), errors.DtypeError, "only for float32"),
+    "bool": (lambda server: ps.init(torch.ones(3, dtype=torch.bool)), errors.DtypeError, "only for float32"),
+    "list": (lambda server: ps.init([1.0]), errors.DtypeError, "torch.Tensor"),
+}
+
+
+def test_refused_at_the_door(way, agree):
+    server, integers = ps.init(torch.ones(10)), ps.init(torch.ones(10, dtype=torch.int32))
+    cases = BAD_SENDS | {
+        "rule for floats": (
+            lambda server: ps.send(integers, torch.ones(10, dtype=torch.int32), ps.sgd(0.1)),
+            errors.DtypeError,
+            "float32",
+        )
+    }
+    for name, (call, kind, remedy) in cases.items():
+        try:
+            call(server)
+        except errors.TorchMPIError as error:
+            agree(type(error) is kind, f"{name}: {type(error).__name__} instead of {kind.__name__}: {error}")
+            agree(remedy in str(error), f"{name}: no remedy: {error}")
+        else:
+            agree(False, f"{name}: accepted")
+    agree.equal(received(server), torch.ones(10))
+    agree.equal(server.num_sent, 0)
+
+
+def test_a_freed_server_is_refused(way, agree):
+    first, second = ps.init(torch.ones(10)), ps.init(torch.ones(10))
+    ps.send(first, torch.ones(10))  # not waited for
+    ps.free(first)
+    for call in (lambda: ps.send(first, torch.ones(10)), lambda: ps.receive(first), lambda: ps.free(first)):
+        try:
+            call()
+        except errors.CommunicatorError as error:
+            agree(f"{first.name} has been freed" in str(error) and f"rank {mpi.rank()}" in str(error), str(error))
+        else:
+            agree(False, "accepted")
+    agree("freed" in repr(first) and "freed" not in repr(second), repr(first))
+    agree.equal(received(second), torch.ones(10))
+    ps.free_all()
+    agree(not second.is_open)
+
+
+MISMATCHES = {
+    "shape": (lambda first: ps.init(torch.ones(3 + first)), "rank 0: float32 [4], call #"),
+    "dtype": (
+        lambda first: ps.init(torch.ones(3, dtype=torch.int8 if first else torch.int32)),
+        "rank 0: int8 [3], call #",
+    ),
+    "name": (lambda first: ps.init(torch.ones(3), name="one" if first else None), "rank 0: float32 [3] named 'one'"),
+}
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_servers_that_differ_are_an_error_on_all_ranks(way, agree, kind):
+    """Otherwise a rank that goes on after the error would meet the others in the middle of the first server."""
+    if mpi.size() == 1:
+        return
+    call, words = MISMATCHES[kind]
+    try:
+        call(mpi.rank() == 0)
+    except errors.MismatchError as error:
+        agree(words in str(error) and "rank 1: " in str(error), str(error))
+    else:
+        agree(False, "accepted")
+    server = ps.init(torch.ones(10), name="same")
+    agree.equal(received(server), torch.ones(10))
+    agree.equal(server.name, "same")
+
+
+def test_freeing_different_servers_is_an_error_on_all_ranks(way, agree):
+    if mpi.size() == 1:
+        return
+    servers = [ps.init(torch.ones(10)) for _ in range(2)]
+    try:
+        ps.free(servers[mpi.rank() == 0])
+    except errors.MismatchError as error:
+        agree(f"rank 0: server {servers[1].number}" in str(error), str(error))
+    else:
+        agree(False, "accepted")
+    for server in servers:
+        agree.equal(received(server), torch.ones(10))
+
+
+def test_freeing_while_other_threads_of_the_rank_send(way, agree):
+    """They sent to memory that was no longer there."""
+    outcomes = []
+
+    def work(server: ps.Server, sent: torch.Tensor) -> None:
+        try:
+            while True:
+                ps.send(server, sent).wait()
+        except errors.CommunicatorError as error:
+            outcomes.append("freed" in str(error))
+        except BaseException as error:
+            outcomes.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    for _ in range(10):
+        server, sent = ps.init(torch.ones(50_000)), torch.ones(50_000)
+        threads = [threading.Thread(target=work, args=(server, sent)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        ps.free(server)
+        for thread in threads:
+            thread.join()
+    sys.setswitchinterval(interval)
+    agree.equal(outcomes, [True] * 20)
+
+
+def test_calls_that_fail_or_have_ever_new_coefficients_leave_nothing(way, agree):
+    server = ps.init(torch.zeros(10))
+    bad = torch.full((10,), 13.0)
+    for step in range(200):
+        ps.send(server, bad, ps.scaled_add(1 / (1 + step))).wait()
+        if step < 20:
+            try:
+                ps.send(server, bad, "picky").wait()
+            except (ValueError, errors.TorchMPIError):
+                pass
+    agree(len(server._rules) <= 100, f"{len(server._rules)} rules")
+    agree(len(server.service.lane.failed) <= 1, f"{len(server.service.lane.failed)} failed calls")
+
+
+def test_a_rule_that_raises_fails_the_call_and_nothing_else(way, agree):
+    """In shared memory it raises in the client; by messages on the rank that serves, which goes on serving."""
+    server = ps.init(torch.zeros(100))
+    bad, end = torch.ones(100), server.parts[-1][0]
+    bad[end:] = 13.0  # the last rank's
+    for sender in range(mpi.size()):
+        if mpi.rank() == sender:
+            handle = ps.send(server, bad, "picky")
+            try:
+                handle.wait()
+            except ValueError as error:
+                agree(str(error) == "thirteen", str(error))
+            except errors.TorchMPIError as error:
+                agree(f"rank {mpi.size() - 1} could not do its part: ValueError: thirteen" in str(error), str(error))
+            else:
+                agree(False, "no error")
+            ps.send(server, torch.ones(100), "picky").wait()
+        mpi.barrier()
+    result = received(server)
+    agree.equal(result[end:], torch.full((100 - end,), float(mpi.size())), "the chunk in which it raised")
+    agree((result[:end] >= mpi.size()).all() and (result[:end] <= 2 * mpi.size()).all(), "other chunks")
+    agree.equal(server.num_sent, 1)
+
+
+def test_a_rule_that_tries_to_end_the_thread(way, agree):
+    """SystemExit ended the thread that serves without a word, and the clients waited."""
+    server = ps.init(torch.zeros(100))
+    if mpi.rank() == 0:
+        try:
+            ps.send(server, torch.zeros(100), "quits").wait()
+        except (SystemExit, errors.TorchMPIError) as error:
+            agree("enough" in str(error), str(error))
+        else:
+            agree(False, "no error")
+    mpi.barrier()
+    ps.send(server, torch.ones(100)).wait()
+    agree.equal(received(server), torch.full((100,), float(mpi.size())))
+
+
+def test_a_rule_that_others_do_not_know(way, agree):
+    server = ps.init(torch.zeros(100))
+    if mpi.rank() == 0:
+        ps.register_rule("only_here", lambda value, sent: value.add_(sent))
+        try:
+            ps.send(server, torch.ones(100), "only_here").wait()
+        except errors.ArgumentError as error:
+            agree("unknown rule 'only_here'" in str(error), str(error))
+        else:
+            agree(not server.service.far_ranks, "no error")
+    agree.equal(received(server)[server.parts[0][1] - 1].item(), 1.0, "own shard")
+
+
+# --- the end
+
+
+def kept_at_the_end(server: ps.Server) -> list[torch.Tensor]:
+    """Into which this rank's shard goes when the server is closed."""
+    kept, close, index = [], server.shards.close, server.service.near_ranks.index(server.group.rank)
+    server.shards.close = lambda: (kept.append(server.shards.array(index).clone()), close())
+    return kept
+
+
+@pytest.mark.parametrize("end", ("free", "stop"))
+def test_what_is_queued_at_the_end_is_not_lost(started, agree, end):
+    """Rank 0 is first there, while the others still send."""
+    way, rank, numel = started, mpi.rank(), 2 * LARGE
+    server = ps.init(torch.zeros(numel, dtype=torch.int64))
+    kept, sent = kept_at_the_end(server), torch.ones(numel, dtype=torch.int64)
+    expected = server.parts[rank][1]
+    num_sent = sum(3 + 3 * other for other in range(mpi.size()))
+    handles = [ps.send(server, sent) for _ in range(3 + 3 * rank)]
+    del sent
+    if end == "free":
+        ps.free(server)
+    else:
+        mpi.stop()
+        start(way)
+    agree(all(handle.done() for handle in handles))
+    agree.equal(kept[0], torch.full((expected,), num_sent))
+
+
+def resources() -> dict[str, int]:
+    gc.collect(1)
+    maps = Path("/proc/self/maps").read_text().count("torchmpi-")
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "mappings": maps}
+
+
+def test_cycles_leave_nothing_behind(started, agree):
+    def one_run() -> None:
+        start(started)
+        servers = [ps.init(torch.ones(numel)) for numel in (10, LARGE)]
+        for server in servers:
+            ps.send(server, torch.ones(server.shape))
+            ps.receive(server)
+        ps.free(servers[0])
+        mpi.stop()
+
+    mpi.stop()
+    one_run()
+    before = resources()
+    for _ in range(2):
+        one_run()
+    after = resources()
+    start(started)
+    agree.equal(after, before)
+    agree(not [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")], "left in /dev/shm")
+
+
+def test_making_and_freeing_leaves_nothing_behind(way, agree):
+    before = None
+    for _ in range(4):
+        server = ps.init(torch.ones(LARGE))
+        ps.send(server, torch.ones(LARGE)).wait()
+        ps.free(server)
+        before = before or resources()
+    agree.equal(resources(), before)

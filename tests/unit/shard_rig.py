@@ -1,0 +1,196 @@
+"""Shards without MPI: memory that forked processes share, actors for it, and a twin of the rules in plain torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from torchmpi.kernels import rules as native
+from torchmpi.kernels import shard_plan as words
+from torchmpi.parameterserver import rules
+from torchmpi.parameterserver.actor import Actor, Shards
+from torchmpi.parameterserver.arena import CLIENT, Arena, Memory
+from torchmpi.parameterserver.rules import Rule
+from torchmpi.parameterserver.shards import layout
+from torchmpi.segments import Segment
+
+WORDS_PER_HEADER = words.HEADER_BYTES // 8
+
+
+class Rig:
+    """A server's shards of so many elements. With `chunk` its chunks are that small, so that little memory has many."""
+
+    def __init__(
+        self, numels: tuple[int, ...], dtype: torch.dtype = torch.float32, *, chunk: int = 0, shared: bool = False
+    ) -> None:
+        state_dtype = native.state_dtype(dtype)
+        plan = layout(numels, dtype.itemsize, state_dtype.itemsize)
+        begins = [sum(numels[:index]) for index in range(len(numels))]
+        parts = list(zip(begins, numels, strict=True))
+        self.dtype, self.numel = dtype, sum(numels)
+        self.arena = memory_of(Arena.num_bytes(4), shared)
+        self.shards = Shards(memory_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
+        if chunk:
+            assert max(numels) <= chunk * 4096 // words.HEADER_BYTES, "a page of headers"
+            self.shards.chunk_numel = chunk
+
+    def actor(self, index: int, kind: int = CLIENT) -> Actor:
+        """Of the calling process."""
+        return Actor(Arena(self.arena, index), kind)
+
+    def row(self, number: int) -> np.ndarray:
+        """The words of an actor in the arena."""
+        start = (number - 1) * words.ROW_BYTES
+        return np.frombuffer(self.arena.bytes, np.int64, 16, start)
+
+    def apply(self, actor: Actor, rule: str | Rule, data: torch.Tensor, span: tuple[int, int] | None = None) -> None:
+        """`data` holds the elements of the span."""
+        span = span or (0, self.numel)
+        assert data.numel() == span[1] - span[0] and data.dtype is self.dtype and data.is_contiguous()
+        actor.apply(self.shards, data.data_ptr(), span, rules.prepare(rule, self.dtype))
+
+    def read(self, actor: Actor, span: tuple[int, int] | None = None) -> torch.Tensor:
+        span = span or (0, self.numel)
+        data = torch.empty(span[1] - span[0], dtype=self.dtype)
+        actor.read(self.shards, data.data_ptr(), span)
+        return data
+
+    def arrays(self, which: int = 0) -> torch.Tensor:
+        """The values (0) or a state of all shards, as they are."""
+        return torch.cat([self.shards.array(index, which) for index in range(len(self.shards.parts))])
+
+    def headers(self) -> torch.Tensor:
+        """LOCK, VERSION, STEPS of all chunks."""
+        return torch.cat([self.shards.headers(index) for index in range(len(self.shards.parts))])[:, :3]
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """First element and end of every chunk."""
+        step = self.shards.chunk_numel
+        return [
+            (start, min(start + step, begin + numel))
+            for begin, numel in self.shards.parts
+            for start in range(begin, begin + numel, step)
+        ]
+
+    def close(self) -> None:
+        self.shards.close()
+        self.arena.close()
+
+
+def memory_of(num_bytes: int, shared: bool) -> Memory:
+    if not shared:
+        return Memory(None, num_bytes)
+    segment = Segment.create("test", num_bytes)
+    segment.withdraw()
+    return Memory(segment, num_bytes)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Run `work` in a process of its own; its id. What fails there is a status other than 0."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return process
+
+
+def dead_process() -> int:
+    """The id of a process that has been and is no more."""
+    process = fork(lambda: None)
+    os.waitpid(process, 0)
+    return process
+
+
+class Twin:
+    """What the shards of a rig should be: rules as torch computes them, chunk by chunk."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.chunks, self.dtype = rig.chunks(), rig.dtype
+        self.values = torch.zeros(rig.numel, dtype=rig.dtype)
+        self.states = [torch.zeros(rig.numel, dtype=native.state_dtype(rig.dtype)) for _ in range(2)]
+        self.versions, self.steps = [0] * len(self.chunks), [0] * len(self.chunks)
+
+    def inside(self, span: tuple[int, int]) -> list[int]:
+        """The chunks of a span."""
+        return [index for index, (begin, end) in enumerate(self.chunks) if span[0] <= begin and end <= span[1]]
+
+    def apply(self, rule: str | Rule, data: torch.Tensor, span: tuple[int, int]) -> None:
+        rule = Rule(rule) if isinstance(rule, str) else rule
+        for index in self.inside(span):
+            begin, end = self.chunks[index]
+            sent, value = data[begin - span[0] : end - span[0]], self.values[begin:end]
+            self.versions[index] += 1
+            if rule.name in ("sgd", "adagrad", "adam"):
+                self.steps[index] += 1
+                states = [state[begin:end] for state in self.states]
+                value.copy_(_step(rule, (value, sent), states, self.steps[index]))
+            else:
+                value.copy_(_combined(rule, value, sent))
+
+    def agrees(self, rig: Rig) -> None:
+        """Every bit, and every word."""
+        header = rig.headers()
+        assert header[:, words.LOCK].count_nonzero() == 0
+        assert header[:, words.VERSION].tolist() == self.versions
+        assert header[:, words.STEPS].tolist() == self.steps
+        for which, expected in enumerate((self.values, *self.states)):
+            assert torch.equal(rig.arrays(which), expected)
+
+
+def _combined(rule: Rule, value: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    if rule.name in ("zero", "copy"):
+        return torch.zeros_like(value) if rule.name == "zero" else sent
+    if rule.name in ("add", "max", "min"):
+        return {"add": torch.add, "max": torch.maximum, "min": torch.minimum}[rule.name](value, sent)
+    # Operation by operation in the wide type, since torch would fuse some, and 16 bits are rounded once.
+    wide, wide_sent = value.to(native.state_dtype(value.dtype)), sent.to(native.state_dtype(value.dtype))
+    coefficients = [torch.tensor(number, dtype=wide.dtype) for number in rule.coefficients]
+    if rule.name == "scaled_add":
+        return wide + coefficients[0] * wide_sent
+    return coefficients[0] * wide_sent + coefficients[1] * wide
+
+
+def _step(rule: Rule, pair: tuple[torch.Tensor, torch.Tensor], states: list[torch.Tensor], step: int) -> torch.Tensor:
+    kind = states[0].dtype
+    value, gradient = (tensor.to(kind) for tensor in pair)
+    numbers = list(rule.coefficients)
+    if rule.name == "adam":
+        lr, beta1, beta2, eps, weight_decay = numbers
+        root = math.sqrt(1.0 - _power(beta2, step))
+        numbers = [lr * root / (1.0 - _power(beta1, step)), eps * root]
+        numbers += [beta1, 1.0 - beta1, beta2, 1.0 - beta2, weight_decay]
+    c = [torch.tensor(number, dtype=torch.float64).to(kind) for number in numbers]
+    if rule.name == "sgd":
+        gradient = gradient + c[2] * value
+        states[0].copy_(c[1] * states[0] + gradient)
+        return value - c[0] * (gradient + c[1] * states[0] if numbers[3] else states[0])
+    if rule.name == "adagrad":
+        gradient = gradient + c[2] * value
+        states[0].copy_(states[0] + gradient * gradient)
+        return value - (c[0] * gradient) / (_root(states[0]) + c[1])
+    gradient = gradient + c[6] * value
+    states[0].copy_(c[2] * states[0] + c[3] * gradient)
+    states[1].copy_(c[4] * states[1] + c[5] * gradient * gradient)
+    return value - (c[0] * states[0]) / (_root(states[1]) + c[1])
+
+
+def _power(base: float, exponent: int) -> float:
+    result = 1.0
+    while exponent:
+        result, base, exponent = result * (base if exponent & 1 else 1.0), base * base, exponent >> 1
+    return result
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """NumPy's, which is exact; torch's may be off by a bit."""
+    return torch.from_numpy(np.sqrt(tensor.numpy()))

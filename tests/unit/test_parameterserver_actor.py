@@ -1,0 +1,263 @@
+"""Actors: rules applied to shards in memory, by one process and by several, against a twin in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shard_rig import Rig, Twin, fork
+
+from torchmpi.kernels import shard_plan as words
+from torchmpi.kernels.rules import state_dtype
+from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
+from torchmpi.parameterserver.arena import CLIENT, SERVER
+
+PLAIN_RULES = ("zero", "copy", "add", "max", "min")
+FLOAT_RULES = (*PLAIN_RULES, scaled_add(-0.3), axpby(0.25, 0.7))
+OPTIMIZERS = (
+    sgd(0.1),
+    sgd(0.1, 0.9, weight_decay=0.01),
+    sgd(0.1, 0.9, nesterov=True),
+    adagrad(0.1, weight_decay=0.01),
+    adam(0.1),
+    adam(0.01, (0.5, 0.75), eps=1e-3, weight_decay=0.1),
+)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """The rules that a test registers go with it."""
+    monkeypatch.setattr(rules, "_registered", dict(rules._registered))
+
+
+def values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=generator).to(dtype)
+    return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+
+
+# --- one after the other
+
+
+@st.composite
+def passes(draw, rig: Rig, optimizer: Rule):
+    """An actor, a rule, and which elements: from the beginning of a chunk to the end of one."""
+    begin, end = sorted(draw(st.tuples(*[st.integers(0, len(rig.chunks()) - 1)] * 2)))
+    # One optimizer, since the states of another would make square roots of negative numbers.
+    rule = draw(st.sampled_from((*FLOAT_RULES, optimizer) if rig.dtype.is_floating_point else PLAIN_RULES))
+    return draw(st.integers(0, 5)), rule, (rig.chunks()[begin][0], rig.chunks()[end][1]), draw(st.integers(0, 99))
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_random_sequences_of_passes_equal_the_twin(data):
+    numels = tuple(data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4)))
+    rig = Rig((*numels, 1), data.draw(st.sampled_from(DTYPES)), chunk=data.draw(st.integers(1, 17)))
+    actors = [rig.actor(index, kind) for index in range(3) for kind in (CLIENT, SERVER)]
+    twin, optimizer = Twin(rig), data.draw(st.sampled_from(OPTIMIZERS))
+    for index, rule, span, seed in data.draw(st.lists(passes(rig, optimizer), min_size=1, max_size=25)):
+        actor, sent = actors[index], values(span[1] - span[0], rig.dtype, seed)
+        seen = twin.inside(span)
+        found = sum(twin.versions[chunk] for chunk in seen)
+        rig.apply(actor, rule, sent, span)
+        assert (actor.num_chunks, actor.versions) == (len(seen), found)
+        twin.apply(rule, sent, span)
+        assert torch.equal(rig.read(actors[-1 - index], span), twin.values[slice(*span)])
+    twin.agrees(rig)
+    rig.close()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64), ids=str)
+def test_chunks_of_full_size(dtype):
+    """Of 64 KB, several in a shard, with odd ends."""
+    chunk = Rig((1,), dtype).shards.chunk_numel
+    rig = Rig((2 * chunk + 7, 0, chunk, chunk - 1), dtype)
+    twin, actors = Twin(rig), [rig.actor(0), rig.actor(3)]
+    whole, middle = (0, rig.numel), (chunk, 3 * chunk + 7)
+    chosen = (*FLOAT_RULES, OPTIMIZERS[-1]) if dtype.is_floating_point else PLAIN_RULES
+    for seed, (rule, span) in enumerate(itertools.product(chosen, (whole, middle))):
+        sent = values(span[1] - span[0], dtype, seed)
+        rig.apply(actors[seed % 2], rule, sent, span)
+        twin.apply(rule, sent, span)
+    assert torch.equal(rig.read(actors[0]), twin.values)
+    twin.agrees(rig)
+    rig.close()
+
+
+def test_long_reads_go_past_the_caches_and_are_the_same():
+    rig = Rig(((2 << 20) + 5, 100000))
+    actor, sent = rig.actor(0), torch.arange((2 << 20) + 100005, dtype=torch.float32)
+    rig.apply(actor, "copy", sent)
+    target = torch.full((rig.numel + 3,), -1.0)
+    actor.read(rig.shards, target[1:].data_ptr(), (0, rig.numel))
+    assert torch.equal(target[1:-2], sent) and target[0] == target[-1] == target[-2] == -1
+    rig.close()
+
+
+def test_a_span_without_elements_does_nothing():
+    rig = Rig((0, 0, 5))
+    actor = rig.actor(0)
+    for span in ((0, 0), (5, 5)):
+        rig.apply(actor, "add", torch.empty(0), span)
+        assert (actor.num_chunks, actor.versions) == (0, 0)
+    assert rig.headers()[:, words.VERSION].tolist() == [0]
+
+
+# --- at the same time
+
+
+def test_processes_and_threads_that_add_at_once_lose_nothing():
+    """Integers, spans that overlap, chunks so small that they are always wanted: the sum is exact."""
+    rig = Rig((300, 257, 64), torch.int64, chunk=64, shared=True)
+    spans = [(begin, end) for begin, _ in rig.chunks() for _, end in rig.chunks() if begin < end]
+    rounds = 300
+
+    def sends(number: int):
+        choose = random.Random(number)
+        for index in range(rounds):
+            span = choose.choice(spans)
+            yield torch.arange(span[1] - span[0]) + number * index, span
+
+    def work(number: int) -> None:
+        actor = rig.actor(number // 2, number % 2)
+        for sent, span in sends(number):
+            rig.apply(actor, "add", sent, span)
+
+    def process(first: int) -> None:
+        thread = threading.Thread(target=work, args=(first + 1,))
+        thread.start()
+        work(first)
+        thread.join()
+
+    children = [fork(lambda first=first: process(first)) for first in (2, 4, 6)]
+    process(0)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    twin = Twin(rig)
+    for number in range(8):
+        for sent, span in sends(number):
+            twin.apply("add", sent, span)
+    twin.agrees(rig)
+    rig.close()
+
+
+def test_what_is_read_is_of_one_time_in_each_chunk():
+    rig = Rig((5000, 5000), torch.int32, chunk=1000, shared=True)
+    writers = [rig.actor(index) for index in range(2)]
+    reader, stop = rig.actor(2), threading.Event()
+
+    def write(number: int) -> None:
+        for value in range(1, 10**6):
+            rig.apply(writers[number], "copy", torch.full((10000,), 2 * value + number, dtype=torch.int32))
+            if stop.is_set():
+                break
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    torn = []
+    for _ in range(300):
+        data = rig.read(reader)
+        torn += [span for span in rig.chunks() if data[slice(*span)].unique().numel() > 1]
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not torn
+    rig.close()
+
+
+# --- rules in Python
+
+
+def clipped(value, sent, limit=1.0):
+    value.add_(sent.clamp(-limit, limit))
+
+
+def with_states(value, sent, momentum, count):
+    assert momentum.dtype == count.dtype == state_dtype(value.dtype)
+    momentum.mul_(0.5).add_(sent)
+    count.add_(1)
+    value.sub_(momentum)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.float64), ids=str)
+def test_registered_rules(dtype):
+    register_rule("clipped", clipped)
+    register_rule("with_states", with_states, num_states=2)
+    rig = Rig((20, 0, 13), dtype, chunk=8)
+    actors = [rig.actor(0), rig.actor(1)]
+    model, momentum = torch.zeros(33, dtype=dtype), torch.zeros(33, dtype=state_dtype(dtype))
+    for round in range(6):
+        sent = values(33, dtype, round)
+        rig.apply(actors[round % 2], Rule("clipped", (0.5,)) if round % 3 else "clipped", sent)
+        model.add_(sent.clamp(-0.5, 0.5) if round % 3 else sent.clamp(-1, 1))
+        rig.apply(actors[round % 2], "with_states", sent)
+        momentum.mul_(0.5).add_(sent)
+        model.sub_(momentum)
+    assert torch.equal(rig.arrays(), model) and torch.equal(rig.arrays(1), momentum)
+    assert rig.headers().tolist() == [[0, 12, 6]] * 5
+    assert (actors[1].num_chunks, actors[1].versions) == (5, 5 * 11)
+
+
+def test_a_rule_that_raises_leaves_the_chunk_as_it_was_and_no_lock():
+    def picky(value, sent):
+        value.add_(1)
+        if (sent < 0).any():
+            raise ValueError("negative")
+
+    register_rule("picky", picky)
+    rig = Rig((20,), chunk=5)
+    actor, sent = rig.actor(0), torch.ones(20)
+    sent[12] = -1
+    with pytest.raises(ValueError, match="negative"):
+        rig.apply(actor, "picky", sent)
+    assert rig.read(rig.actor(1)).tolist() == [1.0] * 10 + [0.0] * 10
+    assert rig.headers().tolist() == [[0, 1, 0]] * 2 + [[0, 0, 0]] * 2
+    rig.apply(actor, "picky", torch.ones(20))
+    assert rig.headers()[:, words.VERSION].tolist() == [2, 2, 1, 1]
+
+
+def test_an_interrupt_anywhere_in_a_rule_in_python_leaves_no_lock():
+    """Ctrl-C, before every single instruction of Python in turn: the process lives on, so nobody would take over."""
+    register_rule("plus", lambda value, sent: value.add_(sent))
+    rig, countdown = Rig((10,), chunk=5), 0
+    actor, prepared, sent = rig.actor(0), rules.prepare("plus", torch.float32), torch.ones(10)
+
+    def trace(frame, event, argument):
+        nonlocal countdown
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            countdown -= 1
+            if countdown == 0:
+                raise KeyboardInterrupt
+        return trace if frame.f_code.co_filename == actor_file else None
+
+    actor_file = type(actor).apply.__code__.co_filename
+    for place in itertools.count(1):
+        countdown = place
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            actor.apply(rig.shards, sent.data_ptr(), (0, 10), prepared)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        header = rig.headers()
+        assert header[:, words.LOCK].tolist() == [0, 0], f"before instruction {place}"
+        expected = header[:, words.VERSION].to(torch.float32).repeat_interleave(5)
+        assert torch.equal(rig.arrays(), expected), f"before instruction {place}"
+        if countdown > 0:
+            break
+    assert place > 100

@@ -1,0 +1,158 @@
+"""How a tensor is cut into shards, chunks and pieces, and what is refused as a rule: arithmetic, without processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmpi import errors
+from torchmpi.kernels import rules as native
+from torchmpi.kernels.shard_plan import CHUNK_BYTES, HEADER_BYTES, NUM_ARRAYS
+from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
+from torchmpi.parameterserver.shards import PIECE_BYTES, chunk_numel, layout, pieces
+from torchmpi.schedule import even_partition
+
+ITEMS = ((8, 8), (4, 4), (2, 4), (1, 4))
+"""Sizes of the values of a server, and of their states."""
+PAGE = 4096
+
+
+def num_chunks(numel: int, chunk: int) -> int:
+    return -(-numel // chunk)
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("size", range(1, 65))
+def test_arrays_of_all_shards_have_room_and_do_not_overlap(size):
+    for item_bytes, state_bytes in ITEMS:
+        chunk = chunk_numel(item_bytes, state_bytes)
+        for numel in (0, 1, size - 1, size, size + 1, chunk * size - 1, chunk * size, chunk * size + 1, 1000003):
+            numels = tuple(length for _, length in even_partition(numel, size))
+            plan = layout(numels, item_bytes, state_bytes)
+            spans = []
+            for own, headers, arrays in zip(numels, plan.headers, plan.arrays, strict=True):
+                assert len(arrays) == NUM_ARRAYS
+                spans.append((headers, num_chunks(own, chunk) * HEADER_BYTES))
+                spans += [(arrays[0], own * item_bytes), *((state, own * state_bytes) for state in arrays[1:])]
+            assert all(begin % PAGE == 0 for begin, _ in spans), "an unused array must share no page with a used one"
+            used = sorted((begin, begin + length) for begin, length in spans if length)
+            ends = [0, *(end for _, end in used)]
+            assert all(begin >= end for (begin, _), end in zip(used, ends, strict=False))
+            assert ends[-1] <= plan.num_bytes and plan.num_bytes > 0, "nobody can map nothing"
+
+
+@pytest.mark.parametrize(("item_bytes", "state_bytes"), ITEMS)
+def test_a_chunk_fits_into_the_scratch_with_each_of_its_arrays(item_bytes, state_bytes):
+    chunk = chunk_numel(item_bytes, state_bytes)
+    assert chunk * max(item_bytes, state_bytes) == CHUNK_BYTES
+
+
+def test_tensors_of_more_than_four_billion_elements():
+    numels = tuple(length for _, length in even_partition((1 << 33) + 5, 3))
+    plan = layout(numels, 8, 8)
+    assert plan.arrays[2][2] + numels[2] * 8 <= plan.num_bytes < 3.01 * 8 * sum(numels)
+
+
+# --- messages
+
+
+def check_pieces(numel: int, chunk: int, item_bytes: int, most_bytes: int = PIECE_BYTES) -> None:
+    cut = pieces(numel, chunk, item_bytes, most_bytes)
+    assert [begin for begin, _ in cut] == [0, *(end for _, end in cut[:-1])][: len(cut)]
+    assert (cut[-1][1] if cut else 0) == numel
+    for begin, end in cut:
+        assert begin < end and begin % chunk == 0, "a chunk must not arrive in two pieces"
+        assert (end - begin) * item_bytes <= max(most_bytes, chunk * item_bytes)
+    lengths = {end - begin for begin, end in cut[:-1]}
+    assert len(lengths) <= 1 and all(length >= cut[-1][1] - cut[-1][0] for length in lengths)
+
+
+@pytest.mark.parametrize("size", range(1, 65))
+def test_pieces_of_every_shard_are_cut_at_chunks(size):
+    for item_bytes, state_bytes in ITEMS:
+        chunk = chunk_numel(item_bytes, state_bytes)
+        per_piece = PIECE_BYTES // item_bytes
+        for numel in (0, 1, chunk - 1, chunk, chunk + 1, per_piece - 1, per_piece, per_piece + 1, 7 * per_piece + 3):
+            for _, length in even_partition(size * numel + size // 2, size)[:: max(1, size - 1)]:
+                check_pieces(length, chunk, item_bytes)
+                assert all(
+                    (end - begin) * item_bytes <= PIECE_BYTES for begin, end in pieces(length, chunk, item_bytes)
+                )
+
+
+@given(st.integers(0, 10000), st.integers(1, 300), st.integers(1, 16), st.integers(1, 10000))
+def test_pieces_of_any_size(numel, chunk, item_bytes, most_bytes):
+    check_pieces(numel, chunk, item_bytes, most_bytes)
+
+
+# --- rules
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """The rules that a test registers go with it."""
+    monkeypatch.setattr(rules, "_registered", {})
+
+
+def test_every_built_in_rule_is_found_by_what_makes_it():
+    made = (scaled_add(2), axpby(1, 2), sgd(0.1), adagrad(0.1), adam(0.1))
+    for rule in (*("zero", "copy", "add", "max", "min"), *made):
+        prepared = rules.prepare(rule, torch.float32)
+        assert prepared.address and prepared.function is None
+        name = rule if isinstance(rule, str) else rule.name
+        assert (prepared.name, prepared.num_states) == (name, native.BUILT_IN[name].num_states)
+    assert {"zero", "copy", "add", "max", "min", *(rule.name for rule in made)} == set(native.BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "kind", "remedy"),
+    [
+        ("sum", torch.float32, errors.ArgumentError, "There are adagrad"),
+        ("", torch.float32, errors.ArgumentError, "There are adagrad"),
+        ("scaled_add", torch.float32, errors.ArgumentError, "scaled_add(...)"),
+        (Rule("add", (1.0,)), torch.float32, errors.ArgumentError, "needs 0 coefficients"),
+        (Rule("axpby", (1.0,)), torch.float32, errors.ArgumentError, "needs 2 coefficients"),
+        (Rule("add", (1.0,) * 7), torch.float32, errors.ArgumentError, "6 are possible"),
+        (None, torch.float32, errors.ArgumentError, "a rule is a name"),
+        (torch.add, torch.float32, errors.ArgumentError, "a rule is a name"),
+        (sgd(0.1), torch.int32, errors.DtypeError, "float32"),
+        (scaled_add(0.5), torch.int64, errors.DtypeError, "float32"),
+    ],
+)
+def test_refused_rules(rule, dtype, kind, remedy):
+    with pytest.raises(kind) as caught:
+        rules.prepare(rule, dtype)
+    assert type(caught.value) is kind and remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "num_states", "problem"),
+    [
+        ("add", max, 0, "built in"),
+        ("two words", max, 0, "not a name"),
+        ("", max, 0, "not a name"),
+        (3, max, 0, "not a name"),
+        ("mine", None, 0, "NoneType"),
+        ("ä" * 33, max, 0, "longer than 64 bytes"),
+        ("mine", max, 3, "num_states=3"),
+        ("mine", max, -1, "num_states=-1"),
+    ],
+)
+def test_refused_registrations(registry, name, function, num_states, problem):
+    with pytest.raises(errors.ArgumentError, match=problem):
+        register_rule(name, function, num_states=num_states)
+    assert not rules._registered
+
+
+def test_registered_rules_are_found_with_their_coefficients(registry):
+    register_rule("mine", max, num_states=2)
+    prepared = rules.prepare(Rule("mine", (1.0, 2.0)), torch.int8)
+    assert (prepared.function, prepared.num_states, prepared.coefficients) == (max, 2, (1.0, 2.0))
+    register_rule("mine", min)
+    assert rules.prepare("mine", torch.int8).function is min
+    with pytest.raises(errors.ArgumentError, match="mine"):
+        rules.prepare("unknown", torch.int8)

@@ -1,0 +1,236 @@
+"""The parts of parameter-server training that need no processes: schedules, flat memory, arithmetic, refusals."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import torchmpi.parameterserver as ps
+from torchmpi.errors import ArgumentError, CheckpointError, NotStartedError
+from torchmpi.parameterserver.easgd import _attract
+from torchmpi.parameterserver.periodic import Schedule, check_whole
+from torchmpi.parameterserver.tensors import FlatViews, pieces
+
+MODULES = ("diloco", "downpour", "easgd", "localsgd", "periodic", "staleness", "tensors", "update")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    result = doctest.testmod(importlib.import_module(f"torchmpi.parameterserver.{name}"))
+    assert result.failed == 0
+
+
+# --- schedules -------------------------------------------------------------------------------------------
+
+
+def steps_by_counting(update_frequency: int, init_delay: int, prefetch: int, last: int) -> tuple[list[int], list[int]]:
+    """A readable twin: the steps that fetch and those that integrate, by counters that move on."""
+    fetches, integrations = [], []
+    next_integration = init_delay + update_frequency
+    next_fetch = next_integration - prefetch
+    for step in range(last):
+        if step == next_fetch:
+            fetches.append(step)
+            next_fetch += update_frequency
+        if step == next_integration:
+            integrations.append(step)
+            next_integration += update_frequency
+    return fetches, integrations
+
+
+@pytest.mark.parametrize("update_frequency", [1, 2, 3, 7, 10])
+@pytest.mark.parametrize("init_delay", [0, 1, 5, 12])
+def test_schedule(update_frequency, init_delay):
+    for prefetch in range(update_frequency + 1):
+        schedule = Schedule(update_frequency, init_delay, prefetch)
+        fetches = [step for step in range(60) if schedule.fetches(step)]
+        integrations = [step for step in range(60) if schedule.integrates(step)]
+        assert (fetches, integrations) == steps_by_counting(update_frequency, init_delay, prefetch, 60)
+        assert all(step >= init_delay for step in fetches), "there is no server before"
+        # Each integration uses the fetch so many steps before it, never one after.
+        assert all(fetch + prefetch == used for fetch, used in zip(fetches, integrations, strict=False))
+
+
+# --- flat memory -----------------------------------------------------------------------------------------
+
+SHAPES = [(3, 4), (5,), (), (0, 2), (2, 2, 2)]
+
+
+def test_flat_views_fuse_by_dtype_and_keep_the_order():
+    tensors = [torch.randn(shape).to(dtype) for shape in SHAPES for dtype in (torch.float32, torch.float64)]
+    flat = FlatViews(tensors)
+    assert [(piece.dtype, piece.numel()) for piece in flat.flats] == [(torch.float32, 26), (torch.float64, 26)]
+    flat.gather(tensors)
+    for view, tensor in zip(flat.views, tensors, strict=True):
+        assert torch.equal(view, tensor) and view.dtype is tensor.dtype
+    copies = [torch.zeros_like(tensor) for tensor in tensors]
+    flat.scatter(copies)
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+
+
+def test_gather_adds_and_takes_what_gradients_may_be():
+    like = [torch.zeros(4, 3), torch.zeros(3, 4), torch.zeros(2)]
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 3), (4, 3))
+    transposed = torch.arange(12.0).view(4, 3).t()
+    flat = FlatViews(like)
+    flat.flats[0].fill_(math.nan)  # of uninitialised memory nothing may be left
+    flat.gather([sparse, transposed, None])
+    expected = [sparse.to_dense(), transposed.contiguous(), torch.zeros(2)]
+    assert all(torch.equal(view, value) for view, value in zip(flat.views, expected, strict=True))
+    flat.gather([sparse, transposed, None], add=True)
+    assert all(torch.equal(view, 2 * value) for view, value in zip(flat.views, expected, strict=True))
+
+
+def test_flat_views_write_to_parameters():
+    layer = nn.Linear(3, 2)
+    parameters = list(layer.parameters())
+    flat = FlatViews(parameters)
+    flat.gather([torch.ones_like(parameter) for parameter in parameters])
+    flat.scatter(parameters)
+    assert all(bool((parameter == 1).all()) and parameter.requires_grad for parameter in parameters)
+
+
+@pytest.mark.parametrize("given", [torch.zeros(4), torch.zeros(3, dtype=torch.float64), torch.zeros(6)[::2], None])
+def test_a_wrong_allocator_is_refused(given):
+    with pytest.raises(ArgumentError, match="prefetch_allocator\\(3, torch.float32\\) must give"):
+        FlatViews([torch.zeros(3)], lambda numel, dtype: given)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 200))
+def test_pieces_walk_over_everything_once(numels, piece_bytes):
+    first = [torch.zeros(numel) for numel in numels]
+    second = [torch.zeros(numel) for numel in numels]
+    for ones, twos in pieces(first, second, piece_bytes=piece_bytes):
+        assert [tensor.shape for tensor in ones] == [tensor.shape for tensor in twos]
+        assert sum(tensor.nbytes for tensor in ones[:-1]) < piece_bytes
+        torch._foreach_add_(ones, 1.0)
+        torch._foreach_add_(twos, 2.0)
+    assert all(bool((tensor == 1).all()) for tensor in first)
+    assert all(bool((tensor == 2).all()) for tensor in second)
+
+
+def test_pieces_leave_tensors_with_gaps_whole():
+    a, b = torch.zeros(64, 64).t(), torch.ones(64, 64)
+    ((left, right),) = pieces([a], [b], piece_bytes=128)
+    assert left[0] is a and right[0] is b
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------
+
+
+def test_attraction_against_a_readable_twin():
+    torch.manual_seed(0)
+    centers, locals_ = [torch.randn(5, 3), torch.randn(2)], [torch.randn(5, 3), torch.randn(2)]
+    momenta = [torch.randn(5, 3), torch.randn(2)]
+    alpha, lr, delta = 0.3, 0.1, 0.9
+    for given_momenta in ([], momenta):
+        ahead = [delta * -lr * momentum for momentum in given_momenta] or [0.0, 0.0]
+        differences = [
+            alpha * ((local - lead) - center) for local, center, lead in zip(locals_, centers, ahead, strict=True)
+        ]
+        distances, moved = [tensor.clone() for tensor in centers], [tensor.clone() for tensor in locals_]
+        _attract(distances, moved, given_momenta, alpha=alpha, ahead=lr * delta)
+        for local, result, distance, difference in zip(locals_, moved, distances, differences, strict=True):
+            torch.testing.assert_close(result, local - difference)
+            torch.testing.assert_close(-alpha * distance, difference)  # what the center is moved by
+
+
+def test_staleness_meter():
+    meter = ps.StalenessMeter()
+    assert math.isnan(meter.mean) and math.isnan(meter.last) and meter.count == 0
+    for value in (2.0, 5.0, 0.0):
+        meter.add(value)
+    assert (meter.last, meter.max, meter.count) == (0.0, 5.0, 3)
+    assert meter.mean == pytest.approx(7 / 3)
+    again = ps.StalenessMeter()
+    again.load_state_dict(meter.state_dict())
+    again.add(9.0)
+    assert (again.mean, again.max, again.count) == (4.0, 9.0, 4)
+
+
+# --- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"update_frequency": 0}, "update_frequency=0: expected a whole number from 1"),
+        ({"update_frequency": 2.5}, "update_frequency=2.5"),
+        ({"init_delay": -1}, "init_delay=-1: expected a whole number from 0"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"prefetch": 11}, "prefetch=11 is more than update_frequency=10"),
+        ({"max_staleness": -1}, "max_staleness=-1"),
+        ({"max_staleness": math.nan}, "max_staleness=nan"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        ps.Update(nn.Linear(2, 2), **options)
+    with pytest.raises(ArgumentError, match=message):
+        ps.EASGDUpdate(nn.Linear(2, 2), **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"lr": 0.1, "local_update": abs}, {"lr": 0.1, "rule": ps.adam(0.1)}], ids=["none", "two", "both"]
+)
+def test_downpour_has_to_know_what_to_do_with_gradients(options):
+    with pytest.raises(ArgumentError, match="pass lr=, or local_update=, or"):
+        ps.DownpourUpdate(nn.Linear(2, 2), **options)
+
+
+def test_other_refusals():
+    net = nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match="send_frequency=0"):
+        ps.DownpourUpdate(net, lr=0.1, send_frequency=0)
+    with pytest.raises(ArgumentError, match="beta=0 must be greater"):
+        ps.EASGDUpdate(net, beta=0)
+    plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ArgumentError, match="nesterov=True"):
+        ps.EAMSGDUpdate(net, plain)
+    with pytest.raises(ArgumentError, match="there is no server before step 100"):
+        _ = ps.EASGDUpdate(net).servers
+    with pytest.raises(ArgumentError, match="step=-1"):
+        ps.EASGDUpdate(net).update(-1)
+    with pytest.raises(ArgumentError, match="expected a whole number"):
+        check_whole("step", True, 0)
+
+
+def test_states_of_another_class_are_refused():
+    state = ps.EASGDUpdate(nn.Linear(2, 2)).state_dict()
+    with pytest.raises(CheckpointError, match="state of a EASGDUpdate, not of a DownpourUpdate"):
+        ps.DownpourUpdate(nn.Linear(2, 2), lr=0.1).load_state_dict(state)
+
+
+def test_without_start_the_remedy_is_named():
+    with pytest.raises(NotStartedError, match="mpi.start"):
+        ps.EASGDUpdate(nn.Linear(2, 2), init_delay=0).update()
+    with pytest.raises(NotStartedError, match="mpi.start"):
+        ps.LocalSGDUpdate(nn.Linear(2, 2))
+    with pytest.raises(NotStartedError, match="mpi.start"):
+        ps.init_tensors([torch.zeros(2)])
+
+
+def test_steps_before_the_server_and_after_the_end():
+    update = ps.EASGDUpdate(nn.Linear(2, 2), init_delay=5)
+    assert [update.update() for _ in range(5)] == [False] * 5
+    assert update.step == 5 and update.metrics()["num_sends"] == 0
+    update.finish()
+    update.finish()
+    with pytest.raises(ArgumentError, match="after finish"):
+        update.update()
+
+
+def test_a_class_of_ones_own_has_to_say_what_it_does():
+    class Nothing(ps.Update):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Nothing does not say how to integrate"):
+        Nothing(nn.Linear(2, 2))._integrate()
