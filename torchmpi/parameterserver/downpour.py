@@ -57,6 +57,8 @@ class DownpourUpdate(Update):
             )
         self.send_frequency, self.lr, self.local_update, self.rule = send_frequency, lr, local_update, rule
         self._num_accumulated = 0
+        self._restored: list[Tensor] = []
+        """What had been accumulated when the state was saved, until there are servers to accumulate for."""
 
     def _options(self) -> dict[str, Any]:
         return {**super()._options(), "send_frequency": self.send_frequency}
@@ -88,19 +90,21 @@ class DownpourUpdate(Update):
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on later, the gradients that have not been sent included."""
         state = super().state_dict()
-        flats = self.servers.outgoing.flats if self._num_accumulated else []
+        has_own = self._num_accumulated and self._servers is not None
+        flats = self.servers.outgoing.flats if has_own else self._restored
         return {**state, "num_accumulated": self._num_accumulated, "accumulated": [flat.clone() for flat in flats]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` gave; before ``start()`` or the first step."""
         super().load_state_dict(state)
-        self._num_accumulated, self._accumulated = state["num_accumulated"], state["accumulated"]
+        self._num_accumulated, self._restored = state["num_accumulated"], state["accumulated"]
 
     def start(self) -> None:
         """Make the servers now, and not at step `init_delay`. Collective over the sharding communicator."""
         super().start()
         if self._num_accumulated:
-            restore_flats(self.servers.outgoing.flats, self._accumulated)
+            restore_flats(self.servers.outgoing.flats, self._restored)
+            self._restored = []
 
 
 def restore_flats(flats: list[Tensor], saved: list[Tensor]) -> None:

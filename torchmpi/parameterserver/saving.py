@@ -65,11 +65,12 @@ def _collectively(group: Group, verb: str, action: Callable[[Service], None]) ->
 
 def _undisturbed(service: Service, action: Callable[[Service], None]) -> None:
     service.lane.drain()
-    service.comm.Barrier()  # nobody has anything under way
-    try:
-        action(service)
-    finally:
-        service.comm.Barrier()
+    with service.lane.turn:  # other threads of this rank wait until it is done
+        service.comm.Barrier()  # nobody has anything under way
+        try:
+            action(service)
+        finally:
+            service.comm.Barrier()
 
 
 def _agree(service: Service, action: Callable[[], T]) -> T:

@@ -77,9 +77,7 @@ class Clock:
                 clock.advance()
     """
 
-    def __init__(
-        self, max_staleness: float, comm: Comm = None, *, participates: bool = True, initial: int = 0
-    ) -> None:
+    def __init__(self, max_staleness: float, comm: Comm = None, *, participates: bool = True, initial: int = 0) -> None:
         check_max_staleness(max_staleness)
         communicator = runtime.communicator(comm)
         self.max_staleness, self.value = max_staleness, initial

@@ -85,9 +85,7 @@ class Update(PeriodicUpdate):
         self.num_clients = self._agree(sharding)
         self._servers = TensorServers(self._adopt_parameters(), sharding, name=self.name)
         if not math.isinf(self.max_staleness):
-            self.clock = Clock(
-                self.max_staleness, sharding, participates=self._is_client, initial=self._rounds
-            )
+            self.clock = Clock(self.max_staleness, sharding, participates=self._is_client, initial=self._rounds)
 
     def _agree(self, sharding: Communicator) -> int:
         """Refuse options that differ between ranks, and count the clients."""

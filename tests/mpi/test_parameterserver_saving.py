@@ -1,0 +1,143 @@
+"""Shards saved and loaded: by the same ranks, by others, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchmpi as mpi
+import torchmpi.parameterserver as ps
+from torchmpi import archive, errors
+
+SHAPES = ((50_001,), (7, 3), (5,), (0,))
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
+RULES = (ps.adam(0.1), ps.sgd(0.1, 0.9), "add", ps.adagrad(0.1))
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks."""
+    yield Path(mpi.broadcast_object(str(tmp_path / "servers")))
+    ps.free_all()
+
+
+def make(comm: int = 0) -> list[ps.Server]:
+    return [ps.init(torch.zeros(shape, dtype=dtype), comm) for shape, dtype in zip(SHAPES, DTYPES, strict=True)]
+
+
+def step(servers: list[ps.Server], number: int, comm: int = 0) -> None:
+    """Rank 0 of the communicator sends something to each server."""
+    if mpi.communicator(comm).rank == 0:
+        for server, rule in zip(servers, RULES, strict=True):
+            values = torch.arange(server.numel) % (3 + number) + 1
+            ps.send(server, values.to(server.dtype), rule).wait()
+    mpi.barrier(comm)
+
+
+def values(servers: list[ps.Server], comm: int = 0) -> list[torch.Tensor]:
+    result = [ps.receive(server).wait() for server in servers]
+    mpi.barrier(comm)
+    return result
+
+
+def compare(agree, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other, dtype in zip(found, expected, DTYPES, strict=True):
+        agree.equal(one, other, str(dtype))
+
+
+def test_training_goes_on_where_it_was(folder, agree):
+    servers = make()
+    step(servers, 0)
+    step(servers, 1)
+    saved = values(servers)
+    ps.save(folder)
+    step(servers, 2)
+    expected = values(servers)
+    ps.load(folder)
+    compare(agree, values(servers), saved)
+    step(servers, 2)  # with the states and step counts of then
+    compare(agree, values(servers), expected)
+
+
+def test_states_that_were_not_saved_are_none(folder, agree):
+    servers = make()
+    ps.save(folder)
+    step(servers, 0)
+    first = values(servers)
+    step(servers, 1)
+    ps.load(folder)
+    compare(
+        agree, values(servers), [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(SHAPES, DTYPES, strict=True)]
+    )
+    step(servers, 0)
+    compare(agree, values(servers), first)
+
+
+def test_other_numbers_of_ranks(folder, agree):
+    """Saved by all, loaded by one part of them and by the other; saved by one part, loaded by all."""
+    servers = make()
+    step(servers, 0)
+    ps.save(folder)
+    step(servers, 1)
+    expected = values(servers)
+    level = mpi.push_communicator("first" if mpi.communicator(0).rank == 0 else "others")
+    mpi.set_communicator(0)
+    own = make(level)
+    ps.load(folder, level)
+    step(own, 1, level)
+    compare(agree, values(own, level), expected)
+    mpi.barrier(0)
+    if mpi.communicator(0).rank == 0:
+        ps.save(folder, level)
+    mpi.barrier(0)
+    step(servers, 2)
+    ps.load(folder)
+    compare(agree, values(servers), expected)
+
+
+def refused(action, *arguments: object) -> str:
+    try:
+        action(*arguments)
+    except errors.CheckpointError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_what_is_refused_on_all_ranks(folder, agree):
+    agree("has no servers" in refused(ps.save, folder, mpi.push_communicator("all")), "no servers")
+    mpi.set_communicator(0)
+    servers = make()
+    agree("nothing was saved there" in refused(ps.load, folder), "nothing there")
+    ps.save(folder)
+    extra = ps.init(torch.zeros(3))
+    agree("holds 4 servers" in refused(ps.load, folder), "other servers")
+    ps.free(extra)
+    if mpi.communicator(0).rank == 0:
+        path = next(folder.glob("shards-*-0.pt"))
+        path.write_bytes(path.read_bytes()[:-100])
+    mpi.barrier(0)
+    before = values(servers)
+    agree("truncated" in refused(ps.load, folder), "damaged")
+    compare(agree, values(servers), before)
+
+
+def test_a_save_that_fails_leaves_the_one_before(folder, agree, monkeypatch):
+    servers = make()
+    step(servers, 0)
+    expected = values(servers)
+    ps.save(folder)
+    step(servers, 1)
+
+    def fail(path: Path, content: dict) -> None:
+        raise OSError(28, "No space left on device")
+
+    last = mpi.communicator(0).size - 1
+    if mpi.communicator(0).rank == last:
+        monkeypatch.setattr(archive, "write", fail)
+    message = refused(ps.save, folder)
+    agree(f"rank {last}" in message and "No space left" in message, message)
+    ps.load(folder)
+    compare(agree, values(servers), expected)
