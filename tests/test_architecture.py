@@ -107,8 +107,9 @@ def test_public_functions_are_documented():
     import torchmpi
     import torchmpi.engine
     import torchmpi.nn
+    import torchmpi.parameterserver
 
-    for module in (torchmpi, torchmpi.nn, torchmpi.engine):
+    for module in (torchmpi, torchmpi.nn, torchmpi.engine, torchmpi.parameterserver):
         for name in module.__all__:
             value = getattr(module, name)
             if callable(value):

@@ -17,6 +17,7 @@ import torch
 
 import torchmpi as mpi
 import torchmpi.nn
+import torchmpi.parameterserver
 from torchmpi import dtypes
 from torchmpi.config import PREFIX
 from torchmpi.errors import TorchMPIError
@@ -183,13 +184,13 @@ def public_names(module: ModuleType) -> list[str]:
     return [name for name, value in objects.items() if inspect.isfunction(value) or inspect.isclass(value)]
 
 
-@pytest.mark.parametrize("module", [mpi, torchmpi.nn], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [mpi, torchmpi.nn, torchmpi.parameterserver], ids=lambda module: module.__name__)
 def test_every_public_name_is_documented(module):
     text = "\n".join(page.read_text() for page in DOCS)
     names = public_names(module)
     assert len(names) >= 5
     # As code: mpi.name, or `name` with or without arguments; a word in a sentence is not enough.
-    as_code = r"\b(mpi|mpinn)\.{0}\b|`{0}[`(]|import .*\b{0}\b"
+    as_code = r"\b(mpi|mpinn|ps)\.{0}\b|`{0}[`(]|import .*\b{0}\b"
     missing = [name for name in names if not re.search(as_code.format(name), text)]
     assert not missing, f"the documentation never mentions {missing} of {module.__name__}"
 

@@ -62,6 +62,17 @@ def test_training_goes_on_where_it_was(folder, agree):
     compare(agree, values(servers), expected)
 
 
+def test_clocks_are_not_saved(folder, agree):
+    """A state saved after the end would bring back clocks that hold nobody, on other numbers of ranks none at all."""
+    servers, clock = make(), ps.Clock(2)
+    ps.save(folder)
+    clock.finish()
+    ps.load(folder)
+    mpi.barrier()
+    agree.equal(clock.read(), [None] * mpi.size())
+    agree.equal(len(values(servers)), len(SHAPES))
+
+
 def test_states_that_were_not_saved_are_none(folder, agree):
     servers = make()
     ps.save(folder)

@@ -725,3 +725,41 @@ def test_resumed_with_servers(agree, levels, stop_at):
         agree.equal(ours.detach(), theirs.detach())
     agree.equal((after.step, after.num_sends, after.num_integrations), (14, update.num_sends, 3))
     agree.equal(after.clock.value, update.clock.value)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_resumed_with_saved_shards(agree, levels, tmp_path, finished):
+    """The optimizer's state is on the server, and comes back with it."""
+
+    def make(net: nn.Module) -> ps.DownpourUpdate:
+        return ps.DownpourUpdate(
+            net, rule=ps.adam(0.01), sharding_communicator=levels["alone"], update_frequency=3, init_delay=0
+        )
+
+    def go(net: nn.Module, update: ps.DownpourUpdate, steps: range) -> None:
+        for step in steps:
+            set_gradients(net, 10 * step + mpi.rank())
+            update.update()
+
+    whole, first, second = make_net(), make_net(), make_net(seed=5)
+    update = make(whole)
+    go(whole, update, range(11))
+    update.pull()
+    ps.free_all()
+    before = make(first)
+    go(first, before, range(5))
+    if finished:
+        before.finish()
+    state, folder = before.state_dict(), tmp_path / str(mpi.rank())
+    ps.save(folder, comm=levels["alone"])
+    ps.free_all()
+    second.load_state_dict(first.state_dict())
+    after = make(second)
+    after.load_state_dict(state)
+    agree.equal(after.state_dict()["step"], 5, "the state of what has only been loaded")
+    after.start()
+    ps.load(folder, comm=levels["alone"])
+    go(second, after, range(5, 11))
+    after.pull()
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        agree.equal(ours.detach(), theirs.detach())

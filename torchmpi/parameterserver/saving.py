@@ -90,10 +90,14 @@ def _agree(service: Service, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def _servers(service: Service) -> list[Server]:
+    return [server for _, server in sorted(service.servers.items()) if server.is_saved]
+
+
 def _describe(service: Service) -> list[dict[str, Any]]:
     return [
         {"name": server.name, "shape": list(server.shape), "dtype": short_name(server.dtype)}
-        for _, server in sorted(service.servers.items())
+        for server in _servers(service)
     ]
 
 
@@ -114,7 +118,7 @@ def _write_own(folder: Path, token: str, service: Service) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     index = service.near_ranks.index(service.group.rank)
     content: dict[str, Any] = {_MARK[0]: _MARK[1]}
-    for place, (_, server) in enumerate(sorted(service.servers.items())):
+    for place, server in enumerate(_servers(service)):
         headers = server.shards.headers(index)
         # States that no rule has written to are left where they are: nowhere.
         arrays = 1 + (MOST_STATES if headers[:, STEPS].any() else 0)
@@ -143,7 +147,7 @@ def _load(folder: Path, group: Group, service: Service) -> None:
     index = _agree(service, partial(_read_index, folder, service))
     parts = _agree(service, partial(_read_parts, folder, index, service))
     mine = service.near_ranks.index(group.rank)
-    for server, pieces in zip((server for _, server in sorted(service.servers.items())), parts, strict=True):
+    for server, pieces in zip(_servers(service), parts, strict=True):
         _fill(server, mine, pieces)
 
 
@@ -169,7 +173,7 @@ def _read_index(folder: Path, service: Service) -> dict[str, Any]:
 
 def _read_parts(folder: Path, index: dict[str, Any], service: Service) -> list[list[tuple[int, dict[str, Any]]]]:
     """Of each server what overlaps with this rank's shard: the first element, and arrays."""
-    servers = [server for _, server in sorted(service.servers.items())]
+    servers = _servers(service)
     found: list[list[tuple[int, dict[str, Any]]]] = [[] for _ in servers]
     old_parts = [even_partition(server.numel, index["size"]) for server in servers]
     for rank in range(index["size"]):

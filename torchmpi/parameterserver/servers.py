@@ -38,7 +38,8 @@ class Server:
         self.parts = even_partition(self.numel, service.group.size)
         """First element and number of elements of the shard of each rank."""
         self.is_local = not service.far_ranks
-        self.is_open = True
+        self.is_open = self.is_saved = True
+        """`is_saved`: part of what `save` writes and `load` reads, unless somebody has set it to False."""
         self.bytes_sent = self.bytes_received = self.num_sent = 0
         """What this client has sent and received, in all calls that have ended."""
         self.sent_version = self.received_version = 0.0

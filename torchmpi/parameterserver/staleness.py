@@ -85,6 +85,7 @@ class Clock:
         self.is_finished = not participates
         self.group = communicator.intra
         self.server = init(torch.zeros(self.group.size, dtype=torch.int64), comm=communicator)
+        self.server.is_saved = False  # rounds belong to these ranks: see `initial`
         self._values = torch.zeros(self.group.size, dtype=torch.int64)
         self._put(initial if participates else _FINISHED)
         collectives.barrier(communicator)  # nobody looks before everybody has said where it begins

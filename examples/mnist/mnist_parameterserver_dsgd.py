@@ -1,0 +1,68 @@
+"""Synchronous SGD through a parameter server: every rank adds its gradient to weights that all ranks hold together.
+
+Two barriers make it synchronous: one after sending, so that all gradients are in, and one after receiving, so
+that nobody sends the next one before all have the weights of this step. An allreduce does the same faster
+(``mnist_allreduce.py``); this shows how sending and receiving work, and the curve is the same.
+
+    mpirun -n 4 python examples/mnist/mnist_parameterserver_dsgd.py
+"""
+
+from __future__ import annotations
+
+import torch
+from mnist_common import Report, make_network, make_parser
+from mnist_data import Batches, load
+from torch.nn.functional import cross_entropy
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+import torchmpi.parameterserver as ps
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.set_defaults(batch_size=32)  # without momentum: smaller steps, and more of them
+    options = parser.parse_args()
+    mpi.start(with_cuda=options.gpu)
+    torch.manual_seed(options.seed)
+    data = load(options.data)
+    report = Report(options, origin=data.origin, rank=mpi.rank())
+
+    network = make_network(data.num_inputs).to(mpi.device())
+    parameters = list(network.parameters())
+    ps.init_tensors(parameters)  # the weights, with the values of rank 0, spread over the ranks
+    batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
+
+    for epoch in range(options.epochs):
+        batches.set_epoch(epoch)
+        totals = torch.zeros(2, dtype=torch.float64)
+        for images, labels in batches:
+            images, labels = images.to(mpi.device()), labels.to(mpi.device())
+            network.zero_grad()
+            output = network(images)
+            loss = cross_entropy(output, labels, reduction="sum")
+            (loss / options.batch_size).backward()
+
+            # weights -= lr * gradient, done where the weights are; the gradients of all ranks add up.
+            gradients = [parameter.grad for parameter in parameters]
+            ps.sync_handles(ps.send_tensors(parameters, gradients, ps.scaled_add(-options.lr)))
+            mpi.barrier()
+            ps.sync_handles(ps.prefetch_tensors(parameters))
+            mpi.barrier()
+            ps.integrate_tensors(parameters, lambda fetched, parameter: parameter.copy_(fetched))
+
+            totals += torch.tensor([loss.item(), (output.argmax(1) != labels).sum().item()])
+        loss, error = (mpi.allreduce(totals) / len(data.train)).tolist()
+        report.epoch(loss, error)
+
+    mpinn.check_with_allreduce(network)  # all ranks have received the same
+    test = data.test.part(mpi.rank(), mpi.size())
+    with torch.no_grad():
+        answers = network(test.input.to(mpi.device())).argmax(1).cpu()
+    num_right = mpi.allreduce(int((answers == test.target).sum()))
+    mpi.stop()
+    report.finish(num_right / len(data.test))
+
+
+if __name__ == "__main__":
+    main()
