@@ -1,0 +1,67 @@
+"""What all methods are: a network and an optimizer that take a step. Here the two without communication periods."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+import torchmpi.nn as mpinn
+
+
+class Sequential:
+    """Plain SGD in one process, which sees all images."""
+
+    momentum = 0.0
+
+    def __init__(self, network: nn.Module, *, lr: float, period: int = 1) -> None:
+        self.network, self.lr, self.period = network, lr, period
+        parameters = list(network.parameters())
+        self.optimizer = torch.optim.SGD(parameters, lr, self.momentum, nesterov=self.momentum > 0)
+        self.num_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.num_steps = 0
+
+    def step(self, images: Tensor, labels: Tensor) -> None:
+        self.optimizer.zero_grad()
+        cross_entropy(self.network(images), labels).backward()
+        self.before_step()
+        self.optimizer.step()
+        self.after_step()
+        self.num_steps += 1
+
+    def before_step(self) -> None:
+        """What a method does with the gradients."""
+
+    def after_step(self) -> None:
+        """What a method does with the new parameters."""
+
+    def finish(self) -> None:
+        """End what is under way."""
+
+    def center(self) -> Tensor:
+        """A copy of the parameters that one would keep, all in one tensor. Asked of rank 0, at the end of a period."""
+        return parameters_to_vector(self.network.parameters()).detach()
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank."""
+        return 0
+
+    @property
+    def staleness(self) -> float:
+        """How many updates of others a gradient did not know of, on average."""
+        return 0.0
+
+
+class AllReduce(Sequential):
+    """Data-parallel SGD: gradients are averaged at every step."""
+
+    def before_step(self) -> None:
+        mpinn.synchronize_gradients(self.network)
+
+    @property
+    def bytes_sent(self) -> int:
+        # What is handed to allreduce, as torchmpi's update objects count. Between hosts a ring sends
+        # 2 (n - 1) / n times as much, of these gradients as of LocalSGD's parameters.
+        return self.num_steps * self.num_bytes

@@ -1,0 +1,109 @@
+"""The comparison of asynchronous methods as a user runs it: what it learns, and files that agree with each other."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "async_sgd"
+COMPARE = EXAMPLES / "compare.py"
+METHODS = ("allreduce", "easgd")
+MAX_LINES = 120
+
+pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
+
+
+class Outcome(NamedTuple):
+    """What a comparison leaves behind."""
+
+    folder: Path
+    stdout: str
+    runs: list[dict[str, Any]]
+    table: list[dict[str, str]]
+
+
+@pytest.fixture
+def compare(launch, tmp_path):
+    """``compare("--quick")`` runs on two ranks and reads the files that have been written."""
+
+    def run(*options: str) -> Outcome:
+        folder = tmp_path / "results"
+        result = launch(2, [COMPARE, "--out", folder, *options], timeout=120)
+        assert result.returncode == 0, result.output
+        with (folder / "table.csv").open(newline="") as file:
+            table = list(csv.DictReader(file))
+        return Outcome(folder, result.stdout, json.loads((folder / "runs.json").read_text()), table)
+
+    return run
+
+
+def test_quick(compare):
+    """Two methods learn, from equally many samples; table, curves, plots and progress tell the same."""
+    outcome = compare("--quick", "--methods", *METHODS)
+    expected = [("allreduce", 0), ("easgd", 4), ("easgd", 16)]
+    assert [(run["method"], run["period"]) for run in outcome.runs] == expected
+    assert [(row["method"], int(row["period"])) for row in outcome.table] == expected
+
+    ends = [run["curve"][-1] for run in outcome.runs]
+    assert all(end["error"] < 0.1 for end in ends), ends
+    assert len({end["samples"] for end in ends}) == 1
+    for run in outcome.runs:
+        for name in ("samples", "seconds", "megabytes"):
+            values = [point[name] for point in run["curve"]]
+            assert values == sorted(values) and values[0] < values[-1], (run["method"], name)
+    # A period of 4 takes a quarter of what each step takes, a period of 16 a quarter of that.
+    per_step, per_4, per_16 = (end["megabytes"] for end in ends)
+    assert per_step == pytest.approx(4 * per_4, rel=0.1) and per_4 == pytest.approx(4 * per_16, rel=0.1)
+
+    cells = [line.strip("| ").split(" | ") for line in (outcome.folder / "table.md").read_text().splitlines()[2:]]
+    for row, cell, end in zip(outcome.table, cells, ends, strict=True):
+        assert float(row["error"]) == pytest.approx(end["error"])  # of one seed
+        assert float(row["megabytes"]) == pytest.approx(end["megabytes"])
+        assert cell[0] == row["method"] and cell[3] == f"{100 * end['error']:.2f}"
+    for number, (end, (method, _)) in enumerate(zip(ends, expected, strict=True), 1):
+        assert re.search(rf"^ *{number}/3 +{method} .*error {100 * end['error']:5.2f} %", outcome.stdout, re.M)
+
+
+def test_plots(compare):
+    pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
+    outcome = compare("--methods", "sequential", "diloco", "--periods", "4", "8", "--seeds", "1", "2", "--epochs", "1")
+    for name in ("samples", "seconds", "megabytes", "summary"):
+        assert (outcome.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["method"] for row in outcome.table] == ["sequential", "diloco", "diloco"]
+    for row in outcome.table:
+        errors = [
+            run["curve"][-1]["error"]
+            for run in outcome.runs
+            if (run["method"], run["period"]) == (row["method"], int(row["period"]))
+        ]
+        assert len(errors) == 2
+        assert float(row["error"]) == pytest.approx(sum(errors) / 2)
+        assert (float(row["lowest"]), float(row["highest"])) == (min(errors), max(errors))
+
+
+def test_tuning_chooses_the_better_rate(compare):
+    """A rate with which nothing is learnt loses, and the test images are left alone."""
+    options = ["--tune", "--methods", "localsgd", "--periods", "4", "--seeds", "1", "--epochs", "4"]
+    outcome = compare(*options, "--lr", "1e-5", "0.2")
+    assert "localsgd: {4: 0.2}" in outcome.stdout.splitlines()
+    assert "the last 288 training images are for validation" in outcome.stdout
+
+
+def test_length_and_imports():
+    """It is short, and uses public names only."""
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) < MAX_LINES, path
+        imports = [line for line in text.splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
+        public = ("import torchmpi as mpi", "import torchmpi.nn as mpinn", "import torchmpi.parameterserver as ps")
+        assert set(imports) <= set(public), path
+
+
+def test_unknown_method_is_refused(launch):
+    result = launch(1, [COMPARE, "--methods", "magic"])
+    assert result.returncode == 2 and "invalid choice: 'magic'" in result.stderr
