@@ -50,8 +50,8 @@ class Downpour(Server):
     """Gradients of a period are added up and sent to the server, whose parameters replace the rank's own."""
 
     def make_update(self) -> Any:
-        every = {"send_frequency": self.period, "update_frequency": self.period}
-        return ps.DownpourUpdate(self.network, lr=self.lr, init_delay=0, **every)
+        every = self.period
+        return ps.DownpourUpdate(self.network, lr=self.lr, send_frequency=every, update_frequency=every, init_delay=0)
 
 
 class EASGD(Server):

@@ -55,9 +55,9 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     for key, members in groups.items():
         ends = [run.curve[-1] for run in members]
         errors = [end.error for end in ends]
-        means = [mean(column) for column in zip(*((end.seconds, end.megabytes) for end in ends), strict=True)]
+        seconds, megabytes = mean(end.seconds for end in ends), mean(end.megabytes for end in ends)
         staleness = mean(run.staleness for run in members)
-        table.append(Row(*key, mean(errors), min(errors), max(errors), *means, staleness))
+        table.append(Row(*key, mean(errors), min(errors), max(errors), seconds, megabytes, staleness))
     return table
 
 
