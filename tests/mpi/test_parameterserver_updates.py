@@ -148,6 +148,7 @@ def test_wrong_lists_are_refused(agree):
         (lambda: ps.prefetch_tensors([torch.zeros(1)]), "tensor 0 of the list has no server. Call init_tensors()"),
         (lambda: ps.prefetch_tensors(tensors[:1]), "in another list"),
         (lambda: ps.integrate_tensors(tensors[::-1], print), "in another list"),
+        (lambda: ps.integrate_tensors(tensors, print), "nothing has been fetched. Call prefetch_tensors()"),
         (lambda: ps.prefetch_tensors(tensors + others), "in another list"),
         (lambda: ps.prefetch_tensors([]), "found an empty one"),
         (lambda: ps.prefetch_tensors([1.0]), "found a float in it"),
@@ -161,6 +162,43 @@ def test_wrong_lists_are_refused(agree):
     ps.free_tensors(tensors)
     agree("has no server" in refusal(lambda: ps.prefetch_tensors(tensors)), "after free_tensors")
     ps.init_tensors(tensors)  # may be done again
+
+
+def refuse_nans(values, sent):
+    if sent.isnan().any():
+        raise ValueError("nans")
+    values.add_(sent)
+
+
+def test_a_failed_send_does_not_stand_in_the_way_of_the_next(agree):
+    ps.register_rule("refuse_nans", refuse_nans)
+    tensors = [torch.zeros(4)]
+    ps.init_tensors(tensors)
+    handles = ps.send_tensors(tensors, [torch.full((4,), math.nan)], "refuse_nans")
+    seen = refusal(lambda: ps.sync_handles(handles))
+    found = refusal(lambda: ps.sync_handles(ps.send_tensors(tensors, [torch.ones(4)])))
+    ps.send_tensors(tensors, [torch.full((4,), math.nan)], "refuse_nans")  # nobody has waited for this one
+    told = refusal(lambda: ps.send_tensors(tensors, [torch.ones(4)]))
+    mpi.barrier()
+    ps.prefetch_tensors(tensors)
+    ps.integrate_tensors(tensors, lambda fetched, tensor: tensor.copy_(fetched))
+    mpi.barrier()
+    failing = ps.send_tensors(tensors, [torch.full((4,), math.nan)], "refuse_nans")
+    freed = refusal(lambda: ps.free_tensors(tensors))
+    last = refusal(lambda: ps.sync_handles(failing))
+    agree.equal([seen, found, told, freed, last], [*["ValueError: nans", "nothing was raised"] * 2, "ValueError: nans"])
+    agree.equal(tensors[0], torch.full((4,), float(mpi.size())))
+
+
+def test_a_rule_that_one_dtype_refuses_is_sent_to_none(agree):
+    tensors = [torch.zeros(3), torch.zeros(2, dtype=torch.int64)]
+    ps.init_tensors(tensors)
+    found = refusal(lambda: ps.send_tensors(tensors, [torch.ones(3), None], ps.scaled_add(1.0)))
+    mpi.barrier()
+    ps.prefetch_tensors(tensors)
+    ps.integrate_tensors(tensors, lambda fetched, tensor: tensor.copy_(fetched))
+    agree(f"rank {mpi.rank()}: parameterserver.send: rule='scaled_add' is not defined for int64" in found, found)
+    agree.equal(tensors[0], torch.zeros(3), "nothing was sent")
 
 
 def test_lists_that_differ_between_ranks_are_refused(agree):
@@ -435,6 +473,19 @@ def test_eamsgd_wants_all_parameters_in_its_optimizer(agree):
     agree("does not train all parameters" in found, found)
 
 
+def test_eamsgd_with_a_rate_of_zero(agree):
+    """Where some parameters have a momentum and others have never had a gradient."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    update = ps.EAMSGDUpdate(net, optimizer, update_frequency=1, init_delay=0)
+    for _ in range(3):
+        net[0].bias.grad = torch.ones(8)
+        update.update()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.0
+    agree.equal(update.num_integrations, 2)
+
+
 # --- data-parallel groups --------------------------------------------------------------------------------
 
 
@@ -511,6 +562,18 @@ def test_a_finished_rank_holds_nobody_back(agree):
     mpi.barrier()
     agree.equal(clock.read(), [None] * mpi.size())
     agree("advance() on a clock that this rank has finished" in refusal(clock.advance))
+
+
+def test_a_rank_that_cannot_send_its_last_gradients_holds_nobody_back(agree):
+    net = make_net()
+    set_gradients(net, 0)
+    options = {"send_frequency": 2, "update_frequency": 1, "init_delay": 0, "max_staleness": 0}
+    update = ps.DownpourUpdate(net, local_update=lambda gradient: 1 / 0, **options)
+    update.update()
+    found = refusal(update.finish)
+    mpi.barrier()
+    agree(found.startswith("ZeroDivisionError"), found)
+    agree.equal(update.clock.read(), [None] * mpi.size())
 
 
 def test_a_clock_ends_with_an_exception_too(agree):
@@ -650,6 +713,20 @@ def test_diloco_begins_where_rank_0_is_after_the_delay(agree):
         agree.close(parameter.detach(), torch.full_like(parameter, (anchor + mean) / 2))
 
 
+def test_diloco_has_an_anchor_whatever_steps_it_is_given(agree):
+    net = make_net()
+    update = ps.DiLoCoUpdate(net, update_frequency=2, init_delay=2, outer_lr=0.5, outer_momentum=0.0)
+    changed = []
+    for step in range(3, 7):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(float(step))
+        changed.append(update.update(step))
+        if step == 5:
+            agree.equal(net[0].bias.detach(), torch.full((8,), 4.0), "half the way from 3 to 5")
+    agree.equal(changed, [False, False, True, False])
+
+
 @pytest.mark.parametrize("make", [ps.LocalSGDUpdate, ps.DiLoCoUpdate])
 def test_the_same_bits_in_every_run(agree, make):
     results = []
@@ -763,3 +840,17 @@ def test_resumed_with_saved_shards(agree, levels, tmp_path, finished):
     after.pull()
     for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
         agree.equal(ours.detach(), theirs.detach())
+
+
+def test_an_update_can_be_given_back(agree):
+    """Its clock's server too; trainings in a loop would pile them up."""
+    net = make_net()
+    update = ps.DownpourUpdate(net, lr=0.5, init_delay=0, update_frequency=1, max_staleness=1)
+    set_gradients(net, 1)
+    update.update()
+    num_before = update.bytes_sent
+    servers = [*update.servers.servers, update.clock.server]
+    update.free()
+    agree([server.is_open for server in servers] == [False] * len(servers), str(servers))
+    agree(update.bytes_sent >= num_before > 0, str(update.bytes_sent))
+    update.free()

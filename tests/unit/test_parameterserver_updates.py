@@ -14,6 +14,7 @@ from torch import nn
 
 import torchmpi.parameterserver as ps
 from torchmpi.errors import ArgumentError, CheckpointError, NotStartedError
+from torchmpi.parameterserver import tensors
 from torchmpi.parameterserver.easgd import _attract
 from torchmpi.parameterserver.periodic import Schedule, check_whole
 from torchmpi.parameterserver.tensors import FlatViews, pieces
@@ -141,6 +142,13 @@ def test_attraction_against_a_readable_twin():
         for local, result, distance, difference in zip(locals_, moved, distances, differences, strict=True):
             torch.testing.assert_close(result, local - difference)
             torch.testing.assert_close(-alpha * distance, difference)  # what the center is moved by
+
+
+@pytest.mark.parametrize("result", [None, torch.zeros(())], ids=["nothing", "a number"])
+def test_a_local_update_has_to_return_what_is_sent(monkeypatch, result):
+    monkeypatch.setattr(tensors, "_where", lambda: "rank 0")
+    with pytest.raises(ArgumentError, match="must return what is to be sent, a tensor of shape \\[3\\]"):
+        tensors.apply_to_each(lambda update: result, FlatViews([torch.zeros(3)]))
 
 
 def test_staleness_meter():

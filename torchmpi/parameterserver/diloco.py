@@ -62,6 +62,7 @@ class DiLoCoUpdate(LocalSGDUpdate):
         self._momentum = FlatViews(self._parameters)
         for flat in self._momentum.flats:
             flat.zero_()
+        self._has_anchor = False
         if init_delay == 0:
             self._drop_anchor()
 
@@ -71,12 +72,14 @@ class DiLoCoUpdate(LocalSGDUpdate):
     def _drop_anchor(self) -> None:
         self._anchor.gather(self._parameters)
         broadcast_many(self._anchor.flats, self.communicator)
+        self._has_anchor = True
 
     def _take_step(self) -> bool:
-        changed = super()._take_step()
-        if self.step + 1 == self.init_delay:
+        if self._has_anchor:
+            return super()._take_step()
+        if self.step + 1 >= self.init_delay:  # later, if steps are given that do not come by it
             self._drop_anchor()
-        return changed
+        return False
 
     def _integrate(self) -> None:
         for way, anchor, own in pieces(self._way.views, self._anchor.views, self._parameters):
@@ -100,6 +103,7 @@ class DiLoCoUpdate(LocalSGDUpdate):
         """What this rank needs to go on later, apart from the network: the anchor and the outer momentum too."""
         return {
             **super().state_dict(),
+            "has_anchor": self._has_anchor,
             "anchor": [flat.clone() for flat in self._anchor.flats],
             "momentum": [flat.clone() for flat in self._momentum.flats],
         }
@@ -107,5 +111,6 @@ class DiLoCoUpdate(LocalSGDUpdate):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` gave."""
         super().load_state_dict(state)
+        self._has_anchor = state["has_anchor"]
         restore_flats(self._anchor.flats, state["anchor"])
         restore_flats(self._momentum.flats, state["momentum"])

@@ -82,10 +82,12 @@ class DownpourUpdate(Update):
 
     def finish(self) -> None:
         """Send what has been accumulated, wait for it, and let no other rank wait for this one."""
-        if self._num_accumulated and not self.is_finished:
-            with torch.no_grad():
-                self._send_accumulated()
-        super().finish()
+        try:
+            if self._num_accumulated and not self.is_finished:
+                with torch.no_grad():
+                    self._send_accumulated()
+        finally:
+            super().finish()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on later, the gradients that have not been sent included."""

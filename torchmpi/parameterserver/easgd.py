@@ -86,7 +86,7 @@ class EAMSGDUpdate(EASGDUpdate):
             if id(local) not in factors:
                 raise ArgumentError("EAMSGDUpdate: the optimizer does not train all parameters of the network.")
             momentum = self.optimizer.state.get(local, {}).get("momentum_buffer")
-            if momentum is None:  # before the first step
+            if momentum is None or not factors[id(local)]:  # before the first step, or standing still
                 rows.setdefault(0.0, []).append((distance, local))
             else:
                 rows.setdefault(factors[id(local)], []).append((distance, local, momentum))

@@ -145,11 +145,7 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
         handle.wait()
     """
     what = _check_open(server, "send")
-    try:
-        prepared = server.prepared(rule)
-    except (ArgumentError, TypeError) as error:  # what cannot be hashed is no rule either
-        kind = type(error) if isinstance(error, ArgumentError) else ArgumentError
-        raise kind(f"{what}: {error}") from None
+    prepared = prepared_for(server, rule, what)
     if tensor is None:
         if prepared.name != "zero":
             raise ArgumentError(f"{what}: rule {prepared.name!r} needs a tensor; only 'zero' does without.")
@@ -163,6 +159,15 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
         mark, device = streams.fence(tensor), tensor.device
         task = partial(_send_staged, server, tensor, prepared, mark, device)
     return _run(server, task, what, tensor.nbytes if tensor.is_cpu else INLINE_BYTES + 1)
+
+
+def prepared_for(server: Server, rule: str | Rule, what: str) -> Prepared:
+    """The rule for this server, or an error that says `what` was about to be done."""
+    try:
+        return server.prepared(rule)
+    except (ArgumentError, TypeError) as error:  # what cannot be hashed is no rule either
+        kind = type(error) if isinstance(error, ArgumentError) else ArgumentError
+        raise kind(f"{what}: {error}") from None
 
 
 def _send_staged(server: Server, tensor: torch.Tensor, prepared: Prepared, mark: Any, device: torch.device) -> None:

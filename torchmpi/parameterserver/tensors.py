@@ -20,7 +20,7 @@ from ..handle import Handle
 from ..nn.agreement import check_same_layout
 from ..nn.replica import Replica
 from ..stack import Comm
-from .servers import Server, free, init, receive, send
+from .servers import Server, free, init, prepared_for, receive, send
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """``allocate(numel, dtype)`` gives a flat tensor."""
@@ -146,6 +146,7 @@ class TensorServers:
         self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         self._devices = [tensor.device for tensor in tensors]
         self._outgoing: FlatViews | None = None
+        self.has_fetched = False
         self.fetching: list[Handle] = []
         self.sending: list[Handle] = []
         self.incoming.gather(tensors)
@@ -168,17 +169,19 @@ class TensorServers:
         """Begin to receive the servers' values into `incoming`."""
         pairs = zip(self.servers, self.incoming.flats, strict=True)
         self.fetching = [receive(server, flat) for server, flat in pairs]
+        self.has_fetched = True
         return self.fetching
 
     def send(self, rule: Any, flat_views: FlatViews) -> list[Handle]:
         """Begin to send flat memory, which must stay as it is until the handles have been waited for."""
+        for server in self.servers:  # to none of them what one of them refuses
+            prepared_for(server, rule, f"{server.group.where}: parameterserver.send")
         pairs = zip(self.servers, flat_views.flats, strict=True)
         self.sending = [send(server, flat, rule) for server, flat in pairs]
         return self.sending
 
     def free(self) -> None:
-        """Give the servers back."""
-        sync_handles(self.fetching + self.sending)
+        """Give the servers back, after everything that is under way."""
         for server in self.servers:
             free(server)
 
@@ -233,7 +236,7 @@ def prefetch_tensors(tensors: Iterable[Tensor]) -> list[Handle]:
     handles = ps.prefetch_tensors(parameters)
     """
     servers, _ = _find(tensors, "prefetch_tensors")
-    sync_handles(servers.fetching)
+    _use_again(servers.fetching)
     return list(servers.fetch())
 
 
@@ -244,6 +247,8 @@ def integrate_tensors(tensors: Iterable[Tensor], function: Callable[[Tensor, Ten
     ps.integrate_tensors(parameters, lambda fetched, parameter: parameter.lerp_(fetched, 0.5))
     """
     servers, listed = _find(tensors, "integrate_tensors")
+    if not servers.has_fetched:
+        raise ArgumentError(f"{_where()}: integrate_tensors: nothing has been fetched. Call prefetch_tensors() before.")
     servers.fetching = sync_handles(servers.fetching)
     for fetched, tensor in zip(servers.incoming.views, listed, strict=True):
         function(fetched, tensor)
@@ -270,7 +275,7 @@ def send_tensors(
         None if update is None else tensor.shape for update, tensor in zip(updates, listed, strict=False)
     ] or len(updates) != len(listed):
         raise ArgumentError(f"{_where()}: send_tensors: the updates need the shapes of the tensors, in the same order.")
-    sync_handles(servers.sending)  # its memory is used again
+    _use_again(servers.sending)
     servers.outgoing.gather(updates)
     apply_to_each(local_update, servers.outgoing)
     return list(servers.send(rule, servers.outgoing))
@@ -282,8 +287,17 @@ def apply_to_each(local_update: Callable[[Tensor], Tensor] | None, flat: FlatVie
         return
     for view in flat.views:
         result = local_update(view)
+        if not isinstance(result, Tensor) or result.shape != view.shape:
+            raise ArgumentError(
+                f"{_where()}: local_update must return what is to be sent, a tensor of shape {list(view.shape)}, even "
+                f"if it has changed its argument in place; it returned {_what(result)}."
+            )
         if result is not view:
             view.copy_(result)
+
+
+def _what(result: object) -> str:
+    return f"one of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
 
 
 def sync_handles(handles: Iterable[Handle]) -> list[Handle]:
@@ -295,6 +309,13 @@ def sync_handles(handles: Iterable[Handle]) -> list[Handle]:
     for handle in handles:
         handle.wait()
     return []
+
+
+def _use_again(handles: Iterable[Handle]) -> None:
+    """Wait for those whose memory is used again; an error that somebody has seen is not raised a second time."""
+    for handle in handles:
+        if not handle.done() or handle.unseen_error is not None:
+            handle.wait()
 
 
 def free_tensors(tensors: Iterable[Tensor]) -> None:

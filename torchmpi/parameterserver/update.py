@@ -15,6 +15,7 @@ from ..errors import ArgumentError
 from ..stack import Comm
 from .periodic import PeriodicUpdate, Schedule, broadcast_many, check_whole, where
 from .rules import Rule
+from .servers import free
 from .staleness import Clock, check_max_staleness
 from .tensors import FlatViews, TensorServers, sync_handles
 
@@ -103,7 +104,12 @@ class Update(PeriodicUpdate):
 
     def _options(self) -> dict[str, Any]:
         """What has to be the same on all ranks."""
-        return {"class": type(self).__name__, **self.schedule._asdict(), "max_staleness": self.max_staleness}
+        return {
+            "class": type(self).__name__,
+            **self.schedule._asdict(),
+            "max_staleness": self.max_staleness,
+            "data-parallel groups": self._data_parallel is not None,
+        }
 
     @property
     def servers(self) -> TensorServers:
@@ -204,6 +210,16 @@ class Update(PeriodicUpdate):
             finally:
                 if self.clock is not None:
                     self.clock.finish()
+
+    def free(self) -> None:
+        """Give the servers back, which otherwise live until ``stop()``. Collective; no update follows."""
+        self.finish()
+        if self._servers is not None:
+            self._bytes_sent, self._bytes_received = self.bytes_sent, self.bytes_received
+            self._servers.free()
+            if self.clock is not None:
+                free(self.clock.server)
+            self._servers = self.clock = None
 
     def _give_up(self) -> None:
         super()._give_up()
