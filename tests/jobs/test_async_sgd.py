@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "async_sgd"
 COMPARE = EXAMPLES / "compare.py"
 METHODS = ("allreduce", "easgd")
 MAX_LINES = 120
+pytestmark = pytest.mark.once
 
 pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
 

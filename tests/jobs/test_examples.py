@@ -20,6 +20,7 @@ PARAMETER_SERVER = {
     "mnist_parameterserver_diloco": 0.95,
 }
 MAX_LINES = 120
+once = pytest.mark.once
 
 pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
 
@@ -79,7 +80,7 @@ def test_accuracy(example, name):
     assert f"test accuracy {record['accuracy']:.4f}" in lines
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=once), 3, pytest.param(4, marks=once)])
 @pytest.mark.parametrize("name", PARAMETER_SERVER)
 def test_accuracy_with_a_parameter_server(example, name, n):
     wanted = PARAMETER_SERVER[name]
@@ -98,12 +99,14 @@ def test_synchronous_training_through_a_server_has_the_same_curve(example):
     assert three["error"] == pytest.approx(one["error"], abs=2e-3)
 
 
+@once
 def test_elastic_averaging_without_momentum(example):
     """The other of the two updates that the example has."""
     record = example("mnist_parameterserver_easgd", 2, "--momentum", "0", "--lr", "0.2")
     assert record["accuracy"] >= 0.9
 
 
+@once
 def test_bounded_staleness(example):
     """No rank begins a round while another is more than one behind: so no send can have missed much."""
     options = ("--max-staleness", "1", "--prefetch", "0", "--send-frequency", "1", "--tau", "5", "--epochs", "4")
@@ -115,6 +118,7 @@ def test_bounded_staleness(example):
     assert most < 2 * 5 * 5
 
 
+@once
 def test_too_low_an_accuracy_fails(launch):
     options = ["--cpu", "--epochs", "1", "--assert-accuracy", "0.999"]
     result = launch(2, [EXAMPLES / "mnist_allreduce.py", *options])
@@ -123,6 +127,7 @@ def test_too_low_an_accuracy_fails(launch):
     assert "Traceback" not in result.stderr
 
 
+@once
 def test_sequential_needs_no_torchmpi(launch):
     example = EXAMPLES / "mnist_sequential.py"
     code = f"""
@@ -155,6 +160,7 @@ def test_engine_shows_progress_on_rank_0(example):
     assert record["log"].count("epoch 10/10 [") == 1
 
 
+@once
 def test_plot(launch, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
     path = tmp_path / "curves.png"
@@ -164,6 +170,7 @@ def test_plot(launch, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@once
 def test_plot_without_matplotlib(launch, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     options = ["--cpu", "--epochs", "1", "--plot", tmp_path / "curves.png"]
@@ -185,6 +192,7 @@ def write_mnist(directory: Path, num: int) -> None:
     (directory / "t10k-labels-idx1-ubyte").write_bytes(content)
 
 
+@once
 def test_mnist_files(launch, tmp_path):
     write_mnist(tmp_path, 1000)
     options = ["--cpu", "--data", tmp_path, "--epochs", "10", "--assert-accuracy", "0.9"]
@@ -193,6 +201,7 @@ def test_mnist_files(launch, tmp_path):
     assert "800 training and 200 test images (only the t10k files are there" in result.stdout
 
 
+@once
 def test_truncated_file_ends_the_job(launch, tmp_path):
     write_mnist(tmp_path, 100)
     labels = tmp_path / "t10k-labels-idx1-ubyte"
@@ -202,6 +211,7 @@ def test_truncated_file_ends_the_job(launch, tmp_path):
     assert f"{labels}: expected 100 bytes of data for shape (100,), found 60" in result.stderr
 
 
+@once
 @pytest.mark.parametrize("name", ["mnist_sequential", *DISTRIBUTED, *PARAMETER_SERVER])
 def test_help_and_length(launch, name):
     """An example explains itself, is short, and uses public names only."""
@@ -217,6 +227,7 @@ def test_help_and_length(launch, name):
     assert all(line.startswith(public) for line in imports) and " _" not in " ".join(imports)
 
 
+@once
 def test_engine_refuses_resume_without_a_checkpoint(launch):
     result = launch(1, [EXAMPLES / "mnist_engine.py", "--resume"])
     assert result.returncode == 2 and "--resume needs --checkpoint" in result.stderr
