@@ -23,7 +23,7 @@ _Tensor = torch.Tensor
 _STRIDED = torch.strided
 
 
-def _is_simple(tensor: Any) -> bool:
+def is_simple(tensor: Any) -> bool:
     """Whether this is contiguous memory of the host and nothing else."""
     return (
         type(tensor) is _Tensor
@@ -37,7 +37,7 @@ def _is_simple(tensor: Any) -> bool:
 
 def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: tuple[Comm, str | None]) -> Any:
     """A call like one before, on simple tensors: the short way past all checks. _OTHERWISE if it is not that."""
-    if not _is_simple(tensor):
+    if not is_simple(tensor):
         return _OTHERWISE
     comm, backend = where
     group = runtime.communicator(comm).intra
@@ -49,7 +49,7 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
         if result is tensor:
             buffers.touch(tensor)
         return result
-    if not _is_simple(out) or out.dtype is not tensor.dtype or verb in plans.IN_PLACE or buffers.overlap(out, tensor):
+    if not is_simple(out) or out.dtype is not tensor.dtype or verb in plans.IN_PLACE or buffers.overlap(out, tensor):
         return _OTHERWISE
     result = group.call(plan, tensor, out, root)
     if result is not out:

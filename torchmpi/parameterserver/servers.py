@@ -9,8 +9,9 @@ import torch
 
 from .. import buffers, runtime, streams
 from .. import dtypes as dtype_table
+from ..calls import is_simple
 from ..communicator import Group
-from ..errors import ArgumentError, CommunicatorError, DtypeError, TorchMPIError
+from ..errors import ArgumentError, CommunicatorError, DtypeError
 from ..handle import Handle
 from ..kernels.rules import state_dtype
 from ..schedule import even_partition
@@ -69,25 +70,19 @@ class Server:
 
     def send(self, data: torch.Tensor, prepared: Prepared) -> None:
         """Apply a rule with plain memory of the host; in the lane's turn."""
-        client, address = self.service.client, data.data_ptr()
-        client.apply(self.shards, address, (0, self.numel), prepared)
-        found, num_chunks = client.versions, client.num_chunks
-        if self.service.requests is not None:
-            far = self.service.requests.send(self, data, prepared)
-            found, num_chunks = found + far[0], num_chunks + far[1]
-        self.sent_version = found / max(num_chunks, 1)
+        client, requests = self.service.client, self.service.requests
+        client.apply(self.shards, data.data_ptr(), (0, self.numel), prepared)
+        far = requests.send(self, data, prepared) if requests is not None else (0, 0)
+        self.sent_version = (client.versions + far[0]) / max(client.num_chunks + far[1], 1)
         self.num_sent += 1
         self.bytes_sent += data.nbytes
 
     def receive(self, data: torch.Tensor) -> None:
         """Read everything into plain memory of the host; in the lane's turn."""
-        client = self.service.client
+        client, requests = self.service.client, self.service.requests
         client.read(self.shards, data.data_ptr(), (0, self.numel))
-        found, num_chunks = client.versions, client.num_chunks
-        if self.service.requests is not None:
-            far = self.service.requests.receive(self, data)
-            found, num_chunks = found + far[0], num_chunks + far[1]
-        self.received_version = found / max(num_chunks, 1)
+        far = requests.receive(self, data) if requests is not None else (0, 0)
+        self.received_version = (client.versions + far[0]) / max(client.num_chunks + far[1], 1)
         self.bytes_received += data.nbytes
 
     def close(self) -> None:
@@ -150,7 +145,7 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
         if prepared.name != "zero":
             raise ArgumentError(f"{what}: rule {prepared.name!r} needs a tensor; only 'zero' does without.")
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
-    elif not _is_plain(tensor):
+    elif not is_simple(tensor):
         buffers.check(tensor, what)
     _check_fits(server, tensor, what)
     if tensor.is_cpu:
@@ -182,7 +177,7 @@ def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle:
     what = _check_open(server, "receive")
     if tensor is None:
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
-    elif not _is_plain(tensor):
+    elif not is_simple(tensor):
         buffers.check(tensor, what, written=True)
     _check_fits(server, tensor, what)
     if tensor.is_cpu and buffers.is_direct(tensor):
@@ -206,10 +201,6 @@ def _receive_staged(
     server.receive(host)
     streams.run_after(mark, device, partial(buffers.overwrite, tensor, host))
     return tensor
-
-
-def _is_plain(tensor: Any) -> bool:
-    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _check_open(server: Any, verb: str) -> str:
@@ -295,6 +286,3 @@ def free_all() -> None:
         for number in sorted(service.servers, reverse=True) if service is not None else ():
             assert service is not None
             free(service.servers[number])
-
-
-__all__ = ["INLINE_BYTES", "Server", "TorchMPIError", "free", "free_all", "init", "receive", "send"]

@@ -51,15 +51,13 @@ class Service:
         """Memory for the shards of the ranks that share it, of which each has mapped all. Collective."""
         own = [parts[rank] for rank in self.near_ranks]
         plan = layout(tuple(numel for _, numel in own), *(dtype.itemsize for dtype in dtypes))
-        segment = share(self.near_comm, "shards", plan.num_bytes) if len(own) > 1 else None
-        if not all(self.comm.allgather(segment is not None or len(own) == 1)):
-            if segment is not None:
-                segment.close()
+        memory = _shared(self.comm, self.near_comm, "shards", plan.num_bytes)
+        if memory is None:
             raise TorchMPIError(
                 f"{self.group.where}: no {plan.num_bytes} bytes of shared memory for the shards can be had on some "
                 "host. Give the container more (docker --shm-size), or do without: TORCHMPI_SLOT_BYTES=0."
             )
-        return Shards(Memory(segment, plan.num_bytes), plan, own, dtypes=dtypes)
+        return Shards(memory, plan, own, dtypes=dtypes)
 
     def refuse_calls(self, server: Any) -> None:
         """From now on, also of other threads that are about to make one: what it looks at will go."""
@@ -92,14 +90,21 @@ def _make_arena(group: Group, comm: Any) -> tuple[Any, Arena]:
     hosts = [group.context.hosts[rank] for rank in group.world_ranks]
     shares = bool(group.context.slot_bytes)
     near = comm.Split(hosts[group.rank] if shares else group.rank, group.rank)
-    num_bytes = Arena.num_bytes(near.size)
-    segment = share(near, "arena", num_bytes) if near.size > 1 else None
-    if not all(comm.allgather(segment is not None or near.size == 1)):
-        if segment is not None:
-            segment.close()
+    memory = _shared(comm, near, "arena", Arena.num_bytes(near.size))
+    if memory is None:
         near.Free()
-        near, segment, num_bytes = comm.Split(group.rank, 0), None, Arena.num_bytes(1)
-    return near, Arena(Memory(segment, num_bytes), near.rank)
+        near, memory = comm.Split(group.rank, 0), Memory(None, Arena.num_bytes(1))
+    return near, Arena(memory, near.rank)
+
+
+def _shared(comm: Any, near: Any, name: str, num_bytes: int) -> Memory | None:
+    """Memory for the ranks in `near`, a part of those in `comm`; None if it cannot be had by all parts. Collective."""
+    segment = share(near, name, num_bytes) if near.size > 1 else None
+    if all(comm.allgather(segment is not None or near.size == 1)):
+        return Memory(segment, num_bytes)
+    if segment is not None:
+        segment.close()
+    return None
 
 
 def service_of(group: Group) -> Service | None:
@@ -145,5 +150,6 @@ def require_threads(group: Group) -> None:
     if not group.context.threaded and (len(group.hosts) > 1 or not group.context.slot_bytes) and group.size > 1:
         raise CommunicatorError(
             f"{group.where}: parameter servers for ranks that share no memory need MPI_THREAD_MULTIPLE, which this MPI "
-            "library does not give. Use servers within the hosts (comm=mpi.host level), or another MPI."
+            "library does not give. Use servers within the hosts (comm=1, the level of hosts that start() makes), or "
+            "another MPI."
         )

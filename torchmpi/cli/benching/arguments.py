@@ -105,13 +105,7 @@ def seconds(text: str) -> float:
     >>> seconds("2.5")
     2.5
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds between 0 and 86400")
-    return value
+    return _positive(text, 86400, "time in seconds between 0 and 86400")
 
 
 def gigabits(text: str) -> float:
@@ -120,12 +114,16 @@ def gigabits(text: str) -> float:
     >>> gigabits("2.5")
     2.5
     """
+    return _positive(text, 1e6, "speed of a link in Gbit/s, such as 1 or 2.5")
+
+
+def _positive(text: str, most: float, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no speed of a link in Gbit/s, such as 1 or 2.5")
+    if not 0 < value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
     return value
 
 
