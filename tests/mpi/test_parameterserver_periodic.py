@@ -1,0 +1,262 @@
+"""Training without servers: local SGD and DiLoCo; and resuming any of the updates."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+import torchmpi.parameterserver as ps
+from torchmpi.errors import ArgumentError
+
+sys.path.insert(0, str(Path(__file__).parent))
+import updates_rig
+from updates_rig import LR, make_net, quadratic_step, refusal, set_gradients
+
+levels = updates_rig.levels
+no_servers_left = updates_rig.no_servers_left
+pytestmark = pytest.mark.usefixtures("world")
+
+
+# --- local SGD and DiLoCo --------------------------------------------------------------------------------
+
+
+def train(net: nn.Module, update, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + mpi.rank())
+        quadratic_step(net, torch.randn(4, 6, generator=generator))
+        optimizer.step()
+        update.update()
+
+
+def test_local_sgd_averages_at_its_steps(agree):
+    net = make_net()
+    update = ps.LocalSGDUpdate(net, update_frequency=3, init_delay=1)
+    changed = []
+    for step in range(9):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(float(10 * step + mpi.rank()))
+        changed.append(update.update())
+        value = 10 * step + ((mpi.size() - 1) / 2 if changed[-1] else mpi.rank())
+        for parameter in net.parameters():
+            agree.equal(parameter.detach(), torch.full_like(parameter, value), f"step {step}")
+    agree.equal([step for step, was in enumerate(changed) if was], [3, 6])
+    with torch.no_grad():
+        net[0].bias.fill_(float(mpi.rank()))
+    update.finish()  # two steps are left over
+    agree.equal(net[0].bias.detach(), torch.full((8,), (mpi.size() - 1) / 2), "averaged a last time")
+    num_bytes = 3 * sum(parameter.nbytes for parameter in net.parameters())
+    agree.equal((update.num_integrations, update.bytes_sent, update.bytes_received), (3, num_bytes, num_bytes))
+
+
+def test_local_sgd_every_step_is_data_parallel_training(agree):
+    net, twin = make_net(), make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    train(net, ps.LocalSGDUpdate(net, update_frequency=1), optimizer, range(5))
+    other = torch.optim.SGD(twin.parameters(), lr=LR)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(1000 * step + mpi.rank())
+        quadratic_step(twin, torch.randn(4, 6, generator=generator))
+        mpinn.synchronize_gradients(twin)
+        other.step()
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        agree.close(ours.detach(), theirs.detach())
+    mpinn.check_with_allreduce(net)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_diloco_is_torchs_sgd_on_the_average_way(agree, nesterov, momentum):
+    net, twin = make_net(), make_net()
+    update = ps.DiLoCoUpdate(net, update_frequency=3, outer_momentum=momentum, nesterov=nesterov)
+    inner, other = torch.optim.SGD(net.parameters(), lr=LR), torch.optim.SGD(twin.parameters(), lr=LR)
+    anchor = copy.deepcopy(twin)
+    outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=momentum, nesterov=nesterov and momentum > 0)
+    for step in range(9):
+        train(net, update, inner, range(step, step + 1))
+        generator = torch.Generator().manual_seed(1000 * step + mpi.rank())
+        quadratic_step(twin, torch.randn(4, 6, generator=generator))
+        other.step()
+        if (step + 1) % 3 == 0:
+            for held, own in zip(anchor.parameters(), twin.parameters(), strict=True):
+                held.grad = mpi.allreduce((held - own).detach(), op="avg")
+            outer.step()
+            twin.load_state_dict(anchor.state_dict())
+        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+            agree.close(ours.detach(), theirs.detach(), f"step {step}")
+    mpinn.check_with_allreduce(net)
+
+
+def test_diloco_without_outer_optimizer_is_local_sgd(agree):
+    net, twin = make_net(), make_net()
+    with ps.DiLoCoUpdate(net, update_frequency=4, outer_lr=1.0, outer_momentum=0.0) as update:
+        train(net, update, torch.optim.SGD(net.parameters(), lr=LR), range(10))
+    with ps.LocalSGDUpdate(twin, update_frequency=4) as other:
+        train(twin, other, torch.optim.SGD(twin.parameters(), lr=LR), range(10))
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        agree.close(ours.detach(), theirs.detach())
+    agree.equal((update.num_sends, update.bytes_sent), (other.num_sends, other.bytes_sent))
+
+
+def test_diloco_begins_where_rank_0_is_after_the_delay(agree):
+    net = make_net(seed=mpi.rank())
+    update = ps.DiLoCoUpdate(net, update_frequency=2, init_delay=3, outer_lr=0.5, outer_momentum=0.0)
+    values = [8.0 + mpi.rank() + step for step in range(5)]
+    for value in values:
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(value)
+        update.update()
+    anchor, mean = 8.0 + 2, 8.0 + (mpi.size() - 1) / 2 + 4
+    for parameter in net.parameters():
+        agree.close(parameter.detach(), torch.full_like(parameter, (anchor + mean) / 2))
+
+
+def test_diloco_has_an_anchor_whatever_steps_it_is_given(agree):
+    net = make_net()
+    update = ps.DiLoCoUpdate(net, update_frequency=2, init_delay=2, outer_lr=0.5, outer_momentum=0.0)
+    changed = []
+    for step in range(3, 7):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(float(step))
+        changed.append(update.update(step))
+        if step == 5:
+            agree.equal(net[0].bias.detach(), torch.full((8,), 4.0), "half the way from 3 to 5")
+    agree.equal(changed, [False, False, True, False])
+
+
+@pytest.mark.parametrize("make", [ps.LocalSGDUpdate, ps.DiLoCoUpdate])
+def test_the_same_bits_in_every_run(agree, make):
+    results = []
+    for _ in range(2):
+        net = make_net()
+        with make(net, update_frequency=3) as update:
+            train(net, update, torch.optim.SGD(net.parameters(), lr=LR), range(8))
+        results.append([parameter.detach().clone() for parameter in net.parameters()])
+    for first, second in zip(*results, strict=True):
+        agree.equal(first, second)
+
+
+def test_wrong_outer_options_are_refused(agree):
+    for options in ({"outer_lr": 0.0}, {"outer_momentum": 1.0}):
+        agree(ArgumentError.__name__ in refusal(lambda options=options: ps.DiLoCoUpdate(make_net(), **options)))
+    agree("nothing to train" in refusal(lambda: ps.LocalSGDUpdate(nn.Tanh())))
+
+
+# --- resuming --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [ps.LocalSGDUpdate, ps.DiLoCoUpdate])
+@pytest.mark.parametrize("init_delay", [0, 2])
+def test_resumed_without_servers(agree, make, init_delay):
+    settings = {"update_frequency": 4, "init_delay": init_delay}
+    whole, first = make_net(), make_net()
+    update = make(whole, **settings)
+    train(whole, update, torch.optim.SGD(whole.parameters(), lr=LR), range(13))
+    before = make(first, **settings)
+    train(first, before, torch.optim.SGD(first.parameters(), lr=LR), range(7))
+    state, second = before.state_dict(), make_net(seed=5)
+    second.load_state_dict(first.state_dict())
+    after = make(second, **settings)
+    after.load_state_dict(state)
+    train(second, after, torch.optim.SGD(second.parameters(), lr=LR), range(7, 13))
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        agree.equal(ours.detach(), theirs.detach())
+    agree.equal(after.metrics(), pytest.approx(update.metrics(), nan_ok=True))
+
+
+@pytest.mark.parametrize("stop_at", [5, 8])
+def test_resumed_with_servers(agree, levels, stop_at):
+    """In the middle of an accumulation, and of a fetch; each rank with a server of its own, so that nothing varies."""
+
+    def make(net: nn.Module) -> ps.DownpourUpdate:
+        return ps.DownpourUpdate(
+            net, lr=LR, send_frequency=3, sharding_communicator=levels["alone"], update_frequency=4, init_delay=1,
+            max_staleness=1,
+        )  # fmt: skip
+
+    def go(net: nn.Module, update: ps.DownpourUpdate, steps: range) -> None:
+        for step in steps:
+            set_gradients(net, 10 * step + mpi.rank())
+            update.update()
+
+    whole, first, second = make_net(), make_net(), make_net(seed=5)
+    update, before, after = make(whole), make(first), make(second)
+    go(whole, update, range(14))
+    go(first, before, range(stop_at))
+    state = before.state_dict()
+    second.load_state_dict(first.state_dict())
+    shards = [ps.receive(server).wait() for server in before.servers.servers]
+    after.load_state_dict(state)
+    after.start()
+    for server, values in zip(after.servers.servers, shards, strict=True):
+        ps.send(server, values, "copy").wait()
+    agree("after the start" in refusal(lambda: after.load_state_dict(state)))
+    go(second, after, range(stop_at, 14))
+    for one in (update, after):
+        one.finish()
+        one.pull()
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        agree.equal(ours.detach(), theirs.detach())
+    agree.equal((after.step, after.num_sends, after.num_integrations), (14, update.num_sends, 3))
+    agree.equal(after.clock.value, update.clock.value)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_resumed_with_saved_shards(agree, levels, tmp_path, finished):
+    """The optimizer's state is on the server, and comes back with it."""
+
+    def make(net: nn.Module) -> ps.DownpourUpdate:
+        return ps.DownpourUpdate(
+            net, rule=ps.adam(0.01), sharding_communicator=levels["alone"], update_frequency=3, init_delay=0
+        )
+
+    def go(net: nn.Module, update: ps.DownpourUpdate, steps: range) -> None:
+        for step in steps:
+            set_gradients(net, 10 * step + mpi.rank())
+            update.update()
+
+    whole, first, second = make_net(), make_net(), make_net(seed=5)
+    update = make(whole)
+    go(whole, update, range(11))
+    update.pull()
+    ps.free_all()
+    before = make(first)
+    go(first, before, range(5))
+    if finished:
+        before.finish()
+    state, folder = before.state_dict(), tmp_path / str(mpi.rank())
+    ps.save(folder, comm=levels["alone"])
+    ps.free_all()
+    second.load_state_dict(first.state_dict())
+    after = make(second)
+    after.load_state_dict(state)
+    agree.equal(after.state_dict()["step"], 5, "the state of what has only been loaded")
+    after.start()
+    ps.load(folder, comm=levels["alone"])
+    go(second, after, range(5, 11))
+    after.pull()
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        agree.equal(ours.detach(), theirs.detach())
+
+
+def test_an_update_can_be_given_back(agree):
+    """Its clock's server too; trainings in a loop would pile them up."""
+    net = make_net()
+    update = ps.DownpourUpdate(net, lr=0.5, init_delay=0, update_frequency=1, max_staleness=1)
+    set_gradients(net, 1)
+    update.update()
+    num_before = update.bytes_sent
+    servers = [*update.servers.servers, update.clock.server]
+    update.free()
+    agree([server.is_open for server in servers] == [False] * len(servers), str(servers))
+    agree(update.bytes_sent >= num_before > 0, str(update.bytes_sent))
+    update.free()
