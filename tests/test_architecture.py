@@ -14,7 +14,7 @@ FLOORS = (
     ("config", "topology", "schedule", "rules", "layout"),
     ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "segments", "archive"),
     ("buffers", "lane", "progress", "inquiry", "tuning_file", "kernels"),
-    ("communicator", "fusion", "heap"),
+    ("groups", "fusion", "heap"),
     ("stack",),
     ("backends",),
     ("hierarchy", "selector", "watchdog", "failure"),
@@ -23,7 +23,7 @@ FLOORS = (
     ("calls",),
     ("collectives", "messages", "lifecycle"),
     ("tuning", "nn"),
-    ("engine", "parameterserver"),
+    ("engine", "parameterserver", "distributed"),
     ("cli",),
     ("__init__", "__main__"),
 )

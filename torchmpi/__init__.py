@@ -16,62 +16,103 @@
 Importing this package starts nothing.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
-from .collectives import (
-    allgather,
-    allgather_async,
-    allgather_object,
-    allreduce,
-    allreduce_async,
-    allreduce_many,
-    allreduce_many_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_async,
-    broadcast_object,
-    gather,
-    gather_async,
-    reduce,
-    reduce_async,
-    reduce_scatter,
-    reduce_scatter_async,
-    scatter,
-    scatter_async,
-)  # fmt: skip
-from .communicator import Communicator
-from .config import Config
-from .errors import TorchMPIError
-from .handle import Handle
-from .lifecycle import (
-    collective_availability,
-    collective_selector,
-    collective_selector_to_string,
-    communicator,
-    communicator_names,
-    device,
-    empty_shared,
-    has_cuda,
-    has_gloo,
-    has_nccl,
-    host_name,
-    is_cartesian_communicator,
-    local_rank,
-    local_size,
-    num_nodes_in_communicator,
-    push_communicator,
-    rank,
-    set_collective_span,
-    set_communicator,
-    size,
-    start,
-    started,
-    stop,
-    use,
-)  # fmt: skip
-from .messages import recv, recv_async, send, send_async, sendreceive, sendreceive_async
-from .tuning import autotune
+
+if TYPE_CHECKING:  # loaded at first use, below: torch imports this package whenever it is imported itself
+    from .collectives import (
+        allgather,
+        allgather_async,
+        allgather_object,
+        allreduce,
+        allreduce_async,
+        allreduce_many,
+        allreduce_many_async,
+        alltoall,
+        alltoall_async,
+        barrier,
+        broadcast,
+        broadcast_async,
+        broadcast_object,
+        gather,
+        gather_async,
+        reduce,
+        reduce_async,
+        reduce_scatter,
+        reduce_scatter_async,
+        scatter,
+        scatter_async,
+    )  # fmt: skip
+    from .config import Config
+    from .errors import TorchMPIError
+    from .groups import Communicator
+    from .handle import Handle
+    from .lifecycle import (
+        collective_availability,
+        collective_selector,
+        collective_selector_to_string,
+        communicator,
+        communicator_names,
+        device,
+        empty_shared,
+        has_cuda,
+        has_gloo,
+        has_nccl,
+        host_name,
+        is_cartesian_communicator,
+        local_rank,
+        local_size,
+        num_nodes_in_communicator,
+        push_communicator,
+        rank,
+        set_collective_span,
+        set_communicator,
+        size,
+        start,
+        started,
+        stop,
+        use,
+    )  # fmt: skip
+    from .messages import recv, recv_async, send, send_async, sendreceive, sendreceive_async
+    from .tuning import autotune
+
+
+_HOMES = {
+    "collectives": (
+        "allgather allgather_async allgather_object allreduce allreduce_async allreduce_many "
+        "allreduce_many_async alltoall alltoall_async barrier broadcast broadcast_async broadcast_object "
+        "gather gather_async reduce reduce_async reduce_scatter reduce_scatter_async scatter scatter_async"
+    ),
+    "groups": "Communicator",
+    "config": "Config",
+    "errors": "TorchMPIError",
+    "handle": "Handle",
+    "lifecycle": (
+        "collective_availability collective_selector collective_selector_to_string communicator "
+        "communicator_names device empty_shared has_cuda has_gloo has_nccl host_name "
+        "is_cartesian_communicator local_rank local_size num_nodes_in_communicator push_communicator rank "
+        "set_collective_span set_communicator size start started stop use"
+    ),
+    "messages": "recv recv_async send send_async sendreceive sendreceive_async",
+    "tuning": "autotune",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    for module, names in _HOMES.items():
+        if name in names.split():
+            for each in names.split():
+                globals()[each] = getattr(importlib.import_module(f".{module}", __name__), each)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Communicator", "Config", "Handle", "TorchMPIError", "__version__", "allgather", "allgather_async",

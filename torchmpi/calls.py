@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from . import buffers, plans, runtime, streams
-from .communicator import Communicator, Group
 from .errors import ArgumentError, DeviceError, DtypeError
+from .groups import Communicator, Group
 from .handle import Handle
 from .scalars import as_tensor, is_number, restore
 from .stack import Comm
@@ -88,21 +88,38 @@ def call(
         tensor, finish = as_tensor(tensor, op), _number_result
     if verb in _ROOTED:
         root = check_root(group, root, verb)
-    if tensor is None and verb == "scatter" and group.rank != root:
-        key = (verb, op, None, "cpu", False, backend, asynchronous)
-    else:
-        buffers.check(tensor, what, written=out is None and verb in plans.IN_PLACE)
-        direct = out is None and buffers.is_direct(tensor) and tensor.is_cpu
-        key = (verb, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
-    if out is not None:
-        _check_out(verb, tensor, out, what)
-    plan = plan_for(communicator, key)
+    if tensor is None and not (verb == "scatter" and group.rank != root):
+        buffers.check(tensor, what)
+    plan = plan_of(communicator, verb, tensor, out, op=op, backend=backend, asynchronous=asynchronous)
     if packed:
         return _submit(group, plan.for_many(packed), (tensor, out, root), None)
     if not asynchronous:
         result = group.call(plan, tensor, out, root)
         return result if finish is None else finish(result)
     return _submit(group, plan, (tensor, out, root), finish)
+
+
+def plan_of(
+    communicator: Communicator,
+    verb: str,
+    tensor: _Tensor | None,
+    out: _Tensor | None = None,
+    *,
+    op: str | None = None,
+    backend: str | None = None,
+    asynchronous: bool = False,
+) -> plans.Plan:
+    """The plan of a call with these tensors, or a refusal. None is what others than the root scatter."""
+    what = f"{communicator.intra.where}: {verb}"
+    if tensor is None:
+        key: tuple[Any, ...] = (verb, op, None, "cpu", False, backend, asynchronous)
+    else:
+        buffers.check(tensor, what, written=out is None and verb in plans.IN_PLACE)
+        direct = out is None and buffers.is_direct(tensor) and tensor.is_cpu
+        key = (verb, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
+    if out is not None:
+        _check_out(verb, tensor, out, what)
+    return plan_for(communicator, key)
 
 
 def _submit(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from . import mpi_library
-from .communicator import Group
+from .groups import Group
 from .layout import DYING
 
 _HANDLER_GRACE_SECONDS = 1.0
@@ -187,6 +188,10 @@ class FailureHandling:
 
     def _abort(self, status: int) -> None:
         sys.stdout.flush()
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            # torch.distributed's exception hook calls ours, to print later what it wrote: there will be no later.
+            sys.__stderr__.write(sys.stderr.getvalue())
+            sys.stderr = sys.__stderr__
         sys.stderr.flush()
         # MPI_Abort may return or hang when the network is gone: then at least this process ends.
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from .errors import StallError
@@ -19,7 +20,7 @@ class Handle:
         gradient = handle.wait()
     """
 
-    __slots__ = ("__weakref__", "_description", "_error", "_finished", "_is_done", "_result", "_seen")
+    __slots__ = ("__weakref__", "_callbacks", "_description", "_error", "_finished", "_is_done", "_result", "_seen")
 
     def __init__(self, description: str = "asynchronous call") -> None:
         # A locked lock is the cheapest event: released once, when the call ends; waiters hand it on.
@@ -30,6 +31,7 @@ class Handle:
         self._error: BaseException | None = None
         self._is_done = False
         self._seen = False
+        self._callbacks: list[Callable[[], object]] = []
 
     @classmethod
     def completed(cls, result: Any) -> Handle:
@@ -60,6 +62,16 @@ class Handle:
         """Whether ``wait()`` would return at once."""
         return self._is_done
 
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called when the call has ended: by the thread that ends it, or now if it has.
+
+        >>> Handle.completed(3).when_done(lambda: print("over"))
+        over
+        """
+        self._callbacks.append(callback)
+        if self._is_done:
+            self._call_back()
+
     # What follows is for those who run the call.
 
     def set_result(self, result: Any) -> None:
@@ -77,6 +89,24 @@ class Handle:
         """The error, if the call failed and nobody has waited for it."""
         return None if self._seen else self._error
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error, if the call has failed; who asks has seen it."""
+        if self._error is not None:
+            self._seen = True
+        return self._error
+
     def _end(self) -> None:
         self._is_done = True
         self._finished.release()
+        if self._callbacks:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        """Both who ends the call and who comes too late may be here: each callback is called by the one who gets it."""
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # the other has taken the last one
+                return
+            callback()

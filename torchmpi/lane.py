@@ -2,7 +2,9 @@
 
 MPI wants every rank to enter the calls on a communicator in the same order, so each communicator has one lane.
 A synchronous call runs in the caller's thread when the lane is idle, which costs a lock; otherwise it queues up behind
-the asynchronous ones. Asynchronous calls run in one worker thread, which sleeps when there is nothing to do.
+the asynchronous ones. Asynchronous calls run in one worker thread, which sleeps when there is nothing to do. What the
+worker itself calls, because somebody asked to be called back at the end of a call, runs at once: before everything
+queued, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Lane:
                 return task()
             finally:
                 self.turn.release()
-        if not self._threaded:
+        if not self._threaded or self._worker is threading.current_thread():
             return task()
         return self.submit(task, self.name).wait()
 
@@ -59,8 +61,8 @@ class Lane:
         if self.closed:
             raise NotStartedError(f"{description}: its communicator has been closed.")
         handle = Handle(description)
-        if not self._threaded:
-            self._finish(task, handle)
+        if not self._threaded or self._worker is threading.current_thread():
+            self._finish(task, handle)  # called back at the end of a call: waiting for one's own turn would be for ever
             return handle
         with self._counting:
             self.pending += 1

@@ -11,8 +11,8 @@ import torch
 import torch.distributed
 
 from . import runtime
-from .communicator import Communicator
 from .errors import ArgumentError
+from .groups import Communicator
 from .rules import Key, Rule
 from .runtime import start, stop
 from .selector import Availability

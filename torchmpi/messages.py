@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from . import buffers, dtypes, runtime, schedule, streams
-from .communicator import Group
 from .errors import ArgumentError, MismatchError, TorchMPIError
+from .groups import Group
 from .handle import Handle
 from .lane import Lane
 from .scalars import as_tensor, is_number, restore

@@ -16,8 +16,8 @@ import torch
 from . import buffers, dtypes, hierarchy, streams
 from .backends import Backend, Operation
 from .backends.binding import announced, bind, by_size
-from .communicator import Communicator, Group
 from .errors import DtypeError
+from .groups import Communicator, Group
 from .progress import as_many, call_code
 from .rules import BY_SIZE, HIERARCHICAL, REDUCING
 from .runtime import Runtime

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .dtypes import OPS, from_code, short_name
-from .errors import MismatchError
+from .errors import MismatchError, StallError
 from .layout import (
     ANSWERED,
     ASKED,
@@ -142,7 +142,7 @@ class Ledger:
 
     __slots__ = (
         "_missing", "_neighbours", "_slots", "_words",
-        "board", "current", "free", "history", "name", "rank", "seq", "size",
+        "board", "current", "free", "history", "name", "rank", "report_when_late", "seq", "size",
     )  # fmt: skip
 
     def __init__(self, name: str, rank: int, size: int, board: Board | None = None) -> None:
@@ -159,6 +159,8 @@ class Ledger:
         """Where each entry of the ring is: this rank's own, and those of the neighbours."""
         self._missing: tuple[int, ...] = ()
         """Entries of neighbours that had not arrived when this rank announced its call."""
+        self.report_when_late = ""
+        """What to say if the current call is ended for taking too long; left by the watchdog."""
 
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
         """Note that this rank has arrived at its next call, which still has to be announced to the others."""
@@ -255,6 +257,14 @@ class Ledger:
         raise MismatchError(
             f"{call} on communicator {self.name} cannot end on rank {self.rank}: rank {other} has given it up, after "
             "an error there or because a third rank called something else. Its own message says what was wrong."
+        )
+
+    def expired(self) -> None:
+        """Raise because the current call has taken longer than the group allows."""
+        report = self.report_when_late
+        call = self._give_up()
+        raise StallError(
+            report or f"rank {self.rank} of communicator {self.name} has waited longer than allowed in {call}."
         )
 
     def _ask_call(self, other: int, seq: int) -> str:

@@ -18,10 +18,10 @@ from .backends import Operation
 from .backends.mpi import MPIBackend
 from .backends.p2p import P2PBackend
 from .backends.shm import SharedMemoryBackend
-from .communicator import Communicator, Group, GroupContext
 from .config import Config
 from .errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError
 from .failure import FailureHandling
+from .groups import Communicator, Group, GroupContext
 from .heap import SharedHeap
 from .hierarchy import HierarchicalBackend
 from .progress import call_code

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from . import topology
-from .communicator import Communicator, Group, GroupContext
 from .errors import ArgumentError, CommunicatorError
+from .groups import Communicator, Group, GroupContext
 from .progress import Ledger, call_code
 
 used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torchmpi communicator", default=None)

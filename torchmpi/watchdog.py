@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import layout, progress
-from .communicator import Group, GroupContext
 from .config import Config
+from .groups import Group, GroupContext
 from .inquiry import Answer, Inquiry
 from .lane import Lane
 
@@ -76,10 +76,13 @@ class Watchdog(threading.Thread):
             return
         if current[0] != seq:
             self._since[group] = (current[0], now)
+            group.ledger.report_when_late = ""
             return
         waited = now - since
         self._check_refused(group, current, waited)
         config = self.config
+        if waited >= group.timeout_seconds > 0 and group.shared is not None:
+            self._expire(group, current, waited)
         if waited >= config.stall_abort_seconds > 0:
             report = self._report(group, current, waited)
             if report is not None or waited >= config.stall_abort_seconds + _SPOKESMAN_GRACE_SECONDS:
@@ -89,6 +92,15 @@ class Watchdog(threading.Thread):
             report = self._report(group, current, waited)
             if report is not None:
                 print(report, file=sys.stderr, flush=True)
+
+    def _expire(self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float) -> None:
+        """End the wait of a call that may take only so long; it raises what this says."""
+        if group.ledger.report_when_late:
+            return  # it is on its way out
+        late = f" That is more than the {group.timeout_seconds:g} s this group allows."
+        group.ledger.report_when_late = (self._report(group, current, waited, all_speak=True) or "") + late
+        if group.ledger.current == current:
+            group.shared.expire(current[0])
 
     def _look_at_lane(self, group: Group, lane: Lane) -> None:
         """Point-to-point: the peer is named in the call, so there is nothing to ask."""
@@ -120,15 +132,19 @@ class Watchdog(threading.Thread):
                 )
                 self.end_job(message, 1)
 
-    def _report(self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float) -> str | None:
-        """What to tell the user; None if a lower rank waits for the same and will tell."""
+    def _report(
+        self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float, *, all_speak: bool = False
+    ) -> str | None:
+        """What to tell the user; None if a lower rank waits for the same and will tell, unless all shall."""
         call = progress.Call(*current)
         text = f"torchmpi: {group.where} has waited {waited:.0f} s in {call} on communicator {group.name}."
         states = self._from_board(group, call.seq) if group.board is not None else self._from_messages(group)
         if states is None:
             return f"{text} Who is missing is not known: calls are not compared (check='off')."
         own_rank = group.world_ranks[group.rank]
-        if any(rank < own_rank and state is not None and state.waits for rank, state in states.items()):
+        if not all_speak and any(
+            rank < own_rank and state is not None and state.waits for rank, state in states.items()
+        ):
             return None
         lines = [
             f"  rank {rank}, after {state.entered} calls: {state.whereabouts}"

@@ -100,7 +100,7 @@ def test_argument_errors_are_what_python_programmers_catch(agree):
 
 def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
     """Across hosts there is no shared page: a header is compared before each call. Here, by asking for it."""
-    from torchmpi.communicator import Group, GroupContext
+    from torchmpi.groups import Group, GroupContext
 
     if mpi.size() == 1:
         return

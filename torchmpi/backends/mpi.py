@@ -15,6 +15,7 @@ import torch
 
 from .. import buffers, dtypes, mpi_library, schedule
 from ..config import Config
+from ..errors import MismatchError
 from . import Operation
 from .ordered import OrderedReduction
 
@@ -272,6 +273,22 @@ class Movement:
             self.MPI.Request.Waitall(requests)
         return destination
 
+    def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
+        """Part j of `sources` goes to rank j; part j of `destinations` is filled by it."""
+        sizes = torch.tensor([[part.nbytes for part in parts] for parts in (sources, destinations)], device="cpu")
+        everybody = torch.empty((self.size, 2, self.size), dtype=torch.int64, device="cpu")
+        self.comm.Allgather((sizes.numpy(), self.MPI.INT64_T), (everybody.numpy(), self.MPI.INT64_T))
+        longest_part(everybody, self.where)
+        destinations[self.rank].detach().copy_(sources[self.rank])
+        requests = []
+        for shift in range(1, self.size):
+            target, origin = (self.rank + shift) % self.size, (self.rank - shift) % self.size
+            for piece in self._pieces(destinations[origin]):
+                requests.append(self.comm.Irecv((piece, self.MPI.BYTE), origin, _PIECE_TAG))
+            for piece in self._pieces(sources[target]):
+                requests.append(self.comm.Isend((piece, self.MPI.BYTE), target, _PIECE_TAG))
+        self.MPI.Request.Waitall(requests)
+
     def _rows(self, source: torch.Tensor) -> tuple[np.ndarray, int]:
         """How many rows each rank has, and the bytes of one."""
         num_rows, row_numel = rows_of(source)
@@ -325,6 +342,25 @@ def destination_for(source: torch.Tensor, num_rows: int, given: torch.Tensor | N
     if given is None or given.shape != shape or given.dtype != source.dtype:
         return torch.empty(shape, dtype=source.dtype, device=source.device)
     return given
+
+
+def longest_part(sizes: torch.Tensor, where: str) -> int:
+    """Bytes of the longest part that any rank sends, or a refusal, the same on all ranks.
+
+    `sizes[i, 0, j]` is what rank i sends to rank j, `sizes[i, 1, j]` the room that it has for what comes from there.
+
+    >>> longest_part(torch.tensor([[[4, 8], [4, 2]], [[2, 4], [8, 4]]]), "rank 0")
+    8
+    """
+    wrong = (sizes[:, 0] != sizes[:, 1].T).nonzero().tolist()
+    if wrong:
+        sender, receiver = wrong[0]
+        sent, room = int(sizes[sender, 0, receiver]), int(sizes[receiver, 1, sender])
+        raise MismatchError(
+            f"{where}: rank {sender} of the group sends {sent} bytes to rank {receiver}, which has room for {room}. "
+            "Make the sizes that ranks send the ones that the others expect."
+        )
+    return int(sizes[:, 0].max())
 
 
 def _spans(counts: np.ndarray) -> tuple[list[int], list[int]]:

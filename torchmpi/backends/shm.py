@@ -21,7 +21,7 @@ from ..kernels import context, reduction
 from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, ROW_BYTES, SEQUENCE, SIGNATURE, WORD_BYTES, entry
 from ..progress import NATIVE, call_code
 from . import Operation
-from .mpi import destination_for, rows_of
+from .mpi import destination_for, longest_part, rows_of
 
 _MOST_DIMS = ENTRY_WORDS - PAYLOAD - 2
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
@@ -29,7 +29,7 @@ _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 20, 50, 50
 _WHOLE_BYTES = 16 << 10
 _PAIR_WORDS = 4
-_ALLOCATING = ("allgather", "reduce_scatter", "gather", "scatter", "alltoall")
+_ALLOCATING = ("allgather", "reduce_scatter", "gather", "scatter", "alltoall", "exchange_parts")
 _LINE_BYTES = 64
 _CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
@@ -126,6 +126,10 @@ class SharedGroup:
         self.page.set(self._rank, REFUSED, seq)
         self.words[context.CHUNKS] = seq << _CHUNK_BITS
 
+    def expire(self, seq: int) -> None:
+        """Let the kernel that waits in this call return."""
+        self.words[context.EXPIRED] = seq
+
     def be_patient(self, *, polite: bool) -> None:
         """How to wait from now on."""
         spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
@@ -196,6 +200,8 @@ class Calls:
                 self.shared.map_segment(rank, self.ledger.current[0])
             elif kind == context.MISMATCH:
                 self.ledger.refuse(rank)
+            elif kind == context.LATE:
+                self.ledger.expired()
             elif (other := self._differing()) is not None:
                 self.ledger.refuse(other)
             else:
@@ -372,6 +378,16 @@ class Movement(Calls):
         self._receive(destination, [count * row_bytes for count in received])
         self.exchange(is_stream=False, longest=max(-(-count // self.size) for count in rows) * row_bytes)
         return destination
+
+    def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
+        """Part j of `sources` goes to rank j; part j of `destinations` is filled by it."""
+        sizes = torch.tensor([[part.nbytes for part in parts] for parts in (sources, destinations)], device="cpu")
+        everybody = torch.empty((self.size, 2, self.size), dtype=torch.int64, device="cpu")
+        self.run("allgather", self.plan(), sizes.data_ptr(), sizes.nbytes, everybody.data_ptr())
+        longest = longest_part(everybody, self.group.where)
+        self._send([part.data_ptr() for part in sources], sizes[0].tolist())
+        self.table[:, 2], self.table[:, 3] = [part.data_ptr() for part in destinations], sizes[1]
+        self.exchange(is_stream=False, longest=longest)
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
         """What goes to each rank."""

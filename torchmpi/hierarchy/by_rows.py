@@ -8,7 +8,7 @@ import torch
 from .. import buffers, schedule
 from ..backends.mpi import destination_for, rows_of
 from ..backends.p2p import Slots
-from ..communicator import Group
+from ..groups import Group
 from ..handle import Handle
 from .in_place import OverHosts, Totals
 from .steps import Steps, pipelined

@@ -13,7 +13,7 @@ import torch
 
 from .. import buffers, schedule, topology
 from ..backends.p2p import Slots
-from ..communicator import Group
+from ..groups import Group
 from ..handle import Handle
 from .steps import Steps, carried_in, divide, pipelined
 

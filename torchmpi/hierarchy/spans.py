@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import topology
-from ..communicator import Communicator, Group
+from ..groups import Communicator, Group
 from ..stack import CommunicatorStack
 from .steps import carried_in, divide
 

@@ -9,7 +9,7 @@ import torch
 
 from .. import dtypes
 from ..backends import Operation
-from ..communicator import Group
+from ..groups import Group
 from ..handle import Handle
 from ..progress import call_code
 

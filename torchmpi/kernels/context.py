@@ -34,7 +34,9 @@ SPENT = 15
 """Nanoseconds spent on copying and combining in the current chunk, without the waits."""
 PACE = 16
 """Nanoseconds for a KB in the best chunk of this call; 0 = not known."""
-POINTERS = 17
+EXPIRED = 17
+"""Number of the call that has taken longer than it may: set by the watchdog, and looked at between naps."""
+POINTERS = 18
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -42,7 +44,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    25
+    26
     """
     return POINTERS + 2 * size
 
@@ -71,4 +73,6 @@ UNMAPPED = 3 << 20
 """The segment of that rank is not mapped here yet: map it and call again."""
 UNEVEN = 4 << 20
 """The ranks differ in length."""
+LATE = 5 << 20
+"""The call has taken longer than it may."""
 KINDS = ~((1 << 20) - 1)

@@ -55,7 +55,7 @@ def entry(ctx, rank, seq):  # type: ignore[no-untyped-def]
 
 @inner
 def wait_long(ctx, address, value):  # type: ignore[no-untyped-def]
-    """Give way, then sleep, ever longer; ends if a rank has given up the call."""
+    """Give way, then sleep, ever longer; ends if a rank has given up the call, or its time is over."""
     for _ in range(own(ctx, context.YIELDS)):
         if load_acquire(address) >= value:
             return 0
@@ -65,6 +65,8 @@ def wait_long(ctx, address, value):  # type: ignore[no-untyped-def]
         for rank in range(own(ctx, context.SIZE)):
             if load_acquire(row(ctx, rank) + _REFUSED) == own(ctx, context.SEQUENCE):
                 return context.REFUSED + rank
+        if load_acquire(ctx + context.EXPIRED * 8) == own(ctx, context.SEQUENCE):
+            return context.LATE
         sleep(nap)
         nap = min(nap + nap // 4, _LONGEST_NAP_MICROSECONDS)
     return 0

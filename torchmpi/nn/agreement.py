@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import collectives
-from ..communicator import Communicator
 from ..dtypes import short_name
 from ..errors import GradientError, ReplicaError
+from ..groups import Communicator
 from .replica import Replica
 
 _DENSE, _SPARSE, _FAILED = 1, 2, 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import runtime
-from ..communicator import Communicator
+from ..groups import Communicator
 
 
 def resolve(comm: int | Communicator | None) -> Communicator:

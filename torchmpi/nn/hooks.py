@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives, fusion
-from ..communicator import Communicator
 from ..errors import ArgumentError, GradientError
+from ..groups import Communicator
 from .agreement import Presence, agree_on_gradients, check_same_layout
 from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of

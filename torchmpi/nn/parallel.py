@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
-from ..communicator import Communicator
 from ..errors import ArgumentError
+from ..groups import Communicator
 from ..schedule import part_of
 from .channel import resolve
 from .replica import SHARDED, Attachment

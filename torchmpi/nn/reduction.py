@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
-from ..communicator import Communicator
+from ..groups import Communicator
 
 
 class Reduction(NamedTuple):

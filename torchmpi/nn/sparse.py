@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
-from ..communicator import Communicator
+from ..groups import Communicator
 from .reduction import Reduction
 
 

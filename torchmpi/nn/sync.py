@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import collectives, fusion
-from ..communicator import Communicator
 from ..errors import ArgumentError
+from ..groups import Communicator
 from .agreement import Presence, agree_on_gradients, check_same_layout
 from .blocksequential import gradient_buckets_of, parameter_blocks_of
 from .buckets import CopiedBucket, SeatedBucket

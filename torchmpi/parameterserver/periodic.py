@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives, fusion, runtime
-from ..communicator import Communicator
 from ..errors import ArgumentError, CheckpointError
+from ..groups import Communicator
 from ..nn.replica import Replica
 from .staleness import StalenessMeter
 from .tensors import FlatViews

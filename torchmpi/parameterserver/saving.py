@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import archive, runtime
-from ..communicator import Group
 from ..dtypes import short_name
 from ..errors import CheckpointError
+from ..groups import Group
 from ..kernels.shard_plan import MOST_STATES, STEPS, VERSION
 from ..schedule import even_partition
 from ..stack import Comm

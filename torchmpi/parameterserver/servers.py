@@ -10,8 +10,8 @@ import torch
 from .. import buffers, runtime, streams
 from .. import dtypes as dtype_table
 from ..calls import is_simple
-from ..communicator import Group
 from ..errors import ArgumentError, CommunicatorError, DtypeError
+from ..groups import Group
 from ..handle import Handle
 from ..kernels.rules import state_dtype
 from ..schedule import even_partition

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .. import runtime
-from ..communicator import Group, share
 from ..errors import CommunicatorError, MismatchError, TorchMPIError
+from ..groups import Group, share
 from ..lane import Lane
 from ..progress import call_code
 from . import remote

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from .. import collectives, runtime
-from ..communicator import Communicator
 from ..errors import ArgumentError
+from ..groups import Communicator
 from ..stack import Comm
 from .periodic import PeriodicUpdate, Schedule, broadcast_many, check_whole, where
 from .rules import Rule

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import collectives, plans, runtime
-from ..communicator import Communicator
+from ..groups import Communicator
 from ..rules import MODES, Key
 from .decision import Samples
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import collectives, runtime, topology, tuning_file
-from ..communicator import Communicator, Group
 from ..errors import ArgumentError
+from ..groups import Communicator, Group
 from ..rules import MODES, SPANS, VERBS, Key, Rule, Table, format_rule, out_of_reach, span_of
 from ..stack import Comm
 from .decision import decide

@@ -57,6 +57,8 @@ class Group:
         twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
         self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
         """The same number on all its ranks, and on no other group."""
+        self.timeout_seconds = 0.0
+        """After how long a call raises where its wait can be ended, which is in shared memory; 0 = never."""
         self.attachments: list[Any] = []
         """What others have opened on this group, to be closed before it."""
         self.placement = topology.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)

@@ -1,0 +1,179 @@
+"""What every process group is: ranks with an order of calls, and answers to what torch asks about them.
+
+A call runs at once if its caller waits for it and nothing is queued on the group, and otherwise in the group's queue;
+torch allows the ranks to differ in that, so both take the same transports.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import calls, streams
+from ..errors import ArgumentError
+from ..handle import Handle
+from ..plans import Plan
+from . import membership, torch_names
+from .work import ENDED, Pending
+
+Tensors = list[torch.Tensor]
+
+
+class BaseGroup(dist.ProcessGroup):
+    """A group without the verbs."""
+
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg,arg-type]
+        self._store = options.store
+        self._membership = membership.current(options)
+        self._communicator = self._membership.open(options)
+        self._group = self._communicator.intra
+        # A wait for messages cannot be ended: it happens in the group's thread, and the caller's wait for that can.
+        self._by_messages = self._group.size > 1 and self._group.page is None
+        self._limit_seconds = 0.0
+        self.set_timeout(options.timeout)
+        self._name, self._description = str(options.group_id), "undefined"
+
+    # --- what torch asks of a group -----------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """``torchmpi``."""
+        return "torchmpi"
+
+    def getGroupName(self) -> str:
+        """The name under which functional collectives find the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch once the group exists."""
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:
+        """What the user says the group is for."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Called by torch once the group exists."""
+        self._description = description
+
+    _set_group_desc = setGroupDesc  # type: ignore[assignment]
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The same from Python."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:  # type: ignore[override]
+        """The same from Python."""
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+        with_cuda = [torch.device("cuda")] if torch.cuda.is_available() else []
+        return [torch.device("cpu"), *with_cuda]
+
+    def _get_backend(self, device: torch.device) -> BaseGroup:  # type: ignore[override]
+        return self
+
+    def get_group_store(self) -> Any:
+        """The store with which the group was made."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a call may take before it raises."""
+        self._limit_seconds = self._group.timeout_seconds = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group.ledger.seq
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Calls are counted in any case."""
+
+    def shutdown(self) -> None:
+        """Finish what is queued and give everything back; called by ``destroy_process_group``."""
+        self._membership.close(self._communicator)
+
+    def abort(self) -> None:
+        """The same without waiting for a call that waits in shared memory."""
+        current, shared = self._group.ledger.current, self._group.shared
+        if current is not None and shared is not None:
+            shared.expire(current[0])
+        self.shutdown()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Calls between this and the end are queued one by one, which costs little here."""
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return Pending(self._group.lane.submit(lambda: None, "coalesced calls"), [], self._limit_seconds)
+
+    # --- running a call -----------------------------------------------------------------------------------------
+
+    def _plan(
+        self, verb: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, op: str | None = None
+    ) -> Plan:
+        return calls.plan_of(self._communicator, verb, tensor, out, op=op)
+
+    def _run(
+        self,
+        verb: str,
+        tensor: torch.Tensor | None,
+        out: torch.Tensor | None,
+        options: Any,
+        *,
+        outputs: Tensors,
+        root: int = 0,
+        op: str | None = None,
+    ) -> dist.Work:
+        """One call on one tensor."""
+        plan = self._plan(verb, tensor, out, op)
+        return self._launch(partial(self._group.perform, plan, tensor, out, root), outputs, options, verb)
+
+    def _launch(self, task: Callable[[], Any], outputs: Tensors, options: Any, verb: str) -> dist.Work:
+        """Run a task in its turn: now, or in the background."""
+        mark = device = None
+        for tensor in outputs:
+            if tensor.device.type != "cpu":
+                mark, device = streams.fence(tensor), tensor.device
+                task = partial(streams.run_after, mark, device, task)
+                break
+        if torch_names.is_asynchronous(options):
+            return Pending(self._submit(task, verb), outputs, self._limit_seconds)
+        if self._by_messages:
+            self._submit(task, verb).wait(self._limit_seconds or None)
+        else:
+            self._group.lane.run(task)
+        return ENDED
+
+    def _submit(self, task: Callable[[], Any], verb: str) -> Handle:
+        return self._group.lane.submit(task, f"{self._group.where}: {verb}")
+
+    # --- what several verbs share -------------------------------------------------------------------------------
+
+    def _each(self, verb: Callable[..., dist.Work], arguments: list[Any], outputs: Tensors, opts: Any) -> dist.Work:
+        """The calls one after the other, as one."""
+        works = [verb(*pair, opts) for pair in arguments]
+        if all(work is ENDED for work in works):
+            return ENDED
+        last = self._group.lane.submit(lambda: [work.wait() for work in works], "coalesced calls")
+        return Pending(last, outputs, self._limit_seconds)
+
+    def _check_sizes(self, verb: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
+            raise ArgumentError(
+                f"{self._group.where}: {verb}: one tensor is {whole.dtype} {list(whole.shape)}, the other {part.dtype} "
+                f"{list(part.shape)}: the first must be of the same dtype and {self.size()} times as long, "
+                f"{math.prod(part.shape) * self.size()} elements."
+            )

@@ -1,0 +1,69 @@
+"""Parts of any length from every rank to every rank: what torch's all_to_all and uneven gathers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import buffers, dtypes, runtime
+from ..backends.binding import bind
+from ..errors import ArgumentError
+from ..groups import Group
+from ..plans import Plan
+from ..progress import call_code
+
+_ABLE = ("shm", "mpi")
+
+
+def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+    """Send part j of `sources` to rank j, and fill part j of `destinations` with what rank j sends here."""
+    outgoing = [buffers.plain(source, to_host=True) for source in sources]
+    incoming = [
+        part.detach()
+        if part.device.type == "cpu" and buffers.is_direct(part)
+        else torch.empty(part.shape, dtype=part.dtype, device="cpu")
+        for part in destinations
+    ]
+    group.perform(_plan(group, incoming[0].dtype), outgoing, incoming, 0)
+    for part, arrived in zip(destinations, incoming, strict=True):
+        if arrived.data_ptr() != part.data_ptr() or part.device.type != "cpu":
+            buffers.overwrite(part, arrived)
+        else:
+            buffers.touch(part)
+
+
+def check(
+    group: Group,
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    verb: str,
+) -> None:
+    """Refuse what cannot be exchanged, before anything is queued."""
+    what = f"{group.where}: {verb}"
+    for kind, parts in (("input", sources), ("output", destinations)):
+        if len(parts) != group.size:
+            raise ArgumentError(f"{what}: {len(parts)} {kind} tensors for {group.size} ranks. Pass one for each.")
+        for part in parts:
+            buffers.check(part, what, written=kind == "output")
+    kinds = {part.dtype for part in (*sources, *destinations)}
+    if len(kinds) > 1:
+        raise ArgumentError(f"{what}: tensors of different dtypes ({', '.join(map(str, kinds))}). Convert them to one.")
+    own = group.rank
+    if sources[own].numel() != destinations[own].numel():
+        raise ArgumentError(
+            f"{what}: this rank sends itself {sources[own].numel()} elements, but has room for "
+            f"{destinations[own].numel()}. Make the two equal."
+        )
+
+
+def _plan(group: Group, dtype: torch.dtype) -> Plan:
+    plan: Plan | None = group.plans.get(("exchange", dtype))
+    if plan is None:
+        choice = runtime.current().selector.select("alltoall", "cpu", group)[-1].backend
+        backend = choice if choice.name in _ABLE else runtime.current().selector.backends["mpi"]
+        operation = bind(backend, group, "exchange_parts", dtype, None)
+        plan = Plan("alltoall", call_code("alltoall", None, dtypes.info(dtype).code), operation)
+        plan.is_whole, plan.shape_of = False, lambda parts: ()
+        group.plans["exchange", dtype] = plan
+    return plan

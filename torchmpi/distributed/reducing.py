@@ -1,0 +1,119 @@
+"""The calls of torch.distributed that combine tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import buffers, collectives, fusion, runtime
+from ..errors import ArgumentError
+from . import reductions, torch_names
+from .base import BaseGroup, Tensors
+from .rows import as_rows, deliver, one_of, result_rows, same_lengths
+from .work import ENDED
+
+
+class Reducing(BaseGroup):
+    """Reductions of a group."""
+
+    def allreduce(self, tensors: Any, opts: Any = torch_names.ALLREDUCE) -> dist.Work:
+        """Combine everybody's tensor, in place."""
+        tensor, opts = one_of(tensors), torch_names.reduce_options(opts)
+        reduction = opts.reduceOp
+        op = reductions.name_of(reduction, tensor.dtype)
+        if not (torch_names.is_asynchronous(opts) or self._by_messages) and not reductions.is_scaled(reduction):
+            collectives.allreduce(tensor, op=op, comm=self._communicator)
+            return ENDED
+        if reductions.is_scaled(reduction):
+            buffers.overwrite(tensor, reductions.scaled(tensor, reduction))
+        return self._run("allreduce", tensor, None, opts, outputs=[tensor], op=op)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = torch_names.ALLREDUCE_COALESCED) -> dist.Work:
+        """Several tensors, fused."""
+        tensors = list(tensors)
+        if not tensors:
+            return ENDED
+        op = reductions.name_of(opts.reduceOp, tensors[0].dtype)
+        for tensor in tensors:
+            if reductions.is_scaled(opts.reduceOp):
+                buffers.overwrite(tensor, reductions.scaled(tensor, opts.reduceOp))
+        bucket_bytes = runtime.current().config.bucket_bytes
+        task = partial(self._reduce_fused, tensors, op, bucket_bytes)
+        for tensor in tensors:  # refused here, if at all
+            self._plan("allreduce", tensor, None, op)
+        return self._launch(task, tensors, opts, "allreduce_coalesced")
+
+    def _reduce_fused(self, tensors: Tensors, op: str, bucket_bytes: int) -> None:
+        for members in fusion.plan_buckets(tensors, bucket_bytes):
+            parts = [tensors[index] for index in members]
+            if len(parts) == 1:
+                self._group.perform(self._plan("allreduce", parts[0], None, op), parts[0], None, 0)
+                continue
+            flat = torch.cat([part.detach().reshape(-1) for part in parts])
+            self._group.perform(self._plan("allreduce", flat, None, op), flat, None, 0)
+            fusion.unpack(flat, parts)
+
+    def reduce(self, tensors: Any, opts: Any = torch_names.REDUCE) -> dist.Work:
+        """Combine everybody's tensor on the root."""
+        tensor = one_of(tensors)
+        op = reductions.name_of(opts.reduceOp, tensor.dtype)
+        work = reductions.scaled(tensor, opts.reduceOp)
+        if work is not tensor and self.rank() == opts.rootRank:
+            buffers.overwrite(tensor, work)
+            work = tensor
+        return self._run("reduce", work, None, opts, outputs=[tensor], root=opts.rootRank, op=op)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: list[Tensors], opts: Any = torch_names.REDUCE_SCATTER
+    ) -> dist.Work:
+        """Combine everybody's list, and give each rank its entry."""
+        output, parts = one_of(outputs), one_of(inputs)
+        op = reductions.name_of(opts.reduceOp, output.dtype)
+        if len(parts) != self.size() or parts[self.rank()].numel() != output.numel():
+            raise ArgumentError(
+                f"{self._group.where}: reduce_scatter: {len(parts)} input tensors, of which this rank's has "
+                f"{parts[self.rank()].numel() if len(parts) > self.rank() else 0} elements and the output "
+                f"{output.numel()}. Pass one for each of the {self.size()} ranks, and an output like this rank's."
+            )
+        flat = reductions.scaled(torch.cat([part.detach().reshape(-1) for part in parts]), opts.reduceOp)
+        if same_lengths(parts):
+            return self._reduce_scatter_rows(output, flat, op, opts)
+        plan, begin = self._plan("allreduce", flat, None, op), sum(part.numel() for part in parts[: self.rank()])
+
+        def task() -> None:
+            self._group.perform(plan, flat, None, 0)
+            buffers.overwrite(output, flat[begin : begin + output.numel()].view(output.shape))
+
+        return self._launch(task, [output], opts, "reduce_scatter")
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = torch_names.REDUCE_SCATTER
+    ) -> dist.Work:
+        """The same from one tensor with everybody's part in it."""
+        op = reductions.name_of(opts.reduceOp, output.dtype)
+        self._check_sizes("reduce_scatter_tensor", input, output)
+        flat = reductions.scaled(input.detach().reshape(-1), opts.reduceOp)
+        return self._reduce_scatter_rows(output, flat, op, opts)
+
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+
+    def _reduce_scatter_rows(self, output: torch.Tensor, flat: torch.Tensor, op: str, opts: Any) -> dist.Work:
+        rows, target = as_rows(flat, self.size()), result_rows(output, 1)
+        plan = self._plan("reduce_scatter", rows, target, op)
+
+        def task() -> None:
+            self._group.perform(plan, rows, target, 0)
+            deliver(target, output)
+
+        return self._launch(task, [output], opts, "reduce_scatter")
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = torch_names.REDUCE_SCATTER
+    ) -> dist.Work:
+        """Several of them."""
+        return self._each(self._reduce_scatter_base, list(zip(outputs, inputs, strict=True)), outputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]

@@ -1,0 +1,129 @@
+"""How the processes of a job find each other: through MPI, which knows them already, without address or port.
+
+torch wants a key-value store that all ranks reach. Rank 0 opens one and MPI tells the others where; it listens on the
+loopback interface if all ranks are on one host, and otherwise on one address that every host could reach.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlparse
+
+import torch.distributed as dist
+
+from .. import mpi_library
+from ..errors import ArgumentError, LaunchError
+from . import torch_names
+from .registration import NAME
+
+_LOOPBACK = "127.0.0.1"
+_PATIENCE_SECONDS = 3.0
+_SIOCGIFADDR = 0x8915
+_DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+Found = Iterator[tuple[Any, int, int]]
+
+
+def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Found:
+    """The handler of ``mpi://``: rank and size are those of MPI's world."""
+    MPI, _ours = mpi_library.initialise()
+    world = MPI.COMM_WORLD
+    _check_numbers(url, world.rank, world.size)
+    yield _open_store(world, timeout), world.rank, world.size
+
+
+def through_environment(original: Any, url: str, **options: Any) -> Found:
+    """The handler of ``env://``: as torch does it where MASTER_ADDR says so, else through MPI if that started us."""
+    if os.environ.get("MASTER_ADDR"):
+        return original(url, **options)  # type: ignore[no-any-return]
+    if mpi_library.launcher().name is not None:
+        return through_mpi(url, **options)
+    backend = torch_names.variable_of_caller("init_process_group", "backend")
+    alone = not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not _numbers(url)
+    if backend == NAME and alone:
+        return iter([(dist.HashStore(), 0, 1)])
+    return original(url, **options)  # type: ignore[no-any-return]
+
+
+def _numbers(url: str) -> dict[str, int]:
+    """``rank`` and ``world_size``, as torch puts into the URL what init_process_group was given."""
+    return {name: int(value) for name, value in parse_qsl(urlparse(url).query) if name in ("rank", "world_size")}
+
+
+def _check_numbers(url: str, rank: int, size: int) -> None:
+    given = _numbers(url)
+    if given.get("rank", rank) not in (rank, -1) or given.get("world_size", size) not in (size, -1):
+        raise ArgumentError(
+            f"init_process_group was told rank={given.get('rank')}, world_size={given.get('world_size')}, but MPI "
+            f"started this process as rank {rank} of {size}. Leave both out, or give MASTER_ADDR and MASTER_PORT too."
+        )
+
+
+def _open_store(world: Any, timeout: timedelta) -> Any:
+    """Collective over MPI's world."""
+    if world.size == 1:
+        return dist.HashStore()
+    hosts = world.allgather(_host())
+    if world.rank == 0:
+        own = [_LOOPBACK] if len(set(hosts)) == 1 else _own_addresses()
+        listeners = {address: listener for address in own if (listener := _listen(address)) is not None}
+        offers = [(address, listener.getsockname()[1]) for address, listener in listeners.items()]
+    offers = world.bcast(offers if world.rank == 0 else None)
+    reached = [offer for offer in offers if world.rank == 0 or len(set(hosts)) == 1 or _reaches(*offer)]
+    common = [offer for offer in offers if all(offer in answer for answer in world.allgather(reached))]
+    if not common:
+        raise LaunchError(
+            f"rank {world.rank}: no address of rank 0's host can be reached by all ranks for torch's store: "
+            f"{', '.join(address for address, _ in offers) or 'it has none'}. Set MASTER_ADDR and MASTER_PORT, "
+            "and RANK and WORLD_SIZE, to use one of your own."
+        )
+    address, port = common[0]
+    if world.rank == 0:
+        for other in listeners.keys() - {address}:
+            listeners[other].close()
+        own_end = listeners[address].detach()
+        return dist.TCPStore(
+            address, port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=own_end
+        )
+    return dist.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
+
+
+def _host() -> tuple[str, str]:
+    """The same for processes that share a network: a loopback address means the same to them."""
+    try:
+        return socket.gethostname(), os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname(), ""
+
+
+def _own_addresses() -> list[str]:
+    """The IPv4 addresses of this host's interfaces, but for loopback."""
+    addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in addresses if not address.startswith("127.")]
+
+
+def _listen(address: str) -> socket.socket | None:
+    try:
+        return socket.create_server((address, 0), backlog=2048)
+    except OSError:
+        return None
+
+
+def _reaches(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=_PATIENCE_SECONDS).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,220 @@
+"""Point-to-point messages of a process group: as MPI has them, with tags, from any source, in order per pair and tag.
+
+A collective in shared memory does not look after MPI's messages, so a rank that waits in one would not move a message
+it owes: transfers under way are looked after by a thread, which sleeps while there are none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import buffers, dtypes, runtime, schedule, streams
+from ..errors import ArgumentError, MismatchError, StallError, TorchMPIError
+from ..groups import Group
+from ..handle import Handle
+
+_EAGER_LOOKS = 2000
+_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 50e-6, 1e-3
+MOST_TAG = (1 << 20) - 1
+"""Every MPI of today has tags up to this; those above are ours."""
+ARRIVED_TAG, ANSWER_TAG = MOST_TAG + 1, MOST_TAG + 2
+
+
+class Transfer(Handle):
+    """One message under way, in one direction."""
+
+    __slots__ = ("_doing", "_group", "_lane", "_looking", "_next", "_requests", "_waited_for", "source")
+
+    def __init__(self, group: Group, tensor: torch.Tensor, verb: str, peer: int) -> None:
+        what = f"{verb}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
+        self._doing = f"{what} {'to' if verb == 'send' else 'from'} {'any rank' if peer < 0 else f'rank {peer}'}"
+        super().__init__(f"{group.where}: {self._doing}")
+        self._group = group
+        self._lane = group.side_lane("send" if verb == "send" else "receive", peer)
+        self._requests: list[Any] = []
+        self._next: Callable[[Any], bool] = lambda status: True
+        """Called with the status of the last request when all have ended: whether that was all."""
+        self._looking = threading.Lock()
+        self._waited_for = False
+        self.source = peer
+
+    def look(self) -> bool:
+        """Move it on; whether it has ended."""
+        with self._looking:
+            if self._is_done:
+                return True
+            MPI = self._group.context.MPI
+            statuses = [MPI.Status() for _ in self._requests]
+            try:
+                if not MPI.Request.Testall(self._requests, statuses) or not self._next(statuses):
+                    return False
+            except MPI.Exception as error:
+                self.set_error(TorchMPIError(f"{self._description} failed in MPI: {error}."))
+            except TorchMPIError as error:
+                self.set_error(error)
+            else:
+                self.set_result(None)
+            return True
+
+    def done(self) -> bool:
+        """Whether it has ended; looks."""
+        return self._is_done or self.look()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return when it has ended, or raise."""
+        begin, num_looks, nap = time.monotonic(), 0, _SHORTEST_NAP_SECONDS
+        self._waited_for = True
+        while not self.look():
+            num_looks += 1
+            if num_looks < _EAGER_LOOKS:
+                time.sleep(0)  # lets other threads and other ranks run
+                continue
+            self._lane.doing = self._doing  # for the watchdog
+            time.sleep(nap)
+            nap = min(nap * 1.25, _LONGEST_NAP_SECONDS)
+            if timeout is not None and time.monotonic() - begin > timeout:
+                self._waited_for, self._lane.doing = False, None
+                raise StallError(f"{self._description} has not ended after {timeout:g} s. It goes on; wait() again.")
+        self._lane.doing = None
+        return super().wait(timeout)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether somebody looks after it already."""
+        return self._waited_for
+
+    def post(self, requests: list[Any], then: Callable[[Any], bool]) -> None:
+        """What is under way in MPI, and what to do when it has ended."""
+        self._requests, self._next = requests, then
+
+
+def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+    """Start sending; the tensor must be left alone until the transfer has ended."""
+    transfer = _checked(group, tensor, "send", peer, tag)
+    work = buffers.plain(tensor, to_host=True)
+    streams.settle(work)
+    MPI, comm = group.context.MPI, group.side_comm
+    requests = [comm.Isend((piece, MPI.BYTE), peer, tag) for piece in _pieces(MPI, work)]
+
+    def keep(statuses: Any, _work: torch.Tensor = work) -> bool:  # alive as long as MPI reads it
+        return True
+
+    transfer.post(requests, keep)
+    return _looked_after(transfer)
+
+
+def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> Transfer:
+    """Start receiving, from a rank or from any; the sender's tensor must be as long."""
+    MPI, comm = group.context.MPI, group.side_comm
+    transfer = _checked(group, tensor, "recv", -1 if peer is None else peer, tag)
+    is_direct = tensor.device.type == "cpu" and buffers.is_direct(tensor)
+    work = tensor.detach() if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    first, *others = _pieces(MPI, work)
+    origin = MPI.ANY_SOURCE if peer is None else peer
+    at_once = [first] if peer is None else [first, *others]
+    requests = [comm.Irecv((piece, MPI.BYTE), origin, tag) for piece in at_once]
+
+    def finish(statuses: Any) -> bool:
+        transfer.source = statuses[0].source
+        if peer is None and others and len(statuses) == 1:  # the rest comes from the same rank
+            rest = [comm.Irecv((piece, MPI.BYTE), transfer.source, tag) for piece in others]
+            transfer.post(rest, lambda statuses: _complete(group, tensor, work, statuses, others, transfer.source))
+            return False
+        return _complete(group, tensor, work, statuses, [first, *others], transfer.source)
+
+    transfer.post(requests, finish)
+    return _looked_after(transfer)
+
+
+def _complete(
+    group: Group, tensor: torch.Tensor, work: torch.Tensor, statuses: Any, pieces: list[Any], source: int
+) -> bool:
+    """Check the length of what came, and put it where it belongs."""
+    MPI = group.context.MPI
+    for status, piece in zip(statuses, pieces, strict=True):
+        num_bytes = status.Get_count(MPI.BYTE)
+        if num_bytes != len(piece):
+            raise MismatchError(
+                f"{group.where}: rank {source} sent {num_bytes} bytes, but the tensor to receive into has "
+                f"{work.nbytes}: {dtypes.short_name(tensor.dtype)} {list(tensor.shape)}. Make them equal."
+            )
+    if work.data_ptr() != tensor.data_ptr() or tensor.device.type != "cpu":
+        buffers.overwrite(tensor, work)
+    else:
+        buffers.touch(tensor)
+    return True
+
+
+def _checked(group: Group, tensor: torch.Tensor, verb: str, peer: int, tag: int) -> Transfer:
+    what = f"{group.where}: {verb}"
+    buffers.check(tensor, what, written=verb == "recv")
+    if not -1 <= peer < group.size:
+        raise ArgumentError(f"{what}: {peer} is not a rank of this group. Use 0 to {group.size - 1}.")
+    if not 0 <= tag <= MOST_TAG:
+        raise ArgumentError(f"{what}: tag={tag} is out of range. Use 0 to {MOST_TAG}.")
+    return Transfer(group, tensor, verb, peer)
+
+
+def _pieces(MPI: Any, work: torch.Tensor) -> list[Any]:
+    """The memory in messages that MPI can count; an empty tensor is a message too."""
+    flat = work.view(-1)
+    most = max(1, runtime.current().config.message_bytes // work.element_size())
+    spans = list(schedule.chunks(flat.numel(), most)) or [(0, 0)]
+    return [buffers.as_bytes(MPI, flat[begin : begin + numel]) for begin, numel in spans]
+
+
+# --- looking after them ---------------------------------------------------------------------------------------------
+
+
+class _Caretaker(threading.Thread):
+    """Looks after transfers for which nobody waits."""
+
+    def __init__(self) -> None:
+        super().__init__(name="torchmpi transfers", daemon=True)
+        self._under_way: set[Transfer] = set()
+        self._is_needed = threading.Event()
+
+    def take(self, transfer: Transfer) -> None:
+        """Look after one more, and keep what it needs alive."""
+        self._under_way.add(transfer)
+        self._is_needed.set()
+
+    def run(self) -> None:
+        nap = _SHORTEST_NAP_SECONDS
+        while True:
+            self._is_needed.wait()
+            for transfer in list(self._under_way):
+                if transfer.is_waited_for or not runtime.is_running():
+                    if transfer._is_done or not runtime.is_running():
+                        self._under_way.discard(transfer)
+                    continue
+                if transfer.look():
+                    self._under_way.discard(transfer)
+                    nap = _SHORTEST_NAP_SECONDS
+            if not self._under_way:
+                self._is_needed.clear()
+                if self._under_way:  # one came between the two
+                    self._is_needed.set()
+            time.sleep(nap)
+            nap = min(nap * 1.25, _LONGEST_NAP_SECONDS)
+
+
+_caretaker: _Caretaker | None = None
+_starting = threading.Lock()
+
+
+def _looked_after(transfer: Transfer) -> Transfer:
+    global _caretaker
+    if transfer.look() or not runtime.current().threads_allowed:
+        return transfer
+    with _starting:
+        if _caretaker is None or not _caretaker.is_alive():  # a forked child has no threads
+            _caretaker = _Caretaker()
+            _caretaker.start()
+    _caretaker.take(transfer)
+    return transfer
