@@ -57,7 +57,8 @@ def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
         raise DeviceError(f"{what}: tensors on device {tensor.device} cannot be sent. Use .cpu() or .cuda().")
     if type(tensor) not in _PLAIN_TYPES and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         raise DtypeError(f"{what}: a {type(tensor).__name__} wraps other tensors. Pass the local one.")
-    if written and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    if written and tensor.numel() and any(stride == 0 and size > 1 for stride, size in strides):
         raise ArgumentError(
             f"{what}: the tensor is expanded, several elements share memory. Use .contiguous() or out=."
         )

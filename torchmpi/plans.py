@@ -51,6 +51,14 @@ class Plan:
         return plan
 
 
+    def announcing(self, dtype: torch.dtype, *shape: int) -> Plan:
+        """The same call with a signature that tells what this rank expects, where the plan itself leaves it open."""
+        plan = copy.copy(self)
+        plan.code = call_code(self.verb, None, dtypes.info(dtype).code)
+        plan.is_whole, plan.shape_of = False, lambda tensor: shape
+        return plan
+
+
 def _row_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.shape[1:]
 

@@ -45,6 +45,8 @@ _CATCH_UP_SECONDS = 0.0001
 _ASK_SECONDS = 3.0
 NATIVE = 1 << 61
 """Set in the signature of calls that kernels run, so that ranks which chose different transports notice."""
+GIVEN_UP = 1 << 60
+"""Turned in the signature of a call that a rank has given up, so that nobody who comes later takes it for valid."""
 
 
 def call_code(verb: str, op: str | None = None, dtype_code: int = 0) -> int:
@@ -141,7 +143,7 @@ class Ledger:
     """
 
     __slots__ = (
-        "_missing", "_neighbours", "_slots", "_words",
+        "_missing", "_neighbours", "_slots", "_spoiled", "_words",
         "board", "current", "free", "history", "name", "rank", "report_when_late", "seq", "size",
     )  # fmt: skip
 
@@ -159,6 +161,8 @@ class Ledger:
         """Where each entry of the ring is: this rank's own, and those of the neighbours."""
         self._missing: tuple[int, ...] = ()
         """Entries of neighbours that had not arrived when this rank announced its call."""
+        self._spoiled = 0
+        """The last call that this rank gave up."""
         self.report_when_late = ""
         """What to say if the current call is ended for taking too long; left by the watchdog."""
 
@@ -227,7 +231,10 @@ class Ledger:
         assert self._words is not None and self.current is not None
         seq, code, shape = self.current
         time.sleep(0.001)  # processors may show another core's writes out of order: look again before accusing
-        if self._words[slot + SEQUENCE] == seq and self._words[slot + SIGNATURE] != code ^ hash(shape):
+        difference = self._words[slot + SIGNATURE] ^ code ^ hash(shape)
+        if self._words[slot + SEQUENCE] == seq and difference:
+            if difference == GIVEN_UP:
+                self.given_up(slot // ROW_WORDS)
             self.refuse(slot // ROW_WORDS)
 
     def refuse(self, other: int) -> None:
@@ -248,8 +255,20 @@ class Ledger:
         call = Call(*self.current)
         self.history[call.seq & (RING_LENGTH - 1)] = self.current  # the shortest way into the kernels does not
         if self.board is not None:
+            self._spoil_entry(call)
             self.board.set(self.rank, REFUSED, call.seq)
         return call
+
+    def _spoil_entry(self, call: Call) -> None:
+        """What a rank has said of a call that it gives up must not pass for its part in it with latecomers."""
+        assert self._words is not None
+        own, _ = self._slots[call.seq & (RING_LENGTH - 1)]
+        if self._words[own + SEQUENCE] != call.seq:
+            self._words[own + SIGNATURE] = call.code ^ hash(call.shape) ^ GIVEN_UP
+            self._words[own + SEQUENCE] = call.seq
+        elif call.seq != self._spoiled:
+            self._words[own + SIGNATURE] ^= GIVEN_UP
+        self._spoiled = call.seq
 
     def given_up(self, other: int) -> None:
         """Raise because another rank will not finish the current call."""

@@ -44,6 +44,7 @@ class Watchdog(threading.Thread):
         self._since: dict[Group, tuple[int, float]] = {}
         self._reported: dict[Group, int] = {}
         self._answered: dict[Group, int] = {}
+        self._refused: dict[tuple[Group, int], float] = {}
         self._lanes: dict[Lane, tuple[str | None, float, bool]] = {}
 
     def run(self) -> None:
@@ -79,7 +80,7 @@ class Watchdog(threading.Thread):
             group.ledger.report_when_late = ""
             return
         waited = now - since
-        self._check_refused(group, current, waited)
+        self._check_refused(group, current)
         config = self.config
         if waited >= group.timeout_seconds > 0 and group.shared is not None:
             self._expire(group, current, waited)
@@ -97,7 +98,7 @@ class Watchdog(threading.Thread):
         """End the wait of a call that may take only so long; it raises what this says."""
         if group.ledger.report_when_late:
             return  # it is on its way out
-        late = f" That is more than the {group.timeout_seconds:g} s this group allows."
+        late = f" That is more than the timeout of {group.timeout_seconds:g} s that this group has."
         group.ledger.report_when_late = (self._report(group, current, waited, all_speak=True) or "") + late
         if group.ledger.current == current:
             group.shared.expire(current[0])
@@ -120,12 +121,16 @@ class Watchdog(threading.Thread):
             self._lanes[lane] = (doing, since, True)
             print(message, file=sys.stderr, flush=True)
 
-    def _check_refused(self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float) -> None:
+    def _check_refused(self, group: Group, current: tuple[int, int, tuple[int, ...]]) -> None:
         board = group.board
-        if board is None or waited < _REFUSAL_GRACE_SECONDS:
+        if board is None:
             return
         for row in range(group.size):
             if row != group.rank and board.get(row, layout.REFUSED) == current[0]:
+                # This rank's own wait may be about to end because of it.
+                since = self._refused.setdefault((group, current[0]), time.monotonic())
+                if time.monotonic() - since < _REFUSAL_GRACE_SECONDS:
+                    return
                 message = (
                     f"torchmpi: {group.where}: {progress.Call(*current)} on communicator {group.name} cannot end: rank "
                     f"{group.world_ranks[row]} called something else under that number and went on."

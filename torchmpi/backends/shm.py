@@ -19,7 +19,7 @@ from ..errors import ArgumentError
 from ..heap import SharedHeap
 from ..kernels import context, reduction
 from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, ROW_BYTES, SEQUENCE, SIGNATURE, WORD_BYTES, entry
-from ..progress import NATIVE, call_code
+from ..progress import GIVEN_UP, NATIVE, call_code
 from . import Operation
 from .mpi import destination_for, longest_part, rows_of
 
@@ -198,7 +198,7 @@ class Calls:
         try:
             if kind == context.UNMAPPED:
                 self.shared.map_segment(rank, self.ledger.current[0])
-            elif kind == context.MISMATCH:
+            elif kind == context.MISMATCH and self._difference_to(rank) != GIVEN_UP:
                 self.ledger.refuse(rank)
             elif kind == context.LATE:
                 self.ledger.expired()
@@ -212,15 +212,16 @@ class Calls:
 
     def _differing(self) -> int | None:
         """A rank that has arrived with something else: the one that gave up may have met it before this rank did."""
+        return next((rank for rank in range(self.size) if self._difference_to(rank) not in (0, GIVEN_UP)), None)
+
+    def _difference_to(self, rank: int) -> int:
+        """Between the signatures of this and another rank in the current call; 0 if one of them has not arrived."""
         words, seq = self.shared.page.words, self.ledger.current[0]
-        entries = [entry(row, seq & (RING_LENGTH - 1)) for row in range(self.size)]
-        own = words[entries[self.rank] + SIGNATURE]
-        if words[entries[self.rank] + SEQUENCE] != seq:
-            return None
-        for rank, at in enumerate(entries):
-            if words[at + SEQUENCE] == seq and words[at + SIGNATURE] != own:
-                return rank
-        return None
+        own, other = (entry(row, seq & (RING_LENGTH - 1)) for row in (self.rank, rank))
+        if words[own + SEQUENCE] != seq or words[other + SEQUENCE] != seq:
+            return 0
+        difference: int = words[own + SIGNATURE] ^ words[other + SIGNATURE]
+        return difference
 
     def exchange(self, *, is_stream: bool, longest: int) -> None:
         """Move what is in the table; `longest` is the longest length in anybody's."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import calls, streams
+from .. import calls, runtime, streams
 from ..errors import ArgumentError
 from ..handle import Handle
 from ..plans import Plan
@@ -23,6 +23,7 @@ from . import membership, torch_names
 from .work import ENDED, Pending
 
 Tensors = list[torch.Tensor]
+_REPORT_SECONDS = 10.0
 
 
 class BaseGroup(dist.ProcessGroup):
@@ -40,6 +41,8 @@ class BaseGroup(dist.ProcessGroup):
         self._by_messages = self._group.size > 1 and self._group.page is None
         self._limit_seconds = 0.0
         self.set_timeout(options.timeout)
+        self._known: dict[Any, str] = {}
+        """Operations by torch's number of them and the dtype, of synchronous calls that may run at once."""
         self._name, self._description = str(options.group_id), "undefined"
 
     # --- what torch asks of a group -----------------------------------------------------------------------------
@@ -92,7 +95,9 @@ class BaseGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a call may take before it raises."""
-        self._limit_seconds = self._group.timeout_seconds = timeout.total_seconds()
+        self._group.timeout_seconds = timeout.total_seconds()
+        # In shared memory the call itself ends when its time is over, and says who is missing: that takes a moment.
+        self._limit_seconds = timeout.total_seconds() + (0 if self._by_messages else _REPORT_SECONDS)
 
     _set_default_timeout = set_timeout
 
@@ -143,6 +148,7 @@ class BaseGroup(dist.ProcessGroup):
 
     def _launch(self, task: Callable[[], Any], outputs: Tensors, options: Any, verb: str) -> dist.Work:
         """Run a task in its turn: now, or in the background."""
+        runtime.current()  # refuses in a forked child, which is no rank
         mark = device = None
         for tensor in outputs:
             if tensor.device.type != "cpu":
@@ -169,6 +175,10 @@ class BaseGroup(dist.ProcessGroup):
             return ENDED
         last = self._group.lane.submit(lambda: [work.wait() for work in works], "coalesced calls")
         return Pending(last, outputs, self._limit_seconds)
+
+    def _checked_root(self, options: Any, verb: str) -> int:
+        """torch looks at a rank of the world, but not at one given as a rank of the group."""
+        return calls.check_root(self._group, options.rootRank, verb)
 
     def _check_sizes(self, verb: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:

@@ -33,58 +33,75 @@ def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_
     chosen.monitored_barrier(timeout, wait_all_ranks)
 
 
-def meet(group: Group, seconds: float, *, wait_all_ranks: bool) -> None:
-    """Every rank reports to rank 0 of the group, and is told whether all came."""
+def meet(group: Group, seconds: float, number: int, *, wait_all_ranks: bool) -> None:
+    """Every rank reports to rank 0 of the group, and is told whether all came.
+
+    `number` counts these barriers on the group: a rank that comes after its barrier was given up is not taken for one
+    that comes to the next.
+    """
     limit = time.monotonic() + seconds
     if group.rank == 0:
-        _collect(group, limit, seconds, wait_all_ranks=wait_all_ranks)
+        _collect(group, limit, seconds, number, wait_all_ranks=wait_all_ranks)
     else:
-        _report(group, limit, seconds)
+        _report(group, limit, seconds, number)
 
 
-def _collect(group: Group, limit: float, seconds: float, *, wait_all_ranks: bool) -> None:
-    comm, MPI = group.side_comm, group.context.MPI
-    others = range(1, group.size)
-    arrivals = {rank: comm.Irecv((np.empty(1, np.int8), MPI.BYTE), rank, ARRIVED_TAG) for rank in others}
+def _collect(group: Group, limit: float, seconds: float, number: int, *, wait_all_ranks: bool) -> None:
     missing: list[int] = []
-    for rank in others:  # in order: without wait_all_ranks the first one missing is named
-        if not missing or wait_all_ranks:
-            if not _ends(arrivals[rank], limit):
-                missing.append(rank)
-    for rank in others:
-        if rank in missing or not arrivals[rank].Test():
-            arrivals[rank].Cancel()
-            arrivals[rank].Free()
-        else:
-            comm.Send((np.array([bool(missing)], np.int8), MPI.BYTE), rank, ANSWER_TAG)
+    for rank in range(1, group.size):  # in order: without wait_all_ranks the first one missing is named
+        if (not missing or wait_all_ranks) and not _arrives(group, rank, number, limit):
+            missing.append(rank)
+    for rank in range(1, group.size):
+        if rank not in missing:
+            _send(group, rank, ANSWER_TAG, number, bool(missing))
     if missing:
         names = ", ".join(str(rank) for rank in missing)
         raise StallError(
             f"{group.where}: monitored_barrier: rank{'s' * (len(missing) > 1)} {names} of the group did not "
-            f"come within {seconds:g} s. Look at what that rank does instead; torchmpi's watchdog tells if it waits in a call."
+            f"come within {seconds:g} s. Look at what it does instead: "
+            "torchmpi's watchdog tells if it waits in a call."
         )
 
 
-def _report(group: Group, limit: float, seconds: float) -> None:
-    comm, MPI = group.side_comm, group.context.MPI
-    answer = np.empty(1, np.int8)
-    reply = comm.Irecv((answer, MPI.BYTE), 0, ANSWER_TAG)
-    comm.Isend((np.empty(1, np.int8), MPI.BYTE), 0, ARRIVED_TAG).Wait()
+def _arrives(group: Group, rank: int, number: int, limit: float) -> bool:
+    """Whether a rank comes to this barrier in time; who comes to an earlier one is told that it is over."""
+    while (arrived := _receive(group, rank, ARRIVED_TAG, limit)) is not None:
+        if arrived[0] == number:
+            return True
+        _send(group, rank, ANSWER_TAG, arrived[0], True)
+    return False
+
+
+def _report(group: Group, limit: float, seconds: float, number: int) -> None:
+    _send(group, 0, ARRIVED_TAG, number, False)
     # Rank 0 may wait as long for others after this one has come.
-    if not _ends(reply, limit + seconds):
-        reply.Cancel()
-        reply.Free()
-        raise StallError(
-            f"{group.where}: monitored_barrier: rank 0 of the group did not answer within {2 * seconds:g} s. Look at "
-            "what it does instead."
-        )
-    if answer[0]:
-        raise StallError(f"{group.where}: monitored_barrier: another rank did not come; rank 0's error names it.")
+    while (answer := _receive(group, 0, ANSWER_TAG, limit + seconds)) is not None:
+        if answer[0] == number and answer[1]:
+            raise StallError(f"{group.where}: monitored_barrier: another rank did not come; rank 0's error names it.")
+        if answer[0] == number:
+            return
+    raise StallError(
+        f"{group.where}: monitored_barrier: rank 0 of the group did not answer within {2 * seconds:g} s. Look at "
+        "what it does instead."
+    )
 
 
-def _ends(request: Any, limit: float) -> bool:
+def _send(group: Group, rank: int, tag: int, number: int, is_over: bool) -> None:
+    message = np.array([number, is_over], np.int64)
+    group.side_comm.Isend((message, group.context.MPI.BYTE), rank, tag).Wait()  # so short that it does not wait
+
+
+def _receive(group: Group, rank: int, tag: int, limit: float) -> tuple[int, int] | None:
+    """Number and verdict of the next message; None if none comes in time."""
+    message = np.empty(2, np.int64)
+    request = group.side_comm.Irecv((message, group.context.MPI.BYTE), rank, tag)
     while not request.Test():
         if time.monotonic() > limit:
-            return False
+            request.Cancel()
+            status = group.context.MPI.Status()
+            request.Wait(status)
+            if status.Is_cancelled():
+                return None
+            break  # it came at the last moment
         time.sleep(_NAP_SECONDS)
-    return True
+    return int(message[0]), int(message[1])

@@ -26,7 +26,7 @@ class Moving(BaseGroup):
     def broadcast(self, tensors: Any, opts: Any = torch_names.BROADCAST) -> dist.Work:
         """Give everybody the root's tensor."""
         tensor, opts = one_of(tensors), torch_names.broadcast_options(opts)
-        return self._run("broadcast", tensor, None, opts, outputs=[tensor], root=opts.rootRank)
+        return self._run("broadcast", tensor, None, opts, outputs=[tensor], root=self._checked_root(opts, "broadcast"))
 
     def allgather(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = torch_names.ALLGATHER
@@ -85,13 +85,14 @@ class Moving(BaseGroup):
         if self.rank() == opts.rootRank and (len(parts) != self.size() or not same_lengths([*parts, tensor])):
             raise ArgumentError(
                 f"{self._group.where}: gather: {len(parts)} output tensors of "
-                f"{[part.numel() for part in parts]} elements; the input has {tensor.numel()}. Pass one like the input for each of the {self.size()} ranks."
+                f"{[part.numel() for part in parts]} elements; the input has {tensor.numel()}. "
+                f"Pass one like the input for each of the {self.size()} ranks."
             )
         target = stacked(parts) if parts else None
-        plan = self._plan("gather", row, target)
+        plan, root = self._plan("gather", row, target), self._checked_root(opts, "gather")
 
         def task() -> None:
-            self._group.perform(plan, row, target, opts.rootRank)
+            self._group.perform(plan, row, target, root)
             if target is not None:
                 deliver_each(target, parts)
 
@@ -104,14 +105,16 @@ class Moving(BaseGroup):
         if is_root and (len(parts) != self.size() or not same_lengths([*parts, output])):
             raise ArgumentError(
                 f"{self._group.where}: scatter: {len(parts)} input tensors of "
-                f"{[part.numel() for part in parts]} elements; the output has {output.numel()}. Pass one like the output for each of the {self.size()} ranks."
+                f"{[part.numel() for part in parts]} elements; the output has {output.numel()}. "
+                f"Pass one like the output for each of the {self.size()} ranks."
             )
         rows = as_rows(torch.cat([part.detach().reshape(-1) for part in parts]), self.size()) if is_root else None
         target = result_rows(output, 1)
-        plan = self._plan("scatter", rows, target)
+        plan = self._plan("scatter", rows, target).announcing(output.dtype, *target.shape)
+        root = self._checked_root(opts, "scatter")
 
         def task() -> None:
-            self._group.perform(plan, rows, target, opts.rootRank)
+            self._group.perform(plan, rows, target, root)
             deliver(target, output)
 
         return self._launch(task, [output], opts, "scatter")

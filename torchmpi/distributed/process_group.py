@@ -21,6 +21,7 @@ from .work import PendingMessage
 def create(options: Any) -> ProcessGroup:
     """What torch calls to make a group: for its members, collectively."""
     torch_names.warn_if_untested()
+    torch_names.keep_works_of_join()
     _refuse_others()
     return ProcessGroup(options)
 
@@ -39,10 +40,12 @@ def _refuse_others() -> None:
 class ProcessGroup(Reducing, Moving):
     """A group of ranks, as torch.distributed uses it."""
 
+    _num_monitored = 0
+
     def barrier(self, opts: Any = torch_names.BARRIER) -> dist.Work:
         """Return when everybody has come."""
         plan = calls.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
-        limit = opts.timeout.total_seconds() if opts.timeout.total_seconds() > 0 else self._limit_seconds
+        limit = opts.timeout.total_seconds() if opts.timeout.total_seconds() > 0 else self._group.timeout_seconds
 
         def task() -> None:
             usual, self._group.timeout_seconds = self._group.timeout_seconds, limit
@@ -55,14 +58,15 @@ class ProcessGroup(Reducing, Moving):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that tells which ranks did not come; see :func:`torchmpi.distributed.monitored_barrier`."""
-        seconds = self._limit_seconds if timeout is None else timeout.total_seconds()
-        meet(self._group, seconds, wait_all_ranks=wait_all_ranks)
+        seconds = self._group.timeout_seconds if timeout is None else timeout.total_seconds()
+        self._num_monitored += 1
+        meet(self._group, seconds, self._num_monitored, wait_all_ranks=wait_all_ranks)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         """Send one tensor to one rank."""
         tensor = one_of(tensors)
         transfer = transfers.send(self._group, tensor, dst, tag)
-        return PendingMessage(transfer, [tensor], self._limit_seconds, lambda: self.rank())
+        return PendingMessage(transfer, [tensor], self._group.timeout_seconds)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from one rank."""
@@ -74,4 +78,4 @@ class ProcessGroup(Reducing, Moving):
 
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
         transfer = transfers.receive(self._group, tensor, peer, tag)
-        return PendingMessage(transfer, [tensor], self._limit_seconds, lambda: transfer.source)
+        return PendingMessage(transfer, [tensor], self._group.timeout_seconds)

@@ -21,12 +21,20 @@ class Reducing(BaseGroup):
 
     def allreduce(self, tensors: Any, opts: Any = torch_names.ALLREDUCE) -> dist.Work:
         """Combine everybody's tensor, in place."""
+        if type(tensors) is list and type(opts) is torch_names.AllreduceOptions and len(tensors) == 1:
+            # Like a call before: a third of the time of a short call would go into the questions below.
+            known = self._known.get((opts.reduceOp.op, tensors[0].dtype))
+            if known is not None and not opts.asyncOp:
+                collectives.allreduce(tensors[0], op=known, comm=self._communicator)
+                return ENDED
         tensor, opts = one_of(tensors), torch_names.reduce_options(opts)
         reduction = opts.reduceOp
         op = reductions.name_of(reduction, tensor.dtype)
-        if not (torch_names.is_asynchronous(opts) or self._by_messages) and not reductions.is_scaled(reduction):
-            collectives.allreduce(tensor, op=op, comm=self._communicator)
-            return ENDED
+        if not (self._by_messages or reductions.is_scaled(reduction)):
+            self._known[reduction.op, tensor.dtype] = op
+            if not torch_names.is_asynchronous(opts):
+                collectives.allreduce(tensor, op=op, comm=self._communicator)
+                return ENDED
         if reductions.is_scaled(reduction):
             buffers.overwrite(tensor, reductions.scaled(tensor, reduction))
         return self._run("allreduce", tensor, None, opts, outputs=[tensor], op=op)
@@ -64,7 +72,8 @@ class Reducing(BaseGroup):
         if work is not tensor and self.rank() == opts.rootRank:
             buffers.overwrite(tensor, work)
             work = tensor
-        return self._run("reduce", work, None, opts, outputs=[tensor], root=opts.rootRank, op=op)
+        root = self._checked_root(opts, "reduce")
+        return self._run("reduce", work, None, opts, outputs=[tensor], root=root, op=op)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = torch_names.REDUCE_SCATTER

@@ -101,6 +101,25 @@ def take_name_of_mpi(create: Callable[[Any, Any], Any]) -> None:
     dist.Backend.__new__ = renamed  # type: ignore[method-assign,assignment]
 
 
+def keep_works_of_join() -> None:
+    """Let a work that ``Join`` hands to C++ live as long as its model is not called again.
+
+    DDP's reducer holds the C++ half of it only; without its Python half, waiting for it would be for ever (torch 2.13).
+    """
+    from torch.distributed.algorithms.join import Join
+
+    original = Join.notify_join_context
+    if hasattr(original, "keeps"):
+        return
+
+    def notify_join_context(joinable: Any) -> Any:
+        work = joinable.__dict__["_torchmpi_work"] = original(joinable)
+        return work
+
+    notify_join_context.keeps = True  # type: ignore[attr-defined]
+    Join.notify_join_context = staticmethod(notify_join_context)  # type: ignore[method-assign,assignment]
+
+
 def let_dynamo_trace(package: str) -> None:
     """Tell torch.compile to look into this package, once it is loaded: loading it costs a second."""
     if "torch._dynamo.trace_rules" in sys.modules:

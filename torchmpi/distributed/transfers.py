@@ -28,7 +28,7 @@ ARRIVED_TAG, ANSWER_TAG = MOST_TAG + 1, MOST_TAG + 2
 class Transfer(Handle):
     """One message under way, in one direction."""
 
-    __slots__ = ("_doing", "_group", "_lane", "_looking", "_next", "_requests", "_waited_for", "source")
+    __slots__ = ("_doing", "_group", "_is_receive", "_lane", "_looking", "_next", "_requests", "_waited_for", "source")
 
     def __init__(self, group: Group, tensor: torch.Tensor, verb: str, peer: int) -> None:
         what = f"{verb}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
@@ -41,7 +41,9 @@ class Transfer(Handle):
         """Called with the status of the last request when all have ended: whether that was all."""
         self._looking = threading.Lock()
         self._waited_for = False
-        self.source = peer
+        self.source = group.rank if verb == "send" else peer
+        """Whose tensor it is; -1 = not known yet."""
+        self._is_receive = verb != "send"
 
     def look(self) -> bool:
         """Move it on; whether it has ended."""
@@ -82,6 +84,16 @@ class Transfer(Handle):
                 raise StallError(f"{self._description} has not ended after {timeout:g} s. It goes on; wait() again.")
         self._lane.doing = None
         return super().wait(timeout)
+
+    def give_up(self, error: BaseException) -> None:
+        """End a receive that has taken too long, so that it does not swallow the next message."""
+        with self._looking:
+            if self._is_done or not self._is_receive:
+                return
+            for request in self._requests:
+                request.Cancel()
+            self._group.context.MPI.Request.Waitall(self._requests)
+            self.set_error(error)
 
     @property
     def is_waited_for(self) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import StallError
 from ..handle import Handle
+from .transfers import Transfer
 
 
 class Ended(dist.Work):
@@ -108,17 +109,26 @@ def _value(future: torch.futures.Future[Any]) -> Any:
 
 
 class PendingMessage(Pending):
-    """A receive under way, which knows from whom."""
+    """A message under way; a receive knows from whom."""
 
-    def __init__(
-        self, handle: Handle, outputs: list[torch.Tensor], limit_seconds: float, source: Callable[[], int]
-    ) -> None:
-        super().__init__(handle, outputs, limit_seconds)
-        self._source = source
+    def __init__(self, transfer: Transfer, outputs: list[torch.Tensor], limit_seconds: float) -> None:
+        super().__init__(transfer, outputs, limit_seconds)
+        self._transfer = transfer
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As :meth:`Pending.wait`; a receive is over when the group allows no more time."""
+        if timeout is not None and timeout.total_seconds() > 0:
+            return super().wait(timeout)
+        try:
+            self._transfer.wait(self._limit_seconds or None)
+        except StallError as error:
+            self._transfer.give_up(error)
+            raise
+        return True
 
     def source_rank(self) -> int:
         """The rank in the group whose message came."""
         self.wait()
-        return self._source()
+        return self._transfer.source
 
     _source_rank = source_rank
