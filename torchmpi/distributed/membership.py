@@ -23,7 +23,7 @@ class Membership:
     """Of this process, between the first group and the last."""
 
     def __init__(self, options: Any) -> None:
-        """Collective over all ranks of the default group."""
+        """Collective over all ranks of torch's world."""
         rank, size = options.group_rank, options.group_size
         self._stand_in: Any = None
         self._started = not runtime.is_running()
@@ -90,13 +90,15 @@ _membership: Membership | None = None
 
 
 def current(options: Any) -> Membership:
-    """That of this process; made with the default group."""
+    """That of this process; made with its first group."""
     global _membership
     if _membership is None or not runtime.is_running():
-        if list(options.global_ranks_in_group):
+        ranks = list(options.global_ranks_in_group)
+        if ranks and ranks != list(range(dist.get_world_size())):
             raise ArgumentError(
-                f"rank {options.group_rank}: new_group(backend='torchmpi') needs a default group of torchmpi's: call "
-                "init_process_group('torchmpi'), or with 'cpu:torchmpi,cuda:torchmpi', first."
+                f"rank {dist.get_rank()}: the first process group with the backend 'torchmpi' must have all ranks, "
+                "since all of them start torchmpi together. Call init_process_group('torchmpi'), or "
+                "new_group(backend='torchmpi') without ranks, before."
             )
         _membership = Membership(options)
     return _membership

@@ -11,6 +11,8 @@ DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16",
 PEERS = ("mpi4py", "gloo", "horovod")
 AUTO = "auto"
 """The backend that a call without ``backend=`` takes."""
+DIST = "dist"
+"""torch.distributed over the backend "torchmpi"."""
 NONE = "none"
 MEMORIES = ("plain", "shared")
 MODELS = ("mlp", "resnet", "transformer")

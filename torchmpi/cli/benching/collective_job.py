@@ -7,12 +7,12 @@ import dataclasses
 import time
 from typing import Any
 
-from .arguments import short_size
+from .arguments import DIST, short_size
 from .clock import BATCH_SECONDS, MIN_BATCHES, Entrant, measure
 from .contestants import COPY, Contestant, Copy, our_contestants
 from .job import Job, job_facts, split_seconds
 from .model import cost
-from .peers import find_peers
+from .peers import TorchDistributed, find_peers, open_group
 from .workload import ROOTED, Shape, Workload
 
 Row = dict[str, Any]
@@ -24,6 +24,7 @@ def measure_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     asynchronous = options.asynchronous
     contestants: list[Contestant] = [
         *our_contestants(options.backends, options.memory, asynchronous=asynchronous),
+        *_over_torch(job, options),
         *find_peers(options.peers, job.comm, job.resources, asynchronous=asynchronous),
         Copy(),
     ]
@@ -36,6 +37,14 @@ def measure_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         left = job.comm.bcast(max(0.0, end - time.monotonic()))
         rows += Cell(job, cell).rows(contestants, split_seconds(left, weights, index), asynchronous)
     return {"facts": job_facts(job.comm), "rows": rows}
+
+
+def _over_torch(job: Job, options: argparse.Namespace) -> list[Contestant]:
+    """torch.distributed with our backend, if that was asked for."""
+    if DIST not in (options.backends or ()):
+        return []
+    group = open_group("torchmpi", job.comm, job.resources)
+    return [TorchDistributed(DIST, group, asynchronous=options.asynchronous)]
 
 
 def _expected_seconds(cell: Shape, num_contestants: int, size: int) -> float:

@@ -10,7 +10,7 @@ import torch
 
 import torchmpi
 
-from .arguments import AUTO, PEERS
+from .arguments import AUTO, DIST, PEERS
 from .workload import IN_PLACE, ROOTED, Allocate, Workload
 
 Call = Callable[[], object]
@@ -73,9 +73,9 @@ class Ours:
 
 def our_contestants(backends: Sequence[str] | None, memories: Sequence[str], *, asynchronous: bool) -> list[Ours]:
     """The default choice and each backend on plain tensors; on shared ones only what was asked for, or the default."""
-    named: Sequence[str] = (AUTO, *_available()) if backends is None else backends
+    named: Sequence[str] = (AUTO, *_available()) if backends is None else [name for name in backends if name != DIST]
     chosen = [(backend, "plain") for backend in named if "plain" in memories]
-    chosen += [(backend, "shared") for backend in ((AUTO,) if backends is None else backends) if "shared" in memories]
+    chosen += [(backend, "shared") for backend in ((AUTO,) if backends is None else named) if "shared" in memories]
     return [Ours(None if name == AUTO else name, memory, asynchronous=asynchronous) for name, memory in chosen]
 
 

@@ -89,8 +89,9 @@ def _add_collectives(kinds: Any) -> None:
            help=f"4:256M (powers of 4) or a list such as 4,64K,1M (default: {DEFAULT_SIZES})")  # fmt: skip
     option("--dtypes", type=read.names(read.DTYPES, "dtype"), default=("float32",), metavar="LIST",
            help=f"among {', '.join(read.DTYPES)} (default: float32)")  # fmt: skip
-    option("--backends", type=read.names((read.AUTO, *NAMES), "backend"), default=None, metavar="LIST",
-           help="auto (what a call without backend= takes) and names (default: auto and all available)")  # fmt: skip
+    option("--backends", type=read.names((read.AUTO, *NAMES, read.DIST), "backend"), default=None, metavar="LIST",
+           help="auto (what a call without backend= takes), names, dist (torch.distributed over torchmpi) "
+                "(default: auto and all available)")  # fmt: skip
     option("--memory", type=read.names(read.MEMORIES, "kind of memory"), default=read.MEMORIES, metavar="LIST",
            help="plain tensors, shared ones (mpi.empty_shared), or both (default: plain,shared)")  # fmt: skip
     option("--async", dest="asynchronous", action="store_true", help="time the asynchronous verbs and their wait()")

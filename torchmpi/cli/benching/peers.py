@@ -1,4 +1,4 @@
-"""The others: bare mpi4py, gloo through torch.distributed, and Horovod. One small class each."""
+"""The others: bare mpi4py, torch.distributed with gloo (or with us), and Horovod. One small class each."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 
 from ... import mpi_library, runtime
+from ...distributed.registration import register
 from .contestants import Call, Contestant
 from .workload import Allocate, Workload
 
@@ -81,16 +82,14 @@ def _array(tensor: torch.Tensor) -> Any:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-class Gloo(Peer):
-    """torch.distributed with its backend for CPUs."""
+class TorchDistributed(Peer):
+    """torch.distributed, with its backend for CPUs or with ours."""
 
-    name = "gloo"
-
-    def __init__(self, *, asynchronous: bool) -> None:
-        self._asynchronous = asynchronous
+    def __init__(self, name: str, group: Any, *, asynchronous: bool) -> None:
+        self.name, self._group, self._asynchronous = name, group, asynchronous
 
     def why_not(self, verb: str, dtype: str) -> str | None:
-        if dtype == "int16":
+        if dtype == "int16" and self.name == "gloo":
             return "gloo does not know int16"
         return None
 
@@ -101,6 +100,9 @@ class Gloo(Peer):
         return lambda: call(async_op=True).wait()
 
     def _call(self, work: Workload, root: int) -> Callable[..., Any]:
+        return partial(self._function(work, root), group=self._group)
+
+    def _function(self, work: Workload, root: int) -> Callable[..., Any]:
         dist, source, target = torch.distributed, work.source, work.target
         is_root = work.rank == root
         if work.verb == "allreduce":
@@ -174,7 +176,7 @@ def find_peers(names: Sequence[str], comm: Any, resources: ExitStack, *, asynchr
     """The peers asked for; those that are not here give their reason. Collective over `comm`."""
     makers: dict[str, Callable[[], Contestant]] = {
         "mpi4py": lambda: MPI4Py(comm, asynchronous=asynchronous),
-        "gloo": lambda: Gloo(asynchronous=asynchronous),
+        "gloo": lambda: TorchDistributed("gloo", open_group("gloo", comm, resources), asynchronous=asynchronous),
         "horovod": lambda: Horovod(asynchronous=asynchronous),
     }
     found: list[Contestant] = []
@@ -182,8 +184,6 @@ def find_peers(names: Sequence[str], comm: Any, resources: ExitStack, *, asynchr
         reason = why_absent(name)
         # On all ranks or on none: they may be different machines.
         reasons = [text for text in comm.allgather(reason) if text is not None]
-        if not reasons and name == "gloo":
-            start_gloo(comm, resources)
         found.append(Absent(name, reasons[0]) if reasons else makers[name]())
     return found
 
@@ -198,13 +198,18 @@ def why_absent(name: str) -> str | None:
     return None
 
 
-def start_gloo(comm: Any, resources: ExitStack) -> None:
-    """Make gloo the process group of this job, until `resources` close. Collective over `comm`."""
+def open_group(backend: str, comm: Any, resources: ExitStack) -> Any:
+    """A process group of torch.distributed over all ranks, until `resources` close. Collective over `comm`."""
+    dist = torch.distributed
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names that will change
+    register()  # torch knows it where torchmpi is installed, but this may be a checkout
+    if dist.is_initialized():
+        return dist.new_group(backend=backend)
     limit = datetime.timedelta(minutes=10)
     store = _store_on_host(comm, resources) if runtime.current().num_hosts == 1 else _store_between_hosts(comm)
-    torch.distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
-    resources.callback(torch.distributed.destroy_process_group)
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
+    resources.callback(dist.destroy_process_group)
+    return dist.group.WORLD
 
 
 def _store_on_host(comm: Any, resources: ExitStack) -> Any:

@@ -19,14 +19,15 @@ from ... import nn as mpinn
 from .clock import Entrant, measure
 from .job import Job, job_facts, split_seconds
 from .models import Task, make_task, resnet50
-from .peers import start_gloo, why_absent
+from .peers import open_group, why_absent
 
 Row = dict[str, Any]
-NONE, SYNC, ASYNC, DDP, BY_TENSOR = (
+NONE, SYNC, ASYNC, DDP, OUR_DDP, BY_TENSOR = (
     "no communication",
     "synchronize_gradients",
     "register_async_backward",
     "ddp",
+    "ddp on torchmpi",
     "mpi4py",
 )
 _PARTS = ("step", "communication")
@@ -40,10 +41,11 @@ def measure_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Rows of steps for each model, then of communication alone. Collective."""
     reason = job.agreed(why_absent("gloo"))
     if reason is None:
-        start_gloo(job.comm, job.resources)
+        open_group("gloo", job.comm, job.resources)
+    ours = open_group("torchmpi", job.comm, job.resources)
     tasks: list[tuple[str, Callable[[float], list[Row]]]] = []
     for name in options.models:
-        tasks.append((f"{name} steps", lambda seconds, name=name: _steps(job, name, reason, seconds)))  # type: ignore[misc]
+        tasks.append((f"{name} steps", lambda seconds, name=name: _steps(job, name, ours, reason, seconds)))  # type: ignore[misc]
     tasks.append(("gradients of ResNet-50", lambda seconds: _communication(job, reason, seconds)))
     weights = [_WEIGHTS[name] for name in options.models] + [1.5]
     rows: list[Row] = []
@@ -89,25 +91,25 @@ class Trainer:
         self._optimizer.step()
 
 
-def _trainers(task: Task, *, has_gloo: bool) -> dict[str, Trainer]:
-    copies = {name: task._replace(net=copy.deepcopy(task.net)) for name in (NONE, SYNC, ASYNC, DDP)}
+def _trainers(task: Task, ours: Any, *, has_gloo: bool) -> dict[str, Trainer]:
+    copies = {name: task._replace(net=copy.deepcopy(task.net)) for name in (NONE, SYNC, ASYNC, DDP, OUR_DDP)}
     mpinn.register_async_backward(copies[ASYNC].net)
     trainers = {
         NONE: Trainer(copies[NONE], None),
         SYNC: Trainer(copies[SYNC], mpinn.synchronize_gradients),
         ASYNC: Trainer(copies[ASYNC], mpinn.synchronize_gradients_async),
     }
-    if has_gloo:
+    for name, group in ((OUR_DDP, ours), *([(DDP, None)] if has_gloo else [])):
         # Its fastest settings: no copies in and out of buckets; buffers are not ours to send either.
         wrapped = nn.parallel.DistributedDataParallel(
-            copies[DDP].net, gradient_as_bucket_view=True, broadcast_buffers=False
+            copies[name].net, process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False
         )
-        trainers[DDP] = Trainer(copies[DDP]._replace(net=wrapped), None)
+        trainers[name] = Trainer(copies[name]._replace(net=wrapped), None)
     return trainers
 
 
-def _steps(job: Job, model: str, why_no_gloo: str | None, seconds: float) -> list[Row]:
-    trainers = _trainers(make_task(model, rank=job.rank), has_gloo=why_no_gloo is None)
+def _steps(job: Job, model: str, ours: Any, why_no_gloo: str | None, seconds: float) -> list[Row]:
+    trainers = _trainers(make_task(model, rank=job.rank), ours, has_gloo=why_no_gloo is None)
     for trainer in trainers.values():
         trainer.step()
     reasons = {name: job.agreed(reason) for name, reason in _differences(trainers).items()}
@@ -126,7 +128,7 @@ def _differences(trainers: dict[str, Trainer]) -> dict[str, str | None]:
     """After the first step all ways of communicating must have led to the same parameters."""
     expected = list(trainers[SYNC].net.parameters())
     found: dict[str, str | None] = {}
-    for name in (ASYNC, DDP):
+    for name in (ASYNC, DDP, OUR_DDP):
         if name in trainers:
             pairs = zip(trainers[name].net.parameters(), expected, strict=True)
             is_same = all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE) for a, b in pairs)
