@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 FLOORS = (
     ("_version", "errors"),
     ("config", "topology", "schedule", "rules", "layout"),
-    ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "segments", "archive"),
+    ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "segments", "archive", "sockets"),
     ("buffers", "lane", "progress", "inquiry", "tuning_file", "kernels"),
-    ("groups", "fusion", "heap"),
+    ("groups", "fusion", "heap", "sparse"),
     ("stack",),
     ("backends",),
     ("hierarchy", "selector", "watchdog", "failure"),

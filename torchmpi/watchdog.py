@@ -98,8 +98,9 @@ class Watchdog(threading.Thread):
         """End the wait of a call that may take only so long; it raises what this says."""
         if group.ledger.report_when_late:
             return  # it is on its way out
-        late = f" That is more than the timeout of {group.timeout_seconds:g} s that this group has."
-        group.ledger.report_when_late = (self._report(group, current, waited, all_speak=True) or "") + late
+        late = f"That is more than the timeout of {group.timeout_seconds:g} s that this group has."
+        report = self._report(group, current, waited, all_speak=True)
+        group.ledger.report_when_late = f"{report}\n{late}" if report else late
         if group.ledger.current == current:
             group.shared.expire(current[0])
 

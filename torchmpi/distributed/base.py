@@ -144,7 +144,8 @@ class BaseGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """One call on one tensor."""
         plan = self._plan(verb, tensor, out, op)
-        return self._launch(partial(self._group.perform, plan, tensor, out, root), outputs, options, verb)
+        task = partial(self._group.perform, plan, tensor, out, root)
+        return self._launch(task, outputs, options, "all_reduce" if verb == "allreduce" else verb)
 
     def _launch(self, task: Callable[[], Any], outputs: Tensors, options: Any, verb: str) -> dist.Work:
         """Run a task in its turn: now, or in the background."""
@@ -156,11 +157,15 @@ class BaseGroup(dist.ProcessGroup):
                 task = partial(streams.run_after, mark, device, task)
                 break
         if torch_names.is_asynchronous(options):
-            return Pending(self._submit(task, verb), outputs, self._limit_seconds)
-        if self._by_messages:
-            self._submit(task, verb).wait(self._limit_seconds or None)
-        else:
-            self._group.lane.run(task)
+            begun = torch_names.begin_event(f"torchmpi:{verb}")
+            work = Pending(self._submit(task, verb), outputs, self._limit_seconds)
+            torch_names.end_event(begun, work)
+            return work
+        with torch_names.event(f"torchmpi:{verb}"):
+            if self._by_messages:
+                self._submit(task, verb).wait(self._limit_seconds or None)
+            else:
+                self._group.lane.run(task)
         return ENDED
 
     def _submit(self, task: Callable[[], Any], verb: str) -> Handle:

@@ -11,12 +11,14 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, StallError
 from ..groups import Group
-from .transfers import ANSWER_TAG, ARRIVED_TAG
+from .transfers import ANSWER_TAG, ARRIVED_TAG, check_open
 
 _NAP_SECONDS = 0.0005
 
 
-def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+def monitored_barrier(
+    group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
     """``torch.distributed.monitored_barrier``, which torch itself allows for gloo only.
 
     Rank 0 of the group waits for all others and raises an error that names the first rank which does not come in time,
@@ -27,6 +29,10 @@ def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_
     """
     from .process_group import ProcessGroup
 
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return  # as for every collective of torch
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
     chosen = group or dist.group.WORLD
     if not isinstance(chosen, ProcessGroup):
         raise ArgumentError("monitored_barrier needs a group with the backend 'torchmpi'; torch has one for gloo.")
@@ -39,6 +45,7 @@ def meet(group: Group, seconds: float, number: int, *, wait_all_ranks: bool) -> 
     `number` counts these barriers on the group: a rank that comes after its barrier was given up is not taken for one
     that comes to the next.
     """
+    check_open(group, f"{group.where}: monitored_barrier")
     limit = time.monotonic() + seconds
     if group.rank == 0:
         _collect(group, limit, seconds, number, wait_all_ranks=wait_all_ranks)
@@ -56,9 +63,9 @@ def _collect(group: Group, limit: float, seconds: float, number: int, *, wait_al
             _send(group, rank, ANSWER_TAG, number, bool(missing))
     if missing:
         names = ", ".join(str(rank) for rank in missing)
-        raise StallError(
-            f"{group.where}: monitored_barrier: rank{'s' * (len(missing) > 1)} {names} of the group did not "
-            f"come within {seconds:g} s. Look at what it does instead: "
+        raise StallError(  # in gloo's words, which programs may look for
+            f"{group.where}: Rank 0 timed out in monitoredBarrier: Rank{'s' * (len(missing) > 1)} {names} failed to "
+            f"pass monitoredBarrier within {seconds:g} s (ranks of the group). Look at what is done there instead: "
             "torchmpi's watchdog tells if it waits in a call."
         )
 
@@ -77,7 +84,10 @@ def _report(group: Group, limit: float, seconds: float, number: int) -> None:
     # Rank 0 may wait as long for others after this one has come.
     while (answer := _receive(group, 0, ANSWER_TAG, limit + seconds)) is not None:
         if answer[0] == number and answer[1]:
-            raise StallError(f"{group.where}: monitored_barrier: another rank did not come; rank 0's error names it.")
+            raise StallError(
+                f"{group.where}: Rank {group.rank} successfully reached monitoredBarrier, but received errors while "
+                "waiting for send/recv from rank 0: another rank did not come; rank 0's error names it."
+            )
         if answer[0] == number:
             return
     raise StallError(

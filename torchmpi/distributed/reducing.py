@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import buffers, collectives, fusion, runtime
+from .. import buffers, collectives, fusion, runtime, sparse
 from ..errors import ArgumentError
 from . import reductions, torch_names
 from .base import BaseGroup, Tensors
@@ -24,12 +24,14 @@ class Reducing(BaseGroup):
         if type(tensors) is list and type(opts) is torch_names.AllreduceOptions and len(tensors) == 1:
             # Like a call before: a third of the time of a short call would go into the questions below.
             known = self._known.get((opts.reduceOp.op, tensors[0].dtype))
-            if known is not None and not opts.asyncOp:
+            if known is not None and not (opts.asyncOp or tensors[0].is_sparse):
                 collectives.allreduce(tensors[0], op=known, comm=self._communicator)
                 return ENDED
         tensor, opts = one_of(tensors), torch_names.reduce_options(opts)
         reduction = opts.reduceOp
         op = reductions.name_of(reduction, tensor.dtype)
+        if tensor.is_sparse:
+            return self._allreduce_sparse(tensor, op, opts)
         if not (self._by_messages or reductions.is_scaled(reduction)):
             self._known[reduction.op, tensor.dtype] = op
             if not torch_names.is_asynchronous(opts):
@@ -38,6 +40,23 @@ class Reducing(BaseGroup):
         if reductions.is_scaled(reduction):
             buffers.overwrite(tensor, reductions.scaled(tensor, reduction))
         return self._run("allreduce", tensor, None, opts, outputs=[tensor], op=op)
+
+    def _allreduce_sparse(self, tensor: torch.Tensor, op: str, opts: Any) -> dist.Work:
+        """Gradients of embeddings, for example."""
+        if op not in ("sum", "avg") or reductions.is_scaled(opts.reduceOp):
+            raise ArgumentError(f"{self._group.where}: all_reduce: sparse tensors can be summed or averaged, no more.")
+        divisor = self.size() if op == "avg" else 1
+
+        def gather(rows: torch.Tensor) -> torch.Tensor:
+            gathered: torch.Tensor = self._group.perform(self._plan("allgather", rows), rows, None, 0)
+            return gathered
+
+        def task() -> None:
+            total = sparse.total(*sparse.entries(tensor), tensor.shape, gather, divisor=divisor)
+            with torch.no_grad():
+                tensor.copy_(total)
+
+        return self._launch(task, [tensor], opts, "all_reduce")
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = torch_names.ALLREDUCE_COALESCED) -> dist.Work:
         """Several tensors, fused."""

@@ -89,10 +89,13 @@ def _open_store(world: Any, timeout: timedelta) -> Any:
         for other in listeners.keys() - {address}:
             listeners[other].close()
         own_end = listeners[address].detach()
-        return dist.TCPStore(
+        store = dist.TCPStore(
             address, port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=own_end
         )
-    return dist.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
+    else:
+        store = dist.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
+    world.Barrier()  # rank 0 may fail at its next step, and the others would knock at a closed door for long
+    return store
 
 
 def _host() -> tuple[str, str]:

@@ -7,6 +7,7 @@ import importlib.abc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -99,6 +100,22 @@ def take_name_of_mpi(create: Callable[[Any, Any], Any]) -> None:
         return "torchmpi" if value == "mpi" else value
 
     dist.Backend.__new__ = renamed  # type: ignore[method-assign,assignment]
+
+
+def event(name: str) -> AbstractContextManager[Any]:
+    """A block that torch.profiler shows under this name, if it is at work."""
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+
+
+def begin_event(name: str) -> Any:
+    """The begin of something that torch.profiler shows under this name, if it is at work."""
+    return torch.ops.profiler._record_function_enter_new(name) if torch.autograd._profiler_enabled() else None
+
+
+def end_event(begun: Any, work: Any) -> None:
+    """Its end, together with that of a work."""
+    if begun is not None:
+        torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(begun, work.get_future())
 
 
 def keep_works_of_join() -> None:

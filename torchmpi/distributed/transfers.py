@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import buffers, dtypes, runtime, schedule, streams
-from ..errors import ArgumentError, MismatchError, StallError, TorchMPIError
+from ..errors import ArgumentError, CommunicatorError, MismatchError, StallError, TorchMPIError
 from ..groups import Group
 from ..handle import Handle
 
@@ -164,12 +164,19 @@ def _complete(
 
 def _checked(group: Group, tensor: torch.Tensor, verb: str, peer: int, tag: int) -> Transfer:
     what = f"{group.where}: {verb}"
+    check_open(group, what)
     buffers.check(tensor, what, written=verb == "recv")
     if not -1 <= peer < group.size:
         raise ArgumentError(f"{what}: {peer} is not a rank of this group. Use 0 to {group.size - 1}.")
     if not 0 <= tag <= MOST_TAG:
         raise ArgumentError(f"{what}: tag={tag} is out of range. Use 0 to {MOST_TAG}.")
     return Transfer(group, tensor, verb, peer)
+
+
+def check_open(group: Group, what: str) -> None:
+    """Refuse messages on a group that has been destroyed."""
+    if group.lane.closed:
+        raise CommunicatorError(f"{what}: {group.name} has been destroyed. Make a new one.")
 
 
 def _pieces(MPI: Any, work: torch.Tensor) -> list[Any]:

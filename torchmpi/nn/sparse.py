@@ -1,11 +1,13 @@
-"""Sparse gradients: every rank gathers the indices and values of all ranks and adds up what meets."""
+"""Sparse gradients of a net."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .. import collectives
+from .. import collectives, sparse
 from ..groups import Communicator
 from .reduction import Reduction
 
@@ -13,8 +15,7 @@ from .reduction import Reduction
 def reduce_sparse(parameter: Tensor, reduction: Reduction, comm: Communicator) -> None:
     """Replace the sparse gradient of `parameter` by the reduction over all ranks; no gradient counts as zero.
 
-    The result is sparse and coalesced, and the same on all ranks: each adds the same values in the same
-    order.
+    The result is sparse and coalesced, and the same on all ranks.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -23,14 +24,7 @@ def reduce_sparse(parameter: Tensor, reduction: Reduction, comm: Communicator) -
         indices = torch.empty(0, 1, dtype=torch.int64, device=parameter.device)
         values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
     else:
-        gradient = gradient.detach().coalesce()
-        indices = gradient.indices().t().contiguous()  # one row per entry, so that ranks can be concatenated
-        values = gradient.values()
-    all_indices = collectives.allgather(indices, comm=comm)
-    all_values = collectives.allgather(values.contiguous(), comm=comm)
-    if all_values.element_size() < 4 and all_values.is_floating_point():
-        all_values = all_values.float()  # 16-bit values are added in float32 and rounded once
-    total = torch.sparse_coo_tensor(all_indices.t(), all_values, parameter.shape, check_invariants=False).coalesce()
-    if reduction.divisor > 1:
-        total = total / reduction.divisor
-    parameter.grad = total.to(parameter.dtype).coalesce()
+        indices, values = sparse.entries(gradient)
+    gather = partial(collectives.allgather, comm=comm)
+    total = sparse.total(indices, values, parameter.shape, gather, divisor=reduction.divisor)
+    parameter.grad = total.coalesce()

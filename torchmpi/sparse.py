@@ -1,0 +1,36 @@
+"""Sums of sparse tensors: every rank gathers the entries of all ranks and adds up what meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Gather = Callable[[Tensor], Tensor]
+"""Concatenates the rows of all ranks, in rank order, on every rank."""
+
+
+def entries(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices, one row per entry so that ranks can be concatenated, and values.
+
+    >>> entries(torch.eye(2).to_sparse())
+    (tensor([[0, 0],
+            [1, 1]]), tensor([1., 1.]))
+    """
+    tensor = tensor.detach().coalesce()
+    return tensor.indices().t().contiguous(), tensor.values().contiguous()
+
+
+def total(indices: Tensor, values: Tensor, shape: tuple[int, ...], gather: Gather, *, divisor: int = 1) -> Tensor:
+    """The sum over all ranks, divided: sparse, and the same on all, as each adds the same values in the same order.
+
+    >>> total(*entries(torch.eye(2).to_sparse()), (2, 2), gather=lambda rows: rows).to_dense()
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    all_indices, all_values = gather(indices), gather(values)
+    if all_values.element_size() < 4 and all_values.is_floating_point():
+        all_values = all_values.float()  # 16-bit values are added in float32 and rounded once
+    summed = torch.sparse_coo_tensor(all_indices.t(), all_values, shape, check_invariants=False).coalesce()
+    return (summed / divisor if divisor > 1 else summed).to(values.dtype)
