@@ -157,10 +157,8 @@ class BaseGroup(dist.ProcessGroup):
                 task = partial(streams.run_after, mark, device, task)
                 break
         if torch_names.is_asynchronous(options):
-            begun = torch_names.begin_event(f"torchmpi:{verb}")
-            work = Pending(self._submit(task, verb), outputs, self._limit_seconds)
-            torch_names.end_event(begun, work)
-            return work
+            task = torch_names.as_event(f"torchmpi:{verb}", task)
+            return Pending(self._submit(task, verb), outputs, self._limit_seconds)
         with torch_names.event(f"torchmpi:{verb}"):
             if self._by_messages:
                 self._submit(task, verb).wait(self._limit_seconds or None)

@@ -107,15 +107,19 @@ def event(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
-def begin_event(name: str) -> Any:
-    """The begin of something that torch.profiler shows under this name, if it is at work."""
-    return torch.ops.profiler._record_function_enter_new(name) if torch.autograd._profiler_enabled() else None
+def as_event(name: str, task: Callable[[], Any]) -> Callable[[], Any]:
+    """A task to be run elsewhere, whose time from now to its end torch.profiler shows, if it is at work."""
+    if not torch.autograd._profiler_enabled():
+        return task
+    begun = torch.ops.profiler._record_function_enter_new(name)
 
+    def run() -> Any:
+        try:
+            return task()
+        finally:
+            torch.ops.profiler._record_function_exit._RecordFunction(begun)
 
-def end_event(begun: Any, work: Any) -> None:
-    """Its end, together with that of a work."""
-    if begun is not None:
-        torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(begun, work.get_future())
+    return run
 
 
 def keep_works_of_join() -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from .. import buffers, dtypes, runtime, schedule, streams
+from .. import buffers, dtypes, runtime, streams
 from ..errors import ArgumentError, CommunicatorError, MismatchError, StallError, TorchMPIError
 from ..groups import Group
 from ..handle import Handle
@@ -28,40 +29,43 @@ ARRIVED_TAG, ANSWER_TAG = MOST_TAG + 1, MOST_TAG + 2
 class Transfer(Handle):
     """One message under way, in one direction."""
 
-    __slots__ = ("_doing", "_group", "_is_receive", "_lane", "_looking", "_next", "_requests", "_waited_for", "source")
+    __slots__ = ("_doing", "_group", "_is_receive", "_lane", "_looking", "_request", "_settle", "_waited_for", "source")
 
-    def __init__(self, group: Group, tensor: torch.Tensor, verb: str, peer: int) -> None:
+    def __init__(self, group: Group, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
         what = f"{verb}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
-        self._doing = f"{what} {'to' if verb == 'send' else 'from'} {'any rank' if peer < 0 else f'rank {peer}'}"
+        self._doing = f"{what} {'to' if verb == 'send' else 'from'} {'any rank' if peer is None else f'rank {peer}'}"
         super().__init__(f"{group.where}: {self._doing}")
         self._group = group
-        self._lane = group.side_lane("send" if verb == "send" else "receive", peer)
-        self._requests: list[Any] = []
-        self._next: Callable[[Any], bool] = lambda status: True
-        """Called with the status of the last request when all have ended: whether that was all."""
+        self._is_receive = verb != "send"
+        self._lane = group.side_lane("receive" if self._is_receive else "send", -1 if peer is None else peer)
+        self._request: Any = None
+        self._settle: Callable[[Any], object] = lambda status: None
+        """Called with the status of the request when MPI has ended it."""
         self._looking = threading.Lock()
         self._waited_for = False
-        self.source = group.rank if verb == "send" else peer
+        self.source = -1 if self._is_receive else group.rank
         """Whose tensor it is; -1 = not known yet."""
-        self._is_receive = verb != "send"
 
     def look(self) -> bool:
         """Move it on; whether it has ended."""
         with self._looking:
-            if self._is_done:
-                return True
-            MPI = self._group.context.MPI
-            statuses = [MPI.Status() for _ in self._requests]
-            try:
-                if not MPI.Request.Testall(self._requests, statuses) or not self._next(statuses):
-                    return False
-            except MPI.Exception as error:
-                self.set_error(TorchMPIError(f"{self._description} failed in MPI: {error}."))
-            except TorchMPIError as error:
-                self.set_error(error)
-            else:
-                self.set_result(None)
-            return True
+            return self._is_done or self._ends_if(self._request.Test)
+
+    def _ends_if(self, has_ended: Callable[[Any], bool]) -> bool:
+        """End it if this, which is given a status to fill, says so or raises."""
+        MPI = self._group.context.MPI
+        status = MPI.Status()
+        try:
+            if not has_ended(status):
+                return False
+            self._settle(status)
+        except MPI.Exception as error:
+            self.set_error(TorchMPIError(f"{self._description} failed in MPI: {error}."))
+        except TorchMPIError as error:
+            self.set_error(error)
+        else:
+            self.set_result(None)
+        return True
 
     def done(self) -> bool:
         """Whether it has ended; looks."""
@@ -85,24 +89,27 @@ class Transfer(Handle):
         self._lane.doing = None
         return super().wait(timeout)
 
-    def give_up(self, error: BaseException) -> None:
+    def give_up(self, error: TorchMPIError) -> None:
         """End a receive that has taken too long, so that it does not swallow the next message."""
         with self._looking:
-            if self._is_done or not self._is_receive:
-                return
-            for request in self._requests:
-                request.Cancel()
-            self._group.context.MPI.Request.Waitall(self._requests)
-            self.set_error(error)
+            if self._is_receive and not self._is_done:
+                self._ends_if(partial(self._is_cancelled_with, error))
+
+    def _is_cancelled_with(self, error: TorchMPIError, status: Any) -> bool:
+        self._request.Cancel()
+        self._request.Wait(status)
+        if status.Is_cancelled():
+            raise error
+        return True  # the message came at the last moment
 
     @property
     def is_waited_for(self) -> bool:
         """Whether somebody looks after it already."""
         return self._waited_for
 
-    def post(self, requests: list[Any], then: Callable[[Any], bool]) -> None:
+    def post(self, request: Any, settle: Callable[[Any], object]) -> None:
         """What is under way in MPI, and what to do when it has ended."""
-        self._requests, self._next = requests, then
+        self._request, self._settle = request, settle
 
 
 def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
@@ -110,63 +117,50 @@ def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
     transfer = _checked(group, tensor, "send", peer, tag)
     work = buffers.plain(tensor, to_host=True)
     streams.settle(work)
-    MPI, comm = group.context.MPI, group.side_comm
-    requests = [comm.Isend((piece, MPI.BYTE), peer, tag) for piece in _pieces(MPI, work)]
+    request = _start(group.side_comm.Isend, group.context.MPI, work, (peer, tag))
 
-    def keep(statuses: Any, _work: torch.Tensor = work) -> bool:  # alive as long as MPI reads it
-        return True
+    def keep(status: Any, _work: torch.Tensor = work) -> None:
+        """The memory alive as long as MPI reads it."""
 
-    transfer.post(requests, keep)
+    transfer.post(request, keep)
     return _looked_after(transfer)
 
 
 def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> Transfer:
     """Start receiving, from a rank or from any; the sender's tensor must be as long."""
     MPI, comm = group.context.MPI, group.side_comm
-    transfer = _checked(group, tensor, "recv", -1 if peer is None else peer, tag)
+    transfer = _checked(group, tensor, "recv", peer, tag)
     is_direct = tensor.device.type == "cpu" and buffers.is_direct(tensor)
     work = tensor.detach() if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    first, *others = _pieces(MPI, work)
-    origin = MPI.ANY_SOURCE if peer is None else peer
-    at_once = [first] if peer is None else [first, *others]
-    requests = [comm.Irecv((piece, MPI.BYTE), origin, tag) for piece in at_once]
+    request = _start(comm.Irecv, MPI, work, (MPI.ANY_SOURCE if peer is None else peer, tag))
 
-    def finish(statuses: Any) -> bool:
-        transfer.source = statuses[0].source
-        if peer is None and others and len(statuses) == 1:  # the rest comes from the same rank
-            rest = [comm.Irecv((piece, MPI.BYTE), transfer.source, tag) for piece in others]
-            transfer.post(rest, lambda statuses: _complete(group, tensor, work, statuses, others, transfer.source))
-            return False
-        return _complete(group, tensor, work, statuses, [first, *others], transfer.source)
+    def settle(status: Any) -> None:
+        transfer.source = status.source
+        _complete(group, tensor, work, status)
 
-    transfer.post(requests, finish)
+    transfer.post(request, settle)
     return _looked_after(transfer)
 
 
-def _complete(
-    group: Group, tensor: torch.Tensor, work: torch.Tensor, statuses: Any, pieces: list[Any], source: int
-) -> bool:
+def _complete(group: Group, tensor: torch.Tensor, work: torch.Tensor, status: Any) -> None:
     """Check the length of what came, and put it where it belongs."""
-    MPI = group.context.MPI
-    for status, piece in zip(statuses, pieces, strict=True):
-        num_bytes = status.Get_count(MPI.BYTE)
-        if num_bytes != len(piece):
-            raise MismatchError(
-                f"{group.where}: rank {source} sent {num_bytes} bytes, but the tensor to receive into has "
-                f"{work.nbytes}: {dtypes.short_name(tensor.dtype)} {list(tensor.shape)}. Make them equal."
-            )
+    num_bytes = status.Get_elements(group.context.MPI.BYTE)
+    if num_bytes != work.nbytes:
+        raise MismatchError(
+            f"{group.where}: rank {status.source} sent {num_bytes} bytes, but the tensor to receive into has "
+            f"{work.nbytes}: {dtypes.short_name(tensor.dtype)} {list(tensor.shape)}. Make them equal."
+        )
     if work.data_ptr() != tensor.data_ptr() or tensor.device.type != "cpu":
         buffers.overwrite(tensor, work)
     else:
         buffers.touch(tensor)
-    return True
 
 
-def _checked(group: Group, tensor: torch.Tensor, verb: str, peer: int, tag: int) -> Transfer:
+def _checked(group: Group, tensor: torch.Tensor, verb: str, peer: int | None, tag: int) -> Transfer:
     what = f"{group.where}: {verb}"
     check_open(group, what)
     buffers.check(tensor, what, written=verb == "recv")
-    if not -1 <= peer < group.size:
+    if peer is not None and not 0 <= peer < group.size:
         raise ArgumentError(f"{what}: {peer} is not a rank of this group. Use 0 to {group.size - 1}.")
     if not 0 <= tag <= MOST_TAG:
         raise ArgumentError(f"{what}: tag={tag} is out of range. Use 0 to {MOST_TAG}.")
@@ -179,12 +173,19 @@ def check_open(group: Group, what: str) -> None:
         raise CommunicatorError(f"{what}: {group.name} has been destroyed. Make a new one.")
 
 
-def _pieces(MPI: Any, work: torch.Tensor) -> list[Any]:
-    """The memory in messages that MPI can count; an empty tensor is a message too."""
-    flat = work.view(-1)
-    most = max(1, runtime.current().config.message_bytes // work.element_size())
-    spans = list(schedule.chunks(flat.numel(), most)) or [(0, 0)]
-    return [buffers.as_bytes(MPI, flat[begin : begin + numel]) for begin, numel in spans]
+def _start(call: Callable[..., Any], MPI: Any, work: torch.Tensor, to: tuple[int, int]) -> Any:
+    """Start one message with all of the memory: of blocks, where there are more bytes than MPI can count."""
+    memory, most = buffers.as_bytes(MPI, work), runtime.current().config.message_bytes
+    if work.nbytes <= most or not hasattr(MPI.BYTE, "Create_contiguous"):  # the stand-in for MPI counts further
+        return call((memory, MPI.BYTE), *to)
+    num_blocks, rest = divmod(work.nbytes, most)
+    block = MPI.BYTE.Create_contiguous(most)
+    kind = MPI.Datatype.Create_struct([num_blocks, rest], [0, num_blocks * most], [block, MPI.BYTE]).Commit()
+    try:
+        return call((memory, 1, kind), *to)
+    finally:  # MPI itself keeps them until the message has ended
+        kind.Free()
+        block.Free()
 
 
 # --- looking after them ---------------------------------------------------------------------------------------------
