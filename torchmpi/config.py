@@ -21,7 +21,7 @@ _CHOICES = {
 }
 _POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes")
 # The environment has settings of other parts of the project under the same prefix.
-_NOT_FIELDS = ("TORCHMPI_TEST_",)
+_NOT_FIELDS = ("TORCHMPI_TEST_", "TORCHMPI_AS_MPI")
 
 
 @dataclasses.dataclass(frozen=True)

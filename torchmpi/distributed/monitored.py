@@ -54,13 +54,16 @@ def meet(group: Group, seconds: float, number: int, *, wait_all_ranks: bool) -> 
 
 
 def _collect(group: Group, limit: float, seconds: float, number: int, *, wait_all_ranks: bool) -> None:
+    arrived: list[int] = []
     missing: list[int] = []
     for rank in range(1, group.size):  # in order: without wait_all_ranks the first one missing is named
-        if (not missing or wait_all_ranks) and not _arrives(group, rank, number, limit):
+        is_named = not missing or wait_all_ranks
+        if _arrives(group, rank, number, limit if is_named else 0.0):
+            arrived.append(rank)
+        elif is_named:
             missing.append(rank)
-    for rank in range(1, group.size):
-        if rank not in missing:
-            _send(group, rank, ANSWER_TAG, number, bool(missing))
+    for rank in arrived:
+        _send(group, rank, ANSWER_TAG, number, bool(missing))
     if missing:
         names = ", ".join(str(rank) for rank in missing)
         raise StallError(  # in gloo's words, which programs may look for
