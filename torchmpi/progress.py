@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .dtypes import OPS, from_code, short_name
 from .errors import MismatchError, StallError
@@ -302,6 +302,17 @@ class Ledger:
         current = self.current  # which the watchdog's thread may find gone at any moment
         known = sorted({entry for entry in (*self.history, current) if entry is not None})
         return [Call(*entry) for entry in known[-most:]]
+
+
+def is_stopping(world: Any, rank: int) -> bool:
+    """Whether a rank of this host has come to ``stop()``, as the board of the world shows."""
+    entered = world.board.get(rank, ENTERED)
+    at = entry(rank, entered & (RING_LENGTH - 1))
+    return bool(
+        entered > world.board.get(rank, LEFT)
+        and world.board.words[at + SEQUENCE] == entered
+        and world.board.words[at + SIGNATURE] == call_code("stop") ^ hash(())
+    )
 
 
 def mismatch_message(name: str, calls: dict[int, str]) -> str:

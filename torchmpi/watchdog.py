@@ -82,8 +82,10 @@ class Watchdog(threading.Thread):
         waited = now - since
         self._check_refused(group, current)
         config = self.config
-        if waited >= group.timeout_seconds > 0 and group.shared is not None:
-            self._expire(group, current, waited)
+        if waited >= group.timeout_seconds > 0:
+            self._expire(group, current, waited, f"than the timeout of {group.timeout_seconds:g} s that this group has")
+        elif waited >= _REFUSAL_GRACE_SECONDS and (left := self._who_stops(group, current[0])):
+            self._expire(group, current, waited, f"than can help: {left} in stop() already, at the end of its program")
         if waited >= config.stall_abort_seconds > 0:
             report = self._report(group, current, waited)
             if report is not None or waited >= config.stall_abort_seconds + _SPOKESMAN_GRACE_SECONDS:
@@ -94,11 +96,21 @@ class Watchdog(threading.Thread):
             if report is not None:
                 print(report, file=sys.stderr, flush=True)
 
-    def _expire(self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float) -> None:
-        """End the wait of a call that may take only so long; it raises what this says."""
-        if group.ledger.report_when_late:
-            return  # it is on its way out
-        late = f"That is more than the timeout of {group.timeout_seconds:g} s that this group has."
+    def _who_stops(self, group: Group, seq: int) -> str:
+        """A rank of this host that has not come to a call and never will, in words; '' if there is none."""
+        world = self.context.groups[0]
+        if group is world or group.board is None or world.board is None:
+            return ""
+        for row, rank in enumerate(group.world_ranks):
+            if row != group.rank and group.board.get(row, layout.ENTERED) < seq and progress.is_stopping(world, rank):
+                return f"rank {rank} is"
+        return ""
+
+    def _expire(self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float, late: str) -> None:
+        """End the wait of a call in shared memory that has taken too long; it raises what this says."""
+        if group.shared is None or group.ledger.report_when_late:
+            return  # it cannot be ended, or is on its way out
+        late = f"That is more {late}."
         report = self._report(group, current, waited, all_speak=True)
         group.ledger.report_when_late = f"{report}\n{late}" if report else late
         if group.ledger.current == current:

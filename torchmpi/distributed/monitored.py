@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from .. import runtime
 from ..errors import ArgumentError, StallError
 from ..groups import Group
 from .transfers import ANSWER_TAG, ARRIVED_TAG, check_open
@@ -45,6 +46,7 @@ def meet(group: Group, seconds: float, number: int, *, wait_all_ranks: bool) -> 
     `number` counts these barriers on the group: a rank that comes after its barrier was given up is not taken for one
     that comes to the next.
     """
+    runtime.current()  # refuses in a forked child, which is no rank
     check_open(group, f"{group.where}: monitored_barrier")
     limit = time.monotonic() + seconds
     if group.rank == 0:
