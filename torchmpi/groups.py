@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from . import topology
+from . import mpi_library, topology
 from .errors import CommunicatorError, MismatchError, TorchMPIError
 from .handle import Handle
 from .lane import Lane
@@ -171,8 +171,8 @@ class Group:
         self.context.groups.remove(self)
         if self.page is not None:
             self.page.close()
-        self.side_comm.Free()
-        self.comm.Free()
+        mpi_library.give_back(self.side_comm)
+        mpi_library.give_back(self.comm)
 
 
 class GroupContext:

@@ -11,7 +11,8 @@ import ctypes
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +52,22 @@ def launcher(environment: Mapping[str, str] | None = None) -> Launcher:
     return Launcher(None, 1, None)
 
 
+_stand_in: Any = None
+
+
+def adopt(stand_in: Any) -> None:
+    """From now on, have an object in the place of ``mpi4py.MPI``, which is then not imported; None ends that.
+
+    It is what :func:`torchmpi.sockets.connect` gives.
+    """
+    global _stand_in
+    _stand_in = stand_in
+
+
 def load() -> Any:
-    """The ``mpi4py.MPI`` module, without initialising MPI."""
+    """The ``mpi4py.MPI`` module, or what has been adopted in its place, without initialising MPI."""
+    if _stand_in is not None:
+        return _stand_in
     try:
         import mpi4py
 
@@ -78,7 +93,10 @@ def initialise() -> tuple[Any, bool]:
     """Load MPI and initialise it unless somebody has: (``mpi4py.MPI``, whether it was us)."""
     MPI = load()
     if MPI.Is_finalized():
-        raise LaunchError("MPI has been finalized in this process and cannot be started again.")
+        remedy = "cannot be started again" if _stand_in is None else "it takes adopt() of another"
+        raise LaunchError(f"MPI has been finalized in this process and {remedy}.")
+    if _stand_in is not None:
+        return MPI, False  # whoever has connected it closes it
     ours = not MPI.Is_initialized()
     if ours:
         _check_family(MPI)
@@ -165,6 +183,44 @@ def short_version(MPI: Any) -> str:
     return f"{name} {'.'.join(map(str, version))}"
 
 
+_retired: deque[Any] = deque()
+_MOST_RETIRED = 64
+
+
+def give_back(comm: Any) -> None:
+    """Free a communicator, once nothing that was sent on it can turn up any more.
+
+    MPI may give its number to the next one, which would then receive the messages of the old one that nobody has
+    received (MPICH 5.0). So it is kept until many have been given back after it.
+    """
+    if _stand_in is not None:  # sockets never use a number twice
+        comm.Free()
+        return
+    _retired.append(comm)
+    if len(_retired) > _MOST_RETIRED:
+        oldest = _retired.popleft()
+        _drop_messages(oldest)
+        oldest.Free()
+
+
+def _drop_messages(comm: Any) -> None:
+    MPI = load()
+    status = MPI.Status()
+    while comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+        num_bytes = status.Get_count(MPI.BYTE)
+        comm.Recv((bytearray(num_bytes), num_bytes, MPI.BYTE), status.source, status.tag)
+
+
+def watch_ranks(MPI: Any, end_job: Callable[[str, int], None]) -> Callable[[], None]:
+    """Have the job ended when a rank dies without a word, whatever the others wait in; gives what ends the watch.
+
+    A launcher sees to that by itself. Sockets have none.
+    """
+    if MPI is _stand_in:
+        return MPI.watch_ranks(end_job)  # type: ignore[no-any-return]
+    return lambda: None
+
+
 def thread_level(MPI: Any) -> str:
     """``MULTIPLE``, ``SERIALIZED``, ``FUNNELED`` or ``SINGLE``."""
     level = MPI.Query_thread()
@@ -172,9 +228,14 @@ def thread_level(MPI: Any) -> str:
     return next(name for name in names if getattr(MPI, f"THREAD_{name}") == level)
 
 
-@functools.cache
 def is_cuda_aware() -> bool:
-    """Whether the loaded MPI library takes device pointers, asked of the library itself.
+    """Whether the MPI library takes device pointers. Sockets do not."""
+    return _stand_in is None and _is_library_cuda_aware()
+
+
+@functools.cache
+def _is_library_cuda_aware() -> bool:
+    """Asked of the loaded library itself.
 
     Open MPI and MPICH both answer through ``MPIX_Query_cuda_support``; a library without that function, or one
     that cannot be reached, counts as unaware: staging through the host is always right.

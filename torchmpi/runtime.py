@@ -120,6 +120,7 @@ class Runtime:
         if self.config.abort_on_exception:
             self.failures.install()
             self.resources.callback(self.failures.uninstall)
+            self.resources.callback(mpi_library.watch_ranks(self.MPI, self.failures.end_job))
 
     def _bind(self, masks: list[frozenset[int]]) -> str:
         """Give this rank its own cores if nobody has, and torch as many threads; says what was done."""

@@ -163,7 +163,8 @@ class ReduceScatter:
         spans = schedule.rows(rows, self.size)
         destination = destination_for(source, spans[self.rank][1], destination)
         spans = [(first * row_numel, num_rows * row_numel) for first, num_rows in spans]
-        self.reduction.reduce_scatter(source, destination, spans)
+        with torch.inference_mode(destination.is_inference()):  # or torch would not let its own operations write there
+            self.reduction.reduce_scatter(source, destination, spans)
         return destination
 
 

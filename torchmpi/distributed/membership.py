@@ -78,7 +78,7 @@ class Membership:
         if self._num_groups:
             return
         _membership = None
-        self._base.Free()
+        mpi_library.give_back(self._base)
         if self._started:
             runtime.stop()
         if self._stand_in is not None:

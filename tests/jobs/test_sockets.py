@@ -1,0 +1,290 @@
+"""Jobs of plain processes, which no MPI launcher has started: they meet through a store and talk over sockets."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from conftest import job_environment
+
+PROGRAM = Path(__file__).parent / "sockets_program.py"
+LIMIT_SECONDS = 150
+once = pytest.mark.once
+
+START = """
+import os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+import torchmpi as mpi
+from torchmpi import mpi_library, sockets
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+MPI = sockets.connect(dist.FileStore(os.environ["STORE"], size), rank, size, timeout_seconds=60)
+mpi_library.adopt(MPI)
+"""
+
+
+class Ended(NamedTuple):
+    """What became of one rank."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+class Job:
+    """`n` processes."""
+
+    def __init__(self, n: int, script: Path, folder: Path, env: Callable[[int], dict[str, str]]) -> None:
+        common = {"WORLD_SIZE": str(n), "STORE": str(folder / "store"), "PYTHONFAULTHANDLER": "1"}
+        self._begin = time.monotonic()
+        self._outputs = [[open(folder / f"{rank}.{kind}", "w+") for kind in ("out", "err")] for rank in range(n)]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(script)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=job_environment(common | {"RANK": str(rank)} | env(rank)),
+            )
+            for rank, (out, err) in enumerate(self._outputs)
+        ]
+
+    def wait_for(self, text: str) -> None:
+        """Until all ranks have printed it."""
+        while not all(text in self._text(out) for out, _ in self._outputs):
+            ended = [process.returncode for process in self.processes if process.poll() is not None]
+            assert not ended and time.monotonic() - self._begin < LIMIT_SECONDS, self.end()
+            time.sleep(0.05)
+
+    def end(self) -> list[Ended]:
+        """How the ranks have ended; those that do not are killed, with status -9 to show for it."""
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, LIMIT_SECONDS - (time.monotonic() - self._begin)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return [
+            Ended(process.returncode, self._text(out), self._text(err))
+            for process, (out, err) in zip(self.processes, self._outputs, strict=True)
+        ]
+
+    def _text(self, file) -> str:
+        return Path(file.name).read_text()
+
+    def close(self) -> None:
+        self.end()
+        for out, err in self._outputs:
+            out.close()
+            err.close()
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """``begin(n, "code" or path, env=lambda rank: {}) -> Job``"""
+    jobs = []
+
+    def run(n: int, program: str | Path, env: Callable[[int], dict[str, str]] = lambda rank: {}) -> Job:
+        script = program if isinstance(program, Path) else tmp_path / "job.py"
+        if isinstance(program, str):
+            script.write_text(START + textwrap.dedent(program))
+        folder = tmp_path / str(len(jobs))
+        folder.mkdir()
+        jobs.append(Job(n, script, folder, env))
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        for process in job.processes:
+            process.kill()
+        job.close()
+
+
+REPORT = re.compile(r"^compared (\d+), wrong (.*), hosts (\d+), digest (\w+)$", re.MULTILINE)
+
+
+def check_program(ranks: list[Ended], num_hosts: int) -> str:
+    """Everything compared was right; the digest of all results."""
+    assert [rank.status for rank in ranks] == [0] * len(ranks), ranks
+    reports = REPORT.findall(ranks[0].stdout)
+    assert [report[1:3] for report in reports] == [("[]", str(num_hosts))] * 3, ranks
+    assert int(reports[0][0]) > 200 and reports[1] == reports[2], ranks
+    for number, rank in enumerate(ranks):
+        assert rank.stdout.count(f"rank {number} left: [], mpi4py: False\n") == 2, ranks
+    return reports[0][3]
+
+
+@once
+@pytest.mark.parametrize("n", (1, 4))
+def test_everything_works(begin, n):
+    check_program(begin(n, PROGRAM).end(), 1)
+
+
+def test_everything_works_and_has_the_bits_that_mpi_gives(begin, launch):
+    digest = check_program(begin(2, PROGRAM).end(), 1)
+    result = launch(2, [PROGRAM], timeout=LIMIT_SECONDS)
+    assert result.returncode == 0, result.output
+    assert REPORT.findall(result.stdout)[0][1:] == ("[]", "1", digest), result.output
+
+
+@once
+@pytest.mark.parametrize("hosts", ("abc", "aab"), ids=("three hosts", "two hosts"))
+def test_ranks_on_different_hosts(begin, hosts):
+    """They share no memory where they believe to be apart: all goes over sockets, in steps where that is better."""
+    job = begin(3, PROGRAM, lambda rank: {"TORCHMPI_HOST_NAME": hosts[rank], "EACH_ON_A_HOST": "1"})
+    check_program(job.end(), len(set(hosts)))
+
+
+# --- ends
+
+
+CALLS = {
+    "in shared memory": "mpi.allreduce(tensor)",
+    "in messages": "mpi.allreduce(tensor, backend='p2p')",
+    "in MPI": "mpi.allreduce(tensor, backend='mpi')",
+    "in a barrier of MPI": "MPI.COMM_WORLD.Barrier()",
+    "in a receive": "mpi.recv(torch.empty(3), 1)",
+}
+
+
+@once
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_killed_rank_ends_the_job_and_is_named(begin, call):
+    job = begin(3, f"""
+        mpi.start()
+        tensor = torch.ones(3)
+        mpi.allreduce(tensor), mpi.allreduce(tensor, backend="p2p"), mpi.allreduce(tensor, backend="mpi")
+        mpi.barrier()
+        print("running", flush=True)
+        if rank == 1:
+            time.sleep({LIMIT_SECONDS})
+        {call}
+    """)  # fmt: skip
+    job.wait_for("running")
+    time.sleep(0.3)  # the others are in the call
+    job.processes[1].kill()
+    killed = time.monotonic()
+    ranks = job.end()
+    assert time.monotonic() - killed < LIMIT_SECONDS / 3, ranks
+    assert ranks[1].status == -signal.SIGKILL
+    assert [ranks[0].status, ranks[2].status] == [1, 1], ranks
+    assert "rank 1 is gone" in ranks[0].stderr + ranks[2].stderr, ranks
+
+
+@once
+def test_an_exception_ends_the_job_with_one_traceback(begin):
+    ranks = begin(3, """
+        mpi.start()
+        mpi.barrier()
+        if rank == 1:
+            raise ValueError("no such file")
+        mpi.allreduce(torch.ones(3))
+    """).end()
+    everything = "".join(rank.stderr for rank in ranks)
+    assert [rank.status for rank in ranks] == [1, 1, 1], ranks
+    assert everything.count("Traceback") == 1 and "ValueError: no such file" in ranks[1].stderr, ranks
+    assert "since rank 1 has ended the job (status=1)" in ranks[0].stderr, ranks
+
+
+@once
+def test_abort_ends_all_with_its_status(begin):
+    """Whatever they do: compute, wait for a message, sleep."""
+    ranks = begin(4, """
+        MPI.COMM_WORLD.Barrier()
+        if rank == 3:
+            time.sleep(0.5)
+            MPI.COMM_WORLD.Abort(7)
+        if rank == 2:
+            MPI.COMM_WORLD.recv(source=0)
+        if rank == 1:
+            while True:
+                pass
+        time.sleep(1000)
+    """).end()
+    assert [rank.status for rank in ranks] == [7] * 4, ranks
+    for number in (0, 1, 2):
+        assert ranks[number].stderr.count("since rank 3 has ended the job (status=7)") == 1, ranks
+
+
+@once
+def test_ctrl_c_ends_the_job(begin):
+    job = begin(2, """
+        mpi.start()
+        mpi.barrier()
+        print("running", flush=True)
+        if rank == 0:
+            time.sleep(1000)
+        MPI.COMM_WORLD.Barrier()
+    """)
+    job.wait_for("running")
+    job.processes[0].send_signal(signal.SIGINT)
+    ranks = job.end()
+    assert [rank.status for rank in ranks] == [130, 130], ranks
+
+
+@once
+def test_leaving_without_a_word_of_ours_is_no_crash(begin):
+    """No stop(), no close(): the end of Python does both, on all ranks."""
+    ranks = begin(3, """
+        mpi.start()
+        print(mpi.allreduce(torch.ones(1)).item())
+    """).end()
+    assert [(rank.status, rank.stdout) for rank in ranks] == [(0, "3.0\n")] * 3, ranks
+    assert not any("Traceback" in rank.stderr for rank in ranks), ranks
+
+
+@once
+def test_some_may_leave_earlier(begin):
+    """A goodbye is no loss: the others go on, and who needs the one that left is told."""
+    ranks = begin(3, """
+        MPI.COMM_WORLD.Barrier()
+        part = MPI.COMM_WORLD.Split(rank // 2)
+        if rank == 2:
+            sys.exit()
+        time.sleep(1)
+        print(part.allgather(rank))
+        try:
+            MPI.COMM_WORLD.recv(source=2)
+        except MPI.Exception as error:
+            print(error)
+    """).end()
+    assert [rank.status for rank in ranks] == [0] * 3, ranks
+    assert ranks[0].stdout == "[0, 1]\nrank 2 has left: it has closed its connections\n", ranks
+
+
+@once
+def test_workers_of_a_data_loader_do_no_harm(begin):
+    """They are forked, and end while the ranks communicate."""
+    ranks = begin(2, """
+        mpi.start()
+        dataset = torch.utils.data.TensorDataset(torch.arange(40.0))
+        total = 0.0
+        for _ in range(2):
+            for batch, in torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=2):
+                total += mpi.allreduce(batch.sum(), backend="mpi").item()
+                mpi.sendreceive(batch, src=1 - rank, dst=1 - rank)
+        print(total)
+        mpi.stop()
+    """).end()
+    assert [(rank.status, rank.stdout) for rank in ranks] == [(0, "3120.0\n")] * 2, ranks
+
+
+@once
+def test_without_a_second_rank_the_first_says_who_is_missing(begin):
+    code = "sockets.connect(dist.FileStore(os.environ['STORE'] + '2', 2), rank, 2, timeout_seconds=1)"
+    (rank,) = begin(1, code).end()
+    assert rank.status == 1 and "LaunchError: rank 0: rank 1 has not come in time" in rank.stderr, rank
+
+
+def test_the_environment_is_that_of_no_launcher():
+    """What the tests above rest on."""
+    assert not any(name.startswith(("OMPI_COMM", "PMI_")) for name in job_environment({})), os.environ
