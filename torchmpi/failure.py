@@ -165,7 +165,8 @@ class FailureHandling:
             signal.set_wakeup_fd(-1)
             if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                 signal.signal(signal.SIGTERM, self._previous_handler)
-        writer.close()  # ends the listener
+        writer.shutdown(socket.SHUT_WR)  # ends the listener, also where a forked worker has the socket open too
+        writer.close()
         listener.join()
         self._wakeup = None
 

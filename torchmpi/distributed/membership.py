@@ -55,7 +55,8 @@ class Membership:
         """The ranks of a process group as a communicator of their own. Collective over them."""
         ranks = list(options.global_ranks_in_group)
         if ranks:
-            tag = zlib.crc32(f"{options.group_id} {ranks}".encode()) & ((1 << _TAG_BITS) - 1)
+            # Not of the name, in which torch counts the groups that this rank has made, which may differ among ranks.
+            tag = zlib.crc32(repr(ranks).encode()) & ((1 << _TAG_BITS) - 1)
             comm = self._base.Create_group(self._base.Get_group().Incl(ranks), tag)
             name = f"process group {options.group_id}"
         else:
