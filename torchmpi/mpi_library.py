@@ -90,13 +90,14 @@ def _advice(problem: str) -> str:
 
 
 def initialise() -> tuple[Any, bool]:
-    """Load MPI and initialise it unless somebody has: (``mpi4py.MPI``, whether it was us)."""
+    """Load MPI and initialise it unless somebody has: (``mpi4py.MPI`` or its stand-in, whether it was us)."""
     MPI = load()
     if MPI.Is_finalized():
-        remedy = "cannot be started again" if _stand_in is None else "it takes adopt() of another"
-        raise LaunchError(f"MPI has been finalized in this process and {remedy}.")
-    if _stand_in is not None:
-        return MPI, False  # whoever has connected it closes it
+        if MPI is _stand_in:
+            raise LaunchError("The sockets adopted in place of MPI have been closed. Connect again, and adopt those.")
+        raise LaunchError("MPI has been finalized in this process and cannot be started again.")
+    if MPI is _stand_in:
+        return MPI, False
     ours = not MPI.Is_initialized()
     if ours:
         _check_family(MPI)

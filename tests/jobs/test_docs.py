@@ -32,6 +32,7 @@ MAX_UNTESTED = 3
 # Runs the snippets of a page in one job, each in a namespace of its own, as if it were a program.
 DRIVER = """
 import json, sys
+import torch.distributed as dist
 import torchmpi as mpi
 from torchmpi import runtime
 
@@ -41,6 +42,7 @@ for block in blocks:
     code = compile("\\n" * (block["line"] - 1) + block["code"], block["page"], "exec")
     try:
         exec(code, {"__name__": "__main__"})
+        assert not dist.is_initialized(), "it leaves a process group behind: destroy_process_group()"
     except BaseException:
         sys.stderr.write(f"snippet failed: {block['page']}:{block['line']}\\n")
         raise

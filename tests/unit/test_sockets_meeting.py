@@ -121,11 +121,11 @@ def test_who_does_not_come_is_named():
 def test_who_fails_between_the_steps_is_named():
     """Rank 1 is in the table, but does not connect."""
     store = dist.HashStore()
-    store.set(f"{_TABLE} 1", '{"place": ["a", "a"], "name": "nobody"}')
+    store.set(f"{_TABLE} 1", '{"place": ["a", "a"], "name": "nobody", "cores": [0]}')
     with pytest.raises(LaunchError, match="rank 0: rank 1 has not connected in time"):
         Meeting(store, 0, 2, ONE_HOST[0], timeout_seconds=0.5).run()
     store = dist.HashStore()
-    entry = {"place": ["a", "a"], "name": "nobody"}
+    entry = {"place": ["a", "a"], "name": "nobody", "cores": [0]}
     store.set(_TABLE, json.dumps({"ranks": [entry, entry], "secret": "00" * 16}))
     with pytest.raises(LaunchError, match="rank 1: rank 0 cannot be reached on this host: .*refused"):
         Meeting(store, 1, 2, ONE_HOST[1], timeout_seconds=5).run()

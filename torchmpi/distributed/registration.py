@@ -41,7 +41,7 @@ def _register() -> None:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
     dist.register_rendezvous_handler(SCHEME, _meet_through_mpi)
     torch_names.wrap_rendezvous("env", _environment_or_mpi)
-    torch_names.let_dynamo_trace(NAME)
+    torch_names.keep_dynamo_out(NAME)
     if os.environ.get(_AS_MPI, "") not in ("", "0"):
         torch_names.take_name_of_mpi(_create)
 

@@ -141,8 +141,8 @@ def keep_works_of_join() -> None:
     Join.notify_join_context = staticmethod(notify_join_context)  # type: ignore[method-assign,assignment]
 
 
-def let_dynamo_trace(package: str) -> None:
-    """Tell torch.compile to look into this package, once it is loaded: loading it costs a second."""
+def keep_dynamo_out(package: str) -> None:
+    """Tell torch.compile not to look into this package, once it is loaded: loading it costs a second."""
     if "torch._dynamo.trace_rules" in sys.modules:
         sys.modules["torch._dynamo.trace_rules"].add(package)  # type: ignore[attr-defined]
     else:

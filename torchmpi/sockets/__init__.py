@@ -11,7 +11,9 @@ from typing import Any
 from .addresses import here
 from .endpoint import Endpoint
 from .meeting import Meeting
-from .stand_in import StandIn, eager_seconds
+from .stand_in import StandIn
+
+_EAGER_SECONDS = 50e-6
 
 
 def connect(store: Any, rank: int, size: int, *, timeout_seconds: float) -> StandIn:
@@ -28,7 +30,8 @@ def connect(store: Any, rank: int, size: int, *, timeout_seconds: float) -> Stan
 def enter(meeting: Meeting, rank: int, size: int) -> StandIn:
     """What :func:`connect` does, for ranks that are where the meeting says they are."""
     sockets = meeting.run()
-    endpoint = Endpoint(rank, size, sockets, eager_seconds=eager_seconds(meeting.places, rank))
+    # To sleep and be woken takes longer than most messages; but another rank may need the core.
+    endpoint = Endpoint(rank, size, sockets, eager_seconds=0.0 if meeting.is_crowded else _EAGER_SECONDS)
     MPI = StandIn(endpoint, meeting.places)
     try:
         MPI.COMM_WORLD.Barrier()  # all have read what is in the store

@@ -22,10 +22,6 @@ class Ranks:
         """Some of them, in this order."""
         return Ranks([self.world_ranks[rank] for rank in ranks])
 
-    def Get_size(self) -> int:
-        """How many there are."""
-        return len(self.world_ranks)
-
 
 class Communicator(Collective):
     """Stands where ``mpi4py.MPI.Comm`` does."""

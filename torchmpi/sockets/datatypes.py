@@ -29,10 +29,6 @@ class Datatype:
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
-    def Get_size(self) -> int:
-        """Bytes of an element."""
-        return self.itemsize
-
 
 DATATYPES = {
     name: Datatype(name, numpy)

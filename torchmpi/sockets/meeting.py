@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -37,6 +38,8 @@ class Meeting:
         self._limit = time.monotonic() + timeout_seconds
         self.places: list[Place] = [place]
         """Of all ranks."""
+        self.is_crowded = False
+        """Whether the ranks here have fewer cores than they are."""
         self._secret = b""
 
     def run(self) -> dict[int, socket.socket]:
@@ -45,15 +48,18 @@ class Meeting:
             return {}
         with ExitStack() as opened:
             listeners = [opened.enter_context(self._listen_on_host())]
-            table = self._publish(_TABLE, {"place": self._place, "name": _name_of(listeners[0])}, self._with_secret)
+            mine = {"place": self._place, "name": _name_of(listeners[0]), "cores": sorted(os.sched_getaffinity(0))}
+            table = self._publish(_TABLE, mine, self._with_secret)
             self._secret = bytes.fromhex(table["secret"])
             self.places = [Place(*entry["place"]) for entry in table["ranks"]]
+            near = [entry for entry, place in zip(table["ranks"], self.places, strict=True) if self._is_near(place)]
+            self.is_crowded = len(near) > len(set().union(*(entry["cores"] for entry in near)))
             addresses: list[Any] = ["\0" + entry["name"] for entry in table["ranks"]]
             if len({place.network for place in self.places}) > 1:
                 listeners.append(opened.enter_context(_listen_at(own_address(self._store), self._size)))
-                mine = listeners[1].getsockname()[:2]
-                for rank, address in enumerate(self._publish(_ADDRESSES, mine, lambda found: found)):
-                    if self.places[rank].network != self._place.network:
+                own = listeners[1].getsockname()[:2]
+                for rank, address in enumerate(self._publish(_ADDRESSES, own, lambda found: found)):
+                    if not self._is_near(self.places[rank]):
                         addresses[rank] = tuple(address)
             sockets = opened.enter_context(_closed_on_failure())
             for peer in range(self._rank):
@@ -62,6 +68,9 @@ class Meeting:
         for sock in sockets.values():
             _tune(sock)
         return sockets
+
+    def _is_near(self, place: Place) -> bool:
+        return place.network == self._place.network
 
     # --- through the store
 

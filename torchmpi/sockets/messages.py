@@ -27,14 +27,6 @@ class Messenger:
         self.size = len(self.world_ranks)
         self._context = number * _NUM_PLANES
 
-    def Get_rank(self) -> int:
-        """This process's rank."""
-        return self.rank
-
-    def Get_size(self) -> int:
-        """The number of ranks."""
-        return self.size
-
     # --- what the rest is made of
 
     def _send(self, view: memoryview, dest: int, tag: int, plane: int = MESSAGES) -> Request:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -75,9 +74,3 @@ class StandIn:
         atexit.unregister(self.close)
 
     Finalize = close
-
-
-def eager_seconds(places: list[Place], rank: int) -> float:
-    """How long to look for a message before sleeping: not at all where another rank would need the core."""
-    num_sharing = sum(place.network == places[rank].network for place in places)
-    return 50e-6 if num_sharing <= len(os.sched_getaffinity(0)) else 0.0

@@ -1,0 +1,330 @@
+"""What goes wrong in torch.distributed over torchmpi raises on its caller, names the cause, and never hangs the job."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+once = pytest.mark.once
+LIMIT_SECONDS = 60
+# What happens twice a second otherwise, and makes these tests wait.
+QUICK = {"TORCHMPI_VERBOSE": "0", "TORCHMPI_WATCHDOG_PERIOD_SECONDS": "0.05"}
+
+START = """
+import os, signal, sys, threading, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import torchmpi.distributed
+torchmpi.distributed.register()
+dist.init_process_group("torchmpi")
+rank, size = dist.get_rank(), dist.get_world_size()
+ones = torch.ones(3)
+dist.barrier()
+if rank == 0:
+    print("running", flush=True)
+
+def error_of(action):
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+def report(name, good, *details):
+    sys.stdout.write(f"{name} is {'right' if good else f'wrong on rank {rank}: {details}'}\\n")
+    sys.stdout.flush()
+"""
+
+
+def all_right(result, cases: int, ranks: int) -> None:
+    assert "wrong" not in result.stdout and result.returncode == 0, result.output
+    assert result.stdout.count(" is right") == cases * ranks, result.output
+
+
+def failing(job, code: str, *, n: int = 3):
+    result = job(n, START + code, timeout=LIMIT_SECONDS, env=QUICK)
+    assert result.returncode != 0, result.output
+    assert "running" in result.stdout, result.output
+    return result
+
+
+# --- the end of a job -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=once)], ids=("first", "after destroy and init"))
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(job, again):
+    """The others wait for half an hour, if nothing ends them; torch puts an exception hook of its own before ours."""
+    more = "dist.destroy_process_group()\ndist.init_process_group('torchmpi')\n" if again else ""
+    result = failing(job, more + "if rank == 1: raise ValueError('no such file')\ndist.all_reduce(ones)", n=2)
+    assert result.stderr.count("Traceback") == 1, result.output
+    assert result.stderr.count("ValueError: no such file") == 1, result.output
+    assert "rank 1 of 2 failed" in result.stderr and "job.py" in result.stderr, result.output
+
+
+def test_leaving_while_the_others_are_in_a_call_ends_the_job(job):
+    result = failing(job, "if rank == 1: sys.exit(0)\ndist.all_reduce(ones)")
+    assert "rank 1" in result.stderr and "allreduce(float32 [3], sum)" in result.stderr, result.output
+
+
+@once
+def test_leaving_with_work_nobody_else_has_ends_the_job(job):
+    result = failing(job, "if rank == 1: work = dist.all_reduce(ones, async_op=True)\nelse: dist.barrier()", n=2)
+    assert "allreduce(float32 [3], sum)" in result.stderr and "barrier()" in result.stderr, result.output
+
+
+@once
+def test_an_interrupt_in_a_wait_ends_the_job(job):
+    code = """
+work = dist.all_reduce(ones, async_op=True) if rank == 0 else None
+if rank == 0:
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    work.wait()
+time.sleep(100)
+"""
+    result = failing(job, code, n=2)
+    assert result.stderr.count("KeyboardInterrupt") >= 1 and "work.wait()" in result.stderr, result.output
+
+
+def test_terminating_the_launcher_ends_a_job_that_waits(tmp_path, mpirun):
+    from conftest import job_environment
+
+    script = tmp_path / "job.py"
+    script.write_text(START + "if rank: time.sleep(100)\ndist.all_reduce(ones)")
+    command = ["timeout", "-k", "5", str(LIMIT_SECONDS), *mpirun, "-n", "2", sys.executable, str(script)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environment(QUICK)
+    )
+    assert process.stdout is not None and process.stdout.readline() == "running\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode not in (0, 124, 137)
+
+
+# --- calls that do not fit together -----------------------------------------------------------------------------------
+
+MISMATCHES = """
+two, many = torch.ones(2), 300000
+CASES = {
+    "verb": (lambda g: dist.barrier(g), lambda g: dist.all_reduce(ones, group=g)),
+    "shape": (lambda g: dist.all_reduce(two, group=g), lambda g: dist.all_reduce(ones, group=g)),
+    "long shape": (
+        lambda g: dist.all_reduce(torch.ones(many), group=g), lambda g: dist.all_reduce(torch.ones(many + 1), group=g),
+    ),
+    "dtype": (lambda g: dist.all_reduce(ones.int(), group=g), lambda g: dist.all_reduce(ones, group=g)),
+    "operation": (
+        lambda g: dist.all_reduce(ones, dist.ReduceOp.MAX, group=g), lambda g: dist.all_reduce(ones, group=g),
+    ),
+    "root": (lambda g: dist.broadcast(ones, 1, group=g), lambda g: dist.broadcast(ones, 0, group=g)),
+    "asynchronous": (
+        lambda g: dist.all_reduce(two, group=g, async_op=True).wait(),
+        lambda g: dist.all_reduce(ones, group=g, async_op=True).wait(),
+    ),
+    "future": (
+        lambda g: dist.all_reduce(two, group=g, async_op=True).get_future().wait(),
+        lambda g: dist.all_reduce(ones, group=g, async_op=True).get_future().wait(),
+    ),
+    "one asynchronous": (
+        lambda g: dist.all_reduce(two, group=g), lambda g: dist.all_reduce(ones, group=g, async_op=True).wait(),
+    ),
+    "gather": (
+        lambda g: dist.gather(two, group=g),
+        lambda g: dist.gather(ones, [ones] * size if rank == 0 else None, group=g),
+    ),
+    "all_gather": (
+        lambda g: dist.all_gather([two] * size, two, group=g), lambda g: dist.all_gather([ones] * size, ones, group=g),
+    ),
+    "lengths of all_to_all": (
+        lambda g: dist.all_to_all([torch.empty(1) for _ in range(size)], [torch.ones(1) for _ in range(size)], group=g),
+        lambda g: dist.all_to_all([torch.empty(2) for _ in range(size)], [torch.ones(2) for _ in range(size)], group=g),
+    ),
+    "scattered": (
+        lambda g: dist.scatter(torch.empty(2), None, group=g),
+        lambda g: dist.scatter(torch.empty(3), [ones] * size if rank == 0 else None, group=g),
+    ),
+    "shape of sparse": (
+        lambda g: dist.all_reduce(torch.ones(9).to_sparse(), group=g),
+        lambda g: dist.all_reduce(torch.ones(2).to_sparse(), group=g),
+    ),
+    "dtype of what is scattered": (
+        lambda g: dist.scatter(torch.empty(3).int(), None, group=g),
+        lambda g: dist.scatter(torch.empty(3), [ones] * size if rank == 0 else None, group=g),
+    ),
+}
+for name, (first, second) in CASES.items():
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    said = error_of(lambda: (first if rank == 1 else second)(group))
+    good = "Mismatch" in said or "called different things" in said
+    dist.barrier()
+    total = torch.ones(5)
+    dist.all_reduce(total, group=group)
+    report(name, good and total.tolist() == [float(size)] * 5, said, total)
+"""
+
+
+def test_calls_that_differ_raise_on_all_ranks(job):
+    """And the next call on that group is right."""
+    result = job(3, START + MISMATCHES, timeout=LIMIT_SECONDS, env=QUICK)
+    all_right(result, 15, 3)
+
+
+# --- ranks that do not come -------------------------------------------------------------------------------------------
+
+MISSING = """
+from torchmpi.distributed import monitored_barrier
+
+def case(name, early, expected="at {file}", late=None):
+    # The last rank comes when the others have given up; `late` is what it does then, and raises itself.
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    dist.barrier()
+    if rank < size - 1:
+        said = error_of(lambda: early(group))
+        wanted = [text.format(file=__file__, last=size - 1) for text in expected.split("|")]
+        good = all(text in said for text in wanted) or "has given it up" in said
+    meet()  # meanwhile the last rank is here
+    if rank == size - 1:
+        said = error_of(lambda: (late or early)(group)) if late is not False else ""
+        good = late is False or "nothing was raised" not in said
+    dist.barrier()
+    report(name, good, said)
+
+def meet():
+    # By the store: no call of torchmpi's, in which the watchdog would find the missing rank.
+    store, number = dist.distributed_c10d._get_default_store(), meet.number
+    meet.number += 1
+    if store.add(f"meet {number}", 1) == size:
+        store.set(f"met {number}", "1")
+    store.wait([f"met {number}"])
+meet.number = 0
+
+case("all_reduce", lambda g: dist.all_reduce(ones, group=g), "StallError|rank {last}, after|in meet")
+case("long all_reduce", lambda g: dist.all_reduce(torch.ones(1 << 20), group=g), "StallError|rank {last}, after")
+case("asynchronous", lambda g: dist.all_reduce(ones, group=g, async_op=True).wait(), "StallError|rank {last}, after")
+case("future", lambda g: dist.all_reduce(ones, group=g, async_op=True).get_future().wait(), "rank {last}, after")
+case("broadcast", lambda g: dist.broadcast(ones, size - 1, group=g), "StallError|rank {last}, after")
+case("all_to_all", lambda g: dist.all_to_all_single(torch.ones(size), torch.ones(size), group=g), "rank {last}, after")
+case("barrier with a limit", lambda g: dist.barrier(g, timeout=timedelta(seconds=0.3)), "StallError|0.3 s|rank {last}")
+case("recv", lambda g: dist.recv(torch.ones(3), size - 1, group=g), "StallError|recv(float32 [3]) from rank 2", False)
+case("recv from any", lambda g: dist.recv(torch.ones(3), group=g), "StallError|from any rank", False)
+case("monitored_barrier", lambda g: monitored_barrier(g, timedelta(seconds=0.5)), "StallError|ank 0", False)
+
+# A limit of the caller's own: the call goes on, and ends well.
+group = dist.new_group()
+dist.barrier()
+if rank == size - 1:
+    meet()
+work = dist.all_reduce(ones, group=group, async_op=True)
+said = error_of(lambda: work.wait(timedelta(seconds=0.2))) if rank < size - 1 else "StallError"
+if rank < size - 1:
+    meet()
+work.wait()
+report("wait with a limit", "StallError" in said and ones.tolist() == [float(size)] * 3, said, ones)
+"""
+
+
+def test_a_rank_that_does_not_come_is_named(job):
+    """The late one gets an error too, and no data of a call that the others have given up."""
+    result = job(3, START + MISSING, timeout=LIMIT_SECONDS, env=QUICK)
+    all_right(result, 11, 3)
+
+
+AFTERWARDS = """
+group = dist.new_group(timeout=timedelta(seconds=0.5))
+target = torch.zeros(3)
+dist.barrier()
+if rank == 0:
+    said = error_of(lambda: dist.recv(torch.ones(3), 1, group=group))
+dist.barrier()
+if rank == 1:
+    for number in (7.0, 8.0):
+        dist.send(torch.full((3,), number), 0, group=group)
+if rank == 0:
+    dist.recv(target, 1, group=group)
+dist.barrier()
+report("the message after one that did not come", rank or (target[0] == 7 and "StallError" in said), target)
+if rank == 0:
+    dist.recv(target, 1, group=group)
+
+from torchmpi.distributed import monitored_barrier
+group = dist.new_group()
+first = second = ""
+if rank == 0:
+    first = error_of(lambda: monitored_barrier(group, timedelta(seconds=0.3)))
+dist.barrier()
+if rank == 1:
+    error_of(lambda: monitored_barrier(group, timedelta(seconds=0.1)))
+dist.barrier()
+if rank == 0:
+    second = error_of(lambda: monitored_barrier(group, timedelta(seconds=0.3)))
+dist.barrier()
+good = rank or ("rank 1" in first.lower() and "rank 1" in second.lower())
+report("an arrival at a barrier that was given up", good, first, second)
+
+# Refused on one rank only: it and the others are then at different calls, and nobody may get data of one that failed.
+group = dist.new_group(timeout=timedelta(seconds=1))
+said = error_of(lambda: dist.all_gather([ones] * (size - (rank == 1)), ones, group=group))
+ended_well = []
+for number in range(4):
+    tensor = torch.full((3,), 10.0 * number + rank)
+    if "nothing" in error_of(lambda: dist.all_reduce(tensor, group=group)):
+        ended_well.append(tensor.tolist())
+everywhere = [None] * size
+dist.all_gather_object(everywhere, ended_well)
+report("calls after a refusal on one rank", "Error" in said and everywhere[0] == everywhere[1], said, everywhere)
+"""
+
+
+def test_nothing_of_a_call_that_failed_is_taken_for_the_next_one(job):
+    result = job(2, START + AFTERWARDS, timeout=LIMIT_SECONDS, env=QUICK)
+    all_right(result, 3, 2)
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+FORK = """
+dist.all_reduce(ones)
+dist.broadcast(ones, 0)
+dist.all_reduce(ones, async_op=True).wait()
+sys.stdout.flush()
+child = os.fork()
+if child == 0:
+    peer, row = (rank + 1) % size, torch.ones(size)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(ones),
+        "asynchronous": lambda: dist.all_reduce(ones, async_op=True).wait(),
+        "broadcast": lambda: dist.broadcast(ones, 0), "barrier": lambda: dist.barrier(),
+        "all_gather": lambda: dist.all_gather([ones] * size, ones),
+        "all_to_all": lambda: dist.all_to_all_single(row, row.clone()),
+        "objects": lambda: dist.broadcast_object_list([1]),
+        "send": lambda: dist.send(ones, peer), "irecv": lambda: dist.irecv(ones, peer).wait(timedelta(seconds=1)),
+        "monitored_barrier": lambda: torchmpi.distributed.monitored_barrier(timeout=timedelta(seconds=1)),
+    }
+    said = {name: error_of(call) for name, call in calls.items()}
+    wrong = {name: text for name, text in said.items() if "forked" not in text}
+    report("forked child", not wrong, wrong)
+    dist.destroy_process_group()
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+total = torch.ones(3)
+dist.all_reduce(total)
+report("parent", status == 0 and total.tolist() == [float(size)] * 3, status, total)
+
+data = torch.utils.data.TensorDataset(torch.arange(64.0))
+sampler = torch.utils.data.DistributedSampler(data)
+total = torch.zeros(())
+for (batch,) in torch.utils.data.DataLoader(data, 8, sampler=sampler, num_workers=2, multiprocessing_context="fork"):
+    part = batch.sum()
+    dist.all_reduce(part)
+    total += part
+report("loader", total.item() == sum(range(64)), total)
+"""
+
+
+def test_a_forked_process_is_no_rank(job):
+    result = job(2, START + FORK, timeout=LIMIT_SECONDS, env=QUICK)
+    all_right(result, 3, 2)

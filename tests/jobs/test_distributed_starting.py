@@ -1,0 +1,249 @@
+"""Every way in which a program may start torch.distributed over torchmpi: it imports torch, and nothing of ours."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from conftest import job_environment
+
+once = pytest.mark.once
+# Programs here do not import torchmpi: torch finds it by its entry point.
+pytestmark = pytest.mark.skipif(
+    not any(entry.name == "torchmpi" for entry in importlib.metadata.entry_points(group="torch.backends")),
+    reason="torchmpi is on the path, but not installed: pip install -e .",
+)
+
+
+def alone(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "default", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=job_environment(environment),
+    )
+
+
+def said(result, text: str, times: int) -> None:
+    assert result.returncode == 0 and result.stdout.count(text) == times, result.output
+
+
+def test_a_script_that_never_heard_of_torchmpi(job):
+    """One line, no environment variables, no end needed; and nothing that looks like trouble."""
+    code = """
+import os
+import torch
+import torch.distributed as dist
+assert not {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} & os.environ.keys()
+dist.init_process_group("torchmpi")
+tensor = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(tensor)
+pending = dist.all_reduce(torch.ones(100000), async_op=True)
+print("sum", tensor.tolist(), flush=True)
+"""
+    result = job(3, code, env={"TORCHMPI_VERBOSE": "0"})
+    said(result, "sum [6.0, 6.0, 6.0]", 3)
+    for complaint in ("Traceback", "arning", "WARNING", "torchmpi"):
+        assert complaint not in result.stderr, result.output
+
+
+EVERY_WAY = """
+import os
+import torch
+import torch.distributed as dist
+from mpi4py import MPI  # what it listens to is its own business
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+def listening():
+    # The ports of this process that wait for somebody, with the address at which they do.
+    files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    own = {os.readlink(file) for file in files if os.path.lexists(file)}
+    entries = [line.split() for table in ("tcp", "tcp6") for line in open(f"/proc/self/net/{table}").readlines()[1:]]
+    return {entry[1] for entry in entries if entry[3] == "0A" and f"socket:[{entry[9]}]" in own}
+
+def check(way, backend="torchmpi", order=1, private=False, **options):
+    before = listening()
+    dist.init_process_group(backend, **options)
+    opened = listening() - before
+    expected = rank if order > 0 else size - 1 - rank
+    tensor = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(tensor)
+    gathered = [None] * size
+    dist.all_gather_object(gathered, dist.get_rank())
+    good = (
+        dist.get_rank() == expected and dist.get_world_size() == size and gathered == list(range(size))
+        and tensor.item() == sum(10.0**number for number in range(size)) and ":" + backend in ":" + dist.get_backend()
+    )
+    if private:
+        good &= bool(opened) == (rank == 0) and {place.split(":")[0] for place in opened} <= LOOPBACK
+    dist.destroy_process_group()
+    print(way, "is", "right" if good else f"wrong: {expected=}, {gathered=}, {tensor=}, {opened=}", flush=True)
+
+check("nothing said", private=True)
+check("mpi", init_method="mpi://", private=True)
+check("mpi with numbers", init_method="mpi://", rank=rank, world_size=size)
+check("environment", init_method="env://", private=True)
+check("environment with numbers", rank=rank, world_size=size)
+check("gloo", backend="gloo")
+check("gloo through mpi", backend="gloo", init_method="mpi://")
+check("both devices", backend="cpu:torchmpi,cuda:torchmpi")
+folder = os.path.dirname(os.path.abspath(__file__))  # of this job, by the test
+check("file", init_method=f"file://{folder}/first", rank=rank, world_size=size)
+check("file backwards", order=-1, init_method=f"file://{folder}/second", rank=size - 1 - rank, world_size=size)
+port = open(f"{folder}/port").read()
+check("tcp", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(size))
+check("variables")
+check("variables for gloo", backend="gloo")
+"""
+
+
+def test_every_way_to_meet(job, tmp_path):
+    """The store that MPI's way opens listens to this host only."""
+    (tmp_path / "port").write_text(str(_free_port()))
+    result = job(2, EVERY_WAY, env={"TORCHMPI_VERBOSE": "0"})
+    assert "wrong" not in result.stdout, result.output
+    said(result, " is right", 2 * 13)
+
+
+def test_numbers_that_are_not_those_of_mpi_are_refused(job):
+    code = """
+import os
+import torch.distributed as dist
+
+size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", -1)))
+for options in ({"rank": 0, "world_size": size + 1}, {"init_method": "mpi://", "rank": 5, "world_size": size}):
+    try:
+        dist.init_process_group("torchmpi", **options)
+    except ValueError as error:
+        print("refused:", "Leave both out" in str(error), flush=True)
+dist.init_process_group("torchmpi")
+dist.barrier()
+print("and then started", flush=True)
+"""
+    result = job(2, code, env={"TORCHMPI_VERBOSE": "0"})
+    said(result, "refused: True", 4)
+    said(result, "and then started", 2)
+
+
+@pytest.mark.parametrize("mixed", ["cpu:torchmpi,cuda:nccl", pytest.param("cpu:gloo,cuda:torchmpi", marks=once)])
+def test_a_mixture_of_backends_ends_the_job_with_the_reason(job, mixed):
+    """Torch would take torchmpi for both, without a word."""
+    code = f"import torch.distributed as dist\ndist.init_process_group({mixed!r})\nprint('started', flush=True)"
+    result = job(2, code)
+    assert result.returncode != 0 and "started" not in result.stdout, result.output
+    assert "mixes torchmpi with others" in result.stderr and "'torchmpi' alone" in result.stderr, result.output
+
+
+@once
+def test_one_process_without_a_launcher():
+    """And the version of torch is not one of those tested: a warning, once, with what was."""
+    code = """
+import torch
+import torch.distributed as dist
+for round in range(2):
+    dist.init_process_group("torchmpi")
+    tensor = torch.arange(3.0)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    gathered = [torch.empty(3)]
+    dist.all_gather(gathered, tensor)
+    print(dist.get_rank(), dist.get_world_size(), gathered, flush=True)
+    dist.destroy_process_group()
+torch.__version__ = "2.99.1"
+dist.init_process_group("torchmpi")
+dist.new_group()
+"""
+    result = alone(code)
+    assert result.returncode == 0 and result.stdout.count("0 1 [tensor([0., 1., 2.])]") == 2, result.stderr
+    assert result.stderr.count("UserWarning") == 1, result.stderr
+    assert "was tested with torch" in result.stderr and "this is 2.99.1" in result.stderr, result.stderr
+
+
+@once
+def test_the_name_mpi_on_demand():
+    code = """
+import torch.distributed as dist
+dist.init_process_group("mpi")
+print("backend", dist.get_backend(), dist.get_backend_config(), flush=True)
+"""
+    asked, not_asked = alone(code, TORCHMPI_AS_MPI="1"), alone(code, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    assert asked.returncode == 0 and "backend torchmpi" in asked.stdout, asked.stderr
+    assert not_asked.returncode != 0 and "torchmpi" not in not_asked.stdout, not_asked.stderr
+
+
+@once
+def test_importing_torch_loads_almost_nothing_of_ours():
+    code = """
+import sys, torch
+import torch.distributed as dist
+print(*sorted(sys.modules))
+print("known", hasattr(dist.Backend, "TORCHMPI"))
+"""
+    with_us, without = alone(code), alone(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "known True" in with_us.stdout, with_us.stderr
+    assert "known False" in without.stdout, without.stderr
+    new = set(with_us.stdout.split()) - set(without.stdout.split()) - {"True"}
+    foreign = {name for name in new if not name.startswith("torchmpi")}
+    # The standard library's own machinery of entry points may come with it.
+    assert not {name.split(".")[0] for name in foreign} & {"mpi4py", "numba", "llvmlite", "numpy", "torch"}, foreign
+    ours = new - foreign
+    assert len(ours) <= 8 and not any("backends" in name or "kernels" in name for name in ours), ours
+
+
+@once
+def test_a_failure_of_ours_does_not_break_importing_torch():
+    code = """
+import sys
+sys.modules["torchmpi.distributed.torch_names"] = None  # as if another torch had none of the private names
+import torch
+print("torch works:", torch.ones(2).sum().item())
+"""
+    result = alone(code)
+    assert result.returncode == 0 and "torch works: 2.0" in result.stdout, result.stderr
+    assert "torchmpi cannot be used as a torch.distributed backend here" in result.stderr, result.stderr
+
+
+@once
+@pytest.mark.skipif(importlib.util.find_spec("torchmpi.sockets") is None, reason="torchmpi.sockets is not there")
+def test_torchrun_without_mpi(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text("""
+import sys
+import torch
+import torch.distributed as dist
+for _ in range(2):
+    dist.init_process_group("torchmpi")
+    tensor = torch.full((3,), dist.get_rank() + 1.0)
+    dist.all_reduce(tensor)
+    work = dist.all_reduce(torch.ones(300000), async_op=True)
+    message = torch.empty(1000)
+    sent = dist.isend(torch.full((1000,), float(dist.get_rank())), 1 - dist.get_rank())
+    dist.recv(message)
+    sent.wait(), work.wait()
+    # In one piece, since torchrun has the ranks' output mixed.
+    sys.stdout.write(f"sum {tensor.tolist()} message {message[0].item() == 1 - dist.get_rank()}\\n")
+    dist.destroy_process_group()
+sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        ["timeout", "-k", "5", "90", *command], capture_output=True, text=True, env=job_environment({})
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("sum [3.0, 3.0, 3.0] message True") == 4, done.stdout + done.stderr
+    assert done.stdout.count("mpi4py loaded: False") == 2, done.stdout + done.stderr
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,208 @@
+"""The tables of docs/torch-distributed.md say what works: each line is a check, made anew here and compared.
+
+``REWRITE_TABLES=1 python -m pytest tests/jobs/test_distributed_support.py`` puts what comes out on the page.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, job_environment
+
+PAGE = ROOT / "docs" / "torch-distributed.md"
+PACKAGE = ROOT / "torchmpi" / "distributed"
+DRIVER = Path(__file__).with_name("distributed_support") / "driver.py"
+BEGIN, END = "<!-- tables: made by tests/jobs/test_distributed_support.py -->\n", "<!-- end of tables -->\n"
+COLUMNS = ("torchmpi", "gloo")
+SECONDS = 160
+NO_FEATURES = {
+    # Whether a library is there, what the checks begin with, and names that are not about communication.
+    "is_gloo_available", "is_mpi_available", "is_nccl_available", "is_ucc_available", "is_xccl_available",
+    "is_torchelastic_launched", "get_debug_level", "init_process_group", "reduce_op", "group",
+}  # fmt: skip
+
+Key = tuple[str, str]
+Cells = dict[Key, str]
+"""By section and name of a feature."""
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def section_of_page(title: str) -> str:
+    """What stands under a heading of the page."""
+    return PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def shown() -> str:
+    """The part of the page that is made here."""
+    return PAGE.read_text().split(BEGIN)[1].split(END)[0]
+
+
+def cells_of(tables: str, column: str) -> Cells:
+    """A column of the tables."""
+    section, found = "", {}
+    for line in tables.splitlines():
+        if line.startswith("### "):
+            section = line.removeprefix("### ")
+        elif line.startswith("| ") and not line.startswith("| |"):
+            name, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
+            found[section, name] = cells[COLUMNS.index(column)]
+    return found
+
+
+def tables_of(columns: dict[str, Cells]) -> str:
+    """The columns as tables, one for each section."""
+    lines, section = [], None
+    for key in columns["torchmpi"]:
+        if key[0] != section:
+            section = key[0]
+            lines += ["", f"### {section}", "", "| | `torchmpi` | `gloo` |", "|---|---|---|"]
+        lines.append(f"| {key[1]} | {' | '.join(columns[name].get(key, '?') for name in COLUMNS)} |")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def rewrite(column: str, fresh: Cells) -> None:
+    """Put a fresh column on the page, beside what the other one says of the same features."""
+    columns = {name: cells_of(shown(), name) for name in COLUMNS}
+    columns = {name: {key: cells.get(key, "?") for key in fresh} for name, cells in columns.items()} | {column: fresh}
+    begin, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(begin + BEGIN + tables_of(columns) + END + rest.split(END)[1])
+
+
+# --- what comes out -------------------------------------------------------------------------------------------------
+
+
+def cells_from(rows: Path) -> Cells:
+    """What the driver wrote, with all checks of a feature in one cell."""
+    outcomes: dict[Key, dict[str, list[str | None]]] = {}
+    for section, title, reason in json.loads(rows.read_text()):
+        name, _, mode = title.partition("|")
+        outcomes.setdefault((section, name), {}).setdefault(mode, []).append(reason)
+    return {key: cell_of(modes) for key, modes in outcomes.items()}
+
+
+def cell_of(modes: dict[str, list[str | None]]) -> str:
+    """``yes``, or ``no`` and why the first of the checks fails; both where asynchronous calls differ."""
+    answers = {}
+    for mode, reasons in modes.items():
+        reason = next(("ends the process" if reason is None else reason for reason in reasons if reason != ""), "")
+        answers[mode] = "no: " + reason.replace("|", "\\|").replace("<", "\\<") if reason else "yes"
+    if len(set(answers.values())) == 1:
+        return next(iter(answers.values()))
+    return ", ".join(f"{mode} {answer}" for mode, answer in answers.items())
+
+
+def how_it_differs(column: str, fresh: Cells) -> str:
+    """Lines of the page and fresh ones."""
+    columns = {name: cells_of(shown(), name) for name in COLUMNS} | {column: fresh}
+    page, made = shown().splitlines(), tables_of(columns).splitlines()
+    return "\n".join(difflib.unified_diff(page, made, "page", "fresh", lineterm=""))
+
+
+def skip_with_another_torch() -> None:
+    tested = re.search(r"PyTorch (\d+\.\d+)", section_of_page("What is supported"))
+    assert tested is not None
+    if not torch.__version__.startswith(tested[1] + "."):
+        pytest.skip(f"the tables are for {tested[0]}, this is {torch.__version__}")
+
+
+# Under the second MPI nothing is different for gloo.
+@pytest.mark.parametrize("column", [pytest.param("torchmpi"), pytest.param("gloo", marks=pytest.mark.once)])
+def test_the_tables_show_what_works(column, launch, tmp_path):
+    skip_with_another_torch()
+    result = launch(2, [DRIVER, column, tmp_path], timeout=SECONDS)
+    rows = tmp_path / "rows.json"
+    assert rows.exists(), result.output
+    fresh = cells_from(rows)
+    fatal = [name for (_, name), cell in fresh.items() if "ends the process" in cell]
+    assert len(fatal) == (result.returncode != 0), f"{fatal}\n{result.output}"
+    if os.environ.get("REWRITE_TABLES"):
+        rewrite(column, fresh)
+    assert cells_of(shown(), column) == fresh, how_it_differs(column, fresh)
+
+
+@pytest.mark.once
+def test_the_same_works_under_torchrun(tmp_path):
+    """But for other ways of meeting, which torchrun's own store does not let through for any backend."""
+    skip_with_another_torch()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    begun = [*command, DRIVER, "torchmpi", tmp_path, "^(?!Starting)"]
+    done = subprocess.run(
+        ["timeout", "-k", "5", str(SECONDS), *map(str, begun)], capture_output=True, text=True, env=job_environment({})
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    fresh = cells_from(tmp_path / "rows.json")
+    expected = {key: cell for key, cell in cells_of(shown(), "torchmpi").items() if key[0] != "Starting"}
+    assert fresh == expected, how_it_differs("torchmpi", fresh)
+
+
+# --- what the page says about it ------------------------------------------------------------------------------------
+
+
+def test_every_no_is_explained():
+    text = section_of_page("What does not work, and why")
+    names = [name for (_, name), cell in cells_of(shown(), "torchmpi").items() if cell != "yes"]
+    missing = [name for name in names if re.findall(r"`[^`]+`", name)[0] not in text]
+    assert names and not missing, f"the page does not say why these do not work: {missing}"
+
+
+def test_every_function_of_torch_distributed_is_in_the_tables():
+    module = dist.distributed_c10d
+    functions = {name for name in module.__all__ if name.islower() and callable(getattr(module, name))} - NO_FEATURES
+    names = " ".join(name for _, name in cells_of(shown(), "torchmpi"))
+    missing = [name for name in sorted(functions) if not re.search(rf"`{name}[`(]", names)]
+    assert len(functions) > 30 and not missing, f"the tables lack {missing}"
+
+
+def test_the_private_names_of_torch_are_on_the_page():
+    text = section_of_page("What of PyTorch it depends on")
+    listed = set(re.findall(r"\b_[a-zA-Z]\w+|\b[A-Z]\w+Options\b", text))
+    needed = private_names_in_torch_names() | overridden_private_names()
+    assert len(needed) > 15
+    assert needed <= listed, f"the page lacks {sorted(needed - listed)}"
+    sources = "\n".join(path.read_text() for path in PACKAGE.glob("*.py"))
+    unused = sorted(name for name in listed if not re.search(rf"\b{name}\b", sources))
+    assert not unused, f"the page names {unused}, which nothing uses"
+
+
+def private_names_in_torch_names() -> set[str]:
+    """What torch_names.py takes from torch: all from its bindings, and elsewhere what begins with an underscore."""
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / "torch_names.py").read_text())):
+        words = []
+        while isinstance(node, ast.Attribute):
+            words.append(node.attr)
+            node = node.value
+        if words and isinstance(node, ast.Name):
+            if node.id == "c10d" and words[-1].endswith("Options"):
+                found.add(words[-1])
+            elif node.id in ("torch", "dist", "module"):
+                found |= {word for word in words if re.match(r"_[a-zA-Z]", word)}
+    return found
+
+
+def overridden_private_names() -> set[str]:
+    """Methods that torch has and ours replace, with an underscore in front."""
+    from torchmpi.distributed import process_group, work
+
+    pairs = [(process_group.ProcessGroup, dist.ProcessGroup)]
+    pairs += [(kind, dist.Work) for kind in (work.Ended, work.Pending, work.PendingMessage)]
+    return {
+        name
+        for ours, theirs in pairs
+        for kind in ours.__mro__
+        if kind.__module__.startswith("torchmpi.")
+        for name in vars(kind)
+        if re.match(r"_[a-zA-Z]", name) and hasattr(theirs, name)
+    }

@@ -1,0 +1,91 @@
+"""What the tests of torch.distributed's own layers share: the default group, and a training run to compare with.
+
+The net and its data are in double precision, so that the order in which gradients are added does not matter to a
+tolerance that anything forgotten or counted twice would miss by far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BATCH = 12
+"""Rows that 1 to 4 ranks can share evenly."""
+STEPS = 4
+TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def default_group() -> Iterator[None]:
+    """``init_process_group("torchmpi")``, as a user's script has it, with or without torchmpi running already."""
+    dist.init_process_group("torchmpi")
+    yield
+    dist.destroy_process_group()
+
+
+def net(seed: int = 3) -> nn.Sequential:
+    """Three layers: the first two can be split over 1 to 4 ranks, the third one unevenly."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 4)
+    return nn.Sequential(*layers).double()
+
+
+def batch(step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """The inputs and targets of a step, all of them or a rank's share."""
+    generator = torch.Generator().manual_seed(100 + step)
+    x, y = torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 4, generator=generator)
+    return x[rows].double(), y[rows].double()
+
+
+def share() -> slice:
+    """The rows of this rank."""
+    return slice(dist.get_rank(), None, dist.get_world_size())
+
+
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    # Adam divides by the size of the gradient, and makes much of roundings in small ones.
+    return torch.optim.Adam(parameters, lr=0.01, eps=1e-3)
+
+
+def loss_of(model: nn.Module, step: int, rows: slice = slice(None)) -> Tensor:
+    x, y = batch(step, rows)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: slice = slice(None), steps: int = STEPS) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, rows).backward()
+        optimizer.step()
+
+
+def trained_alone(make: Callable[..., torch.optim.Optimizer] = sgd, steps: int = STEPS) -> nn.Sequential:
+    """What one process makes of all the data."""
+    model = net()
+    train(model, make(model.parameters()), steps=steps)
+    return model
+
+
+def values(model: nn.Module) -> Tensor:
+    """All parameters, flat."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """All gradients, flat."""
+    return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters() if parameter.grad is not None])
+
+
+def same_everywhere(tensor: Tensor) -> bool:
+    """Whether all ranks have the same bits."""
+    everywhere: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(everywhere, tensor.detach().contiguous().numpy().tobytes())
+    return len(set(everywhere)) == 1

@@ -1,0 +1,111 @@
+"""torch.compile over torchmpi: a model under DDP, sharded layers, and functions with collectives in their graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from distributed_rig import (
+    TIGHT,
+    default_group,  # noqa: F401
+    net,
+    sgd,
+    share,
+    train,
+    trained_alone,
+    values,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# Newer versions have other names for some collectives, which older ones do not know.
+pytestmark = [
+    pytest.mark.usefixtures("default_group"),
+    pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),
+]
+BACKEND = "aot_eager"
+"""The graphs, forwards and backwards, without the C++ that is made of them: compiling that takes very long."""
+
+
+@pytest.fixture(autouse=True)
+def forgetting() -> Iterator[None]:
+    """Every test compiles for itself, and nothing is left for other files."""
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """A module of our own: under DDP torch.compile leaves those of torch.nn alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+def test_compiled_ddp(agree, monkeypatch):
+    """The graph is cut where the buckets are, so that they can be sent while the rest is computed."""
+    graphs: list[Any] = []
+    aot_eager = torch._dynamo.lookup_backend(BACKEND)
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 200)
+    model = DDP(Net(), bucket_cap_mb=200 / 2**20)
+    train(torch.compile(model, backend=counted), sgd(model.parameters()), share())
+    agree.close(values(model), values(trained_alone()), **TIGHT)
+    agree(len(graphs) > 1, f"{len(graphs)} graphs")
+
+
+def test_compiled_layers_under_fsdp(agree):
+    model = net()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.compile(backend=BACKEND)
+            fully_shard(layer)
+    fully_shard(model)
+    train(model, sgd(model.parameters()), share())
+    found = torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
+    agree.close(found, values(trained_alone()), rtol=1e-8, atol=1e-10)
+
+
+def everything(x: Tensor, group: Any) -> Tensor:
+    total = funcol.all_reduce(x * 2, "sum", group)
+    whole = funcol.all_gather_tensor(total + 1, 0, group)
+    part = funcol.reduce_scatter_tensor(whole, "sum", 0, group)
+    exchanged = funcol.all_to_all_single(part, None, None, group)
+    return exchanged * 3
+
+
+def test_compiled_collectives(agree):
+    size, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    compiled = torch.compile(everything, fullgraph=True, backend=BACKEND)
+    for start in (0.0, 5.0):  # the second time with the code that is there
+        x = torch.arange(start, start + 2 * size) + rank
+        agree.equal(compiled(x, group), everything(x, group))
+
+
+def test_compiled_calls_of_torch_distributed(agree):
+    """``dist.all_reduce`` and the like become functional ones in the graph."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+
+    def step(x: Tensor) -> Tensor:
+        y = x * 2
+        dist.all_reduce(y)
+        whole = torch.empty(size * len(y))
+        dist.all_gather_into_tensor(whole, y)
+        return whole.sum() + y
+
+    x = torch.arange(4.0) + rank
+    found = torch.compile(step, fullgraph=True, backend=BACKEND)(x)
+    agree.equal(found, step(x))

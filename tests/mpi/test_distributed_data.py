@@ -1,0 +1,128 @@
+"""Reading data beside torchmpi: workers of a DataLoader, forked while communication is under way, and samplers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_rig import (
+    TIGHT,
+    default_group,  # noqa: F401
+    net,
+    same_everywhere,
+    sgd,
+    values,
+)
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+
+pytestmark = pytest.mark.usefixtures("default_group")
+
+ITEMS = 24
+
+
+class Rows(Dataset[tuple[int, Tensor]]):
+    """Item i, and a tensor that it takes work of torch to make."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        assert get_worker_info() is not None, "not in a worker"
+        return index, torch.full((6,), index / ITEMS).sin().double()
+
+
+class Numbers(IterableDataset[int]):
+    """Every worker of every rank has its own."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        num_readers = dist.get_world_size() * info.num_workers
+        return iter(range(dist.get_rank() * info.num_workers + info.id, ITEMS, num_readers))
+
+
+def loader(**options: object) -> tuple[DataLoader[tuple[int, Tensor]], DistributedSampler[tuple[int, Tensor]]]:
+    sampler: DistributedSampler[tuple[int, Tensor]] = DistributedSampler(Rows(), shuffle=True, seed=4)
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
+    return DataLoader(Rows(), batch_size=2, sampler=sampler, **workers, **options), sampler
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["each epoch anew", "persistent"])
+def test_training_with_workers(agree, persistent):
+    """Workers are forked in the middle of an all_reduce, and end in the middle of others."""
+    batches, sampler = loader(persistent_workers=persistent)
+    model = DDP(net(seed=dist.get_rank()))
+    optimizer = sgd(model.parameters())
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        count, seen = torch.zeros(200_000), []
+        pending = [dist.all_reduce(count, async_op=True) for _ in range(3)]
+        for indices, x in batches:
+            seen += indices.tolist()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        for work in pending:
+            work.wait()
+        everywhere: list[list[int]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everywhere, seen)
+        orders.append(everywhere)
+    agree(same_everywhere(values(model)), "ranks differ")
+    for everywhere in orders:
+        agree.equal(sorted(sum(everywhere, [])), list(range(ITEMS)), "items")
+    agree(orders[0] != orders[1], "the epochs have the same order")
+
+
+def test_the_same_model_with_and_without_workers(agree):
+    batches, sampler = loader()
+    model, alone = DDP(net()), net()
+    optimizer, other = sgd(model.parameters()), sgd(alone.parameters())
+    for _, x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    indices = [list(DistributedSampler(Rows(), dist.get_world_size(), r, seed=4)) for r in range(dist.get_world_size())]
+    for begin in range(0, len(sampler), 2):
+        rows = [index for mine in indices for index in mine[begin : begin + 2]]
+        x = torch.stack([torch.full((6,), index / ITEMS).sin().double() for index in rows])
+        other.zero_grad()
+        alone(x).square().mean().backward()
+        other.step()
+    agree.close(values(model), values(alone), **TIGHT)
+
+
+def test_iterable_data(agree):
+    found = [int(number) for number in DataLoader(Numbers(), batch_size=None, num_workers=2)]
+    everywhere: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    agree.equal(sorted(sum(everywhere, [])), list(range(ITEMS)))
+
+
+class Broken(Rows):
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        raise OSError("no such image")
+
+
+def test_a_worker_that_fails_raises_here_and_not_in_the_job(agree):
+    message = ""
+    try:
+        list(DataLoader(Broken(), num_workers=1))
+    except OSError as error:
+        message = str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    agree("no such image" in message, message or "nothing was raised")
+    agree.equal(total.item(), float(dist.get_world_size()))
+
+
+def test_uneven_samples_are_filled_up_or_dropped(agree):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    rows = list(range(size * 3 + 1))
+    filled = list(DistributedSampler(rows, shuffle=False))  # type: ignore[arg-type]
+    dropped = list(DistributedSampler(rows, shuffle=False, drop_last=True))  # type: ignore[arg-type]
+    agree.equal(dropped[:3], [rank, rank + size, rank + 2 * size])
+    agree.equal(len(dropped), 4 if size == 1 else 3)
+    agree.equal(len(filled), 4)
+    agree.equal(filled[3], (3 * size + rank) % len(rows))

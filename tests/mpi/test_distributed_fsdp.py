@@ -1,0 +1,195 @@
+"""Fully sharded data parallelism over torchmpi, both of PyTorch's, on the CPU: the same as one process does."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_rig import (
+    TIGHT,
+    adam,
+    default_group,  # noqa: F401
+    gradients,
+    loss_of,
+    net,
+    same_everywhere,
+    sgd,
+    share,
+    train,
+    trained_alone,
+    values,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+pytestmark = pytest.mark.usefixtures("default_group")
+
+CPU = torch.device("cpu")
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    """FSDP2: each layer for itself, and what is left."""
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def whole(model: nn.Module) -> Tensor:
+    """All parameters, put together from everybody's shards."""
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
+
+
+def flat(state: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in state.values()])
+
+
+@pytest.mark.parametrize("optimizer_of", [sgd, adam])
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+def test_fsdp2_training_equals_one_process(agree, optimizer_of, reshard):
+    model = sharded(net(), reshard_after_forward=reshard)
+    size = dist.get_world_size()
+    own = sum(p.to_local().numel() for p in model.parameters())
+    train(model, optimizer_of(model.parameters()), share())
+    expected = values(trained_alone(optimizer_of))
+    agree.close(whole(model), expected, rtol=1e-8, atol=1e-10)
+    agree(size == 1 or own < expected.numel(), f"{own} of {expected.numel()} elements on this rank")
+
+
+def test_fsdp2_accumulates_without_communication(agree):
+    model, alone = sharded(net()), net()
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        loss_of(model, step, share()).backward()
+        loss_of(alone, step).backward()
+    found = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+    agree.close(found, gradients(alone), **TIGHT)
+
+
+def test_fsdp2_clips_the_norm_of_all_gradients(agree):
+    model, alone = sharded(net()), net()
+    loss_of(model, 0, share()).backward()
+    loss_of(alone, 0).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    found = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+    agree.close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 0.01), **TIGHT)
+    agree.close(found, gradients(alone), **TIGHT)
+
+
+def test_fsdp2_in_mixed_precision(agree):
+    """Parameters travel as bfloat16, gradients as float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64)
+    model, alone = sharded(net(), mp_policy=policy), net()
+    loss_of(model, 0, share()).backward()
+    loss_of(alone, 0).backward()
+    found = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+    agree.close(found, gradients(alone), rtol=0.1, atol=0.01)
+    agree(not torch.equal(found, gradients(alone)), "nothing was rounded")
+
+
+def test_hybrid_sharding_on_a_mesh(agree):
+    """Sharded over pairs of ranks, replicated over the pairs."""
+    size = dist.get_world_size()
+    shape = (size // 2, 2) if size % 2 == 0 else (size, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = sharded(net(), mesh=mesh)
+    train(model, sgd(model.parameters()), share())
+    agree.close(whole(model), values(trained_alone()), rtol=1e-8, atol=1e-10)
+
+
+def test_fsdp2_state_goes_out_whole_and_comes_back(agree):
+    first, second = sharded(net()), sharded(net(seed=9))
+    optimizers = adam(first.parameters()), adam(second.parameters())
+    train(first, optimizers[0], share())
+    state = get_model_state_dict(first, options=WHOLE)
+    # A copy: the two optimizers would count their steps in one tensor.
+    optimizer_state = deepcopy(get_optimizer_state_dict(first, optimizers[0], options=WHOLE))
+    saved = flat(state)  # now, as setting a state turns its tensors into shards
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    is_first = dist.get_rank() == 0
+    set_model_state_dict(second, state if is_first else {}, options=broadcast)
+    set_optimizer_state_dict(second, optimizers[1], optimizer_state if is_first else {}, options=broadcast)
+    found = [whole(first), whole(second)]
+    for model, optimizer in zip((first, second), optimizers, strict=True):
+        train(model, optimizer, share(), steps=2)
+        found.append(whole(model))
+    agree.close(saved, values(trained_alone(adam)), rtol=1e-8, atol=1e-10)
+    agree.equal(found[1], found[0])
+    agree.equal(found[3], found[2])
+    agree(not torch.equal(found[2], found[0]), "the model has stood still")
+
+
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+
+
+def fsdp1(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    wrap = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(model, auto_wrap_policy=wrap, device_id=CPU, use_orig_params=True, **options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_training_equals_one_process(agree, strategy):
+    model = fsdp1(net(), sharding_strategy=strategy)
+    train(model, sgd(model.parameters()), share())
+    with FullyShardedDataParallel.summon_full_params(model):
+        found = values(model).clone()
+    agree.close(found, values(trained_alone()), rtol=1e-8, atol=1e-10)
+    agree(same_everywhere(found), "ranks differ")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_states(agree):
+    """The whole model on rank 0 only, and everybody's shards."""
+    whole_kind, shards_kind = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+    model, other = fsdp1(net()), fsdp1(net(seed=7))
+    train(model, sgd(model.parameters()), share())
+    with FullyShardedDataParallel.state_dict_type(model, whole_kind, FullStateDictConfig(rank0_only=True)):
+        on_rank_0 = model.state_dict()
+    with FullyShardedDataParallel.state_dict_type(model, shards_kind):
+        shards = model.state_dict()
+    with FullyShardedDataParallel.state_dict_type(other, shards_kind):
+        other.load_state_dict(shards)
+    with FullyShardedDataParallel.summon_full_params(other):
+        found = values(other).clone()
+    agree.close(found, values(trained_alone()), rtol=1e-8, atol=1e-10)
+    if dist.get_rank() == 0:
+        agree.equal(flat(on_rank_0), found)
+    else:
+        agree.equal(len(on_rank_0), 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_clips_the_norm_of_all_gradients(agree):
+    model, alone = fsdp1(net().float()), net().float()
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+    model(x[share()]).square().mean().backward()
+    alone(x).square().mean().backward()
+    norm = model.clip_grad_norm_(0.01)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        found = gradients(model).clone()
+    agree.close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 0.01))
+    agree.close(found, gradients(alone))

@@ -1,0 +1,304 @@
+"""Messages of torch.distributed over torchmpi: whole, and in blocks, as are those with more bytes than MPI counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+import torchmpi as mpi
+from torchmpi import runtime
+from torchmpi.distributed.transfers import MOST_TAG
+from torchmpi.errors import StallError, TorchMPIError
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+from torch_rig import LAYOUTS, Setting
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+NEXT, PREVIOUS = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+# Nothing, less than a block of 64 bytes, one, a little more, many.
+LENGTHS = (0, 1, 15, 16, 17, 33, 5_000)
+LONG = 400_000
+"""Elements that no MPI library sends before they are received."""
+
+pytestmark = pytest.mark.skipif(SIZE == 1, reason="torch refuses messages to oneself")
+
+
+@pytest.fixture(scope="module", params=("whole", "in blocks"), autouse=True)
+def torch_world(request) -> Iterator[str]:
+    """torch's default group; torchmpi is started anew for it, and afterwards as it was for the other files."""
+    was_running = runtime.is_running()
+    mpi.stop()
+    settings = {"message_bytes": 64} if request.param == "in blocks" else {}
+    mpi.start(config=dataclasses.replace(mpi.Config.from_environment(), verbose=False, **settings))
+    dist.init_process_group("torchmpi")
+    yield request.param
+    dist.destroy_process_group()
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
+def error_of(work) -> str:
+    """Waits; what went wrong comes back as text, so that the other ranks are not left in the next call."""
+    try:
+        work.wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def numbers(numel: int, seed: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float32) + 1000.0 * seed
+
+
+def test_every_dtype_and_layout_around_the_ring(agree):
+    for number, dtype in enumerate(contract.MOVABLE):
+        for shape in contract.SHAPES:
+            setting = Setting(None, dtype, shape, number, layout=LAYOUTS[number % len(LAYOUTS)])
+            target, expected = setting.blank(setting.value(PREVIOUS)), setting.value(PREVIOUS)
+            works = [dist.irecv(target, PREVIOUS), dist.isend(setting.laid(setting.value(RANK)), NEXT)]
+            for work in works:
+                work.wait()
+            agree(contract.same_bits(target.detach(), expected), f"{dtype} {shape} {setting.layout}")
+
+
+def test_blocking_calls(agree):
+    """Around the ring without its last link if that is odd: even ranks send first, odd ones receive first."""
+    for numel in (*LENGTHS, LONG // 100):
+        target = torch.empty(numel)
+        for turn in (0, 1):
+            if RANK % 2 == turn and NEXT != (0 if SIZE % 2 else -1):
+                dist.send(numbers(numel, RANK), NEXT)
+            elif PREVIOUS % 2 == turn and RANK != (0 if SIZE % 2 else -1):
+                source = dist.recv(target, PREVIOUS)
+                agree.equal(source, PREVIOUS)
+                agree.equal(target, numbers(numel, PREVIOUS), f"{numel} elements")
+
+
+def test_messages_of_a_pair_keep_their_order(agree):
+    sent = [numbers(LENGTHS[number % len(LENGTHS)], number) for number in range(40)]
+    works = [dist.isend(tensor, NEXT) for tensor in sent]
+    received = [torch.empty_like(tensor) for tensor in sent]
+    works += [dist.irecv(tensor, PREVIOUS) for tensor in received]
+    for work in reversed(works):
+        work.wait()
+    for number, tensor in enumerate(received):
+        agree.equal(tensor, sent[number], f"message {number}")
+
+
+def test_tags_tell_messages_apart(agree):
+    tags = (0, 5, 3, MOST_TAG)
+    received = {tag: torch.empty(20) for tag in tags}
+    works = [dist.irecv(received[tag], PREVIOUS, tag=tag) for tag in reversed(tags)]
+    works += [dist.isend(numbers(20, index + RANK), NEXT, tag=tag) for index, tag in enumerate(tags)]
+    for work in works:
+        work.wait()
+    for index, tag in enumerate(tags):
+        agree.equal(received[tag], numbers(20, index + PREVIOUS), f"tag {tag}")
+
+
+@pytest.mark.parametrize("numel", (3, 40), ids=("short", "longer"))
+def test_from_any_rank(agree, numel):
+    """Several at once, each of which may come from anybody."""
+    if RANK == 0:
+        targets = [torch.empty(numel) for _ in range(2 * (SIZE - 1))]
+        works = [dist.irecv(target) for target in targets]
+        problems = [error_of(work) for work in works]
+        agree(not any(problems), f"{problems}")
+        sources = [work._source_rank() for work, problem in zip(works, problems, strict=True) if not problem]
+        seen: dict[int, int] = {}
+        for source, target in zip(sources, targets, strict=False):
+            turn = seen[source] = seen.get(source, -1) + 1
+            agree.equal(target, numbers(numel, 10 * source + turn), f"message {turn} from {source}")
+        agree.equal(sorted(sources), sorted(2 * list(range(1, SIZE))))
+    else:
+        for turn in range(2):
+            dist.send(numbers(numel, 10 * RANK + turn), 0)
+    dist.barrier()  # before that, the last message might be taken for one of the others
+    if RANK == 0:
+        last = torch.empty(numel)
+        agree.equal(dist.recv(last), SIZE - 1)
+        agree.equal(last, numbers(numel, SIZE - 1))
+    elif RANK == SIZE - 1:
+        dist.send(numbers(numel, RANK), 0)
+
+
+def test_batches(agree):
+    """Everybody to everybody else, some with nothing; sends and receives in an order of each rank's own."""
+    others = [rank for rank in range(SIZE) if rank != RANK]
+    targets = {rank: torch.empty((RANK + 2 * rank) % 4 * 10) for rank in others}
+    operations = [dist.P2POp(dist.irecv, targets[rank], rank) for rank in others]
+    operations += [dist.P2POp(dist.isend, numbers((rank + 2 * RANK) % 4 * 10, RANK), rank) for rank in others]
+    for work in dist.batch_isend_irecv(operations if RANK % 2 else operations[::-1]):
+        work.wait()
+    for rank in others:
+        agree.equal(targets[rank], numbers(targets[rank].numel(), rank), f"from {rank}")
+
+
+def test_a_send_under_way_goes_on_while_its_rank_is_in_a_collective(agree):
+    """The receiver does not come to the collective before it has the message."""
+    total = torch.ones(3)
+    numel = LONG if runtime.current().config.message_bytes > 64 else 4_000
+    if RANK % 2 == 0 and RANK + 1 < SIZE:
+        work = dist.isend(numbers(numel, RANK), NEXT)
+        dist.all_reduce(total)
+        work.wait()
+    else:
+        target = torch.empty(numel)
+        if RANK % 2:
+            dist.recv(target, PREVIOUS)
+            agree.equal(target, numbers(numel, PREVIOUS))
+        dist.all_reduce(total)
+    agree.equal(total, torch.full((3,), float(SIZE)))
+
+
+def test_works_and_tensors_that_are_dropped_arrive(agree):
+    for number in range(4):
+        dist.isend(numbers(2_000, number), NEXT)
+    _others = [torch.full((2_000,), -1.0) for _ in range(8)]
+    for number in range(4):
+        target = torch.empty(2_000)
+        dist.recv(target, PREVIOUS)
+        agree.equal(target, numbers(2_000, number), f"message {number}")
+
+
+def test_a_work_completes_without_being_waited_for(agree):
+    target = torch.empty(100)
+    works = [dist.irecv(target, PREVIOUS), dist.isend(numbers(100, RANK), NEXT)]
+    limit = time.monotonic() + 20
+    while not all(work.is_completed() for work in works) and time.monotonic() < limit:
+        time.sleep(0.002)
+    agree(all(work.is_completed() and work.is_success() for work in works), "is_completed() never became true")
+    agree.equal(target, numbers(100, PREVIOUS))
+    agree(works[0].result()[0] is target)
+
+
+def test_futures(agree):
+    target = torch.empty(100)
+    future = dist.irecv(target, PREVIOUS).get_future().then(lambda future: future.value()[0].sum())
+    work = dist.isend(numbers(100, RANK), NEXT)
+    total = future.wait()
+    work.wait()
+    agree.equal(total, numbers(100, PREVIOUS).sum())
+
+
+def test_a_wait_with_a_limit_raises_and_the_message_may_still_come(agree):
+    target, raised = torch.empty(3), ""
+    work = dist.irecv(target, PREVIOUS)
+    dist.barrier()
+    try:
+        work.wait(timedelta(milliseconds=20))
+    except StallError as error:
+        raised = str(error)
+    dist.barrier()
+    dist.send(numbers(3, RANK), NEXT)
+    work.wait()
+    agree(f"recv(float32 [3]) from rank {PREVIOUS}" in raised, f"raised {raised!r}")
+    agree.equal(target, numbers(3, PREVIOUS))
+
+
+@pytest.mark.parametrize(("sent", "room"), [(3, 4), (4, 3), (0, 3), (3, 0), (48, 32), (32, 48), (48, 33), (20, 40)])
+def test_a_message_of_another_length_raises_on_the_receiver(agree, sent, room):
+    """And the one after it is right; in blocks of 16 elements too, where the lengths may differ by whole ones."""
+    pair = dist.new_group([0, 1])
+    if RANK == 0:
+        works = [dist.isend(numbers(sent, 1), 1, group=pair), dist.isend(numbers(5, 2), 1, tag=1, group=pair)]
+        for work in works:
+            work.wait()
+    elif RANK == 1:
+        wrong, right = torch.empty(room), torch.empty(5)
+        try:
+            dist.recv(wrong, 0, group=pair)
+        except TorchMPIError as error:
+            agree("rank 1" in str(error) and ("rank 0" in str(error)), f"not who with whom: {error}")
+        else:
+            agree(False, f"{sent} elements were taken for {room}: {wrong.tolist()}")
+        dist.recv(right, 0, tag=1, group=pair)
+        agree.equal(right, numbers(5, 2), "the next message")
+    if RANK < 2:
+        dist.destroy_process_group(pair)
+
+
+def test_in_a_group_ranks_have_numbers_of_their_own(agree):
+    """torch counts ranks in the world, and in the group where the argument says so."""
+    backwards = dist.new_group([rank for rank in range(SIZE) if rank > 0])
+    if RANK > 0 and SIZE > 2:
+        target = torch.empty(4)
+        following, before = RANK % (SIZE - 1) + 1, (RANK - 2) % (SIZE - 1) + 1
+        work = dist.isend(numbers(4, RANK), following, group=backwards)
+        source = dist.recv(target, group_src=before - 1, group=backwards)
+        work.wait()
+        agree.equal(target, numbers(4, before))
+        agree.equal(source, before)
+        work = dist.isend(numbers(4, RANK), group_dst=following - 1, group=backwards)
+        source = dist.recv(target, group=backwards)
+        work.wait()
+        agree.equal(source, before, "from any rank")
+    if RANK > 0:
+        dist.destroy_process_group(backwards)
+
+
+def test_messages_and_collectives_do_not_mix(agree):
+    target, total = torch.empty(50), torch.ones(50)
+    works = [
+        dist.irecv(target, PREVIOUS),
+        dist.all_reduce(total, async_op=True),
+        dist.isend(numbers(50, RANK), NEXT),
+    ]
+    for work in works:
+        work.wait()
+    agree.equal(target, numbers(50, PREVIOUS))
+    agree.equal(total, torch.full((50,), float(SIZE)))
+
+
+def test_objects(agree):
+    received: list = [None, None]
+    if RANK == 0:
+        dist.send_object_list([{"from": 0}, "text" * 100], 1)
+    elif RANK == 1:
+        agree.equal(dist.recv_object_list(received, 0), 0)
+        agree.equal(received, [{"from": 0}, "text" * 100])
+
+
+def refused_calls():
+    ones, world = torch.ones(3), dist.group.WORLD
+    return {
+        "negative tag": (lambda: dist.isend(ones, NEXT, tag=-1), "tag=-1"),
+        "tag too large": (lambda: dist.isend(ones, NEXT, tag=MOST_TAG + 1), f"tag={MOST_TAG + 1}"),
+        "tag of a receive": (lambda: dist.irecv(ones, PREVIOUS, tag=1 << 30), f"tag={1 << 30}"),
+        "to nobody": (lambda: dist.send(ones, SIZE), f"{SIZE}"),
+        "to a negative rank": (lambda: world.send([ones], -1, 0), "-1"),
+        "from a negative rank": (lambda: world.recv([ones], -1, 0), "-1"),
+        "from nobody": (lambda: world.recv([ones], SIZE, 0), f"{SIZE}"),
+        "two tensors": (lambda: world.send([ones, ones], NEXT, 0), "2 tensors"),
+        "sparse": (lambda: dist.send(ones.to_sparse(), NEXT), "to_dense"),
+        "meta": (lambda: dist.recv(ones.to("meta"), PREVIOUS), "meta"),
+        "expanded": (lambda: dist.recv(torch.ones(1).expand(3), PREVIOUS), "expanded"),
+    }
+
+
+REFUSED = (
+    "negative tag", "tag too large", "tag of a receive", "to nobody", "to a negative rank", "from a negative rank",
+    "from nobody", "two tensors", "sparse", "meta", "expanded",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_sent(agree, name):
+    call, remedy = refused_calls()[name]
+    try:
+        call()
+    except (TorchMPIError, ValueError) as error:
+        agree(remedy in str(error), f"no remedy: {error}")
+    else:
+        agree(False, "accepted")

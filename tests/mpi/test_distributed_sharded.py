@@ -1,0 +1,145 @@
+"""State that is spread over the ranks: ZeroRedundancyOptimizer, and distributed checkpoints, on torchmpi."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed_rig import (
+    adam,
+    default_group,  # noqa: F401
+    net,
+    same_everywhere,
+    share,
+    train,
+    trained_alone,
+    values,
+)
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+pytestmark = pytest.mark.usefixtures("default_group")
+
+ADAM = {"lr": 0.01, "eps": 1e-3}
+LOOSE = {"rtol": 1e-8, "atol": 1e-10}
+
+
+def zero(model: nn.Module, **options: object) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **ADAM, **options)
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["parameters", "buckets"])
+def test_zero_equals_adam_and_shards_its_state(agree, as_view):
+    model = DDP(net())
+    optimizer = zero(model, parameters_as_bucket_view=as_view)
+    train(model, optimizer, share())
+    num_own, num_all = len(optimizer.optim.state), len(list(model.parameters()))
+    agree.close(values(model), values(trained_alone(adam)), **LOOSE)
+    agree(same_everywhere(values(model)), "ranks differ")
+    size = dist.get_world_size()
+    agree(num_own < num_all if size > 1 else num_own == num_all, f"state of {num_own} of {num_all} parameters")
+
+
+def test_zero_consolidates_its_state_on_a_rank(agree):
+    model, last = DDP(net()), dist.get_world_size() - 1
+    optimizer = zero(model)
+    train(model, optimizer, share())
+    optimizer.consolidate_state_dict(to=last)
+    if dist.get_rank() == last:
+        single = net()
+        plain = adam(single.parameters())
+        train(single, plain)
+        found, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        agree.equal(sorted(found), sorted(expected))
+        for index, state in expected.items():
+            agree.close(found[index]["exp_avg"], state["exp_avg"], **LOOSE)
+
+
+def test_join_of_ddp_and_zero(agree):
+    """The ranks that are done take part in the gradients and in the updates of the others."""
+    rank = dist.get_rank()
+    model = DDP(net())
+    optimizer = zero(model)
+    with Join([model, optimizer]):
+        train(model, optimizer, share(), steps=rank + 1)
+    agree(same_everywhere(values(model)), "ranks differ")
+    agree(not torch.equal(values(model), values(net())), "nothing was learned")
+
+
+class Training(Stateful):
+    """Model and optimizer, sharded, as the tutorial on distributed checkpoints has them."""
+
+    def __init__(self, seed: int) -> None:
+        self.model = net(seed)
+        for layer in self.model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = adam(self.model.parameters())
+
+    def state_dict(self) -> dict[str, object]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+    def whole(self) -> torch.Tensor:
+        return torch.cat([p.full_tensor().detach().reshape(-1) for p in self.model.parameters()])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The same on all ranks."""
+    paths = [str(tmp_path)]
+    dist.broadcast_object_list(paths)
+    yield Path(paths[0])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async save"])
+def test_checkpoint_comes_back(agree, folder, asynchronous):
+    first, second = Training(3), Training(8)
+    train(first.model, first.optimizer, share())
+    if asynchronous:
+        # It plans in a thread of its own, so it wants a group of its own to talk in.
+        group = dist.new_group()
+        dcp.async_save({"training": first}, checkpoint_id=folder, process_group=group).result()
+        dist.destroy_process_group(group)
+    else:
+        dcp.save({"training": first}, checkpoint_id=folder)
+    dcp.load({"training": second}, checkpoint_id=folder)
+    found = first.whole(), second.whole()
+    for training in (first, second):
+        train(training.model, training.optimizer, share(), steps=1)
+    agree.close(found[0], values(trained_alone(adam)), **LOOSE)
+    agree.equal(found[1], found[0])
+    agree.equal(second.whole(), first.whole())
+    num_files = len(list(folder.glob("*.distcp")))
+    agree.equal(num_files, dist.get_world_size())
+
+
+def test_checkpoint_of_shards_becomes_an_ordinary_file(agree, folder):
+    """Saved on all ranks, read by one that has no group, as a model without shards."""
+    training = Training(3)
+    train(training.model, training.optimizer, share())
+    dcp.save({"training": training}, checkpoint_id=folder)
+    dist.barrier()
+    single = net(seed=8)
+    if dist.get_rank() == 0:
+        dcp_to_torch_save(folder, folder / "whole.pt")
+        single.load_state_dict(torch.load(folder / "whole.pt")["training"]["model"])
+    found = training.whole()
+    if dist.get_rank() == 0:
+        agree.equal(values(single), found)

@@ -1,0 +1,265 @@
+"""Works and futures of torch.distributed over torchmpi, and calls on several groups in any order."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies
+
+from torchmpi import runtime
+
+sys.path.insert(0, str(Path(__file__).parent))
+import torch_rig
+from torch_rig import CALLS, Setting, wrong
+
+torch_world = torch_rig.torch_world
+pytestmark = [
+    pytest.mark.usefixtures("torch_world"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*will be deprecated"),
+]
+
+
+def test_what_a_work_tells(agree):
+    size = dist.get_world_size()
+    tensor = torch.ones(4)
+    work = dist.all_reduce(tensor, async_op=True)
+    agree(work.wait() is True)
+    agree(work.wait(timedelta(seconds=5)) is True, "a second wait")
+    agree(work.is_completed() and work.is_success() and work.exception() is None)
+    agree(work.result()[0] is tensor)
+    agree.equal(tensor, torch.full((4,), float(size)))
+    barrier = dist.barrier(async_op=True)
+    agree(barrier.wait() and barrier.is_completed())
+
+
+def test_a_work_completes_without_being_waited_for(agree):
+    tensor = torch.ones(4)
+    work = dist.all_reduce(tensor, async_op=True)
+    limit = threading.Event()
+    for _ in range(2000):
+        if work.is_completed():
+            break
+        limit.wait(0.005)
+    agree(work.is_completed(), "is_completed() never became true")
+    agree.equal(tensor, torch.full((4,), float(dist.get_world_size())))
+
+
+def test_futures_and_what_is_chained_to_them(agree):
+    """As PowerSGD does it: what is called back makes further calls, and waits for them."""
+    size = dist.get_world_size()
+    first, second, third = torch.ones(3), torch.ones(5), torch.ones(7)
+
+    def reduce_second(future):
+        return [future.value()[0], dist.all_reduce(second, async_op=True).get_future().wait()[0]]
+
+    def reduce_third(future):
+        dist.all_reduce(third)
+        dist.barrier()
+        return [*future.value(), third]
+
+    future = dist.all_reduce(first, async_op=True).get_future().then(reduce_second).then(reduce_third)
+    after = torch.full((2,), 3.0)
+    results = future.wait()
+    dist.all_reduce(after)
+    agree(results[0] is first and results[2] is third, "the future's tensors are not those of the calls")
+    for tensor in results:
+        agree.equal(tensor, torch.full_like(tensor, float(size)))
+    agree.equal(after, torch.full((2,), 3.0 * size))
+
+
+def test_an_error_in_a_callback_belongs_to_its_future(agree):
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future().then(lambda future: 1 / 0)
+    raised = ""
+    try:
+        future.wait()
+    except Exception as error:
+        raised = str(error)
+    work.wait()
+    again = torch.ones(3)
+    dist.all_reduce(again)
+    agree("division by zero" in raised, f"the callback's error: {raised!r}")
+    agree.equal(tensor, again)
+
+
+def test_many_works_waited_for_in_any_order(agree):
+    size = dist.get_world_size()
+    tensors = [torch.full((number % 50,), float(number)) for number in range(200)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    order = list(range(200))
+    random.Random(dist.get_rank()).shuffle(order)
+    for index in order:
+        works[index].wait()
+    for number, tensor in enumerate(tensors):
+        agree.equal(tensor, torch.full_like(tensor, float(number * size)), f"call {number}")
+
+
+def test_a_tensor_that_only_the_call_still_knows_stays_alive(agree):
+    size, numel = dist.get_world_size(), 300_000
+    works, references = [], []
+    for number in range(8):
+        tensor = torch.full((numel,), float(number))
+        references.append(weakref.ref(tensor))
+        works.append(dist.all_reduce(tensor, async_op=True))
+        del tensor
+    others = [torch.full((numel,), -1.0) for _ in range(8)]  # would take the memory if it were free
+    for number, work in enumerate(works):
+        work.wait()
+        agree.equal(work.result()[0], torch.full((numel,), float(number * size)), f"call {number}")
+    del others, works, work
+    dist.barrier(async_op=True).wait()  # the group's thread has let go of the calls before
+    agree(all(reference() is None for reference in references), "a tensor outlives its work")
+
+
+def test_calls_on_one_tensor_keep_their_order(agree):
+    """What a call reads and writes, it does in its turn, also where it has to copy first."""
+    rank, size, numel = dist.get_rank(), dist.get_world_size(), 150_000
+    total = float(sum(range(1, size + 1)))
+    summed, column = torch.full((numel,), rank + 1.0), torch.full((numel, 2), rank + 1.0)[:, 0]
+    listed = [torch.full((numel,), rank + 1.0) for _ in range(size)]
+    scattered, exchanged, gathered = torch.empty(numel), torch.empty(numel, 1), torch.empty(numel * size)
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in (summed, column, *listed)]
+    works.append(dist.all_reduce(summed, dist._make_nccl_premul_sum(0.5), async_op=True))
+    works.append(torch_rig.all_gather_single(gathered, column, async_op=True))
+    works.append(dist.reduce_scatter(scattered, listed, async_op=True))
+    rows = numel // size
+    sizes = [rows] * (size - 1) + [numel - rows * (size - 1)]
+    received = torch.empty(sizes[rank] * size, 1)
+    works.append(dist.all_to_all_single(received, column.unsqueeze(1), [sizes[rank]] * size, sizes, async_op=True))
+    works.append(dist.scatter(exchanged, [part.unsqueeze(1) for part in listed] if rank == 0 else None, async_op=True))
+    for work in works:
+        work.wait()
+    for name, actual, expected in (
+        ("factor", summed, total * size * 0.5),
+        ("gathered", gathered, total),
+        ("scattered sums", scattered, total * size),
+        ("exchanged", received, total),
+        ("scattered", exchanged, total),
+    ):
+        agree.equal(actual, torch.full_like(actual, expected), name)
+
+
+def test_works_that_are_dropped_run_all_the_same(agree):
+    size, tensor = dist.get_world_size(), torch.ones(10)
+    for _ in range(6):
+        dist.all_reduce(tensor, async_op=True)
+        dist.all_gather([torch.empty(1000) for _ in range(size)], torch.ones(1000), async_op=True)
+    dist.barrier()
+    agree.equal(tensor, torch.full((10,), float(size**6)))
+
+
+# --- any order -------------------------------------------------------------------------------------------------------
+
+LENGTHS = (0, 1, 3, 28, 113, 1025, 20_001)
+STEPS = strategies.tuples(
+    strategies.sampled_from([*CALLS, "all_reduce", "all_reduce"]),
+    strategies.integers(0, 2),
+    strategies.sampled_from(LENGTHS),
+    strategies.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.int32)),
+    strategies.integers(0, 11),
+)
+BLOCKS = strategies.lists(
+    strategies.tuples(strategies.booleans(), strategies.lists(STEPS, min_size=1, max_size=6)), min_size=2, max_size=6
+)
+
+
+@pytest.fixture(scope="module")
+def groups(torch_world):
+    """The world, every second rank, and neighbours in pairs; None where this rank is no member."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group(list(range(first, min(first + 2, size)))) for first in range(0, size, 2)]
+    return [None, dist.new_group(list(range(0, size, 2))) if size > 1 else None, pairs[rank // 2]]
+
+
+def test_any_sequence_of_calls_on_several_groups(groups, agree):
+    """Asynchronous calls may be made in a different order of groups on each rank, and waited for in any order.
+
+    A block is made either in one order by all, where some ranks call synchronously, or asynchronously in an order of
+    each rank's own, which keeps that within a group. The same examples on all ranks, to the end whatever comes out.
+    """
+    rank = dist.get_rank()
+
+    def make(number, step, asynchronous):
+        name, index, numel, dtype, seed = step
+        setting = Setting(groups[index], dtype, (numel,), seed, asynchronous=asynchronous)
+        work, pairs = CALLS[name](setting)
+        return f"call {number} of group {index}: {name}", setting, work, pairs
+
+    @hypothesis.settings(
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=25,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(BLOCKS, strategies.integers(0, 1 << 20))
+    def run(blocks, seed):
+        own = random.Random(seed * 100 + rank)
+        made = []
+        for is_shuffled, steps in blocks:
+            numbered = [entry for entry in enumerate(steps) if is_member(groups[entry[1][1]])]
+            if is_shuffled:
+                numbered = merged(numbered, own)
+            made += [make(number, step, is_shuffled or own.random() < 0.5) for number, step in numbered]
+            if own.random() < 0.3 and made[-1:] and made[-1][2] is not None:
+                made[-1][2].wait()
+        own.shuffle(made)
+        for name, setting, work, pairs in made:
+            if work is not None:
+                work.wait()
+            for problem in wrong(name, setting, pairs):
+                agree(False, problem)
+
+    run()
+
+
+def is_member(group) -> bool:
+    return group is not dist.GroupMember.NON_GROUP_MEMBER
+
+
+def merged(numbered, choice):
+    """Another order of the same calls, in which those on one group keep theirs."""
+    order = [step[1] for _, step in numbered]
+    choice.shuffle(order)
+    queues = {index: iter([entry for entry in numbered if entry[1][1] == index]) for index in set(order)}
+    return [next(queues[index]) for index in order]
+
+
+def test_several_groups_from_several_threads(agree):
+    if not runtime.current().threads_allowed:
+        pytest.skip("this MPI library takes one thread at a time")
+    own_groups = [dist.new_group() for _ in range(4)]
+    problems: list[str] = []
+
+    def work(index: int) -> None:
+        choice = random.Random(index)
+        try:
+            for _ in range(30):
+                name = choice.choice(list(CALLS))
+                asynchronous = choice.random() < 0.4
+                setting = Setting(own_groups[index], shape=(choice.choice(LENGTHS),), seed=choice.randrange(9))
+                made, pairs = CALLS[name](setting._replace(asynchronous=asynchronous))
+                if made is not None:
+                    made.wait()
+                problems.extend(wrong(name, setting, pairs))
+        except Exception as error:
+            problems.append(f"thread {index}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for group in own_groups:
+        dist.destroy_process_group(group)
+    agree(not problems, "; ".join(problems[:5]))

@@ -1,0 +1,254 @@
+"""Parts of the torch.distributed backend that need no other process."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import sys
+import threading
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmpi.distributed import reductions, registration, rendezvous, rows, torch_names, work
+from torchmpi.errors import ArgumentError, StallError
+from torchmpi.handle import Handle
+
+ReduceOp = dist.ReduceOp
+
+
+@pytest.mark.parametrize("name", ("reductions", "rows", "transfers", "rendezvous"))
+def test_examples_in_docstrings(name):
+    result = doctest.testmod(importlib.import_module(f"torchmpi.distributed.{name}"))
+    assert result.failed == 0
+    assert result.attempted > 0 or name in ("transfers", "rendezvous")
+
+
+# --- works ------------------------------------------------------------------------------------------------------------
+
+
+def pending(limit_seconds: float = 0.0):
+    handle, outputs = Handle("a call"), [torch.ones(2)]
+    return handle, outputs, work.Pending(handle, outputs, limit_seconds)
+
+
+def test_a_work_before_and_after_its_call_has_ended():
+    handle, outputs, pending_work = pending()
+    assert not pending_work.is_completed() and not pending_work.is_success() and pending_work.exception() is None
+    handle.set_result(None)
+    assert pending_work.is_completed() and pending_work.is_success() and pending_work.wait()
+    assert pending_work.result()[0] is outputs[0]
+
+
+def test_a_work_of_a_call_that_failed():
+    handle, _, pending_work = pending()
+    future = pending_work.get_future()
+    chained = future.then(lambda future: future.value())
+    handle.set_error(ValueError("bad sample"))
+    assert pending_work.is_completed() and not pending_work.is_success()
+    assert isinstance(pending_work.exception(), ValueError)
+    with pytest.raises(ValueError, match="bad sample"):
+        pending_work.wait()
+    # In C++'s words, which know no ValueError; what matters is that no value comes out.
+    for failed in (future, chained, pending_work.get_future()):
+        assert failed.done()
+        with pytest.raises(Exception, match="bad sample"):
+            failed.wait()
+
+
+def test_a_wait_that_takes_too_long_raises_and_may_be_repeated():
+    handle, _, pending_work = pending(limit_seconds=0.01)
+    for timeout in (None, timedelta(0), timedelta(milliseconds=5)):
+        with pytest.raises(StallError):
+            pending_work.wait(timeout)
+    handle.set_result(None)
+    assert pending_work.wait()
+
+
+def test_the_future_of_a_work_is_one_and_has_its_tensors():
+    handle, outputs, pending_work = pending()
+    early = pending_work.get_future()
+    seen: list[torch.Tensor] = []
+    early.add_done_callback(lambda future: seen.extend(future.value()))
+    assert not early.done()
+    handle.set_result(None)
+    assert seen[0] is outputs[0] and early.wait()[0] is outputs[0]
+    late = work.Pending(handle, outputs, 0.0).get_future()
+    assert late.done() and late.value()[0] is outputs[0]
+
+
+def test_futures_asked_for_while_the_call_ends():
+    """Whoever comes at the same moment from two threads: every future completes, and callbacks run once."""
+    for _ in range(300):
+        handle, _, pending_work = pending()
+        called: list[int] = []
+        barrier = threading.Barrier(2)
+
+        def ask(pending_work=pending_work, called=called, barrier=barrier):
+            barrier.wait()
+            pending_work.get_future().add_done_callback(lambda future: called.append(1))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        barrier.wait()
+        handle.set_result(None)
+        thread.join()
+        pending_work.get_future().wait()
+        assert called == [1]
+
+
+def test_the_work_of_a_call_that_had_ended():
+    ended = work.ENDED
+    assert ended.wait() and ended.is_completed() and ended.is_success() and ended.exception() is None
+    assert ended.get_future().done()
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "name"),
+    [
+        (ReduceOp.SUM, torch.float32, "sum"),
+        (ReduceOp.AVG, torch.bfloat16, "avg"),
+        (ReduceOp.PRODUCT, torch.int8, "prod"),
+        (ReduceOp.MIN, torch.float64, "min"),
+        (ReduceOp.MAX, torch.bool, "max"),
+        (ReduceOp.BAND, torch.int32, "band"),
+        (ReduceOp.BOR, torch.uint8, "bor"),
+        (ReduceOp.BXOR, torch.bool, "bxor"),
+        (ReduceOp.SUM, torch.bool, "lor"),
+        (ReduceOp.PRODUCT, torch.bool, "land"),
+    ],
+)
+def test_every_operation_has_a_name(op, dtype, name):
+    assert reductions.name_of(ReduceOp(op), dtype) == name
+
+
+def test_the_factor_of_a_sum():
+    half = dist._make_nccl_premul_sum(0.5)
+    tensor = torch.full((3,), 4.0, requires_grad=True)
+    assert reductions.is_scaled(half) and not reductions.is_scaled(ReduceOp(ReduceOp.SUM))
+    scaled = reductions.scaled(tensor, half)
+    assert scaled.tolist() == [2.0] * 3 and not scaled.requires_grad and tensor.tolist() == [4.0] * 3
+    with pytest.raises(ArgumentError, match="floating point"):
+        reductions.scaled(torch.ones(3, dtype=torch.int32), half)
+
+
+# --- lists as rows ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=0, max_size=3), st.booleans(), st.booleans())
+def test_lists_become_rows_and_back(num_parts, shape, is_whole, is_transposed):
+    """Whatever memory the parts have, each has its row in the end, and nothing else is written."""
+    whole = torch.zeros((num_parts + 2, *shape))
+    parts = list(whole[1:-1].unbind()) if is_whole else [torch.zeros(shape) for _ in range(num_parts)]
+    if is_transposed:
+        order = tuple(reversed(range(len(shape))))
+        parts = [torch.zeros(tuple(reversed(shape))).permute(order) for _ in parts]
+    target = rows.stacked(parts)
+    numel = parts[0].numel()
+    assert target.shape == (num_parts, numel)
+    values = torch.arange(1.0, num_parts * numel + 1).view(num_parts, numel)
+    target.copy_(values)
+    rows.deliver_each(target, parts)
+    for part, expected in zip(parts, values, strict=True):
+        assert torch.equal(part.reshape(-1), expected)
+    assert not whole[0].any() and not whole[-1].any(), "written beside the parts"
+    if is_whole and not is_transposed and numel:
+        assert target.data_ptr() == parts[0].data_ptr(), "copied where the memory itself would do"
+
+
+def test_parts_out_of_order_or_with_gaps_are_not_taken_for_one_piece():
+    whole = torch.zeros(4, 3)
+    for parts in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[0]], [whole[2], whole[3], whole[0]]):
+        assert rows.stacked(parts).data_ptr() != parts[0].data_ptr()
+    first, second = torch.zeros(3), torch.zeros(3)
+    beyond = [first, torch.as_strided(first, (3,), (1,)), second]
+    assert rows.stacked(beyond).data_ptr() != first.data_ptr()
+
+
+def test_a_result_goes_into_the_memory_itself_only_if_that_is_in_order():
+    direct, strided = torch.zeros(2, 3), torch.zeros(3, 2).t()
+    assert rows.result_rows(direct, 2).data_ptr() == direct.data_ptr()
+    target = rows.result_rows(strided, 2)
+    assert target.data_ptr() != strided.data_ptr()
+    target.copy_(torch.arange(6.0).view(2, 3))
+    rows.deliver(target, strided)
+    assert torch.equal(strided, torch.arange(6.0).view(2, 3))
+
+
+def test_one_tensor_per_rank():
+    tensor = torch.ones(1)
+    assert rows.one_of([tensor]) is tensor and rows.one_of(tensor) is tensor
+    for wrong in ([], [tensor, tensor]):
+        with pytest.raises(ArgumentError, match=f"{len(wrong)} tensors"):
+            rows.one_of(wrong)
+
+
+# --- rendezvous and registration --------------------------------------------------------------------------------------
+
+
+def test_the_numbers_in_a_url():
+    assert rendezvous._numbers("env://?rank=3&world_size=8") == {"rank": 3, "world_size": 8}
+    assert rendezvous._numbers("mpi://") == {}
+    rendezvous._check_numbers("env://?rank=-1&world_size=-1", 2, 4)
+    rendezvous._check_numbers("env://?rank=2&world_size=4", 2, 4)
+    for url in ("env://?rank=3&world_size=4", "env://?rank=2&world_size=5"):
+        with pytest.raises(ArgumentError, match="rank 2 of 4"):
+            rendezvous._check_numbers(url, 2, 4)
+
+
+def test_only_the_addresses_of_other_interfaces_are_offered():
+    assert not any(address.startswith("127.") for address in rendezvous._own_addresses())
+    listener = rendezvous._listen("127.0.0.1")
+    assert listener is not None
+    with listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1" and rendezvous._reaches(host, port)
+    assert rendezvous._listen("192.0.2.1") is None, "an address that no host has"
+
+
+def test_registering_twice_is_harmless():
+    before = dist.Backend._plugins.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registration.register()
+        first = dist.Backend._plugins["TORCHMPI"]
+        registration.register()
+    assert dist.Backend._plugins["TORCHMPI"] is first
+    assert set(dist.Backend._plugins) == {*before, "TORCHMPI"}
+
+
+def test_a_failure_to_register_is_a_warning(monkeypatch):
+    def fail() -> None:
+        raise ImportError("no such private name")
+
+    monkeypatch.setattr(registration, "_register", fail)
+    with pytest.warns(UserWarning, match="no such private name"):
+        registration.register()
+
+
+def test_versions_of_torch_that_were_not_tested_are_told(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in torch_names.TESTED:
+            monkeypatch.setattr(torch, "__version__", f"{version}.7+cu130")
+            torch_names.warn_if_untested()
+    monkeypatch.setattr(torch, "__version__", "3.1.0")
+    with pytest.warns(UserWarning, match=rf"tested with torch {torch_names.TESTED[0]}.*this is 3\.1\.0"):
+        torch_names.warn_if_untested()
+
+
+def test_dynamo_is_told_to_stay_out_once_it_is_loaded():
+    """And only then: loading it costs a second, which `import torch` must not."""
+    known = set(sys.meta_path)
+    torch_names.keep_dynamo_out("hypothesis")  # any package
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    assert any(folder.rstrip("/").endswith("/hypothesis") for folder in rules.SKIP_DIRS)
+    assert set(sys.meta_path) <= known, "the finder stays behind"
