@@ -151,6 +151,14 @@ CASES = {
         lambda g: dist.all_reduce(torch.ones(9).to_sparse(), group=g),
         lambda g: dist.all_reduce(torch.ones(2).to_sparse(), group=g),
     ),
+    "lists of reduce_scatter": (
+        lambda g: dist.reduce_scatter(torch.empty(2), [torch.ones(4), torch.ones(2), torch.ones(1)], group=g),
+        lambda g: dist.reduce_scatter(torch.empty((2, 4, 1)[rank]), [torch.ones(n) for n in (2, 4, 1)], group=g),
+    ),
+    "lists of all_reduce_coalesced": (
+        lambda g: dist.all_reduce_coalesced([torch.ones(2), torch.ones(3)], group=g),
+        lambda g: dist.all_reduce_coalesced([torch.ones(3), torch.ones(2)], group=g),
+    ),
     "dtype of what is scattered": (
         lambda g: dist.scatter(torch.empty(3).int(), None, group=g),
         lambda g: dist.scatter(torch.empty(3), [ones] * size if rank == 0 else None, group=g),
@@ -170,7 +178,7 @@ for name, (first, second) in CASES.items():
 def test_calls_that_differ_raise_on_all_ranks(job):
     """And the next call on that group is right."""
     result = job(3, START + MISMATCHES, timeout=LIMIT_SECONDS, env=QUICK)
-    all_right(result, 15, 3)
+    all_right(result, 17, 3)
 
 
 # --- ranks that do not come -------------------------------------------------------------------------------------------

@@ -89,3 +89,18 @@ def same_everywhere(tensor: Tensor) -> bool:
     everywhere: list[bytes] = [b""] * dist.get_world_size()
     dist.all_gather_object(everywhere, tensor.detach().contiguous().numpy().tobytes())
     return len(set(everywhere)) == 1
+
+
+def numbers(*shape: int, start: int = 0) -> Tensor:
+    """Small whole numbers, which no order of additions can round."""
+    count = int(torch.Size(shape).numel())
+    return (torch.arange(start, start + count) % 13).double().reshape(shape)
+
+
+def of_rank(rank: int, *shape: int) -> Tensor:
+    """A tensor that every rank has another one of."""
+    return numbers(*shape, start=3 * rank + 1)
+
+
+def everybodys(*shape: int) -> list[Tensor]:
+    return [of_rank(rank, *shape) for rank in range(dist.get_world_size())]

@@ -106,6 +106,33 @@ def test_frozen_parameters(agree):
     agree.equal(model[2].weight.detach(), net()[2].weight.detach())
 
 
+class Words(nn.Module):
+    """Gradients of three kinds: sparse, complex and plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(20, 4, sparse=True).double()
+        self.phases = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.out = nn.Linear(4, 2).double()
+
+    def forward(self, words: Tensor) -> Tensor:
+        result: Tensor = self.out((self.table(words).mean(1) * self.phases).abs())
+        return result
+
+
+def test_sparse_and_complex_gradients(agree):
+    words = torch.randint(20, (12, 3), generator=torch.Generator().manual_seed(3))
+    model, alone = DDP(Words()), Words()
+    for module, rows in ((model, words[share()]), (alone, words)):
+        module(rows).square().mean().backward()
+    table = model.module.table.weight.grad
+    agree(table.is_sparse, "the gradient of the table is dense")
+    agree.close(table.to_dense(), alone.table.weight.grad.to_dense(), **TIGHT)
+    agree.close(model.module.phases.grad, alone.phases.grad, **TIGHT)
+    agree.close(model.module.out.weight.grad, alone.out.weight.grad, **TIGHT)
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What PyTorch builds on a process group: functional collectives, meshes, sharded tensors, tensor parallelism."""
+"""What PyTorch builds on process groups: meshes, sharded tensors and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from distributed_rig import (
     TIGHT,
     default_group,  # noqa: F401
+    everybodys,
     gradients,
     loss_of,
     net,
+    numbers,
+    of_rank,
     values,
 )
 from torch import Tensor, nn
@@ -28,129 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-# Newer versions have other names for some collectives, which older ones do not know.
-pytestmark = [
-    pytest.mark.usefixtures("default_group"),
-    pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),
-]
-
-
-def numbers(*shape: int, start: int = 0) -> Tensor:
-    """Small whole numbers, which no order of additions can round."""
-    count = int(torch.Size(shape).numel())
-    return (torch.arange(start, start + count) % 13).double().reshape(shape)
-
-
-def of_rank(rank: int, *shape: int) -> Tensor:
-    return numbers(*shape, start=3 * rank + 1)
-
-
-def everybodys(*shape: int) -> list[Tensor]:
-    return [of_rank(rank, *shape) for rank in range(dist.get_world_size())]
-
-
-# --- functional collectives ---------------------------------------------------------------------------------------
-
-
-def test_functional_collectives(agree):
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    mine, all_of_them = of_rank(rank, 2 * size, 3), everybodys(2 * size, 3)
-    total = sum(all_of_them)
-    last = size - 1
-    found = {
-        "all_reduce": funcol.all_reduce(mine, "sum", group),
-        "average": funcol.all_reduce(mine, "avg", group),
-        "all_gather": funcol.all_gather_tensor(mine, 0, group),
-        "all_gather along 1": funcol.all_gather_tensor(mine, 1, group),
-        "reduce_scatter": funcol.reduce_scatter_tensor(mine, "sum", 0, group),
-        "all_to_all": funcol.all_to_all_single(mine, None, None, group),
-        "broadcast": funcol.broadcast(mine, last, group),
-    }
-    expected = {
-        "all_reduce": total,
-        "average": total / size,
-        "all_gather": torch.cat(all_of_them),
-        "all_gather along 1": torch.cat(all_of_them, 1),
-        "reduce_scatter": total.chunk(size)[rank],
-        "all_to_all": torch.cat([theirs.chunk(size)[rank] for theirs in all_of_them]),
-        "broadcast": all_of_them[last],
-    }
-    for name, result in found.items():
-        agree.equal(funcol.wait_tensor(result), expected[name], name)
-    agree.equal(mine, of_rank(rank, 2 * size, 3), "the input")
-
-
-def test_functional_all_to_all_uneven(agree):
-    """Rank r sends as many rows to rank j as r + 2 j says, modulo 3."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def rows(source: int, target: int) -> int:
-        return (source + 2 * target) % 3
-
-    incoming, outgoing = [rows(r, rank) for r in range(size)], [rows(rank, r) for r in range(size)]
-    result = funcol.all_to_all_single(of_rank(rank, sum(outgoing), 2), incoming, outgoing, dist.group.WORLD)
-    parts = []
-    for source in range(size):
-        theirs = [rows(source, target) for target in range(size)]
-        parts.append(of_rank(source, sum(theirs), 2).split(theirs)[rank])
-    agree.equal(funcol.wait_tensor(result), torch.cat(parts))
-
-
-def test_functional_coalesced(agree):
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    mine = [of_rank(rank, size, 2), of_rank(rank, 3 * size)]
-    everybody = [everybodys(size, 2), everybodys(3 * size)]
-    sums = funcol.all_reduce_coalesced(mine, "sum", group)
-    wholes = funcol.all_gather_into_tensor_coalesced(mine, group)
-    parts = funcol.reduce_scatter_tensor_coalesced(mine, "sum", [0, 0], group)
-    for index, theirs in enumerate(everybody):
-        agree.equal(funcol.wait_tensor(sums[index]), sum(theirs), "all_reduce")
-        agree.equal(funcol.wait_tensor(wholes[index]), torch.cat(theirs), "all_gather")
-        agree.equal(funcol.wait_tensor(parts[index]), sum(theirs).chunk(size)[rank], "reduce_scatter")
-
-
-def test_gradients_go_through_functional_collectives(agree):
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    x = of_rank(rank, size, 2).requires_grad_()
-    gathered = funcol.all_gather_tensor_autograd(x, 0, group)
-    scattered = funcol.reduce_scatter_tensor_autograd(gathered * (rank + 1), "sum", 0, group)
-    exchanged = funcol.all_to_all_single_autograd(scattered, [1] * size, [1] * size, group)
-    (exchanged * (rank + 1)).sum().backward()
-    # x is multiplied by the sum of all factors on its way, and its row r by what rank r makes of it.
-    factor = size * (size + 1) / 2
-    agree.equal(x.grad, factor * torch.arange(1.0, size + 1).double()[:, None].expand(size, 2))
-
-
-def test_coalescing_manager(agree):
-    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    pairs = [(of_rank(rank, size), torch.empty(1).double()), (of_rank(rank, 2 * size), torch.empty(2).double())]
-    sums, wholes = [of_rank(rank, 4), of_rank(rank, 2, 3)], [torch.empty(3 * size).double() for _ in range(2)]
-    copies = [of_rank(rank, 5), of_rank(rank, 2)]
-    with dist._coalescing_manager(async_ops=True) as reducing:
-        for tensor in sums:
-            dist.all_reduce(tensor)
-    with dist._coalescing_manager(device=device, async_ops=True) as gathering:
-        for whole in wholes:
-            dist.all_gather_into_tensor(whole, of_rank(rank, 3))
-    with dist._coalescing_manager(device=device):
-        for whole, part in pairs:
-            dist.reduce_scatter_tensor(part, whole)
-    with dist._coalescing_manager(device=device):
-        for tensor in copies:
-            dist.broadcast(tensor, size - 1)
-    reducing.wait()
-    gathering.wait()
-    agree.equal(sums[0], sum(everybodys(4)))
-    agree.equal(sums[1], sum(everybodys(2, 3)))
-    for whole in wholes:
-        agree.equal(whole, torch.cat(everybodys(3)))
-    for index, (_, part) in enumerate(pairs, start=1):
-        agree.equal(part, sum(everybodys(index * size)).chunk(size)[rank])
-    agree.equal(copies[0], of_rank(size - 1, 5))
-    agree.equal(copies[1], of_rank(size - 1, 2))
-
-
-# --- meshes and sharded tensors -----------------------------------------------------------------------------------
+pytestmark = pytest.mark.usefixtures("default_group")
 
 
 def mesh_1d() -> DeviceMesh:
@@ -231,9 +111,6 @@ def test_products_of_sharded_tensors(agree):
         results.append((product, left.grad, right.grad))
     for expected, found in zip(*results, strict=True):
         agree.equal(found.full_tensor().detach(), expected.detach())
-
-
-# --- tensor parallelism -------------------------------------------------------------------------------------------
 
 
 def test_tensor_parallel_equals_one_process(agree):
