@@ -175,6 +175,14 @@ pytest_suite() {
     begin "$name" "$limit" python -m pytest --color=no -q --durations=5 "$@" ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
+# share NAME: sets `only` to the options by which what is the same under every MPI runs under one of them, about half of it
+# under the first and half under the last, as their jobs run side by side.
+share() {
+    only=()
+    [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
+    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,docs,scripts}.py)
+}
+
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed.
 mpi_suites() {
     local ranks=$1 num_failures=${#failed_logs[@]} name log
@@ -182,9 +190,10 @@ mpi_suites() {
     for name in "$@"; do
         rm -rf "${logs:?}/$name-n$ranks"
         use_environment "$name"
+        share "$name"
         launch_command "$ranks"
         begin "$name-n$ranks" 600 "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
-            python -m pytest --with-mpi -p no:cacheprovider --color=no -q tests/mpi \
+            python -m pytest --with-mpi -p no:cacheprovider --color=no -q tests/mpi ${only[@]+"${only[@]}"} \
             ${pytest_options[@]+"${pytest_options[@]}"}
     done
     finish
@@ -199,6 +208,7 @@ mpi_suites() {
 
 cd "$checkout" || exit 1
 export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 prepare_environments
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 use_environment "${mpis%% *}"
@@ -219,12 +229,10 @@ for ranks in $sizes; do
 done
 # Last, as they take longest: where time runs out, everything else has been run.
 if [ $quick = no ]; then
-    skip=()
     for name in $mpis; do
         use_environment "$name"
-        pytest_suite "$name-jobs" 2700 tests/jobs ${skip[@]+"${skip[@]}"}
-        # Shell scripts, documentation and the bench command are the same under every MPI: once is enough.
-        skip=(--ignore=tests/jobs/test_{scripts,docs,bench}.py -m "not once")
+        share "$name"
+        pytest_suite "$name-jobs" 2700 tests/jobs ${only[@]+"${only[@]}"}
     done
     finish
 fi

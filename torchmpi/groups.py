@@ -169,6 +169,7 @@ class Group:
             if part is not None:
                 part.free()
         self.context.groups.remove(self)
+        self.ledger.close()
         if self.page is not None:
             self.page.close()
         mpi_library.give_back(self.side_comm)

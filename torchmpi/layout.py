@@ -10,9 +10,10 @@ from __future__ import annotations
 WORD_BYTES = 8
 _LINE_WORDS = 16  # 128 bytes
 
-# The head: number of the last call entered and left, of the one refused, questions asked and answered, the end, and
-# whether this rank fetches slowly what the others have written (see torchmpi.kernels.placing).
-ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY = range(7)
+# The head: number of the last call entered and left, of the one refused, questions asked and answered, the end,
+# whether this rank fetches slowly what the others have written (see torchmpi.kernels.placing), and whether it has given
+# the group up, and answers no more.
+ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED = range(8)
 
 # Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read.
 READY = 1 * _LINE_WORDS

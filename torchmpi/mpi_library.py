@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -108,9 +109,33 @@ def initialise() -> tuple[Any, bool]:
     return MPI, ours
 
 
+_is_watching_exceptions = _has_failed = False
+
+
+def end_job_on_exception() -> None:
+    """Should an exception end this process, end those that MPI started with it, instead of waiting for them.
+
+    For programs that meet through MPI and then do without torchmpi, whose own handling of failures says more.
+    """
+    global _is_watching_exceptions
+    if _is_watching_exceptions:
+        return
+    _is_watching_exceptions, original = True, sys.excepthook
+
+    def note(kind: Any, error: Any, trace: Any) -> None:
+        global _has_failed
+        _has_failed = True
+        original(kind, error, trace)
+
+    sys.excepthook = note
+
+
 def _finalise(MPI: Any, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child that ends has no MPI to finalize, and would wait for the others for ever
+    if _has_failed and MPI.COMM_WORLD.size > 1:
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
         remove_own_segments()  # Open MPI 5.0 leaves 16 MB behind in a process that was started without mpirun

@@ -21,6 +21,7 @@ from .errors import MismatchError, StallError
 from .layout import (
     ANSWERED,
     ASKED,
+    CLOSED,
     ENTERED,
     LEFT,
     REFUSED,
@@ -303,6 +304,16 @@ class Ledger:
         known = sorted({entry for entry in (*self.history, current) if entry is not None})
         return [Call(*entry) for entry in known[-most:]]
 
+    def recent_in_words(self) -> list[str]:
+        """The last calls as this rank tells others of them, the newest first."""
+        return [f"#{call.seq}: {describe(call.code, call.shape)}" for call in reversed(self.recent())]
+
+    def close(self) -> None:
+        """Leave word for ranks that are still in a call which this one has refused, and ask when it has gone."""
+        if self.board is not None:
+            self.board.write_text(self.rank, "\n".join(["has given this group up", *self.recent_in_words()]))
+            self.board.set(self.rank, CLOSED, 1)
+
 
 def is_stopping(world: Any, rank: int) -> bool:
     """Whether a rank of this host has come to ``stop()``, as the board of the world shows."""
@@ -341,7 +352,7 @@ def ask(
     before = board.get(other, ANSWERED)
     board.set(rank, ASKED, ticket)
     limit = time.monotonic() + patience_seconds
-    while board.get(other, ANSWERED) == before:
+    while board.get(other, ANSWERED) == before and not board.get(other, CLOSED):
         if time.monotonic() > limit:
             return ""
         meanwhile()

@@ -136,7 +136,7 @@ class Watchdog(threading.Thread):
 
     def _check_refused(self, group: Group, current: tuple[int, int, tuple[int, ...]]) -> None:
         board = group.board
-        if board is None:
+        if board is None or board.get(group.rank, layout.REFUSED) == current[0]:  # it is on its way out
             return
         for row in range(group.size):
             if row != group.rank and board.get(row, layout.REFUSED) == current[0]:
@@ -218,9 +218,7 @@ class Watchdog(threading.Thread):
         asked = sum(board.get(row, layout.ASKED) for row in range(group.size) if row != group.rank)
         if asked != self._answered.get(group, 0):
             self._answered[group] = asked
-            calls = reversed(group.ledger.recent())
-            history = [f"#{call.seq}: {progress.describe(call.code, call.shape)}" for call in calls]
-            board.write_text(group.rank, "\n".join([whereabouts(), *history]))
+            board.write_text(group.rank, "\n".join([whereabouts(), *group.ledger.recent_in_words()]))
             board.set(group.rank, layout.ANSWERED, board.get(group.rank, layout.ANSWERED) + 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
 import subprocess
@@ -62,6 +63,12 @@ def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         # Unbuffered, the pieces of one print() would mix with those of other ranks; lines are flushed whole instead.
         "PYTHONUNBUFFERED": "",
+        # Open MPI 5 waits a second at each start for libfabric, which has nothing for the ranks of one host. The others
+        # are those that Debian leaves out in a file, which this variable replaces.
+        "OMPI_MCA_mtl": "^ofi",
+        "OMPI_MCA_btl": "^ofi,openib,uct",
+        # Jobs of two MPIs run side by side, and a rank that waits would keep a core from them.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
     }
     return environment | extra
 
@@ -69,7 +76,7 @@ def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
 Launch = Callable[..., Result]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def launch(mpirun: list[str]) -> Launch:
     """``launch(n, ["script.py", ...], timeout=60, env={}) -> Result``.
 
@@ -101,3 +108,24 @@ def job(launch: Launch, tmp_path: Path) -> Launch:
         return launch(n, [script], **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For ``--data``: scikit-learn's digits in files. Importing scikit-learn takes a rank longer than the training."""
+    pytest.importorskip("sklearn", reason="the examples train on scikit-learn's digits: install the extra examples")
+    folder = tmp_path_factory.mktemp("digits")
+    write_mnist(folder, 1797)
+    return folder
+
+
+def write_mnist(directory: Path, num: int) -> None:
+    """So many of the digits, in the format of MNIST and under the names of its test files."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    pixels, header = (images[:num] * 255 / 16).round().astype("uint8"), bytes((0, 0, 8, 3))
+    shape = b"".join(length.to_bytes(4, "big") for length in (num, 8, 8))
+    (directory / "t10k-images.idx3-ubyte.gz").write_bytes(gzip.compress(header + shape + pixels.tobytes()))
+    content = bytes((0, 0, 8, 1)) + num.to_bytes(4, "big") + labels[:num].astype("uint8").tobytes()
+    (directory / "t10k-labels-idx1-ubyte").write_bytes(content)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from conftest import ROOT
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "async_sgd"
+EXAMPLES = ROOT / "examples" / "async_sgd"
 COMPARE = EXAMPLES / "compare.py"
 METHODS = ("allreduce", "easgd")
 MAX_LINES = 120
-pytestmark = pytest.mark.once
 
 pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
 
@@ -30,11 +31,13 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def compare(launch, tmp_path):
-    """``compare("--quick")`` runs on two ranks and reads the files that have been written."""
+    """``compare("--quick")`` runs on two ranks and reads what has been written; plots take it some seconds."""
 
-    def run(*options: str) -> Outcome:
+    def run(*options: str | Path, plots: bool = False) -> Outcome:
         folder = tmp_path / "results"
-        result = launch(2, [COMPARE, "--out", folder, *options], timeout=120)
+        (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+        env = {} if plots else {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+        result = launch(2, [COMPARE, "--out", folder, *options], timeout=120, env=env)
         assert result.returncode == 0, result.output
         with (folder / "table.csv").open(newline="") as file:
             table = list(csv.DictReader(file))
@@ -43,9 +46,9 @@ def compare(launch, tmp_path):
     return run
 
 
-def test_quick(compare):
+def test_quick(compare, digits):
     """Two methods learn, from equally many samples; table, curves, plots and progress tell the same."""
-    outcome = compare("--quick", "--methods", *METHODS)
+    outcome = compare("--quick", "--methods", *METHODS, "--data", digits)
     expected = [("allreduce", 0), ("easgd", 4), ("easgd", 16)]
     assert [(run["method"], run["period"]) for run in outcome.runs] == expected
     assert [(row["method"], int(row["period"])) for row in outcome.table] == expected
@@ -70,9 +73,10 @@ def test_quick(compare):
         assert re.search(rf"^ *{number}/3 +{method} .*error {100 * end['error']:5.2f} %", outcome.stdout, re.M)
 
 
-def test_plots(compare):
+def test_plots(compare, digits):
     pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
-    outcome = compare("--methods", "sequential", "diloco", "--periods", "4", "8", "--seeds", "1", "2", "--epochs", "1")
+    options = ("--periods", "4", "8", "--seeds", "1", "2", "--epochs", "1", "--data", digits)
+    outcome = compare("--methods", "sequential", "diloco", *options, plots=True)
     for name in ("samples", "seconds", "megabytes", "summary"):
         assert (outcome.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert [row["method"] for row in outcome.table] == ["sequential", "diloco", "diloco"]
@@ -87,10 +91,11 @@ def test_plots(compare):
         assert (float(row["lowest"]), float(row["highest"])) == (min(errors), max(errors))
 
 
-def test_tuning_chooses_the_better_rate(compare):
+def test_tuning_chooses_the_better_rate(compare, digits):
     """A rate with which nothing is learnt loses, and the test images are left alone."""
-    options = ["--tune", "--methods", "localsgd", "--periods", "4", "--seeds", "1", "--epochs", "4"]
+    options = ["--tune", "--methods", "localsgd", "--periods", "4", "--seeds", "1", "--epochs", "4", "--data", digits]
     outcome = compare(*options, "--lr", "1e-5", "0.2")
+    assert "no plots: matplotlib is not installed" in outcome.stdout
     assert "localsgd: {4: 0.2}" in outcome.stdout.splitlines()
     assert "the last 288 training images are for validation" in outcome.stdout
 

@@ -118,7 +118,7 @@ def test_what_a_job_refuses(launch):
         (["memory"], "Run it without mpirun"),
         (["starts"], "Run it without mpirun"),
     ):
-        result = launch(2, [*BENCH, *arguments])
+        result = launch(1, [*BENCH, *arguments])
         assert result.returncode != 0 and words in result.stderr and "Traceback" not in result.stderr, result.output
 
 

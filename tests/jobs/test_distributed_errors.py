@@ -188,7 +188,7 @@ from torchmpi.distributed import monitored_barrier
 
 def case(name, early, expected="at {file}", late=None):
     # The last rank comes when the others have given up; `late` is what it does then, and raises itself.
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
     dist.barrier()
     if rank < size - 1:
         said = error_of(lambda: early(group))

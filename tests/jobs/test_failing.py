@@ -23,6 +23,7 @@ if rank == 0:
 """
 # Starting Python and torch on a busy machine is most of this; the issue is that nobody waits for ever.
 LIMIT_SECONDS = 60
+once = pytest.mark.once
 
 
 def failing(job, code: str, *, n: int = 3, env: dict[str, str] | None = None):
@@ -39,8 +40,8 @@ def test_an_exception_ends_the_job_with_one_traceback(job):
     assert "torchmpi: rank 1 of 3 failed" in result.stderr, result.output
 
 
-@pytest.mark.parametrize("delay", (0, 1))
-def test_stopping_in_finally_does_not_hide_the_cause(job, delay):
+@pytest.mark.parametrize(("delay", "n"), ((0, 3), pytest.param(1, 2, marks=once)))
+def test_stopping_in_finally_does_not_hide_the_cause(job, delay, n):
     """Regression: the others met stop() where they expected allreduce, and their complaint was all one saw."""
     code = f"""
 try:
@@ -51,7 +52,7 @@ try:
 finally:
     mpi.stop()
 """
-    result = failing(job, code)
+    result = failing(job, code, n=n)
     assert result.stderr.count("ValueError: bad sample 17") == 1, result.output
 
 
@@ -71,8 +72,8 @@ def test_the_same_exception_on_all_ranks_is_explained_once(job):
     assert result.stderr.count("Traceback") <= 2, result.output  # two ranks may fail within the same microseconds
 
 
-@pytest.mark.parametrize("inside_mpi", (False, True), ids=("in Python", "inside MPI"))
-def test_sigterm_on_one_rank_ends_the_job(job, inside_mpi):
+@pytest.mark.parametrize(("inside_mpi", "n"), ((False, 3), (True, 2)), ids=("in Python", "inside MPI"))
+def test_sigterm_on_one_rank_ends_the_job(job, inside_mpi, n):
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
     code = f"""
 if rank == 1 and {not inside_mpi}:
@@ -83,7 +84,7 @@ if rank == 0:
     time.sleep({LIMIT_SECONDS})
 mpi.allreduce(torch.ones(3))
 """
-    result = failing(job, code)
+    result = failing(job, code, n=n)
     assert result.stderr.count("rank 1 got SIGTERM") == 1, result.output
     assert "job.py" in result.stderr, result.output
 
@@ -92,41 +93,73 @@ def test_a_killed_rank_ends_the_job(job):
     failing(job, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nmpi.allreduce(torch.ones(3))")
 
 
-@pytest.mark.parametrize("status", (0, 3))
+@pytest.mark.parametrize("status", (pytest.param(0, marks=once), 3))
 def test_leaving_while_the_others_communicate_ends_the_job(job, status):
-    result = failing(job, f"if rank == 1: sys.exit({status})\nmpi.allreduce(torch.ones(3))")
+    result = failing(job, f"if rank == 1: sys.exit({status})\nmpi.allreduce(torch.ones(3))", n=2)
     assert "rank 1 called stop()" in result.stderr, result.output
     assert "allreduce(float32 [3], sum)" in result.stderr, result.output
 
 
+# What rank 1 calls, what the others call, and what both are told.
+DIFFERENT = [
+    ("mpi.barrier()", "mpi.allreduce(torch.ones(3))", ("barrier()", "allreduce(float32 [3], sum)")),
+    ("mpi.allreduce(torch.ones(4))", "mpi.allreduce(torch.ones(3))", ("float32 [4]", "float32 [3]")),
+    ("mpi.allreduce(torch.ones(2, 3))", "mpi.allreduce(torch.ones(3, 2))", ("float32 [2, 3]", "float32 [3, 2]")),
+    ("mpi.allreduce(torch.ones(3).int())", "mpi.allreduce(torch.ones(3))", ("int32 [3]", "float32 [3]")),
+    ("mpi.allreduce(torch.ones(3), op='max')", "mpi.allreduce(torch.ones(3))", ("max", "sum")),
+    ("mpi.broadcast(torch.ones(3), 1)", "mpi.broadcast(torch.ones(3), 0)", ("root=1", "root=0")),
+    ("mpi.allreduce_async(torch.ones(4)).wait()", "mpi.allreduce_async(torch.ones(3)).wait()", ("[4]", "[3]")),
+    (
+        "mpi.allgather(torch.ones(3, 2))",
+        "mpi.allgather(torch.ones(3, 3))",
+        ("allgather(float32 [2])", "allgather(float32 [3])"),
+    ),
+    (
+        "mpi.allreduce_many([torch.ones(2), torch.ones(3)])",
+        "mpi.allreduce_many([torch.ones(3), torch.ones(2)])",
+        ("allreduce_many(2 tensors of 5 float32 in all",),
+    ),
+    ("mpi.stop()", "mpi.allreduce(torch.ones(3))", ("stop()", "allreduce")),
+]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "names"),
-    [
-        ("mpi.barrier()", "mpi.allreduce(torch.ones(3))", ("barrier()", "allreduce(float32 [3], sum)")),
-        ("mpi.allreduce(torch.ones(4))", "mpi.allreduce(torch.ones(3))", ("float32 [4]", "float32 [3]")),
-        ("mpi.allreduce(torch.ones(2, 3))", "mpi.allreduce(torch.ones(3, 2))", ("float32 [2, 3]", "float32 [3, 2]")),
-        ("mpi.allreduce(torch.ones(3).int())", "mpi.allreduce(torch.ones(3))", ("int32 [3]", "float32 [3]")),
-        ("mpi.allreduce(torch.ones(3), op='max')", "mpi.allreduce(torch.ones(3))", ("max", "sum")),
-        ("mpi.broadcast(torch.ones(3), 1)", "mpi.broadcast(torch.ones(3), 0)", ("root=1", "root=0")),
-        ("mpi.allreduce_async(torch.ones(4)).wait()", "mpi.allreduce_async(torch.ones(3)).wait()", ("[4]", "[3]")),
-        (
-            "mpi.allgather(torch.ones(3, 2))",
-            "mpi.allgather(torch.ones(3, 3))",
-            ("allgather(float32 [2])", "allgather(float32 [3])"),
-        ),
-        (
-            "mpi.allreduce_many([torch.ones(2), torch.ones(3)])",
-            "mpi.allreduce_many([torch.ones(3), torch.ones(2)])",
-            ("allreduce_many(2 tensors of 5 float32 in all",),
-        ),
-        ("mpi.stop()", "mpi.allreduce(torch.ones(3))", ("stop()", "allreduce")),
-    ],
+    [DIFFERENT[0], pytest.param(*DIFFERENT[6], marks=once), pytest.param(*DIFFERENT[9], marks=once)],
 )
-def test_different_calls_are_named(job, one, other, names):
-    result = failing(job, f"if rank == 1: {one}\nelse: {other}\nmpi.barrier()\n")
+def test_different_calls_end_the_job_and_are_named(job, one, other, names):
+    result = failing(job, f"if rank == 1: {one}\nelse: {other}\nmpi.barrier()\n", n=2)
     assert "called different things" in result.stderr, result.output
     for name in names:
         assert name in result.stderr, result.output
+
+
+@pytest.fixture(scope="module")
+def told(launch, tmp_path_factory) -> list[list[str]]:
+    """For each of the different calls but ``stop()`` what the ranks have been told, in a job that catches it."""
+    code = f"""
+for number, (one, other, _) in enumerate({DIFFERENT[:-1]!r}):
+    try:
+        eval(one if rank == 1 else other)
+    except mpi.TorchMPIError as error:
+        print(f"told {{number}}:", " ".join(str(error).split()), flush=True)
+mpi.barrier()
+"""
+    script = tmp_path_factory.mktemp("different") / "job.py"
+    script.write_text(START + code)
+    result = launch(3, [script], timeout=LIMIT_SECONDS)
+    assert result.returncode == 0, result.output
+    lines = result.stdout.splitlines()
+    return [[line for line in lines if line.startswith(f"told {number}:")] for number in range(len(DIFFERENT) - 1)]
+
+
+@pytest.mark.parametrize("number", range(len(DIFFERENT) - 1), ids=[one for one, *_ in DIFFERENT[:-1]])
+def test_different_calls_are_named_on_all_ranks(told, number):
+    assert len(told[number]) == 3, told[number]
+    for line in told[number]:
+        assert "called different things" in line, line
+        for name in DIFFERENT[number][2]:
+            assert name in line, line
 
 
 def test_a_refusal_that_is_caught_does_not_leave_the_others_waiting(job):
@@ -145,7 +178,7 @@ except mpi.TorchMPIError:
     assert "cannot end: rank 1 called something else" in result.stderr, result.output
 
 
-@pytest.mark.parametrize("hosts", (1, 3))
+@pytest.mark.parametrize("hosts", (pytest.param(1, marks=once), 3))
 def test_a_missing_rank_is_named_with_the_line_it_is_at(job, hosts):
     """On one host the ranks read it from a shared page; between hosts (here in name only) they ask each other."""
     code = "if rank == 2: time.sleep(60)  # lost in thought\nmpi.allreduce(torch.ones(3))"
@@ -172,7 +205,9 @@ def test_a_message_nobody_sends_is_reported(job):
     assert "recv(float32 [5]) from rank 1" in result.stderr, result.output
 
 
-def test_a_forked_process_is_no_rank_and_ends_quietly(job):
+@pytest.fixture(scope="module")
+def after_forks(launch, tmp_path_factory):
+    """A job of two ranks that fork in all the ways that people do, and forget to stop."""
     code = """
 child = os.fork()
 if child == 0:
@@ -184,32 +219,41 @@ if child == 0:
     time.sleep(60)
 pid, status = os.waitpid(child, 0)
 print("child ended by", os.WTERMSIG(status), flush=True)
-mpi.barrier()
-"""
-    result = job(2, START + code, timeout=LIMIT_SECONDS)
-    assert result.returncode == 0, result.output
-    assert result.stdout.count("refused: True") == 2, result.output
-    assert result.stdout.count(f"child ended by {int(signal.SIGTERM)}") == 2, result.output
 
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+print("child ended with", os.waitpid(child, 0)[1], flush=True)
 
-def test_dataloader_workers_by_fork(job):
-    code = """
 data = torch.utils.data.TensorDataset(torch.arange(64.0))
 total = torch.zeros(())
 for epoch in range(2):
     for (batch,) in torch.utils.data.DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork"):
         total += mpi.allreduce(batch.sum())
 print("total", total.item(), flush=True)
-mpi.stop()
 """
-    result = job(2, START + code, timeout=LIMIT_SECONDS)
-    assert result.returncode == 0, result.output
-    assert result.stdout.count(f"total {2 * 2 * sum(range(64)):.1f}") == 2, result.output
+    script = tmp_path_factory.mktemp("forks") / "job.py"
+    script.write_text(START + code)
+    return launch(2, [script], timeout=LIMIT_SECONDS)
 
 
-def test_a_program_that_forgets_to_stop_ends_well(job):
-    result = job(2, START + "mpi.allreduce(torch.ones(3))", timeout=LIMIT_SECONDS)
-    assert result.returncode == 0, result.output
+def test_a_forked_process_is_no_rank_and_ends_quietly(after_forks):
+    assert after_forks.stdout.count("refused: True") == 2, after_forks.output
+    assert after_forks.stdout.count(f"child ended by {int(signal.SIGTERM)}") == 2, after_forks.output
+    assert "got SIGTERM" not in after_forks.stderr, after_forks.output
+
+
+def test_a_forked_child_that_ends_normally_does_not_finalize_mpi(after_forks):
+    """Its exit handlers ran MPI_Finalize, which waited for the other ranks for ever."""
+    assert after_forks.stdout.count("child ended with 0") == 2, after_forks.output
+
+
+def test_dataloader_workers_by_fork(after_forks):
+    assert after_forks.stdout.count(f"total {2 * 2 * sum(range(64)):.1f}") == 2, after_forks.output
+
+
+def test_a_program_that_forgets_to_stop_ends_well(after_forks):
+    assert after_forks.returncode == 0, after_forks.output
 
 
 def test_terminating_the_launcher_ends_everything(tmp_path, mpirun):
@@ -249,22 +293,9 @@ def _alive(pid: int) -> bool:
     return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_a_forked_child_that_ends_normally_does_not_finalize_mpi(job):
-    """Its exit handlers ran MPI_Finalize, which waited for the other ranks for ever."""
-    code = """
-child = os.fork()
-if child == 0:
-    sys.exit(0)
-print("child ended with", os.waitpid(child, 0)[1], flush=True)
-mpi.barrier()
-"""
-    result = job(2, START + code, timeout=LIMIT_SECONDS)
-    assert result.returncode == 0 and result.stdout.count("child ended with 0") == 2, result.output
-
-
 def test_a_rank_that_does_not_come_to_push_communicator_is_named(job):
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "4"}
-    result = failing(job, "if rank == 1: time.sleep(60)\nmpi.push_communicator(0)", env=env)
+    result = failing(job, "if rank == 1: time.sleep(60)\nmpi.push_communicator(0)", n=2, env=env)
     assert "split()" in result.stderr and "rank 1, after" in result.stderr, result.output
 
 

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+import contract
 import pytest
 import torch
 
@@ -50,7 +51,14 @@ class Agreement:
             same = actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected)
         else:
             same = bool(actual == expected)
-        self(same, f"{message}: got {actual!r}, expected {expected!r}")
+        # The text of tensors takes longer than most calls under test: only where it is read.
+        if not same:
+            self(False, f"{message}: got {actual!r}, expected {expected!r}")
+
+    def bits(self, actual: torch.Tensor, expected: torch.Tensor, message: str) -> None:
+        """The same dtype, shape and every bit."""
+        if not contract.same_bits(actual, expected):
+            self(False, f"{message}: got {actual!r}, expected {expected!r}")
 
     def close(self, actual: torch.Tensor, expected: torch.Tensor, message: str = "", **tolerances: float) -> None:
         """``torch.testing.assert_close``."""
@@ -65,7 +73,7 @@ _agreements: dict[str, Agreement] = {}
 
 @pytest.fixture
 def agree(request: pytest.FixtureRequest) -> Agreement:
-    """``agree(condition, message)``, ``agree.equal(a, b)``, ``agree.close(a, b)``."""
+    """``agree(condition, message)``, ``agree.equal(a, b)``, ``agree.bits(a, b, message)``, ``agree.close(a, b)``."""
     agreement = _agreements[request.node.nodeid] = Agreement()
     return agreement
 

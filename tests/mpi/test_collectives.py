@@ -52,50 +52,53 @@ def test_reductions_match_the_sum_in_rank_order(agree, dtype, asynchronous, back
             case = f"{op} {shape} {layout}"
             out = torch.zeros_like(tensor) if with_out else None
             result = call("allreduce", tensor, out, op=op, **way)
-            agree(contract.same_bits(result, expected), f"allreduce {case}: {result} instead of {expected}")
+            agree.bits(result, expected, f"allreduce {case}")
             agree(result is (out if with_out else tensor), f"allreduce {case}: not in place")
             if with_out:
-                agree(contract.same_bits(tensor, inputs[rank]), f"allreduce {case}: the input was changed")
+                agree.bits(tensor, inputs[rank], f"allreduce {case}: the input was changed")
 
+        for with_out in (False, True):
             tensor = inputs[rank].clone()
             out = torch.zeros_like(tensor) if with_out else None
             result = call("reduce", tensor, root, out, op=op, **way)
-            wanted = expected if rank == root else inputs[rank]
-            agree(contract.same_bits(result, wanted), f"reduce {case}: {result} instead of {wanted}")
+            agree.bits(result, expected if rank == root else inputs[rank], f"reduce {op} {shape} out={with_out}")
 
             result = call("reduce_scatter", inputs[rank].clone(), op=op, **way)
-            agree(contract.same_bits(result, contract.rows(expected, rank, size)), f"reduce_scatter {case}: {result}")
+            agree.bits(result, contract.rows(expected, rank, size), f"reduce_scatter {op} {shape}")
 
 
 @pytest.mark.parametrize(("dtype", "asynchronous", "backend"), modes(contract.MOVABLE))
 def test_movements_bring_every_bit(agree, dtype, asynchronous, backend):
     rank, size, way = mpi.rank(), mpi.size(), {"asynchronous": asynchronous, "backend": backend}
-    for shape, root in itertools.product(contract.SHAPES, {0, size - 1}):
+    for shape in contract.SHAPES:
         inputs = [contract.values(shape, dtype, r) for r in range(size)]
         everything = torch.cat([tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in inputs])
         for layout, tensor, with_out in layouts(inputs[rank]):
-            case = f"{shape} root={root} {layout}"
-            out = torch.zeros_like(tensor) if with_out else None
-            result = call("broadcast", tensor.clone() if not with_out else tensor, root, out, **way)
-            agree(contract.same_bits(result, inputs[root]), f"broadcast {case}: {result}")
+            case = f"{shape} {layout}"
+            for root in {0, size - 1}:
+                out = torch.zeros_like(tensor) if with_out else None
+                result = call("broadcast", tensor.clone() if not with_out else tensor, root, out, **way)
+                agree.bits(result, inputs[root], f"broadcast {case} root={root}")
 
             out = torch.zeros_like(everything) if with_out else None
             result = call("allgather", tensor, out, **way)
-            agree(contract.same_bits(result, everything), f"allgather {case}: {result}")
+            agree.bits(result, everything, f"allgather {case}")
             agree(not with_out or result is out, f"allgather {case}: out was not used")
 
+            # Without `out`, so that a root for each will do.
+            root = size - 1 if with_out else 0
             result = call("gather", tensor, root, **way)
             if rank == root:
-                agree(contract.same_bits(result, everything), f"gather {case}: {result}")
+                agree.bits(result, everything, f"gather {case} root={root}")
             else:
-                agree(result is None, f"gather {case}: a non-root got {result}")
+                agree(result is None, f"gather {case} root={root}: a non-root got something")
 
             result = call("scatter", tensor if rank == root else None, root, **way)
-            agree(contract.same_bits(result, contract.rows(inputs[root], rank, size)), f"scatter {case}: {result}")
+            agree.bits(result, contract.rows(inputs[root], rank, size), f"scatter {case} root={root}")
 
             result = call("alltoall", tensor, **way)
             expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
-            agree(contract.same_bits(result, expected), f"alltoall {case}: {result}")
+            agree.bits(result, expected, f"alltoall {case}")
 
 
 def test_lengths_may_differ_between_ranks(agree):
@@ -115,8 +118,8 @@ def test_bits_do_not_depend_on_size_or_position(agree):
         whole = mpi.allreduce(inputs.clone())
         pieces = torch.cat([mpi.allreduce(piece.clone()) for piece in inputs.split([1, 2, 1000, 7, 30_000, 8990])])
         scattered = mpi.allgather(mpi.reduce_scatter(inputs.clone()))
-        agree(contract.same_bits(whole, pieces), f"{dtype}: pieces differ")
-        agree(contract.same_bits(whole, scattered), f"{dtype}: reduce_scatter differs")
+        agree.bits(whole, pieces, f"{dtype}: pieces differ")
+        agree.bits(whole, scattered, f"{dtype}: reduce_scatter differs")
 
 
 def test_all_ranks_get_the_same_bits_even_for_nan_and_signed_zero(agree):
@@ -133,7 +136,7 @@ def test_small_integers_wrap_around_and_do_not_saturate(agree):
     for dtype, top in ((torch.int8, 127), (torch.int16, 32767), (torch.uint8, 255), (torch.uint16, 65535)):
         result = mpi.allreduce(torch.full((1000,), top, dtype=torch.int64).to(dtype))
         expected = torch.full((1000,), top * mpi.size(), dtype=torch.int64).to(dtype)
-        agree(contract.same_bits(result, expected), f"{dtype}: {result}")
+        agree.bits(result, expected, f"{dtype}")
 
 
 def test_half_precision_is_rounded_once(agree):
@@ -185,7 +188,7 @@ def test_allreduce_many_has_the_bits_of_one_by_one(agree):
     one_by_one = [mpi.allreduce(tensor.clone(), op="avg") for tensor in inputs]
     together = mpi.allreduce_many(inputs, op="avg")
     for expected, actual, given in zip(one_by_one, together, inputs, strict=True):
-        agree(contract.same_bits(actual, expected), f"{tuple(actual.shape)} {actual.dtype}")
+        agree.bits(actual, expected, f"{tuple(actual.shape)} {actual.dtype}")
         agree(actual is given, "not in place")
 
 
@@ -220,7 +223,10 @@ def test_pieces_for_messages_longer_than_mpi_counts(agree):
     part = run("reduce_scatter", integers[rank].clone(), op="sum", dtype=torch.int32)
     results["reduce_scatter int32"] = (part, contract.rows(contract.reduced(integers, "sum"), rank, size))
     for name, (actual, expected) in results.items():
-        agree(actual is None if expected is None else contract.same_bits(actual, expected), f"{name}: {actual}")
+        if expected is None:
+            agree(actual is None, f"{name}: a non-root got {actual}")
+        else:
+            agree.bits(actual, expected, name)
 
 
 def test_views_that_hide_a_conjugation_or_sign_are_resolved(agree):

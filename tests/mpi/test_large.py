@@ -7,7 +7,8 @@ import torch
 
 import torchmpi as mpi
 
-pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.slow]
+# Through shared memory: the same under every MPI.
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.slow, pytest.mark.once]
 NUMEL = 2**31 + 5
 
 

@@ -45,15 +45,15 @@ def test_reductions_are_those_in_rank_order(agree, dtype):
         inputs = [contract.values((numel,), dtype, r) for r in range(size)]
         expected = contract.reduced(inputs, op)
         result = bound("allreduce", dtype, op)(inputs[rank].clone(), None, 0)
-        agree(contract.same_bits(result, expected), f"allreduce {op} {numel}: {result} instead of {expected}")
+        agree.bits(result, expected, f"allreduce {op} {numel}")
         for root in {0, size - 1}:
             result = bound("reduce", dtype, op)(inputs[rank].clone(), None, root)
             wanted = expected if rank == root else inputs[rank]
-            agree(contract.same_bits(result, wanted), f"reduce {op} {numel} root={root}: {result}, not {wanted}")
+            agree.bits(result, wanted, f"reduce {op} {numel} root={root}")
         source = inputs[rank].clone()
         result = bound("reduce_scatter", dtype, op)(source, None, 0)
-        agree(contract.same_bits(result, contract.rows(expected, rank, size)), f"reduce_scatter {op} {numel}: {result}")
-        agree(contract.same_bits(source, inputs[rank]), f"reduce_scatter {op} {numel}: the input was changed")
+        agree.bits(result, contract.rows(expected, rank, size), f"reduce_scatter {op} {numel}")
+        agree.bits(source, inputs[rank], f"reduce_scatter {op} {numel}: the input was changed")
 
 
 @pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
@@ -62,11 +62,11 @@ def test_movements_bring_every_bit(agree, dtype):
     for numel in (*NUMELS, 300_000):
         inputs = [contract.values((numel + r,), dtype, r) for r in range(size)]
         result = bound("allgather")(inputs[rank], None, 0)
-        agree(contract.same_bits(result, torch.cat(inputs)), f"allgather {numel}: {result}")
+        agree.bits(result, torch.cat(inputs), f"allgather {numel}")
         for root in {0, size - 1}:
             value = inputs[root] if rank == root else torch.zeros_like(inputs[root])
             result = bound("broadcast")(value, None, root)
-            agree(contract.same_bits(result, inputs[root]), f"broadcast {numel} root={root}: {result}")
+            agree.bits(result, inputs[root], f"broadcast {numel} root={root}")
 
 
 def test_operations_are_reused_for_any_size(agree):
@@ -79,9 +79,9 @@ def test_operations_are_reused_for_any_size(agree):
         whole = operations["allreduce"](inputs[rank].clone(), None, 0)
         at_root = operations["reduce"](inputs[rank].clone(), None, 0)
         part = operations["reduce_scatter"](inputs[rank].clone(), None, 0)
-        agree(contract.same_bits(whole, expected), f"{numel}: {whole}")
-        agree(contract.same_bits(at_root, expected if rank == 0 else inputs[rank]), f"{numel}: {at_root}")
-        agree(contract.same_bits(part, contract.rows(expected, rank, size)), f"{numel}: {part}")
+        agree.bits(whole, expected, f"{numel}")
+        agree.bits(at_root, expected if rank == 0 else inputs[rank], f"{numel}")
+        agree.bits(part, contract.rows(expected, rank, size), f"{numel}")
 
 
 def test_bits_do_not_depend_on_size_pieces_or_backend(agree):
@@ -93,7 +93,7 @@ def test_bits_do_not_depend_on_size_pieces_or_backend(agree):
         cut = bound("allreduce", dtype, "sum")(inputs.clone(), None, 0)
         by_mpi = mpi.allreduce(inputs.clone(), backend="mpi")
         for name, other in (("pieces", pieces), ("small pieces", cut), ("mpi", by_mpi)):
-            agree(contract.same_bits(whole, other), f"{dtype}: {name} differ")
+            agree.bits(whole, other, f"{dtype}: {name} differ")
 
 
 def test_through_the_verbs_with_strides_out_rows_and_handles(agree):
@@ -106,9 +106,9 @@ def test_through_the_verbs_with_strides_out_rows_and_handles(agree):
         part = mpi.reduce_scatter_async(contract.strided(inputs[rank]), backend="p2p").wait()
         handle = mpi.allreduce_async(inputs[rank].clone(), backend="p2p")
         everything = mpi.allgather(contract.strided(inputs[rank]), backend="p2p")
-        agree(contract.same_bits(out, expected), f"{shape}: out {out}")
-        agree(contract.same_bits(handle.wait(), expected), f"{shape}: asynchronous")
-        agree(contract.same_bits(part, contract.rows(expected, rank, size)), f"{shape}: {part}")
+        agree.bits(out, expected, f"{shape}: out")
+        agree.bits(handle.wait(), expected, f"{shape}: asynchronous")
+        agree.bits(part, contract.rows(expected, rank, size), f"{shape}")
         agree.equal(everything, torch.cat([t.reshape(1) if t.dim() == 0 else t for t in inputs]), f"{shape}")
 
 

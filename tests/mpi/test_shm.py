@@ -106,12 +106,12 @@ def test_reductions_of_every_length(slots, agree, dtype, op):
         inputs = inputs_of((numel,), dtype)
         mine, expected, case = inputs[rank], contract.reduced(inputs, op), f"{numel} {dtype} {op}"
         result = mpi.allreduce(mine.clone(), op=op, backend="shm")
-        agree(contract.same_bits(result, expected), f"allreduce of {case}")
+        agree.bits(result, expected, f"allreduce of {case}")
         for root in range(size):
             result = mpi.reduce(mine.clone(), root, op=op, backend="shm")
-            agree(contract.same_bits(result, expected if rank == root else mine), f"reduce of {case}, root {root}")
+            agree.bits(result, expected if rank == root else mine, f"reduce of {case}, root {root}")
         result = mpi.reduce_scatter(mine.clone(), op=op, backend="shm")
-        agree(contract.same_bits(result, contract.rows(expected, rank, size)), f"reduce_scatter of {case}")
+        agree.bits(result, contract.rows(expected, rank, size), f"reduce_scatter of {case}")
 
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.float16, torch.complex128), ids=str)
@@ -121,18 +121,18 @@ def test_movements_of_every_length(slots, agree, dtype):
         inputs = inputs_of((numel,), dtype)
         mine, everything = inputs[rank], torch.cat(inputs)
         result = mpi.allgather(mine, backend="shm")
-        agree(contract.same_bits(result, everything), f"allgather of {numel}")
+        agree.bits(result, everything, f"allgather of {numel}")
         result = mpi.alltoall(mine, backend="shm")
         wanted = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
-        agree(contract.same_bits(result, wanted), f"alltoall of {numel}")
+        agree.bits(result, wanted, f"alltoall of {numel}")
         for root in range(size):
             result = mpi.broadcast(mine.clone(), root, backend="shm")
-            agree(contract.same_bits(result, inputs[root]), f"broadcast of {numel}, root {root}")
+            agree.bits(result, inputs[root], f"broadcast of {numel}, root {root}")
             result = mpi.gather(mine, root, backend="shm")
             fits = result is None if rank != root else contract.same_bits(result, everything)
             agree(fits, f"gather of {numel}, root {root}")
             result = mpi.scatter(mine if rank == root else None, root, backend="shm")
-            agree(contract.same_bits(result, contract.rows(inputs[root], rank, size)), f"scatter of {numel} by {root}")
+            agree.bits(result, contract.rows(inputs[root], rank, size), f"scatter of {numel} by {root}")
 
 
 def test_rows_of_odd_length(slots, agree):
@@ -142,12 +142,12 @@ def test_rows_of_odd_length(slots, agree):
         inputs = inputs_of((num_rows, 3), torch.float32)
         expected = contract.reduced(inputs, "sum")
         result = mpi.reduce_scatter(inputs[rank].clone(), backend="shm")
-        agree(contract.same_bits(result, contract.rows(expected, rank, size)), f"reduce_scatter of {num_rows} rows")
+        agree.bits(result, contract.rows(expected, rank, size), f"reduce_scatter of {num_rows} rows")
         result = mpi.alltoall(inputs[rank], backend="shm")
         wanted = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
-        agree(contract.same_bits(result, wanted), f"alltoall of {num_rows} rows")
+        agree.bits(result, wanted, f"alltoall of {num_rows} rows")
         result = mpi.scatter(inputs[rank] if rank == 0 else None, 0, backend="shm")
-        agree(contract.same_bits(result, contract.rows(inputs[0], rank, size)), f"scatter of {num_rows} rows")
+        agree.bits(result, contract.rows(inputs[0], rank, size), f"scatter of {num_rows} rows")
 
 
 def test_ranks_that_bring_different_lengths(slots, agree):
@@ -162,10 +162,10 @@ def test_ranks_that_bring_different_lengths(slots, agree):
         inputs = [contract.values((numbers[r], 2), torch.float32, r) for r in range(size)]
         everything = torch.cat(inputs)
         result = mpi.allgather(inputs[rank], backend="shm")
-        agree(contract.same_bits(result, everything), f"allgather of {numbers} rows")
+        agree.bits(result, everything, f"allgather of {numbers} rows")
         result = mpi.alltoall(inputs[rank], backend="shm")
         wanted = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
-        agree(contract.same_bits(result, wanted), f"alltoall of {numbers} rows")
+        agree.bits(result, wanted, f"alltoall of {numbers} rows")
         for root in range(size):
             result = mpi.gather(inputs[rank], root, backend="shm")
             fits = result is None if rank != root else contract.same_bits(result, everything)
@@ -199,12 +199,12 @@ def test_shared_tensors_have_the_bits_of_others(slots, agree, who):
                 return shared(inputs[rank], rank + 1) if rank in chosen else inputs[rank].clone()
 
             result = mpi.allreduce(mine(), op=op, backend="shm")
-            agree(contract.same_bits(result, expected), f"allreduce of {case}")
+            agree.bits(result, expected, f"allreduce of {case}")
             result = mpi.allreduce_async(mine(), op=op, backend="shm").wait()
-            agree(contract.same_bits(result, expected), f"allreduce_async of {case}")
+            agree.bits(result, expected, f"allreduce_async of {case}")
             root = size - 1
             result = mpi.reduce(mine(), root, op=op, backend="shm")
-            agree(contract.same_bits(result, expected if rank == root else inputs[rank]), f"reduce of {case}")
+            agree.bits(result, expected if rank == root else inputs[rank], f"reduce of {case}")
 
 
 def test_shared_memory_beside_a_view_is_left_alone(slots, agree):
@@ -230,7 +230,7 @@ def test_shared_tensors_in_every_verb(slots, agree):
         (mpi.allreduce(shared(inputs[rank]).t()).t(), contract.reduced(inputs, "sum")),
     ]
     for index, (actual, expected) in enumerate(results):
-        agree(contract.same_bits(actual, expected), f"result {index}")
+        agree.bits(actual, expected, f"result {index}")
 
 
 def test_shapes_of_shared_tensors(slots, agree):
@@ -265,7 +265,7 @@ def test_shared_tensors_that_come_and_go_leave_nothing(slots, agree):
 
     use(20)
     before = open_segments()
-    use(300)
+    use(100)
     after = open_segments()
     agree(after[0] <= before[0], f"descriptors {before[0]} -> {after[0]}")
     agree(after[1] <= before[1], f"mappings {before[1]} -> {after[1]}")
@@ -323,7 +323,7 @@ def test_bits_depend_neither_on_the_way_nor_on_the_length(slots, agree, dtype):
             "scattered": mpi.allgather(mpi.reduce_scatter(inputs.clone(), op=op, backend="shm")),
         }
         for way, result in results.items():
-            agree(contract.same_bits(result, expected), f"{op}, {way}")
+            agree.bits(result, expected, f"{op}, {way}")
 
 
 def test_memory_that_overlaps(slots, agree):
@@ -602,7 +602,7 @@ def test_settings_of_any_slot_size(stopped, agree):
         for numel in (2500, 2501, 10_000):
             inputs = inputs_of((numel,), torch.float32)
             result = mpi.allreduce(inputs[mpi.rank()].clone(), backend="shm")
-            agree(contract.same_bits(result, contract.reduced(inputs, "sum")), f"{numel} with slots of {slot_bytes}")
+            agree.bits(result, contract.reduced(inputs, "sum"), f"{numel} with slots of {slot_bytes}")
         mpi.stop()
 
 
@@ -618,9 +618,9 @@ def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
         inputs = [contract.values((numel,), torch.float32, r) for r in range(size)]
         expected = contract.reduced(inputs, "sum")
         group.page.set(rank, layout.FETCHES_SLOWLY, int(who == "all" or rank == 0))
-        agree(contract.same_bits(mpi.allreduce(inputs[rank].clone(), backend="shm"), expected), f"allreduce {numel}")
-        agree(contract.same_bits(mpi.broadcast(inputs[rank].clone(), size - 1, backend="shm"), inputs[-1]), "broadcast")
-        agree(contract.same_bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs)), f"allgather {numel}")
+        agree.bits(mpi.allreduce(inputs[rank].clone(), backend="shm"), expected, f"allreduce {numel}")
+        agree.bits(mpi.broadcast(inputs[rank].clone(), size - 1, backend="shm"), inputs[-1], "broadcast")
+        agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), f"allgather {numel}")
         mine = contract.rows(expected, rank, size)
-        agree(contract.same_bits(mpi.reduce_scatter(inputs[rank].clone(), backend="shm"), mine), "reduce_scatter")
+        agree.bits(mpi.reduce_scatter(inputs[rank].clone(), backend="shm"), mine, "reduce_scatter")
         group.page.set(rank, layout.FETCHES_SLOWLY, 0)

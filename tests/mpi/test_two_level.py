@@ -99,16 +99,16 @@ def test_reductions_add_host_by_host(agree, hosts, dtype):
         inputs = [contract.values((numel,), dtype, r) for r in range(SIZE)]
         expected = in_steps(inputs, op, hosts)
         result = mpi.allreduce(inputs[RANK].clone(), op=op, backend="hierarchical")
-        agree(contract.same_bits(result, expected), f"allreduce {op} {numel}: {result} instead of {expected}")
+        agree.bits(result, expected, f"allreduce {op} {numel}")
         for root in {0, SIZE - 1}:
             result = mpi.reduce(inputs[RANK].clone(), root, op=op, backend="hierarchical")
             wanted = expected if RANK == root else inputs[RANK]
-            agree(contract.same_bits(result, wanted), f"reduce {op} {numel} root={root}: {result}, not {wanted}")
+            agree.bits(result, wanted, f"reduce {op} {numel} root={root}")
         source = inputs[RANK].clone()
         result = mpi.reduce_scatter(source, op=op, backend="hierarchical")
         mine = contract.rows(expected, RANK, SIZE)
-        agree(contract.same_bits(result, mine), f"reduce_scatter {op} {numel}: {result} instead of {mine}")
-        agree(contract.same_bits(source, inputs[RANK]), f"reduce_scatter {op} {numel}: the input was changed")
+        agree.bits(result, mine, f"reduce_scatter {op} {numel}")
+        agree.bits(source, inputs[RANK], f"reduce_scatter {op} {numel}: the input was changed")
 
 
 def test_movements_bring_every_bit(agree, hosts):
@@ -117,10 +117,10 @@ def test_movements_bring_every_bit(agree, hosts):
         inputs = [contract.values(shape, dtype, r) for r in range(SIZE)]
         for root in range(SIZE):
             result = mpi.broadcast(inputs[RANK].clone(), root, backend="hierarchical")
-            agree(contract.same_bits(result, inputs[root]), f"broadcast {dtype} {shape} root={root}: {result}")
+            agree.bits(result, inputs[root], f"broadcast {dtype} {shape} root={root}")
         everything = torch.cat([tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in inputs])
         result = mpi.allgather(inputs[RANK], backend="hierarchical")
-        agree(contract.same_bits(result, everything), f"allgather {dtype} {shape}: {result}")
+        agree.bits(result, everything, f"allgather {dtype} {shape}")
     inputs = [contract.values((100 * r, 2), torch.float32, r) for r in range(SIZE)]
     agree.equal(mpi.allgather(inputs[RANK], backend="hierarchical"), torch.cat(inputs), "uneven")
     mpi.barrier()
@@ -133,8 +133,8 @@ def test_rows_of_more_than_one_dimension_and_out(agree, hosts):
         part = mpi.reduce_scatter(contract.strided(inputs[RANK]), op="avg", backend="hierarchical")
         out = torch.zeros(shape)
         mpi.allreduce(contract.strided(inputs[RANK]), out, op="avg", backend="hierarchical")
-        agree(contract.same_bits(part, contract.rows(expected, RANK, SIZE)), f"{shape}: {part}")
-        agree(contract.same_bits(out, expected), f"{shape}: {out}")
+        agree.bits(part, contract.rows(expected, RANK, SIZE), f"{shape}")
+        agree.bits(out, expected, f"{shape}")
 
 
 def test_bits_do_not_depend_on_size_or_position(agree, hosts):
@@ -146,9 +146,9 @@ def test_bits_do_not_depend_on_size_or_position(agree, hosts):
         pieces = torch.cat([mpi.allreduce(piece.clone(), backend="hierarchical") for piece in cut])
         scattered = mpi.allgather(mpi.reduce_scatter(inputs.clone(), backend="hierarchical"))
         at_root = mpi.broadcast(mpi.reduce(inputs.clone(), SIZE - 1, backend="hierarchical"), SIZE - 1)
-        agree(contract.same_bits(whole, pieces), f"{dtype}: pieces differ")
-        agree(contract.same_bits(whole, scattered), f"{dtype}: reduce_scatter differs")
-        agree(contract.same_bits(whole, at_root), f"{dtype}: reduce differs")
+        agree.bits(whole, pieces, f"{dtype}: pieces differ")
+        agree.bits(whole, scattered, f"{dtype}: reduce_scatter differs")
+        agree.bits(whole, at_root, f"{dtype}: reduce differs")
 
 
 def test_half_precision_is_rounded_once(agree, hosts):

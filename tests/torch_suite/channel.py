@@ -39,10 +39,6 @@ class Channel:
         self._meet(self._comm, timeout)
         return self._comm.allgather(value)
 
-    def share(self, value: Value) -> Value:
-        """Rank 0's value, on every rank."""
-        return self.exchange(value)[0]
-
     def _meet(self, comm: MPI.Intracomm, timeout: float | None) -> None:
         begin = time.monotonic()
         request = comm.Ibarrier()

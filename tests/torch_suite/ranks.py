@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 import unittest
 from collections.abc import Iterator
@@ -50,12 +49,11 @@ class Outcome(NamedTuple):
 def main() -> None:
     options = parse()
     channel = Channel(options.logs)
-    folder = channel.share(tempfile.mkdtemp(prefix="torch-suite-") if channel.rank == 0 else "")
-    try:
-        Session(options, channel, Path(folder)).run()
-    finally:
-        if channel.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    folder = options.logs / "scratch"  # what the tests leave goes with the logs
+    if channel.rank == 0:
+        folder.mkdir()
+    channel.barrier()
+    Session(options, channel, folder).run()
 
 
 def parse() -> argparse.Namespace:

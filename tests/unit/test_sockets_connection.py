@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from torchmpi.sockets import wire
-from torchmpi.sockets.connection import Connection
+from torchmpi.sockets.connection import Connection, StreamError
 from torchmpi.sockets.endpoint import Endpoint
 from torchmpi.sockets.requests import CommunicationError, Request
 
@@ -61,7 +61,7 @@ def test_frames_are_cut_out_however_the_stream_is_chopped(endpoint, ends, seed):
         ends[0].sendall(stream[:length])
         stream = stream[length:]
         for _ in range(1 + length // 4096 + 1):
-            assert reader.read(endpoint.inbox, staging, no_abort)
+            reader.read(endpoint.inbox, staging, no_abort)
     assert reader.said_goodbye
     assert arrived(endpoint, 1) == messages
 
@@ -70,8 +70,9 @@ def test_the_end_of_the_stream_is_told(endpoint, ends):
     reader, staging = Connection(ends[1], 1), memoryview(bytearray(4096))
     ends[0].sendall(frame(1, b"abc") + frame(1, b"half")[:-2])
     ends[0].close()
-    assert reader.read(endpoint.inbox, staging, no_abort)
-    assert not reader.read(endpoint.inbox, staging, no_abort)
+    reader.read(endpoint.inbox, staging, no_abort)
+    with pytest.raises(StreamError, match="without a goodbye"):
+        reader.read(endpoint.inbox, staging, no_abort)
     assert arrived(endpoint, 1) == [b"abc"] and reader.body is not None and not reader.said_goodbye
 
 

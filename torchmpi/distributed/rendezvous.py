@@ -33,7 +33,13 @@ Found = Iterator[tuple[Any, int, int]]
 
 def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Found:
     """The handler of ``mpi://``: rank and size are those of MPI's world."""
+    if dist.is_torchelastic_launched():
+        raise LaunchError(
+            "init_method='mpi://' is for processes that an MPI launcher started; torchrun started these, and MPI would "
+            "take each for a job of its own. Leave init_method out, or start with mpirun."
+        )
     MPI, _ours = mpi_library.initialise()
+    mpi_library.end_job_on_exception()
     world = MPI.COMM_WORLD
     _check_numbers(url, world.rank, world.size)
     yield _open_store(world, timeout), world.rank, world.size

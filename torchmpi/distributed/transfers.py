@@ -103,6 +103,11 @@ class Transfer(Handle):
         return True  # the message came at the last moment
 
     @property
+    def what(self) -> str:
+        """Which rank does what, for messages."""
+        return self._description
+
+    @property
     def is_waited_for(self) -> bool:
         """Whether somebody looks after it already."""
         return self._waited_for

@@ -121,9 +121,11 @@ class PendingMessage(Pending):
             return super().wait(timeout)
         try:
             self._transfer.wait(self._limit_seconds or None)
-        except StallError as error:
-            self._transfer.give_up(error)
-            raise
+        except StallError:
+            limit = f"the timeout of {self._limit_seconds:g} s that this group has"
+            late = StallError(f"{self._transfer.what} has not ended within {limit}.")
+            self._transfer.give_up(late)
+            raise late from None
         return True
 
     def source_rank(self) -> int:

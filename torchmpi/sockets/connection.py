@@ -7,13 +7,14 @@ Nothing here waits: who is told by the system that there is something to read, o
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import socket
 import sys
 import termios
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from . import wire
@@ -22,6 +23,10 @@ from .requests import CommunicationError, Request
 
 _JOINED_BYTES = 16 << 10
 """Up to this length, copying a message behind its head is cheaper than two pieces."""
+
+
+class StreamError(Exception):
+    """The system says that the stream has ended, and why."""
 
 
 class _Parcel(NamedTuple):
@@ -63,11 +68,10 @@ class Connection:
     @property
     def is_delivered(self) -> bool:
         """Whether closing loses nothing of what was sent: TCP forgets what is on its way if something came unread."""
-        if self.has_outgoing:
-            return False
-        if self._is_closed or self._socket.family == socket.AF_UNIX:
-            return True
-        return not int.from_bytes(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        with self._sending:
+            if self._is_closed or self._parcels or self._socket.family == socket.AF_UNIX:
+                return not self._parcels
+            return not int.from_bytes(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
     def send(self, head: bytes, view: memoryview, request: Request | None = None) -> bool:
         """Write a frame, or what there is room for, and the rest later; whether it has left as a whole."""
@@ -75,7 +79,7 @@ class Connection:
             pieces = [memoryview(head + view)]
         else:
             pieces = [memoryview(head), view]
-        with self._sending:
+        with self._sending, self._whole():
             if self._problem is not None:
                 raise CommunicationError(self._problem)
             if not self._parcels:
@@ -99,7 +103,7 @@ class Connection:
     def flush(self) -> list[tuple[Request, str | None]]:
         """Write what there is room for; what has ended by that, and why it failed."""
         ended: list[tuple[Request, str | None]] = []
-        with self._sending:
+        with self._sending, self._whole():
             try:
                 self._write_parcels(lambda request: ended.append((request, None)))
             except CommunicationError as error:
@@ -124,47 +128,59 @@ class Connection:
         """Write as much as goes; what is left."""
         try:
             num_bytes = self._socket.sendmsg(pieces) if len(pieces) > 1 else self._socket.send(pieces[0])
-        except (BlockingIOError, InterruptedError):
-            return pieces
         except OSError as error:
+            if _means_later(error):
+                return pieces
             # What the other has sent before is still to be read: that it is lost is for who reads to say.
             self._problem = f"rank {self.peer} is gone: {error.strerror}"
             raise CommunicationError(self._problem) from error
-        except BaseException:
-            self._problem = f"the connection to rank {self.peer} is torn: this rank was interrupted while it wrote"
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # so that both ranks notice
-            raise
         while pieces and num_bytes >= len(pieces[0]):
             num_bytes -= len(pieces[0])
             pieces = pieces[1:]
         return [pieces[0][num_bytes:], *pieces[1:]] if pieces else []
 
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """An exception out of a signal handler tears the stream: what was written may not be what was noted."""
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except BaseException:
+            self._problem = f"the connection to rank {self.peer} is torn: this rank was interrupted while it wrote"
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # so that both ranks notice
+            raise
+
     # --- reading
 
-    def read(self, inbox: Inbox, staging: memoryview, on_abort: Callable[[int, int], None]) -> bool:
-        """Read once; False at the end of the stream. `on_abort` is called with the rank and the status it gave."""
-        try:
-            return self._read_body(inbox) if self.body is not None else self._read_frames(inbox, staging, on_abort)
-        except (BlockingIOError, InterruptedError):
-            return True
-
-    def _read_body(self, inbox: Inbox) -> bool:
+    def read(self, inbox: Inbox, staging: memoryview, on_abort: Callable[[int, int], None]) -> None:
+        """Read once. `on_abort` is called with the rank and the status it gave."""
+        if self.body is None:
+            self._read_frames(inbox, staging, on_abort)
+            return
         body = self.body
-        assert body is not None
-        num_bytes = self._socket.recv_into(body.missing())
-        body.filled += num_bytes
+        body.filled += self._receive(body.missing())
         if body.filled == body.num_bytes:
             self.body = None
             inbox.finish(body)
-        return num_bytes > 0
 
-    def _read_frames(self, inbox: Inbox, staging: memoryview, on_abort: Callable[[int, int], None]) -> bool:
+    def _receive(self, memory: memoryview) -> int:
+        try:
+            num_bytes = self._socket.recv_into(memory)
+        except OSError as error:
+            if _means_later(error):
+                return 0
+            raise StreamError(error.strerror) from error
+        if not num_bytes:
+            raise StreamError("its connection has ended without a goodbye")
+        return num_bytes
+
+    def _read_frames(self, inbox: Inbox, staging: memoryview, on_abort: Callable[[int, int], None]) -> None:
         begin, kept = 0, len(self._rest)
         if kept:
             staging[:kept] = self._rest
-        num_bytes = self._socket.recv_into(staging[kept:])
-        end = kept + num_bytes
+        end = kept + self._receive(staging[kept:])
         while end - begin >= wire.HEAD.size:
             context, length, tag, kind = wire.HEAD.unpack_from(staging, begin)
             begin += wire.HEAD.size
@@ -180,7 +196,6 @@ class Connection:
                 body.fill(staging[begin:end])
                 self.body, begin = body, end
         self._rest = bytes(staging[begin:end])
-        return num_bytes > 0
 
     # --- the end
 
@@ -203,3 +218,10 @@ class Connection:
         """Close the descriptor of a forked child: the connection is the parent's."""
         self._problem = "this process was forked from a rank and is none itself"
         self._socket.close()
+
+
+def _means_later(error: OSError) -> bool:
+    """Whether it only cannot be done now. An exception of this class that has no number is no word of the system's."""
+    if error.errno is None:
+        raise error
+    return error.errno in (errno.EAGAIN, errno.EINTR)

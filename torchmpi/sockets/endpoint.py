@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from . import wire
-from .connection import Connection
+from .connection import Connection, StreamError
 from .matching import Arrival, Inbox
 from .poller import Poller
 from .requests import CommunicationError, Receive, Request
@@ -110,10 +110,10 @@ class Endpoint:
             if can_write:
                 for request, problem in connection.flush():
                     self.poller.complete(request, problem)
-            if can_read and not connection.read(self.inbox, self._staging, self._on_abort):
-                self._lose(connection, "its connection has ended without a goodbye")
-        except OSError as error:
-            self._lose(connection, error.strerror or str(error))
+            if can_read:
+                connection.read(self.inbox, self._staging, self._on_abort)
+        except StreamError as error:
+            self._lose(connection, str(error))
         except BaseException as error:  # out of a signal handler, or a defect: nobody knows what has been read
             self._fail(f"rank {self.rank} was interrupted while it read a message: {error!r}")
             raise
@@ -188,11 +188,12 @@ class Endpoint:
 
     def _fail(self, reason: str) -> None:
         """End all requests, and refuse new ones."""
-        self._why_closed = self.poller.failure = self._why_closed or reason
+        self._why_closed = self._why_closed or reason
         for connection in self._connections.values():
             for request in connection.refuse(reason):
                 self.poller.complete(request, reason)
         self.inbox.close(reason)
+        self.poller.fail(reason)
 
     def _close_sockets(self) -> None:
         for connection in self._connections.values():

@@ -46,12 +46,11 @@ class Poller:
         self._asks_to_be_called = False
         self._is_closing = False
         self._on_failure: Callable[[str], None] = lambda reason: None
-        self.failure: str | None = None
-        """Why no request will end by itself any more."""
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="torchmpi sockets", daemon=True)
 
     def start(self, on_failure: Callable[[str], None]) -> None:
-        """Start the thread. `on_failure` must end all requests, and set `failure`."""
+        """Start the thread. `on_failure` is called when no call can be trusted any more, and must call :meth:`fail`."""
         self._on_failure = on_failure
         self._thread.start()
 
@@ -106,8 +105,8 @@ class Poller:
         interrupt: BaseException | None = None
         while not request.is_done:
             try:
-                if self.failure is not None:
-                    self.complete(request, self.failure)
+                if self._failure is not None:
+                    self.complete(request, self._failure)
                 elif self._baton.acquire(False):
                     self._lead(request)
                 else:
@@ -122,8 +121,8 @@ class Poller:
 
     def progress(self, request: Request | None = None) -> None:
         """Look once what has arrived, without waiting; perhaps that ends the request."""
-        if self.failure is not None and request is not None:
-            self.complete(request, self.failure)
+        if self._failure is not None and request is not None:
+            self.complete(request, self._failure)
         elif self._baton.acquire(False):
             try:
                 self._num_leads += 1
@@ -134,6 +133,17 @@ class Poller:
         elif self._leader == self._thread.ident and not self._has_rung:
             self._ring()  # it would leave one that looks again and again no time for what has arrived
 
+    def fail(self, reason: str) -> None:
+        """No request will end by itself any more: each that is waited for ends for this reason."""
+        self._failure = reason
+        with self._lock:
+            gates = [request.gate for request in self._followers]
+            self._followers.clear()
+        for gate in gates:
+            if gate is not None and gate.locked():
+                gate.release()
+        self._ring()
+
     # --- leading
 
     def _lead(self, request: Request) -> None:
@@ -142,7 +152,7 @@ class Poller:
             self._num_leads += 1
             self._led_for, self._leader = request, threading.get_ident()
             limit = time.perf_counter() + self._eager_seconds
-            while not request.is_done:
+            while not (request.is_done or self._failure):
                 events = self._epoll.poll(0 if time.perf_counter() < limit else None)
                 if events:
                     self._handle(events)
