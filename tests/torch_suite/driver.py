@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("-v", "--verbose", action="store_true", help="name every test")
     parser.add_argument("launch", nargs="+", help="the command that starts the ranks: -- mpirun -n 3")
     options = parser.parse_args()
-    options.logs = options.logs or Path(tempfile.mkdtemp(prefix="torch-suite-logs-"))
+    options.logs = (options.logs or Path(tempfile.mkdtemp(prefix="torch-suite-logs-"))).resolve()
     options.deadline = time.monotonic() + options.job_limit
     return options
 
