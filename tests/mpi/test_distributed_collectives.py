@@ -51,11 +51,10 @@ def test_every_dtype_operation_shape_and_layout(agree, name):
         play(agree, name, Setting(None, dtype, shape, number, op, layout, is_asynchronous(mode, dist.get_rank())))
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "barrier"])
-def test_tensors_longer_than_what_ranks_show_each_other_at_once(agree, name, mode):
-    for dtype, layout in ((torch.float32, "contiguous"), (torch.bfloat16, "transposed")):
-        setting = Setting(None, dtype, (400_003 // dtype.itemsize * 3,), 5, "sum", layout)
+def test_tensors_longer_than_what_ranks_show_each_other_at_once(agree, name):
+    for mode, dtype, layout in zip(MODES, (torch.float32, torch.bfloat16, torch.int32), LAYOUTS, strict=False):
+        setting = Setting(None, dtype, (700_003 // dtype.itemsize,), 5, "sum", layout)
         play(agree, name, setting._replace(asynchronous=is_asynchronous(mode, dist.get_rank())))
 
 

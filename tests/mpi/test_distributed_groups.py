@@ -136,7 +136,7 @@ def test_a_group_from_any_of_several_launch_orders(nothing_runs, agree, tmp_path
     dist.init_process_group("torchmpi", init_method=f"file://{folder}/meet", rank=own, world_size=SIZE)
     gathered = [torch.empty(1) for _ in EVERYBODY]
     dist.all_gather(gathered, torch.tensor([float(own)]))
-    pair = dist.new_group([0, SIZE - 1])
+    pair = dist.new_group(sorted({0, SIZE - 1}))
     from_root = torch.tensor([float(own)])
     dist.broadcast(from_root, SIZE - 1)
     message = torch.tensor([float(own)])
@@ -146,7 +146,7 @@ def test_a_group_from_any_of_several_launch_orders(nothing_runs, agree, tmp_path
         agree.equal(dist.recv(message, 0), 0)
         agree.equal(message.item(), 0.0)
     if pair is not dist.GroupMember.NON_GROUP_MEMBER:
-        agree.equal(total_of(pair), float(SIZE - 1))
+        agree.equal(total_of(pair), float(SIZE - 1))  # of ranks 0 and this
     agree.equal(dist.get_rank(), own)
     agree.equal([tensor.item() for tensor in gathered], [float(rank) for rank in EVERYBODY])
     agree.equal(from_root.item(), SIZE - 1.0)

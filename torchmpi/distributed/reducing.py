@@ -45,6 +45,7 @@ class Reducing(BaseGroup):
         """Gradients of embeddings, for example."""
         if op not in ("sum", "avg") or reductions.is_scaled(opts.reduceOp):
             raise ArgumentError(f"{self._group.where}: all_reduce: sparse tensors can be summed or averaged, no more.")
+        self._plan("allreduce", tensor.detach().coalesce().values(), None, op)  # is refused like a dense one
         divisor = self.size() if op == "avg" else 1
 
         def gather(rows: torch.Tensor) -> torch.Tensor:
