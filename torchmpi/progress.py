@@ -223,9 +223,12 @@ class Ledger:
                 self._refuse_entry(slot)
 
     def abandon(self) -> None:
-        """Note that the call has ended with an error here: whoever is still in it would wait in vain."""
+        """Note that the call has ended with an error here: whoever is still in it would wait in vain.
+
+        This rank may have done its part in it before, so what it has said of it stays.
+        """
         if self.current is not None:
-            self._give_up()
+            self._give_up(has_done_its_part=True)
         self.current, self._missing = None, ()
 
     def _refuse_entry(self, slot: int) -> None:
@@ -251,18 +254,20 @@ class Ledger:
             )
         raise MismatchError(message)
 
-    def _give_up(self) -> Call:
+    def _give_up(self, *, has_done_its_part: bool = False) -> Call:
         assert self.current is not None
         call = Call(*self.current)
         self.history[call.seq & (RING_LENGTH - 1)] = self.current  # the shortest way into the kernels does not
         if self.board is not None:
-            self._spoil_entry(call)
+            if not has_done_its_part:
+                self.spoil_entry()
             self.board.set(self.rank, REFUSED, call.seq)
         return call
 
-    def _spoil_entry(self, call: Call) -> None:
+    def spoil_entry(self) -> None:
         """What a rank has said of a call that it gives up must not pass for its part in it with latecomers."""
-        assert self._words is not None
+        assert self._words is not None and self.current is not None
+        call = Call(*self.current)
         own, _ = self._slots[call.seq & (RING_LENGTH - 1)]
         if self._words[own + SEQUENCE] != call.seq:
             self._words[own + SIGNATURE] = call.code ^ hash(call.shape) ^ GIVEN_UP

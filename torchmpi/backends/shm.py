@@ -123,6 +123,8 @@ class SharedGroup:
         if self._ledger.current is None:
             return
         seq = self._ledger.current[0]
+        if self._ledger.board is not None:
+            self._ledger.spoil_entry()
         self.page.set(self._rank, REFUSED, seq)
         self.words[context.CHUNKS] = seq << _CHUNK_BITS
 

@@ -7,6 +7,7 @@ torch allows the ranks to differ in that, so both take the same transports.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import calls, runtime, streams
+from .. import buffers, calls, runtime, streams
 from ..errors import ArgumentError
 from ..handle import Handle
 from ..plans import Plan
 from . import membership, torch_names
 from .work import ENDED, Pending
 
+_ABORT_NAP_SECONDS = 0.001
 Tensors = list[torch.Tensor]
 _REPORT_SECONDS = 10.0
 
@@ -112,10 +114,13 @@ class BaseGroup(dist.ProcessGroup):
         self._membership.close(self._communicator)
 
     def abort(self) -> None:
-        """The same without waiting for a call that waits in shared memory."""
-        current, shared = self._group.ledger.current, self._group.shared
-        if current is not None and shared is not None:
-            shared.expire(current[0])
+        """The same without waiting for calls that wait in shared memory: one after the other ends with an error."""
+        group = self._group
+        while group.lane.pending and not group.lane.closed and group.page is not None:
+            current, shared = group.ledger.current, group.shared
+            if current is not None and shared is not None:
+                shared.expire(current[0])
+            time.sleep(_ABORT_NAP_SECONDS)
         self.shutdown()
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -130,6 +135,13 @@ class BaseGroup(dist.ProcessGroup):
         self, verb: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, op: str | None = None
     ) -> Plan:
         return calls.plan_of(self._communicator, verb, tensor, out, op=op)
+
+    def _plan_into(self, verb: str, source: torch.Tensor, output: torch.Tensor, op: str | None = None) -> Plan:
+        """That of a call which fills rows of `output`, and whose source is put in order when its turn comes."""
+        what = f"{self._group.where}: {verb}"
+        buffers.check(source, what)
+        buffers.check(output, what, written=True)
+        return calls.plan_for(self._communicator, (verb, op, source.dtype, source.device.type, False, None, False))
 
     def _run(
         self,

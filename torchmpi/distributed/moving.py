@@ -37,11 +37,10 @@ class Moving(BaseGroup):
         if not same_lengths([*parts, tensor]):
             task = partial(exchange.exchange, self._group, [tensor] * self.size(), parts)
             return self._launch(task, parts, opts, "all_gather")
-        row, target = as_rows(tensor, 1), stacked(parts)
-        plan = self._plan("allgather", row, target)
+        target, plan = stacked(parts), self._plan_into("allgather", tensor, parts[0])
 
         def gather_rows() -> None:
-            self._group.perform(plan, row, target, 0)
+            self._group.perform(plan, as_rows(tensor, 1), target, 0)
             deliver_each(target, parts)
 
         return self._launch(gather_rows, parts, opts, "all_gather")
@@ -51,11 +50,10 @@ class Moving(BaseGroup):
     ) -> dist.Work:
         """The same into one tensor."""
         self._check_sizes("all_gather_into_tensor", output, input)
-        row, target = as_rows(input, 1), result_rows(output, self.size())
-        plan = self._plan("allgather", row, target)
+        target, plan = result_rows(output, self.size()), self._plan_into("allgather", input, output)
 
         def task() -> None:
-            self._group.perform(plan, row, target, 0)
+            self._group.perform(plan, as_rows(input, 1), target, 0)
             deliver(target, output)
 
         return self._launch(task, [output], opts, "all_gather_into_tensor")
@@ -81,7 +79,6 @@ class Moving(BaseGroup):
         """Everybody's tensor to the root, into a list."""
         tensor = one_of(inputs)
         parts = list(one_of(outputs)) if self.rank() == opts.rootRank else []
-        row = as_rows(tensor, 1)
         if self.rank() == opts.rootRank and (len(parts) != self.size() or not same_lengths([*parts, tensor])):
             raise ArgumentError(
                 f"{self._group.where}: gather: {len(parts)} output tensors of "
@@ -89,10 +86,12 @@ class Moving(BaseGroup):
                 f"Pass one like the input for each of the {self.size()} ranks."
             )
         target = stacked(parts) if parts else None
-        plan, root = self._plan("gather", row, target), self._checked_root(opts, "gather")
+        for part in parts:
+            buffers.check(part, f"{self._group.where}: gather", written=True)
+        plan, root = self._plan("gather", tensor), self._checked_root(opts, "gather")
 
         def task() -> None:
-            self._group.perform(plan, row, target, root)
+            self._group.perform(plan, as_rows(tensor, 1), target, root)
             if target is not None:
                 deliver_each(target, parts)
 
@@ -108,13 +107,14 @@ class Moving(BaseGroup):
                 f"{[part.numel() for part in parts]} elements; the output has {output.numel()}. "
                 f"Pass one like the output for each of the {self.size()} ranks."
             )
-        rows = as_rows(torch.cat([part.detach().reshape(-1) for part in parts]), self.size()) if is_root else None
-        target = result_rows(output, 1)
-        plan = self._plan("scatter", rows, target).announcing(output.dtype, *target.shape)
-        root = self._checked_root(opts, "scatter")
+        root, target = self._checked_root(opts, "scatter"), result_rows(output, 1)
+        for part in parts:
+            buffers.check(part, f"{self._group.where}: scatter")
+        plan = self._plan("scatter", parts[0] if is_root else None, output).announcing(output.dtype, *target.shape)
 
         def task() -> None:
-            self._group.perform(plan, rows, target, root)
+            rows = torch.cat([part.detach().reshape(-1) for part in parts]) if is_root else None
+            self._group.perform(plan, None if rows is None else as_rows(rows, self.size()), target, root)
             deliver(target, output)
 
         return self._launch(task, [output], opts, "scatter")
@@ -134,15 +134,13 @@ class Moving(BaseGroup):
         opts: Any = torch_names.ALLTOALL,
     ) -> dist.Work:
         """The same from one tensor into one, cut along dim 0 evenly or as told."""
-        sources = self._cut(input.contiguous(), input_split_sizes, "input")
-        target = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-        parts = self._cut(target, output_split_sizes, "output")
+        sources = self._cut(input, input_split_sizes, "input")
+        parts = self._cut(output, output_split_sizes, "output")
         exchange.check(self._group, sources, parts, "all_to_all_single")
 
         def task() -> None:
             exchange.exchange(self._group, sources, parts)
-            if target is not output:
-                buffers.overwrite(output, target)
+            buffers.touch(output)  # the parts are no views of it to autograd
 
         return self._launch(task, [output], opts, "all_to_all_single")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .. import buffers, collectives, fusion, runtime, sparse
+from .. import buffers, collectives, dtypes, fusion, runtime, sparse
 from ..errors import ArgumentError
 from . import reductions, torch_names
 from .base import BaseGroup, Tensors
@@ -37,19 +38,31 @@ class Reducing(BaseGroup):
             if not torch_names.is_asynchronous(opts):
                 collectives.allreduce(tensor, op=op, comm=self._communicator)
                 return ENDED
+        plan = self._plan("allreduce", tensor, None, op)
+
+        def task() -> None:
+            self._scale([tensor], reduction)
+            self._group.perform(plan, tensor, None, 0)
+
+        return self._launch(task, [tensor], opts, "all_reduce")
+
+    def _scale(self, tensors: Tensors, reduction: Any) -> None:
+        """With the factor of PREMUL_SUM; in the call's turn, since earlier ones may still be at work on the tensors."""
         if reductions.is_scaled(reduction):
-            buffers.overwrite(tensor, reductions.scaled(tensor, reduction))
-        return self._run("allreduce", tensor, None, opts, outputs=[tensor], op=op)
+            for tensor in tensors:
+                buffers.overwrite(tensor, reductions.scaled(tensor, reduction))
 
     def _allreduce_sparse(self, tensor: torch.Tensor, op: str, opts: Any) -> dist.Work:
         """Gradients of embeddings, for example."""
         if op not in ("sum", "avg") or reductions.is_scaled(opts.reduceOp):
             raise ArgumentError(f"{self._group.where}: all_reduce: sparse tensors can be summed or averaged, no more.")
-        self._plan("allreduce", tensor.detach().coalesce().values(), None, op)  # is refused like a dense one
+        dtypes.check_reduction(tensor.dtype, op)
         divisor = self.size() if op == "avg" else 1
 
         def gather(rows: torch.Tensor) -> torch.Tensor:
-            gathered: torch.Tensor = self._group.perform(self._plan("allgather", rows), rows, None, 0)
+            # The shape of the whole is compared: an entry of another rank must have a place here.
+            plan = self._plan("allgather", rows).announcing(tensor.dtype, *tensor.shape, *rows.shape[1:])
+            gathered: torch.Tensor = self._group.perform(plan, rows, None, 0)
             return gathered
 
         def task() -> None:
@@ -65,35 +78,37 @@ class Reducing(BaseGroup):
         if not tensors:
             return ENDED
         op = reductions.name_of(opts.reduceOp, tensors[0].dtype)
-        for tensor in tensors:
-            if reductions.is_scaled(opts.reduceOp):
-                buffers.overwrite(tensor, reductions.scaled(tensor, opts.reduceOp))
-        bucket_bytes = runtime.current().config.bucket_bytes
-        task = partial(self._reduce_fused, tensors, op, bucket_bytes)
+        task = partial(self._reduce_fused, tensors, opts.reduceOp, op)
         for tensor in tensors:  # refused here, if at all
             self._plan("allreduce", tensor, None, op)
         return self._launch(task, tensors, opts, "allreduce_coalesced")
 
-    def _reduce_fused(self, tensors: Tensors, op: str, bucket_bytes: int) -> None:
-        for members in fusion.plan_buckets(tensors, bucket_bytes):
+    def _reduce_fused(self, tensors: Tensors, reduction: Any, op: str) -> None:
+        self._scale(tensors, reduction)
+        for members in fusion.plan_buckets(tensors, runtime.current().config.bucket_bytes):
             parts = [tensors[index] for index in members]
             if len(parts) == 1:
                 self._group.perform(self._plan("allreduce", parts[0], None, op), parts[0], None, 0)
                 continue
             flat = torch.cat([part.detach().reshape(-1) for part in parts])
-            self._group.perform(self._plan("allreduce", flat, None, op), flat, None, 0)
+            plan = self._plan("allreduce", flat, None, op).for_many(tuple(tuple(part.shape) for part in parts))
+            self._group.perform(plan, flat, None, 0)
             fusion.unpack(flat, parts)
 
     def reduce(self, tensors: Any, opts: Any = torch_names.REDUCE) -> dist.Work:
         """Combine everybody's tensor on the root."""
         tensor = one_of(tensors)
         op = reductions.name_of(opts.reduceOp, tensor.dtype)
-        work = reductions.scaled(tensor, opts.reduceOp)
-        if work is not tensor and self.rank() == opts.rootRank:
-            buffers.overwrite(tensor, work)
-            work = tensor
-        root = self._checked_root(opts, "reduce")
-        return self._run("reduce", work, None, opts, outputs=[tensor], root=root, op=op)
+        root, plan = self._checked_root(opts, "reduce"), self._plan("reduce", tensor, None, op)
+
+        def task() -> None:
+            if self.rank() == root:
+                self._scale([tensor], opts.reduceOp)
+                self._group.perform(plan, tensor, None, root)
+            else:  # keeps what it has
+                self._group.perform(plan, reductions.scaled(tensor, opts.reduceOp), None, root)
+
+        return self._launch(task, [tensor], opts, "reduce")
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = torch_names.REDUCE_SCATTER
@@ -107,14 +122,23 @@ class Reducing(BaseGroup):
                 f"{parts[self.rank()].numel() if len(parts) > self.rank() else 0} elements and the output "
                 f"{output.numel()}. Pass one for each of the {self.size()} ranks, and an output like this rank's."
             )
-        flat = reductions.scaled(torch.cat([part.detach().reshape(-1) for part in parts]), opts.reduceOp)
+        for part in parts:
+            buffers.check(part, f"{self._group.where}: reduce_scatter")
+
+        def flat() -> torch.Tensor:
+            return reductions.scaled(torch.cat([part.detach().reshape(-1) for part in parts]), opts.reduceOp)
+
         if same_lengths(parts):
-            return self._reduce_scatter_rows(output, flat, op, opts)
-        plan, begin = self._plan("allreduce", flat, None, op), sum(part.numel() for part in parts[: self.rank()])
+            return self._reduce_scatter_rows(output, parts[0], flat, op, opts)
+        buffers.check(output, f"{self._group.where}: reduce_scatter", written=True)
+        lengths = [part.numel() for part in parts]
+        begin = sum(lengths[: self.rank()])
 
         def task() -> None:
-            self._group.perform(plan, flat, None, 0)
-            buffers.overwrite(output, flat[begin : begin + output.numel()].view(output.shape))
+            work = flat()
+            plan = self._plan("allreduce", work, None, op).for_many(tuple((numel,) for numel in lengths))
+            self._group.perform(plan, work, None, 0)
+            buffers.overwrite(output, work[begin : begin + output.numel()].view(output.shape))
 
         return self._launch(task, [output], opts, "reduce_scatter")
 
@@ -124,17 +148,21 @@ class Reducing(BaseGroup):
         """The same from one tensor with everybody's part in it."""
         op = reductions.name_of(opts.reduceOp, output.dtype)
         self._check_sizes("reduce_scatter_tensor", input, output)
-        flat = reductions.scaled(input.detach().reshape(-1), opts.reduceOp)
-        return self._reduce_scatter_rows(output, flat, op, opts)
+
+        def flat() -> torch.Tensor:
+            return reductions.scaled(input.detach().reshape(-1), opts.reduceOp)
+
+        return self._reduce_scatter_rows(output, input, flat, op, opts)
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
-    def _reduce_scatter_rows(self, output: torch.Tensor, flat: torch.Tensor, op: str, opts: Any) -> dist.Work:
-        rows, target = as_rows(flat, self.size()), result_rows(output, 1)
-        plan = self._plan("reduce_scatter", rows, target, op)
+    def _reduce_scatter_rows(
+        self, output: torch.Tensor, source: torch.Tensor, flat: Callable[[], torch.Tensor], op: str, opts: Any
+    ) -> dist.Work:
+        target, plan = result_rows(output, 1), self._plan_into("reduce_scatter", source, output, op)
 
         def task() -> None:
-            self._group.perform(plan, rows, target, 0)
+            self._group.perform(plan, as_rows(flat(), self.size()), target, 0)
             deliver(target, output)
 
         return self._launch(task, [output], opts, "reduce_scatter")

@@ -26,6 +26,8 @@ def name_of(op: Any, dtype: torch.dtype) -> str:
         name = _NAMES[op.op]
     except KeyError:
         raise ArgumentError(f"{op.op} is not known. Use one of: {', '.join(str(known) for known in _NAMES)}.") from None
+    if is_scaled(op) and not (dtype.is_floating_point or dtype.is_complex):
+        raise ArgumentError(f"PREMUL_SUM needs floating point tensors, this one is {dtype}. Use SUM.")
     return _OF_BOOL.get(name, name) if dtype is torch.bool else name
 
 
@@ -40,8 +42,4 @@ def scaled(tensor: torch.Tensor, op: Any) -> torch.Tensor:
     >>> scaled(torch.ones(2), ReduceOp(ReduceOp.SUM))
     tensor([1., 1.])
     """
-    if not is_scaled(op):
-        return tensor
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ArgumentError(f"PREMUL_SUM needs floating point tensors, this one is {tensor.dtype}. Use SUM.")
-    return tensor.detach() * op.factor
+    return tensor.detach() * op.factor if is_scaled(op) else tensor

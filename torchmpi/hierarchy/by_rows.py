@@ -158,4 +158,5 @@ class ReduceScatter(OverHosts):
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    # Of one element any stride is in order for torch, but not for a view as bytes.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
