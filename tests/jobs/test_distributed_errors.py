@@ -211,14 +211,11 @@ def meet():
 meet.number = 0
 
 case("all_reduce", lambda g: dist.all_reduce(ones, group=g), "StallError|rank {last}, after|in meet")
-case("long all_reduce", lambda g: dist.all_reduce(torch.ones(1 << 20), group=g), "StallError|rank {last}, after")
 case("asynchronous", lambda g: dist.all_reduce(ones, group=g, async_op=True).wait(), "StallError|rank {last}, after")
 case("future", lambda g: dist.all_reduce(ones, group=g, async_op=True).get_future().wait(), "rank {last}, after")
 case("broadcast", lambda g: dist.broadcast(ones, size - 1, group=g), "StallError|rank {last}, after")
-case("all_to_all", lambda g: dist.all_to_all_single(torch.ones(size), torch.ones(size), group=g), "rank {last}, after")
 case("barrier with a limit", lambda g: dist.barrier(g, timeout=timedelta(seconds=0.3)), "StallError|0.3 s|rank {last}")
 case("recv", lambda g: dist.recv(torch.ones(3), size - 1, group=g), "StallError|recv(float32 [3]) from rank 2", False)
-case("recv from any", lambda g: dist.recv(torch.ones(3), group=g), "StallError|from any rank", False)
 case("monitored_barrier", lambda g: monitored_barrier(g, timedelta(seconds=0.5)), "StallError|ank 0", False)
 
 # A limit of the caller's own: the call goes on, and ends well.
@@ -238,7 +235,7 @@ report("wait with a limit", "StallError" in said and ones.tolist() == [float(siz
 def test_a_rank_that_does_not_come_is_named(job):
     """The late one gets an error too, and no data of a call that the others have given up."""
     result = job(3, START + MISSING, timeout=LIMIT_SECONDS, env=QUICK)
-    all_right(result, 11, 3)
+    all_right(result, 8, 3)
 
 
 AFTERWARDS = """

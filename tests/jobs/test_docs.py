@@ -126,6 +126,9 @@ def ran(launch, tmp_path_factory):
 def test_snippets_run(page, ran):
     if any("sklearn" in block.code for block in SNIPPETS[page]):
         pytest.importorskip("sklearn", reason="this page trains on scikit-learn's digits: install the extra examples")
+    failed = re.search(r"snippet failed: (.*):\d+", ran.stderr)
+    if failed and failed[1] != str(page):
+        pytest.fail(f"not run, or not to the end of the job: {failed[0]}", pytrace=False)
     for block in SNIPPETS[page]:
         assert ran.stdout.splitlines().count(f"ran {page}:{block.line}") == 2, ran.output
     assert ran.returncode == 0, ran.output

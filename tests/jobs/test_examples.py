@@ -52,7 +52,7 @@ def example(launch, tmp_path, records, digits):
 
 # A batch of 50 divides neither by 4 nor by 3, and leaves a last batch of 37 images. Both tests look at the same jobs.
 SYNCHRONOUS = ("--epochs", "6", "--batch-size", "50", "--assert-accuracy", "0.95")
-JOBS = [
+SAME_CURVE = [
     pytest.param("mnist_allreduce", 1, marks=once),
     pytest.param("mnist_allreduce", 2, marks=once),
     ("mnist_allreduce", 4),
@@ -61,7 +61,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "n"), JOBS)
+@pytest.mark.parametrize(("name", "n"), SAME_CURVE)
 def test_same_curve_on_any_number_of_ranks(example, name, n):
     reference, record = example("mnist_sequential", 1, *SYNCHRONOUS), example(name, n, *SYNCHRONOUS)
     assert len(record["loss"]) == 6
@@ -70,7 +70,7 @@ def test_same_curve_on_any_number_of_ranks(example, name, n):
     assert record["accuracy"] == pytest.approx(reference["accuracy"], abs=0.003)
 
 
-@pytest.mark.parametrize(("name", "n"), [("mnist_sequential", 1), *JOBS, ("mnist_engine", 3)])
+@pytest.mark.parametrize(("name", "n"), [("mnist_sequential", 1), *SAME_CURVE, ("mnist_engine", 3)])
 def test_accuracy(example, name, n):
     record = example(name, n, *SYNCHRONOUS)
     assert record["accuracy"] >= 0.95

@@ -137,7 +137,7 @@ def test_the_factor_of_a_sum():
     scaled = reductions.scaled(tensor, half)
     assert scaled.tolist() == [2.0] * 3 and not scaled.requires_grad and tensor.tolist() == [4.0] * 3
     with pytest.raises(ArgumentError, match="floating point"):
-        reductions.scaled(torch.ones(3, dtype=torch.int32), half)
+        reductions.name_of(half, torch.int32)
 
 
 # --- lists as rows ----------------------------------------------------------------------------------------------------

@@ -76,12 +76,12 @@ def test_the_end_of_the_stream_is_told(endpoint, ends):
     assert arrived(endpoint, 1) == [b"abc"] and reader.body is not None and not reader.said_goodbye
 
 
-def test_an_abort_is_told_with_its_status(endpoint, ends):
+def test_an_abort_is_told_with_its_status_and_who_began_it(endpoint, ends):
     told = []
     reader, staging = Connection(ends[1], 1), memoryview(bytearray(4096))
-    ends[0].sendall(wire.head(0, 17, 0, wire.ABORT))
+    ends[0].sendall(wire.head(2, 17, 0, wire.ABORT))
     reader.read(endpoint.inbox, staging, lambda rank, status: told.append((rank, status)))
-    assert told == [(1, 17)]
+    assert told == [(2, 17)]
 
 
 def drain(sock, writer, endpoint):

@@ -14,7 +14,7 @@ import sys
 import termios
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from . import wire
@@ -79,14 +79,18 @@ class Connection:
             pieces = [memoryview(head + view)]
         else:
             pieces = [memoryview(head), view]
-        with self._sending, self._whole():
+        with self._sending:
             if self._problem is not None:
                 raise CommunicationError(self._problem)
-            if not self._parcels:
-                pieces = self._write(pieces)
-            if pieces:
-                self._parcels.append(_Parcel(pieces, request))
-                self.on_room(True)
+            try:
+                if not self._parcels:
+                    pieces = self._write(pieces)
+                if pieces:
+                    self._parcels.append(_Parcel(pieces, request))
+                    self.on_room(True)
+            except BaseException as error:
+                self._tear(error)
+                raise
         return not pieces
 
     def send_first(self, head: bytes) -> None:
@@ -103,14 +107,17 @@ class Connection:
     def flush(self) -> list[tuple[Request, str | None]]:
         """Write what there is room for; what has ended by that, and why it failed."""
         ended: list[tuple[Request, str | None]] = []
-        with self._sending, self._whole():
+        with self._sending:
             try:
                 self._write_parcels(lambda request: ended.append((request, None)))
+                if not self._parcels and not self._is_closed:
+                    self.on_room(False)
             except CommunicationError as error:
                 ended += [(parcel.request, str(error)) for parcel in self._parcels if parcel.request is not None]
                 self._parcels.clear()
-            if not self._parcels and not self._is_closed:
-                self.on_room(False)
+            except BaseException as error:
+                self._tear(error)
+                raise
         return ended
 
     def _write_parcels(self, on_end: Callable[[Request], None]) -> None:
@@ -139,23 +146,17 @@ class Connection:
             pieces = pieces[1:]
         return [pieces[0][num_bytes:], *pieces[1:]] if pieces else []
 
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """An exception out of a signal handler tears the stream: what was written may not be what was noted."""
-        try:
-            yield
-        except CommunicationError:
-            raise
-        except BaseException:
+    def _tear(self, error: BaseException) -> None:
+        """After an exception out of a signal handler: what was written may not be what was noted."""
+        if not isinstance(error, CommunicationError):
             self._problem = f"the connection to rank {self.peer} is torn: this rank was interrupted while it wrote"
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # so that both ranks notice
-            raise
 
     # --- reading
 
     def read(self, inbox: Inbox, staging: memoryview, on_abort: Callable[[int, int], None]) -> None:
-        """Read once. `on_abort` is called with the rank and the status it gave."""
+        """Read once. `on_abort` is called with the rank that ends the job and its status."""
         if self.body is None:
             self._read_frames(inbox, staging, on_abort)
             return
@@ -187,7 +188,7 @@ class Connection:
             if kind == wire.GOODBYE:
                 self.said_goodbye = True
             elif kind == wire.ABORT:
-                on_abort(self.peer, tag)
+                on_abort(context, tag)
             elif length <= end - begin:
                 inbox.arrive(self.peer, context, tag, staging[begin : begin + length])
                 begin += length

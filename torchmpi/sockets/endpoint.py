@@ -138,7 +138,7 @@ class Endpoint:
     def abort(self, status: int) -> None:
         """End all ranks. Does not return."""
         self._is_ending = True
-        self._tell_all(wire.head(0, status & 0xFF, 0, wire.ABORT))
+        self._tell_all(wire.head(self.rank, status & 0xFF, 0, wire.ABORT))
         os._exit(status & 0xFF)
 
     def _on_abort(self, rank: int, status: int) -> None:
@@ -146,7 +146,7 @@ class Endpoint:
             return
         self._is_ending = True
         # Further to all, who would otherwise hear of the end of this rank before they hear why.
-        self._tell_all(wire.head(0, status, 0, wire.ABORT))
+        self._tell_all(wire.head(rank, status, 0, wire.ABORT))
         print(f"torchmpi: rank {self.rank} ends, since rank {rank} has ended the job ({status=})", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -24,6 +24,29 @@ Handle = Callable[[bool, bool], None]
 """Called with whether there is something to read, and room to write."""
 
 
+class _Baton:
+    """Who leads. From the instant at which it is taken it says by whom, so that an exception out of a signal handler,
+    which may come right then, does not leave it with nobody: a lock would not do."""
+
+    def __init__(self) -> None:
+        self._holder: dict[None, int] = {}
+
+    def take(self) -> bool:
+        """Whether it is this thread's now."""
+        own = threading.get_ident()
+        return self._holder.setdefault(None, own) == own  # one step, for all other threads
+
+    def give_back(self) -> None:
+        """If it is this thread's."""
+        if self.holder == threading.get_ident():
+            del self._holder[None]
+
+    @property
+    def holder(self) -> int | None:
+        """The thread that leads."""
+        return self._holder.get(None)
+
+
 class Poller:
     """Waits for sockets and for requests."""
 
@@ -35,9 +58,8 @@ class Poller:
         self._epoll.register(self._bell, select.EPOLLIN)
         self._handles: dict[int, Handle] = {}
         self._lock = threading.Lock()  # of the state of requests
-        self._baton = threading.Lock()  # held by who leads
+        self._baton = _Baton()
         self._followers: deque[Request] = deque()
-        self._leader: int | None = None
         self._led_for: Request | None = None
         self._num_leads = 0
         self._has_rung = False
@@ -78,12 +100,11 @@ class Poller:
             if request.is_done:
                 return
             request.error, request.is_done = error, True
-            gate, request.gate = request.gate, None
             callbacks, request.callbacks = request.callbacks, []
-        if gate is not None:
-            gate.release()
+            has_follower = _open_gate(request)
+        if has_follower:
             self._gives_way = True
-        elif self._led_for is request and self._leader != threading.get_ident():
+        elif self._led_for is request and self._baton.holder != threading.get_ident():
             self._ring()
         for callback in callbacks:
             callback()
@@ -107,11 +128,12 @@ class Poller:
             try:
                 if self._failure is not None:
                     self.complete(request, self._failure)
-                elif self._baton.acquire(False):
+                elif self._baton.take():
                     self._lead(request)
                 else:
                     self._follow(request)
             except BaseException as error:
+                self._pass_on()
                 if interrupt is not None:
                     self._on_failure("this rank was interrupted twice while it waited")
                     raise  # the first is its context
@@ -123,43 +145,40 @@ class Poller:
         """Look once what has arrived, without waiting; perhaps that ends the request."""
         if self._failure is not None and request is not None:
             self.complete(request, self._failure)
-        elif self._baton.acquire(False):
-            try:
+            return
+        try:
+            if self._baton.take():
                 self._num_leads += 1
-                self._leader = threading.get_ident()
                 self._handle(self._epoll.poll(0))
-            finally:
                 self._pass_on()
-        elif self._leader == self._thread.ident and not self._has_rung:
-            self._ring()  # it would leave one that looks again and again no time for what has arrived
+            elif self._baton.holder == self._thread.ident and not self._has_rung:
+                self._ring()  # it would leave one that looks again and again no time for what has arrived
+        except BaseException:
+            self._pass_on()
+            raise
 
     def fail(self, reason: str) -> None:
         """No request will end by itself any more: each that is waited for ends for this reason."""
         self._failure = reason
         with self._lock:
-            gates = [request.gate for request in self._followers]
+            for request in self._followers:
+                _open_gate(request)
             self._followers.clear()
-        for gate in gates:
-            if gate is not None and gate.locked():
-                gate.release()
         self._ring()
 
     # --- leading
 
     def _lead(self, request: Request) -> None:
         """Read until the request has ended. Called with the baton."""
-        try:
-            self._num_leads += 1
-            self._led_for, self._leader = request, threading.get_ident()
-            limit = time.perf_counter() + self._eager_seconds
-            while not (request.is_done or self._failure):
-                events = self._epoll.poll(0 if time.perf_counter() < limit else None)
-                if events:
-                    self._handle(events)
-                    limit = time.perf_counter() + self._eager_seconds
-        finally:
-            self._led_for = None
-            self._pass_on()
+        self._num_leads += 1
+        self._led_for = request
+        limit = time.perf_counter() + self._eager_seconds
+        while not (request.is_done or self._failure):
+            events = self._epoll.poll(0 if time.perf_counter() < limit else None)
+            if events:
+                self._handle(events)
+                limit = time.perf_counter() + self._eager_seconds
+        self._pass_on()
 
     def _follow(self, request: Request) -> None:
         """Sleep until the request has ended, or it is one's turn to lead."""
@@ -170,14 +189,15 @@ class Poller:
                 return
             request.gate = gate
             self._followers.append(request)
-        if not self._baton.locked():  # who led may have missed this follower
+        if self._baton.holder is None:  # who led may have missed this follower
             self._call_follower()
         gate.acquire()
 
     def _pass_on(self) -> None:
-        """Give the baton back, and see to it that somebody takes it who needs to."""
-        self._leader = None
-        self._baton.release()
+        """Give the baton back, and see to it that somebody takes it who needs to. Once too often does no harm."""
+        if self._baton.holder == threading.get_ident():
+            self._led_for = None
+        self._baton.give_back()
         if self._followers:
             self._call_follower()
         if self._asks_to_be_called:
@@ -186,12 +206,8 @@ class Poller:
 
     def _call_follower(self) -> None:
         with self._lock:
-            while self._followers:
-                request = self._followers.popleft()
-                gate, request.gate = request.gate, None
-                if gate is not None:
-                    gate.release()
-                    return
+            while self._followers and not _open_gate(self._followers.popleft()):
+                pass
 
     def _handle(self, events: list[tuple[int, int]]) -> None:
         for descriptor, mask in events:
@@ -213,25 +229,24 @@ class Poller:
         try:
             self._serve()
         except BaseException as error:  # a defect: better all calls fail than wait for ever
+            self._pass_on()
             self._on_failure(f"the thread that reads from the sockets has failed: {error!r}")
             raise
 
     def _serve(self) -> None:
         num_leads = -1
         while not self._is_closing:
-            if num_leads == self._num_leads and self._baton.acquire(False):
-                try:
-                    self._leader, self._gives_way = threading.get_ident(), False
-                    while not (self._gives_way or self._is_closing):
-                        events = self._epoll.poll()
-                        self._gives_way |= self._has_rung
-                        self._handle(events)
-                finally:
-                    self._pass_on()
-            elif self._baton.locked():  # a caller waits, perhaps for long
+            if num_leads == self._num_leads and self._baton.take():
+                self._gives_way = False
+                while not (self._gives_way or self._is_closing):
+                    events = self._epoll.poll()
+                    self._gives_way |= self._has_rung
+                    self._handle(events)
+                self._pass_on()
+            elif self._baton.holder is not None:  # a caller waits, perhaps for long
                 self._is_wanted.clear()
                 self._asks_to_be_called = True
-                if self._baton.locked():
+                if self._baton.holder is not None:
                     self._is_wanted.wait()
             num_leads = self._num_leads
             if not self._is_closing:
@@ -245,12 +260,24 @@ class Poller:
         self._is_wanted.set()
         self._ring()
         self._thread.join()
-        with self._baton:
-            close_sockets()
-            self._epoll.close()
-            os.close(self._bell)
+        while not self._baton.take():  # a caller is on its way out
+            time.sleep(1e-4)
+        close_sockets()
+        self._epoll.close()
+        os.close(self._bell)
 
     def abandon(self) -> None:
         """Close the descriptors of a forked child; the threads are the parent's."""
         self._epoll.close()
         os.close(self._bell)
+
+
+def _open_gate(request: Request) -> bool:
+    """Wake who sleeps for a request; whether there is somebody."""
+    gate = request.gate
+    if gate is None:
+        return False
+    if gate.locked():
+        gate.release()
+    request.gate = None  # last: whoever is interrupted before leaves it to be opened again
+    return True

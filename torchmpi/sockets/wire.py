@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 
 HEAD = struct.Struct("<QQiB3x")
-"""Context and length of a message, its tag (of an abort: the status), and the kind of frame."""
+"""Context and length of a message, its tag, and the kind of frame. An abort has in the first place the rank that began
+it, and its status for a tag."""
 MESSAGE, GOODBYE, ABORT = range(3)
 
 GREETING = struct.Struct("<16sI")
