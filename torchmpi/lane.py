@@ -78,7 +78,7 @@ class Lane:
             self.submit(lambda: None, "drain").wait()
 
     def close(self) -> None:
-        """Finish what is queued and end the worker."""
+        """Finish what is queued, and what another thread runs by itself; end the worker."""
         if not self.closed:
             self.drain()
             self.closed = True
@@ -86,6 +86,7 @@ class Lane:
             if self._worker is not None:
                 self._tasks.put(None)
                 self._worker.join()
+            self.turn.acquire()  # for good: who found the lane idle just before must not begin any more
 
     def _work(self) -> None:
         while (entry := self._tasks.get()) is not None:

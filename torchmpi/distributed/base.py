@@ -116,7 +116,7 @@ class BaseGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """The same without waiting for calls that wait in shared memory: one after the other ends with an error."""
         group = self._group
-        while group.lane.pending and not group.lane.closed and group.page is not None:
+        while (group.lane.pending or group.lane.turn.locked()) and not group.lane.closed and group.page is not None:
             current, shared = group.ledger.current, group.shared
             if current is not None and shared is not None:
                 shared.expire(current[0])
