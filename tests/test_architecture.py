@@ -12,8 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 FLOORS = (
     ("_version", "errors"),
     ("config", "topology", "schedule", "rules", "layout"),
-    ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "segments", "archive", "sockets"),
+    ("dtypes", "dlpack", "streams", "handle", "scalars", "affinity", "mpi_library", "segments", "archive", "sockets"),
     ("buffers", "lane", "progress", "inquiry", "tuning_file", "kernels"),
+    ("gates",),
     ("groups", "fusion", "heap", "sparse"),
     ("stack",),
     ("backends",),
@@ -31,7 +32,9 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Loaded by start(), not by import: they start MPI, or cost a fifth of a second.
 LATE = ("mpi4py", "numba")
 # These are what is loaded late: kernels.load() imports them.
-LATE_MODULES = ("memory", "meeting", "placing", "reducing", "moving", "sharding", "building")
+LATE_MODULES = (
+    "memory", "meeting", "placing", "reducing", "moving", "sharding", "entering", "wrapping", "gate_ir", "building",
+)  # fmt: skip
 
 
 def modules() -> list[Path]:

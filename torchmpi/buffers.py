@@ -109,6 +109,17 @@ def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
     touch(target)
 
 
+def copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
+    """Into an `out` that the backend did not take, or a refusal: all ranks have made the call by now."""
+    if out.dtype != result.dtype:
+        raise DtypeError(f"out is {out.dtype}, but the result is {result.dtype}. Pass out=None to have it made.")
+    if out.shape != result.shape:
+        raise ArgumentError(
+            f"out has shape {list(out.shape)}, but the result has {list(result.shape)}. Pass out=None to have it made."
+        )
+    overwrite(out, result)
+
+
 def touch(tensor: torch.Tensor) -> None:
     """Tell autograd that the tensor was written, so that a stale saved value is an error and not a wrong gradient."""
     try:

@@ -1,6 +1,6 @@
 """The way of a call, from a verb to a plan that runs: what is asked of its arguments, and the short way past that.
 
-Every verb of :mod:`torchmpi.collectives` ends here, but for the shortest calls of all, allreduces of plain memory.
+Every verb of :mod:`torchmpi.collectives` ends here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from . import buffers, plans, runtime, streams
+from . import buffers, gates, plans, runtime, streams
 from .errors import ArgumentError, DeviceError, DtypeError
 from .groups import Communicator, Group
 from .handle import Handle
 from .scalars import as_tensor, is_number, restore
-from .stack import Comm
+from .stack import Comm, used
 
 _Tensor = torch.Tensor
 _STRIDED = torch.strided
@@ -44,6 +44,8 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
     plan = group.plans.get((verb, op, tensor.dtype, backend))
     if plan is None or type(root) is not int or not 0 <= root < group.size:
         return _OTHERWISE
+    if verb in gates.VERBS and comm is None and backend is None:
+        gates.open_to(verb, (root if op is None else op), tensor.dtype, partial(_door, group, plan, root))
     if out is None:
         result = group.call(plan, tensor, None, root)
         if result is tensor:
@@ -53,12 +55,18 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
         return _OTHERWISE
     result = group.call(plan, tensor, out, root)
     if result is not out:
-        plans.copy_result(result, out)
+        buffers.copy_result(result, out)
     buffers.touch(out)
     return out
 
 
 _OTHERWISE = object()
+
+
+def _door(group: Group, plan: plans.Plan, root: int) -> gates.Door | None:
+    """The way past Python into a call on the default communicator."""
+    is_default = used.get() is None and runtime.communicator(None).intra is group
+    return plan.door(root) if is_default else None
 
 
 def call(
@@ -143,9 +151,7 @@ def plan_for(communicator: Communicator, key: tuple[Any, ...]) -> plans.Plan:
     if plan is None:
         plan = known[key] = plans.prepare(runtime.current(), communicator, key)
         verb, op, dtype, _, _, backend, _ = key
-        if plan.quick is not None:
-            known[op, dtype, backend] = plan.quick
-        elif plan.is_simple:
+        if plan.is_simple:
             known[verb, op, dtype, backend] = plan.bare
     return plan
 

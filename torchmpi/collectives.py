@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from . import buffers, fusion, runtime
+from . import buffers, fusion, gates, runtime
 from .calls import call, check_root, plan_for
 from .errors import ArgumentError
 from .handle import Handle
 from .stack import Comm
 
 _Tensor = torch.Tensor
-_increment_version = buffers.increment_version
 
 
 def allreduce(
@@ -36,31 +35,8 @@ def allreduce(
         mpi.allreduce(torch.ones(3))        # tensor([n, n, n]) on n ranks
         mpi.allreduce(2.5, op="max")        # a number comes back as a number
     """
-    # The path of every gradient, written out: contiguous memory of the host, in an idle lane, straight into the kernel.
-    # Each frame, each look at the tensor and each attribute is a twentieth of what a short call takes.
-    if out is None and type(tensor) is _Tensor:
-        quick = runtime.communicator(comm).intra.plans.get((op, tensor.dtype, backend))
-        if quick is not None:
-            try:
-                shape, numel, address = tensor.shape, tensor.numel(), tensor.data_ptr()
-                is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
-            except RuntimeError:  # sparse, nested, or of a library's own layout: refused below, with the remedy
-                is_plain = False
-            lane, acquire, release, ledger, kernel, plan, code, native_code, settle = quick
-            if is_plain and lane.pending == 0 and acquire(False):
-                try:
-                    seq = ledger.seq = ledger.seq + 1
-                    ledger.current = (seq, code, shape)
-                    if status := kernel(plan, seq, native_code ^ hash(shape), address, numel):
-                        settle(status, tensor)
-                    ledger.current = None
-                finally:
-                    release()
-                try:
-                    _increment_version((tensor,))
-                except RuntimeError:
-                    buffers.touch(tensor)  # which knows about tensors without a version
-                return tensor
+    if (result := gates.allreduce(tensor, out, op, comm, backend)) is not None:
+        return result
     return call("allreduce", tensor, out, op=op, comm=comm, backend=backend)
 
 
@@ -112,6 +88,8 @@ def broadcast(
 
     mpi.broadcast(weights)              # everybody has rank 0's weights
     """
+    if (result := gates.broadcast(tensor, out, root, comm, backend)) is not None:
+        return result
     return call("broadcast", tensor, out, root=root, comm=comm, backend=backend)
 
 
@@ -130,6 +108,8 @@ def allgather(tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, bac
         mpi.allgather(torch.full((2,), mpi.rank()))     # tensor([0, 0, 1, 1, ...])
         mpi.allgather(mpi.rank())                       # [0, 1, ...]
     """
+    if (result := gates.allgather(tensor, out, 0, comm, backend)) is not None:
+        return result
     return call("allgather", tensor, out, comm=comm, backend=backend)
 
 
@@ -183,8 +163,10 @@ def reduce_scatter(
 
     mine = mpi.reduce_scatter(torch.ones(mpi.size(), 3))    # one row of n's
     """
-    result: _Tensor = call("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend)
-    return result
+    result: _Tensor | None = gates.reduce_scatter(tensor, out, op, comm, backend)
+    if result is not None:
+        return result
+    return call("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_async(

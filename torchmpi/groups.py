@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from . import mpi_library, topology
+from . import gates, mpi_library, topology
 from .errors import CommunicatorError, MismatchError, TorchMPIError
 from .handle import Handle
 from .lane import Lane
@@ -151,6 +151,11 @@ class Group:
         """The same ranks with a life of their own: calls on it do not mix with calls here. Collective."""
         return Group(self.comm.Dup(), name, self.world_ranks, self.context)
 
+    def forget_plans(self) -> None:
+        """Prepare every call anew, because something has changed that was taken into account."""
+        gates.shut()
+        self.plans.clear()
+
     def drain(self) -> None:
         """Finish everything that is queued."""
         for lane in (self.lane, *self.side_lanes.values()):
@@ -164,7 +169,7 @@ class Group:
                 print(f"torchmpi: an asynchronous call failed and nobody waited for it: {error}", file=sys.stderr)
         for attachment in reversed(self.attachments):
             attachment.close()
-        self.plans.clear()
+        self.forget_plans()
         for part in (self.across, self.local):
             if part is not None:
                 part.free()

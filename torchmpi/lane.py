@@ -11,13 +11,68 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 from .errors import NotStartedError
 from .handle import Handle
+from .layout import TURN_ENTERED, TURN_HELD, TURN_PENDING, TURN_WORDS
 
 Task = Callable[[], Any]
+_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 20e-6, 1e-3
+
+
+class Turn:
+    """The right to run, held by whoever runs a call: a lock, beside words by which machine code takes it too.
+
+    That code (see :mod:`torchmpi.gates`) looks at the words and writes them while it has the GIL: it takes the right if
+    nobody holds it and nothing is pending. It never waits for it, so whoever has the lock waits for it to leave.
+
+    >>> turn = Turn()
+    >>> turn.acquire(), turn.acquire(False), turn.release(), turn.locked()
+    (True, False, None, False)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.words = array("q", bytes(8 * TURN_WORDS))
+        self.address, _ = self.words.buffer_info()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the right, and say whether it could be had."""
+        if not self._lock.acquire(blocking):
+            return False
+        words = self.words
+        words[TURN_HELD] = 1
+        if words[TURN_ENTERED]:
+            if not blocking:
+                self.release()
+                return False
+            self._wait_for_machine_code()
+        return True
+
+    def release(self) -> None:
+        """Give it back."""
+        self.words[TURN_HELD] = 0
+        self._lock.release()
+
+    def locked(self) -> bool:
+        """Whether anybody holds it."""
+        return self._lock.locked() or self.words[TURN_ENTERED] != 0
+
+    def _wait_for_machine_code(self) -> None:
+        nap = _SHORTEST_NAP_SECONDS
+        while self.words[TURN_ENTERED]:
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Lane:
@@ -31,10 +86,8 @@ class Lane:
 
     def __init__(self, name: str, *, threaded: bool = True) -> None:
         self.name = name
-        self.turn = threading.Lock()
+        self.turn = Turn()
         """Held by whoever runs a call."""
-        self.pending = 0
-        """Submitted calls that have not ended."""
         self.closed = False
         self.doing: str | None = None
         """What runs at the moment, in words, if whoever runs it says so; for the watchdog."""
@@ -44,6 +97,11 @@ class Lane:
         self._counting = threading.Lock()
         self._tasks: queue.SimpleQueue[tuple[Task, Handle] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
+
+    @property
+    def pending(self) -> int:
+        """Submitted calls that have not ended."""
+        return self.turn.words[TURN_PENDING]
 
     def run(self, task: Task) -> Any:
         """Run `task` in its turn and return its result."""
@@ -65,7 +123,7 @@ class Lane:
             self._finish(task, handle)  # called back at the end of a call: waiting for one's own turn would be for ever
             return handle
         with self._counting:
-            self.pending += 1
+            self.turn.words[TURN_PENDING] += 1
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
                 self._worker.start()
@@ -82,7 +140,8 @@ class Lane:
         if not self.closed:
             self.drain()
             self.closed = True
-            self.pending += 1  # never idle again: callers look no further
+            with self._counting:
+                self.turn.words[TURN_PENDING] += 1  # never idle again: callers look no further
             if self._worker is not None:
                 self._tasks.put(None)
                 self._worker.join()
@@ -93,7 +152,7 @@ class Lane:
             with self.turn:
                 self._finish(*entry)
                 with self._counting:
-                    self.pending -= 1
+                    self.turn.words[TURN_PENDING] -= 1
             del entry  # or the last tensor would live until the next call
 
     def _finish(self, task: Task, handle: Handle) -> None:

@@ -1,4 +1,4 @@
-"""How the memory that the ranks of a group share is laid out, in 64-bit words: one row per rank, then the slots.
+"""How memory is laid out, in 64-bit words: what the ranks of a group share, one row per rank, then the slots.
 
 A row is what one rank tells the others: a head with its state, two counters, a ring with one entry per call, and room
 for a message. Only its owner writes it. What is read often by others has a pair of cache lines to itself, since
@@ -25,6 +25,15 @@ RING_LENGTH = 32  # calls remembered; a power of two
 ENTRY_WORDS = _LINE_WORDS
 SEQUENCE, SIGNATURE, PAYLOAD = range(3)
 PAYLOAD_BYTES = (ENTRY_WORDS - PAYLOAD) * WORD_BYTES
+
+# What a rank keeps of a group for machine code, in private memory. Of the ledger: number of the last call, and of the
+# one that machine code has entered and that is under way (0 if none is), its code, its shape as far as it is signed.
+NOTED_SEQUENCE, NOTED_BUSY, NOTED_CODE, NOTED_NUM_DIMS, NOTED_DIMS = range(5)
+MOST_NOTED_DIMS = 12
+NOTED_WORDS = NOTED_DIMS + MOST_NOTED_DIMS
+# Of the right to run: whether Python holds it, whether machine code has entered, and how many calls are pending.
+TURN_HELD, TURN_ENTERED, TURN_PENDING = range(3)
+TURN_WORDS = 3
 
 TEXT_START_BYTES = (RING_START + RING_LENGTH * ENTRY_WORDS) * WORD_BYTES
 ROW_BYTES = 8192

@@ -28,7 +28,7 @@ IN_PLACE = ("allreduce", "reduce", "broadcast")
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("bare", "code", "is_simple", "is_whole", "quick", "run", "shape_of", "verb")
+    __slots__ = ("bare", "code", "door", "is_simple", "is_whole", "run", "shape_of", "verb")
 
     def __init__(self, verb: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         self.verb, self.code, self.run = verb, code, run
@@ -36,8 +36,8 @@ class Plan:
         """The same call without what is around the backend's operation, for callers who see to that themselves."""
         self.is_simple = False
         """Whether `bare` will do for contiguous memory of the host that is no part of a graph."""
-        self.quick: tuple[Any, ...] | None = None
-        """What an allreduce of contiguous memory of the host needs to enter the kernel by itself."""
+        self.door: Callable[[int], Any] = _no_door
+        """What contiguous memory of the host needs to enter the kernel by itself, for a root; None if it cannot."""
         self.is_whole = verb in BY_SIZE
         """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
         self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if verb in ("scatter", "barrier") else _row_shape
@@ -67,6 +67,10 @@ def _nothing(tensor: Any) -> tuple[int, ...]:
     return ()
 
 
+def _no_door(root: int) -> None:
+    return None
+
+
 def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) -> Plan:
     """Make the plan for a key ``(verb, op, dtype, device type, direct, backend, asynchronous)``, or refuse."""
     verb, op, dtype, device_type, direct, wanted, asynchronous = key
@@ -91,7 +95,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
         plan.bare = Plan(verb, code, by_size(operations, dtype))
     if device_type == "cpu" and dtype is not None and not (asynchronous or dtype.is_complex):
         plan.is_simple = plan.bare is not plan and verb not in ("scatter", "gather")
-        plan.quick = getattr(plan.bare.run, "quick", None)
+        plan.bare.door = getattr(plan.bare.run, "door", _no_door)
     return plan
 
 
@@ -186,19 +190,8 @@ def _producing(operation: Operation, backend: Backend) -> Operation:
         if out is None:
             return result if tensor is None else result.to(tensor.device)
         if result.data_ptr() != out.data_ptr() or result.shape != out.shape or result.dtype != out.dtype:
-            copy_result(result, out)
+            buffers.copy_result(result, out)
         buffers.touch(out)
         return out
 
     return run
-
-
-def copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
-    """Into an `out` that the backend did not take, or a refusal: all ranks have made the call by now."""
-    if out.dtype != result.dtype:
-        raise DtypeError(f"out is {out.dtype}, but the result is {result.dtype}. Pass out=None to have it made.")
-    if out.shape != result.shape:
-        raise dtypes.ArgumentError(
-            f"out has shape {list(out.shape)}, but the result has {list(result.shape)}. Pass out=None to have it made."
-        )
-    buffers.overwrite(out, result)

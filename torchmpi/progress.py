@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,12 @@ from .layout import (
     CLOSED,
     ENTERED,
     LEFT,
+    NOTED_BUSY,
+    NOTED_CODE,
+    NOTED_DIMS,
+    NOTED_NUM_DIMS,
+    NOTED_SEQUENCE,
+    NOTED_WORDS,
     REFUSED,
     RING_LENGTH,
     ROW_BYTES,
@@ -144,15 +151,15 @@ class Ledger:
     """
 
     __slots__ = (
-        "_missing", "_neighbours", "_slots", "_spoiled", "_words",
-        "board", "current", "free", "history", "name", "rank", "report_when_late", "seq", "size",
+        "_current", "_missing", "_neighbours", "_slots", "_spoiled", "_words",
+        "board", "free", "history", "name", "notes", "rank", "report_when_late", "size",
     )  # fmt: skip
 
     def __init__(self, name: str, rank: int, size: int, board: Board | None = None) -> None:
         self.name, self.rank, self.size, self.board = name, rank, size, board
-        self.seq = 0
-        self.current: tuple[int, int, tuple[int, ...]] | None = None
-        """What this rank is in the middle of: sequence number, code, shape."""
+        self.notes = array("q", bytes(8 * NOTED_WORDS))
+        """The number of the last call, and what machine code writes down of a call that it enters."""
+        self._current: tuple[int, int, tuple[int, ...]] | None = None
         self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
         self.free = RING_LENGTH if board is not None else sys.maxsize
         """Calls up to this number may be entered without covering one that another rank has not compared."""
@@ -167,20 +174,45 @@ class Ledger:
         self.report_when_late = ""
         """What to say if the current call is ended for taking too long; left by the watchdog."""
 
+    @property
+    def seq(self) -> int:
+        """The number of the last call that was entered."""
+        return self.notes[NOTED_SEQUENCE]
+
+    @property
+    def current(self) -> tuple[int, int, tuple[int, ...]] | None:
+        """What this rank is in the middle of: sequence number, code, shape."""
+        return self._current or self._noted()
+
+    def _noted(self) -> tuple[int, int, tuple[int, ...]] | None:
+        """The call that was entered the shortest way, perhaps by another thread, which may write meanwhile."""
+        notes = self.notes
+        while seq := notes[NOTED_BUSY]:
+            first, code = NOTED_DIMS, notes[NOTED_CODE]
+            shape = tuple(notes[first : first + notes[NOTED_NUM_DIMS]])
+            if notes[NOTED_BUSY] == seq:
+                return seq, code, shape
+        return None
+
+    def take_over(self) -> None:
+        """Go on in Python with the call that was entered the shortest way."""
+        self._current = self._noted()
+        self.notes[NOTED_BUSY] = 0
+
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
         """Note that this rank has arrived at its next call, which still has to be announced to the others."""
-        seq = self.seq = self.seq + 1
+        seq = self.notes[0] = self.notes[0] + 1
         if seq > self.free:
             self.wait_for_room(seq, code, shape)
-        self.history[seq & (RING_LENGTH - 1)] = self.current = (seq, code, shape)
+        self.history[seq & (RING_LENGTH - 1)] = self._current = (seq, code, shape)
 
     def announce(self) -> None:
         """Show the others what was entered, and look at the neighbours. Kernels do that by themselves."""
         # On the path of every call: no helper functions here, and each look at the board is 40 ns.
         words = self._words
-        if words is None or self.current is None:
+        if words is None or self._current is None:
             return
-        seq, code, shape = self.current
+        seq, code, shape = self._current
         own, others = self._slots[seq & (RING_LENGTH - 1)]
         signature = code ^ hash(shape)
         words[own + SIGNATURE] = signature
@@ -195,7 +227,7 @@ class Ledger:
     def wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
         """Let ranks that are a whole ring behind catch up: a root waits for nobody, and may run far ahead."""
         assert self.board is not None
-        self.current = (seq, code, shape)  # for the watchdog
+        self._current = (seq, code, shape)  # for the watchdog
         others = [row for row in range(self.size) if row != self.rank]
         while seq > self.free:
             # One less than the ring: a rank that has entered a call may still be about to compare it.
@@ -209,8 +241,8 @@ class Ledger:
             self.compare()
             self._missing = ()
         if self._words is not None:
-            self._words[self.rank * ROW_WORDS + LEFT] = self.seq
-        self.current = None
+            self._words[self.rank * ROW_WORDS + LEFT] = self.notes[0]
+        self._current = None
 
     def compare(self) -> None:
         """Look once more at those that were not there when the call began."""
@@ -229,7 +261,7 @@ class Ledger:
         """
         if self.current is not None:
             self._give_up(has_done_its_part=True)
-        self.current, self._missing = None, ()
+        self._current, self._missing = None, ()
 
     def _refuse_entry(self, slot: int) -> None:
         assert self._words is not None and self.current is not None

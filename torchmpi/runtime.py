@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import affinity, mpi_library, topology, tuning_file
+from . import affinity, gates, mpi_library, topology, tuning_file
 from ._version import __version__
 from .backends import Operation
 from .backends.mpi import MPIBackend
@@ -79,6 +79,8 @@ class Runtime:
         # All ranks or none: a call must go the same way everywhere.
         for rank, problem in enumerate(self.MPI.COMM_WORLD.allgather(shared.problem)):
             shared.problem = shared.problem or (problem and f"rank {rank} cannot: {problem}")
+        if shared.kernels:
+            gates.build(used)
         for problem in sorted({shared.problem, *self.context.problems} - {""}):
             if self.world.rank == 0 and self.config.slot_bytes:
                 self._say(f"no shared memory between ranks, so that MPI moves everything: {problem}")
@@ -276,6 +278,7 @@ def is_running() -> bool:
 
 def _forget_in_forked_child() -> None:
     global _runtime, _why_not
+    gates.shut()
     if _runtime is not None:
         _runtime = None
         _why_not = (

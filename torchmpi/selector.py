@@ -210,7 +210,7 @@ class Selector:
         """Make rules valid from the next call on. What is queued keeps the backend it was submitted with."""
         self.table.update(changed)
         for group in self._world.context.groups:
-            group.plans.clear()
+            group.forget_plans()
 
     def _default_table(self) -> Table:
         table = Table()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from . import topology
+from . import gates, topology
 from .errors import ArgumentError, CommunicatorError
 from .groups import Communicator, Group, GroupContext
 from .progress import Ledger, call_code
@@ -104,12 +104,16 @@ class CommunicatorStack:
         if member.inter is not None:
             inter = Group(inter_comm, f"{name} inter", tuple(world_ranks[rank] for rank in member.inter), self.context)
         self.levels.append(Communicator(level, name, intra, inter, split=split, parent=parent))
-        self.default = self.levels[level]
+        self._make_default(self.levels[level])
         return level
 
     def set_current(self, level: int) -> None:
         """Make a level the default of this process."""
-        self.default = self.find(level)
+        self._make_default(self.find(level))
+
+    def _make_default(self, communicator: Communicator) -> None:
+        self.default = communicator
+        gates.shut()
 
     @contextmanager
     def use(self, communicator: int | Communicator) -> Iterator[Communicator]:
@@ -136,7 +140,7 @@ class CommunicatorStack:
             group.free()
         for level in (self.span.levels[0], nested[0]):
             level.intra.drain()
-            level.intra.plans.clear()  # they were made for the old span
+            level.intra.forget_plans()  # they were made for the old span
         # Groups of its own: a step may run in a worker thread while the user is in a call on the same level.
         pairs = [(level, kind, group) for level in nested[1:] for kind, group in level.groups.items()]
         groups = {(level.level, kind): group.duplicate(f"{group.name} in span") for level, kind, group in pairs}

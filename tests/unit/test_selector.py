@@ -148,6 +148,7 @@ def job(*hosts, backends=None, **settings):
         made = SimpleNamespace(
             rank=0, size=len(ranks), where="rank 0", name="g", hosts=found, world_ranks=ranks, context=context, plans={}
         )
+        made.forget_plans = made.plans.clear
         context.groups.append(made)
         return made
 

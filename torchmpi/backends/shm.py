@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from .. import dtypes, kernels, schedule
+from .. import dtypes, gates, kernels, schedule
 from ..config import Config
 from ..errors import ArgumentError
 from ..heap import SharedHeap
@@ -73,10 +74,12 @@ class SharedMemoryBackend:
             group.shared = SharedGroup(group, self.heap)
         kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(verb, Movement)
         calls = kind(group, self.kernels, dtype, op)
-        if verb == "allreduce" and dtype is not None:
-            return Allreduce(calls, call_code(verb, op, dtypes.info(dtype).code))
         operation: Operation = getattr(calls, verb)
-        return _or_give_up(operation, group.shared) if verb in _ALLOCATING else operation
+        if verb in _ALLOCATING:
+            operation = _or_give_up(operation, group.shared)
+        if verb not in gates.VERBS or dtype is None:
+            return operation
+        return Entered(calls, verb, call_code(verb, op, dtypes.info(dtype).code), operation)
 
 
 def _or_give_up(operation: Operation, shared: SharedGroup) -> Operation:
@@ -259,29 +262,37 @@ class Reduction(Calls):
         return buffer
 
 
-class Allreduce:
-    """The operation of every gradient, with what the verb needs to enter the kernel by itself."""
+class Entered:
+    """An operation that can also be entered through a gate (see :mod:`torchmpi.gates`)."""
 
-    def __init__(self, calls: Reduction, code: int) -> None:
-        self._calls = calls
-        self.quick: tuple[Any, ...] | None = None
-        """lane, its right to run taken and given back, ledger, kernel, plan, code, the same for kernels, settle"""
-        if not calls.group.is_strict:
-            turn = calls.lane.turn
-            entry = calls.kernels["allreduce"], calls.plan(), code, code ^ NATIVE, self._settle
-            self.quick = calls.lane, turn.acquire, turn.release, calls.ledger, *entry
+    def __init__(self, calls: Calls, verb: str, code: int, operation: Operation) -> None:
+        self._calls, self._code, self._operation = calls, code, operation
+        self._is_rooted = verb == "broadcast"
 
-    def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        return self._calls.allreduce(buffer, _, root)
+    def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
+        return self._operation(source, destination, root)
 
-    def _settle(self, status: int, buffer: torch.Tensor) -> None:
+    def door(self, root: int) -> gates.Door | None:
+        """The way in for one root, if there is one."""
+        calls = self._calls
+        if calls.group.is_strict:
+            return None
+        code, plan = self._code | root << 32, calls.plan(root if self._is_rooted else -1)
+        return gates.Door(plan, calls.ledger, calls.lane.turn, code, code ^ NATIVE, partial(self._settle, root))
+
+    def _settle(self, root: int, status: int, source: torch.Tensor, destination: Any) -> Any:
         """Go on after a kernel that could not finish, or end the call with an error."""
+        calls = self._calls
+        calls.ledger.take_over()
         try:
-            self._calls.settle(status)
-            self._calls.allreduce(buffer, None, 0)
+            if status & context.KINDS != context.UNEVEN:
+                calls.settle(status)
+            result = self._operation(source, destination, root)
         except BaseException:
-            self._calls.ledger.abandon()
+            calls.ledger.abandon()
             raise
+        calls.ledger.leave()
+        return result
 
 
 class ReduceScatter(Calls):

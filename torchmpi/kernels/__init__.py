@@ -20,13 +20,16 @@ class _Set(NamedTuple):
     modules: tuple[str, ...]
     names: tuple[str, ...]
     words: str
+    gates: tuple[str, ...] = ()
+    """Those that can also be entered with tensors."""
 
 
 _SETS = {
     "collectives": _Set(
-        ("moving", "reducing"),
+        ("moving", "reducing", "entering"),
         ("allreduce", "meet", "exchange", "broadcast", "allgather", "reduce_scatter"),
         "shared-memory kernels",
+        ("allreduce", "broadcast", "allgather", "reduce_scatter"),
     ),
     "sharding": _Set(("sharding",), ("pass_over", "take_chunk", "end_chunk", "take_over"), "parameter-server kernels"),
 }
@@ -60,14 +63,14 @@ def _build(compiler: Any, recipe: str, which: str, announce: Callable[[str], obj
             fcntl.flock(lock, fcntl.LOCK_EX)  # one compiles, the other ranks wait for it instead of doing the same
     except OSError:  # without locks, or another user's
         lock = None
-    modules, names, what = _SETS[which]
+    modules, names, what, gates = _SETS[which]
     try:
         if lock is not None and compiler.load(f"torchmpi_{which}", recipe):
             return
         announce(f"compiling the {what}, once per machine: some seconds")
         from . import building
 
-        compiler.build(f"torchmpi_{which}", recipe, building.module_text(_PREFIX, modules, names))
+        compiler.build(f"torchmpi_{which}", recipe, building.module_text(_PREFIX, modules, names, gates))
     finally:
         if lock is not None:
             lock.close()
@@ -84,16 +87,24 @@ class _Definition(ctypes.Structure):
     )
 
 
-_definitions: list[_Definition] = []
+_definitions: dict[str, _Definition] = {}
 """They must live as long as the functions."""
 
 
-def _callable(name: str, address: int) -> Callable[..., int]:
-    """A function of Python around machine code that unpacks its arguments itself."""
-    _definitions.append(_Definition(name.encode(), address, _METH_FASTCALL, None))
+def gate(kernel: str, words: int) -> Callable[..., Any]:
+    """The function that enters a kernel with tensors; `words` is the address of what it looks at (see context)."""
+    from . import native
+
+    name = f"enter_{kernel}"
+    return _callable(name, native.compiler().find(_PREFIX + name), words)
+
+
+def _callable(name: str, address: int, owner: int | None = None) -> Callable[..., int]:
+    """A function of Python around machine code that unpacks its arguments itself, and finds `owner` as its ``self``."""
+    definition = _definitions.setdefault(name, _Definition(name.encode(), address, _METH_FASTCALL, None))
     make = ctypes.pythonapi.PyCFunction_NewEx
-    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
-    made: Callable[..., int] = make(ctypes.addressof(_definitions[-1]), None, None)
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
+    made: Callable[..., int] = make(ctypes.addressof(definition), owner, None)
     return made
 
 

@@ -7,69 +7,37 @@ taken without what ties it to Numba, put into one module, and each kernel given 
 from __future__ import annotations
 
 import importlib
-import re
-from typing import Any
 
-import numba
-from llvmlite import binding, ir
-from numba import types
+from llvmlite import binding
 
+from .gate_ir import gate_text
 from .meeting import kernels
-
-_WORD = ir.IntType(64)
-_BYTES = ir.IntType(8).as_pointer()
-_CFUNC = re.compile(r"^define i64 @cfunc\..*?^}\n", re.DOTALL | re.MULTILINE)
+from .wrapping import Native, Wrapper
 
 
-def module_text(prefix: str, modules: tuple[str, ...], names: tuple[str, ...]) -> str:
-    """One module with these kernels of these modules, and for each a function `prefix + name` that Python can call."""
+def module_text(prefix: str, modules: tuple[str, ...], names: tuple[str, ...], gates: tuple[str, ...] = ()) -> str:
+    """One module with these kernels of these modules, and for each a function `prefix + name` that Python can call.
+
+    For each name in `gates` also one `prefix + "enter_" + name`, which takes tensors.
+    """
     for module in modules:
         importlib.import_module(f"{__package__}.{module}")  # which fills the list
-    whole: Any = None
-    for name in names:
-        part = binding.parse_assembly(_kernel_text(prefix + name, kernels[name]))
-        if whole is None:
-            whole = part
-        else:
-            whole.link_in(part)
+    entering = ["find_door", *(f"enter_{name}" for name in gates)] if gates else []
+    natives = {name: Native(kernels[name]) for name in (*names, *entering)}
+    texts = [native.text for native in natives.values()]
+    texts += [_plain(prefix + name, natives[name]) for name in names]
+    for name in gates:
+        texts.append(gate_text(f"{prefix}enter_{name}", natives["find_door"], natives[f"enter_{name}"], natives[name]))
+    whole = binding.parse_assembly(texts[0])
+    for text in texts[1:]:
+        whole.link_in(binding.parse_assembly(text))
     whole.verify()
     return str(whole)
 
 
-def _kernel_text(name: str, function: Any) -> str:
-    """The kernel as Numba compiles it, and the wrapper instead of Numba's."""
-    num_arguments = function.__code__.co_argcount
-    signature = types.int64(*[types.int64] * num_arguments)
-    numbas: Any = numba
-    compiled = numbas.cfunc(signature, nopython=True, error_model="numpy")(function)
-    text = _CFUNC.sub("", compiled.inspect_llvm())
-    native_name = compiled.native_name.removeprefix("cfunc.")
-    wrapper = _wrapper_text(name, native_name, num_arguments)
-    # The wrapper only declares what the kernel's text defines, or declares too.
-    module = binding.parse_assembly(text)
-    module.link_in(binding.parse_assembly(wrapper))
-    return str(module)
-
-
-def _wrapper_text(name: str, native_name: str, num_arguments: int) -> str:
-    """``PyObject *name(PyObject *self, PyObject **arguments, Py_ssize_t count)``: unpack, release the GIL, call."""
-    module = ir.Module(name)
-    module.triple = binding.get_process_triple()
-
-    def external(name: str, result: Any, *arguments: Any) -> Any:
-        return ir.Function(module, ir.FunctionType(result, arguments), name)
-
-    unpack, pack = external("PyLong_AsLongLong", _WORD, _BYTES), external("PyLong_FromLongLong", _BYTES, _WORD)
-    release, take = external("PyEval_SaveThread", _BYTES), external("PyEval_RestoreThread", ir.VoidType(), _BYTES)
-    # As Numba calls: where the result goes, where an exception would, then the arguments.
-    native = external(native_name, ir.IntType(32), _BYTES, _BYTES, *[_WORD] * num_arguments)
-    wrapper = external(name, _BYTES, _BYTES, _BYTES.as_pointer(), _WORD)
-    builder = ir.IRBuilder(wrapper.append_basic_block())
-    result, exception = builder.alloca(_WORD), builder.alloca(_BYTES)
-    items = [builder.gep(wrapper.args[1], [_WORD(index)]) for index in range(num_arguments)]
-    arguments = [builder.call(unpack, [builder.load(item)]) for item in items]
-    state = builder.call(release, [])
-    builder.call(native, [builder.bitcast(result, _BYTES), builder.bitcast(exception, _BYTES), *arguments])
-    builder.call(take, [state])
-    builder.ret(builder.call(pack, [builder.load(result)]))
-    return str(module)
+def _plain(name: str, native: Native) -> str:
+    """Numbers in, a number out."""
+    wrapper = Wrapper(name)
+    arguments = [wrapper.number(wrapper.argument(index)) for index in range(native.num_arguments)]
+    status = wrapper.without_gil(native, arguments)
+    return wrapper.finish(wrapper.as_number(status))

@@ -64,6 +64,44 @@ TABLE = 4
 """Address of what is sent and received: for each rank two pairs of address and length."""
 PLAN_WORDS = 5
 
+# Of a gate, through which tensors enter kernels (see torchmpi.gates): addresses.
+FIRST = 0
+"""Of the words of the first door; 0 = the gate is shut."""
+EXCHANGE = 1
+"""Of torch's function that describes a tensor in DLPack's terms."""
+CHOSEN = 2
+"""Of the context variable that is None unless this thread or task has chosen a communicator."""
+NONE = 3
+TENSOR_TYPE = 4
+IS_NEG = 5
+FALSE = 6
+INCREMENT_VERSION = 7
+SETTLE = 8
+"""Of the function that goes on where a kernel could not finish: status, tensor, out, address of the door."""
+TOUCH = 9
+"""Of the function that notes a write where INCREMENT_VERSION cannot."""
+GATE_WORDS = 10
+
+# Of a door: a prepared call behind a gate.
+NEXT = 0
+"""Address of the next door, 0 for none."""
+KEY = 1
+"""Address of the object by which the caller names it: the operation, or the root."""
+DTYPE = 2
+"""The dtype as DLPack has it: code, bits, and lanes."""
+PLAN = 3
+LEDGER = 4
+"""Address of the words of the group's ledger."""
+TURN = 5
+"""Address of the words of the lane's right to run."""
+CODE = 6
+"""What the ledger knows of the call beside the shape: verb, operation, dtype, root."""
+SIGNED_CODE = 7
+"""The same as it goes into the signature."""
+FIRST_DIM = 8
+"""The first dimension that is part of the signature."""
+DOOR_WORDS = 9
+
 # What a kernel returns, if not 0. Plus the rank that it is about.
 MISMATCH = 1 << 20
 """That rank called something else."""
@@ -76,3 +114,5 @@ UNEVEN = 4 << 20
 LATE = 5 << 20
 """The call has taken longer than it may."""
 KINDS = ~((1 << 20) - 1)
+OTHERWISE = -1
+"""What a gate finds of tensors that must take the way through Python."""

@@ -89,7 +89,7 @@ def _image_batch() -> tuple[Tensor, Tensor]:
 
 # --- transformer ---------------------------------------------------------------------------------------------
 
-_NUM_WORDS, _WIDTH, _LENGTH = 2000, 256, 64
+_NUM_WORDS, _WIDTH, _LENGTH = 2000, 256, 32
 
 
 class Transformer(nn.Module):
@@ -111,7 +111,7 @@ class Transformer(nn.Module):
 
 
 def _text_batch() -> tuple[Tensor, Tensor]:
-    words = torch.randint(_NUM_WORDS, (4, _LENGTH + 1))
+    words = torch.randint(_NUM_WORDS, (2, _LENGTH + 1))
     return words[:, :-1].contiguous(), words[:, 1:].flatten()
 
 

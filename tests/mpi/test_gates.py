@@ -1,0 +1,247 @@
+"""Calls that go from a verb straight into a kernel: when they do, and that nothing differs from Python's way."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import errors, gates
+
+pytestmark = pytest.mark.usefixtures("world")
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
+SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (9000,))
+
+
+@pytest.fixture(autouse=True)
+def _need_gates() -> None:
+    if gates.allreduce is gates._always_shut:
+        pytest.skip("this Python or this PyTorch has no gates")
+    if mpi.collective_availability()["shm", "allreduce", "cpu", "sync"] != "available":
+        pytest.skip("no shared memory here")
+
+
+def entered(verb: str, *arguments: Any) -> bool:
+    """Whether a call goes through its gate; it is made if so."""
+    return getattr(gates, verb)(*arguments, None, None) is not None
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 3 + rank).to(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_allreduce_and_broadcast_equal_those_through_python(agree, shape, dtype):
+    rank, root = mpi.rank(), mpi.size() - 1
+    for _ in range(2):  # the first opens the gates
+        mpi.allreduce(values(shape, dtype, rank))
+        mpi.broadcast(values(shape, dtype, rank), root)
+    quick, plain = values(shape, dtype, rank), values(shape, dtype, rank)
+    went = entered("allreduce", quick, None, "sum")
+    mpi.allreduce(plain, backend="shm")
+    sent = values(shape, dtype, rank)
+    went_too = entered("broadcast", sent, None, root)
+    agree(went and went_too, "a gate was shut")
+    agree.bits(quick, plain, "allreduce")
+    agree.bits(sent, values(shape, dtype, root), "broadcast")
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape and 0 not in shape], ids=str)
+def test_allgather_and_reduce_scatter_equal_those_through_python(agree, shape):
+    rank, size = mpi.rank(), mpi.size()
+    source = values(shape, torch.float32, rank)
+    rows = values((size * shape[0] + 1, *shape[1:]), torch.float32, rank)
+    everything = torch.zeros(size * shape[0], *shape[1:])
+    part = torch.zeros(shape[0] + (rank == 0), *shape[1:])
+    for _ in range(2):
+        mpi.allgather(source, everything)
+        mpi.reduce_scatter(rows, part)
+    went = entered("allgather", source, everything.zero_(), 0)
+    went_too = entered("reduce_scatter", rows, part.zero_(), "sum")
+    agree(went and went_too, "a gate was shut")
+    agree.equal(everything, mpi.allgather(source, backend="shm"), "allgather")
+    agree.equal(part, mpi.reduce_scatter(rows, backend="shm"), "reduce_scatter")
+
+
+def test_what_is_not_plain_goes_through_python(agree):
+    rank, size = mpi.rank(), mpi.size()
+    ones = torch.ones(4)
+    everything = torch.empty(4 * size)
+    for _ in range(2):
+        mpi.allreduce(ones)
+        mpi.allgather(ones, everything)
+        mpi.broadcast(ones, 0)
+    complex_number = torch.tensor([1j])
+    negative = complex_number.conj().imag  # contiguous, since it has one element
+    strided = torch.ones(4, 2).t()
+    cases = {
+        "negative": ("allreduce", negative, None, "sum"),
+        "strided": ("allreduce", strided, None, "sum"),
+        "parameter": ("allreduce", torch.nn.Parameter(torch.ones(4)), None, "sum"),
+        "another dtype": ("allreduce", torch.ones(4, dtype=torch.complex64), None, "sum"),
+        "sparse": ("allreduce", ones.to_sparse(), None, "sum"),
+        "meta": ("allreduce", torch.ones(4, device="meta"), None, "sum"),
+        "another operation": ("allreduce", torch.ones(4), None, "prod"),
+        "out": ("allreduce", torch.ones(4), torch.ones(4), "sum"),
+        "a number": ("allreduce", 3.0, None, "sum"),
+        "a bool for a root": ("broadcast", torch.ones(4), None, True),
+        "no out": ("allgather", ones, None, 0),
+        "out of another shape": ("allgather", ones, torch.empty(4 * size + 1), 0),
+        "out of another dtype": ("allgather", ones, torch.empty(4 * size, dtype=torch.float64), 0),
+        "out over the source": ("allgather", everything[:4], everything, 0),
+        "strided out": ("allgather", ones, torch.empty(4 * size, 2)[:, 0], 0),
+    }
+    went = [name for name, arguments in cases.items() if entered(*arguments)]
+    result = mpi.allreduce(negative, torch.empty(1))
+    agree.equal(went, [], "went through a gate")
+    agree.equal(result, torch.full((1,), -1.0 * size), "negative")
+    agree.equal(rank, mpi.rank(), "rank")
+
+
+def test_autograd_sees_what_was_written(agree):
+    x = torch.ones(3, requires_grad=True)
+    saved = x * 2
+    square = saved * saved  # which keeps `saved` for its backward
+    version = saved._version
+    for _ in range(3):
+        mpi.allreduce(saved.detach())
+    with torch.inference_mode():
+        unversioned = mpi.allreduce(torch.ones(3))
+    try:
+        square.sum().backward()
+        problem = "a stale value was used"
+    except RuntimeError as error:
+        problem = "" if "modified by an inplace operation" in str(error) else str(error)
+    agree(saved._version >= version + 3, f"version {saved._version}, it was {version}")
+    agree.equal(problem, "", "backward")
+    agree.equal(unversioned, torch.full((3,), float(mpi.size())), "a tensor without a version")
+
+
+def test_another_communicator_and_another_table(agree):
+    """What gates lead to is chosen anew: by a block, by a thread, by the default, and by the selector's table."""
+    size = mpi.size()
+    alone = mpi.push_communicator(str(mpi.rank()))
+    mpi.set_communicator(0)
+    try:
+        for _ in range(3):
+            mpi.allreduce(torch.ones(2))
+        with mpi.use(alone):
+            went, inside = entered("allreduce", torch.ones(2), None, "sum"), mpi.allreduce(torch.ones(2))
+        outside = mpi.allreduce(torch.ones(2))
+        mpi.set_communicator(alone)
+        shut, default = not entered("allreduce", torch.ones(2), None, "sum"), mpi.allreduce(torch.ones(2))
+        mpi.set_communicator(0)
+        for _ in range(2):
+            mpi.allreduce(torch.ones(2))
+        mpi.collective_selector.set("allreduce", "mpi", span="host")
+        shut = shut and not entered("allreduce", torch.ones(2), None, "sum")
+        by_mpi = mpi.allreduce(torch.ones(2))
+    finally:
+        mpi.collective_selector.reset()
+        mpi.set_communicator(0)
+    agree(not went, "a gate ignored use()")
+    agree(shut, "a gate ignored another default or table")
+    agree.equal(inside, torch.ones(2), "inside use()")
+    agree.equal(default, torch.ones(2), "on another default")
+    for result in (outside, by_mpi):
+        agree.equal(result, torch.full((2,), float(size)), "on the world")
+
+
+def test_rows_that_differ_in_number(agree):
+    """Some ranks find out in the kernel that not all have as many rows; the result then comes through Python."""
+    rank, size = mpi.rank(), mpi.size()
+    even = torch.empty(2 * size)
+    for _ in range(2):
+        mpi.allgather(torch.ones(2), even)
+    rows = torch.full((3 if rank == 0 and size > 1 else 2,), float(rank))
+    expected = torch.cat([torch.full((3 if other == 0 and size > 1 else 2,), float(other)) for other in range(size)])
+    fits = torch.empty_like(expected)
+    mpi.allgather(rows, fits)
+    if size > 1:
+        with pytest.raises(errors.ArgumentError, match="out has shape"):
+            mpi.allgather(rows, torch.empty(rows.numel() * size))
+    after = mpi.allreduce(torch.ones(1))
+    agree.equal(fits, expected, "allgather")
+    agree.equal(after, torch.full((1,), float(size)), "the call after it")
+
+
+def test_ranks_that_differ_are_told_so(agree):
+    if mpi.size() == 1:
+        pytest.skip("nobody to differ from")
+    for _ in range(2):
+        mpi.allreduce(torch.ones(4))
+        mpi.allreduce(torch.ones(5))
+    with pytest.raises(errors.MismatchError) as raised:
+        mpi.allreduce(torch.ones(5 if mpi.rank() == 0 else 4))
+    mpi.barrier()
+    after = mpi.allreduce(torch.ones(4))
+    agree("allreduce(float32 [5], sum)" in str(raised.value) or "given it up" in str(raised.value), str(raised.value))
+    agree.equal(after, torch.full((4,), float(mpi.size())), "the call after it")
+
+
+def test_what_is_pending_goes_first(agree):
+    big = torch.ones(1 << 20)
+    for _ in range(2):
+        mpi.allreduce(torch.ones(1))
+    handles, results = [], []
+    for _ in range(5):
+        handles.append(mpi.allreduce_async(big))
+        results.append(float(mpi.allreduce(torch.ones(1))))
+    for handle in handles:
+        handle.wait()
+    agree.equal(results, [float(mpi.size())] * 5, "between asynchronous ones")
+    agree.equal(float(big[0]), float(mpi.size() ** 5), "asynchronous")
+
+
+def test_two_threads_share_a_communicator(agree):
+    """Machine code enters without waiting; the way through Python waits until it has left."""
+    results: dict[str, list[float]] = {"gate": [], "python": []}
+
+    def call(name: str, backend: str | None) -> None:
+        # Ranks may disagree about which of two threads comes first: both make the same calls.
+        for _ in range(200):
+            results[name].append(float(mpi.allreduce(torch.ones(3), backend=backend)[0]))
+
+    for _ in range(2):
+        mpi.allreduce(torch.ones(3))
+    threads = [threading.Thread(target=call, args=each) for each in (("gate", None), ("python", "shm"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    agree.equal(results, {name: [float(mpi.size())] * 200 for name in results}, "from two threads")
+
+
+def test_the_watchdog_sees_a_call_behind_a_gate(agree):
+    if mpi.size() == 1:
+        pytest.skip("nobody to wait for")
+    group = mpi.communicator().intra
+    for _ in range(2):
+        mpi.allreduce(torch.ones(6))
+    seen: list[Any] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while not (stop.is_set() or seen):
+            current = group.ledger.current
+            if current is not None:
+                seen.append(current)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    if mpi.rank() == 0:
+        watcher.join(0.3)  # so that the others wait for this rank
+    mpi.allreduce(torch.ones(6))
+    seq = group.ledger.seq
+    stop.set()
+    watcher.join()
+    mpi.barrier()
+    if mpi.rank() != 0:
+        agree.equal([(number, shape) for number, _, shape in seen], [(seq, (6,))], "while it waited")
+    agree.equal(group.ledger.current, None, "after all calls")

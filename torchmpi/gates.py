@@ -1,0 +1,140 @@
+"""Gates: how a short call gets from a verb into a kernel without Python looking at anything.
+
+A *gate* is a function of machine code for a verb. It is given what the verb was given, and if that is the plain case,
+contiguous host tensors on the default communicator in an idle lane, it makes the call and returns its result;
+otherwise it returns None, and the verb goes on in Python. Behind a gate are *doors*, one for each prepared call that
+has been made before. All of them are forgotten when anything changes on which they rely: :func:`shut`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sysconfig
+import threading
+from array import array
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from . import buffers, dlpack, kernels, layout
+from .kernels import context
+
+_EXAMPLE = torch.empty(0, device="cpu")
+VERBS = ("allreduce", "broadcast", "allgather", "reduce_scatter")
+
+
+def _always_shut(*arguments: object) -> None:
+    """What stands for a gate before there is one."""
+
+
+allreduce: Callable[..., Any] = _always_shut
+broadcast: Callable[..., Any] = _always_shut
+allgather: Callable[..., Any] = _always_shut
+reduce_scatter: Callable[..., Any] = _always_shut
+
+
+class Door(NamedTuple):
+    """A prepared call, as its transport describes it."""
+
+    plan: int
+    """Address of what the kernel knows of the call."""
+    ledger: Any
+    turn: Any
+    code: int
+    """What the ledger writes down of it, but for the shape."""
+    signed_code: int
+    settle: Callable[[int, torch.Tensor, Any], Any]
+    """``settle(status, source, destination)`` goes on where the kernel could not finish."""
+
+
+class _Gate:
+    """The words of one gate, and what they point at."""
+
+    def __init__(self, verb: str, chosen: Any) -> None:
+        self.verb = verb
+        self.doors: dict[tuple[Hashable, torch.dtype], tuple[Door, array[int]]] = {}
+        self._retired: dict[int, tuple[Door, array[int]]] = {}
+        self.words = array("q", bytes(8 * context.GATE_WORDS))
+        # The gate keeps alive what it calls: all of it lives as long as the process.
+        self._objects = {
+            context.CHOSEN: chosen,
+            context.NONE: None,
+            context.TENSOR_TYPE: torch.Tensor,
+            context.IS_NEG: torch.Tensor.is_neg,
+            context.FALSE: False,
+            context.INCREMENT_VERSION: buffers.increment_version,
+            context.SETTLE: self._settle,
+            context.TOUCH: buffers.touch,
+        }
+        for index, item in self._objects.items():
+            self.words[index] = id(item)
+        self.words[context.EXCHANGE] = dlpack.describer()
+        self.function = kernels.gate(verb, self.words.buffer_info()[0])
+
+    def shut(self) -> None:
+        self.words[context.FIRST] = 0
+        known = {**self._retired, **{words.buffer_info()[0]: (door, words) for door, words in self.doors.values()}}
+        # Another thread may be in a call that it began before.
+        self._retired = {at: item for at, item in known.items() if item[0].turn.words[layout.TURN_ENTERED]}
+        self.doors.clear()
+
+    def _door_at(self, address: int) -> Door:
+        known = [door for door, words in self.doors.values() if words.buffer_info()[0] == address]
+        return known[0] if known else self._retired[address][0]
+
+    def add(self, key: Hashable, dtype: torch.dtype, door: Door) -> None:
+        words = array("q", bytes(8 * context.DOOR_WORDS))
+        words[context.NEXT], words[context.KEY] = self.words[context.FIRST], id(key)
+        words[context.DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), door.plan
+        words[context.LEDGER] = door.ledger.notes.buffer_info()[0]
+        words[context.TURN] = door.turn.address
+        words[context.CODE], words[context.SIGNED_CODE] = door.code, door.signed_code
+        words[context.FIRST_DIM] = 1 if self.verb == "allgather" else 0
+        self.doors[key, dtype] = door, words
+        self.words[context.FIRST] = words.buffer_info()[0]
+
+    def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
+        """Go on in Python with a call that machine code has entered, and leave in its place."""
+        door = self._door_at(address)
+        try:
+            result = door.settle(status, tensor, out)
+        finally:
+            door.turn.words[layout.TURN_ENTERED] = 0
+        if out is not None and result is not out:
+            buffers.copy_result(result, out)
+        buffers.touch(tensor if out is None else out)
+        return tensor if out is None else out
+
+
+_gates: dict[str, _Gate] = {}
+_changing = threading.Lock()
+
+
+def build(chosen: Any) -> None:
+    """Put up the gates, once per process; `chosen` is the context variable for a communicator chosen by a thread."""
+    # Machine code looks for the type of an object where CPython has it, if it is not built for debugging.
+    knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
+    if _gates or not dlpack.describer() or not knows_type or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return
+    for verb in VERBS:
+        _gates[verb] = _Gate(verb, chosen)
+        globals()[verb] = _gates[verb].function
+
+
+def open_to(verb: str, key: Hashable, dtype: torch.dtype, find: Callable[[], Door | None]) -> None:
+    """Open a gate for calls like one that is about to be made; `find` gives no door if it is not on the default one."""
+    gate = _gates.get(verb)
+    if gate is None or (key, dtype) in gate.doors:
+        return
+    with _changing:
+        door = find()
+        if door is not None:
+            gate.add(key, dtype, door)
+
+
+def shut() -> None:
+    """Forget all doors: they rely on something that has changed. They open again by themselves."""
+    with _changing:
+        for gate in _gates.values():
+            gate.shut()

@@ -1,0 +1,185 @@
+"""The shortest way into a kernel, from the tensors themselves, without Python looking at them.
+
+What Python asks of a tensor costs 50 ns a question, and a short call has no time for ten of them. So the machine code
+around a kernel (see :mod:`torchmpi.kernels.gate_ir`) lets torch describe the tensors in DLPack's terms, looks here for
+the call that was prepared for them, and then lets one of these functions take the right to run, note the call in the
+ledger, and write down what the kernel wants to know. All of it has the GIL. Whatever is unusual is left to Python.
+"""
+
+from __future__ import annotations
+
+from .. import layout
+from . import context
+from .meeting import inner, kernel, own
+from .memory import load, store
+from .moving import rows_before
+
+# DLPack's description of a tensor.
+_DATA, _DEVICE, _DIMS_AND_DTYPE, _SHAPE, _STRIDES, _OFFSET = (word * 8 for word in range(6))
+_HOST = 1  # and device number 0 above it
+_LOW_BITS = (1 << 32) - 1
+
+# Python's hash of a tuple, which the other ranks may have computed: xxHash with these numbers, taken as signed.
+_PRIME_1, _PRIME_2, _PRIME_5 = -7046029288634856825, -4417276706812531889, 2870177450012600261
+_INSTEAD_OF_MINUS_ONE = 1546275796
+
+
+@inner
+def hash_step(total, value):  # type: ignore[no-untyped-def]
+    """Take one more number of a tuple into its hash."""
+    total = total + value * _PRIME_2
+    total = (total << 31) | ((total >> 33) & 0x7FFFFFFF)
+    return total * _PRIME_1
+
+
+@inner
+def hash_end(total, length):  # type: ignore[no-untyped-def]
+    """The hash of a tuple of that length."""
+    total = total + (length ^ (_PRIME_5 ^ 3527539))
+    return _INSTEAD_OF_MINUS_ONE if total == -1 else total
+
+
+@inner
+def num_dims(tensor):  # type: ignore[no-untyped-def]
+    """How many dimensions a tensor has."""
+    return load(tensor + _DIMS_AND_DTYPE) & _LOW_BITS
+
+
+@inner
+def dim(tensor, index):  # type: ignore[no-untyped-def]
+    """One number of the shape."""
+    return load(load(tensor + _SHAPE) + index * 8)
+
+
+@inner
+def data(tensor):  # type: ignore[no-untyped-def]
+    """Where the elements begin."""
+    return load(tensor + _DATA) + load(tensor + _OFFSET)
+
+
+@kernel
+def find_door(first, tensor, key):  # type: ignore[no-untyped-def]
+    """The door for this dtype and key, or 0."""
+    dtype = load(tensor + _DIMS_AND_DTYPE) >> 32
+    door = first
+    while door != 0 and (own(door, context.DTYPE) != dtype or own(door, context.KEY) != key):
+        door = own(door, context.NEXT)
+    return door
+
+
+@inner
+def plain_numel(door, tensor):  # type: ignore[no-untyped-def]
+    """The number of elements of a contiguous tensor of the host with the right dtype; OTHERWISE if it is not that."""
+    if load(tensor + _DEVICE) != _HOST or load(tensor + _DIMS_AND_DTYPE) >> 32 != own(door, context.DTYPE):
+        return context.OTHERWISE
+    if num_dims(tensor) > layout.MOST_NOTED_DIMS:
+        return context.OTHERWISE
+    numel, strides = 1, load(tensor + _STRIDES)
+    for index in range(num_dims(tensor) - 1, -1, -1):
+        length = dim(tensor, index)
+        if length != 1 and load(strides + index * 8) != numel:
+            return context.OTHERWISE
+        numel *= length
+    return numel
+
+
+@inner
+def begin_call(door, tensor, call):  # type: ignore[no-untyped-def]
+    """Enter the next call into the ledger, and its number and signature into `call`; OTHERWISE if others go before."""
+    turn = own(door, context.TURN)
+    for word in (layout.TURN_HELD, layout.TURN_ENTERED, layout.TURN_PENDING):
+        if load(turn + word * 8) != 0:
+            return context.OTHERWISE
+    store(turn + layout.TURN_ENTERED * 8, 1)
+    ledger, code, first = own(door, context.LEDGER), own(door, context.CODE), own(door, context.FIRST_DIM)
+    seq, length, total = load(ledger) + 1, max(num_dims(tensor) - first, 0), _PRIME_5
+    for index in range(length):
+        number = dim(tensor, first + index)
+        store(ledger + (layout.NOTED_DIMS + index) * 8, number)
+        total = hash_step(total, number)
+    store(ledger + layout.NOTED_NUM_DIMS * 8, length)
+    store(ledger + layout.NOTED_CODE * 8, code)
+    store(ledger + layout.NOTED_BUSY * 8, seq)
+    store(ledger, seq)
+    store(call, seq)
+    store(call + 8, own(door, context.SIGNED_CODE) ^ hash_end(total, length))
+    return 0
+
+
+@inner
+def row_numel(tensor):  # type: ignore[no-untyped-def]
+    """Elements of a row; a tensor without dimensions is one row of one."""
+    numel = 1
+    for index in range(1, num_dims(tensor)):
+        numel *= dim(tensor, index)
+    return numel
+
+
+@inner
+def is_made_for(door, source, target, num_rows):  # type: ignore[no-untyped-def]
+    """Whether the target has that many rows like the source's, and no memory in common with it."""
+    dims = max(num_dims(source), 1)
+    if plain_numel(door, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_rows:
+        return False
+    for index in range(1, dims):
+        if dim(target, index) != dim(source, index):
+            return False
+    item = own(own(door, context.PLAN), context.ITEM_BYTES)
+    here, there = data(source), data(target)
+    here_end, there_end = here + plain_numel(door, source) * item, there + plain_numel(door, target) * item
+    return here_end <= there or there_end <= here
+
+
+@kernel
+def enter_allreduce(door, tensor, _, call):  # type: ignore[no-untyped-def]
+    """In place."""
+    numel = plain_numel(door, tensor)
+    if numel < 0:
+        return context.OTHERWISE
+    store(call + 16, data(tensor))
+    store(call + 24, numel)
+    return begin_call(door, tensor, call)
+
+
+@kernel
+def enter_broadcast(door, tensor, _, call):  # type: ignore[no-untyped-def]
+    """In place."""
+    numel = plain_numel(door, tensor)
+    if numel < 0:
+        return context.OTHERWISE
+    store(call + 16, data(tensor))
+    store(call + 24, numel * own(own(door, context.PLAN), context.ITEM_BYTES))
+    return begin_call(door, tensor, call)
+
+
+@kernel
+def enter_allgather(door, source, target, call):  # type: ignore[no-untyped-def]
+    """Rows that all hope to be as many on every rank."""
+    plan, numel = own(door, context.PLAN), plain_numel(door, source)
+    if numel < 0 or row_numel(source) == 0:
+        return context.OTHERWISE
+    num_rows = dim(source, 0) if num_dims(source) > 0 else 1
+    if not is_made_for(door, source, target, num_rows * own(own(plan, context.CONTEXT), context.SIZE)):
+        return context.OTHERWISE
+    store(call + 16, data(source))
+    store(call + 24, numel * own(plan, context.ITEM_BYTES))
+    store(call + 32, data(target))
+    return begin_call(door, source, call)
+
+
+@kernel
+def enter_reduce_scatter(door, source, target, call):  # type: ignore[no-untyped-def]
+    """Rows of which each rank gets its part."""
+    plan, numel = own(door, context.PLAN), plain_numel(door, source)
+    if numel < 0 or num_dims(source) == 0:
+        return context.OTHERWISE
+    ctx, num_rows = own(plan, context.CONTEXT), dim(source, 0)
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    own_rows = rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)
+    if not is_made_for(door, source, target, own_rows):
+        return context.OTHERWISE
+    store(call + 16, data(source))
+    store(call + 24, num_rows)
+    store(call + 32, row_numel(source) * own(plan, context.ITEM_BYTES))
+    store(call + 40, data(target))
+    return begin_call(door, source, call)
