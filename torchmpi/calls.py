@@ -44,8 +44,9 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
     plan = group.plans.get((verb, op, tensor.dtype, backend))
     if plan is None or type(root) is not int or not 0 <= root < group.size:
         return _OTHERWISE
-    if verb in gates.VERBS and comm is None and backend is None:
-        gates.open_to(verb, (root if op is None else op), tensor.dtype, partial(_door, group, plan, root))
+    if verb in gates.VERBS and backend is None and (comm is None or type(comm) is Communicator):
+        name = root if op is None else op, tensor.dtype, comm
+        gates.open_to(verb, name, partial(_door, group, plan, root, comm))
     if out is None:
         result = group.call(plan, tensor, None, root)
         if result is tensor:
@@ -63,10 +64,10 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
 _OTHERWISE = object()
 
 
-def _door(group: Group, plan: plans.Plan, root: int) -> gates.Door | None:
-    """The way past Python into a call on the default communicator."""
-    is_default = used.get() is None and runtime.communicator(None).intra is group
-    return plan.door(root) if is_default else None
+def _door(group: Group, plan: plans.Plan, root: int, comm: Comm) -> gates.Door | None:
+    """The way past Python into a call like this one."""
+    is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
+    return plan.door(root) if is_meant and not group.lane.closed else None
 
 
 def call(

@@ -1,9 +1,9 @@
 """Gates: how a short call gets from a verb into a kernel without Python looking at anything.
 
 A *gate* is a function of machine code for a verb. It is given what the verb was given, and if that is the plain case,
-contiguous host tensors on the default communicator in an idle lane, it makes the call and returns its result;
-otherwise it returns None, and the verb goes on in Python. Behind a gate are *doors*, one for each prepared call that
-has been made before. All of them are forgotten when anything changes on which they rely: :func:`shut`.
+contiguous host tensors on a communicator with an idle lane, it makes the call and returns its result; otherwise it
+returns None, and the verb goes on in Python. Behind a gate are *doors*, one for each prepared call that has been made
+before. All of them are forgotten when anything changes on which they rely: :func:`shut`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ allgather: Callable[..., Any] = _always_shut
 reduce_scatter: Callable[..., Any] = _always_shut
 
 
+Name = tuple[Hashable, torch.dtype, Any]
+"""How callers name a call: operation or root, dtype, and communicator, None for the default one."""
+
+
 class Door(NamedTuple):
     """A prepared call, as its transport describes it."""
 
@@ -53,7 +57,7 @@ class _Gate:
 
     def __init__(self, verb: str, chosen: Any) -> None:
         self.verb = verb
-        self.doors: dict[tuple[Hashable, torch.dtype], tuple[Door, array[int]]] = {}
+        self.doors: dict[Name, tuple[Door, array[int]]] = {}
         self._retired: dict[int, tuple[Door, array[int]]] = {}
         self.words = array("q", bytes(8 * context.GATE_WORDS))
         # The gate keeps alive what it calls: all of it lives as long as the process.
@@ -83,15 +87,17 @@ class _Gate:
         known = [door for door, words in self.doors.values() if words.buffer_info()[0] == address]
         return known[0] if known else self._retired[address][0]
 
-    def add(self, key: Hashable, dtype: torch.dtype, door: Door) -> None:
+    def add(self, name: Name, door: Door) -> None:
+        key, dtype, comm = name
         words = array("q", bytes(8 * context.DOOR_WORDS))
-        words[context.NEXT], words[context.KEY] = self.words[context.FIRST], id(key)
+        words[context.NEXT] = self.words[context.FIRST]
+        words[context.KEY], words[context.COMM] = id(key), id(comm)
         words[context.DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), door.plan
         words[context.LEDGER] = door.ledger.notes.buffer_info()[0]
         words[context.TURN] = door.turn.address
         words[context.CODE], words[context.SIGNED_CODE] = door.code, door.signed_code
         words[context.FIRST_DIM] = 1 if self.verb == "allgather" else 0
-        self.doors[key, dtype] = door, words
+        self.doors[name] = door, words
         self.words[context.FIRST] = words.buffer_info()[0]
 
     def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
@@ -122,15 +128,15 @@ def build(chosen: Any) -> None:
         globals()[verb] = _gates[verb].function
 
 
-def open_to(verb: str, key: Hashable, dtype: torch.dtype, find: Callable[[], Door | None]) -> None:
-    """Open a gate for calls like one that is about to be made; `find` gives no door if it is not on the default one."""
+def open_to(verb: str, name: Name, find: Callable[[], Door | None]) -> None:
+    """Open a gate for calls like one that is about to be made; `find` gives no door if that cannot be."""
     gate = _gates.get(verb)
-    if gate is None or (key, dtype) in gate.doors:
+    if gate is None or name in gate.doors:
         return
     with _changing:
         door = find()
         if door is not None:
-            gate.add(key, dtype, door)
+            gate.add(name, door)
 
 
 def shut() -> None:

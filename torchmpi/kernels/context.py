@@ -87,20 +87,22 @@ NEXT = 0
 """Address of the next door, 0 for none."""
 KEY = 1
 """Address of the object by which the caller names it: the operation, or the root."""
-DTYPE = 2
+COMM = 2
+"""Address of the communicator, or of None for the default one."""
+DTYPE = 3
 """The dtype as DLPack has it: code, bits, and lanes."""
-PLAN = 3
-LEDGER = 4
+PLAN = 4
+LEDGER = 5
 """Address of the words of the group's ledger."""
-TURN = 5
+TURN = 6
 """Address of the words of the lane's right to run."""
-CODE = 6
+CODE = 7
 """What the ledger knows of the call beside the shape: verb, operation, dtype, root."""
-SIGNED_CODE = 7
+SIGNED_CODE = 8
 """The same as it goes into the signature."""
-FIRST_DIM = 8
+FIRST_DIM = 9
 """The first dimension that is part of the signature."""
-DOOR_WORDS = 9
+DOOR_WORDS = 10
 
 # What a kernel returns, if not 0. Plus the rank that it is about.
 MISMATCH = 1 << 20

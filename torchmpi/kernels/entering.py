@@ -58,11 +58,12 @@ def data(tensor):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def find_door(first, tensor, key):  # type: ignore[no-untyped-def]
-    """The door for this dtype and key, or 0."""
-    dtype = load(tensor + _DIMS_AND_DTYPE) >> 32
-    door = first
-    while door != 0 and (own(door, context.DTYPE) != dtype or own(door, context.KEY) != key):
+def find_door(first, tensor, key, comm):  # type: ignore[no-untyped-def]
+    """The door for this dtype, key and communicator, or 0."""
+    dtype, door = load(tensor + _DIMS_AND_DTYPE) >> 32, first
+    while door != 0:
+        if own(door, context.KEY) == key and own(door, context.DTYPE) == dtype and own(door, context.COMM) == comm:
+            break
         door = own(door, context.NEXT)
     return door
 

@@ -29,15 +29,15 @@ class _Gate(Wrapper):
         self.native = native
         self.refused = self.function.append_basic_block("refused")
         self.otherwise = self.function.append_basic_block("otherwise")
-        self.tensor, self.out, self.key, comm, backend = (self.argument(index) for index in range(5))
+        self.tensor, self.out, self.key, self.comm, backend = (self.argument(index) for index in range(5))
         self.gate = self.number(self.function.args[0])
         self.none = self.word(self.gate, context.NONE)
-        self.given = [comm, backend]
+        self.unused = [backend]
         self.tensors = [self.tensor]
         if native.num_arguments > _MOST_IN_PLACE:
             self.tensors.append(self.out)
         else:
-            self.given.append(self.out)
+            self.unused.append(self.out)
 
     def text(self, find: Native, enter: Native) -> str:
         builder = self.builder
@@ -46,7 +46,8 @@ class _Gate(Wrapper):
         self._look_at_arguments()
         self._look_at_context()
         described = self._described()
-        door = self.call(find, [first, described[0], builder.ptrtoint(self.key, WORD)])
+        names = [builder.ptrtoint(item, WORD) for item in (self.key, self.comm)]
+        door = self.call(find, [first, described[0], *names])
         self._go_on_if(builder.icmp_signed("!=", door, WORD(0)), self.otherwise)
         self._look_at_signs()
         call = self.room(self.native.num_arguments - 1)
@@ -64,8 +65,8 @@ class _Gate(Wrapper):
     # --- before the call -------------------------------------------------------------------------------------
 
     def _look_at_arguments(self) -> None:
-        """Tensors and nothing else, on the default communicator."""
-        for item in self.given:
+        """Tensors and nothing else, by the transport that the selector says."""
+        for item in self.unused:
             self._go_on_if(self._is_at(item, self.none), self.otherwise)
         for tensor in self.tensors:
             kind = self.word(self.builder.ptrtoint(tensor, WORD), _TYPE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
+from .meeting import PAYLOAD, arrive, arrive_at, begin, entry, inner, kernel, leave, own, row, wait, wait_all
 from .memory import copy, fence, load, now, store, store_release
 from .placing import choose_way, copy_into_slot, copy_past, judge, note_pace, note_time, publish, slot
 from .reducing import combine, point_at
@@ -102,16 +102,22 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
 def exchange(plan, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
     """Move everything in the table; all ranks make the same number of rounds."""
     ctx = own(plan, context.CONTEXT)
-    base, rank = own(ctx, context.CHUNKS), own(ctx, context.RANK)
     choose_way(ctx)
-    kept = table + rank * _PAIRS
-    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
-    if not is_stream:
+    if piece_bytes != own(ctx, context.SLOT_BYTES):
+        kept = table + own(ctx, context.RANK) * _PAIRS
         copy(load(kept + 16), load(kept), load(kept + 24))
     if num_rounds > 0:
-        put(ctx, base, table, piece_bytes)
-        if is_stream:
-            keep_own(ctx, base, table, piece_bytes)
+        put(ctx, own(ctx, context.CHUNKS), table, piece_bytes)
+    return go_on(ctx, table, piece_bytes, num_rounds)
+
+
+@inner
+def go_on(ctx, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
+    """Move what is in the table, of which the first pieces are in the slots already."""
+    base = own(ctx, context.CHUNKS)
+    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    if is_stream and num_rounds > 0:
+        keep_own(ctx, base, table, piece_bytes)
     for index in range(num_rounds):
         chunk = base + index
         if index + 1 < num_rounds:
@@ -143,6 +149,24 @@ def send_to_all(plan, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
+def put_whole(ctx, address, num_bytes):  # type: ignore[no-untyped-def]
+    """Put something short into the slot before arriving: whoever has met this rank may read it."""
+    chunk = own(ctx, context.CHUNKS)
+    copy(slot(ctx, own(ctx, context.RANK), chunk), address, num_bytes)
+    store_release(row(ctx, own(ctx, context.RANK)) + _READY, chunk + 1)
+    return 0
+
+
+@inner
+def end_whole(ctx):  # type: ignore[no-untyped-def]
+    """What was put whole into the slots has been read by this rank."""
+    chunk = own(ctx, context.CHUNKS)
+    store(ctx + context.CHUNKS * 8, chunk + 1)
+    store_release(row(ctx, own(ctx, context.RANK)) + _REDUCED, chunk + 1)
+    return 0
+
+
+@inner
 def rounds(num_bytes, piece_bytes):  # type: ignore[no-untyped-def]
     """How many pieces that many bytes make."""
     return (num_bytes + piece_bytes - 1) // piece_bytes
@@ -153,16 +177,23 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
     """The root's bytes to everybody. The root is in the plan."""
     ctx = own(plan, context.CONTEXT)
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
-    is_short = num_bytes <= layout.PAYLOAD_BYTES
+    is_short, is_whole = num_bytes <= layout.PAYLOAD_BYTES, num_bytes <= own(ctx, context.WHOLE_BYTES)
     status = begin(ctx, seq)
     if status != 0:
         return status
     if is_short and rank == root:
         copy(entry(ctx, rank, seq) + PAYLOAD, address, num_bytes)
-    status = arrive(ctx, seq, signature)
+    elif is_whole and rank == root:
+        put_whole(ctx, address, num_bytes)
+    # A short one is read from the ring, where it lasts; a slot may be written anew when all have met twice.
+    status = arrive_at(ctx, seq, signature, root) if is_short else arrive(ctx, seq, signature)
     if status == 0 and is_short:
         if rank != root:
             copy(address, entry(ctx, root, seq) + PAYLOAD, num_bytes)
+    elif status == 0 and is_whole:
+        if rank != root:
+            copy(address, slot(ctx, root, own(ctx, context.CHUNKS)), num_bytes)
+        end_whole(ctx)
     elif status == 0:
         table = send_to_all(plan, address, num_bytes if rank == root else 0)
         for other in range(size):
@@ -184,9 +215,15 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     if status != 0:
         return status
     store(payload, num_bytes)
-    is_short = num_bytes <= layout.PAYLOAD_BYTES - 8
+    is_short, is_whole = num_bytes <= layout.PAYLOAD_BYTES - 8, num_bytes <= own(ctx, context.WHOLE_BYTES)
+    table, piece = send_to_all(plan, source, num_bytes), own(ctx, context.SLOT_BYTES)
     if is_short:
         copy(payload + 8, source, num_bytes)
+    elif is_whole:
+        put_whole(ctx, source, num_bytes)
+    else:
+        choose_way(ctx)
+        put(ctx, own(ctx, context.CHUNKS), table, piece)
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
@@ -196,13 +233,16 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     if is_short:
         for other in range(size):
             copy(target + other * num_bytes, entry(ctx, other, seq) + PAYLOAD + 8, num_bytes)
+    elif is_whole:
+        for other in range(size):
+            there = source if other == rank else slot(ctx, other, own(ctx, context.CHUNKS))
+            copy(target + other * num_bytes, there, num_bytes)
+        end_whole(ctx)
     else:
-        table = send_to_all(plan, source, num_bytes)
         for other in range(size):
             store(table + other * _PAIRS + 16, target + other * num_bytes)
             store(table + other * _PAIRS + 24, num_bytes)
-        piece = own(ctx, context.SLOT_BYTES)
-        status = exchange(plan, table, piece, rounds(num_bytes, piece))
+        status = go_on(ctx, table, piece, rounds(num_bytes, piece))
     leave(ctx, seq)
     return status
 
