@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 FLOORS = (
     ("_version", "errors"),
     ("config", "topology", "schedule", "rules", "layout"),
-    ("dtypes", "streams", "handle", "scalars", "affinity", "mpi_library", "segments", "archive", "sockets"),
+    ("dtypes", "streams", "devices", "handle", "scalars", "affinity", "mpi_library", "segments", "archive", "sockets"),
     ("buffers", "lane", "progress", "inquiry", "tuning_file", "kernels"),
     ("groups", "fusion", "heap", "sparse"),
     ("stack",),
