@@ -55,6 +55,14 @@ def at(address: int, count: int, kind: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
+def _bytes(tensor: torch.Tensor) -> bytearray:
+    return bytearray(tensor.view(torch.uint8).numpy())
+
+
+def _from_bytes(data: bytearray, kind: int) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=_TYPES[kind]) if data else torch.empty(0, dtype=_TYPES[kind])
+
+
 class HostCommunicator:
     """What `Communicator` is to the verbs, for the ranks of an MPI communicator."""
 
@@ -105,7 +113,8 @@ class HostCommunicator:
         assert len(set(everybody)) == 1, f"ranks differ: {everybody}"
 
     def _everybody(self, address: int, count: int, kind: int) -> list[torch.Tensor]:
-        return self.comm.allgather(at(address, count, kind).clone())
+        everybody = self.comm.allgather(_bytes(at(address, count, kind)))
+        return [_from_bytes(data, kind) for data in everybody]
 
     def ncclAllReduce(self, source, target, count, kind, op):
         self._agree("allreduce", count, kind, op)
@@ -119,8 +128,8 @@ class HostCommunicator:
 
     def ncclBroadcast(self, source, target, count, kind, root):
         self._agree("broadcast", count, kind, root)
-        values = self.comm.bcast(at(source, count, kind).clone() if self.comm.rank == root else None, root)
-        at(target, count, kind).copy_(values)
+        data = self.comm.bcast(_bytes(at(source, count, kind)) if self.comm.rank == root else None, root)
+        at(target, count, kind).copy_(_from_bytes(data, kind))
 
     def ncclAllGather(self, source, target, count, kind):
         self._agree("allgather", count, kind)

@@ -280,7 +280,8 @@ class DeviceMovement(Movement):
             return None
         destination = destination_for(source, int(rows.sum()), destination)
         parts = dict(enumerate(destination.detach().split(rows.tolist())))
-        buffers.overwrite(parts.pop(root), source.view(-1, *source.shape[1:]))
+        own = parts.pop(root)
+        buffers.overwrite(own, source.view(own.shape))
         self._exchange(line, {}, parts)
         return destination
 
