@@ -180,7 +180,7 @@ def candidates() -> list[str]:
     except OSError:
         found = []
     package = Path(str(torch.__file__)).parent
-    folders = [Path(entry) / "nvidia" / "nccl" / "lib" for entry in (*sys.path, package.parent)]
+    folders = [Path(entry) / "nvidia" / "nccl" / "lib" for entry in (*sys.path, str(package.parent))]
     files = [folder / _FILE for folder in (*folders, package / "lib")]
     return list(dict.fromkeys([*found, *(str(file) for file in files if file.exists()), _FILE]))
 
