@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +26,8 @@ class Devices(tuple[Device, ...]):
     """The devices of all ranks of the world, by world rank.
 
     >>> two = Devices([Device(0, "GPU-a", frozenset({"GPU-a"})), Device(0, "GPU-a", frozenset({"GPU-a"}))])
-    >>> two.first_sharing([0, 1]), two.first_apart([0, 1])
-    ((0, 1), None)
+    >>> two.first_sharing([0, 1]), two.reaches(0, 1)
+    ((0, 1), True)
     """
 
     @classmethod
@@ -48,17 +47,27 @@ class Devices(tuple[Device, ...]):
         return cls(world.allgather(own))
 
     @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of the host of each rank."""
+        return tuple(device.host for device in self)
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """The GPU of each rank, '' without one."""
+        return tuple(device.uuid for device in self)
+
+    @property
     def num_hosts(self) -> int:
         """Hosts of the job."""
-        return len({device.host for device in self})
+        return len(set(self.hosts))
 
-    def first_without(self, ranks: Sequence[int]) -> int | None:
-        """The first of these ranks that has no GPU.
+    def reaches(self, rank: int, other: int) -> bool:
+        """Whether a rank can open memory on the GPU of another one.
 
-        >>> Devices([Device(0, "GPU-a"), Device(0)]).first_without([0, 1])
-        1
+        >>> Devices([Device(0, "a", frozenset("a")), Device(1, "a", frozenset("a"))]).reaches(0, 1)
+        False
         """
-        return next((rank for rank in ranks if not self[rank].uuid), None)
+        return self[rank].host == self[other].host and self[other].uuid in self[rank].reaches
 
     def first_sharing(self, ranks: Sequence[int]) -> tuple[int, int] | None:
         """The first two of these ranks that have one GPU."""
@@ -67,17 +76,6 @@ class Devices(tuple[Device, ...]):
             known = seen.setdefault((self[rank].host, self[rank].uuid), rank)
             if known != rank:
                 return known, rank
-        return None
-
-    def first_apart(self, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """The first two of these ranks of which the one cannot open memory on the GPU of the other.
-
-        >>> Devices([Device(0, "a", frozenset("a")), Device(1, "a", frozenset("a"))]).first_apart([0, 1])
-        (0, 1)
-        """
-        for one, other in permutations(ranks, 2):
-            if self[one].host != self[other].host or self[other].uuid not in self[one].reaches:
-                return one, other
         return None
 
 

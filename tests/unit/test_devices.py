@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import combinations
 from types import SimpleNamespace
 
 import torch
@@ -17,19 +17,14 @@ ranks_of = st.lists(st.builds(Device, st.integers(0, 1), uuids, st.frozensets(uu
 
 
 @given(ranks_of)
-def test_the_first_pair_is_a_pair_and_none_means_none(facts):
+def test_the_first_pair_shares_a_gpu_and_none_means_none(facts):
     table, ranks = Devices(facts), range(len(facts))
-    pairs = [(one, other) for one, other in permutations(ranks, 2)]
 
     def is_shared(one, other):
         return table[one].host == table[other].host and table[one].uuid == table[other].uuid
 
-    def is_apart(one, other):
-        return table[one].host != table[other].host or table[other].uuid not in table[one].reaches
-
-    shared, apart = table.first_sharing(ranks), table.first_apart(ranks)
-    assert is_shared(*shared) if shared else not any(is_shared(*pair) for pair in pairs)
-    assert is_apart(*apart) if apart else not any(is_apart(*pair) for pair in pairs)
+    found = table.first_sharing(ranks)
+    assert is_shared(*found) if found else not any(is_shared(*pair) for pair in combinations(ranks, 2))
 
 
 def test_one_gpu_of_each_host_is_not_the_same_gpu():
@@ -40,7 +35,7 @@ def test_one_gpu_of_each_host_is_not_the_same_gpu():
 def test_without_cuda_nobody_is_asked():
     found = Devices.gather(None, [0, 0, 1], torch.device("cpu"), has_cuda=False)
     assert found == (Device(0), Device(0), Device(1)) and found.num_hosts == 2
-    assert found.first_without([0, 1, 2]) == 0
+    assert found.uuids == ("", "", "") and found.hosts == (0, 0, 1)
 
 
 def test_each_tells_of_its_own_device_and_whom_it_reaches(monkeypatch):

@@ -38,7 +38,8 @@ def try_opening(comm: Any, devices: Devices, device: torch.device) -> str | None
 def _partners(rank: int, devices: Devices) -> Iterator[int]:
     """The ranks whose memory a rank should be able to open."""
     for other in range(len(devices)):
-        if other != rank and devices[rank].uuid and devices[other].uuid and devices.first_apart([rank, other]) is None:
+        is_mutual = devices.reaches(rank, other) and devices.reaches(other, rank)
+        if other != rank and devices.uuids[rank] and devices.uuids[other] and is_mutual:
             yield other
 
 
