@@ -25,8 +25,8 @@ REDUCING = ("allreduce", "reduce", "reduce_scatter")
 _SHORT_BYTES = 64 << 10
 DEVICE_TRANSPORTS = ("nccl", "ipc")
 """Transports that work on the device itself, the one to be taken first in front."""
-_OF_THE_HOST = ("barrier", "scatter")
-"""Verbs that go the same way on all ranks, although some of them know nothing of a device: they have no tensor."""
+OF_THE_HOST = ("barrier", "scatter")
+"""Verbs that go by the rules for the CPU wherever a tensor is: ranks that have none could not know of its device."""
 HIERARCHICAL = "hierarchical"
 """Inside the hosts, then between them: the one transport that adds group by group."""
 
@@ -57,7 +57,8 @@ def keys(
             raise ArgumentError(f"{name}={part!r} is unknown. Use one of: {', '.join(known)}.")
     for found in product(*([part] if part is not None else known for part, known in wanted.values())):
         key = Key(*found)
-        if key.verb != "barrier" or key.mode == "sync":  # there is no barrier_async()
+        is_known = key.device == "cpu" or key.verb not in OF_THE_HOST
+        if is_known and (key.verb != "barrier" or key.mode == "sync"):  # there is no barrier_async()
             yield key
 
 
@@ -88,7 +89,7 @@ def device_transport(key: Key, can: Callable[[str], bool], *, forced: str = "aut
     >>> device_transport(Key("allreduce", "cuda", "host", "sync"), {"mpi", "ipc"}.__contains__)
     'ipc'
     """
-    if key.device != "cuda" or key.verb in _OF_THE_HOST:
+    if key.device != "cuda":
         return None
     if forced != "auto" and can(forced):
         return forced

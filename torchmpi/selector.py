@@ -122,7 +122,7 @@ class Selector:
         call = Call(verb, device_type, dtype, op)
         if wanted is not None:
             return [Choice(None, self.choose(verb, device_type, wanted, group, dtype=dtype, op=op))]
-        key = Key(verb, device_type, span_of(group), mode)
+        key = Key(verb, "cpu" if verb in rules.OF_THE_HOST else device_type, span_of(group), mode)
         if key not in self.table:  # nothing takes such tensors here: refused with the reason
             return [Choice(None, self.choose(verb, device_type, "mpi", group))]
 
@@ -256,6 +256,9 @@ class Selector:
         with _about(f"{self._world.where}: collective_selector"):
             found = list(keys(*parts))
             if not found:
+                verb, device, *_ = parts
+                if verb in rules.OF_THE_HOST and device == "cuda":
+                    raise ArgumentError(f"{verb} goes by the rules of device 'cpu' wherever its tensor is: set those.")
                 raise ArgumentError("barrier has the mode 'sync' only.")
             return found
 

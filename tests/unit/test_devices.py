@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -49,3 +50,8 @@ def test_each_tells_of_its_own_device_and_whom_it_reaches(monkeypatch):
     # Groups of GPUs that all reach each other: 0 and 1, and 2 by itself, since 0 does not reach it.
     keys = [devices.ipc_key(torch.device("cuda", index)) for index in range(3)]
     assert keys == ["GPU-0 GPU-1", "GPU-0 GPU-1", "GPU-2"]
+
+
+def test_docstring_examples():
+    result = doctest.testmod(devices)
+    assert result.attempted and not result.failed

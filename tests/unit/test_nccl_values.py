@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
 import sys
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi import dtypes
+from torchmpi.backends import nccl_library, nccl_values
 from torchmpi.backends.nccl_library import DTYPES, OPS
 from torchmpi.backends.nccl_values import flat, lacks, recipe
 
@@ -110,3 +112,9 @@ def test_everything_is_carried_by_what_nccl_has_or_lacking():
                     assert way.op != "avg" or way.carrier.is_floating_point
             else:
                 assert op in ("band", "bor", "bxor", "prod")
+
+
+@pytest.mark.parametrize("module", [nccl_library, nccl_values], ids=lambda module: module.__name__)
+def test_docstring_examples(module):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed

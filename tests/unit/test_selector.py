@@ -71,7 +71,7 @@ def test_what_adds_nothing_may_go_in_steps_from_some_size_on():
 
 def test_there_is_a_key_for_every_combination_but_an_asynchronous_barrier():
     everything = list(keys())
-    assert len(set(everything)) == len(everything) == 9 * 2 * 3 * 2 - 6
+    assert len(set(everything)) == len(everything) == (9 + 7) * 3 * 2 - 3
     assert Key("barrier", "cpu", "host", "async") not in everything
     with pytest.raises(errors.ArgumentError, match="span='rack' is unknown. Use one of: host, across, hosts"):
         list(keys(span="rack"))
@@ -128,7 +128,6 @@ EVERYTHING = {"mpi", "shm", "p2p", HIERARCHICAL}
         ("allreduce", "across", set(), {}, "mpi"),
         ("allreduce", "host", {"nccl"}, {"forced": "shm"}, "shm"),
         ("allreduce", "host", {"ipc"}, {"forced": "nccl"}, "ipc"),
-        ("scatter", "host", {"nccl", "ipc"}, {"aware": True}, "shm"),  # as on the ranks that have no tensor
     ],
 )
 def test_the_default_for_tensors_on_a_gpu(verb, span, able, options, expected):
@@ -254,6 +253,7 @@ def test_without_a_span_a_backend_is_set_where_it_reaches():
         (("allreduce", "mpi"), {"mode": "lazy"}, "mode='lazy' is unknown"),
         (("sendreceive", "mpi"), {}, "verb='sendreceive' is unknown"),
         (("barrier", "mpi"), {"mode": "async"}, "'sync' only"),
+        (("scatter", "mpi"), {"device": "cuda"}, "by the rules of device 'cpu'"),
         (("gather", "mpi"), {"up_to_bytes": 64}, "differ in length"),
         (("allreduce", "mpi"), {"up_to_bytes": -1}, "above 0"),
     ],
@@ -321,6 +321,15 @@ def test_each_group_of_gpus_gets_what_reaches_it():
     assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]
     assert on_gpu(selector, group(2, 3)) == [(None, "ipc")]
     assert chosen(selector, "allreduce", world) == [(None, "shm")]
+
+
+def test_who_has_no_tensor_to_scatter_goes_the_way_of_the_root():
+    selector, _, group = with_gpus()
+    pair = group(0, 1)
+    for changed in ("mpi", "p2p"):
+        selector.set("scatter", changed)
+        ways = [selector.select("scatter", device, pair)[0].backend.name for device in ("cpu", "cuda")]
+        assert ways == [changed, changed]
 
 
 def test_what_a_transport_cannot_compute_goes_by_the_next():
