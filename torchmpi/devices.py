@@ -84,6 +84,11 @@ def uuid_of(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
+def index_of(uuid: str) -> int:
+    """The number that this process has for a GPU that it sees."""
+    return next(index for index in range(torch.cuda.device_count()) if uuid_of(index) == uuid)
+
+
 def peer_access() -> list[list[bool]]:
     """Whether GPU i, of those that this process sees, can read the memory of GPU j."""
     count = torch.cuda.device_count()

@@ -26,7 +26,7 @@ _SHORT_BYTES = 64 << 10
 DEVICE_TRANSPORTS = ("nccl", "ipc")
 """Transports that work on the device itself, the one to be taken first in front."""
 OF_THE_HOST = ("barrier", "scatter")
-"""Verbs that go by the rules for the CPU wherever a tensor is: ranks that have none could not know of its device."""
+"""Verbs that go by the rules for the CPU wherever a tensor is: ranks that have none cannot know of its device."""
 HIERARCHICAL = "hierarchical"
 """Inside the hosts, then between them: the one transport that adds group by group."""
 

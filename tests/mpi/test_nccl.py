@@ -79,6 +79,8 @@ def test_movements(agree, dtype):
             agree.bits(gathered.cpu(), everything, f"gather {case}")
         expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
         agree.bits(mpi.alltoall(own, **way).cpu(), expected, f"alltoall {case}")
+        part = mpi.scatter(own if rank == size - 1 else None, size - 1, **way)
+        agree.bits(part.cpu(), contract.rows(inputs[size - 1], rank, size), f"scatter {case}")
         if not is_uneven:
             agree.bits(mpi.broadcast(own.clone(), size - 1, **way).cpu(), inputs[size - 1], f"broadcast {case}")
 

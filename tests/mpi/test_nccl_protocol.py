@@ -15,7 +15,8 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import errors, runtime
-from torchmpi.backends.nccl import DeviceMovement, NcclBackend, Reduction
+from torchmpi.backends.nccl import NcclBackend
+from torchmpi.backends.nccl_calls import DeviceMovement, Reduction
 from torchmpi.backends.nccl_values import lacks
 from torchmpi.config import Config
 from torchmpi.devices import Device, Devices
@@ -34,7 +35,7 @@ class ModelEnd:
     def __init__(self, group):
         self.rank, self.size, self.where = group.rank, group.size, group.where
         self.communicator = HostCommunicator(group.context.MPI, group.comm)
-        self.num_ready = 0
+        self.device, self.num_ready = torch.device("cpu"), 0
 
     def ready(self, tensor):
         assert isinstance(tensor, torch.Tensor)
@@ -113,6 +114,9 @@ def test_movements(agree, group, end, dtype):
                 agree(gathered is None, f"gather {case} to {root}: a result elsewhere")
         expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
         agree.bits(calls.alltoall(inputs[rank], None, 0), expected, f"alltoall {case}")
+        for root in {0, size - 1}:
+            part = calls.scatter(inputs[rank] if rank == root else None, None, root)
+            agree.bits(part, contract.rows(inputs[root], rank, size), f"scatter {case} from {root}")
         if not is_uneven:
             for root in {0, size - 1}:
                 buffer = inputs[rank].clone()
@@ -191,8 +195,8 @@ def test_why_not():
     assert why(shared, fine, (2, 3)).startswith("rank 3 cannot: its device is the CPU")
     assert why(apart, [("", False), ("no NCCL", False)], (0, 1)) == "rank 1 cannot: no NCCL"
     assert why(apart, [("no NCCL", False)] * 2) == "no NCCL"
-    for verb in ("barrier", "scatter"):
-        assert why(apart, fine[:2], (0, 1), verb=verb)
+    assert why(apart, fine[:2], (0, 1), verb="scatter") is None
+    assert "meeting of the hosts" in why(apart, fine[:2], (0, 1), verb="barrier")
 
 
 def test_here_it_is_in_the_table_with_its_reason(agree):
