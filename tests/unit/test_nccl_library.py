@@ -77,8 +77,8 @@ def test_an_error_has_its_own_words_and_the_remedy(library):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 def test_without_a_gpu_a_communicator_is_refused_with_the_reason_of_cuda(library):
-    with pytest.raises(TransportError, match="(?i)ncclCommInitRank: .*cuda.*nvidia-smi"):
-        nccl.Communicator(library, library.unique_id(), 1, 0)
+    with pytest.raises(TransportError, match="(?i)^rank 7: NCCL .*ncclCommInitRank: .*cuda.*nvidia-smi"):
+        nccl.Communicator(library, library.unique_id(), 1, 0, where="rank 7")
 
 
 def test_a_group_is_closed_when_a_call_in_it_fails(library):

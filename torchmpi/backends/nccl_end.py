@@ -54,7 +54,7 @@ class End:
         if isinstance(ticket, str):
             raise TransportError(f"{self.where}: {ticket}")
         with torch.cuda.device(self.device):
-            self._communicator = Communicator(nccl_library.load(), ticket, self.size, self.rank)
+            self._communicator = Communicator(nccl_library.load(), ticket, self.size, self.rank, where=self.where)
         self._attachments.append(self)
 
     def close(self) -> None:

@@ -88,11 +88,11 @@ class Library:
         self.call("ncclGetVersion", ctypes.byref(number))
         self.version = version_of(number.value)
 
-    def call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any, where: str = "") -> None:
         """Call a function by its name in nccl.h, or raise."""
         status = getattr(self._functions, name)(*arguments)
         if status:
-            raise TransportError(self.describe(name, status))
+            raise TransportError(where + self.describe(name, status))
 
     def describe(self, name: str, status: int) -> str:
         """What a status means, in NCCL's words, and what to do."""
@@ -124,32 +124,33 @@ class Library:
 class Communicator:
     """One rank's end of a communicator, on the CUDA device that is current when it is made. Collective."""
 
-    def __init__(self, library: Library, unique_id: bytes, size: int, rank: int) -> None:
-        self.library, self.group = library, library.group
-        handle = c_void_p()
-        library.call("ncclCommInitRank", ctypes.byref(handle), size, UniqueId.from_buffer_copy(unique_id), rank)
+    def __init__(self, library: Library, unique_id: bytes, size: int, rank: int, *, where: str) -> None:
+        """`where` says which rank this is: errors begin with it."""
+        self.library, self.group, self._where = library, library.group, f"{where}: "
+        handle, key = c_void_p(), UniqueId.from_buffer_copy(unique_id)
+        library.call("ncclCommInitRank", ctypes.byref(handle), size, key, rank, where=self._where)
         self._handle: c_void_p | None = handle
 
     def run(self, name: str, *arguments: int, stream: int) -> None:
         """Enqueue a collective, or a message; `arguments` are those before the communicator in nccl.h."""
-        self.library.call(name, *arguments, self._handle, stream)
+        self.library.call(name, *arguments, self._handle, stream, where=self._where)
 
     def check(self) -> None:
         """Raise if something that was enqueued before has failed."""
         status = self._failure()
         if status:
-            raise TransportError(self.library.describe("an earlier call", status))
+            raise TransportError(self._where + self.library.describe("an earlier call", status))
 
     def _failure(self) -> int:
         status = c_int()
-        self.library.call("ncclCommGetAsyncError", self._handle, ctypes.byref(status))
+        self.library.call("ncclCommGetAsyncError", self._handle, ctypes.byref(status), where=self._where)
         return status.value
 
     def close(self) -> None:
         """Wait for what is enqueued, and give everything back. Collective, unless something has failed."""
         handle, failed = self._handle, self._handle is not None and self._failure()
         if handle is not None:
-            self.library.call("ncclCommAbort" if failed else "ncclCommDestroy", handle)
+            self.library.call("ncclCommAbort" if failed else "ncclCommDestroy", handle, where=self._where)
             self._handle = None
 
 
