@@ -8,9 +8,12 @@ usage() {
     cat <<'HELP'
 usage: scripts/test_gpu.sh [PYTEST OPTIONS]
 
-Runs the tests marked gpu: alone, and on 1, 2 and 4 ranks that share the GPUs of this machine. Uses the Python at
-hand (PYTHON, default python3) if its PyTorch sees a GPU and it has mpi4py, pytest and pytest-mpi; otherwise makes a
-private environment under .venv/gpu.
+Runs the tests marked gpu: alone, and on 1, 2 and 4 ranks that share the GPUs of this machine. NCCL has one rank for
+each GPU; what it does among several ranks is tested where there are as many GPUs, and with NCCL_MULTI_RANK_GPU_ENABLE=1
+(NCCL 2.30 and newer; an experiment of theirs) on a single one too. What is skipped is listed with its reason.
+
+Uses the Python at hand (PYTHON, default python3) if its PyTorch sees a GPU and it has mpi4py, pytest and pytest-mpi;
+otherwise makes a private environment under .venv/gpu.
 HELP
 }
 
@@ -18,8 +21,9 @@ case ${1:-} in
     -h | --help) usage; exit 0 ;;
 esac
 
-if ! command -v nvidia-smi >/dev/null || ! nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
-    say "test_gpu: skipped, nvidia-smi shows no NVIDIA GPU on this machine."
+# Some containers have the driver but not its tools.
+if ! nvidia-smi --list-gpus 2>/dev/null | grep -q GPU && [ ! -e /dev/nvidiactl ]; then
+    say "test_gpu: skipped, there is no NVIDIA GPU on this machine: nvidia-smi shows none, nor is there /dev/nvidiactl."
     exit 0
 fi
 
@@ -45,6 +49,7 @@ gpu_suite() {
     [ "$result" = 0 ] || [ "$result" = 5 ] || status=1
 }
 
+"$python" -m torchmpi doctor || status=1
 gpu_suite "$python" -m pytest -m gpu -q tests/unit tests/jobs "$@"
 for ranks in 1 2 4; do
     launch_command "$ranks"

@@ -12,7 +12,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 FLOORS = (
     ("_version", "errors"),
     ("config", "topology", "schedule", "rules", "layout"),
-    ("dtypes", "dlpack", "streams", "handle", "scalars", "affinity", "mpi_library", "segments", "archive", "sockets"),
+    (
+        "dtypes", "dlpack", "streams", "devices", "handle", "scalars", "affinity", "mpi_library", "segments", "archive",
+        "sockets",
+    ),  # fmt: skip
     ("buffers", "lane", "progress", "inquiry", "tuning_file", "kernels"),
     ("gates",),
     ("groups", "fusion", "heap", "sparse"),

@@ -84,6 +84,10 @@ class StallError(TorchMPIError):
     """A wait took longer than the configured limit."""
 
 
+class TransportError(TorchMPIError):
+    """A library that moves data, NCCL for instance, is missing or has failed; the message has its own words."""
+
+
 class JobError(TorchMPIError):
     """A job that a command has started failed or did not end in time, or its results could not be written."""
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed
 
 from . import runtime
-from .errors import ArgumentError
+from .backends import nccl_library
+from .errors import ArgumentError, TransportError
 from .groups import Communicator
 from .rules import Key, Rule
 from .runtime import start, stop
@@ -71,8 +72,14 @@ def has_cuda() -> bool:
 
 
 def has_nccl() -> bool:
-    """Whether this torch was built with NCCL and has a device for it."""
-    return torch.cuda.is_available() and torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    """Whether there is an NCCL that the backend ``nccl`` can load, and a CUDA device for it."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        nccl_library.load()
+    except TransportError:
+        return False
+    return True
 
 
 def has_gloo() -> bool:

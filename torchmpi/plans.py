@@ -78,7 +78,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     where = f"{group.where}: {verb}"
     if dtype is not None:
         row = _checked(dtype, op, where)
-    choices = runtime.selector.select(verb, device_type, group, wanted=wanted, mode=mode)
+    choices = runtime.selector.select(verb, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     bound: list[tuple[int | None, Operation, Backend]]
     if wanted != HIERARCHICAL and hierarchy.is_composed(runtime.communicators, communicator, verb):
         composed = _composition(runtime, verb, op, wanted=wanted, mode=mode)

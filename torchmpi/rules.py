@@ -23,6 +23,10 @@ BY_SIZE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
 """Verbs whose tensors agree in shape on all ranks, so that all find the same line of a rule."""
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 _SHORT_BYTES = 64 << 10
+DEVICE_TRANSPORTS = ("nccl", "ipc")
+"""Transports that work on the device itself, the one to be taken first in front."""
+OF_THE_HOST = ("barrier", "scatter")
+"""Verbs that go by the rules for the CPU wherever a tensor is: ranks that have none cannot know of its device."""
 HIERARCHICAL = "hierarchical"
 """Inside the hosts, then between them: the one transport that adds group by group."""
 
@@ -53,7 +57,8 @@ def keys(
             raise ArgumentError(f"{name}={part!r} is unknown. Use one of: {', '.join(known)}.")
     for found in product(*([part] if part is not None else known for part, known in wanted.values())):
         key = Key(*found)
-        if key.verb != "barrier" or key.mode == "sync":  # there is no barrier_async()
+        is_known = key.device == "cpu" or key.verb not in OF_THE_HOST
+        if is_known and (key.verb != "barrier" or key.mode == "sync"):  # there is no barrier_async()
             yield key
 
 
@@ -76,7 +81,24 @@ def out_of_reach(transport: str, span: str) -> str | None:
     return None
 
 
-def default_transport(key: Key, can: Callable[[str], bool], *, forced: str = "auto", hierarchical: str = "auto") -> str:
+def device_transport(key: Key, can: Callable[[str], bool], *, forced: str = "auto", aware: bool = False) -> str | None:
+    """What CUDA tensors go by unless something else was asked for; None where they go through the host.
+
+    `can` tells which transports are possible; `aware`, whether the MPI library takes memory of a device.
+
+    >>> device_transport(Key("allreduce", "cuda", "host", "sync"), {"mpi", "ipc"}.__contains__)
+    'ipc'
+    """
+    if key.device != "cuda":
+        return None
+    if forced != "auto" and can(forced):
+        return forced
+    return next(filter(can, DEVICE_TRANSPORTS), "mpi" if aware else None)
+
+
+def default_transport(
+    key: Key, can: Callable[[str], bool], *, forced: str = "auto", hierarchical: str = "auto", aware: bool = False
+) -> str:
     """The transport that is taken unless something else was measured or asked for.
 
     `can` tells which transports are possible; `mpi` always is. `forced` and `hierarchical` are the settings.
@@ -86,24 +108,33 @@ def default_transport(key: Key, can: Callable[[str], bool], *, forced: str = "au
     """
     if forced != "auto" and can(forced):
         return forced
-    if key.device == "cpu":
-        if key.span == "hosts" and hierarchical != "off" and can(HIERARCHICAL):
-            return HIERARCHICAL
-        if key.span == "host" and can("shm"):
-            return "shm"
+    direct = device_transport(key, can, aware=aware)
+    if direct is not None:
+        return direct
+    if key.span == "hosts" and hierarchical != "off" and can(HIERARCHICAL):
+        return HIERARCHICAL
+    if key.span == "host" and can("shm"):
+        return "shm"
     return "mpi"
 
 
 def default_rule(
-    key: Key, can: Callable[[str], bool], *, num_hosts: int, forced: str = "auto", hierarchical: str = "auto"
+    key: Key,
+    can: Callable[[str], bool],
+    *,
+    num_hosts: int,
+    forced: str = "auto",
+    hierarchical: str = "auto",
+    aware: bool = False,
 ) -> Rule:
     """The same by size: between three hosts and more, long sums go by messages of our own (scripts/link_bytes.py).
 
     >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
     ((65536, 'mpi'), (None, 'p2p'))
     """
-    transport = default_transport(key, can, forced=forced, hierarchical=hierarchical)
-    is_long_way = key.span == "across" and key.device == "cpu" and key.verb in REDUCING and num_hosts > 2
+    transport = default_transport(key, can, forced=forced, hierarchical=hierarchical, aware=aware)
+    is_staged = device_transport(key, can, forced=forced, aware=aware) is None
+    is_long_way = key.span == "across" and is_staged and key.verb in REDUCING and num_hosts > 2
     if is_long_way and forced == "auto" and can("p2p"):
         return ((_SHORT_BYTES, transport), (None, "p2p"))
     return ((None, transport),)

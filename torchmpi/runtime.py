@@ -16,9 +16,11 @@ from . import affinity, gates, mpi_library, topology, tuning_file
 from ._version import __version__
 from .backends import Operation
 from .backends.mpi import MPIBackend
+from .backends.nccl import NcclBackend
 from .backends.p2p import P2PBackend
 from .backends.shm import SharedMemoryBackend
 from .config import Config
+from .devices import Devices, ipc_key
 from .errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError
 from .failure import FailureHandling
 from .groups import Communicator, Group, GroupContext
@@ -64,10 +66,12 @@ class Runtime:
         self.resources.callback(self.communicators.free)
         self.heap = SharedHeap(self.local_size)
         self.resources.callback(self.heap.close)
-        self.selector = Selector(self._backends(), self.world, config)
         self._handle_failures()
-        self.binding = self._bind([facts[rank][1] for rank in locals_])
         self.device = self._pick_device(with_cuda)
+        has_cuda = with_cuda is not False and any(has_cuda for *_, has_cuda in facts)
+        self.devices = Devices.gather(world, hosts, self.device, has_cuda=has_cuda)
+        self.selector = Selector(self._backends(), self.world, config)
+        self.binding = self._bind([facts[rank][1] for rank in locals_])
         cores = frozenset.union(*(facts[rank][1] for rank in locals_))
         self.context.is_crowded = self.local_size > len(cores)
         self.job = tuning_file.describe_job(hosts, len(cores), self.local_size, mpi_library.short_version(self.MPI))
@@ -76,8 +80,11 @@ class Runtime:
 
     def _backends(self) -> dict[str, Any]:
         shared = SharedMemoryBackend(self.config, self.heap, self._say)
+        nccl = NcclBackend(self.config, self.devices)
+        offers = self.MPI.COMM_WORLD.allgather((shared.problem, nccl.offer()))
+        nccl.agree([offer for _, offer in offers])
         # All ranks or none: a call must go the same way everywhere.
-        for rank, problem in enumerate(self.MPI.COMM_WORLD.allgather(shared.problem)):
+        for rank, (problem, _) in enumerate(offers):
             shared.problem = shared.problem or (problem and f"rank {rank} cannot: {problem}")
         if shared.kernels:
             gates.build(used)
@@ -89,6 +96,8 @@ class Runtime:
             "shm": shared,
             "p2p": P2PBackend(self.config),
             "hierarchical": HierarchicalBackend(self.config, self._bind_step),
+            "nccl": nccl,
+            # Here: "ipc": IpcBackend(self.config, self.devices),
         }
 
     def _bind_step(self, group: Group, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
@@ -165,7 +174,7 @@ class Runtime:
             if self.num_hosts > 1:
                 self.failures.neighbours = self.communicators.current.intra
             if self.device.type == "cuda" and ipc_groups:
-                self.communicators.push(_ipc_key(self.device), name=f"ipc {self.host_name}")
+                self.communicators.push(ipc_key(self.device), name=f"ipc {self.host_name}")
         self.communicators.set_current(0)
 
     def summary(self) -> str:
@@ -348,12 +357,3 @@ def _check_cuda(has_cuda: list[bool]) -> None:
             f"start(with_cuda=True), but torch sees no CUDA device on rank {without}. Check CUDA_VISIBLE_DEVICES and "
             "`torchmpi doctor`, or leave with_cuda out to use the CPU."
         )
-
-
-def _ipc_key(device: torch.device) -> str:
-    """The devices whose memory this rank can open, itself included. A device the scheduler hides cannot be opened."""
-    count = torch.cuda.device_count()
-    access = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
-    numbers = topology.ipc_groups(access)
-    own = numbers[device.index or 0]
-    return " ".join(str(torch.cuda.get_device_properties(i).uuid) for i in range(count) if numbers[i] == own)

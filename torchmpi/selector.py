@@ -22,6 +22,7 @@ from .rules import (
     checked,
     default_rule,
     default_transport,
+    device_transport,
     is_all_or_nothing,
     keys,
     span_of,
@@ -59,6 +60,15 @@ class Choice(NamedTuple):
     backend: Backend
 
 
+class Call(NamedTuple):
+    """What a backend is asked for."""
+
+    verb: str
+    device_type: str
+    dtype: torch.dtype | None = None
+    op: str | None = None
+
+
 class Selector:
     """The backends of a run, and the choice among them."""
 
@@ -68,44 +78,73 @@ class Selector:
         """The rules that were measured, now or in an earlier run."""
         self._world, self._config = world, config
         self._check_forced()
-        self.table = self._default_table()
+        self._defaults = self._default_table()
+        self.table = Table(self._defaults)
 
     # --- choosing -------------------------------------------------------------------------------------------
 
-    def choose(self, verb: str, device_type: str, name: str, group: Any) -> Backend:
+    def choose(
+        self,
+        verb: str,
+        device_type: str,
+        name: str,
+        group: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        op: str | None = None,
+    ) -> Backend:
         """The backend of this name, or a refusal with the reason."""
-        where = f"{group.where}: {verb}: backend={name!r}"
+        call, where = Call(verb, device_type, dtype, op), f"{group.where}: {verb}: backend={name!r}"
         self._check_known(name, where)
-        backend = self.backends[name]
-        reason = backend.why_not(verb, device_type, group)
+        reason = self._why_not(name, call, group)
         if reason is not None:
-            able = [other for other in self.backends if self._can(other, verb, device_type, group)]
+            able = [other for other in self.backends if self._why_not(other, call, group) is None]
             raise BackendUnavailableError(
                 f"{where} cannot take {device_type} tensors on communicator {group.name}: {reason}. {_advice(able)}"
             )
-        return backend
+        return self.backends[name]
 
     def select(
-        self, verb: str, device_type: str, group: Any, *, wanted: str | None = None, mode: str = "sync"
+        self,
+        verb: str,
+        device_type: str,
+        group: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        op: str | None = None,
+        wanted: str | None = None,
+        mode: str = "sync",
     ) -> list[Choice]:
         """What runs a verb on a group, by size: the backend that is wanted, or what the table says.
 
-        Where the table names a transport that this group cannot have, the default for such a group takes its place.
+        Where the table names a transport that cannot take such a call on this group, the default takes its place.
         """
+        call = Call(verb, device_type, dtype, op)
         if wanted is not None:
-            return [Choice(None, self.choose(verb, device_type, wanted, group))]
-        key = Key(verb, device_type, span_of(group), mode)
+            return [Choice(None, self.choose(verb, device_type, wanted, group, dtype=dtype, op=op))]
+        key = Key(verb, "cpu" if verb in rules.OF_THE_HOST else device_type, span_of(group), mode)
         if key not in self.table:  # nothing takes such tensors here: refused with the reason
             return [Choice(None, self.choose(verb, device_type, "mpi", group))]
-        rule = self.table[key]
 
         def can(name: str) -> bool:
-            return self._can(name, verb, device_type, group)
+            return self._why_not(name, call, group) is None
 
+        rule = self._rule_for(key, can)
         if not all(can(name) for _, name in rule):
             instead = self._default(key, can, hierarchical=None if len(rule) == 1 else "off")
             rule = checked(key, [(limit, name if can(name) else instead) for limit, name in rule])
         return [Choice(limit, self.backends[name]) for limit, name in rule]
+
+    def _rule_for(self, key: Key, can: Callable[[str], bool]) -> Rule:
+        """The rule of the table; for CUDA tensors without one of their own, what suits the GPUs of the very group.
+
+        Through the host, they go by what the table says for the CPU.
+        """
+        rule = self.table[key]
+        if key.device == "cpu" or rule is not self._defaults[key]:
+            return rule
+        direct = device_transport(key, can, forced=self._config.backend, aware=self._is_aware)
+        return self.table[key._replace(device="cpu")] if direct is None else ((None, direct),)
 
     def bind(
         self,
@@ -119,15 +158,32 @@ class Selector:
         mode: str = "sync",
     ) -> Operation:
         """A verb on a group, ready to run on plain tensors: a step of something larger, as :meth:`select` has it."""
-        choices = self.select(verb, device_type, group, wanted=wanted, mode=mode)
+        choices = self.select(verb, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
         return by_size([(limit, bind(backend, group, verb, dtype, op)) for limit, backend in choices], dtype)
 
-    def _can(self, name: str, verb: str, device_type: str, group: Any) -> bool:
-        return name in self.backends and self.backends[name].why_not(verb, device_type, group) is None
+    def _why_not(self, name: str, call: Call, group: Any) -> str | None:
+        if name not in self.backends:
+            return "it is not part of this version"
+        backend = self.backends[name]
+        reason = backend.why_not(call.verb, call.device_type, group)
+        lacks = getattr(backend, "lacks", None)
+        if reason is not None or lacks is None:
+            return reason
+        what: str | None = lacks(call.verb, call.dtype, call.op)
+        return what
+
+    @property
+    def _is_aware(self) -> bool:
+        """Whether the MPI library takes memory of a device."""
+        return self.backends["mpi"].takes("cuda")
 
     def _default(self, key: Key, can: Callable[[str], bool], *, hierarchical: str | None = None) -> str:
         return default_transport(
-            key, can, forced=self._config.backend, hierarchical=hierarchical or self._config.hierarchical
+            key,
+            can,
+            forced=self._config.backend,
+            hierarchical=hierarchical or self._config.hierarchical,
+            aware=self._is_aware,
         )
 
     # --- the table ------------------------------------------------------------------------------------------
@@ -184,7 +240,7 @@ class Selector:
 
     def reset(self) -> None:
         """Back to the defaults."""
-        self._change(self._default_table())
+        self._change(self._defaults)
         self.tuned.clear()
 
     def key(self, parts: tuple[str, ...]) -> Key:
@@ -200,6 +256,9 @@ class Selector:
         with _about(f"{self._world.where}: collective_selector"):
             found = list(keys(*parts))
             if not found:
+                verb, device, *_ = parts
+                if verb in rules.OF_THE_HOST and device == "cuda":
+                    raise ArgumentError(f"{verb} goes by the rules of device 'cpu' wherever its tensor is: set those.")
                 raise ArgumentError("barrier has the mode 'sync' only.")
             return found
 
@@ -222,6 +281,7 @@ class Selector:
                     num_hosts=len(self._world.hosts),
                     forced=self._config.backend,
                     hierarchical=self._config.hierarchical,
+                    aware=self._is_aware,
                 )
         return table
 

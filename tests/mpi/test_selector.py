@@ -96,7 +96,8 @@ def test_what_cannot_be_had_is_refused_with_the_reason_and_changes_nothing(agree
     selector = mpi.collective_selector
     before = dict(selector)
     calls = {
-        "not part of this version": partial(selector.set, "allreduce", "nccl"),
+        "not part of this version": partial(selector.set, "allreduce", "gloo"),
+        "it takes CUDA tensors only": partial(selector.set, "allreduce", "nccl"),
         "is unknown": partial(selector.set, "allreduce", "tcp"),
         "four words": lambda: selector["allreduce"],
         "differ in length": partial(selector.set, "allgather", "mpi", up_to_bytes=64),

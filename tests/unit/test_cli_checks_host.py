@@ -1,4 +1,4 @@
-"""The doctor's verdicts on cores, shared memory and GPUs, from given facts."""
+"""The doctor's verdicts on cores and shared memory, from given facts."""
 
 from __future__ import annotations
 
@@ -93,44 +93,3 @@ def test_leftovers():
     files = [f"/dev/shm/torchmpi-board-{name}" for name in "abcde"]
     found = checks.check_leftovers(alone(leftovers=files))
     assert found.verdict == "warning" and "5 files" in found.found and "board-c and 2 more" in found.found
-
-
-# --- CUDA
-
-GPUS = {"cuda_available": True, "has_nvidia_driver": True, "gpus": ["GPU-a", "GPU-b"]}
-
-
-def only(gpu: str) -> dict[str, object]:
-    return GPUS | {"gpus": [gpu]}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected", "words"),
-    [
-        ([{}, {}], "ok", "CPUs"),
-        ([GPUS, GPUS], "ok", "2 GPUs"),
-        ([GPUS, GPUS, GPUS], "warning", "3 ranks on node1 share 2 GPUs, 2 on one of them"),
-        ([only("GPU-a"), only("GPU-b")], "ok", "1 GPU in sight"),  # as a scheduler shows them
-        ([only("GPU-a"), only("GPU-a")], "warning", "share 1 GPU"),
-        ([only("GPU-a"), only("GPU-a") | OTHER], "ok", "1 GPU"),
-        ([GPUS, OTHER], "problem", "rank 1 sees no GPU"),
-    ],
-)
-def test_gpus_of_ranks(ranks, expected, words):
-    found = checks.check_cuda(job(*ranks))
-    assert (found.verdict, words in found.found) == (expected, True), found
-
-
-@pytest.mark.parametrize(
-    ("process", "expected", "words"),
-    [
-        ({"cuda_built": None}, "warning", "built without CUDA"),
-        ({"environment": {"CUDA_VISIBLE_DEVICES": ""}}, "warning", "hides all GPUs"),
-        ({"environment": {"CUDA_VISIBLE_DEVICES": "-1"}}, "warning", "hides all GPUs"),
-        ({"environment": {"CUDA_VISIBLE_DEVICES": "7"}}, "problem", "CUDA_VISIBLE_DEVICES=7"),
-        ({}, "problem", "can use no GPU"),
-    ],
-)
-def test_gpus_that_are_there_but_not_seen(process, expected, words):
-    found = checks.check_cuda(alone(has_nvidia_driver=True, **process))
-    assert (found.verdict, words in found.found) == (expected, True), found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,7 +71,7 @@ def test_what_adds_nothing_may_go_in_steps_from_some_size_on():
 
 def test_there_is_a_key_for_every_combination_but_an_asynchronous_barrier():
     everything = list(keys())
-    assert len(set(everything)) == len(everything) == 9 * 2 * 3 * 2 - 6
+    assert len(set(everything)) == len(everything) == (9 + 7) * 3 * 2 - 3
     assert Key("barrier", "cpu", "host", "async") not in everything
     with pytest.raises(errors.ArgumentError, match="span='rack' is unknown. Use one of: host, across, hosts"):
         list(keys(span="rack"))
@@ -113,8 +114,33 @@ def test_the_default(span, able, options, expected):
     assert default_transport(Key("allreduce", "cpu", span, "sync"), able.__contains__, **options) == expected
 
 
-def test_device_memory_goes_by_mpi_until_there_is_something_better():
-    assert default_transport(Key("allreduce", "cuda", "host", "sync"), lambda name: True) == "mpi"
+EVERYTHING = {"mpi", "shm", "p2p", HIERARCHICAL}
+
+
+@pytest.mark.parametrize(
+    ("verb", "span", "able", "options", "expected"),
+    [
+        ("allreduce", "host", {"nccl", "ipc"}, {}, "nccl"),
+        ("allreduce", "host", {"ipc"}, {"aware": True}, "ipc"),
+        ("allreduce", "hosts", set(), {"aware": True}, "mpi"),
+        ("allreduce", "host", set(), {}, "shm"),
+        ("allreduce", "hosts", set(), {}, HIERARCHICAL),
+        ("allreduce", "across", set(), {}, "mpi"),
+        ("allreduce", "host", {"nccl"}, {"forced": "shm"}, "shm"),
+        ("allreduce", "host", {"ipc"}, {"forced": "nccl"}, "ipc"),
+    ],
+)
+def test_the_default_for_tensors_on_a_gpu(verb, span, able, options, expected):
+    key, can = Key(verb, "cuda", span, "sync"), (EVERYTHING | able).__contains__
+    assert default_transport(key, can, **options) == expected
+
+
+def test_what_is_staged_between_many_hosts_goes_the_long_way_too():
+    key = Key("allreduce", "cuda", "across", "sync")
+    by_size = ((65536, "mpi"), (None, "p2p"))
+    assert rules.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3) == by_size
+    assert rules.default_rule(key, {"mpi", "p2p", "nccl"}.__contains__, num_hosts=3) == ((None, "nccl"),)
+    assert rules.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3, aware=True) == ((None, "mpi"),)
 
 
 # --- the selector
@@ -228,6 +254,7 @@ def test_without_a_span_a_backend_is_set_where_it_reaches():
         (("allreduce", "mpi"), {"mode": "lazy"}, "mode='lazy' is unknown"),
         (("sendreceive", "mpi"), {}, "verb='sendreceive' is unknown"),
         (("barrier", "mpi"), {"mode": "async"}, "'sync' only"),
+        (("scatter", "mpi"), {"device": "cuda"}, "by the rules of device 'cpu'"),
         (("gather", "mpi"), {"up_to_bytes": 64}, "differ in length"),
         (("allreduce", "mpi"), {"up_to_bytes": -1}, "above 0"),
     ],
@@ -256,6 +283,75 @@ def test_where_a_group_cannot_have_what_the_table_says_it_gets_its_default():
     assert chosen(selector, "allreduce", crowded) == [(None, "mpi")]
     selector.set("allreduce", "p2p", span="across")
     assert chosen(selector, "allreduce", group(0, 2)) == [(None, "p2p")]
+
+
+class OnDevice(Able):
+    """Takes CUDA tensors of some ranks, but not every operation."""
+
+    def __init__(self, name, *, ranks, ops=("sum",)):
+        super().__init__(name, devices=("cuda",))
+        self.ranks, self.ops = ranks, ops
+
+    def takes(self, device_type):
+        return device_type == "cuda"
+
+    def why_not(self, verb, device_type, group=None):
+        reason = super().why_not(verb, device_type)
+        is_apart = group is not None and not set(group.world_ranks) <= set(self.ranks)
+        return reason or ("ranks share a GPU" if is_apart else None)
+
+    def lacks(self, verb, dtype, op):
+        return None if op is None or op in self.ops else f"it has no {op}"
+
+
+def with_gpus():
+    """Ranks 0 and 1 have a GPU each; 2 and 3 share one, on the same host."""
+    host = [Able(name, devices=("cpu", "cuda")) for name in ("mpi", "shm", "p2p")]
+    nccl, ipc = OnDevice("nccl", ranks=(0, 1, 2)), OnDevice("ipc", ranks=(2, 3), ops=("sum", "bor"))
+    return job(0, 0, 0, 0, backends=[*host, nccl, ipc])
+
+
+def on_gpu(selector, group, op="sum", **options):
+    choices = selector.select("allreduce", "cuda", group, dtype=torch.int32, op=op, **options)
+    return [(limit, backend.name) for limit, backend in choices]
+
+
+def test_each_group_of_gpus_gets_what_reaches_it():
+    selector, world, group = with_gpus()
+    assert on_gpu(selector, world) == [(None, "shm")]
+    assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]
+    assert on_gpu(selector, group(2, 3)) == [(None, "ipc")]
+    assert chosen(selector, "allreduce", world) == [(None, "shm")]
+
+
+def test_who_has_no_tensor_to_scatter_goes_the_way_of_the_root():
+    selector, _, group = with_gpus()
+    pair = group(0, 1)
+    for changed in ("mpi", "p2p"):
+        selector.set("scatter", changed)
+        ways = [selector.select("scatter", device, pair)[0].backend.name for device in ("cpu", "cuda")]
+        assert ways == [changed, changed]
+
+
+def test_what_a_transport_cannot_compute_goes_by_the_next():
+    selector, _, group = with_gpus()
+    assert on_gpu(selector, group(0, 1), op="bor") == [(None, "shm")]
+    assert on_gpu(selector, group(2, 3), op="bor") == [(None, "ipc")]
+    with pytest.raises(errors.BackendUnavailableError, match="it has no bor. .*use one of: mpi, shm, p2p"):
+        on_gpu(selector, group(0, 1), op="bor", wanted="nccl")
+    selector.set("allreduce", "nccl", device="cuda")
+    assert on_gpu(selector, group(0, 1), op="bor") == [(None, "shm")]
+
+
+def test_through_the_host_goes_what_the_table_says_for_the_cpu():
+    selector, world, group = with_gpus()
+    selector.set("allreduce", "p2p", up_to_bytes=4096)
+    assert on_gpu(selector, world) == [(4096, "p2p"), (None, "shm")]
+    assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]
+    selector.set("allreduce", "mpi", device="cuda")  # what is said of GPUs goes before
+    assert on_gpu(selector, world) == on_gpu(selector, group(0, 1)) == [(None, "mpi")]
+    selector.reset()
+    assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]
 
 
 def test_availability_tells_where_a_backend_reaches():

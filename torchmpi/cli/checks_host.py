@@ -1,13 +1,12 @@
-"""Checks of the machine: cores, binding, shared memory, GPUs."""
+"""Checks of the machine: cores, binding, shared memory."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 from .facts import Facts, ProcessFacts
 from .finding import Finding
-from .layout import core_list, counted
+from .layout import core_list, counted, shortened
 
 _MIB = 1 << 20
 _SHM_SMALL_BYTES = 256 * _MIB  # Docker gives 64 MiB
@@ -29,7 +28,7 @@ def check_cores(facts: Facts) -> Finding | None:
             remedy = f"Start at most {counted(num_cores, 'rank')} there, except to try something out."
             return Finding("cores", "warning", found, remedy)
         placed.append(f"{counted(len(ranks), 'rank')} on {host} ({counted(num_cores, 'core')})")
-    return Finding("cores", "ok", _shortened(placed))
+    return Finding("cores", "ok", shortened(placed))
 
 
 def _check_cores_alone(facts: Facts) -> Finding:
@@ -62,7 +61,7 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
     first, name = ranks[0], "binding"
     union = {core for rank in ranks for core in rank.cores}
     sharing = max(Counter(core for rank in ranks for core in rank.cores).values())
-    masks = _shortened((core_list(rank.cores) for rank in ranks), separator=" | ")
+    masks = shortened((core_list(rank.cores) for rank in ranks), separator=" | ")
     where = f"on {first.host}"
     if sharing == 1:
         return Finding(name, "ok", f"each rank has its own cores: {masks}")
@@ -144,61 +143,7 @@ def check_leftovers(facts: Facts) -> Finding | None:
     for ranks in facts.by_machine().values():
         files = ranks[0].leftovers
         if files:
-            found = f"{counted(len(files), 'file')} of dead jobs on {ranks[0].host}: {_shortened(files, most=3)}"
+            found = f"{counted(len(files), 'file')} of dead jobs on {ranks[0].host}: {shortened(files, most=3)}"
             remedy = "Delete them; but not if a container that shares this /dev/shm runs a job of yours."
             return Finding("leftovers", "warning", found, remedy)
     return Finding("leftovers", "ok", "no files of dead jobs in /dev/shm")
-
-
-def check_cuda(facts: Facts) -> Finding | None:
-    """Do the ranks see the GPUs that are there, each its own?"""
-    name = "CUDA"
-    for process in facts.processes:
-        trouble = _hidden_gpus(process)
-        if trouble is not None:
-            return trouble
-    without = [str(rank) for rank, process in enumerate(facts.processes) if not process.cuda_available]
-    if len(without) == len(facts.processes):
-        return Finding(name, "ok", "no GPU here, nor one that torch could use: devices are CPUs")
-    if without:
-        remedy = "Give all ranks hosts with GPUs, or start on the CPU: mpi.start(with_cuda=False)."
-        return Finding(name, "problem", f"rank {_shortened(without)} sees no GPU, the others do", remedy)
-    for ranks in facts.by_machine().values() if facts.in_job else ():
-        used = Counter(process.gpus[index % len(process.gpus)] for index, process in enumerate(ranks))
-        most = max(used.values())
-        if most > 1:
-            gpus = counted(len(used), "GPU")
-            found = f"{len(ranks)} ranks on {ranks[0].host} share {gpus}, {most} on one of them"
-            remedy = "Start one rank per GPU, each with its own (srun --gpus-per-task=1, scripts/wrap.sh --gpu)."
-            return Finding(name, "warning", found, remedy)
-    first = facts.processes[0]
-    found = f"{counted(len(first.gpus), 'GPU')} in sight of a rank, torch built for CUDA {first.cuda_built}"
-    return Finding(name, "ok", found)
-
-
-def _hidden_gpus(process: ProcessFacts) -> Finding | None:
-    """Why torch sees no GPU on a host that has one."""
-    if process.cuda_available or not process.has_nvidia_driver:
-        return None
-    visible = process.environment.get("CUDA_VISIBLE_DEVICES")
-    if process.cuda_built is None:
-        torch_version = process.versions["torch"]
-        found = f"{process.host} has an NVIDIA driver, but torch {torch_version} was built without CUDA"
-        return Finding("CUDA", "warning", found, "Install a torch wheel for CUDA, unless the CPU is what you want.")
-    if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
-        found = f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs on {process.host}"
-        return Finding("CUDA", "warning", found, "Unset it, unless the CPU is what you want.")
-    return Finding(
-        "CUDA",
-        "problem",
-        f"{process.host} has an NVIDIA driver, but torch (CUDA {process.cuda_built}) can use no GPU"
-        + (f"; CUDA_VISIBLE_DEVICES={visible}" if visible else ""),
-        'Run `nvidia-smi` and `python -c "import torch; torch.cuda.init()"`: the driver may be too old for this '
-        "torch, CUDA_VISIBLE_DEVICES may name a GPU that is not there, or the container lacks --gpus all.",
-    )
-
-
-def _shortened(texts: Iterable[str], *, most: int = 8, separator: str = ", ") -> str:
-    texts = list(texts)
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return separator.join(texts[:most]) + more

@@ -9,7 +9,7 @@ import json
 
 from ..errors import MissingMPIError
 from ..mpi_library import are_foreign
-from . import checks_host, checks_mpi, checks_software
+from . import checks_gpu, checks_host, checks_mpi, checks_software
 from .facts import Facts
 from .finding import Check, Finding
 from .gathering import gather_ranks, loaded_library, mpi_facts, process_facts
@@ -33,7 +33,11 @@ CHECKS: tuple[Check, ...] = (
     checks_host.check_quota,
     checks_host.check_shared_memory,
     checks_host.check_leftovers,
-    checks_host.check_cuda,
+    checks_gpu.check_cuda,
+    checks_gpu.check_nccl,
+    checks_gpu.check_peers,
+    checks_gpu.check_ipc,
+    checks_gpu.check_mps,
     checks_software.check_fork,
     checks_software.check_settings,
     checks_software.check_self_test,

@@ -52,6 +52,13 @@ class ProcessFacts:
     has_nvidia_driver: bool
     gpus: Sequence[str]
     """Identifiers of the GPUs this process sees."""
+    peer_access: Sequence[Sequence[bool]]
+    """Which of them can read the memory of which."""
+    nccl: str | None
+    """Version of the NCCL that can be loaded; None: no GPU, or `nccl_error` says why."""
+    nccl_error: str | None
+    mps: str | None
+    """Where a daemon of NVIDIA's Multi-Process Service listens."""
     settings: Mapping[str, Any]
     settings_from_environment: Sequence[str]
     settings_error: str | None
@@ -94,6 +101,8 @@ class SelfTest:
     """What went wrong, on whichever rank."""
     forked_child: str
     """What happened to a forked child that called torchmpi: ``refused`` is right."""
+    gpu_memory: str | None = None
+    """Why ranks could not open each other's memory on GPUs; empty: they could; None: there was nothing to try."""
 
 
 @dataclasses.dataclass(frozen=True)

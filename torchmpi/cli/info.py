@@ -18,7 +18,7 @@ from ..config import PREFIX, Config
 from ..errors import ConfigError, LaunchError, MissingMPIError, TorchMPIError
 from ..rules import VERBS, Table
 from ..selector import Availability
-from .gathering import mpi_facts, versions
+from .gathering import mpi_facts, nccl, versions
 from .layout import core_list, counted, section, table
 from .probe import leave
 
@@ -81,6 +81,8 @@ def _rank() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": str(here.device),
         "device_name": torch.cuda.get_device_name(here.device) if is_gpu else None,
+        "device_uuid": here.devices[here.world.rank].uuid or None,
+        "nccl": nccl()["nccl"] if is_gpu else None,
         "binding": here.binding,
     }
 
@@ -154,6 +156,7 @@ def as_text(report: dict[str, Any]) -> str:
         return "\n".join([*lines, "", *section("not started", [("reason", report["error"])])])
     lines += ["", *_mpi_section(report["mpi"]), "", *_job_section(report), ""]
     lines += [f"  {line}" for line in _rank_table(report["ranks"])]
+    lines += _gpu_section(report["ranks"])
     lines += ["", *_backend_section(report["backends"])]
     lines += ["", *_transport_section(report["transports"], is_tuned=report["tuned"])]
     return "\n".join([*lines, "", *section("settings", map(_setting_line, report["settings"].items()))])
@@ -197,6 +200,22 @@ def _rank_table(ranks: list[dict[str, Any]]) -> list[str]:
         cores = core_list(rank["cores"])
         rows.append([rank["rank"], rank["host"], rank["local_rank"], cores, rank["threads"], device])
     return table(rows)
+
+
+def _gpu_section(ranks: list[dict[str, Any]]) -> list[str]:
+    """Which ranks are on which GPU, if there is any."""
+    by_gpu: dict[tuple[str, str], list[str]] = {}
+    for rank in ranks:
+        if rank["device_uuid"] is not None:
+            by_gpu.setdefault((rank["host"], rank["device_uuid"]), []).append(str(rank["rank"]))
+    if not by_gpu:
+        return []
+    nccl_versions = dict.fromkeys(rank["nccl"] or "none" for rank in ranks if rank["device_uuid"] is not None)
+    on_gpus = [
+        (f"{uuid} on {host}", f"{'ranks' if len(users) > 1 else 'rank'} {', '.join(users)}")
+        for (host, uuid), users in by_gpu.items()
+    ]
+    return ["", *section("GPUs", [("NCCL", ", ".join(nccl_versions)), *on_gpus])]
 
 
 def _backend_section(entries: list[dict[str, Any]]) -> list[str]:

@@ -32,6 +32,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def shortened(texts: Iterable[str], *, most: int = 8, separator: str = ", ") -> str:
+    """A list that ends in how many more there are.
+
+    >>> shortened("abcde", most=3)
+    'a, b, c and 2 more'
+    """
+    texts = list(texts)
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
+
+
 def table(rows: Sequence[Sequence[object]]) -> list[str]:
     """Lines with the columns aligned; columns of numbers (below the heading, the first row) to the right.
 

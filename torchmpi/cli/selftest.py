@@ -16,6 +16,7 @@ from .. import collectives, mpi_library, runtime
 from ..config import Config
 from ..errors import ConfigError, NotStartedError, TorchMPIError
 from .facts import SelfTest
+from .opening import try_opening
 
 REFUSED = "refused"
 _NUMEL = 100_000
@@ -26,10 +27,11 @@ def self_test() -> SelfTest:
     """Start, allreduce, ask a forked child, stop. Collective; the result is the same on all ranks."""
     comm = mpi_library.load().COMM_WORLD
     begin = time.monotonic()
-    forked_child = ""
+    forked_child, gpu_memory = "", None
     try:
         runtime.start(config=_quiet())
         error = _check_allreduce(comm.rank, comm.size)
+        gpu_memory = try_opening(comm, runtime.current().devices, runtime.current().device)
         forked_child = _ask_forked_child()
         runtime.stop()
     except TorchMPIError as refusal:
@@ -40,7 +42,7 @@ def self_test() -> SelfTest:
     children = [child for _, child in answers if child != REFUSED]
     seconds = round(time.monotonic() - begin, 2)
     wrong = _in_short([error for error, _ in answers])
-    return SelfTest(comm.size, seconds, wrong, children[0] if children else REFUSED)
+    return SelfTest(comm.size, seconds, wrong, children[0] if children else REFUSED, gpu_memory)
 
 
 def _in_short(errors: Sequence[str | None]) -> str | None:

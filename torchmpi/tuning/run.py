@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from .. import collectives, runtime, topology, tuning_file
 from ..errors import ArgumentError
 from ..groups import Communicator, Group
-from ..rules import MODES, SPANS, VERBS, Key, Rule, Table, format_rule, out_of_reach, span_of
+from ..rules import MODES, OF_THE_HOST, SPANS, VERBS, Key, Rule, Table, format_rule, out_of_reach, span_of
 from ..stack import Comm
 from .decision import decide
 from .measuring import Session, Subject
@@ -72,6 +72,7 @@ def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> lis
         for device in devices
         for span, communicator in targets.items()
         for verb in verbs
+        if device == "cpu" or verb not in OF_THE_HOST
     }
     everywhere = collectives.allgather_object(possible, comm=world)
     subjects = []

@@ -1,0 +1,120 @@
+"""What is done to values so that NCCL's reductions mean what all others mean, with a model of NCCL's in torch."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchmpi import dtypes
+from torchmpi.backends import nccl_library, nccl_values
+from torchmpi.backends.nccl_library import DTYPES, OPS
+from torchmpi.backends.nccl_values import flat, lacks, recipe
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
+import contract
+from nccl_model import reduced_by_nccl
+
+CASES = [
+    (dtype, op) for dtype, ops in contract.OPS_OF.items() for op in ops if lacks(dtype, op) is None
+]  # fmt: skip
+
+
+def through(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
+    """What `Reduction` does, without the moving."""
+    way = recipe(inputs[0].dtype, op, len(inputs))
+    sent = [flat(tensor.clone()) if way.encode is None else way.encode(flat(tensor)) for tensor in inputs]
+    got = reduced_by_nccl(sent, way.op)
+    if way.decode is not None:
+        got = way.decode(got)
+    result = torch.empty_like(inputs[0])
+    flat(result).copy_(got)
+    return result
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=lambda case: str(case).removeprefix("torch."))
+def test_the_result_is_that_of_all_other_transports(dtype, op):
+    for size in (1, 2, 3, 4, 7):
+        inputs = [contract.values((65,), dtype, rank) for rank in range(size)]
+        result, expected = through(inputs, op), contract.reduced(inputs, op)
+        assert result.dtype is dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            # Another order of adding, in at least 32 bits: half a unit of the dtype in the worst case, and no more.
+            torch.testing.assert_close(result, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+        else:
+            assert contract.same_bits(result, expected), (size, result, expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_sums_of_16_bits_are_rounded_once(dtype):
+    """Small numbers that would be lost one by one beside a large one count together."""
+    inputs = [torch.tensor([1.0], dtype=dtype), *[torch.tensor([torch.finfo(dtype).eps / 2], dtype=dtype)] * 7]
+    for op in ("sum", "avg"):
+        assert contract.same_bits(through(inputs, op), contract.reduced(inputs, op))
+
+
+def test_a_mean_of_equal_values_is_that_value():
+    """NCCL multiplies by 1/n beforehand, which changes the last bit for most n."""
+    for size in range(1, 12):
+        value = contract.values((1000,), torch.float32, 0)
+        assert contract.same_bits(through([value] * size, "avg") * size / size, contract.reduced([value] * size, "avg"))
+
+
+EXTREMES = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1.5, -1.5, 1e-40, -1e-40]
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.float16, torch.bfloat16))
+def test_nan_wins_and_zeros_are_ordered_whatever_the_order_of_ranks(dtype):
+    values = torch.tensor(EXTREMES, dtype=dtype)
+    pairs = list(itertools.product(range(len(values)), repeat=2))
+    one, other = (values[[pair[side] for pair in pairs]] for side in (0, 1))
+    for op, step in (("min", torch.minimum), ("max", torch.maximum)):
+        there, back = through([one, other, one], op), through([other, one, other], op)
+        assert contract.same_bits(there, back)
+        torch.testing.assert_close(there, step(one, other), rtol=0, atol=0, equal_nan=True)
+        zeros = there[(one == 0) & (other == 0) & (one.signbit() != other.signbit())]
+        assert (zeros.signbit() == (op == "min")).all()
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20), st.sampled_from(["min", "max"]))
+def test_the_order_of_integers_is_that_of_floats_and_back(numbers, op):
+    values = torch.tensor(numbers, dtype=torch.float32)
+    way = recipe(torch.float32, op, 2)
+    back = way.decode(way.encode(values))
+    same = back.view(torch.int32) == values.view(torch.int32)
+    assert (same | (values.isnan() & back.isnan())).all()
+
+
+def test_bools_of_any_byte_are_true_or_false():
+    inputs = [torch.tensor([2, 0, 4], dtype=torch.uint8).view(torch.bool), torch.tensor([True, False, False])]
+    for op, expected in (("land", [1, 0, 0]), ("lor", [1, 0, 1]), ("bxor", [0, 0, 1]), ("min", [1, 0, 0])):
+        assert through(inputs, op).view(torch.uint8).tolist() == expected
+    assert through([torch.tensor([7, 0])], "land").tolist() == [1, 0]  # alone too
+    assert through([torch.ones(1, dtype=torch.bool)] * 300, "bxor").item() is False
+
+
+def test_everything_is_carried_by_what_nccl_has_or_lacking():
+    for dtype in contract.MOVABLE + (torch.complex32,):
+        for op in dtypes.info(dtype).ops:
+            if lacks(dtype, op) is None:
+                for size in (1, 2, 3):
+                    way = recipe(dtype, op, size)
+                    assert way.carrier in DTYPES and way.op in OPS
+                    # What NCCL does differently: NaN in min and max, and means of integers.
+                    assert not (way.carrier.is_floating_point and way.op in ("min", "max"))
+                    assert way.op != "avg" or way.carrier.is_floating_point
+            else:
+                assert op in ("band", "bor", "bxor", "prod")
+
+
+@pytest.mark.parametrize("module", [nccl_library, nccl_values], ids=lambda module: module.__name__)
+def test_docstring_examples(module):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed

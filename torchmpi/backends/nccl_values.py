@@ -1,0 +1,118 @@
+"""How values go through NCCL's reductions so that what comes out means the same as on every other transport.
+
+NCCL has fewer dtypes and operations than torchmpi, drops a NaN that meets a number in min and max, and rounds 16-bit
+floats after each rank. A :class:`Recipe` says in which dtype and by which operation of NCCL's a reduction is carried,
+and what is done to the values before and after; it is plain torch, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+_Tensor = torch.Tensor
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHORT = (torch.float16, torch.bfloat16)
+_TRUTH = {"land": "min", "band": "min", "min": "min", "lor": "max", "bor": "max", "max": "max", "bxor": "sum"}
+
+
+class Recipe(NamedTuple):
+    """The way of one dtype and operation through NCCL."""
+
+    carrier: torch.dtype
+    """The dtype that NCCL reduces in."""
+    op: str
+    """NCCL's operation: sum, prod, min, max, avg."""
+    encode: Callable[[_Tensor], _Tensor] | None = None
+    """From flat values to new ones in the carrier; None: they go as they are, and the result comes back in place."""
+    decode: Callable[[_Tensor], _Tensor] | None = None
+    """From what NCCL has made of the carrier to the result, in any dtype that copies without loss; None: nothing."""
+
+
+def flat(tensor: _Tensor) -> _Tensor:
+    """All numbers of a contiguous tensor in a row, complex ones as pairs: a view.
+
+    >>> flat(torch.ones(2, 2, dtype=torch.complex64)).shape
+    torch.Size([8])
+    """
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+
+
+def lacks(dtype: torch.dtype, op: str) -> str | None:
+    """Why NCCL cannot be brought to compute this, or None.
+
+    >>> lacks(torch.int32, "bxor")
+    'NCCL has no bxor of integers'
+    >>> lacks(torch.bool, "bxor") is None
+    True
+    """
+    if op in ("band", "bor", "bxor") and dtype is not torch.bool:
+        return f"NCCL has no {op} of integers"
+    if op == "prod" and dtype.is_complex:
+        return "NCCL has no product of complex numbers"
+    return None
+
+
+def recipe(dtype: torch.dtype, op: str, size: int) -> Recipe:
+    """How `op` on `dtype` goes among `size` ranks, for what it does not lack.
+
+    >>> recipe(torch.float32, "sum", 8)
+    Recipe(carrier=torch.float32, op='sum', encode=None, decode=None)
+    >>> recipe(torch.bfloat16, "sum", 8).carrier, recipe(torch.bfloat16, "sum", 2).carrier
+    (torch.float32, torch.bfloat16)
+    """
+    dtype = _PARTS.get(dtype, dtype)
+    if dtype is torch.bool:
+        return _truth(_TRUTH[op])
+    if op in ("land", "lor"):
+        return _truth(_TRUTH[op])
+    if dtype.is_floating_point:
+        return _ordered(dtype, op) if op in ("min", "max") else _sums(dtype, op, size)
+    if dtype.itemsize == 2:  # NCCL has no integers of 16 bits; the lower half of a longer sum is theirs
+        return Recipe(torch.int32, op, lambda values: values.to(torch.int32))
+    return Recipe(dtype, op)
+
+
+def _truth(op: str) -> Recipe:
+    """Logical operations: any number but 0 is true, and the result is 0 or 1."""
+
+    def encode(values: _Tensor) -> _Tensor:
+        # The signed view: torch computes little on unsigned numbers, and of a bool a view may have made any byte.
+        return (values.view(_SIGNED[values.itemsize]) != 0).to(torch.uint8)
+
+    return Recipe(torch.uint8, op, encode, (lambda sums: sums.bitwise_and_(1)) if op == "sum" else None)
+
+
+def _sums(dtype: torch.dtype, op: str, size: int) -> Recipe:
+    """Sums, means and products of floats: 16 bits in 32, to be rounded once, unless two are combined in any case."""
+    encode = None
+    # NCCL takes a mean by multiplying with 1/n beforehand, which is exact for powers of two only; float16 would lose
+    # the last bit of its smallest numbers even so.
+    is_exact = size & (size - 1) == 0
+    if dtype in _SHORT and (size > 2 or (op == "avg" and dtype is torch.float16)):
+        dtype, encode = torch.float32, lambda values: values.to(torch.float32)
+    if op == "avg" and not is_exact:
+        return Recipe(dtype, "sum", encode, lambda sums: sums.div_(size))
+    return Recipe(dtype, op, encode)
+
+
+def _ordered(dtype: torch.dtype, op: str) -> Recipe:
+    """Min and max of floats as integers in the same order, where -0 is less than 0 and NaN wins."""
+    wide = torch.float32 if dtype in _SHORT else dtype
+    integer = _SIGNED[wide.itemsize]
+    limits = torch.iinfo(integer)
+    nan = limits.min if op == "min" else limits.max
+
+    def turned(numbers: _Tensor) -> _Tensor:
+        # The bits of a negative float count downwards as those of an integer.
+        return numbers ^ ((numbers >> (limits.bits - 1)) & limits.max)
+
+    def encode(values: _Tensor) -> _Tensor:
+        values = values.to(wide)
+        return turned(values.view(integer)).masked_fill_(values.isnan(), nan)
+
+    return Recipe(integer, op, encode, lambda numbers: turned(numbers).view(wide))
