@@ -99,7 +99,7 @@ def test_ring_allreduce_on_gloo_under_torchrun(torchrun):
     assert "gloo's own" in lines[-1]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=once), 2, pytest.param(3, marks=once), 4])
 def test_distributed_sgd(launch, n):
     lines = lines_of(launch(n, [EXAMPLES / "distributed_sgd.py"], timeout=240))
     assert f"{1437 // n} for each of {n} ranks, torchmpi" in lines[0]

@@ -112,44 +112,21 @@ def arrive(ctx, seq, signature):  # type: ignore[no-untyped-def]
     Also the same number of chunks so far: it differs after a call that failed on some ranks only.
     """
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    announce(ctx, seq, signature)
-    for shift in range(1, size):
-        status = expect(ctx, rank + shift - size if rank + shift >= size else rank + shift, seq, signature)
-        if status != 0:
-            return status
-    store(ctx + context.FREE * 8, seq + _LAST)  # all are past the call before this one
-    return 0
-
-
-@inner
-def arrive_at(ctx, seq, signature, root):  # type: ignore[no-untyped-def]
-    """The same where everything comes from the root: it waits for everybody, the others only for it."""
-    if own(ctx, context.RANK) == root:
-        return arrive(ctx, seq, signature)
-    announce(ctx, seq, signature)
-    return expect(ctx, root, seq, signature)
-
-
-@inner
-def announce(ctx, seq, signature):  # type: ignore[no-untyped-def]
-    """Publish this rank's entry."""
-    rank = own(ctx, context.RANK)
+    signature ^= own(ctx, context.CHUNKS)
     mine = entry(ctx, rank, seq)
-    store(mine + layout.SIGNATURE * 8, signature ^ own(ctx, context.CHUNKS))
+    store(mine + layout.SIGNATURE * 8, signature)
     store_release(mine, seq)
     store(row(ctx, rank) + _ENTERED, seq)
+    for shift in range(1, size):
+        other = rank + shift - size if rank + shift >= size else rank + shift
+        theirs = entry(ctx, other, seq)
+        status = wait(ctx, theirs, seq)
+        if status != 0:
+            return status
+        if load(theirs + layout.SIGNATURE * 8) != signature:
+            return context.MISMATCH + other
+    store(ctx + context.FREE * 8, seq + _LAST)  # all are past the call before this one
     return 0
-
-
-@inner
-def expect(ctx, other, seq, signature):  # type: ignore[no-untyped-def]
-    """Wait for a rank, which must call the same."""
-    theirs = entry(ctx, other, seq)
-    status = wait(ctx, theirs, seq)
-    if status != 0:
-        return status
-    same = load(theirs + layout.SIGNATURE * 8) == signature ^ own(ctx, context.CHUNKS)
-    return 0 if same else context.MISMATCH + other
 
 
 @inner

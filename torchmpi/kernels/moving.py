@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .meeting import PAYLOAD, arrive, arrive_at, begin, entry, inner, kernel, leave, own, row, wait, wait_all
+from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
 from .memory import copy, fence, load, now, store, store_release
 from .placing import choose_way, copy_into_slot, copy_past, judge, note_pace, note_time, publish, slot
 from .reducing import combine, point_at
@@ -185,8 +185,7 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
         copy(entry(ctx, rank, seq) + PAYLOAD, address, num_bytes)
     elif is_whole and rank == root:
         put_whole(ctx, address, num_bytes)
-    # A short one is read from the ring, where it lasts; a slot may be written anew when all have met twice.
-    status = arrive_at(ctx, seq, signature, root) if is_short else arrive(ctx, seq, signature)
+    status = arrive(ctx, seq, signature)
     if status == 0 and is_short:
         if rank != root:
             copy(address, entry(ctx, root, seq) + PAYLOAD, num_bytes)
