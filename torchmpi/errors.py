@@ -84,6 +84,10 @@ class StallError(TorchMPIError):
     """A wait took longer than the configured limit."""
 
 
+class CudaError(TorchMPIError):
+    """A call of the CUDA driver failed."""
+
+
 class JobError(TorchMPIError):
     """A job that a command has started failed or did not end in time, or its results could not be written."""
 
