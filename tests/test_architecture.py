@@ -31,7 +31,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Loaded by start(), not by import: they start MPI, or cost a fifth of a second.
 LATE = ("mpi4py", "numba")
 # These are what is loaded late: kernels.load() imports them.
-LATE_MODULES = ("memory", "meeting", "placing", "reducing", "moving", "sharding", "building")
+LATE_MODULES = ("memory", "meeting", "placing", "reducing", "moving", "sharding", "building", "cuda_lanes", "cuda_intrinsics")
 
 
 def modules() -> list[Path]:

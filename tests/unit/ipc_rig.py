@@ -17,8 +17,6 @@ import numpy as np
 from torchmpi.backends import ipc_plan
 from torchmpi.backends.ipc_plan import Await, Fill, Publish, Record, Reduce, Room, Take
 
-Clock = tuple[int, ...]
-
 
 class Call(NamedTuple):
     """A collective: its steps for each rank, and what it works on."""
@@ -36,8 +34,6 @@ class Touch(NamedTuple):
     end: int
     stream: tuple[int, int]
     tick: int
-    clock: dict[tuple[int, int], int]
-    writes: bool
     what: str
 
 
@@ -64,7 +60,8 @@ class Model:
         self.events: dict[tuple[int, int, int], list[Recorded]] = {}
         self.queues: dict[tuple[int, int], list[Any]] = {}
         self.clocks: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
-        self.touches: dict[tuple[int, int], list[Touch]] = {}
+        self.touches: dict[tuple[int, int], tuple[list[Touch], list[Touch]]] = {}
+        """Of each half: the readings and the writings."""
         self.last_use = [[0, 0] for _ in range(size)]
 
     def play(self, calls: list[Call]) -> None:
@@ -161,13 +158,13 @@ class Model:
         def touch(owner: int, begin: int, num_bytes: int, writes: bool) -> None:
             if begin < 0 or num_bytes < 1 or begin + num_bytes > self.half:
                 raise Problem(f"{step} of rank {rank} goes beyond the half of {self.half}")
-            new = Touch(begin, begin + num_bytes, stream, tick, clock, writes, f"{step} of rank {rank}")
-            known = self.touches.setdefault((owner, half), [])
-            for old in known:
-                both = max(old.begin, new.begin) < min(old.end, new.end) and (old.writes or new.writes)
-                if both and old.stream != stream and clock.get(old.stream, 0) < old.tick:
+            new = Touch(begin, begin + num_bytes, stream, tick, f"{step} of rank {rank}")
+            known = self.touches.setdefault((owner, half), ([], []))
+            for old in known[1] if not writes else known[0] + known[1]:
+                is_ordered = old.stream == stream or clock.get(old.stream, 0) >= old.tick
+                if max(old.begin, new.begin) < min(old.end, new.end) and not is_ordered:
                     raise Problem(f"nothing orders {new.what} on the area of {owner} after {old.what}")
-            known.append(new)
+            known[writes].append(new)
 
         if isinstance(step, Fill):
             touch(rank, step.area, step.num_bytes, True)
