@@ -31,7 +31,8 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Loaded by start(), not by import: they start MPI, or cost a fifth of a second.
 LATE = ("mpi4py", "numba")
 # These are what is loaded late: kernels.load() imports them.
-LATE_MODULES = ("memory", "meeting", "placing", "reducing", "moving", "sharding", "building", "cuda_lanes", "cuda_intrinsics")
+LATE_MODULES = ("memory", "meeting", "placing", "reducing", "moving", "sharding", "building")
+LATE_MODULES += ("cuda_lanes", "cuda_intrinsics")  # by kernels.cuda_reduction
 
 
 def modules() -> list[Path]:

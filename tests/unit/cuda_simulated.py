@@ -67,7 +67,8 @@ def simulated(parts: list[torch.Tensor], op: str, *, place: int | None, offset: 
     key = reduction.function_key(dtype, op)
     num_lanes = num_bytes * 8 // cuda_lanes.LANE_BITS[key[0]]
     thread = cuda.jit(cuda_lanes.kernel(*key, len(parts)))
-    thread[GRID, BLOCK](tuple(memory.data_ptr() + begin for memory, begin in rooms), target.data_ptr() + first, num_lanes)
+    sources = tuple(memory.data_ptr() + begin for memory, begin in rooms)
+    thread[GRID, BLOCK](sources, target.data_ptr() + first, num_lanes)
     result = target[first : first + num_bytes].clone()
     target[first : first + num_bytes] = before[1][first : first + num_bytes]
     kept = all(map(torch.equal, (memory for memory, _ in rooms), before[0])) and torch.equal(target, before[1])
@@ -95,15 +96,13 @@ def problems(dtype: torch.dtype) -> Iterator[str]:
             for place, offset in ((None, 0), (None, lane_bytes % UNIT_BYTES), (num_sources - 1, 0)):
                 result, kept = simulated(parts, op, place=place, offset=offset)
                 if not (same(result, expected) and kept):
-                    yield f"{op} of {num_sources} x {numel}, into {place}, {offset} off: {parts} {result} {expected} {kept}"
+                    case = f"{op} of {num_sources} x {numel}, into {place}, {offset} off"
+                    yield f"{case}: {parts} {result} {expected} {kept}"
 
 
 if __name__ == "__main__":
     assert config.ENABLE_CUDASIM
     warnings.simplefilter("ignore")  # torch on complex32, numba on its old simulator
     with np.errstate(all="ignore"):
-        found = {
-            dtypes.short_name(dtype): list(itertools.islice(problems(dtype), 3))
-            for dtype in reduction.LANES
-        }
+        found = {dtypes.short_name(dtype): list(itertools.islice(problems(dtype), 3)) for dtype in reduction.LANES}
     print(json.dumps(found))

@@ -13,8 +13,8 @@ had, so the record must be there before. It must not be made again before all ha
    Or, in *two shots*: reduce only the own part of the chunk, into the own area; record *reduced*; `Await` it of all;
    take their parts; record *emptied*.
 
-All lengths and offsets are bytes. Areas are cut at multiples of `ALIGNMENT`, so that no element is cut and every address
-that a kernel reads is aligned.
+All lengths and offsets are bytes. Areas are cut at multiples of `ALIGNMENT`, so that no element is cut and every
+address that a kernel reads is aligned.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ALIGNMENT = 512
 FILLED, REDUCED, EMPTIED = range(3)
 """Events, and the stages of a chunk."""
 NUM_EVENTS = 3
-ARRIVED, BROUGHT, READ = range(3)
-"""Stages before the first chunk: this rank is in the call; has said how much it brings; has read the others'."""
-_FIRST_STAGE = 3
+ARRIVED, BROUGHT = range(2)
+"""Stages before the first chunk: this rank is in the call; it has said how much it brings."""
+_FIRST_STAGE = 2
 STAGE_BITS = 24
 MOST_CHUNKS = ((1 << STAGE_BITS) - _FIRST_STAGE) // NUM_EVENTS
 
@@ -92,7 +92,7 @@ def stage(index: int, event: int) -> int:
     """The number that is published for an event of a chunk of a call.
 
     >>> stage(0, FILLED), stage(1, EMPTIED)
-    (3, 8)
+    (2, 7)
     """
     return _FIRST_STAGE + NUM_EVENTS * index + event
 

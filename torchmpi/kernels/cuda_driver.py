@@ -1,9 +1,9 @@
 """The CUDA driver, by ctypes: memory and events that processes share, copies, and kernels in machine code.
 
 Torch has no words for most of this: its memory comes from a cache whose blocks cannot be shared one by one. The driver
-(libcuda.so.1) rather than the runtime library, since there is one of it in a process, by a fixed name, with an interface
-that does not change, whatever libcudart torch has brought along. Both work on the device's *primary context*: what one
-has made, the other takes.
+(libcuda.so.1) rather than the runtime library, since there is one of it in a process, by a fixed name, with an
+interface that does not change, whatever libcudart torch has brought along. Both work on the device's *primary context*:
+what one has made, the other takes.
 """
 
 from __future__ import annotations

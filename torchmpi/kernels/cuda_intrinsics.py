@@ -6,17 +6,13 @@ Under Numba's simulator (NUMBA_ENABLE_CUDASIM=1) the same names work on addresse
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import config, types
-
-try:  # numba-cuda has a registry of its own, the CUDA target that comes with Numba shares Numba's
-    from numba.cuda.extending import intrinsic
-except ImportError:
-    from numba.extending import intrinsic
 
 UNIT_BYTES = 16
 """The widest load and store there is: two words."""
@@ -89,45 +85,72 @@ def _narrow(typingctx: Any, value: Any) -> Any:
     return types.uint64(types.float32), codegen
 
 
-if config.ENABLE_CUDASIM:
+# --- the same under the simulator
 
-    def load(address: int) -> tuple[Any, Any]:
-        assert address % UNIT_BYTES == 0
-        words = (ctypes.c_uint64 * 2).from_address(address)
-        return np.uint64(words[0]), np.uint64(words[1])
 
-    def store(address: int, first: Any, second: Any) -> None:
-        assert address % UNIT_BYTES == 0
-        words = (ctypes.c_uint64 * 2).from_address(address)
-        words[0], words[1] = int(first), int(second)
+def _load_here(address: int) -> tuple[Any, Any]:
+    assert address % UNIT_BYTES == 0
+    words = (ctypes.c_uint64 * 2).from_address(address)
+    return np.uint64(words[0]), np.uint64(words[1])
 
-    def store_lane(bits: int) -> Function:
-        kind = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}[bits]
 
-        def store(address: int, value: Any) -> None:
-            kind.from_address(address).value = int(value) & ((1 << bits) - 1)
+def _store_here(address: int, first: Any, second: Any) -> None:
+    assert address % UNIT_BYTES == 0
+    words = (ctypes.c_uint64 * 2).from_address(address)
+    words[0], words[1] = int(first), int(second)
 
-        return store
 
-    def widen_half(bits: Any) -> Any:
-        return np.float32(np.uint16(bits).view(np.float16))
+def _store_lane_here(bits: int) -> Function:
+    kind: Any = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}[bits]
 
-    def narrow_half(value: Any) -> Any:
-        return np.uint64(np.float16(value).view(np.uint16))
+    def store_lane(address: int, value: Any) -> None:
+        assert address % (bits // 8) == 0
+        kind.from_address(address).value = int(value) & ((1 << bits) - 1)
 
-    def multiply_single(a: Any, b: Any) -> Any:
-        return a * b
+    return store_lane
 
-    multiply_double = multiply_single
+
+def _widen_here(bits: Any) -> Any:
+    return np.float32(np.uint16(bits).view(np.float16))
+
+
+def _narrow_here(value: Any) -> Any:
+    return np.uint64(np.float16(value).view(np.uint16))
+
+
+def _multiply_here(a: Any, b: Any) -> Any:
+    return a * b
+
+
+def _registry() -> Any:
+    """numba-cuda has one of its own, the CUDA target that comes with Numba shares Numba's."""
+    for name in ("numba.cuda.extending", "numba.extending"):
+        if importlib.util.find_spec(name) is not None:
+            return importlib.import_module(name).intrinsic
+    raise ImportError("this Numba has no place for intrinsics")
+
+
+load: Any
+store: Any
+store_lane: Callable[[int], Function]
+widen_half: Any
+narrow_half: Any
+multiply_single: Any
+"""Never fused with a sum that follows, unlike ``a * b``."""
+multiply_double: Any
+
+if getattr(config, "ENABLE_CUDASIM", False):
+    load, store, store_lane = _load_here, _store_here, _store_lane_here
+    widen_half, narrow_half = _widen_here, _narrow_here
+    multiply_single = multiply_double = _multiply_here
 else:
     from numba.cuda import libdevice
 
-    # Their products are never fused with a sum that follows.
+    _intrinsic = _registry()
+    load, store = _intrinsic(_load), _intrinsic(_store)
+    widen_half, narrow_half = _intrinsic(_widen), _intrinsic(_narrow)
     multiply_single, multiply_double = libdevice.fmul_rn, libdevice.dmul_rn
 
-    load, store = intrinsic(_load), intrinsic(_store)
-    widen_half, narrow_half = intrinsic(_widen), intrinsic(_narrow)
-
     def store_lane(bits: int) -> Function:
-        made: Function = intrinsic(_store_lane(bits))
+        made: Function = _intrinsic(_store_lane(bits))
         return made

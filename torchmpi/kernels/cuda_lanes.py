@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda
+from numba import cuda as _cuda
 
 from .cuda_intrinsics import (
     UNIT_BYTES,
@@ -25,6 +25,8 @@ from .cuda_intrinsics import (
     store_lane,
     widen_half,
 )
+
+cuda: Any = _cuda  # what it offers differs between Numba's own target, numba-cuda and the simulator
 
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _16, _32, _48 = (np.uint64(bits) for bits in (16, 32, 48))
@@ -102,7 +104,7 @@ def _steps(lane: str, op: str, num_parts: int, num_sources: int) -> _Steps:
     if lane == "f32":
         return _of_words(_pass_on, _on_singles(op), _average_of_singles(op, num_sources))
     if op in ("land", "lor", "lxor"):
-        return _of_words(_truth(LANE_BITS[lane]), _BITWISE[{"land": "band", "lor": "bor", "lxor": "bxor"}[op]], _pass_on)
+        return _of_words(_truth(LANE_BITS[lane]), _BITWISE[f"b{op[1:]}"], _pass_on)
     return _of_words(_pass_on, _BITWISE.get(op) or _on_integers(LANE_BITS[lane], op), _pass_on)
 
 

@@ -1,9 +1,9 @@
 """Reductions on the GPU: for each dtype and operation a kernel that combines any number of sources in their order.
 
-It reads every source once and writes the result once. The semantics, to the bit, are those of the reductions on the host
-(:mod:`torchmpi.kernels.reduction`), but for which NaN a sum or a 16-bit float is; ranks on GPUs of one kind have the same
-bits. The code of a thread is in :mod:`torchmpi.kernels.cuda_lanes`; Numba compiles it to PTX, and the driver that to
-what the device runs. Numba's own launch is not used: it costs as much as all the rest of a small call.
+It reads every source once and writes the result once. The semantics, to the bit, are those of the reductions on the
+host (:mod:`torchmpi.kernels.reduction`), but for which NaN a sum or a 16-bit float is; ranks on GPUs of one kind have
+the same bits. The code of a thread is in :mod:`torchmpi.kernels.cuda_lanes`; Numba compiles it to PTX, and the driver
+that to what the device runs. Numba's own launch is not used: it prepares every argument anew, in Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from .. import dtypes
 from ..errors import BackendUnavailableError
-from .reduction import LANES, function_key
+from .reduction import function_key
 
 _NUM_THREADS = 512
 _BLOCKS_PER_MULTIPROCESSOR = 4  # 2048 threads, all that run at once; each then goes on by as many units
@@ -70,8 +70,8 @@ def ptx(key: tuple[str, str, int], num_sources: int, capability: tuple[int, int]
         code, _ = cuda.compile_ptx(cuda_lanes.kernel(*key, num_sources), signature, cc=capability, device=False)
     except Exception as error:  # whatever Numba, NVVM or their libraries do not like here
         raise BackendUnavailableError(
-            f"kernels for the GPU cannot be compiled here ({type(error).__name__}: {error}). Install numba-cuda with the "
-            "toolkit of your driver, as in `pip install numba-cuda[cu13]`, or pass another backend=."
+            f"kernels for the GPU cannot be compiled here ({type(error).__name__}: {error}). Install numba-cuda "
+            "with the toolkit of your driver, as in `pip install numba-cuda[cu13]`, or pass another backend=."
         ) from error
     text: str = code
     return text
