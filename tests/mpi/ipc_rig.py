@@ -1,4 +1,4 @@
-"""A stand-in for a GPU: memory of the host that processes share, a stream that runs late, events as the driver has them.
+"""A stand-in for a GPU: memory of the host that processes share, a stream that runs late, events like the driver's.
 
 A stream is a thread that does what was enqueued, in order, after pauses of random length. An event is two numbers in
 shared memory: how often its owner's host has recorded it, and how many of these records its stream has come to. A wait
@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchmpi.kernels import reduction
-from torchmpi.segments import Segment
+from torchmpi.segments import Segment, Ticket
 
 _NATIVE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 _RECORDED, _DONE = 0, 8
@@ -74,7 +73,6 @@ class HostDevice:
         return self._keep(Segment.create("ipc", num_bytes))
 
     def _keep(self, segment: Segment) -> int:
-        np.frombuffer(segment.memory, np.uint8)[:0]
         self.segments[segment.address] = segment
         return segment.address
 
@@ -87,8 +85,6 @@ class HostDevice:
         return pickle.dumps(tuple(self.segments[address].ticket))
 
     def open(self, handle: bytes) -> int:
-        from torchmpi.segments import Ticket
-
         return self._keep(Segment.open(Ticket(*pickle.loads(handle))))
 
     close = free

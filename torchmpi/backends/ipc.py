@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .. import schedule
 from ..config import Config
-from ..errors import BackendUnavailableError, DeviceError
+from ..errors import BackendUnavailableError, CudaError, DeviceError
 from . import Operation, ipc_plan
 from .ipc_meeting import Meeting
 from .ipc_memory import CudaDevice, Staging, StagingDevice
@@ -125,11 +126,13 @@ class StagedGroup:
         self.meeting.begin(ARRIVED)
 
     def give_up(self) -> None:
-        """After an error: let the others know, and let nothing be overwritten that this rank still reads."""
+        """After an error: let the others know, and let later calls on any stream come after what was enqueued."""
         self.meeting.give_up()
-        staging = self.staging
-        if staging is None:
-            return
+        if self.staging is not None:
+            with suppress(CudaError):  # the device may be what has failed
+                self._record_emptied(self.staging)
+
+    def _record_emptied(self, staging: Staging) -> None:
         staging.device.enter()
         try:
             stream = staging.device.stream()

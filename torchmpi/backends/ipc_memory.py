@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..errors import BackendUnavailableError, TorchMPIError
+from ..errors import BackendUnavailableError, DeviceError, TorchMPIError
 from ..kernels import cuda_reduction
 from ..kernels.cuda_driver import Device
 from .ipc_plan import NUM_EVENTS
@@ -50,6 +50,11 @@ class CudaDevice(Device):
 
     def stream(self) -> int:
         """The stream that is torch's current one on this device, in this thread."""
+        if torch.cuda.is_current_stream_capturing():
+            raise DeviceError(
+                "a collective by ipc cannot be captured in a CUDA graph: the hosts meet in it. Call it outside of the "
+                "capture, or pass backend='nccl'."
+            )
         return int(torch.cuda.current_stream(self.index).cuda_stream)
 
     def reducer(self, dtype: torch.dtype, op: str, num_sources: int) -> cuda_reduction.Reducer:
@@ -125,7 +130,7 @@ class Staging:
         if problems:
             raise BackendUnavailableError(
                 f"GPU memory cannot be shared between the processes here ({'; '.join(problems)}). Pass another "
-                "backend=, or set staging_bytes to 0. Ranks in containers must be in one, or share IPC and PID namespaces."
+                "backend=, or set staging_bytes to 0. Ranks in several containers must share IPC and PID namespaces."
             )
         return [result for result, _ in everybody]
 
