@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ class StagedGroup:
         if self.staging is None:
             group, backend = self.group, self.backend
             try:
-                self.staging = Staging(group.comm, backend.make_device(device.index), self.half_bytes)
+                self.staging = Staging(group.comm, partial(backend.make_device, device.index), self.half_bytes)
             except BackendUnavailableError as error:
                 backend.refused[group.key] = str(error)
                 group.plans.clear()  # from the next call on something else is chosen, on all ranks

@@ -72,20 +72,31 @@ class _Ticket(NamedTuple):
 class Staging:
     """The areas and events of all ranks of a group, as one of them sees them."""
 
-    def __init__(self, comm: Any, device: StagingDevice, half_bytes: int) -> None:
+    def __init__(self, comm: Any, make_device: Callable[[], StagingDevice], half_bytes: int) -> None:
         """Collective. A rank that cannot have its part makes it an error on all, which leaves nothing behind."""
-        self.comm, self.device, self.half_bytes = comm, device, half_bytes
+        self.comm, self.half_bytes = comm, half_bytes
         self._areas: dict[int, int] = {}
         self._events: dict[int, list[int]] = {}
-        device.enter()
+        device, problem = _tried(make_device)
+        try:
+            self._agree(None, problem)
+            self.device: StagingDevice = device
+            self._connect()
+        except BackendUnavailableError:  # on all ranks
+            if device is not None:
+                device.release()
+            raise
+
+    def _connect(self) -> None:
+        self.device.enter()
         try:
             tickets = self._agree(*_tried(self._make))
             self._agree(*_tried(lambda: self._open(tickets)))
-        except BackendUnavailableError:  # all ranks are here then
+        except BackendUnavailableError:
             self._give_back()
             raise
         finally:
-            device.leave()
+            self.device.leave()
 
     def area(self, rank: int, half: int) -> int:
         """Where a half of a rank's area begins."""
@@ -156,10 +167,10 @@ def _tried(action: Callable[[], Any]) -> tuple[Any, str]:
         return None, str(error)
 
 
-def trial(comm: Any, device: StagingDevice) -> str:
+def trial(comm: Any, make_device: Callable[[], StagingDevice]) -> str:
     """Why the ranks of a communicator cannot share memory and events of their GPUs; '' if they can. Collective."""
     try:
-        staging = Staging(comm, device, 1 << 20)
+        staging = Staging(comm, make_device, 1 << 20)
     except BackendUnavailableError as error:
         return str(error)
     staging.close()
