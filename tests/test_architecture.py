@@ -38,6 +38,7 @@ LATE = ("mpi4py", "numba")
 LATE_MODULES = (
     "memory", "meeting", "placing", "reducing", "moving", "sharding", "entering", "wrapping", "gate_ir", "building",
 )  # fmt: skip
+LATE_MODULES += ("cuda_lanes", "cuda_intrinsics")  # by kernels.cuda_reduction
 
 
 def modules() -> list[Path]:

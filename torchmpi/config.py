@@ -58,6 +58,9 @@ class Config:
     slot_bytes: int = 512 << 10
     """Largest piece of a tensor that a rank shows the others of its host at once (each has two such slots in shared
     memory, smaller ones where there are many ranks); 0 = no shared memory."""
+    staging_bytes: int = 32 << 20
+    """Largest piece of a CUDA tensor that a rank shows the others of its host at once by `ipc` (each has two such areas
+    on its GPU for each communicator that needs them); 0 = none."""
     backend: str = "auto"
     """Backend that runs every call it can; ``auto``: the one that suits the call, by default or as measured."""
     hierarchical: str = "auto"
@@ -78,7 +81,7 @@ class Config:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be greater than zero.")
-        for name in ("threads", "slot_bytes", "stall_warning_seconds", "stall_abort_seconds"):
+        for name in ("threads", "slot_bytes", "staging_bytes", "stall_warning_seconds", "stall_abort_seconds"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must not be negative.")
 

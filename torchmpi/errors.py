@@ -88,6 +88,10 @@ class TransportError(TorchMPIError):
     """A library that moves data, NCCL for instance, is missing or has failed; the message has its own words."""
 
 
+class CudaError(TorchMPIError):
+    """A call of the CUDA driver failed."""
+
+
 class JobError(TorchMPIError):
     """A job that a command has started failed or did not end in time, or its results could not be written."""
 

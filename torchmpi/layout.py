@@ -11,9 +11,9 @@ WORD_BYTES = 8
 _LINE_WORDS = 16  # 128 bytes
 
 # The head: number of the last call entered and left, of the one refused, questions asked and answered, the end,
-# whether this rank fetches slowly what the others have written (see torchmpi.kernels.placing), and whether it has given
-# the group up, and answers no more.
-ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED = range(8)
+# whether this rank fetches slowly what the others have written (see torchmpi.kernels.placing), whether it has given
+# the group up, and answers no more; how far it has enqueued a call on its device, and how much it brings to that call.
+ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BROUGHT = range(10)
 
 # Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read.
 READY = 1 * _LINE_WORDS

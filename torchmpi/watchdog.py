@@ -108,13 +108,15 @@ class Watchdog(threading.Thread):
 
     def _expire(self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float, late: str) -> None:
         """End the wait of a call in shared memory that has taken too long; it raises what this says."""
-        if group.shared is None or group.ledger.report_when_late:
+        enders = [item for item in (group.shared, *group.attachments) if hasattr(item, "expire")]
+        if not enders or group.ledger.report_when_late:
             return  # it cannot be ended, or is on its way out
         late = f"That is more {late}."
         report = self._report(group, current, waited, all_speak=True)
         group.ledger.report_when_late = f"{report}\n{late}" if report else late
         if group.ledger.current == current:
-            group.shared.expire(current[0])
+            for ender in enders:
+                ender.expire(current[0])
 
     def _look_at_lane(self, group: Group, lane: Lane) -> None:
         """Point-to-point: the peer is named in the call, so there is nothing to ask."""

@@ -56,16 +56,16 @@ def address(dtype: torch.dtype, op: str) -> int:
     True
     """
     dtypes.check_reduction(dtype, op)
-    key = _function_key(dtype, op)
+    key = function_key(dtype, op)
     if key not in _addresses:
         _addresses[key] = _compiled(key)  # threads wait for each other there
     return _addresses[key]
 
 
-def _function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:
+def function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:
     """(lane, operation on it, lanes per element): what dtypes whose bits are treated alike have in common.
 
-    >>> _function_key(torch.uint8, "max"), _function_key(torch.complex64, "prod")
+    >>> function_key(torch.uint8, "max"), function_key(torch.complex64, "prod")
     (('i8', 'umax', 1), ('f32', 'cprod', 2))
     """
     lane = LANES[dtype]

@@ -1,0 +1,474 @@
+"""Collectives through staging areas: over memory of the host with streams that run late, and on GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import Config, dtypes, plans, runtime
+from torchmpi.backends import ipc, ipc_memory
+from torchmpi.backends.binding import announced
+from torchmpi.errors import BackendUnavailableError, CudaError, MismatchError, StallError
+from torchmpi.groups import Group
+from torchmpi.progress import call_code
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+from ipc_rig import HostDevice
+
+pytestmark = pytest.mark.usefixtures("world")
+VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
+REDUCING = ("allreduce", "reduce", "reduce_scatter")
+
+
+def ops_for(verb: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """With which operations to call a verb; one that reduces nothing is called once."""
+    return contract.OPS_OF.get(dtype, ()) if verb in REDUCING else ("sum",)
+
+
+class Devices:
+    """All ranks of a host on one GPU."""
+
+    def __init__(self, size: int, *, uuids: tuple[str, ...] = (), apart: tuple[int, int] = (-1, -1)) -> None:
+        self.uuids, self.hosts, self._apart = uuids or ("GPU-0",) * size, (0,) * size, apart
+
+    def reaches(self, a: int, b: int) -> bool:
+        return (a, b) != self._apart
+
+
+class Rig:
+    """The backend on a group of its own, over memory of the host."""
+
+    def __init__(self, *, uuids: tuple[str, ...] = (), backend: Any = None, check: str | None = None) -> None:
+        world = mpi.communicator().intra
+        self.group = Group(world.comm.Dup(), "staged", world.world_ranks, world.context, check=check)
+        self.rank, self.size = self.group.rank, self.group.size
+        self.backend = backend
+        if backend is None:
+            self.backend = ipc.IpcBackend(Config(staging_bytes=1 << 20), Devices(self.size, uuids=uuids))
+            self.backend.make_device = lambda index: HostDevice(seed=self.rank)
+        self._plans: dict[Any, plans.Plan] = {}
+        self._kept: list[torch.Tensor] = []
+        """Memory of the host may go as soon as nobody has it; the streams run late."""
+
+    def start(self, verb: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
+        """Enqueue a call."""
+        op_of_verb = op if verb in REDUCING else None
+        key = verb, tensor.dtype, op_of_verb
+        if key not in self._plans:
+            code = call_code(verb, op_of_verb, dtypes.info(tensor.dtype).code)
+            operation = announced(self.group, self.backend.bind(self.group, verb, tensor.dtype, op_of_verb))
+            self._plans[key] = plans.Plan(verb, code, operation)
+        self._kept.append(tensor)
+        result: torch.Tensor = self.group.call(self._plans[key], tensor, None, root)
+        self._kept.append(result)
+        return result
+
+    @property
+    def staged(self) -> ipc.StagedGroup:
+        return next(item for item in self.group.attachments if isinstance(item, ipc.StagedGroup))
+
+    def finish(self) -> None:
+        """Wait for what was enqueued here."""
+        assert self.staged.staging is not None
+        self.staged.staging.device.finish()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.group.free()
+
+
+class Call:
+    """A call with what must come of it."""
+
+    def __init__(self, rig: Rig, verb: str, dtype: torch.dtype, op: str, shape: tuple[int, ...], root: int) -> None:
+        self.verb, self.dtype, self.op, self.root = verb, dtype, op, root % rig.size
+        self.what = f"{verb} {op} {dtype} {shape} root {self.root}"
+        rank, size = rig.rank, rig.size
+        shapes = [shape] * size
+        if verb == "allgather" and shape:
+            shapes = [((shape[0] * (r + root)) % (2 * shape[0] + 1), *shape[1:]) for r in range(size)]
+        inputs = [contract.values(shape, dtype, r, seed=root) for r, shape in enumerate(shapes)]
+        self.tensor = inputs[rank].clone()
+        self.expected = inputs[rank]
+        if verb == "broadcast":
+            self.expected = inputs[self.root]
+        elif verb == "allgather":
+            self.expected = torch.cat([part.reshape(1) if part.dim() == 0 else part for part in inputs])
+        elif verb == "reduce_scatter":
+            self.expected = contract.rows(contract.reduced(inputs, op), rank, size)
+        elif verb == "allreduce" or rank == self.root:
+            self.expected = contract.reduced(inputs, op)
+
+    def start(self, rig: Rig) -> None:
+        self.result = rig.start(self.verb, self.tensor, root=self.root, op=self.op)
+
+    def check(self, agree: Any) -> None:
+        agree.bits(self.result, self.expected, self.what)
+
+
+# --- over memory of the host
+
+
+@pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
+def test_every_verb_and_operation(rig, agree, dtype):
+    calls = []
+    for number, (verb, shape) in enumerate(itertools.product(VERBS, (*contract.SHAPES, (70_001,)))):
+        ops = ops_for(verb, dtype)
+        for op in ops if verb == "allreduce" else ops[number % max(1, len(ops)) :][:1]:
+            calls.append(Call(rig, verb, dtype, op, shape, number))
+            calls[-1].start(rig)
+    rig.finish()
+    for call in calls:
+        call.check(agree)
+
+
+@pytest.mark.parametrize("several", (False, True), ids=("one device", "several"))
+def test_more_than_fits_into_a_half(agree, several):
+    """Many chunks on their way at once, through streams that run late, in any order of verbs."""
+    uuids = tuple(f"GPU-{rank}" for rank in range(mpi.size())) if several else ()
+    rig = Rig(uuids=uuids)
+    choice = random.Random(3)
+    calls = []
+    for number in range(24):
+        numel = choice.choice((5, 100_000, 700_001, 1_500_000))
+        call = Call(rig, choice.choice(VERBS), torch.float32, "sum", (numel,), number)
+        call.start(rig)
+        calls.append(call)
+    rig.finish()
+    for call in calls:
+        call.check(agree)
+    rig.group.free()
+
+
+def test_nothing_is_left_when_the_group_goes(rig, agree):
+    call = Call(rig, "allreduce", torch.float32, "sum", (1000,), 0)
+    call.start(rig)
+    staging = rig.staged.staging
+    device = staging.device
+    rig.staged.close()  # the device itself checks that all memory is back
+    call.check(agree)
+    agree(rig.staged.staging is None and not device.segments)
+    again = Call(rig, "allreduce", torch.float32, "sum", (1000,), 1)
+    again.start(rig)
+    rig.finish()
+    again.check(agree)
+
+
+def test_memory_that_one_rank_cannot_have_is_an_error_on_all(rig, agree):
+    class Poor(HostDevice):
+        def allocate(self, num_bytes: int) -> int:
+            if num_bytes > 1 << 20:
+                raise CudaError("cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory.")
+            return super().allocate(num_bytes)
+
+    class Walled(HostDevice):
+        def open(self, handle: bytes) -> int:
+            raise CudaError("cuIpcOpenMemHandle failed: CUDA_ERROR_INVALID_VALUE (1): invalid argument.")
+
+    class Missing(HostDevice):
+        def __init__(self, **_: int) -> None:
+            raise CudaError("cuDeviceGet failed: CUDA_ERROR_INVALID_DEVICE (101): invalid device ordinal.")
+
+    for kind, last in ((Poor, mpi.size() - 1), (Missing, mpi.size() - 1), (Walled, 0)):
+        if mpi.size() == 1 and kind is Walled:
+            continue
+        devices: list[HostDevice] = []
+
+        def make(index: object, kind: Any = kind, last: int = last, devices: Any = devices) -> HostDevice:
+            devices.append((kind if rig.rank == last else HostDevice)(seed=1))
+            return devices[-1]
+
+        rig.backend.make_device = make
+        message = ""
+        try:
+            rig.start("allreduce", torch.ones(5))
+        except BackendUnavailableError as error:
+            message = str(error)
+        agree(f"rank {last} of the group: cu" in message and "staging_bytes" in message, message)
+        agree(rig.group.key in rig.backend.refused, "it would be chosen again")
+        agree(not any(device.segments for device in devices), "something is left")
+    rig.backend.make_device = lambda index: HostDevice(seed=2)
+    call = Call(rig, "allreduce", torch.float32, "sum", (1000,), 0)
+    call.start(rig)
+    rig.finish()
+    call.check(agree)
+
+
+@pytest.mark.parametrize("check", (None, "off", "strict"))
+def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_are_right(agree, monkeypatch, check):
+    if mpi.size() == 1:
+        return
+    rig = Rig(check=check)
+    first = Call(rig, "allreduce", torch.float32, "sum", (1_000_000,), 0)
+    first.start(rig)
+    message = ""
+    with monkeypatch.context() as patch:
+        if rig.rank == mpi.size() - 1:
+            copies: list[int] = []
+
+            def copy(*arguments: int) -> None:
+                copies.append(1)
+                if len(copies) == 3:
+                    raise CudaError("cuMemcpyAsync failed: for the test.")
+                HostDevice.copy(rig.staged.staging.device, *arguments)
+
+            patch.setattr(rig.staged.staging.device, "copy", copy)
+        try:
+            rig.start("allreduce", torch.ones(2_000_000))
+        except CudaError as error:
+            message = str(error)
+            agree(rig.rank == mpi.size() - 1)
+        except MismatchError as error:
+            message = str(error)
+            agree("has given it up" in message, message)
+    agree(message, "this rank was not told")
+    calls = [Call(rig, verb, torch.float32, "sum", (600_000,), 1) for verb in VERBS]
+    for call in calls:
+        call.start(rig)
+    rig.finish()
+    for call in (first, *calls):
+        call.check(agree)
+    rig.group.free()
+
+
+def test_ranks_that_call_different_things_are_told(rig, agree):
+    if mpi.size() == 1 or rig.group.board is None:
+        return
+    rig.start("allreduce", torch.ones(3))
+    message = ""
+    try:
+        # Two verbs in which everybody waits: the root of a broadcast may be gone before the others come.
+        rig.start("reduce_scatter" if rig.rank == 0 else "allreduce", torch.ones(50))
+    except MismatchError as error:
+        message = str(error)
+    agree(message, "this rank was not told")
+    call = Call(rig, "reduce_scatter", torch.bfloat16, "avg", (300, 7), 1)
+    call.start(rig)
+    rig.finish()
+    call.check(agree)
+
+
+def test_a_wait_for_a_host_that_does_not_come_ends_by_the_groups_timeout(rig, agree):
+    if mpi.size() == 1 or rig.group.board is None:
+        return
+    from mpi4py import MPI
+
+    rig.start("allreduce", torch.ones(3))
+    rig.group.timeout_seconds = 1.0
+    late, message = rig.rank == 0, ""
+    if not late:
+        try:
+            rig.start("allreduce", torch.ones(4))
+        except (StallError, MismatchError) as error:
+            message = str(error)
+    MPI.COMM_WORLD.Barrier()
+    rig.group.timeout_seconds = 0.0
+    if late:
+        try:
+            rig.start("allreduce", torch.ones(4))
+        except MismatchError as error:
+            message = str(error)
+    agree("given" in message or "timeout" in message, message)
+    call = Call(rig, "allreduce", torch.float32, "sum", (100,), 1)
+    call.start(rig)
+    rig.finish()
+    call.check(agree)
+
+
+def test_groups_in_threads_do_not_mix(agree):
+    import threading
+
+    rigs = [Rig() for _ in range(2)]
+    problems: list[str] = []
+
+    def work(rig: Rig, seed: int) -> None:
+        choice = random.Random(seed)
+        try:
+            calls = [
+                Call(rig, choice.choice(VERBS), torch.int32, "max", (choice.choice((0, 3, 5000, 400_000)),), number)
+                for number in range(30)
+            ]
+            for call in calls:
+                call.start(rig)
+            rig.finish()
+            problems.extend(call.what for call in calls if not contract.same_bits(call.result, call.expected))
+        except Exception as error:
+            problems.append(repr(error))
+
+    # The first call of a group exchanges handles by MPI, which some libraries let only one thread do at a time.
+    for rig in rigs:
+        rig.start("allreduce", torch.ones(1))
+    threads = [threading.Thread(target=work, args=(rig, seed)) for seed, rig in enumerate(rigs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    agree(not problems, "; ".join(problems))
+    for rig in rigs:
+        rig.group.free()
+
+
+def test_reasons_against_it(rig, agree, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ipc.importlib.util, "find_spec", lambda name: object())
+    size, group, config = rig.size, rig.group, Config(staging_bytes=1 << 20)
+
+    def reason(devices: Any = None, verb: str = "allreduce", device: str = "cuda", **settings: Any) -> str | None:
+        made = ipc.IpcBackend(settings.pop("config", config), devices or Devices(size), **settings)
+        return made.why_not(verb, device, group)
+
+    agree.equal(reason(), None)
+    agree.equal(reason(device="cpu"), "it is for CUDA tensors")
+    agree.equal(reason(verb="alltoall"), "it has no alltoall")
+    agree.equal(reason(config=Config(staging_bytes=0)), "it is switched off (staging_bytes=0)")
+    agree.equal(reason(problem="no IPC in this container"), "no IPC in this container")
+    agree("has no GPU" in str(reason(Devices(size, uuids=("GPU-0",) * (size - 1) + ("",)))))
+    if size > 1:
+        agree.equal(reason(Devices(size, apart=(0, 1))), "the GPUs of ranks 0 and 1 cannot reach each other")
+    several = Devices(size)
+    several.hosts = tuple(range(size))
+    agree.equal(reason(several), "its ranks are on several hosts" if size > 1 else None)
+    monkeypatch.setattr(ipc.importlib.util, "find_spec", lambda name: None)
+    agree("numba-cuda" in str(reason()))
+    agree.equal(reason(verb="broadcast"), None)
+
+
+def test_a_trial_leaves_nothing_behind(rig, agree):
+    device = HostDevice(seed=5)
+    agree.equal(ipc_memory.trial(rig.group.comm, lambda: device), "")
+    agree(not device.segments)
+
+
+# --- on a GPU
+
+
+def gpu_group() -> None:
+    """Skips where the backend cannot be had, with the reason."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: this torch or this host has no CUDA")
+    try:
+        mpi.broadcast(torch.ones(1, device=mpi.device()), backend="ipc")
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def on_gpu(call: Call, **options: Any) -> torch.Tensor:
+    options |= {"op": call.op} if call.verb in REDUCING else {}
+    options |= {"root": call.root} if call.verb in ("reduce", "broadcast") else {}
+    result: torch.Tensor = getattr(mpi, call.verb)(call.tensor.to(mpi.device()), backend="ipc", **options)
+    return result
+
+
+class World:
+    """Rank and size, for Call."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = mpi.rank(), mpi.size()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
+def test_every_verb_and_operation_on_the_gpu(agree, dtype):
+    gpu_group()
+    for number, (verb, shape) in enumerate(itertools.product(VERBS, (*contract.SHAPES, (300_001,)))):
+        for op in ops_for(verb, dtype):
+            call = Call(World(), verb, dtype, op, shape, number)
+            agree.bits(on_gpu(call).cpu(), call.expected, call.what)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8), ids=str)
+def test_outputs_at_any_address_on_the_gpu(agree, dtype):
+    """A view may begin anywhere: the kernel then writes element by element."""
+    gpu_group()
+    for first, numel in itertools.product((0, 1, 3, 7), (1, 64, 70_000)):
+        call = Call(World(), "allreduce", dtype, "sum", (numel,), first)
+        room = torch.full((numel + 16,), 9, device=mpi.device()).to(dtype)
+        before = room.clone()
+        room[first : first + numel] = call.tensor.to(room.device)
+        mpi.allreduce(room[first : first + numel], backend="ipc")
+        agree.bits(room[first : first + numel].cpu(), call.expected, f"{first} {numel}")
+        room[first : first + numel] = before[first : first + numel]
+        agree(torch.equal(room, before), "something besides the result was written")
+
+
+@pytest.mark.gpu
+def test_many_chunks_on_the_gpu(agree):
+    gpu_group()
+    numel = 40_000_003  # 160 MB, several halves
+    ours = torch.full((numel,), float(mpi.rank() + 1), device=mpi.device())
+    ours[::1000] += torch.arange(numel, device=ours.device)[::1000] % 7
+    expected = mpi.size() * (torch.arange(numel, device=ours.device)[::1000] % 7) + sum(range(1, mpi.size() + 1))
+    result = mpi.allreduce(ours.clone(), backend="ipc")
+    agree.equal(result[::1000].cpu(), expected.float().cpu())
+    agree.equal(result[1].item(), float(sum(range(1, mpi.size() + 1))))
+    sent = mpi.broadcast(ours.clone(), mpi.size() - 1, backend="ipc")
+    agree.equal(sent[1].item(), float(mpi.size()))
+    gathered = mpi.allgather(ours[: 10_000_001 + mpi.rank()], backend="ipc")
+    agree.equal(gathered[-1].item(), float(mpi.size()))
+
+
+@pytest.mark.gpu
+def test_calls_are_ordered_with_the_streams_around_them_on_the_gpu(agree):
+    """Nothing waits for the device: what a call reads may still be in the making, on whatever stream is current."""
+    gpu_group()
+    numel, rounds = 3_000_000, 20
+    results = []
+    for number in range(rounds):
+        stream = torch.cuda.Stream() if number % 3 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000 if mpi.rank() == number % mpi.size() else 1000)
+            tensor = torch.full((numel,), float(mpi.rank() + number), device=mpi.device())
+            mpi.allreduce(tensor, backend="ipc")
+            results.append((tensor, tensor.clone()))
+            tensor.fill_(-1.0)
+        torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    for number, (_, result) in enumerate(results):
+        expected = float(sum(range(mpi.size())) + number * mpi.size())
+        agree(bool((result == expected).all()), f"round {number}: {result[:3]} instead of {expected}")
+
+
+@pytest.mark.gpu
+def test_memory_comes_back_and_stays_the_same_over_calls_on_the_gpu(agree):
+    gpu_group()
+    tensor = torch.ones(100_000, device=mpi.device())
+
+    def cycle() -> None:
+        moment = Rig(backend=runtime.current().selector.backends["ipc"])
+        moment.start("allreduce", tensor)
+        moment.group.free()
+
+    from mpi4py import MPI
+
+    def free_bytes() -> int:
+        torch.cuda.synchronize()
+        MPI.COMM_WORLD.Barrier()
+        found = torch.cuda.mem_get_info()[0]
+        MPI.COMM_WORLD.Barrier()
+        return found
+
+    for _ in range(300):
+        mpi.allreduce(tensor, op="avg", backend="ipc")
+    before = free_bytes()
+    for _ in range(1000):
+        mpi.allreduce(tensor, op="avg", backend="ipc")
+    agree(free_bytes() >= before - (8 << 20), "memory went with the calls")
+    cycle()
+    before = free_bytes()
+    for _ in range(100):
+        cycle()
+    agree(free_bytes() >= before - (8 << 20), "memory went with the groups")

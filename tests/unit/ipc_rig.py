@@ -1,0 +1,216 @@
+"""A model of what the ipc backend relies on: hosts that meet over published numbers, streams, interprocess events.
+
+A stream runs what was enqueued on it in order. A stream that waits for an event waits for the last record that its
+owner's host had made when the wait was enqueued, and not at all where there was none. So which work comes before which
+depends only on the order in which the hosts came along, and that is what is played through at random. Vector clocks
+tell what is ordered: two accesses to one place of which one writes must be, whatever the devices do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchmpi.backends import ipc_plan
+from torchmpi.backends.ipc_plan import Await, Fill, Publish, Record, Reduce, Room, Take
+
+
+class Call(NamedTuple):
+    """A collective: its steps for each rank, and what it works on."""
+
+    chunks: list[list[list[Any]]]  # of each rank
+    sources: list[np.ndarray]
+    outs: list[np.ndarray]
+    streams: list[int]  # of each rank, which of its streams it enqueues on
+
+
+class Touch(NamedTuple):
+    """An access to a stretch of a half of a rank's area."""
+
+    begin: int
+    end: int
+    stream: tuple[int, int]
+    tick: int
+    what: str
+
+
+class Recorded(NamedTuple):
+    """A record of an event: of which chunk of which call, and what it is behind."""
+
+    seq: int
+    index: int
+    clock: dict[tuple[int, int], int]
+    done: list[bool]
+
+
+class Problem(AssertionError):
+    """A protocol error that the model has found."""
+
+
+class Model:
+    """All ranks; each host's thread is a generator that yields before whatever others may see, or when it waits."""
+
+    def __init__(self, size: int, half: int, seed: int) -> None:
+        self.size, self.half, self.random = size, half, random.Random(seed)
+        self.words = [0] * size
+        self.areas = np.full((size, 2, half), 255, np.uint8)
+        self.events: dict[tuple[int, int, int], list[Recorded]] = {}
+        self.queues: dict[tuple[int, int], list[Any]] = {}
+        self.clocks: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
+        self.touches: dict[tuple[int, int], tuple[list[Touch], list[Touch]]] = {}
+        """Of each half: the readings and the writings."""
+        self.last_use = [[0, 0] for _ in range(size)]
+
+    def play(self, calls: list[Call]) -> None:
+        """Run the hosts in a random order to their end, then the devices."""
+        hosts = {rank: self._host(rank, calls) for rank in range(self.size)}
+        waiting: dict[int, Any] = {}
+        while hosts:
+            able = [rank for rank in hosts if rank not in waiting or waiting[rank]()]
+            if not able:
+                raise Problem(f"the hosts wait for each other: {sorted(hosts)}, words {self.words}")
+            rank = self.random.choice(able)
+            # Some hosts come along much faster than others.
+            for _ in range(self.random.choice((1, 1, 2, 5, 50))):
+                waiting.pop(rank, None)
+                try:
+                    condition = next(hosts[rank])
+                except StopIteration:
+                    del hosts[rank]
+                    break
+                if condition is not None:
+                    waiting[rank] = condition
+                    if not condition():
+                        break
+        self._run_devices()
+
+    # --- the hosts
+
+    def _host(self, rank: int, calls: list[Call]) -> Iterator[Any]:
+        for seq, call in enumerate(calls, start=1):
+            base = seq << ipc_plan.STAGE_BITS
+            yield None
+            self.words[rank] = base + ipc_plan.ARRIVED
+            stream = (rank, call.streams[rank])
+            for index, steps in enumerate(call.chunks[rank]):
+                half = seq + index & 1
+                for step in steps:
+                    yield from self._step(rank, stream, call, step, (seq, index, base, half))
+                self.last_use[rank][half] = base + ipc_plan.stage(index, ipc_plan.EMPTIED)
+
+    def _step(self, rank: int, stream: tuple[int, int], call: Call, step: Any, place: Any) -> Iterator[Any]:
+        seq, index, base, half = place
+        if isinstance(step, (Record, Publish)):
+            if isinstance(step, Record):
+                yield None
+                self._record(rank, stream, step.event, (seq, index, half))
+            yield None
+            self.words[rank] = base + ipc_plan.stage(index, step.event)
+        elif isinstance(step, Room):
+            target = self.last_use[rank][half]
+            others = ipc_plan.others(rank, self.size)
+            yield lambda: all(self.words[other] >= target for other in others)
+            for other in range(self.size):
+                yield None
+                self._wait(stream, (other, ipc_plan.EMPTIED, half), None, seq, index)
+        elif isinstance(step, Await):
+            target = base + ipc_plan.stage(index, step.event)
+            yield lambda: all(self.words[other] >= target for other in step.ranks)
+            for other in step.ranks:
+                yield None
+                self._wait(stream, (other, step.event, half), (seq, index), seq, index)
+        else:
+            self._enqueue(rank, stream, call, step, half)
+
+    def _tick(self, stream: tuple[int, int]) -> tuple[int, dict[tuple[int, int], int]]:
+        clock = self.clocks.setdefault(stream, {})
+        clock[stream] = clock.get(stream, 0) + 1
+        return clock[stream], dict(clock)
+
+    def _record(self, rank: int, stream: tuple[int, int], event: int, place: tuple[int, int, int]) -> None:
+        seq, index, half = place
+        done = [False]
+        _, clock = self._tick(stream)
+        self.events.setdefault((rank, event, half), []).append(Recorded(seq, index, clock, done))
+        self.queues.setdefault(stream, []).append(("record", done))
+
+    def _wait(self, stream: Any, key: tuple[int, int, int], meant: Any, seq: int, index: int) -> None:
+        records = self.events.get(key, [])
+        found = (records[-1].seq, records[-1].index) if records else None
+        if meant is not None and found != meant:
+            raise Problem(f"call {seq}, chunk {index}: {stream} waits for {key} of {found} instead of {meant}")
+        if meant is None and found is not None and found >= (seq, index):
+            raise Problem(f"call {seq}, chunk {index}: {key} was recorded again for {found} before {stream} waited")
+        if records:
+            clock = self.clocks.setdefault(stream, {})
+            for other, tick in records[-1].clock.items():
+                clock[other] = max(clock.get(other, 0), tick)
+            self.queues.setdefault(stream, []).append(("wait", records[-1].done))
+
+    # --- the devices
+
+    def _enqueue(self, rank: int, stream: tuple[int, int], call: Call, step: Any, half: int) -> None:
+        tick, clock = self._tick(stream)
+
+        def touch(owner: int, begin: int, num_bytes: int, writes: bool) -> None:
+            if begin < 0 or num_bytes < 1 or begin + num_bytes > self.half:
+                raise Problem(f"{step} of rank {rank} goes beyond the half of {self.half}")
+            new = Touch(begin, begin + num_bytes, stream, tick, f"{step} of rank {rank}")
+            known = self.touches.setdefault((owner, half), ([], []))
+            for old in known[1] if not writes else known[0] + known[1]:
+                is_ordered = old.stream == stream or clock.get(old.stream, 0) >= old.tick
+                if max(old.begin, new.begin) < min(old.end, new.end) and not is_ordered:
+                    raise Problem(f"nothing orders {new.what} on the area of {owner} after {old.what}")
+            known[writes].append(new)
+
+        if isinstance(step, Fill):
+            touch(rank, step.area, step.num_bytes, True)
+        elif isinstance(step, Take):
+            touch(step.rank, step.area, step.num_bytes, False)
+        else:
+            assert isinstance(step, Reduce)
+            for owner in range(self.size):
+                touch(owner, step.area, step.num_bytes, owner == rank and step.out is None)
+        self.queues.setdefault(stream, []).append(("work", rank, call, step, half))
+
+    def _run_devices(self) -> None:
+        heads = dict.fromkeys(self.queues, 0)
+        while heads:
+            able = []
+            for stream, at in heads.items():
+                kind, *rest = self.queues[stream][at]
+                if kind != "wait" or rest[0][0]:
+                    able.append(stream)
+            if not able:
+                raise Problem("the streams wait for each other")
+            stream = self.random.choice(able)
+            kind, *rest = self.queues[stream][heads[stream]]
+            if kind == "record":
+                rest[0][0] = True
+            elif kind == "work":
+                self._work(*rest)
+            heads[stream] += 1
+            if heads[stream] == len(self.queues[stream]):
+                del heads[stream]
+
+    def _work(self, rank: int, call: Call, step: Any, half: int) -> None:
+        source, out = call.sources[rank], call.outs[rank]
+        if isinstance(step, Fill):
+            piece = source[step.source : step.source + step.num_bytes]
+            assert len(piece) == step.num_bytes
+            self.areas[rank, half, step.area : step.area + step.num_bytes] = piece
+            return
+        if isinstance(step, Take):
+            result = self.areas[step.rank, half, step.area : step.area + step.num_bytes]
+            begin: int | None = step.out
+        else:
+            result = self.areas[:, half, step.area : step.area + step.num_bytes].sum(0, dtype=np.uint8)
+            begin = step.out
+        if begin is None:
+            self.areas[rank, half, step.area : step.area + step.num_bytes] = result
+        else:
+            assert begin + len(result) <= len(out)
+            out[begin : begin + len(result)] = result

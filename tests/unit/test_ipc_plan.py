@@ -1,0 +1,171 @@
+"""The plans of ipc, played by a model of hosts, streams and interprocess events in random interleavings."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchmpi import schedule
+from torchmpi.backends import ipc_plan
+from torchmpi.backends.ipc_plan import ALIGNMENT, Await, Fill, Publish, Record, Room, Take
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ipc_rig import Call, Model, Problem
+
+VERBS = ("allreduce 1", "allreduce 2", "reduce 1", "reduce 2", "broadcast", "allgather", "reduce_scatter")
+
+
+def make(verb: str, size: int, half: int, lengths: list[int], root: int, choice: random.Random) -> tuple[Call, list]:
+    """A call, and what its outputs must be (None: untouched). `lengths` holds one number, or one for each rank."""
+    name, _, shots = verb.partition(" ")
+    if name == "allgather":
+        own = lengths
+    elif name == "reduce_scatter":
+        own = [sum(lengths)] * size
+    else:
+        own = [lengths[0]] * size
+    fill = np.random.default_rng(choice.randrange(1 << 30))
+    sources = [fill.integers(0, 256, num_bytes, np.uint8) for num_bytes in own]
+    total = sum(sources[1:], sources[0].copy()) if name != "allgather" else None
+    spans = [(sum(lengths[:rank]), lengths[rank]) for rank in range(size)] if len(lengths) == size else []
+    outs = [source.copy() for source in sources]
+    if name == "allgather":
+        everything = np.concatenate(sources)
+        outs = [np.zeros_like(everything) for _ in range(size)]
+        for rank, (begin, length) in enumerate(spans):
+            outs[rank][begin : begin + length] = sources[rank]
+        expected = [everything] * size
+        chunks = [list(ipc_plan.allgather(rank, size, lengths, half)) for rank in range(size)]
+    elif name == "reduce_scatter":
+        outs = [np.zeros(length, np.uint8) for _, length in spans]
+        expected = [total[begin : begin + length] for begin, length in spans]
+        chunks = [list(ipc_plan.reduce_scatter(rank, size, spans, half)) for rank in range(size)]
+    elif name == "broadcast":
+        expected = [sources[root]] * size
+        chunks = [list(ipc_plan.broadcast(rank, size, own[0], half, root=root)) for rank in range(size)]
+    elif name == "reduce":
+        expected = [total if rank == root else sources[rank].copy() for rank in range(size)]
+        plan = ipc_plan.reduce
+        chunks = [list(plan(rank, size, own[0], half, root=root, shots=int(shots))) for rank in range(size)]
+    else:
+        expected = [total] * size
+        chunks = [list(ipc_plan.allreduce(rank, size, own[0], half, shots=int(shots))) for rank in range(size)]
+    in_place = name in ("allreduce", "reduce", "broadcast")
+    call = Call(chunks, outs if in_place else sources, outs, [choice.randrange(2) for _ in range(size)])
+    return call, expected
+
+
+def play(size: int, half: int, specifications: list, seed: int) -> None:
+    choice = random.Random(seed)
+    made = []
+    for verb, lengths, root in specifications:
+        if verb in ("allgather", "reduce_scatter"):
+            lengths = [lengths[rank % len(lengths)] for rank in range(size)]
+        made.append(make(verb, size, half, lengths, root % size, choice))
+    Model(size, half, seed).play([call for call, _ in made])
+    for number, ((call, expected), specification) in enumerate(zip(made, specifications, strict=True)):
+        for rank in range(size):
+            assert np.array_equal(call.outs[rank], expected[rank]), (number, specification, rank)
+
+
+LENGTH = st.one_of(st.integers(0, 5000), st.sampled_from((0, 1, 511, 512, 513, 4096)))
+LENGTHS = st.lists(LENGTH, min_size=1, max_size=9)
+SPECIFICATIONS = st.lists(st.tuples(st.sampled_from(VERBS), LENGTHS, st.integers(0, 99)), min_size=1, max_size=7)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 3), SPECIFICATIONS, st.integers(0, 1 << 30))
+def test_any_sequence_of_calls_in_any_interleaving(size, factor, specifications, seed):
+    play(size, size * ALIGNMENT * factor, specifications, seed)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 33, 64])
+def test_every_verb_on_many_ranks(size):
+    """Three chunks of each, so that both halves are used again, or two where the model would take seconds."""
+    choice = random.Random(size)
+    half = size * ALIGNMENT
+    least = 2 * half if size <= 16 else half
+    lengths = [[least + choice.randrange(1, 700)] for _ in VERBS[:5]] + [[700, 0, 1300], [0, 512, 1025]]
+    play(size, half, list(zip(VERBS, lengths, range(len(VERBS)), strict=True)), seed=size)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 64), st.integers(0, 1 << 36), st.integers(0, 1 << 26))
+def test_parts_and_chunks_cover_everything_once(size, num_bytes, most):
+    half = ipc_plan.half_bytes(most, size)
+    num_bytes %= 2000 * half
+    chunks = ipc_plan.cut(num_bytes, half)
+    assert sum(length for _, length in chunks) == num_bytes
+    assert len(chunks) == -(-num_bytes // half) <= ipc_plan.MOST_CHUNKS
+    end = 0
+    for begin, length in chunks:
+        assert begin == end and begin % ALIGNMENT == 0 and 0 < length <= half
+        end = begin + length
+    for _, length in chunks[:1] + chunks[-1:]:
+        end = 0
+        for begin, part in ipc_plan.parts(length, size):
+            assert part >= 0 and begin == end and (begin % ALIGNMENT == 0 or part == 0)
+            end = begin + part
+        assert end == length
+
+
+@given(st.integers(1, 64), st.integers(0, 300), st.integers(1, 16))
+def test_rows_that_are_scattered_never_leave_their_slot(size, num_rows, row_bytes):
+    half = size * ALIGNMENT
+    spans = [(first * row_bytes, count * row_bytes) for first, count in schedule.rows(num_rows, size)]
+    for rank in {0, size // 2, size - 1}:
+        chunks = ipc_plan.reduce_scatter(rank, size, spans, half)
+        fills = [step for steps in chunks for step in steps if type(step) is Fill]
+        assert sum(fill.num_bytes for fill in fills) == num_rows * row_bytes
+        assert all(fill.area % ALIGNMENT == 0 and fill.area // ALIGNMENT < size for fill in fills)
+
+
+# --- the model finds what it is there to find
+
+
+def broken(steps: list[list], change) -> list[list]:
+    return [[new for step in chunk for new in change(step)] for chunk in steps]
+
+
+BREAKAGES = {
+    "no room is made": ("broadcast", lambda step: [] if type(step) is Room else [step]),
+    "filled is not awaited": ("allreduce 1", lambda step: [] if type(step) is Await else [step]),
+    "emptied is recorded before the reading": (
+        "broadcast",
+        lambda step: [Record(ipc_plan.EMPTIED), step] if type(step) is Take else [step],
+    ),
+    "reduced is published and not recorded": (
+        "allreduce 2",
+        lambda step: [Publish(step.event)] if step == Record(ipc_plan.REDUCED) else [step],
+    ),
+    "emptied is published and not recorded": (
+        "broadcast",
+        lambda step: [Publish(step.event)] if step == Record(ipc_plan.EMPTIED) else [step],
+    ),
+    "filled is never published": (
+        "reduce_scatter",
+        lambda step: [] if step == Record(ipc_plan.FILLED) else [step],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKAGES)
+def test_the_model_notices_a_broken_protocol(what):
+    verb, change = BREAKAGES[what]
+    size, half = 3, 3 * ALIGNMENT
+    noticed = 0
+    for seed in range(20):
+        lengths = [half] * size if verb in ("allgather", "reduce_scatter") else [7 * half]
+        call, expected = make(verb, size, half, lengths, 0, random.Random(seed))
+        calls = [call._replace(chunks=[broken(steps, change) for steps in call.chunks])] * 5
+        try:
+            Model(size, half, seed).play(calls)
+        except Problem:
+            noticed += 1
+    assert noticed >= 15, f"noticed in {noticed} of 20 interleavings"
