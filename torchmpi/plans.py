@@ -144,7 +144,7 @@ def _composition(runtime: Runtime, verb: str, op: str | None, *, wanted: str | N
 def _step(
     runtime: Runtime, group: Group, verb: str, dtype: torch.dtype | None, op: str | None, way: tuple[Any, ...]
 ) -> Operation:
-    """A verb in place on one of the groups of a span; `way`: the type of device, the backend that is wanted, the mode."""
+    """A verb in place on one of the groups of a span; `way`: type of the device, the backend that is wanted, mode."""
     device_type, wanted, mode = way
     choices = runtime.selector.select(verb, device_type, group, wanted=wanted, mode=mode)
     around = partial(_runner, runtime, verb, group=group, device_type=device_type, direct=True)
