@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import affinity, mpi_library, runtime
 from ..errors import ArgumentError, TorchMPIError
 from .benching import collective_table, ps_plan, ps_table, train_table, usage_table
@@ -43,6 +45,8 @@ def _collectives(options: argparse.Namespace) -> int:
         options.sizes = sizes(defaults.QUICK_SIZES if options.quick else defaults.DEFAULT_SIZES)
     if options.seconds is None:
         options.seconds = defaults.QUICK_SECONDS if options.quick else defaults.DEFAULT_SECONDS
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("--device cuda: this torch or this host has no CUDA (`torchmpi doctor`). Leave it out.")
     return _measure_and_print(options, partial(collective_table.as_text, details=options.details))
 
 

@@ -92,6 +92,9 @@ def _add_collectives(kinds: Any) -> None:
     option("--backends", type=read.names((read.AUTO, *NAMES, read.DIST), "backend"), default=None, metavar="LIST",
            help="auto (what a call without backend= takes), names, dist (torch.distributed over torchmpi) "
                 "(default: auto and all available)")  # fmt: skip
+    option("--device", choices=read.DEVICES, default="cpu",
+           help="where the tensors are (default: cpu); on cuda batches end when the device has finished, the copy is "
+                "one on the device, nccl is among the peers, and --async shows what launching costs too")  # fmt: skip
     option("--memory", type=read.names(read.MEMORIES, "kind of memory"), default=read.MEMORIES, metavar="LIST",
            help="plain tensors, shared ones (mpi.empty_shared), or both (default: plain,shared)")  # fmt: skip
     option("--async", dest="asynchronous", action="store_true", help="time the asynchronous verbs and their wait()")
@@ -211,8 +214,9 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_peers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--peers", type=read.names((*read.PEERS, read.NONE), "peer"), default=read.PEERS,
-                        metavar="LIST", help=f"among {', '.join(read.PEERS)}, or none (default: all)")  # fmt: skip
+    parser.add_argument("--peers", type=read.names((*read.PEERS, read.NONE), "peer"), default=read.CPU_PEERS,
+                        metavar="LIST",
+                        help=f"among {', '.join(read.PEERS)}, or none (default: all but nccl)")  # fmt: skip
 
 
 def _add_results(parser: argparse.ArgumentParser, kind: str, *, plot: bool) -> None:
