@@ -45,18 +45,6 @@ def _named(place, dtype, asynchronous, backend):
     return pytest.param(place, dtype, asynchronous, backend, id=f"cuda-{name}", marks=pytest.mark.gpu)
 
 
-@pytest.fixture
-def device(request):
-    """Where the tensors of a test are; without a GPU those that need one say so."""
-    place = request.param
-    if place == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU: torch.cuda.is_available() is False here")
-    return mpi.device() if place == "cuda" else torch.device("cpu")
-
-
-on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-
-
 class Refused:
     """Instead of a result: this backend has no such call on this device."""
 
@@ -169,7 +157,6 @@ def test_movements_bring_every_bit(agree, device, dtype, asynchronous, backend):
     judge.end(f"{dtype} by {backend}")
 
 
-@on_every_device
 def test_what_is_queued_before_a_call_goes_in_and_what_is_queued_after_it_comes_out(agree, device):
     """Without a word to the device in between: on streams of the program's own, synchronous and not."""
     size = mpi.size()
@@ -187,7 +174,6 @@ def test_what_is_queued_before_a_call_goes_in_and_what_is_queued_after_it_comes_
     agree.equal(found, [True] * len(found))
 
 
-@on_every_device
 def test_calls_that_nobody_waits_for_leave_no_memory_behind_and_harm_nobody_elses(agree, device):
     kept = torch.full((100_000,), 7.0, device=device)
     for _ in range(30):
@@ -199,7 +185,6 @@ def test_calls_that_nobody_waits_for_leave_no_memory_behind_and_harm_nobody_else
     agree((kept.cpu() == 7).all().item(), "a call wrote into memory that was no longer its own")
 
 
-@on_every_device
 def test_many_tensors_of_a_device_as_one_by_one(agree, device):
     inputs = [contract.values((n,), torch.float32, mpi.rank(), seed=n) for n in (3, 1000, 200_000, 1)]
     expected = [mpi.allreduce(tensor.clone(), op="max") for tensor in inputs]
