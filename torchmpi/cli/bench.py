@@ -45,13 +45,13 @@ def _collectives(options: argparse.Namespace) -> int:
         options.sizes = sizes(defaults.QUICK_SIZES if options.quick else defaults.DEFAULT_SIZES)
     if options.seconds is None:
         options.seconds = defaults.QUICK_SECONDS if options.quick else defaults.DEFAULT_SECONDS
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("--device cuda: this torch or this host has no CUDA (`torchmpi doctor`). Leave it out.")
     return _measure_and_print(options, partial(collective_table.as_text, details=options.details))
 
 
 def _measure_and_print(options: argparse.Namespace, as_text: Callable[[dict[str, Any]], str]) -> int:
     _check_files(options)
+    if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("--device cuda: this torch or this host has no CUDA (`torchmpi doctor`). Leave it out.")
     report = _measured(options)
     if report is not None:
         print(as_text(report), flush=True)

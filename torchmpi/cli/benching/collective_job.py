@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import time
-from functools import partial
 from typing import Any
-
-import torch
 
 from .arguments import CPU_PEERS, DIST, short_size
 from .clock import BATCH_SECONDS, MIN_BATCHES, Entrant, measure
 from .contestants import COPY, LAUNCH, Contestant, Copy, our_contestants
+from .device_clock import timed_on
 from .job import Job, job_facts, split_seconds
 from .model import cost
 from .peers import TorchDistributed, find_peers, open_group
@@ -121,9 +118,7 @@ class Cell:
             reason = self.job.agreed(self._check(contestant, work, calls))
         if reason is not None:
             return None, reason
-        timed = None
-        if self.job.device.type != "cpu":
-            timed = partial(_until_the_device_has_finished, self.job, calls, contestant.name == LAUNCH)
+        timed = timed_on(self.job, calls, is_launch=contestant.name == LAUNCH)
         return Entrant(contestant.name, tuple(calls), work.touch, timed), ""
 
     def _check(self, contestant: Contestant, work: Workload, calls: list[Any]) -> str | None:
@@ -140,18 +135,3 @@ class Cell:
                 found = f"{type(error).__name__}: {error}".partition("\n")[0]
             reason = reason or found
         return reason
-
-
-def _until_the_device_has_finished(job: Job, calls: list[Any], is_launch: bool, number: int) -> float:
-    """Seconds for so many calls and what they have queued; of launches, until the last call has returned."""
-    torch.cuda.synchronize(job.device)
-    job.comm.Barrier()
-    begin = time.perf_counter()
-    handles = [call() for call in itertools.islice(itertools.cycle(calls), number)]
-    if not is_launch:
-        torch.cuda.synchronize(job.device)
-    seconds = time.perf_counter() - begin
-    for handle in handles if is_launch else ():
-        handle.wait()
-    torch.cuda.synchronize(job.device)
-    return seconds

@@ -92,9 +92,7 @@ def _add_collectives(kinds: Any) -> None:
     option("--backends", type=read.names((read.AUTO, *NAMES, read.DIST), "backend"), default=None, metavar="LIST",
            help="auto (what a call without backend= takes), names, dist (torch.distributed over torchmpi) "
                 "(default: auto and all available)")  # fmt: skip
-    option("--device", choices=read.DEVICES, default="cpu",
-           help="where the tensors are (default: cpu); on cuda batches end when the device has finished, the copy is "
-                "one on the device, nccl is among the peers, and --async shows what launching costs too")  # fmt: skip
+    _add_device(parser, "the copy is one on the device, nccl is a peer, and --async shows what launching costs")
     option("--memory", type=read.names(read.MEMORIES, "kind of memory"), default=read.MEMORIES, metavar="LIST",
            help="plain tensors, shared ones (mpi.empty_shared), or both (default: plain,shared)")  # fmt: skip
     option("--async", dest="asynchronous", action="store_true", help="time the asynchronous verbs and their wait()")
@@ -116,6 +114,7 @@ def _add_train(kinds: Any) -> None:
     )
     parser.add_argument("--model", dest="models", type=read.names(read.MODELS, "model"), default=read.MODELS,
                         metavar="LIST", help=f"among {', '.join(read.MODELS)} (default: all)")  # fmt: skip
+    _add_device(parser, "and mpi4py, which knows no GPU, is left out")
     _add_ranks(parser)
     _add_results(parser, "train", plot=False)
 
@@ -206,6 +205,12 @@ def _add_ps(kinds: Any) -> None:
     _add_json(parser, "ps")
     _add_plot(parser, "ps")
     parser.set_defaults(settings={})
+
+
+def _add_device(parser: argparse.ArgumentParser, more: str) -> None:
+    parser.add_argument("--device", choices=read.DEVICES, default="cpu",
+                        help="where the tensors are (default: cpu); on cuda a batch ends when the device has finished, "
+                        + more)  # fmt: skip
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
