@@ -29,6 +29,8 @@ class Mark(NamedTuple):
 
     event: torch.cuda.Event
     stream: torch.cuda.Stream
+    thread: int
+    """Who has filled it."""
 
 
 def fence(tensor: object) -> Mark | None:
@@ -40,12 +42,10 @@ def fence(tensor: object) -> Mark | None:
     if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
         return None
     stream = torch.cuda.current_stream(tensor.device)
-    return Mark(stream.record_event(), stream)
+    return Mark(stream.record_event(), stream, threading.get_ident())
 
 
-def enqueue_after(
-    mark: Mark | None, device: torch.device | None, task: Callable[[], Any]
-) -> tuple[Any, End]:
+def enqueue_after(mark: Mark | None, device: torch.device | None, task: Callable[[], Any]) -> tuple[Any, End]:
     """Run `task`, whose work on the device follows `mark`, on this thread's communication stream.
 
     Gives its result, and a mark behind its work, which need not have begun.
@@ -56,11 +56,14 @@ def enqueue_after(
     if mark is None:
         return task(), NOTHING
     assert device is not None
+    if mark.thread != threading.get_ident() and torch.cuda.current_device() != device.index:
+        # For good: a block that ends sets the device of before, in a new thread the first one, which costs a context.
+        torch.cuda.set_device(device)
     stream = communication_stream(device)
     with torch.cuda.stream(stream):
         stream.wait_event(mark.event)
         result = task()
-        return result, stream.record_event()
+        return result, stream.record_event(torch.cuda.Event(blocking=True))
 
 
 def run_after(mark: Mark | None, device: torch.device | None, task: Callable[[], Any]) -> Any:
@@ -103,7 +106,12 @@ def end_of(*tensors: torch.Tensor) -> End:
     >>> end_of(torch.ones(2), torch.ones(3))
     """
     devices = [tensor.device for tensor in tensors if tensor.is_cuda]
-    return torch.cuda.current_stream(devices[0]).record_event() if devices else NOTHING
+    if not devices:
+        return NOTHING
+    stream = torch.cuda.current_stream(devices[0])
+    # In the background the host sleeps until then, which takes longer to end than looking all the time.
+    is_background = stream in _own.__dict__.get("streams", {}).values()
+    return stream.record_event(torch.cuda.Event(blocking=is_background))
 
 
 def wait(end: End) -> None:

@@ -52,8 +52,8 @@ class Stream:
             self.queue.append(done)
         self.model.drift()
 
-    def record_event(self) -> Event:
-        event = Event(self.model)
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.model)
         self.enqueue(lambda: setattr(event, "has_happened", True))
         return event
 
@@ -129,6 +129,7 @@ class Model:
             "Stream": self.stream,
             "stream": self.use,
             "current_device": lambda: DEVICE.index,
+            "Event": lambda **options: Event(self),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
