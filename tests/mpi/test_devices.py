@@ -1,6 +1,6 @@
 """What stands on the collectives, with tensors on a GPU: nn, torch.distributed, messages, the parameter server.
 
-What they do on the CPU is tested in files of their own. To try these tests there, add "cpu" to the list below.
+What they do on the CPU is tested in files of their own.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from torchmpi.engine import AllReduceSGDEngine
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.gpu]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cuda"], indirect=True)
+@pytest.fixture
+def device(world: None) -> torch.device:
+    """That of this rank. A CPU would do as well, to try these tests themselves."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: torch.cuda.is_available() is False here")
+    return mpi.device()
 
 
 def make_net(device: torch.device) -> nn.Module:
