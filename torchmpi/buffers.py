@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from . import streams
 from .errors import ArgumentError, DeviceError, DtypeError
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -72,7 +73,8 @@ def plain(tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
         tensor = tensor.resolve_conj().resolve_neg()
     if to_host and tensor.is_cuda:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        host.copy_(tensor)
+        host.copy_(tensor, non_blocking=True)
+        streams.wait(streams.end_of(tensor))
         return host
     return tensor.contiguous()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import buffers, gates, plans, runtime, streams
+from . import buffers, gates, plans, runtime, turns
 from .errors import ArgumentError, DeviceError, DtypeError
 from .groups import Communicator, Group
 from .handle import Handle
@@ -102,6 +102,8 @@ def call(
     plan = plan_of(communicator, verb, tensor, out, op=op, backend=backend, asynchronous=asynchronous)
     if packed:
         return _submit(group, plan.for_many(packed), (tensor, out, root), None)
+    if plan.is_on_device and not asynchronous:
+        return turns.take(group, partial(group.perform, plan, tensor, out, root), what, _subject(tensor, out))
     if not asynchronous:
         result = group.call(plan, tensor, out, root)
         return result if finish is None else finish(result)
@@ -121,10 +123,11 @@ def plan_of(
     """The plan of a call with these tensors, or a refusal. None is what others than the root scatter."""
     what = f"{communicator.intra.where}: {verb}"
     if tensor is None:
-        key: tuple[Any, ...] = (verb, op, None, "cpu", False, backend, asynchronous)
+        device_type = "cpu" if out is None else out.device.type
+        key: tuple[Any, ...] = (verb, op, None, device_type, False, backend, asynchronous)
     else:
         buffers.check(tensor, what, written=out is None and verb in plans.IN_PLACE)
-        direct = out is None and buffers.is_direct(tensor) and tensor.is_cpu
+        direct = out is None and buffers.is_direct(tensor)
         key = (verb, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
     if out is not None:
         _check_out(verb, tensor, out, what)
@@ -134,16 +137,23 @@ def plan_of(
 def _submit(
     group: Group, plan: plans.Plan, arguments: tuple[Any, Any, int], finish: Callable[[Any], Any] | None
 ) -> Handle:
-    mark = streams.fence(arguments[0])
-    if mark is None and finish is None:
+    if plan.is_on_device:
+        task = partial(group.perform, plan, *arguments)
+        return turns.queue(group, task, f"{group.where}: {plan.verb}", _subject(*arguments[:2]))
+    if finish is None:
         return group.submit(plan, *arguments)
-    device = None if mark is None else arguments[0].device
 
-    def task() -> Any:
-        result = streams.run_after(mark, device, partial(group.perform, plan, *arguments))
-        return result if finish is None else finish(result)
+    def number() -> Any:
+        return finish(group.perform(plan, *arguments))
 
-    return group.lane.submit(task, f"{group.where}: {plan.verb}")
+    return group.lane.submit(number, f"{group.where}: {plan.verb}")
+
+
+def _subject(tensor: Any, out: Any) -> Any:
+    """A tensor on the device of a call on a device; who scatters nothing has the device of the rank."""
+    if tensor is None and out is None:
+        return torch.empty(0, device=runtime.current().device)
+    return out if tensor is None else tensor
 
 
 def plan_for(communicator: Communicator, key: tuple[Any, ...]) -> plans.Plan:

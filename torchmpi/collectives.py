@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import buffers, fusion, gates, runtime
+from . import buffers, fusion, gates, runtime, streams
 from .calls import call, check_root, plan_for
 from .errors import ArgumentError
 from .handle import Handle
@@ -237,7 +237,7 @@ def allreduce_many_async(
 class _Unpacking(Handle):
     """Waits for all messages and puts the results back where they belong."""
 
-    __slots__ = ("_packed", "_tensors", "_unpacking")
+    __slots__ = ("_packed", "_tensors", "_unpacked", "_unpacking")
 
     def __init__(self, tensors: list[_Tensor], packed: list[tuple[list[int], _Tensor | None, Handle]]) -> None:
         super().__init__("allreduce_many")
@@ -250,8 +250,11 @@ class _Unpacking(Handle):
                 for members, flat, handle in self._packed:
                     handle.wait(timeout)
                     if flat is not None:
+                        streams.use_here(flat)
                         fusion.unpack(flat, [self._tensors[index] for index in members])
+                self._unpacked = streams.end_of(*self._tensors[:1])
                 self.set_result(self._tensors)
+        streams.follow(self._unpacked, None)  # for another thread, which has a stream of its own
         return super().wait(timeout)
 
     def done(self) -> bool:

@@ -96,6 +96,16 @@ class Handle:
             self._seen = True
         return self._error
 
+    @property
+    def failed(self) -> bool:
+        """Whether the call has ended with an error; who asks has not seen it by that."""
+        return self._error is not None
+
+    @property
+    def result(self) -> Any:
+        """What the call has given, for those who know that it has ended well."""
+        return self._result
+
     def _end(self) -> None:
         self._is_done = True
         self._finished.release()
@@ -110,3 +120,52 @@ class Handle:
             except IndexError:  # the other has taken the last one
                 return
             callback()
+
+
+class DeviceHandle(Handle):
+    """Of a call on tensors of a device.
+
+    ``wait()`` returns when the call has been queued there, and makes the stream that is current in the waiting thread
+    follow it: what is queued on that stream afterwards sees the result, and the host does not wait for the device.
+    ``done()`` is true when the device has finished as well. Callbacks are called when the call has been queued, with a
+    stream current that follows it.
+    """
+
+    __slots__ = ("_queued",)
+
+    def __init__(self, queued: Handle, description: str) -> None:
+        """`queued` gives something with the methods of :class:`torchmpi.streams.Queued`."""
+        super().__init__(description)
+        self._queued = queued
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result once the call is queued, after at most `timeout` seconds, and follow it."""
+        return self._queued.wait(timeout).follow()
+
+    def done(self) -> bool:
+        """Whether the call has ended, on the device too."""
+        if not self._queued.done():
+            return False
+        return self._queued.failed or bool(self._queued.result.has_ended())
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called when the call is queued, as in :class:`Handle`."""
+
+        def call() -> None:
+            if self._queued.failed:
+                callback()
+                return
+            with self._queued.result.behind():
+                callback()
+
+        self._queued.when_done(call)
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """The error, if the call failed and nobody has waited for it."""
+        return self._queued.unseen_error
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error, if the call has failed; who asks has seen it."""
+        return self._queued.error

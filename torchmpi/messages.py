@@ -37,7 +37,7 @@ def send(tensor: Any, dst: int, *, comm: Comm = None) -> None:
     message = _Message("send", tensor, dst, comm)
     if dst == message.group.rank:
         raise ArgumentError(f"{message.what}: a blocking send to oneself never ends. Use send_async, or sendreceive.")
-    message.lane.run(message.send)
+    message.lane.run(message.in_order(message.send))
 
 
 def send_async(tensor: Any, dst: int, *, comm: Comm = None) -> Handle:
@@ -56,7 +56,7 @@ def recv(tensor: Any, src: int, *, comm: Comm = None) -> Any:
         raise ArgumentError(
             f"{message.what}: a blocking receive from oneself never ends. Use recv_async, or sendreceive."
         )
-    return message.result(message.lane.run(message.receive))
+    return message.result(message.lane.run(message.in_order(message.receive)))
 
 
 def recv_async(tensor: Any, src: int, *, comm: Comm = None) -> Handle:
@@ -72,14 +72,14 @@ def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Any:
     mpi.sendreceive(tensor, src=left, dst=right)
     """
     message = _Message("sendreceive", tensor, src, comm)
-    exchange = message.exchange_with(dst)
+    exchange = message.in_order(message.exchange_with(dst))
     return message.result(message.lane_to(dst).run(partial(message.lane.run, exchange)))
 
 
 def sendreceive_async(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Handle:
     """:func:`sendreceive` in the background."""
     message = _Message("sendreceive", tensor, src, comm)
-    exchange = message.exchange_with(dst)
+    exchange = message.in_order(message.exchange_with(dst))
     return message.submit(partial(message.lane.run, exchange), message.lane_to(dst))
 
 
@@ -112,6 +112,10 @@ class _Message:
 
     def result(self, value: Any) -> Any:
         return restore(value) if self.is_number else value
+
+    def in_order(self, task: Callable[[], Any]) -> Callable[[], Any]:
+        """For whichever thread runs the task: after what is queued on the tensor's device now."""
+        return streams.in_order(self.tensor, task)
 
     def submit(self, task: Callable[[], Any], lane: Lane | None = None) -> Handle:
         mark = streams.fence(self.tensor)

@@ -8,17 +8,19 @@ needed around it. A call then costs a dictionary look-up, and a comparison where
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from . import buffers, dtypes, hierarchy, streams
+from . import buffers, dtypes, hierarchy, staging, streams, turns
 from .backends import Backend, Operation
 from .backends.binding import announced, bind, by_size
 from .errors import DtypeError
 from .groups import Communicator, Group
-from .progress import as_many, call_code
+from .progress import ON_DEVICE, as_many, call_code
 from .rules import BY_SIZE, HIERARCHICAL, REDUCING
 from .runtime import Runtime
 
@@ -28,12 +30,14 @@ IN_PLACE = ("allreduce", "reduce", "broadcast")
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("bare", "code", "door", "is_simple", "is_whole", "run", "shape_of", "verb")
+    __slots__ = ("bare", "code", "door", "is_on_device", "is_simple", "is_whole", "run", "shape_of", "verb")
 
     def __init__(self, verb: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         self.verb, self.code, self.run = verb, code, run
         self.bare = self
         """The same call without what is around the backend's operation, for callers who see to that themselves."""
+        self.is_on_device = False
+        """Whether its tensors are on a device, so that the caller's stream matters."""
         self.is_simple = False
         """Whether `bare` will do for contiguous memory of the host that is no part of a graph."""
         self.door: Callable[[int], Any] = _no_door
@@ -75,10 +79,12 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     """Make the plan for a key ``(verb, op, dtype, device type, direct, backend, asynchronous)``, or refuse."""
     verb, op, dtype, device_type, direct, wanted, asynchronous = key
     group, mode = communicator.intra, "async" if asynchronous else "sync"
+    chosen_by = _chosen_by(runtime, verb, device_type, wanted)
+    device_type = chosen_by if dtype is None and device_type == "cpu" else device_type
     where = f"{group.where}: {verb}"
     if dtype is not None:
         row = _checked(dtype, op, where)
-    choices = runtime.selector.select(verb, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
+    choices = runtime.selector.select(verb, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     bound: list[tuple[int | None, Operation, Backend]]
     if wanted != HIERARCHICAL and hierarchy.is_composed(runtime.communicators, communicator, verb):
         composed = _composition(runtime, verb, op, wanted=wanted, mode=mode)
@@ -87,10 +93,13 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     else:
         bound = [(limit, bind(backend, group, verb, dtype, op), backend) for limit, backend in choices]
     operations = [(limit, operation) for limit, operation, _ in bound]
-    runners = [(limit, _runner(verb, operation, group, backend, direct=direct)) for limit, operation, backend in bound]
-    # Only the root knows what it scatters, so the dtype is no part of that signature.
+    around = partial(_runner, runtime, verb, group=group, device_type=device_type, direct=direct)
+    runners = [(limit, around(operation, backend)) for limit, operation, backend in bound]
+    # Only the root knows what it scatters, so dtype and device are no part of that signature.
     code = call_code(verb, op, row.code if dtype is not None and verb != "scatter" else 0)
+    code |= ON_DEVICE if device_type != "cpu" and verb != "scatter" else 0
     plan = Plan(verb, code, by_size(runners, dtype))
+    plan.is_on_device = device_type != "cpu"
     if direct or verb not in IN_PLACE:
         plan.bare = Plan(verb, code, by_size(operations, dtype))
     if device_type == "cpu" and dtype is not None and not (asynchronous or dtype.is_complex):
@@ -106,34 +115,107 @@ def _checked(dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo
         raise type(error)(f"{where}: {error}") from None
 
 
+def _chosen_by(runtime: Runtime, verb: str, device_type: str, wanted: str | None) -> str:
+    """The type of device for which the transport is chosen, which must be the same on all ranks."""
+    if verb != "scatter":
+        return device_type
+    # Those who pass None do not know where the root's tensor is: all go by way of the host, unless the caller knows.
+    backend = runtime.selector.backends.get(wanted or "")
+    return "cpu" if backend is None or backend.takes("cpu") else "cuda"
+
+
 def _composition(runtime: Runtime, verb: str, op: str | None, *, wanted: str | None, mode: str) -> Operation:
     step_op = "sum" if op == "avg" else op
 
     def run_step(group: Group, step_verb: str, tensor: torch.Tensor | None, root: int) -> None:
         dtype = tensor.dtype if tensor is not None else None
         op_of_step = step_op if step_verb in REDUCING else None
-        key = ("step", step_verb, op_of_step, dtype, wanted, mode)
+        device_type = "cpu" if tensor is None else tensor.device.type
+        key = ("step", step_verb, op_of_step, dtype, device_type, wanted, mode)
         plan = group.plans.get(key)
         if plan is None:
-            device_type = "cpu" if tensor is None else tensor.device.type
-            operation = runtime.selector.bind(
-                group, step_verb, dtype, op_of_step, device_type=device_type, wanted=wanted, mode=mode
-            )
+            operation = _step(runtime, group, step_verb, dtype, op_of_step, (device_type, wanted, mode))
             step_code = call_code(step_verb, op_of_step, dtypes.info(dtype).code if dtype is not None else 0)
             plan = group.plans[key] = Plan(step_verb, step_code, operation)
-        group.call(plan, tensor, None, root)
+        if device_type == "cpu":
+            group.call(plan, tensor, None, root)
+        else:
+            turns.take(group, partial(group.perform, plan, tensor, None, root), step_verb, tensor)
 
     return hierarchy.Composition(runtime.communicators, verb, op, cartesian=runtime.cartesian, run=run_step)
 
 
-def _runner(verb: str, operation: Operation, group: Group, backend: Backend, *, direct: bool) -> Operation:
+def _step(
+    runtime: Runtime, group: Group, verb: str, dtype: torch.dtype | None, op: str | None, way: tuple[Any, ...]
+) -> Operation:
+    """A verb in place on one of the groups of a span; `way`: type of the device, the backend that is wanted, mode."""
+    device_type, wanted, mode = way
+    choices = runtime.selector.select(verb, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
+    around = partial(_runner, runtime, verb, group=group, device_type=device_type, direct=True)
+    parts = [(limit, backend, bind(backend, group, verb, dtype, op)) for limit, backend in choices]
+    if device_type == "cpu":
+        return by_size([(limit, operation) for limit, _, operation in parts], dtype)
+    return by_size([(limit, around(operation, backend)) for limit, backend, operation in parts], dtype)
+
+
+def _runner(
+    runtime: Runtime, verb: str, operation: Operation, backend: Backend, *, group: Group, device_type: str, direct: bool
+) -> Operation:
+    """What makes an operation of a backend a verb on the tensors of a user."""
     if verb == "barrier":
         return operation
+    takes = backend.takes(device_type)
+    if not takes and verb in IN_PLACE:
+        return staging.Staged(verb, operation, group, _pool(runtime))
+    if takes and device_type != "cpu":
+        operation = _in_order(operation, group) if backend.enqueues else _settled(operation)
     if verb not in IN_PLACE:
-        return _producing(operation, backend)
-    if direct and backend.takes("cpu"):
-        return _direct(operation)
-    return _staged(verb, operation, group, backend)
+        return _producing(operation, takes=takes)
+    return _direct(operation) if direct and takes else _copying(verb, operation, group)
+
+
+_pools: weakref.WeakKeyDictionary[Runtime, staging.Pool] = weakref.WeakKeyDictionary()
+_orders: weakref.WeakKeyDictionary[Group, streams.Order] = weakref.WeakKeyDictionary()
+
+
+def _pool(runtime: Runtime) -> staging.Pool:
+    """The buffers between devices and transports of the host, until stop()."""
+    pool = _pools.get(runtime)
+    if pool is None:
+        # Shared with the other ranks as far as possible: then reductions within a host combine what lies there.
+        allocate = partial(_shared_bytes, runtime)
+        pool = _pools[runtime] = staging.Pool(runtime.config.pipeline_bytes, allocate, pinned=True)
+        runtime.resources.callback(pool.close)
+    return pool
+
+
+def _shared_bytes(runtime: Runtime, num_bytes: int) -> torch.Tensor:
+    return runtime.empty_shared((num_bytes,), torch.uint8)
+
+
+def _in_order(operation: Operation, group: Group) -> Operation:
+    """For operations that enqueue: callers' streams may change, but what a group does on its device stays in order."""
+    order = _orders.setdefault(group, streams.Order())
+
+    def run(source: Any, destination: Any, root: int) -> Any:
+        tensor = destination if source is None else source
+        with streams.on_device(tensor):
+            order.enter(tensor)
+            return operation(source, destination, root)
+
+    return run
+
+
+def _settled(operation: Operation) -> Operation:
+    """For operations that take memory of a device without regard to streams."""
+
+    def run(source: Any, destination: Any, root: int) -> Any:
+        for tensor in (source, destination):
+            if tensor is not None:
+                streams.settle(tensor)
+        return operation(source, destination, root)
+
+    return run
 
 
 def _direct(operation: Operation) -> Operation:
@@ -147,16 +229,15 @@ def _direct(operation: Operation) -> Operation:
     return run
 
 
-def _staged(verb: str, operation: Operation, group: Group, backend: Backend) -> Operation:
+def _copying(verb: str, operation: Operation, group: Group) -> Operation:
     """In place, or into `out`, through a plain copy where one is needed."""
 
     def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
         receives = verb != "reduce" or group.rank == root
         target = tensor if out is None else out
-        work = buffers.plain(tensor, to_host=not backend.takes(tensor.device.type))
+        work = buffers.plain(tensor, to_host=False)
         if out is not None and receives and work.data_ptr() == tensor.data_ptr():
             work = work.clone()
-        streams.settle(work)
         operation(work, None, root)
         if not receives:
             return tensor
@@ -169,22 +250,22 @@ def _staged(verb: str, operation: Operation, group: Group, backend: Backend) -> 
     return run
 
 
-def _producing(operation: Operation, backend: Backend) -> Operation:
-    """Into a new tensor, or into `out`."""
+def _producing(operation: Operation, *, takes: bool) -> Operation:
+    """Into a new tensor, or into `out`; through the host as a whole where the backend does not take the device's.
+
+    The ranks may differ in length there, so that pieces would not be the same on all of them.
+    """
 
     def run(tensor: torch.Tensor | None, out: torch.Tensor | None, root: int) -> torch.Tensor | None:
-        source = None if tensor is None else buffers.plain(tensor, to_host=not backend.takes(tensor.device.type))
-        if source is not None:
-            streams.settle(source)
-        usable = (
-            out is not None
-            and backend.takes(out.device.type)
-            and buffers.is_direct(out)
-            and (source is None or not buffers.overlap(out, source))
-        )
+        source = None if tensor is None else buffers.plain(tensor, to_host=not takes)
+        given: torch.Tensor | None = None
+        if out is not None and not takes:
+            given = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=out.device.type != "cpu")
+        elif out is not None and buffers.is_direct(out) and (source is None or not buffers.overlap(out, source)):
+            given = out.detach()
         # The backend alone knows the shape of the result: where `out` does not fit it takes memory of its own, so that
         # the call ends on all ranks before this one refuses.
-        result: torch.Tensor | None = operation(source, out.detach() if usable and out is not None else None, root)
+        result: torch.Tensor | None = operation(source, given, root)
         if result is None:
             return None
         if out is None:

@@ -53,6 +53,8 @@ _CATCH_UP_SECONDS = 0.0001
 _ASK_SECONDS = 3.0
 NATIVE = 1 << 61
 """Set in the signature of calls that kernels run, so that ranks which chose different transports notice."""
+ON_DEVICE = 1 << 31
+"""Set in the code of calls on tensors of a device: they are cut elsewhere, and may take other transports."""
 GIVEN_UP = 1 << 60
 """Turned in the signature of a call that a rank has given up, so that nobody who comes later takes it for valid."""
 
@@ -93,7 +95,7 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
     'broadcast(float32 [3, 4], root=2)'
     """
     verb = VERBS[code & 0xFF]
-    op, dtype, root = (code >> 8) & 0xFF, from_code((code >> 16) & 0xFFFF), code >> 32
+    op, dtype, root = (code >> 8) & 0xFF, from_code((code >> 16) & 0x7FFF), code >> 32
     parts = []
     if verb == "allreduce_many" and shape is not None and dtype is not None:
         numel, num_tensors, checksum = shape
@@ -102,6 +104,8 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
         parts.append(short_name(dtype) + (f" {list(shape)}" if shape is not None else ""))
     if op != _NO_OP:
         parts.append(OPS[op])
+    if code & ON_DEVICE:
+        parts.append("on cuda")
     if verb in ("broadcast", "reduce", "gather", "scatter"):
         parts.append(f"root={root}")
     return f"{verb}({', '.join(parts)})"

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 from . import affinity, gates, mpi_library, topology, tuning_file
 from ._version import __version__
-from .backends import Operation
+from .backends import Operation, ipc_memory
+from .backends.ipc import IpcBackend
 from .backends.mpi import MPIBackend
 from .backends.nccl import NcclBackend
 from .backends.p2p import P2PBackend
@@ -97,8 +99,19 @@ class Runtime:
             "p2p": P2PBackend(self.config),
             "hierarchical": HierarchicalBackend(self.config, self._bind_step),
             "nccl": nccl,
-            # Here: "ipc": IpcBackend(self.config, self.devices),
+            "ipc": IpcBackend(self.config, self.devices, self._why_no_ipc()),
         }
+
+    def _why_no_ipc(self) -> str:
+        """Whether processes of this job can share memory of their GPUs is found out by trying: '' if they can."""
+        if not (all(self.devices.uuids) and self.config.staging_bytes and self.config.slot_bytes):
+            return ""  # for other reasons it is not offered anyway
+        world = self.MPI.COMM_WORLD
+        host = world.Split(self.context.hosts[world.rank], world.rank)
+        problem = ipc_memory.trial(host, partial(ipc_memory.CudaDevice, self.device.index)) if host.size > 1 else ""
+        host.Free()
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
+        return found[0] if found else ""
 
     def _bind_step(self, group: Group, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         return self.selector.bind(group, verb, dtype, op)

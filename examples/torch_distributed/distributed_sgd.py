@@ -39,9 +39,9 @@ def average_gradients(network: nn.Module) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def accuracy(network: nn.Module, images: TensorDataset) -> float:
+def accuracy(network: nn.Module, images: TensorDataset, device: torch.device) -> float:
     """Fraction of right answers; each rank tests every size-th image."""
-    inputs, labels = images[dist.get_rank() :: dist.get_world_size()]
+    inputs, labels = (part.to(device) for part in images[dist.get_rank() :: dist.get_world_size()])
     with torch.no_grad():
         num_right = (network(inputs).argmax(1) == labels).sum()
     dist.all_reduce(num_right)
@@ -59,6 +59,7 @@ def check_same_everywhere(network: nn.Module) -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="torchmpi", help="of torch.distributed (default: %(default)s)")
+    parser.add_argument("--gpu", action="store_true", help="train on the GPU that is current (default: the CPU)")
     parser.add_argument("--data", metavar="DIR", help="directory of MNIST IDX files (default: scikit-learn's digits)")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the images (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, of all ranks (%(default)s)")
@@ -74,9 +75,11 @@ def main() -> None:
     options = parse_options()
     dist.init_process_group(options.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
+    # With torchmpi it is the one that suits this rank.
+    device = torch.device("cuda", torch.cuda.current_device()) if options.gpu else torch.device("cpu")
     torch.manual_seed(options.seed)  # the same first weights everywhere
     train, test, origin = load_images(options.data)
-    network = make_network(train.tensors[0].shape[-1])
+    network = make_network(train.tensors[0].shape[-1]).to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=options.lr, momentum=0.9)
     part = part_of(train, rank, size, seed=options.seed)
     # The more ranks, the smaller the batch of each, so that a step is made of equally many images.
@@ -85,8 +88,8 @@ def main() -> None:
         print(f"data: {origin}; {len(part)} for each of {size} ranks, {dist.get_backend()}", flush=True)
 
     for epoch in range(options.epochs):
-        total = torch.zeros(1)
-        for images, labels in batches:
+        total = torch.zeros(1, device=device)
+        for images, labels in ([part.to(device) for part in batch] for batch in batches):
             optimizer.zero_grad()
             loss = cross_entropy(network(images), labels)
             loss.backward()
@@ -98,7 +101,7 @@ def main() -> None:
             print(f"epoch {epoch + 1:2d}/{options.epochs}  loss {total.item() / size:.6f}", flush=True)
 
     check_same_everywhere(network)
-    result = accuracy(network, test)
+    result = accuracy(network, test, device)
     if rank == 0:
         print(f"test accuracy {result:.4f}", flush=True)
     dist.barrier()  # nobody leaves while others still talk, or while a thread of gloo still holds the last tensor

@@ -35,6 +35,16 @@ def world() -> Iterator[None]:
     mpi.stop()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, world: None) -> torch.device:
+    """Where the tensors of a test are: it runs for each; what needs a GPU says so where there is none."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: torch.cuda.is_available() is False here")
+    return mpi.device()
+
+
 class Agreement:
     """Collects what is wrong on this rank; the ranks compare notes when the test function has ended."""
 

@@ -75,7 +75,7 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in memory with gaps and another order of dimensions."""
-    spread = torch.zeros((*reversed(tensor.shape), 2), dtype=tensor.dtype)[..., 1]
+    spread = torch.zeros((*reversed(tensor.shape), 2), dtype=tensor.dtype, device=tensor.device)[..., 1]
     view = spread.permute(tuple(reversed(range(tensor.dim()))))
     view.copy_(tensor)
     return view

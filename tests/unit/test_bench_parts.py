@@ -14,7 +14,7 @@ import torch
 import torchmpi.cli
 from torchmpi.cli import benching
 from torchmpi.cli.benching import arguments, clock, jobs, model, models, options, samples, train_job, usage
-from torchmpi.cli.benching.contestants import Copy, Ours
+from torchmpi.cli.benching.contestants import Copy, Ours, our_contestants
 from torchmpi.cli.benching.job import split_seconds
 from torchmpi.cli.benching.workload import IN_PLACE, ROOTED, Shape, Workload
 from torchmpi.cli.facts import Program
@@ -89,6 +89,21 @@ def test_sizes():
 def test_names_keep_order_and_drop_repetitions():
     assert arguments.names(("a", "b"), "letter")("b,a,b") == ("b", "a")
     assert arguments.names(("a", "none"), "letter")("none") == ()
+
+
+def test_tensors_on_a_device_have_no_shared_memory_and_a_figure_for_the_launch():
+    def names(**options):
+        return [ours.name for ours in our_contestants(("auto", "mpi"), ("plain", "shared"), **options)]
+
+    assert names(asynchronous=True) == ["auto", "mpi", "auto shared", "mpi shared"]
+    assert names(asynchronous=False, device="cuda") == ["auto", "mpi"]
+    assert names(asynchronous=True, device="cuda") == ["auto", "mpi", "auto launch"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so nothing is refused")
+def test_without_a_gpu_no_job_is_started_for_one(capsys):
+    assert torchmpi.cli.main(["bench", "--device", "cuda"]) != 0
+    assert "--device cuda: this torch or this host has no CUDA" in capsys.readouterr().err
 
 
 # --- workloads
@@ -276,4 +291,4 @@ def test_namespace_travels_as_json():
     parser = argparse.ArgumentParser()
     options.add_to(parser.add_subparsers(dest="command"))
     found = vars(parser.parse_args(["bench", "collectives", "--sizes", "4", "-n", "2"]))
-    assert found["sizes"] == (4,) and found["ranks"] == (2,) and found["peers"] == arguments.PEERS
+    assert found["sizes"] == (4,) and found["ranks"] == (2,) and found["peers"] == arguments.CPU_PEERS

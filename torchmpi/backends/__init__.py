@@ -23,6 +23,10 @@ class Backend(Protocol):
     announces: bool
     """Whether its operations show the other ranks by themselves what is called, and compare."""
 
+    enqueues: bool
+    """Whether its operations on tensors of a device enqueue on the current stream and return; others have ended when
+    they return, and take memory of a device, if they take it at all, without regard to streams."""
+
     def takes(self, device_type: str) -> bool:
         """Whether tensors of this device are handed over as they are; others are staged through the host."""
 

@@ -33,6 +33,7 @@ class MPIBackend:
 
     name = "mpi"
     announces = False
+    enqueues = False
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -49,6 +49,7 @@ class P2PBackend:
 
     name = "p2p"
     announces = False
+    enqueues = False
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -42,6 +42,7 @@ class SharedMemoryBackend:
 
     name = "shm"
     announces = True
+    enqueues = False
 
     def __init__(self, config: Config, heap: SharedHeap, announce: Callable[[str], object]) -> None:
         self.heap, self.problem = heap, ""

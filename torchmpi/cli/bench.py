@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import affinity, mpi_library, runtime
 from ..errors import ArgumentError, TorchMPIError
 from .benching import collective_table, ps_plan, ps_table, train_table, usage_table
@@ -48,6 +50,8 @@ def _collectives(options: argparse.Namespace) -> int:
 
 def _measure_and_print(options: argparse.Namespace, as_text: Callable[[dict[str, Any]], str]) -> int:
     _check_files(options)
+    if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("--device cuda: this torch or this host has no CUDA (`torchmpi doctor`). Leave it out.")
     report = _measured(options)
     if report is not None:
         print(as_text(report), flush=True)

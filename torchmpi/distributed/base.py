@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import buffers, calls, runtime, streams
+from .. import buffers, calls, runtime, turns
 from ..errors import ArgumentError
 from ..handle import Handle
 from ..plans import Plan
@@ -127,7 +127,8 @@ class BaseGroup(dist.ProcessGroup):
         """Calls between this and the end are queued one by one, which costs little here."""
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        return Pending(self._group.lane.submit(lambda: None, "coalesced calls"), [], self._limit_seconds)
+        subject = torch.empty(0, device=device) if device.type != "cpu" else None
+        return Pending(self._submit(lambda: None, "coalesced calls", subject), [], self._limit_seconds)
 
     # --- running a call -----------------------------------------------------------------------------------------
 
@@ -162,24 +163,22 @@ class BaseGroup(dist.ProcessGroup):
     def _launch(self, task: Callable[[], Any], outputs: Tensors, options: Any, verb: str) -> dist.Work:
         """Run a task in its turn: now, or in the background."""
         runtime.current()  # refuses in a forked child, which is no rank
-        mark = device = None
-        for tensor in outputs:
-            if tensor.device.type != "cpu":
-                mark, device = streams.fence(tensor), tensor.device
-                task = partial(streams.run_after, mark, device, task)
-                break
+        subject = next((tensor for tensor in outputs if tensor.device.type != "cpu"), None)
         if torch_names.is_asynchronous(options):
             task = torch_names.as_event(f"torchmpi:{verb}", task)
-            return Pending(self._submit(task, verb), outputs, self._limit_seconds)
+            return Pending(self._submit(task, verb, subject), outputs, self._limit_seconds)
         with torch_names.event(f"torchmpi:{verb}"):
             if self._by_messages:
-                self._submit(task, verb).wait(self._limit_seconds or None)
-            else:
+                self._submit(task, verb, subject).wait(self._limit_seconds or None)
+            elif subject is None:
                 self._group.lane.run(task)
+            else:
+                turns.take(self._group, task, f"{self._group.where}: {verb}", subject)
         return ENDED
 
-    def _submit(self, task: Callable[[], Any], verb: str) -> Handle:
-        return self._group.lane.submit(task, f"{self._group.where}: {verb}")
+    def _submit(self, task: Callable[[], Any], verb: str, subject: torch.Tensor | None) -> Handle:
+        """In the background, and in the order of the device that `subject` is on."""
+        return turns.queue(self._group, task, f"{self._group.where}: {verb}", subject)
 
     # --- what several verbs share -------------------------------------------------------------------------------
 
@@ -188,7 +187,8 @@ class BaseGroup(dist.ProcessGroup):
         works = [verb(*pair, opts) for pair in arguments]
         if all(work is ENDED for work in works):
             return ENDED
-        last = self._group.lane.submit(lambda: [work.wait() for work in works], "coalesced calls")
+        subject = next((tensor for tensor in outputs if tensor.device.type != "cpu"), None)
+        last = self._submit(lambda: [work.wait() for work in works], "coalesced calls", subject)
         return Pending(last, outputs, self._limit_seconds)
 
     def _checked_root(self, options: Any, verb: str) -> int:

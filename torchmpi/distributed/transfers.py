@@ -138,10 +138,12 @@ def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> T
     is_direct = tensor.device.type == "cpu" and buffers.is_direct(tensor)
     work = tensor.detach() if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     request = _start(comm.Irecv, MPI, work, (MPI.ANY_SOURCE if peer is None else peer, tag))
+    mark = streams.fence(tensor)
 
     def settle(status: Any) -> None:
         transfer.source = status.source
-        _complete(group, tensor, work, status)
+        device = None if mark is None else tensor.device
+        streams.run_after(mark, device, partial(_complete, group, tensor, work, status))
 
     transfer.post(request, settle)
     return _looked_after(transfer)

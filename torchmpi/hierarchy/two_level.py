@@ -30,6 +30,7 @@ class HierarchicalBackend:
 
     name = "hierarchical"
     announces = False
+    enqueues = False
 
     def __init__(self, config: Config, bind_step: BindStep) -> None:
         self._piece_bytes, self._bind_step = config.pipeline_bytes, bind_step

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .. import collectives, fusion
+from .. import collectives, fusion, streams
 from ..errors import ArgumentError, GradientError
 from ..groups import Communicator
 from .agreement import Presence, agree_on_gradients, check_same_layout
@@ -145,6 +145,8 @@ class AsyncBackward(Attachment):
 
     def _reset(self) -> None:
         self._counts = [0] * len(self.parameters)
+        self._orders = [streams.Order() for _ in self.buckets]
+        """Of the streams on which autograd has filled each bucket: it takes those of the forward pass."""
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         self._finishers: list[Callable[[], object]] = []
         self._reduction: Reduction | None = None
@@ -169,6 +171,7 @@ class AsyncBackward(Attachment):
             if place is None:
                 return  # sparse: it is gathered at the end
             index, position = place
+            self._orders[index].enter(parameter)
             self.buckets[index].seat(position)
             if self._counts[slot] == self.frequency:
                 self._num_missing[index] -= 1
@@ -212,8 +215,11 @@ class AsyncBackward(Attachment):
         return roll_call.reduction(call)
 
     def _launch(self, reduction: Reduction) -> None:
+        index = len(self._finishers)
+        bucket = self.buckets[index]
+        self._orders[index].enter(bucket.flat)
         with torch.no_grad():
-            self._finishers.append(reduction.start(self.buckets[len(self._finishers)].pack(), self.comm))
+            self._finishers.append(reduction.start(bucket.pack(), self.comm))
 
     # --- after backward --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import collectives
+from .. import collectives, streams
 from ..groups import Communicator
 
 
@@ -37,6 +37,7 @@ class Reduction(NamedTuple):
 
         def finish() -> None:
             handle.wait()
+            streams.use_here(wide)  # which was made on the stream of a hook, perhaps
             torch.div(wide, self.divisor, out=wide)
             if wide is not flat:
                 flat.copy_(wide)

@@ -118,7 +118,8 @@ def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, 
     for parameter in dense:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if comm.intra.page is not None:
+    is_on_host = all(parameter.device.type == "cpu" for parameter in dense)
+    if comm.intra.page is not None and is_on_host:
         share_kept_gradients(replica.net, dense)
         _reduce_within_host(_buckets(replica, dense, bucket_bytes, alone_bytes=_ALONE_BYTES), reduction, comm)
     else:

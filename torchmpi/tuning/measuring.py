@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import collectives, plans, runtime
+from .. import collectives, plans, runtime, streams
 from ..groups import Communicator
 from ..rules import MODES, Key
 from .decision import Samples
@@ -123,10 +123,12 @@ class Work:
     def time(self, name: str, count: int) -> float:
         """Seconds per call."""
         self._tensor.zero_()  # a program has just written its gradients
+        streams.settle(self._tensor)
         collectives.barrier(self._communicator)
         begin = time.perf_counter()
         for _ in range(count):
             result = self._call(name)
             if self._is_async:
                 result.wait()
+        streams.settle(self._tensor)  # some transports return when their work is queued
         return (time.perf_counter() - begin) / count

@@ -39,7 +39,7 @@ def measure_job(options: argparse.Namespace, show: Callable[[str], None]) -> dic
     """Measure in this job. Collective; the rows are complete on all ranks."""
     os.environ.update(getattr(options, "settings", {}))
     module = importlib.import_module(_MODULES[options.kind], __package__)
-    with started_job(show) as job:
+    with started_job(show, getattr(options, "device", "cpu")) as job:
         result: dict[str, Any] = module.measure_job(job, options)
     return result
 

@@ -7,9 +7,10 @@ import dataclasses
 import time
 from typing import Any
 
-from .arguments import DIST, short_size
+from .arguments import CPU_PEERS, DIST, short_size
 from .clock import BATCH_SECONDS, MIN_BATCHES, Entrant, measure
-from .contestants import COPY, Contestant, Copy, our_contestants
+from .contestants import COPY, LAUNCH, Contestant, Copy, our_contestants
+from .device_clock import timed_on
 from .job import Job, job_facts, split_seconds
 from .model import cost
 from .peers import TorchDistributed, find_peers, open_group
@@ -22,10 +23,12 @@ _ASSUMED_BYTES_PER_SECOND = 2e9  # to divide the time among sizes; what a slow c
 def measure_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Rows of figures, or of reasons why there are none, for each cell and contestant. Collective."""
     asynchronous = options.asynchronous
+    device = job.device.type
+    peers = (*options.peers, "nccl") if device != "cpu" and tuple(options.peers) == CPU_PEERS else options.peers
     contestants: list[Contestant] = [
-        *our_contestants(options.backends, options.memory, asynchronous=asynchronous),
+        *our_contestants(options.backends, options.memory, asynchronous=asynchronous, device=device),
         *_over_torch(job, options),
-        *find_peers(options.peers, job.comm, job.resources, asynchronous=asynchronous),
+        *find_peers(peers, job, asynchronous=asynchronous),
         Copy(),
     ]
     cells = [Shape(verb, dtype, size) for verb in options.verbs for dtype in options.dtypes for size in options.sizes]
@@ -60,7 +63,8 @@ class Cell:
 
     def _workload(self, contestant: Contestant | None) -> Workload:
         allocate = None if contestant is None else contestant.allocate()
-        return Workload(self.shape, rank=self.job.rank, size=self.job.size, allocate=allocate)
+        job = self.job
+        return Workload(self.shape, rank=job.rank, size=job.size, allocate=allocate, device=job.device)
 
     def rows(self, contestants: list[Contestant], seconds: float, asynchronous: bool) -> list[Row]:
         """One row for each contestant: its figures, or why there are none."""
@@ -83,12 +87,13 @@ class Cell:
         ]
 
     def _head(self, asynchronous: bool) -> Row:
+        on_host = self.job.device.type == "cpu"
         steps, sent_bytes = cost(self.shape.verb, self.job.size, self._plain.payload_bytes)
         return {
             "ranks": self.job.size,
             "verb": self.shape.verb,
             "dtype": self.shape.dtype,
-            "mode": "async" if asynchronous else "sync",
+            "mode": ("async" if asynchronous else "sync") + ("" if on_host else " on cuda"),
             "bytes": self.shape.num_bytes,
             "payload_bytes": self._plain.payload_bytes,
             "model_steps": steps,
@@ -113,14 +118,17 @@ class Cell:
             reason = self.job.agreed(self._check(contestant, work, calls))
         if reason is not None:
             return None, reason
-        return Entrant(contestant.name, tuple(calls), work.touch), ""
+        timed = timed_on(self.job, calls, is_launch=contestant.name == LAUNCH)
+        return Entrant(contestant.name, tuple(calls), work.touch, timed), ""
 
     def _check(self, contestant: Contestant, work: Workload, calls: list[Any]) -> str | None:
         reason = None
         for root, call in enumerate(calls):  # to the end, whatever happens: the other ranks make all calls
             work.fill()
             try:
-                call()
+                result = call()
+                if contestant.name == LAUNCH:
+                    result.wait()
                 is_right = contestant.name == COPY or work.is_right(root)
                 found = None if is_right else f"wrong result on rank {self.job.rank}, root {root}"
             except Exception as error:

@@ -20,7 +20,7 @@ def as_text(report: Mapping[str, Any], *, details: bool) -> str:
     for (ranks, verb, dtype, mode), rows in grouped(report["rows"], _GROUP):
         lines += [
             "",
-            f"{verb} {dtype}, {counted(ranks, 'rank')}{', asynchronous' if mode == 'async' else ''}: us (spread)",
+            f"{verb} {dtype}, {counted(ranks, 'rank')}{_MODES.get(mode, '')}: us (spread)",
             "",
         ]
         lines += [f"  {line}" for line in (_details if details else _overview)(rows)]
@@ -32,6 +32,7 @@ def as_text(report: Mapping[str, Any], *, details: bool) -> str:
     return "\n".join(lines)
 
 
+_MODES = {"async": ", asynchronous", "sync on cuda": ", on cuda", "async on cuda": ", asynchronous, on cuda"}
 _LEGEND = (
     "us: median over batches, spread: half the distance of the quartiles. steps, sent: messages in a row, and bytes",
     "from the busiest rank, of the usual algorithm. GB/s: payload over time of the first column of times; bus: what",

@@ -15,6 +15,7 @@ from .workload import IN_PLACE, ROOTED, Allocate, Workload
 
 Call = Callable[[], object]
 COPY = "copy"
+LAUNCH = "auto launch"
 
 
 class Contestant(Protocol):
@@ -35,8 +36,9 @@ class Contestant(Protocol):
 class Ours:
     """The verbs of torchmpi, by one backend, or by the one that a call without ``backend=`` gets."""
 
-    def __init__(self, backend: str | None, memory: str, *, asynchronous: bool) -> None:
+    def __init__(self, backend: str | None, memory: str, *, asynchronous: bool, device: str = "cpu") -> None:
         self.backend, self.memory, self.asynchronous = backend, memory, asynchronous
+        self.device = device
         name = f"torchmpi {backend}" if backend in PEERS else backend or AUTO
         self.name = name + ("" if memory == "plain" else f" {memory}")
 
@@ -46,7 +48,7 @@ class Ours:
         if self.backend is None:
             return None
         mode = "async" if self.asynchronous else "sync"
-        verdict = torchmpi.collective_availability()[self.backend, verb, "cpu", mode]
+        verdict = torchmpi.collective_availability()[self.backend, verb, self.device, mode]
         return None if verdict == "available" else verdict.removeprefix("unavailable: ")
 
     def allocate(self) -> Allocate | None:
@@ -68,22 +70,45 @@ class Ours:
         if not self.asynchronous:
             return partial(getattr(torchmpi, work.verb), *positional, **named)
         start = partial(getattr(torchmpi, f"{work.verb}_async"), *positional, **named)
+        return self._measured(start)
+
+    def _measured(self, start: Callable[[], Any]) -> Call:
+        """What of an asynchronous call is timed."""
         return lambda: start().wait()
 
 
-def our_contestants(backends: Sequence[str] | None, memories: Sequence[str], *, asynchronous: bool) -> list[Ours]:
+class Launch(Ours):
+    """What an asynchronous call costs the thread that makes it: until it returns, without the wait."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(None, "plain", asynchronous=True, device=device)
+        self.name = LAUNCH
+
+    def _measured(self, start: Callable[[], Any]) -> Call:
+        return start
+
+
+def our_contestants(
+    backends: Sequence[str] | None, memories: Sequence[str], *, asynchronous: bool, device: str = "cpu"
+) -> list[Ours]:
     """The default choice and each backend on plain tensors; on shared ones only what was asked for, or the default."""
-    named: Sequence[str] = (AUTO, *_available()) if backends is None else [name for name in backends if name != DIST]
+    asked: Sequence[str] = (AUTO, *_available(device)) if backends is None else backends
+    named = [name for name in asked if name != DIST]
     chosen = [(backend, "plain") for backend in named if "plain" in memories]
     chosen += [(backend, "shared") for backend in ((AUTO,) if backends is None else named) if "shared" in memories]
-    return [Ours(None if name == AUTO else name, memory, asynchronous=asynchronous) for name, memory in chosen]
+    ours = [
+        Ours(None if name == AUTO else name, memory, asynchronous=asynchronous, device=device)
+        for name, memory in chosen
+        if device == "cpu" or memory == "plain"  # tensors of a device are not in the memory that hosts share
+    ]
+    return [*ours, Launch(device)] if asynchronous and device != "cpu" else ours
 
 
-def _available() -> list[str]:
-    """The backends that can run some verb on tensors of the host."""
+def _available(device_type: str) -> list[str]:
+    """The backends that can run some verb on tensors of this device."""
     table = torchmpi.collective_availability()
     names = {name for (name, verb, device, _), verdict in table.items()
-             if verdict == "available" and device == "cpu" and verb != "barrier"}  # fmt: skip
+             if verdict == "available" and device == device_type and verb != "barrier"}  # fmt: skip
     return [name for name in dict.fromkeys(key[0] for key in table) if name in names]
 
 

@@ -26,10 +26,11 @@ Show = Callable[[str], None]
 class Job:
     """One job of ranks that measure."""
 
-    def __init__(self, resources: ExitStack, show: Show) -> None:
+    def __init__(self, resources: ExitStack, show: Show, device_type: str = "cpu") -> None:
         self.resources, self._show = resources, show
         os.environ[_QUIET] = "0"  # start() compares settings between ranks, and refuses on all of them
-        runtime.start(with_cuda=False)
+        runtime.start(with_cuda=device_type == "cuda")
+        self.device = runtime.current().device
         resources.callback(runtime.stop)
         self.comm = mpi_library.load().COMM_WORLD.Dup()
         resources.callback(self.comm.Free)
@@ -63,6 +64,7 @@ def job_facts(comm: Any) -> dict[str, Any]:
         "threads_per_rank": torch.get_num_threads(),
         "binding": "; ".join(dict.fromkeys(bindings)),
         "processor": processor(),
+        "device": str(here.device) if here.device.type == "cpu" else torch.cuda.get_device_name(here.device),
         "versions": _software(),
         "settings": {name: value for name, value in sorted(os.environ.items()) if _is_setting(name)},
     }
@@ -80,10 +82,10 @@ def _software() -> dict[str, str]:
 
 
 @contextmanager
-def started_job(show: Show) -> Iterator[Job]:
+def started_job(show: Show, device_type: str = "cpu") -> Iterator[Job]:
     """A job in which torchmpi runs, and is stopped afterwards. After an error it is not: that is collective."""
     resources = ExitStack()
-    yield Job(resources, show)
+    yield Job(resources, show, device_type)
     resources.close()
 
 

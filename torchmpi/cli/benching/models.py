@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(_WIDTH, _NUM_WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         hidden = self.layers(self.words(x) + self.places, mask=mask, is_causal=True)
         logits: Tensor = self.head(hidden)
         return logits.flatten(0, 1)

@@ -92,6 +92,7 @@ def _add_collectives(kinds: Any) -> None:
     option("--backends", type=read.names((read.AUTO, *NAMES, read.DIST), "backend"), default=None, metavar="LIST",
            help="auto (what a call without backend= takes), names, dist (torch.distributed over torchmpi) "
                 "(default: auto and all available)")  # fmt: skip
+    _add_device(parser, "the copy is one on the device, nccl is a peer, and --async shows what launching costs")
     option("--memory", type=read.names(read.MEMORIES, "kind of memory"), default=read.MEMORIES, metavar="LIST",
            help="plain tensors, shared ones (mpi.empty_shared), or both (default: plain,shared)")  # fmt: skip
     option("--async", dest="asynchronous", action="store_true", help="time the asynchronous verbs and their wait()")
@@ -113,6 +114,7 @@ def _add_train(kinds: Any) -> None:
     )
     parser.add_argument("--model", dest="models", type=read.names(read.MODELS, "model"), default=read.MODELS,
                         metavar="LIST", help=f"among {', '.join(read.MODELS)} (default: all)")  # fmt: skip
+    _add_device(parser, "and mpi4py, which knows no GPU, is left out")
     _add_ranks(parser)
     _add_results(parser, "train", plot=False)
 
@@ -205,14 +207,21 @@ def _add_ps(kinds: Any) -> None:
     parser.set_defaults(settings={})
 
 
+def _add_device(parser: argparse.ArgumentParser, more: str) -> None:
+    parser.add_argument("--device", choices=read.DEVICES, default="cpu",
+                        help="where the tensors are (default: cpu); on cuda a batch ends when the device has finished, "
+                        + more)  # fmt: skip
+
+
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", dest="ranks", type=read.ranks, default=None, metavar="LIST",
                         help="numbers of ranks, one job each (default: 2 and one per core, at most 8)")  # fmt: skip
 
 
 def _add_peers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--peers", type=read.names((*read.PEERS, read.NONE), "peer"), default=read.PEERS,
-                        metavar="LIST", help=f"among {', '.join(read.PEERS)}, or none (default: all)")  # fmt: skip
+    parser.add_argument("--peers", type=read.names((*read.PEERS, read.NONE), "peer"), default=read.CPU_PEERS,
+                        metavar="LIST",
+                        help=f"among {', '.join(read.PEERS)}, or none (default: all but nccl)")  # fmt: skip
 
 
 def _add_results(parser: argparse.ArgumentParser, kind: str, *, plot: bool) -> None:

@@ -20,7 +20,8 @@ import torch.distributed
 from ... import mpi_library, runtime
 from ...distributed.registration import register
 from .contestants import Call, Contestant
-from .workload import Allocate, Workload
+from .job import Job
+from .workload import Allocate, Shape, Workload
 
 _MPI_NAMES = {
     "allreduce": "Allreduce", "broadcast": "Bcast", "allgather": "Allgather", "reduce_scatter": "Reduce_scatter_block",
@@ -75,6 +76,29 @@ class MPI4Py(Peer):
         if work.verb == "scatter":
             return source if is_root else None, target, root
         return source, target
+
+
+class StagedMPI4Py(MPI4Py):
+    """The same for tensors on a GPU, as one writes it by hand: copy to pinned memory, communicate, copy back."""
+
+    def why_not(self, verb: str, dtype: str) -> str | None:
+        return f"only allreduce is staged by hand, not {verb}" if verb != "allreduce" else super().why_not(verb, dtype)
+
+    def bind(self, work: Workload, root: int) -> Call:
+        host = Workload(
+            Shape(work.verb, str(work.dtype).removeprefix("torch."), work.payload_bytes),
+            rank=work.rank,
+            size=work.size,
+            allocate=lambda numel, dtype: torch.empty(numel, dtype=dtype, pin_memory=True),
+        )
+        call = super().bind(host, root)
+
+        def staged() -> None:
+            host.source.copy_(work.source)
+            call()
+            work.target.copy_(host.target)
+
+        return staged
 
 
 def _array(tensor: torch.Tensor) -> Any:
@@ -172,20 +196,33 @@ class Absent(Peer):
         raise NotImplementedError(self._reason)
 
 
-def find_peers(names: Sequence[str], comm: Any, resources: ExitStack, *, asynchronous: bool) -> list[Contestant]:
-    """The peers asked for; those that are not here give their reason. Collective over `comm`."""
+def find_peers(names: Sequence[str], job: Job, *, asynchronous: bool) -> list[Contestant]:
+    """The peers asked for; those that are not here give their reason. Collective."""
+    comm, resources, is_on_host = job.comm, job.resources, job.device.type == "cpu"
+    mpi4py = MPI4Py if is_on_host else StagedMPI4Py
     makers: dict[str, Callable[[], Contestant]] = {
-        "mpi4py": lambda: MPI4Py(comm, asynchronous=asynchronous),
+        "mpi4py": lambda: mpi4py(comm, asynchronous=asynchronous),
         "gloo": lambda: TorchDistributed("gloo", open_group("gloo", comm, resources), asynchronous=asynchronous),
         "horovod": lambda: Horovod(asynchronous=asynchronous),
+        "nccl": lambda: TorchDistributed("nccl", open_group("nccl", comm, resources), asynchronous=asynchronous),
     }
     found: list[Contestant] = []
     for name in names:
-        reason = why_absent(name)
+        reason = why_absent(name) if name != "nccl" else _why_no_nccl(job)
         # On all ranks or on none: they may be different machines.
         reasons = [text for text in comm.allgather(reason) if text is not None]
         found.append(Absent(name, reasons[0]) if reasons else makers[name]())
     return found
+
+
+def _why_no_nccl(job: Job) -> str | None:
+    """Why NCCL as torch uses it cannot be measured; the same on all ranks."""
+    if job.device.type == "cpu":
+        return "NCCL takes tensors on GPUs: --device cuda"
+    if not torch.distributed.is_nccl_available():
+        return "this torch was built without NCCL"
+    devices = job.comm.allgather((runtime.current().host_name, torch.cuda.get_device_properties(job.device).uuid))
+    return "ranks share a GPU, which NCCL refuses" if len({*map(str, devices)}) < job.size else None
 
 
 def why_absent(name: str) -> str | None:

@@ -94,6 +94,8 @@ def header(report: Mapping[str, Any]) -> list[str]:
     first = report["jobs"][0]["facts"]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     entries = [("date", report["date"]), ("software", versions), ("processor", first["processor"])]
+    if first.get("device", "cpu") != "cpu":
+        entries.append(("device", first["device"]))
     for job in report["jobs"]:
         facts = job["facts"]
         cores = " | ".join(facts["cores"][:8]) + (" ..." if len(facts["cores"]) > 8 else "")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ... import mpi_library
 from ... import nn as mpinn
 from .clock import Entrant, measure
+from .device_clock import timed_on
 from .job import Job, job_facts, split_seconds
 from .models import Task, make_task, resnet50
 from .peers import open_group, why_absent
@@ -70,6 +71,10 @@ def _rows(job: Job, model: str, part: str, entrants: Sequence[Entrant], seconds:
     ]
 
 
+def _entrant(job: Job, name: str, call: Callable[[], object], touch: Callable[[], object]) -> Entrant:
+    return Entrant(name, (call,), touch, timed_on(job, (call,)))
+
+
 # --- steps ---------------------------------------------------------------------------------------------------
 
 
@@ -109,12 +114,14 @@ def _trainers(task: Task, ours: Any, *, has_gloo: bool) -> dict[str, Trainer]:
 
 
 def _steps(job: Job, model: str, ours: Any, why_no_gloo: str | None, seconds: float) -> list[Row]:
-    trainers = _trainers(make_task(model, rank=job.rank), ours, has_gloo=why_no_gloo is None)
+    task = make_task(model, rank=job.rank)
+    task = Task(task.net.to(job.device), task.inputs.to(job.device), task.targets.to(job.device))
+    trainers = _trainers(task, ours, has_gloo=why_no_gloo is None)
     for trainer in trainers.values():
         trainer.step()
     reasons = {name: job.agreed(reason) for name, reason in _differences(trainers).items()}
     entrants = [
-        Entrant(name, (trainer.step,), _nothing) for name, trainer in trainers.items() if reasons.get(name) is None
+        _entrant(job, name, trainer.step, _nothing) for name, trainer in trainers.items() if reasons.get(name) is None
     ]
     rows = _rows(job, model, _PARTS[0], entrants, seconds)
     if why_no_gloo is not None:
@@ -145,17 +152,18 @@ def _nothing() -> None:
 
 def _communication(job: Job, why_no_gloo: str | None, seconds: float) -> list[Row]:
     """The 161 gradients of ResNet-50 by each way."""
-    parameters = list(resnet50().parameters())
+    parameters = list(resnet50().to(job.device).parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     entrants = [
-        Entrant(SYNC, (lambda: mpinn.synchronize_gradients(parameters),), lambda: _write(gradients)),
-        Entrant(BY_TENSOR, (_by_tensor(job, gradients),), lambda: _write(gradients)),
+        _entrant(job, SYNC, lambda: mpinn.synchronize_gradients(parameters), lambda: _write(gradients)),
     ]
+    if job.device.type == "cpu":  # MPI's own collectives see memory of the host
+        entrants.append(Entrant(BY_TENSOR, (_by_tensor(job, gradients),), lambda: _write(gradients)))
     if why_no_gloo is None:
         buckets = flat_buckets(gradients, _DDP_BUCKET_BYTES)
-        entrants.append(Entrant("gloo buckets", (lambda: _all_reduce(buckets),), lambda: _write(buckets)))
+        entrants.append(_entrant(job, "gloo buckets", lambda: _all_reduce(buckets), lambda: _write(buckets)))
     rows = _rows(job, "resnet", _PARTS[1], entrants, seconds)
     if why_no_gloo is not None:
         rows.append(_row(job, "resnet", _PARTS[1], "gloo buckets") | {"why_not": why_no_gloo})
@@ -185,9 +193,9 @@ def flat_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[Tensor]:
     for tensor in reversed(tensors):
         numel += tensor.numel()
         if numel * tensor.element_size() >= bucket_bytes:
-            buckets.append(torch.zeros(numel))
+            buckets.append(tensor.new_zeros(numel))
             numel = 0
-    return [*buckets, torch.zeros(numel)] if numel else buckets
+    return [*buckets, tensors[0].new_zeros(numel)] if numel else buckets
 
 
 def _all_reduce(buckets: Sequence[Tensor]) -> None:

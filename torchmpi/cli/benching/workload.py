@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ _SMALL_SOURCE = ("allgather", "gather")
 _SMALL_TARGET = ("reduce_scatter", "scatter")
 # A prime, so that a piece in the wrong place shows; small values, so that sums are exact in 16 bits up to 64 ranks.
 _PERIOD, _VALUES = 1021, 4
+_CPU = torch.device("cpu")
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -34,8 +36,10 @@ class Workload:
     (torch.Size([2]), torch.Size([4]), 16)
     """
 
-    def __init__(self, shape: Shape, *, rank: int, size: int, allocate: Allocate | None = None) -> None:
-        allocate = allocate or _plain
+    def __init__(
+        self, shape: Shape, *, rank: int, size: int, allocate: Allocate | None = None, device: torch.device = _CPU
+    ) -> None:
+        allocate = allocate or partial(_plain, device)
         self.verb, self.rank, self.size = shape.verb, rank, size
         self.dtype: torch.dtype = getattr(torch, shape.dtype)
         numel = max(1, shape.num_bytes // self.dtype.itemsize)
@@ -79,11 +83,11 @@ class Workload:
         return _equals(self.target, total.to(self.dtype))
 
     def _pattern(self, shift: int) -> torch.Tensor:
-        return ((torch.arange(_PERIOD) + shift) % _VALUES).to(self.dtype)
+        return ((torch.arange(_PERIOD) + shift) % _VALUES).to(self.source.device, self.dtype)
 
 
-def _plain(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype)
+def _plain(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,133 @@
+"""Pieces through host buffers: the bits of the whole, on every transport. Here the device is memory of the host too."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import errors, runtime, staging
+from torchmpi.backends.binding import bind
+from torchmpi.dtypes import info
+from torchmpi.plans import Plan
+from torchmpi.progress import ON_DEVICE, call_code
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+
+pytestmark = pytest.mark.usefixtures("world")
+BACKENDS = ("mpi", "shm", "p2p")
+_PIECE_BYTES = 200  # no multiple of any chunk, and more than travels with an announcement
+
+
+def pool(*, shared: bool = True) -> staging.Pool:
+    allocate = runtime.current().empty_shared if shared else lambda shape, dtype: torch.empty(shape, dtype=dtype)
+    return staging.Pool(_PIECE_BYTES, lambda num_bytes: allocate((num_bytes,), torch.uint8), pinned=False)
+
+
+def staged(name: str, verb: str, dtype: torch.dtype, op: str | None, buffers: staging.Pool):
+    """The verb through a backend in pieces, as a call of the group."""
+    running, group = runtime.current(), mpi.communicator(0).intra
+    backend = running.selector.backends[name]
+    run = staging.Staged(verb, bind(backend, group, verb, dtype, op), group, buffers)
+    plan = Plan(verb, call_code(verb, op, info(dtype).code) | ON_DEVICE, run)
+
+    def call(tensor: torch.Tensor, out: torch.Tensor | None = None, root: int = 0) -> torch.Tensor:
+        return group.call(plan, tensor, out, root)
+
+    return call
+
+
+def usable(name: str) -> bool:
+    return runtime.current().selector.backends[name].why_not("allreduce", "cpu", mpi.communicator(0).intra) is None
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_pieces_have_the_bits_of_the_whole(agree, name):
+    if not usable(name):
+        pytest.skip(f"{name} cannot be had here")
+    rank, size = mpi.rank(), mpi.size()
+    buffers = pool()
+    shapes = ((), (0,), (7,), (50,), (3, 17), (1025,))
+    kinds = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int8, "sum"), (torch.complex128, "sum"))
+    for (dtype, op), shape, with_out in itertools.product(kinds, shapes, (False, True)):
+        inputs = [contract.values(shape, dtype, r) for r in range(size)]
+        expected = contract.reduced(inputs, op)
+        for make in (torch.clone, contract.strided):
+            case = f"{name} {dtype} {shape} {make.__name__} out={with_out}"
+            tensor = make(inputs[rank])
+            out = make(torch.zeros_like(tensor)) if with_out else None
+            result = staged(name, "allreduce", dtype, op, buffers)(tensor, out)
+            agree.bits(result, expected, f"allreduce {case}")
+            agree(result is (out if with_out else tensor), f"allreduce {case}: another tensor came back")
+            agree(not with_out or contract.same_bits(tensor, inputs[rank]), f"allreduce {case}: the input has changed")
+    agree(buffers.num_made <= 3, f"{buffers.num_made} buffers")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_rooted_verbs_in_pieces(agree, name):
+    if not usable(name):
+        pytest.skip(f"{name} cannot be had here")
+    rank, size = mpi.rank(), mpi.size()
+    buffers = pool(shared=False)
+    for root, shape, with_out in itertools.product({0, size - 1}, ((0,), (7,), (1025,)), (False, True)):
+        inputs = [contract.values(shape, torch.float64, r) for r in range(size)]
+        expected = contract.reduced(inputs, "sum")
+        case = f"{name} root={root} {shape} out={with_out}"
+
+        tensor = inputs[rank].clone()
+        out = torch.zeros_like(tensor) if with_out else None
+        result = staged(name, "reduce", torch.float64, "sum", buffers)(tensor, out, root)
+        agree.bits(result, expected if rank == root else inputs[rank], f"reduce {case}")
+
+        tensor = inputs[rank].clone()
+        out = torch.zeros_like(tensor) if with_out else None
+        result = staged(name, "broadcast", torch.float64, None, buffers)(tensor, out, root)
+        agree.bits(result, inputs[root], f"broadcast {case}")
+        agree(not with_out or result is out, f"broadcast {case}: out was not used")
+        agree(not with_out or contract.same_bits(tensor, inputs[rank]), f"broadcast {case}: the input has changed")
+
+
+def test_pieces_next_to_whole_calls(agree):
+    """Each piece is a call of its own to the transports and the ledger: what comes next is not thrown out of step."""
+    size = mpi.size()
+    buffers = pool()
+    call = staged("shm" if usable("shm") else "mpi", "allreduce", torch.float32, "sum", buffers)
+    for round_ in range(40):  # more calls than the ring of the board has entries
+        many = call(torch.full((333,), float(round_)))
+        one = mpi.allreduce(torch.full((333,), 1.0))
+        mpi.barrier()
+        agree.equal(many, torch.full((333,), float(round_ * size)), f"round {round_}")
+        agree.equal(one, torch.full((333,), float(size)), f"round {round_}, whole")
+
+
+def test_inference_tensors_in_pieces(agree):
+    with torch.inference_mode():
+        tensor = torch.ones(333)
+        inside = staged("mpi", "allreduce", torch.float32, "sum", pool())(torch.ones(333))
+    result = staged("mpi", "allreduce", torch.float32, "sum", pool())(tensor)
+    agree.equal(result.tolist(), [float(mpi.size())] * 333)
+    agree.equal(inside.tolist(), [float(mpi.size())] * 333)
+
+
+def test_a_device_on_one_rank_only_is_a_mismatch_on_all(agree):
+    """A call in pieces and one as a whole would otherwise take each other's bytes."""
+    if mpi.size() == 1 or not usable("shm"):
+        pytest.skip("in shared memory alone all ranks of a mismatch get away with an error")
+    group = mpi.communicator(0).intra.duplicate("mixed devices")
+    run = bind(runtime.current().selector.backends["shm"], group, "allreduce", torch.float32, "sum")
+    code = call_code("allreduce", "sum", info(torch.float32).code)
+    plan = Plan("allreduce", code | (ON_DEVICE if mpi.rank() == 0 else 0), run)
+    said = ""
+    try:
+        group.call(plan, torch.ones(400), None, 0)
+    except errors.MismatchError as error:
+        said = str(error)
+    mpi.barrier()
+    group.free()
+    agree("on cuda" in said or "given it up" in said, said or "nobody was told")
+    agree(mpi.rank() > 1 or "on cuda" in said, said)

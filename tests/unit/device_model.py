@@ -1,0 +1,174 @@
+"""A device in which work happens late: streams, events and memory as CUDA defines them, run by a scheduler with dice.
+
+What is queued on a stream is run at any later moment, in the stream's order and after the events that the stream was
+told to wait for, and at the latest when somebody synchronizes. So code that forgets an event computes wrong numbers
+here for some throw of the dice, as it would on a device on some days.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Event:
+    """Happens when the stream that recorded it comes to that point."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self.has_happened = model, False
+
+    def query(self) -> bool:
+        self._model.drift()
+        return self.has_happened
+
+    def synchronize(self) -> None:
+        self._model.run_until(lambda: self.has_happened)
+
+
+class Stream:
+    """A queue of work, of which any stretch may have been done."""
+
+    device = DEVICE
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.queue: deque[Callable[[], bool]] = deque()
+        """Each does its work and returns True, or returns False if it cannot be done yet."""
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        def done() -> bool:
+            work()
+            return True
+
+        with self.model.lock:
+            self.queue.append(done)
+        self.model.drift()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.model)
+        self.enqueue(lambda: setattr(event, "has_happened", True))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        with self.model.lock:
+            self.queue.append(lambda: event.has_happened)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.model.run_until(lambda: not self.queue)
+
+
+class Model:
+    """The device: its streams, and the dice."""
+
+    def __init__(self, seed: int) -> None:
+        self.lock = threading.RLock()
+        self._dice = random.Random(seed)
+        self._haste = seed % 4  # none at all: everything waits until somebody synchronizes
+        self._streams: list[Stream] = []
+        self._current = threading.local()
+        self.default = self.stream()
+
+    def stream(self, *arguments: Any, **options: Any) -> Stream:
+        stream = Stream(self)
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return getattr(self._current, "stream", self.default)
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def drift(self) -> None:
+        """Let some time pass: a throw of the dice says how much work is done."""
+        with self.lock:
+            for _ in range(self._dice.randrange(self._haste + 1)):
+                self._step()
+
+    def _step(self) -> bool:
+        ready = [stream for stream in self._streams if stream.queue]
+        self._dice.shuffle(ready)
+        for stream in ready:
+            if stream.queue[0]():
+                stream.queue.popleft()
+                return True
+        return False
+
+    def run_until(self, is_reached: Callable[[], bool]) -> None:
+        with self.lock:
+            while not is_reached():
+                assert self._step(), "streams wait for each other for ever"
+
+    def tensor(self, values: torch.Tensor) -> DeviceTensor:
+        """Memory of the device with these values, there from the beginning."""
+        tensor = values.clone().as_subclass(DeviceTensor)
+        tensor.model = self
+        return tensor
+
+    def install(self, monkeypatch: Any) -> None:
+        """In place of torch.cuda's streams."""
+        for name, value in {
+            "current_stream": self.current_stream,
+            "Stream": self.stream,
+            "stream": self.use,
+            "current_device": lambda: DEVICE.index,
+            "Event": lambda **options: Event(self),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor whose copies are queued. Other operations are not needed here."""
+
+    model: Model
+    is_cuda = True  # type: ignore[assignment]
+    is_cpu = False  # type: ignore[assignment]
+    device = DEVICE  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        return 0
+
+    def record_stream(self, stream: Stream) -> None:
+        """Nothing is given away here."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        model = next(argument.model for argument in (*args, *kwargs.values()) if isinstance(argument, DeviceTensor))
+        if func is torch.Tensor.copy_:
+            target, source = (plain(tensor) for tensor in args[:2])
+            model.current_stream().enqueue(lambda: target.copy_(source))
+            if not kwargs.get("non_blocking", False):
+                model.current_stream().synchronize()
+            return args[0]
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, DeviceTensor):
+            result.model = model
+        return result
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory behind, without the device."""
+    return tensor.as_subclass(torch.Tensor)
+
+
+def compute(tensor: DeviceTensor, function: Callable[[torch.Tensor], object]) -> None:
+    """Queue a kernel on the current stream."""
+    tensor.model.current_stream().enqueue(lambda: function(plain(tensor)))

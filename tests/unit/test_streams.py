@@ -1,0 +1,286 @@
+"""Order on a device: handles, turns and staging, on a model of a device in which everything happens late."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+import threading
+import types
+from functools import partial
+
+import pytest
+import torch
+from device_model import DEVICE, DeviceTensor, Model, compute, plain
+
+from torchmpi import errors, handle, staging, streams, turns
+from torchmpi.handle import DeviceHandle
+from torchmpi.lane import Lane
+from torchmpi.progress import Ledger
+
+SEEDS = range(8)
+_PIECE_BYTES = 64
+
+
+def test_examples_in_docstrings():
+    for module in (streams, handle, staging, turns):
+        assert doctest.testmod(module).failed == 0, module.__name__
+
+
+def test_nothing_is_queued_for_tensors_of_the_host():
+    lane = Lane("host")
+    group = types.SimpleNamespace(lane=lane)
+    queued = turns.queue(group, lambda: 7, "call", torch.ones(2))
+    assert not isinstance(queued, DeviceHandle)
+    assert queued.wait() == 7
+    assert turns.take(group, lambda: 8, "call", torch.ones(2)) == 8
+    lane.close()
+
+
+@pytest.fixture(params=SEEDS)
+def model(request, monkeypatch):
+    device = Model(request.param)
+    device.install(monkeypatch)
+    monkeypatch.setattr(streams, "_own", threading.local())
+    monkeypatch.setattr(streams, "_abandoned", streams._Abandoned())
+    return device
+
+
+def group_of_one() -> types.SimpleNamespace:
+    return types.SimpleNamespace(lane=Lane("model"), rank=0, ledger=Ledger("model", rank=0, size=1))
+
+
+def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) -> DeviceTensor:
+    """A staged call by a transport of the host that doubles what it gets."""
+
+    def operation(piece: torch.Tensor, destination: None, root: int) -> None:
+        assert type(piece) is torch.Tensor, "the transport was shown memory of the device"
+        piece.mul_(2)
+
+    group.ledger.enter(0, (1,))
+    try:
+        return staging.Staged("allreduce", operation, group, pool)(tensor, out, 0)
+    finally:
+        group.ledger.leave()
+
+
+def host_pool() -> staging.Pool:
+    return staging.Pool(_PIECE_BYTES, partial(torch.empty, dtype=torch.uint8), pinned=False)
+
+
+def seen(tensor: DeviceTensor) -> list[float]:
+    """The values, as something queued now on the current stream sees them."""
+    copy = tensor.model.tensor(torch.zeros(tensor.shape))
+    copy.copy_(tensor, non_blocking=True)
+    tensor.model.current_stream().synchronize()
+    return plain(copy).tolist()
+
+
+NUMEL = 7 * _PIECE_BYTES // 4 + 3
+
+
+def test_a_call_in_the_background_sees_what_was_queued_before_it_and_is_seen_after_its_wait(model):
+    group, pool = group_of_one(), host_pool()
+    tensor = model.tensor(torch.zeros(NUMEL))
+    user = model.stream()
+    with model.use(user):
+        compute(tensor, lambda values: values.copy_(torch.arange(float(NUMEL))))
+        call = turns.queue(group, partial(doubled, group, pool, tensor), "call", tensor)
+        result = call.wait()
+        compute(tensor, lambda values: values.add_(1))
+        found = seen(tensor)
+    group.lane.close()
+    assert result is tensor
+    assert found == [2.0 * index + 1 for index in range(NUMEL)]
+    assert call.done()
+
+
+def test_a_call_in_the_callers_thread_is_in_the_order_of_its_stream(model):
+    group, pool = group_of_one(), host_pool()
+    tensor, out = model.tensor(torch.zeros(NUMEL)), model.tensor(torch.zeros(NUMEL))
+    with model.use(model.stream()):
+        compute(tensor, lambda values: values.fill_(3))
+        turns.take(group, partial(doubled, group, pool, tensor, out), "call", tensor)
+        compute(tensor, lambda values: values.fill_(5))
+        assert seen(out) == [6.0] * NUMEL
+        assert seen(tensor) == [5.0] * NUMEL
+    group.lane.close()
+
+
+def test_a_synchronous_call_behind_asynchronous_ones_keeps_their_order(model):
+    group, pool = group_of_one(), host_pool()
+    tensor = model.tensor(torch.ones(NUMEL))
+    held = threading.Event()
+    with model.use(model.stream()):
+        blocked = group.lane.submit(held.wait, "something slow")
+        first = turns.queue(group, partial(doubled, group, pool, tensor), "first", tensor)
+        threading.Timer(0.001, held.set).start()
+        first_result = first.wait()
+        compute(tensor, lambda values: values.add_(1))
+        turns.take(group, partial(doubled, group, pool, tensor), "second", tensor)
+        assert seen(tensor) == [6.0] * NUMEL
+    assert first_result is tensor and blocked.wait()
+    group.lane.close()
+
+
+def test_two_lanes_share_the_buffers(model):
+    """A buffer given back while its last copy is still queued is used by another stream next."""
+    pool = host_pool()
+    groups = [group_of_one() for _ in range(2)]
+    tensors = [model.tensor(torch.full((NUMEL,), float(index + 1))) for index in range(6)]
+    calls = [
+        turns.queue(groups[index % 2], partial(doubled, groups[index % 2], pool, tensor), "call", tensor)
+        for index, tensor in enumerate(tensors)
+    ]
+    for call in calls:
+        call.wait()
+    found = [seen(tensor) for tensor in tensors]
+    for group in groups:
+        group.lane.close()
+    assert found == [[2.0 * (index + 1)] * NUMEL for index in range(6)]
+    assert pool.num_made <= 6
+
+
+def test_a_buffer_whose_last_copy_is_still_queued_is_not_overwritten_by_another_stream(model):
+    group, pool = group_of_one(), host_pool()
+    tensors = [model.tensor(torch.full((5,), float(index + 1))) for index in range(6)]
+    for tensor in tensors:
+        with model.use(model.stream()):
+            turns.take(group, partial(doubled, group, pool, tensor), "call", tensor)
+    for stream in list(model._streams):
+        stream.synchronize()
+    group.lane.close()
+    assert [plain(tensor).tolist() for tensor in tensors] == [[2.0 * (index + 1)] * 5 for index in range(6)]
+    assert pool.num_made == 1
+
+
+def test_callbacks_run_behind_the_call_and_not_on_the_default_stream(model):
+    group = group_of_one()
+    tensor, copy = model.tensor(torch.zeros(4)), model.tensor(torch.zeros(4))
+    current: list[object] = []
+    called = threading.Event()
+
+    def task() -> DeviceTensor:
+        compute(tensor, lambda values: values.fill_(9))  # enqueued, as a transport of the device does
+        return tensor
+
+    def callback() -> None:
+        current.append(model.current_stream())
+        copy.copy_(tensor, non_blocking=True)
+        model.current_stream().synchronize()
+        called.set()
+
+    call = turns.queue(group, task, "call", tensor)
+    call.when_done(callback)
+    assert called.wait(10)
+    group.lane.close()
+    assert plain(copy).tolist() == [9.0] * 4
+    assert current[0] is not model.default
+
+
+def test_done_is_about_the_device_too(model):
+    group = group_of_one()
+    tensor = model.tensor(torch.zeros(4))
+    gate = model.stream().record_event()
+    gate.has_happened = False
+    opened = threading.Event()
+
+    def task() -> DeviceTensor:
+        model.current_stream().queue.append(opened.is_set)
+        return tensor
+
+    call = turns.queue(group, task, "call", tensor)
+    assert call.wait() is tensor  # queued: nobody waits for the device
+    before = call.done()
+    opened.set()
+    model.current_stream().synchronize()
+    group.lane.close()
+    assert (before, call.done()) == (False, True)
+
+
+def test_errors_arrive_and_count_as_seen(model):
+    group = group_of_one()
+    tensor = model.tensor(torch.zeros(4))
+
+    def fail() -> None:
+        raise errors.MismatchError("different")
+
+    call = turns.queue(group, fail, "call", tensor)
+    called = threading.Event()
+    call.when_done(called.set)
+    assert called.wait(10)
+    assert isinstance(call.unseen_error, errors.MismatchError)
+    with pytest.raises(errors.MismatchError, match="different"):
+        call.wait()
+    assert call.done() and call.unseen_error is None
+    group.lane.close()
+
+
+@pytest.mark.parametrize("elsewhere", (False, True), ids=("nobody waits", "waited for on another stream"))
+def test_what_the_device_uses_lives_until_it_has_finished(model, elsewhere):
+    """An abandoned call must not leave its memory to the allocator while the device is at work on it."""
+    group = group_of_one()
+    tensor = model.tensor(torch.zeros(4))
+    opened = threading.Event()
+    alive: list[bool] = []
+
+    class Kept:
+        """In place of memory."""
+
+        def __del__(self) -> None:
+            alive.append(opened.is_set())
+
+    def task(kept: Kept) -> None:
+        model.current_stream().queue.append(opened.is_set)
+
+    call = turns.queue(group, partial(task, Kept()), "call", tensor)
+    if elsewhere:
+        with model.use(model.stream()):
+            call.wait()
+    del call
+    group.lane.drain()
+    gc.collect()
+    early = list(alive)
+    opened.set()
+    for stream in list(model._streams):
+        stream.synchronize()
+    streams._abandoned.sweep()
+    gc.collect()
+    group.lane.close()
+    assert early == [] and alive == [True]
+
+
+def test_work_on_changing_streams_stays_in_order(model):
+    order, tensor = streams.Order(), model.tensor(torch.zeros(1))
+    steps = 6
+    for index in range(steps):
+        with model.use(model.stream()):
+            order.enter(tensor)
+            compute(tensor, lambda values, index=index: values.mul_(2).add_(index))
+    with model.use(model.stream()):
+        order.enter(tensor)
+        found = seen(tensor)
+    expected = 0.0
+    for index in range(steps):
+        expected = expected * 2 + index
+    assert found == [expected]
+
+
+def test_in_order_runs_here_as_it_is_and_elsewhere_after_what_is_queued(model):
+    tensor = model.tensor(torch.zeros(3))
+    found: list[list[float]] = []
+
+    def task() -> None:
+        host = torch.zeros(3)
+        host.copy_(tensor, non_blocking=True)
+        model.current_stream().synchronize()
+        found.append(host.tolist())
+
+    with model.use(model.stream()):
+        compute(tensor, lambda values: values.fill_(4))
+        ordered = streams.in_order(tensor, task)
+        ordered()
+        thread = threading.Thread(target=ordered)
+        thread.start()
+        thread.join()
+    assert found == [[4.0] * 3] * 2
+    assert tensor.device == DEVICE
