@@ -23,9 +23,10 @@ from .models import Task, make_task, resnet50
 from .peers import open_group, why_absent
 
 Row = dict[str, Any]
-NONE, SYNC, ASYNC, DDP, OUR_DDP, BY_TENSOR = (
+NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR = (
     "no communication",
     "synchronize_gradients",
+    "the same, gradients kept",
     "register_async_backward",
     "ddp",
     "ddp on torchmpi",
@@ -152,12 +153,13 @@ def _nothing() -> None:
 
 def _communication(job: Job, why_no_gloo: str | None, seconds: float) -> list[Row]:
     """The 161 gradients of ResNet-50 by each way."""
-    parameters = list(resnet50().to(job.device).parameters())
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    net, gradients = _net_with_gradients(job)
+    parameters = list(net.parameters())
+    kept, kept_gradients = _net_with_gradients(job)
     entrants = [
+        # A list of parameters, whose gradients may be others each time; a net keeps them where it has moved them.
         _entrant(job, SYNC, lambda: mpinn.synchronize_gradients(parameters), lambda: _write(gradients)),
+        _entrant(job, KEPT, lambda: mpinn.synchronize_gradients(kept), lambda: _write(kept_gradients)),
     ]
     if job.device.type == "cpu":  # MPI's own collectives see memory of the host
         entrants.append(Entrant(BY_TENSOR, (_by_tensor(job, gradients),), lambda: _write(gradients)))
@@ -168,6 +170,13 @@ def _communication(job: Job, why_no_gloo: str | None, seconds: float) -> list[Ro
     if why_no_gloo is not None:
         rows.append(_row(job, "resnet", _PARTS[1], "gloo buckets") | {"why_not": why_no_gloo})
     return rows
+
+
+def _net_with_gradients(job: Job) -> tuple[nn.Module, list[Tensor]]:
+    net = resnet50().to(job.device)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return net, [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
 
 
 def _by_tensor(job: Job, gradients: Sequence[Tensor]) -> Callable[[], None]:
