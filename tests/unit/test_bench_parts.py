@@ -45,7 +45,7 @@ def test_examples_in_docstrings():
         (["--seconds", "-1"], "is no time"),
         (["--seconds", "nan"], "is no time"),
         (["starts", "--count", "0"], "no number of at least 1"),
-        (["train", "--model", "gpt"], "'gpt' is no model; choose among mlp, resnet, transformer"),
+        (["train", "--model", "gpt"], "'gpt' is no model; choose among mlp, cnn, resnet, transformer"),
         (["frobnicate"], "invalid choice"),
     ],
 )

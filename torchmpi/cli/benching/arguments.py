@@ -17,7 +17,7 @@ DIST = "dist"
 """torch.distributed over the backend "torchmpi"."""
 NONE = "none"
 MEMORIES = ("plain", "shared")
-MODELS = ("mlp", "resnet", "transformer")
+MODELS = ("mlp", "cnn", "resnet", "transformer")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZES_HELP = "write 4:256M for the powers of 4 between them, or a list such as 4,64K,1M (K, M, G are powers of 1024)"
 _LARGEST_BYTES = 64 << 30

@@ -1,4 +1,4 @@
-"""Three networks to train: a multilayer perceptron, ResNet-50 on small images, a small transformer."""
+"""Four networks to train: a multilayer perceptron, ResNet-18 and ResNet-50 on small images, a small transformer."""
 
 from __future__ import annotations
 
@@ -36,6 +36,45 @@ def _mlp() -> nn.Module:
 
 def _mlp_batch() -> tuple[Tensor, Tensor]:
     return torch.randn(128, 784), torch.randint(10, (128,))
+
+
+# --- ResNet-18 for CIFAR-10: 62 tensors, 11.2 million elements -----------------------------------------------
+
+
+class Basic(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_convolution(num_in, num_out, 3, stride), nn.ReLU(), *_convolution(num_out, num_out, 3, 1)
+        )  # fmt: skip
+        is_same = num_in == num_out and stride == 1
+        self.around = nn.Identity() if is_same else nn.Sequential(*_convolution(num_in, num_out, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.around(x))
+
+
+def resnet18() -> nn.Module:
+    """As it is used for small images: no large kernel and no pooling at the entrance.
+
+    >>> net = resnet18()
+    >>> len(list(net.parameters())), sum(parameter.numel() for parameter in net.parameters())
+    (62, 11173962)
+    """
+    widths = (64, 64, 128, 128, 256, 256, 512, 512)
+    blocks = [
+        Basic(before, width, 1 if before == width else 2)
+        for before, width in zip((64, *widths), widths, strict=False)
+    ]
+    return nn.Sequential(
+        *_convolution(3, 64, 3, 1), nn.ReLU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)
+    )  # fmt: skip
+
+
+def _small_image_batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 3, 24, 24), torch.randint(10, (2,))
 
 
 # --- ResNet-50: 161 tensors, 25.6 million elements -----------------------------------------------------------
@@ -115,5 +154,7 @@ def _text_batch() -> tuple[Tensor, Tensor]:
     return words[:, :-1].contiguous(), words[:, 1:].flatten()
 
 
-_NETS: dict[str, Callable[[], nn.Module]] = {"mlp": _mlp, "resnet": resnet50, "transformer": Transformer}
-_BATCHES = {"mlp": _mlp_batch, "resnet": _image_batch, "transformer": _text_batch}
+_NETS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": _mlp, "cnn": resnet18, "resnet": resnet50, "transformer": Transformer,
+}  # fmt: skip
+_BATCHES = {"mlp": _mlp_batch, "cnn": _small_image_batch, "resnet": _image_batch, "transformer": _text_batch}

@@ -108,7 +108,7 @@ def _add_train(kinds: Any) -> None:
         kinds,
         "train",
         "training steps, with and without overlap, against DistributedDataParallel",
-        "Time training steps of three models without communication, with synchronize_gradients, with\n"
+        "Time training steps of four models without communication, with synchronize_gradients, with\n"
         "register_async_backward and with DistributedDataParallel on gloo; then communication alone.",
         "  torchmpi bench train\n  torchmpi bench train --model mlp,resnet -n 2,4 --json",
     )

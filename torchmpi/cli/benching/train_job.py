@@ -35,7 +35,7 @@ NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR = (
 _PARTS = ("step", "communication")
 # What DistributedDataParallel does unless told otherwise: a small bucket first, then these.
 _DDP_BUCKET_BYTES = 25 << 20
-_WEIGHTS = {"mlp": 1.0, "transformer": 2.0, "resnet": 4.0}
+_WEIGHTS = {"mlp": 1.0, "cnn": 2.0, "transformer": 2.0, "resnet": 4.0}
 _TOLERANCE = 1e-4
 
 
