@@ -144,3 +144,10 @@ def shut() -> None:
     with _changing:
         for gate in _gates.values():
             gate.shut()
+
+
+def shut_in_child() -> None:
+    """The same in a process that was forked, perhaps while another thread of its parent was changing something."""
+    global _changing
+    _changing = threading.Lock()
+    shut()

@@ -300,7 +300,7 @@ def is_running() -> bool:
 
 def _forget_in_forked_child() -> None:
     global _runtime, _why_not
-    gates.shut()
+    gates.shut_in_child()
     if _runtime is not None:
         _runtime = None
         _why_not = (
