@@ -56,6 +56,11 @@ def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise DeviceError(f"{what}: tensors on device {tensor.device} cannot be sent. Use .cpu() or .cuda().")
+    if tensor.is_cpu and not tensor.data_ptr() and tensor.numel():
+        raise ArgumentError(
+            f"{what}: the tensor has no memory (a freed storage, a zero of forward-mode autograd, or a wrapper of "
+            "torch.func.functionalize). Pass .clone(), or the tensor inside."
+        )
     if type(tensor) not in _PLAIN_TYPES and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         raise DtypeError(f"{what}: a {type(tensor).__name__} wraps other tensors. Pass the local one.")
     strides = zip(tensor.stride(), tensor.shape, strict=True)

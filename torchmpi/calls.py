@@ -32,6 +32,7 @@ def is_simple(tensor: Any) -> bool:
         and not tensor.is_nested
         and tensor.is_contiguous()
         and not (tensor.is_neg() or tensor.requires_grad)
+        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
     )
 
 
@@ -46,7 +47,7 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
         return _OTHERWISE
     if verb in gates.VERBS and backend is None and (comm is None or type(comm) is Communicator):
         name = root if op is None else op, tensor.dtype, comm
-        gates.open_to(verb, name, partial(_door, group, plan, root, comm))
+        gates.open_to(verb, name, partial(_door, group, plan, root, comm, (verb, op, tensor.dtype, backend)))
     if out is None:
         result = group.call(plan, tensor, None, root)
         if result is tensor:
@@ -64,9 +65,10 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
 _OTHERWISE = object()
 
 
-def _door(group: Group, plan: plans.Plan, root: int, comm: Comm) -> gates.Door | None:
+def _door(group: Group, plan: plans.Plan, root: int, comm: Comm, key: Any) -> gates.Door | None:
     """The way past Python into a call like this one."""
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
+    is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table since
     return plan.door(root) if is_meant and not group.lane.closed else None
 
 

@@ -22,7 +22,11 @@ def describer() -> int:
         return 0
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    table = (ctypes.c_uint64 * (_DESCRIBE + 1)).from_address(get(capsule, _NAME))
+    try:
+        address = get(capsule, _NAME)
+    except ValueError:  # somebody else has put something of theirs there
+        return 0
+    table = (ctypes.c_uint64 * (_DESCRIBE + 1)).from_address(address)
     is_known = table[0] & 0xFFFFFFFF == _MAJOR
     return table[_DESCRIBE] if is_known else 0
 

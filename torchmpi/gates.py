@@ -84,7 +84,7 @@ class _Gate:
         self.doors.clear()
 
     def _door_at(self, address: int) -> Door:
-        known = [door for door, words in self.doors.values() if words.buffer_info()[0] == address]
+        known = [door for door, words in list(self.doors.values()) if words.buffer_info()[0] == address]
         return known[0] if known else self._retired[address][0]
 
     def add(self, name: Name, door: Door) -> None:

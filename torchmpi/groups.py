@@ -153,8 +153,8 @@ class Group:
 
     def forget_plans(self) -> None:
         """Prepare every call anew, because something has changed that was taken into account."""
-        gates.shut()
         self.plans.clear()
+        gates.shut()  # last: doors are opened for plans that are there
 
     def drain(self) -> None:
         """Finish everything that is queued."""

@@ -50,7 +50,11 @@ class Turn:
             if not blocking:
                 self.release()
                 return False
-            self._wait_for_machine_code()
+            try:
+                self._wait_for_machine_code()
+            except BaseException:  # KeyboardInterrupt
+                self.release()
+                raise
         return True
 
     def release(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -80,9 +82,13 @@ def test_what_is_not_plain_goes_through_python(agree):
     complex_number = torch.tensor([1j])
     negative = complex_number.conj().imag  # contiguous, since it has one element
     strided = torch.ones(4, 2).t()
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)  # as FSDP does with what it has gathered
     cases = {
         "negative": ("allreduce", negative, None, "sum"),
         "strided": ("allreduce", strided, None, "sum"),
+        "no memory": ("allreduce", freed, None, "sum"),
+        "a length that is not its own hash": ("allreduce", torch.empty(0, 1 << 62), None, "sum"),
         "parameter": ("allreduce", torch.nn.Parameter(torch.ones(4)), None, "sum"),
         "another dtype": ("allreduce", torch.ones(4, dtype=torch.complex64), None, "sum"),
         "sparse": ("allreduce", ones.to_sparse(), None, "sum"),
@@ -99,6 +105,8 @@ def test_what_is_not_plain_goes_through_python(agree):
     }
     went = [name for name, arguments in cases.items() if entered(*arguments)]
     result = mpi.allreduce(negative, torch.empty(1))
+    with pytest.raises(errors.ArgumentError, match="no memory"):
+        mpi.allreduce(freed)
     agree.equal(went, [], "went through a gate")
     agree.equal(result, torch.full((1,), -1.0 * size), "negative")
     agree.equal(rank, mpi.rank(), "rank")
@@ -245,3 +253,29 @@ def test_the_watchdog_sees_a_call_behind_a_gate(agree):
     if mpi.rank() != 0:
         agree.equal([(number, shape) for number, _, shape in seen], [(seq, (6,))], "while it waited")
     agree.equal(group.ledger.current, None, "after all calls")
+
+
+def test_an_interrupt_leaves_the_lane_to_others(agree):
+    """Ctrl-C while the kernel waits, and the kernel then ends without result: nobody has taken the call over yet."""
+    if mpi.size() == 1:
+        pytest.skip("nobody to wait for")
+    group = mpi.communicator().intra
+    for _ in range(2):
+        mpi.allreduce(torch.ones(4))
+        mpi.allreduce(torch.ones(5))
+    # The signal comes while the others wait for rank 0, which then calls something else.
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if mpi.rank() == 0:
+            time.sleep(0.3)
+        else:
+            timer.start()
+        with pytest.raises((errors.MismatchError, KeyboardInterrupt)):
+            mpi.allreduce(torch.ones(5 if mpi.rank() == 0 else 4))
+        timer.join() if timer.ident else None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    agree(not group.lane.turn.locked(), "the lane is locked")
+    agree.equal(group.ledger.current, None, "after the call")

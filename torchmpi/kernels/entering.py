@@ -18,6 +18,7 @@ from .moving import rows_before
 _DATA, _DEVICE, _DIMS_AND_DTYPE, _SHAPE, _STRIDES, _OFFSET = (word * 8 for word in range(6))
 _HOST = 1  # and device number 0 above it
 _LOW_BITS = (1 << 32) - 1
+_MOST_BITS = 60  # greater numbers are not their own hash
 
 # Python's hash of a tuple, which the other ranks may have computed: xxHash with these numbers, taken as signed.
 _PRIME_1, _PRIME_2, _PRIME_5 = -7046029288634856825, -4417276706812531889, 2870177450012600261
@@ -80,8 +81,11 @@ def plain_numel(door, tensor):  # type: ignore[no-untyped-def]
         length = dim(tensor, index)
         if length != 1 and load(strides + index * 8) != numel:
             return context.OTHERWISE
+        if length >> _MOST_BITS != 0:
+            return context.OTHERWISE
         numel *= length
-    return numel
+    # Without memory: freed storage, a wrapper of torch.func.functionalize, a zero of autograd's.
+    return context.OTHERWISE if load(tensor + _DATA) == 0 and numel != 0 else numel
 
 
 @inner

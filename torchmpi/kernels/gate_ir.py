@@ -44,12 +44,14 @@ class _Gate(Wrapper):
         first = self.word(self.gate, context.FIRST)
         self._go_on_if(builder.icmp_signed("!=", first, WORD(0)), self.otherwise)
         self._look_at_arguments()
+        # This gives the GIL away, or runs Python: other threads may shut the gate. Nothing after it does, until the
+        # call is entered: so what is found here stays.
+        self._look_at_signs()
         self._look_at_context()
         described = self._described()
         names = [builder.ptrtoint(item, WORD) for item in (self.key, self.comm)]
-        door = self.call(find, [first, described[0], *names])
+        door = self.call(find, [self.word(self.gate, context.FIRST), described[0], *names])
         self._go_on_if(builder.icmp_signed("!=", door, WORD(0)), self.otherwise)
-        self._look_at_signs()
         call = self.room(self.native.num_arguments - 1)
         status = self.call(enter, [door, described[0], described[-1], call])
         self._go_on_if(builder.icmp_signed("==", status, WORD(0)), self.otherwise)
@@ -60,7 +62,7 @@ class _Gate(Wrapper):
         self._leave(door)
         self._end_otherwise()
         builder.position_at_end(unsettled)
-        return self.finish(self._settled(status, door))
+        return self.finish(self._settled(status, door, arguments[0]))
 
     # --- before the call -------------------------------------------------------------------------------------
 
@@ -130,12 +132,22 @@ class _Gate(Wrapper):
         self._give(written)
         self.builder.ret(written)
 
-    def _settled(self, status: Any, door: Any) -> Any:
+    def _settled(self, status: Any, door: Any, seq: Any) -> Any:
         """What Python makes of a call that could not be finished here; null with an error, as Python wants it."""
+        busy = self.place(self.word(door, context.LEDGER), layout.NOTED_BUSY)
+        entered = self.place(self.word(door, context.TURN), layout.TURN_ENTERED)
         numbers = [self.as_number(status), self.as_number(door)]
         result = self._call_python(context.SETTLE, numbers[0], self.tensor, self.out, numbers[1])
         for number in numbers:
             self._take_away(number)
+        # A KeyboardInterrupt strikes before the first line of Python: then nobody has taken the call over.
+        builder = self.builder
+        is_lost = builder.and_(
+            builder.icmp_signed("==", result, BYTES(None)), builder.icmp_signed("==", builder.load(busy), seq)
+        )
+        with builder.if_then(is_lost, likely=False):
+            builder.store(WORD(0), busy)
+            builder.store(WORD(0), entered)
         return result
 
     def _end_otherwise(self) -> None:
