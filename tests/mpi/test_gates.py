@@ -259,10 +259,13 @@ def test_an_interrupt_leaves_the_lane_to_others(agree):
     """Ctrl-C while the kernel waits, and the kernel then ends without result: nobody has taken the call over yet."""
     if mpi.size() == 1:
         pytest.skip("nobody to wait for")
-    group = mpi.communicator().intra
+    # On a communicator of its own: who is interrupted does not give the call up, so the ranks agree no more.
+    level = mpi.push_communicator("all")
+    own = mpi.communicator(level)
+    mpi.set_communicator(0)
     for _ in range(2):
-        mpi.allreduce(torch.ones(4))
-        mpi.allreduce(torch.ones(5))
+        mpi.allreduce(torch.ones(4), comm=own)
+        mpi.allreduce(torch.ones(5), comm=own)
     # The signal comes while the others wait for rank 0, which then calls something else.
     main = threading.main_thread().ident
     timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
@@ -273,9 +276,9 @@ def test_an_interrupt_leaves_the_lane_to_others(agree):
         else:
             timer.start()
         with pytest.raises((errors.MismatchError, KeyboardInterrupt)):
-            mpi.allreduce(torch.ones(5 if mpi.rank() == 0 else 4))
+            mpi.allreduce(torch.ones(5 if mpi.rank() == 0 else 4), comm=own)
         timer.join() if timer.ident else None
     finally:
         signal.signal(signal.SIGINT, before)
-    agree(not group.lane.turn.locked(), "the lane is locked")
-    agree.equal(group.ledger.current, None, "after the call")
+    agree(not own.intra.lane.turn.locked(), "the lane is locked")
+    agree.equal(own.intra.ledger.current, None, "after the call")
