@@ -267,17 +267,28 @@ def test_an_interrupt_leaves_the_lane_to_others(agree):
         mpi.allreduce(torch.ones(4), comm=own)
         mpi.allreduce(torch.ones(5), comm=own)
     # The signal comes while the others wait for rank 0, which then calls something else.
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
+    main, is_over = threading.main_thread().ident, threading.Event()
+
+    def interrupt() -> None:
+        while own.intra.ledger.current is None and not is_over.wait(0.001):
+            pass
+        if not is_over.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if mpi.rank() == 0:
             time.sleep(0.3)
         else:
-            timer.start()
+            interrupter.start()
         with pytest.raises((errors.MismatchError, KeyboardInterrupt)):
             mpi.allreduce(torch.ones(5 if mpi.rank() == 0 else 4), comm=own)
-        timer.join() if timer.ident else None
+        is_over.set()
+        if mpi.rank() != 0:
+            interrupter.join()
+    except KeyboardInterrupt:  # it came as the call ended
+        is_over.set()
     finally:
         signal.signal(signal.SIGINT, before)
     agree(not own.intra.lane.turn.locked(), "the lane is locked")
