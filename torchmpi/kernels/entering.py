@@ -1,6 +1,6 @@
 """The shortest way into a kernel, from the tensors themselves, without Python looking at them.
 
-What Python asks of a tensor costs 50 ns a question, and a short call has no time for ten of them. So the machine code
+Each thing that Python asks of a tensor takes a good part of what a short call may take. So the machine code
 around a kernel (see :mod:`torchmpi.kernels.gate_ir`) lets torch describe the tensors in DLPack's terms, looks here for
 the call that was prepared for them, and then lets one of these functions take the right to run, note the call in the
 ledger, and write down what the kernel wants to know. All of it has the GIL. Whatever is unusual is left to Python.
@@ -135,26 +135,27 @@ def is_made_for(door, source, target, num_rows):  # type: ignore[no-untyped-def]
     return here_end <= there or there_end <= here
 
 
-@kernel
-def enter_allreduce(door, tensor, _, call):  # type: ignore[no-untyped-def]
-    """In place."""
+@inner
+def enter_in_place(door, tensor, unit, call):  # type: ignore[no-untyped-def]
+    """A kernel that wants one address, and a length of so many units for each element."""
     numel = plain_numel(door, tensor)
     if numel < 0:
         return context.OTHERWISE
     store(call + 16, data(tensor))
-    store(call + 24, numel)
+    store(call + 24, numel * unit)
     return begin_call(door, tensor, call)
+
+
+@kernel
+def enter_allreduce(door, tensor, _, call):  # type: ignore[no-untyped-def]
+    """Length in elements."""
+    return enter_in_place(door, tensor, 1, call)
 
 
 @kernel
 def enter_broadcast(door, tensor, _, call):  # type: ignore[no-untyped-def]
-    """In place."""
-    numel = plain_numel(door, tensor)
-    if numel < 0:
-        return context.OTHERWISE
-    store(call + 16, data(tensor))
-    store(call + 24, numel * own(own(door, context.PLAN), context.ITEM_BYTES))
-    return begin_call(door, tensor, call)
+    """Length in bytes."""
+    return enter_in_place(door, tensor, own(own(door, context.PLAN), context.ITEM_BYTES), call)
 
 
 @kernel

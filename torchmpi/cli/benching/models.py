@@ -49,8 +49,7 @@ class Basic(nn.Module):
         self.body = nn.Sequential(
             *_convolution(num_in, num_out, 3, stride), nn.ReLU(), *_convolution(num_out, num_out, 3, 1)
         )  # fmt: skip
-        is_same = num_in == num_out and stride == 1
-        self.around = nn.Identity() if is_same else nn.Sequential(*_convolution(num_in, num_out, 1, stride))
+        self.around = _way_around(num_in, num_out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.around(x))
@@ -91,11 +90,15 @@ class Bottleneck(nn.Module):
             *_convolution(num_inner, num_inner, 3, stride), nn.ReLU(),
             *_convolution(num_inner, num_out, 1, 1),
         )  # fmt: skip
-        is_same = num_in == num_out and stride == 1
-        self.around = nn.Identity() if is_same else nn.Sequential(*_convolution(num_in, num_out, 1, stride))
+        self.around = _way_around(num_in, num_out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.around(x))
+
+
+def _way_around(num_in: int, num_out: int, stride: int) -> nn.Module:
+    is_same = num_in == num_out and stride == 1
+    return nn.Identity() if is_same else nn.Sequential(*_convolution(num_in, num_out, 1, stride))
 
 
 def _convolution(num_in: int, num_out: int, kernel: int, stride: int) -> tuple[nn.Module, nn.Module]:
