@@ -58,6 +58,9 @@ class Config:
     slot_bytes: int = 512 << 10
     """Largest piece of a tensor that a rank shows the others of its host at once (each has two such slots in shared
     memory, smaller ones where there are many ranks); 0 = no shared memory."""
+    share_ddp_buckets: bool = True
+    """Move the buckets of DistributedDataParallel to memory that the ranks of a host share, so that nothing is copied
+    to reduce them."""
     staging_bytes: int = 32 << 20
     """Largest piece of a CUDA tensor that a rank shows the others of its host at once by `ipc` (each has two such areas
     on its GPU for each communicator that needs them); 0 = none."""

@@ -53,6 +53,16 @@ class SharedHeap:
         weakref.finalize(memory, self._release, place, segment).atexit = False
         return torch.from_numpy(memory)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
+    def adopt(self, storage: torch.UntypedStorage, file: int, num_bytes: int) -> None:
+        """Let others reach a storage whose memory is this file, as long as it lives; OSError if that cannot be."""
+        if len(self._own) >= self._most:
+            raise OSError(f"there are {self._most} shared tensors already")
+        segment = Segment.of(file, num_bytes)
+        with self._changing:
+            place = self._free_place()
+            self._announce(place, segment, storage.data_ptr())
+        weakref.finalize(storage, self._release, place, segment).atexit = False
+
     def _free_place(self) -> int:
         """Where in the table there is room."""
         return next(place for place in range(len(self._own) + 1) if place not in self._own)

@@ -12,8 +12,10 @@ _LINE_WORDS = 16  # 128 bytes
 
 # The head: number of the last call entered and left, of the one refused, questions asked and answered, the end,
 # whether this rank fetches slowly what the others have written (see torchmpi.kernels.placing), whether it has given
-# the group up, and answers no more; how far it has enqueued a call on its device, and how much it brings to that call.
-ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BROUGHT = range(10)
+# the group up, and answers no more; how far it has enqueued a call on its device, and how much it brings to that call;
+# for which call it blames another rank, and which one, in the last BLAMED_RANK_BITS.
+ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BROUGHT, BLAMES = range(11)
+BLAMED_RANK_BITS = 24
 
 # Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read.
 READY = 1 * _LINE_WORDS

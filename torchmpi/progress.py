@@ -22,6 +22,8 @@ from .errors import MismatchError, StallError
 from .layout import (
     ANSWERED,
     ASKED,
+    BLAMED_RANK_BITS,
+    BLAMES,
     CLOSED,
     ENTERED,
     LEFT,
@@ -314,9 +316,14 @@ class Ledger:
 
     def given_up(self, other: int) -> None:
         """Raise because another rank will not finish the current call."""
+        assert self.board is not None and self.current is not None
+        seq = self.current[0]
+        blamed = self.board.get(other, BLAMES)  # it may have come after somebody else who gave the call up
+        first = blamed & (1 << BLAMED_RANK_BITS) - 1 if blamed >> BLAMED_RANK_BITS == seq else other
+        self.board.set(self.rank, BLAMES, seq << BLAMED_RANK_BITS | first)
         call = self._give_up()
         raise MismatchError(
-            f"{call} on communicator {self.name} cannot end on rank {self.rank}: rank {other} has given it up, after "
+            f"{call} on communicator {self.name} cannot end on rank {self.rank}: rank {first} has given it up, after "
             "an error there or because a third rank called something else. Its own message says what was wrong."
         )
 

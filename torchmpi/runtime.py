@@ -116,9 +116,14 @@ class Runtime:
     def _bind_step(self, group: Group, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         return self.selector.bind(group, verb, dtype, op)
 
+    @property
+    def can_share(self) -> bool:
+        """Whether ranks of one host can reach tensors of each other."""
+        return self.selector.backends["shm"].why_not("allreduce", "cpu") is None
+
     def empty_shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory that the other ranks of this host can reach, if there is any to be had."""
-        if self.selector.backends["shm"].why_not("allreduce", "cpu") is None:
+        if self.can_share:
             try:
                 return self.heap.empty(shape, dtype)
             except OSError:  # no more descriptors, or the memory limit of a container

@@ -44,7 +44,15 @@ class Segment:
     @classmethod
     def create(cls, name: str, num_bytes: int) -> Segment:
         """Make a segment, readable by this user alone; an OSError says that it cannot be had."""
-        file, path = _make_file(f"torchmpi-{name}-", num_bytes)
+        return cls._around(*_make_file(f"torchmpi-{name}-", num_bytes), num_bytes)
+
+    @classmethod
+    def of(cls, file: int, num_bytes: int) -> Segment:
+        """The same around a file without a name that somebody else has made, and keeps open for himself."""
+        return cls._around(os.dup(file), None, num_bytes)
+
+    @classmethod
+    def _around(cls, file: int, path: str | None, num_bytes: int) -> Segment:
         try:
             memory = mmap.mmap(file, num_bytes)
             status = os.fstat(file)

@@ -198,6 +198,23 @@ def test_whoever_comes_later_sees_the_difference(board_of_two, monkeypatch, code
         first.leave()
 
 
+def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
+    """Who was slow to look found others that had given the call up because of the first, and named one of those."""
+    segment = Segment.create("test", 4 * layout.ROW_BYTES)
+    board = progress.Board(segment, 4)
+    segment.withdraw()
+    ledgers = [progress.Ledger("test", rank, 4, board) for rank in range(4)]
+    for round_ in range(2):
+        for ledger in ledgers:
+            ledger.enter(progress.call_code("barrier"), ())
+        ledgers[2 * round_].abandon()  # in both rounds another one
+        first = 2 * round_
+        for rank, told_by in ((1, first), (3, 1)):
+            with pytest.raises(errors.MismatchError, match=f"cannot end on rank {rank}: rank {first} has given it up"):
+                ledgers[rank].given_up(told_by)
+    board.close()
+
+
 def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
     """The root of a broadcast need not wait: its later calls must not be compared with this rank's earlier ones."""
     first, second = board_of_two

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import multiprocessing
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from torchmpi import segments
+from torchmpi.distributed import torch_names
 from torchmpi.heap import SharedHeap
 from torchmpi.kernels import context
 from torchmpi.segments import Segment, Ticket
@@ -253,6 +255,55 @@ def test_tensors_are_as_many_as_the_descriptors_allow():
         heap.empty((10,), torch.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def moved_to_file(heap: SharedHeap, tensor: torch.Tensor) -> torch.Tensor:
+    moved = torch_names.move_to_file(tensor, at_once=1)
+    assert moved is not None
+    heap.adopt(*moved)
+    return tensor
+
+
+def test_a_storage_is_adopted_with_everything_that_looks_into_it():
+    owner, user, before, mapped = SharedHeap(), SharedHeap(), descriptors(), mappings()
+    tensor = torch.arange(5000.0)
+    view, address = tensor[10:20], tensor.data_ptr()
+    moved_to_file(owner, tensor)
+    assert tensor.data_ptr() != address and owner.holds(view.data_ptr())
+    assert tensor.tolist() == list(range(5000)) and view.tolist() == list(range(10, 20))
+    (begin, end, key, file) = entries(owner)[0]
+    assert (begin, end - begin) == (tensor.data_ptr(), tensor.nbytes)
+    other = (ctypes.c_float * 5000).from_address(user.map(key, file, end - begin))
+    other[12] = -1.0
+    assert view[2].item() == -1.0
+    del tensor
+    gc.collect()
+    assert len(entries(owner)) == 1, "a view is left"
+    del view
+    gc.collect()
+    assert entries(owner) == []
+    user.close()
+    assert (descriptors(), mappings()) == (before, mapped)
+
+
+def test_an_adopted_storage_outlives_the_heap():
+    heap, before = SharedHeap(), descriptors()
+    tensor = moved_to_file(heap, torch.ones(5000))
+    heap.close()
+    assert tensor.sum().item() == 5000.0
+    del tensor
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_nothing_is_moved_where_files_in_memory_have_no_room(monkeypatch):
+    """Docker gives /dev/shm 64 MB; writing beyond would be a bus error."""
+    tensor = torch.ones(5000)
+    address, real = tensor.data_ptr(), os.statvfs("/dev/shm")
+    almost_full = os.statvfs_result((*real[:4], 3 * tensor.nbytes // real.f_frsize, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: almost_full)
+    assert torch_names.move_to_file(tensor, at_once=4) is None
+    assert tensor.data_ptr() == address
 
 
 def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_path):

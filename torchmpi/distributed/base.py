@@ -45,6 +45,8 @@ class BaseGroup(dist.ProcessGroup):
         self.set_timeout(options.timeout)
         self._known: dict[Any, str] = {}
         """Operations by torch's number of them and the dtype, of synchronous calls that may run at once."""
+        self._may_share = True
+        """As long as no bucket of DDP was found that could not be moved to shared memory."""
         self._name, self._description = str(options.group_id), "undefined"
 
     # --- what torch asks of a group -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .. import buffers, collectives, dtypes, fusion, runtime, sparse
 from ..errors import ArgumentError
-from . import reductions, torch_names
+from . import bucket_memory, reductions, torch_names
 from .base import BaseGroup, Tensors
 from .rows import as_rows, deliver, one_of, result_rows, same_lengths
 from .work import ENDED
@@ -39,6 +39,8 @@ class Reducing(BaseGroup):
                 collectives.allreduce(tensor, op=op, comm=self._communicator)
                 return ENDED
         plan = self._plan("allreduce", tensor, None, op)
+        if self._may_share and tensor.nbytes >= bucket_memory.LEAST_BYTES and torch_names.is_bucket_of_ddp(tensor):
+            self._may_share = bucket_memory.share(tensor)
 
         def task() -> None:
             self._scale([tensor], reduction)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
+import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -69,6 +71,39 @@ def broadcast_options(given: Any) -> Any:
 def is_asynchronous(options: Any) -> bool:
     """Whether the caller goes on before the call has ended. Older versions do not tell."""
     return bool(getattr(options, "asyncOp", True))
+
+
+def is_bucket_of_ddp(tensor: torch.Tensor) -> bool:
+    """Whether a call of the backend comes from DDP's reducer: flat memory of its own, handed over by `backward()`.
+
+    Everybody else who reduces while gradients are computed does so from Python: in a hook, or a function's backward.
+    """
+    caller = sys._getframe(2)  # not this function, nor the backend's
+    return (
+        caller.f_code is getattr(_RUN_BACKWARD, "__code__", None)
+        and tensor.dim() == 1
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+    )
+
+
+_RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_SHARED_MEMORY = "/dev/shm"
+
+
+def move_to_file(tensor: torch.Tensor, at_once: int) -> tuple[torch.UntypedStorage, int, int] | None:
+    """Move the memory of a tensor, and of all that share it, to a file without a name; None if that cannot be.
+
+    Gives the storage, the file, which belongs to it, and its length. `at_once` processes may be doing the same.
+    """
+    system = os.statvfs(_SHARED_MEMORY)  # where torch makes the file
+    if system.f_bavail * system.f_frsize < 2 * at_once * tensor.nbytes:
+        return None
+    alive = weakref.ref(tensor.untyped_storage())
+    storage = alive()
+    if storage is None:  # a torch that makes a new object for each look: it would not tell when the memory goes
+        return None
+    file, num_bytes = storage._share_fd_cpu_()
+    return storage, file, num_bytes
 
 
 def wrap_rendezvous(scheme: str, handler: Callable[..., Iterator[Any]]) -> None:
