@@ -34,9 +34,11 @@ SPENT = 15
 """Nanoseconds spent on copying and combining in the current chunk, without the waits."""
 PACE = 16
 """Nanoseconds for a KB in the best chunk of this call; 0 = not known."""
-EXPIRED = 17
+PUT_PACE = 17
+"""The same for copying into the slots alone, where that is noted by itself."""
+EXPIRED = 18
 """Number of the call that has taken longer than it may: set by the watchdog, and looked at between naps."""
-POINTERS = 18
+POINTERS = 19
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -44,7 +46,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    26
+    27
     """
     return POINTERS + 2 * size
 

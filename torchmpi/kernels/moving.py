@@ -11,7 +11,7 @@ from .. import layout
 from . import context
 from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
 from .memory import copy, fence, load, now, store, store_release
-from .placing import choose_way, copy_into_slot, copy_past, judge, note_pace, note_time, publish, slot
+from .placing import choose_way, copy_into_slot, copy_past, judge, note_pace, note_put, note_time, publish, slot
 from .reducing import combine, point_at
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
@@ -61,14 +61,17 @@ def put(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
     done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
     is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    num_put, since = 0, now()
     for other in range(size):
         pair = table + other * _PAIRS
         length = min(piece_bytes, load(pair + 8) - done)
         if length > 0 and other != rank:
             target = slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes)
             copy_into_slot(ctx, target, load(pair) + done, length)
+            num_put += length
             if is_stream:
                 break
+    note_put(ctx, since, num_put)
     publish(ctx, _READY, chunk + 1)
     return 0
 

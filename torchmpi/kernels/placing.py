@@ -17,6 +17,7 @@ _LINE_BYTES = 64
 _FETCHES_SLOWLY = layout.FETCHES_SLOWLY * 8
 _LEAST_BYTES = 16 << 10  # less says nothing about the pace
 _SLOW_NANOSECONDS = 180  # for a KB, in the best chunk. Seen: 80 to 120 with a common cache, 200 to 500 without it
+_SLOW_PUT_NANOSECONDS = 250  # the same for copying into a slot. Seen: 60 to 130, and 400 to 550
 _WARM_CHUNKS = 16  # before that, the system still hands out the memory of the slots
 _PROBE_EVERY = 128  # calls: a power of two
 
@@ -55,6 +56,7 @@ def choose_way(ctx):  # type: ignore[no-untyped-def]
             is_past |= load(row(ctx, rank) + _FETCHES_SLOWLY)
     store(ctx + context.IS_PAST * 8, is_past)
     store(ctx + context.PACE * 8, 0)
+    store(ctx + context.PUT_PACE * 8, 0)
     store(ctx + context.SPENT * 8, 0)  # of a call that failed half way
     return 0
 
@@ -86,22 +88,41 @@ def note_time(ctx, since):  # type: ignore[no-untyped-def]
 
 
 @inner
-def note_pace(ctx, num_bytes):  # type: ignore[no-untyped-def]
-    """Note that this was a chunk. The best one of a call counts: others may have been interrupted."""
-    pace, best = own(ctx, context.SPENT) * 1024 // max(num_bytes, 1) + 1, own(ctx, context.PACE)
-    store(ctx + context.SPENT * 8, 0)
+def note_best(ctx, word, nanoseconds, num_bytes):  # type: ignore[no-untyped-def]
+    """Keep a pace if it is the best one of the call so far: others may have been interrupted."""
+    pace, best = nanoseconds * 1024 // max(num_bytes, 1) + 1, own(ctx, word)
     if num_bytes >= _LEAST_BYTES and (best == 0 or pace < best):
-        store(ctx + context.PACE * 8, pace)
+        store(ctx + word * 8, pace)
+    return 0
+
+
+@inner
+def note_pace(ctx, num_bytes):  # type: ignore[no-untyped-def]
+    """Note that this was a chunk."""
+    note_best(ctx, context.PACE, own(ctx, context.SPENT), num_bytes)
+    store(ctx + context.SPENT * 8, 0)
+    return 0
+
+
+@inner
+def note_put(ctx, since, num_bytes):  # type: ignore[no-untyped-def]
+    """Note that so much has been copied into the slot since then.
+
+    A processor must take the lines from those who have read them before it can write there again: without a common
+    cache that alone may be slow, and fetching fast.
+    """
+    note_best(ctx, context.PUT_PACE, now() - since, num_bytes)
     return 0
 
 
 @inner
 def judge(ctx):  # type: ignore[no-untyped-def]
     """At the end of the call: tell the others if it has gone through the caches and was slow, or has stopped to be."""
-    pace, verdict = own(ctx, context.PACE), row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY
+    pace, put_pace = own(ctx, context.PACE), own(ctx, context.PUT_PACE)
+    verdict = row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY
     is_warm = own(ctx, context.CHUNKS) >= _WARM_CHUNKS
-    if pace != 0 and is_warm and own(ctx, context.IS_PAST) == 0:
-        if pace > _SLOW_NANOSECONDS:
+    if pace + put_pace != 0 and is_warm and own(ctx, context.IS_PAST) == 0:
+        if pace > _SLOW_NANOSECONDS or put_pace > _SLOW_PUT_NANOSECONDS:
             store(verdict, 1)
         elif is_probe(ctx):
             store(verdict, 0)
