@@ -316,16 +316,22 @@ class Ledger:
 
     def given_up(self, other: int) -> None:
         """Raise because another rank will not finish the current call."""
-        assert self.board is not None and self.current is not None
-        seq = self.current[0]
-        blamed = self.board.get(other, BLAMES)  # it may have come after somebody else who gave the call up
-        first = blamed & (1 << BLAMED_RANK_BITS) - 1 if blamed >> BLAMED_RANK_BITS == seq else other
-        self.board.set(self.rank, BLAMES, seq << BLAMED_RANK_BITS | first)
+        first = self._first_to_give_up(other)
         call = self._give_up()
         raise MismatchError(
             f"{call} on communicator {self.name} cannot end on rank {self.rank}: rank {first} has given it up, after "
             "an error there or because a third rank called something else. Its own message says what was wrong."
         )
+
+    def _first_to_give_up(self, other: int) -> int:
+        """Whom another rank blames for giving up the current call, or that rank; known to those who look here."""
+        if self.board is None or self.current is None:
+            return other
+        seq = self.current[0]
+        blamed = self.board.get(other, BLAMES)
+        first = blamed & (1 << BLAMED_RANK_BITS) - 1 if blamed >> BLAMED_RANK_BITS == seq else other
+        self.board.set(self.rank, BLAMES, seq << BLAMED_RANK_BITS | first)
+        return first
 
     def expired(self) -> None:
         """Raise because the current call has taken longer than the group allows."""

@@ -36,9 +36,11 @@ PACE = 16
 """Nanoseconds for a KB in the best chunk of this call; 0 = not known."""
 PUT_PACE = 17
 """The same for copying into the slots alone, where that is noted by itself."""
-EXPIRED = 18
+TRIED = 18
+"""Chunks of this call so far: after some of them the ranks decide how to write the others."""
+EXPIRED = 19
 """Number of the call that has taken longer than it may: set by the watchdog, and looked at between naps."""
-POINTERS = 19
+POINTERS = 20
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -46,7 +48,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    27
+    28
     """
     return POINTERS + 2 * size
 

@@ -11,7 +11,17 @@ from .. import layout
 from . import context
 from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
 from .memory import copy, fence, load, now, store, store_release
-from .placing import choose_way, copy_into_slot, copy_past, judge, note_pace, note_put, note_time, publish, slot
+from .placing import (
+    choose_way,
+    copy_into_slot,
+    copy_past,
+    end_chunks,
+    note_chunk,
+    note_put,
+    note_time,
+    publish,
+    slot,
+)
 from .reducing import combine, point_at
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
@@ -96,7 +106,7 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
             deliver(load(pair) + done, source, length, load(pair + 8))
             note_time(ctx, begin)
             fetched += length
-    note_pace(ctx, fetched)
+    note_chunk(ctx, fetched)
     store_release(row(ctx, rank) + _REDUCED, chunk + 1)
     return 0
 
@@ -105,7 +115,7 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
 def exchange(plan, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
     """Move everything in the table; all ranks make the same number of rounds."""
     ctx = own(plan, context.CONTEXT)
-    choose_way(ctx)
+    choose_way(ctx, num_rounds)
     if piece_bytes != own(ctx, context.SLOT_BYTES):
         kept = table + own(ctx, context.RANK) * _PAIRS
         copy(load(kept + 16), load(kept), load(kept + 24))
@@ -135,7 +145,7 @@ def go_on(ctx, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
         if status != 0:
             return status
     fence()  # what went past the caches is in no order with anything else
-    judge(ctx)
+    end_chunks(ctx)
     store(ctx + context.CHUNKS * 8, base + num_rounds)
     return wait_all(ctx, _REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
 
@@ -224,7 +234,7 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     elif is_whole:
         put_whole(ctx, source, num_bytes)
     else:
-        choose_way(ctx)
+        choose_way(ctx, rounds(num_bytes, piece))
         put(ctx, own(ctx, context.CHUNKS), table, piece)
     status = arrive(ctx, seq, signature)
     if status != 0:
@@ -276,14 +286,14 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
         return status
     piece = own(ctx, context.SLOT_BYTES) // size // _LINE_BYTES * _LINE_BYTES
     table, base = own(plan, context.TABLE), own(ctx, context.CHUNKS)
-    choose_way(ctx)
+    num_rounds = rounds((num_rows + size - 1) // size * row_bytes, piece)
+    choose_way(ctx, num_rounds)
     for other in range(size):
         theirs = rows_before(num_rows, size, other) * row_bytes
         store(table + other * _PAIRS, source + theirs)
         store(table + other * _PAIRS + 8, rows_before(num_rows, size, other + 1) * row_bytes - theirs)
     put(ctx, base, table, piece)
     status = arrive(ctx, seq, signature)
-    num_rounds = rounds((num_rows + size - 1) // size * row_bytes, piece)
     for index in range(num_rounds):
         if status != 0:
             return status
@@ -303,9 +313,9 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
         mine, since = max(0, min(piece, length - index * piece)), now()
         combine(plan, target + index * piece, mine, 0)
         note_time(ctx, since)
-        note_pace(ctx, mine * (size - 1))
+        note_chunk(ctx, mine * (size - 1))
         store_release(row(ctx, rank) + _REDUCED, chunk + 1)
-    judge(ctx)
+    end_chunks(ctx)
     store(ctx + context.CHUNKS * 8, base + num_rounds)
     if num_rounds > 1 and status == 0:
         status = wait_all(ctx, _REDUCED, base + num_rounds - 1)

@@ -18,8 +18,10 @@ _FETCHES_SLOWLY = layout.FETCHES_SLOWLY * 8
 _LEAST_BYTES = 16 << 10  # less says nothing about the pace
 _SLOW_NANOSECONDS = 180  # for a KB, in the best chunk. Seen: 80 to 120 with a common cache, 200 to 500 without it
 _SLOW_PUT_NANOSECONDS = 250  # the same for copying into a slot. Seen: 60 to 130, and 400 to 550
-_WARM_CHUNKS = 16  # before that, the system still hands out the memory of the slots
-_PROBE_EVERY = 128  # calls: a power of two
+_WARM_CHUNKS = 16  # before that, the system still hands out the memory of the slots: the best of a few is needed
+_PROBE_EVERY, _PROBE_EVERY_LONG = 128, 16  # calls: powers of two
+_TRIAL_CHUNKS = 6  # of a call that begins through the caches: then it is known whether that is slow
+_LONG_CHUNKS = 32  # so many chunks that trying a few costs nothing
 
 
 @inner
@@ -42,22 +44,22 @@ def copy_past(target, source, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def is_probe(ctx):  # type: ignore[no-untyped-def]
-    """Whether this call goes through the caches whatever was seen, to see whether it still is so: on all ranks."""
-    return own(ctx, context.SEQUENCE) & (_PROBE_EVERY - 1) == 0
+def is_slow_somewhere(ctx):  # type: ignore[no-untyped-def]
+    """Whether any rank has been slow with what went through the caches."""
+    is_slow = 0
+    for rank in range(own(ctx, context.SIZE)):
+        is_slow |= load(row(ctx, rank) + _FETCHES_SLOWLY)
+    return is_slow
 
 
 @inner
-def choose_way(ctx):  # type: ignore[no-untyped-def]
-    """At the beginning of a call with chunks: past the caches if any rank has fetched slowly what went through them."""
-    is_past = 0
-    if not is_probe(ctx):
-        for rank in range(own(ctx, context.SIZE)):
-            is_past |= load(row(ctx, rank) + _FETCHES_SLOWLY)
-    store(ctx + context.IS_PAST * 8, is_past)
-    store(ctx + context.PACE * 8, 0)
-    store(ctx + context.PUT_PACE * 8, 0)
-    store(ctx + context.SPENT * 8, 0)  # of a call that failed half way
+def choose_way(ctx, num_chunks):  # type: ignore[no-untyped-def]
+    """At the beginning of a call with chunks: past the caches if any rank was slow, unless it is time to try again."""
+    seq = own(ctx, context.SEQUENCE)
+    is_trial = seq & (_PROBE_EVERY - 1) == 0 or (num_chunks >= _LONG_CHUNKS and seq & (_PROBE_EVERY_LONG - 1) == 0)
+    store(ctx + context.IS_PAST * 8, 0 if is_trial else is_slow_somewhere(ctx))
+    for word in (context.PACE, context.PUT_PACE, context.TRIED, context.SPENT):  # the last: of a call that failed
+        store(ctx + word * 8, 0)
     return 0
 
 
@@ -97,14 +99,6 @@ def note_best(ctx, word, nanoseconds, num_bytes):  # type: ignore[no-untyped-def
 
 
 @inner
-def note_pace(ctx, num_bytes):  # type: ignore[no-untyped-def]
-    """Note that this was a chunk."""
-    note_best(ctx, context.PACE, own(ctx, context.SPENT), num_bytes)
-    store(ctx + context.SPENT * 8, 0)
-    return 0
-
-
-@inner
 def note_put(ctx, since, num_bytes):  # type: ignore[no-untyped-def]
     """Note that so much has been copied into the slot since then.
 
@@ -117,13 +111,32 @@ def note_put(ctx, since, num_bytes):  # type: ignore[no-untyped-def]
 
 @inner
 def judge(ctx):  # type: ignore[no-untyped-def]
-    """At the end of the call: tell the others if it has gone through the caches and was slow, or has stopped to be."""
+    """Tell the others whether what has gone through the caches so far was slow."""
     pace, put_pace = own(ctx, context.PACE), own(ctx, context.PUT_PACE)
-    verdict = row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY
-    is_warm = own(ctx, context.CHUNKS) >= _WARM_CHUNKS
+    is_warm = own(ctx, context.CHUNKS) >= _WARM_CHUNKS or own(ctx, context.TRIED) >= _TRIAL_CHUNKS
     if pace + put_pace != 0 and is_warm and own(ctx, context.IS_PAST) == 0:
-        if pace > _SLOW_NANOSECONDS or put_pace > _SLOW_PUT_NANOSECONDS:
-            store(verdict, 1)
-        elif is_probe(ctx):
-            store(verdict, 0)
+        is_slow = pace > _SLOW_NANOSECONDS or put_pace > _SLOW_PUT_NANOSECONDS
+        store(row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY, 1 if is_slow else 0)
+    return 0
+
+
+@inner
+def note_chunk(ctx, num_bytes):  # type: ignore[no-untyped-def]
+    """Note that this was a chunk. After the first ones the ranks know how they fare, and go on accordingly."""
+    note_best(ctx, context.PACE, own(ctx, context.SPENT), num_bytes)
+    tried = own(ctx, context.TRIED) + 1
+    store(ctx + context.SPENT * 8, 0)
+    store(ctx + context.TRIED * 8, tried)
+    if tried == _TRIAL_CHUNKS:
+        judge(ctx)
+    if tried >= _TRIAL_CHUNKS:
+        store(ctx + context.IS_PAST * 8, is_slow_somewhere(ctx))
+    return 0
+
+
+@inner
+def end_chunks(ctx):  # type: ignore[no-untyped-def]
+    """At the end of a call: it may have been too short to be judged before."""
+    if own(ctx, context.TRIED) < _TRIAL_CHUNKS:
+        judge(ctx)
     return 0

@@ -10,7 +10,7 @@ from .. import layout
 from . import context
 from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
 from .memory import copy, load, now, reduce, store, store_release
-from .placing import choose_way, copy_into_slot, judge, note_pace, note_time, publish, slot
+from .placing import choose_way, copy_into_slot, end_chunks, note_chunk, note_put, note_time, publish, slot
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 _LINE_BYTES = 64
@@ -70,6 +70,7 @@ def copy_in(ctx, chunk, address, num_bytes):  # type: ignore[no-untyped-def]
     since = now()
     copy_into_slot(ctx, target, address, begin)
     copy_into_slot(ctx, target + end, address + end, num_bytes - end)
+    note_put(ctx, since, begin + num_bytes - end)
     note_time(ctx, since)
     publish(ctx, _READY, chunk + 1)
     return 0
@@ -214,8 +215,8 @@ def in_chunks(plan, address, num_bytes, chunk_bytes, is_mixed):  # type: ignore[
         status = copy_out(plan, chunk, here, length)
         if status != 0:
             return status
-        note_pace(ctx, length)
-    judge(ctx)
+        note_chunk(ctx, length)
+    end_chunks(ctx)
     store(ctx + context.CHUNKS * 8, base + num_chunks)
     return 0
 
@@ -270,7 +271,7 @@ def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-
     is_whole = num_bytes <= own(ctx, context.WHOLE_BYTES)
     first = min(chunk_bytes, num_bytes)
     if not is_whole:
-        choose_way(ctx)
+        choose_way(ctx, num_chunks)
     if is_whole or not announce_memory(ctx, seq, address, num_bytes):
         if is_whole:
             store(entry(ctx, rank, seq) + PAYLOAD, 0)
