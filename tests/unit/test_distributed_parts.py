@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import doctest
 import importlib
 import sys
@@ -243,6 +244,20 @@ def test_versions_of_torch_that_were_not_tested_are_told(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "3.1.0")
     with pytest.warns(UserWarning, match=rf"tested with torch {torch_names.TESTED[0]}.*this is 3\.1\.0"):
         torch_names.warn_if_untested()
+
+
+def test_a_call_out_of_a_thread_without_python_is_nothing_special():
+    """With GPUs, DDP's reducer calls out of autograd's threads: to ask for the caller's caller raised there."""
+    answers = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def allreduce(_: object) -> None:
+        answers.append(torch_names.is_bucket_of_ddp(torch.ones(3)))
+
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    assert libc.pthread_create(ctypes.byref(thread), None, allreduce, None) == 0
+    libc.pthread_join(thread, None)
+    assert answers == [False]
 
 
 def test_dynamo_is_told_to_stay_out_once_it_is_loaded():

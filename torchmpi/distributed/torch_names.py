@@ -78,9 +78,10 @@ def is_bucket_of_ddp(tensor: torch.Tensor) -> bool:
 
     Everybody else who reduces while gradients are computed does so from Python: in a hook, or a function's backward.
     """
-    caller = sys._getframe(2)  # not this function, nor the backend's
+    caller = sys._getframe(1).f_back  # of the backend's function; none in a thread of autograd's, which GPUs have
     return (
-        caller.f_code is getattr(_RUN_BACKWARD, "__code__", None)
+        caller is not None
+        and caller.f_code is getattr(_RUN_BACKWARD, "__code__", None)
         and tensor.dim() == 1
         and tensor.nbytes == tensor.untyped_storage().nbytes()
     )
