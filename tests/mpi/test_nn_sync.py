@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from nn_nets import KINDS, gradients, loss, make, mine, whole_batch_gradients
@@ -326,3 +328,78 @@ def test_kept_gradients_move_into_shared_memory_and_stay_the_same_objects(agree)
         for first, other in zip(bits[0], later, strict=True):
             agree.equal(other, first)
     agree(heap.holds(net[0].weight.grad.data_ptr()) is False, f"new gradients are private at first ({size} ranks)")
+
+
+def with_gradients(net: nn.Module, seed: int) -> None:
+    """Write new values where gradients are, and make them where there are none."""
+    for index, parameter in enumerate(net.parameters()):
+        generator = torch.Generator().manual_seed(1000 * seed + 10 * index + mpi.rank())
+        values = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(values)
+
+
+def averages(net: nn.Module, seed: int) -> list[torch.Tensor]:
+    """What each gradient becomes, one call for each."""
+    with_gradients(net, seed)
+    return [mpi.allreduce(parameter.grad.clone(), op="avg") for parameter in net.parameters()]
+
+
+def kept_net(convolution_format: torch.memory_format = torch.contiguous_format) -> nn.Module:
+    """With gradients of more than 32 KB and less, and lengths that leave gaps between cache lines."""
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(101, 203), nn.Linear(203, 7))
+    return net.to(memory_format=convolution_format)
+
+
+def num_calls(call: Callable[[], object]) -> int:
+    ledger = mpi.communicator().intra.ledger
+    before = ledger.seq
+    call()
+    return ledger.seq - before
+
+
+REASONS_TO_GO_ONE_BY_ONE = {
+    "another order of dimensions": lambda net: None,
+    "a rank has dropped one": lambda net: mpi.rank() or setattr(net[1].weight, "grad", None),
+    "a rank has another one": lambda net: mpi.rank() or setattr(net[1].weight, "grad", net[1].weight.grad.clone()),
+    "one is frozen": lambda net: net[2].weight.requires_grad_(False),
+    "a rank has moved one": lambda net: mpi.rank() or setattr(net[0].bias.grad, "data", net[0].bias.grad.clone()),
+}
+
+
+def test_kept_gradients_travel_in_one_piece(agree):
+    """The question who has which, and one call for all of them."""
+    net, counts = kept_net(), []
+    for step in range(4):
+        expected = averages(net, step)
+        counts.append(num_calls(lambda: mpinn.synchronize_gradients(net)))
+        for parameter, average in zip(net.parameters(), expected, strict=True):
+            agree.bits(parameter.grad, average, f"step {step}")
+    if mpi.communicator().intra.page is not None:
+        agree.equal([count == 2 for count in counts], [False, False, True, True], f"calls: {counts}")
+    versions = [parameter.grad._version for parameter in net.parameters()]
+    mpinn.synchronize_gradients(net)
+    agree(all(p.grad._version > before for p, before in zip(net.parameters(), versions, strict=True)), "versions")
+
+
+@pytest.mark.parametrize("happens", REASONS_TO_GO_ONE_BY_ONE.items(), ids=REASONS_TO_GO_ONE_BY_ONE)
+def test_what_is_not_in_one_piece_on_some_rank_travels_one_by_one(agree, happens):
+    if mpi.size() == 1:
+        return
+    reason, change = happens
+    is_reordered = reason == "another order of dimensions"
+    net = kept_net(torch.channels_last if is_reordered and mpi.rank() == 0 else torch.contiguous_format)
+    for step in range(3):
+        with_gradients(net, step)
+        mpinn.synchronize_gradients(net)
+    with_gradients(net, 3)
+    change(net)
+    expected = [
+        mpi.allreduce(torch.zeros_like(p).contiguous() if p.grad is None else p.grad.clone().contiguous(), op="avg")
+        for p in net.parameters()
+    ]
+    frozen = [parameter.grad.clone() for parameter in net.parameters() if not parameter.requires_grad]
+    agree(num_calls(lambda: mpinn.synchronize_gradients(net)) > 2, "in one piece")
+    for parameter, average in zip(net.parameters(), expected, strict=True):
+        agree.equal(parameter.grad, average if parameter.requires_grad else frozen[0], reason)

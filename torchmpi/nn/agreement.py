@@ -15,7 +15,7 @@ from ..errors import GradientError, ReplicaError
 from ..groups import Communicator
 from .replica import Replica
 
-_DENSE, _SPARSE, _FAILED = 1, 2, 4
+_DENSE, _SPARSE, _FAILED, _SCATTERED = 1, 2, 4, 8
 
 
 def check_same_layout(
@@ -63,31 +63,39 @@ def _entry(layout: Sequence[tuple[Any, ...]], index: int) -> str:
 
 
 class Presence(NamedTuple):
-    """For each parameter, whether some rank has a dense or a sparse gradient."""
+    """For each parameter, whether some rank has a dense or a sparse gradient; then what holds for any of the ranks."""
 
     is_dense: list[bool]
     is_sparse: list[bool]
     is_failed: bool
+    is_scattered: bool
 
 
 def agree_on_gradients(
-    replica: Replica, parameters: Sequence[Tensor], comm: Communicator, *, failed: bool = False
+    replica: Replica, parameters: Sequence[Tensor], comm: Communicator, *, failed: bool = False, scattered: bool = True
 ) -> Presence:
     """Find out together which of `parameters` have a gradient on any rank, with one byte each.
+
+    And whether any rank has `failed`, or has its gradients `scattered` and not in one piece.
 
     Asked anew at every step: a rank cannot know that nothing changed on the others unless they say so.
     """
     codes = [_code(parameter.grad) for parameter in parameters]
-    codes.append(_FAILED if failed else 0)
+    codes.append((_FAILED if failed else 0) | (_SCATTERED if scattered else 0))
     flags = collectives.allreduce(torch.tensor(codes, dtype=torch.uint8), op="bor", comm=comm).tolist()
-    is_failed = bool(flags.pop() & _FAILED)
+    states = flags.pop()
     if _DENSE | _SPARSE in flags:
         name = replica.name(parameters[flags.index(_DENSE | _SPARSE)])
         raise GradientError(
             f"rank {comm.rank}: the gradient of {name!r} is sparse on one rank and dense on another. "
             "Use the same kind of layer on every rank."
         )
-    return Presence([flag == _DENSE for flag in flags], [flag == _SPARSE for flag in flags], is_failed)
+    return Presence(
+        [flag == _DENSE for flag in flags],
+        [flag == _SPARSE for flag in flags],
+        bool(states & _FAILED),
+        bool(states & _SCATTERED),
+    )
 
 
 def _code(gradient: Tensor | None) -> int:

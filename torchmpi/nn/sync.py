@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import collectives, fusion
+from .. import buffers, collectives, fusion
 from ..errors import ArgumentError
 from ..groups import Communicator
 from .agreement import Presence, agree_on_gradients, check_same_layout
@@ -18,7 +18,7 @@ from .channel import default_bucket_bytes, resolve
 from .reduction import Reduction
 from .replica import Net, Replica, attached
 from .roll_call import DIRECT, ROLL_CALL, refuse_inside_join
-from .sharing import share_kept_gradients
+from .sharing import shared_gradients
 from .sparse import reduce_sparse
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
@@ -113,14 +113,22 @@ def synchronize_gradients(
 def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, comm: Communicator) -> None:
     """What `synchronize_gradients` does once it is clear how: agree, then bucket after bucket."""
     parameters = replica.trainable
-    presence = agree_on_gradients(replica, parameters, comm)
+    is_within_host = comm.intra.page is not None
+    shared = shared_gradients(replica.net, parameters) if is_within_host else None
+    whole = shared.whole(parameters) if shared is not None else None
+    presence = agree_on_gradients(replica, parameters, comm, scattered=whole is None)
+    if whole is not None and not presence.is_scattered:
+        reduction.run(whole.flat, comm)
+        for gradient in whole.gradients:
+            buffers.touch(gradient)
+        return
     dense = [parameter for parameter, is_dense in zip(parameters, presence.is_dense, strict=True) if is_dense]
     for parameter in dense:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    is_on_host = all(parameter.device.type == "cpu" for parameter in dense)
-    if comm.intra.page is not None and is_on_host:
-        share_kept_gradients(replica.net, dense)
+    if is_within_host and all(parameter.device.type == "cpu" for parameter in dense):
+        if shared is not None:
+            shared.move(dense)
         _reduce_within_host(_buckets(replica, dense, bucket_bytes, alone_bytes=_ALONE_BYTES), reduction, comm)
     else:
         _reduce_over_wire(_buckets(replica, dense, bucket_bytes), reduction, comm)
