@@ -35,7 +35,9 @@ class SharedHeap:
         self._changing = threading.Lock()
         self._own: dict[int, Segment] = {}
         self._mapped: dict[int, Segment] = {}
+        self._adopted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._num_made = 0
+        self._perhaps_read: weakref.WeakSet[Segment] = weakref.WeakSet()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory that lives until the tensor and all views of it are gone; OSError if there is none."""
@@ -55,13 +57,28 @@ class SharedHeap:
 
     def adopt(self, storage: torch.UntypedStorage, file: int, num_bytes: int) -> None:
         """Let others reach a storage whose memory is this file, as long as it lives; OSError if that cannot be."""
-        if len(self._own) >= self._most:
-            raise OSError(f"there are {self._most} shared tensors already")
-        segment = Segment.of(file, num_bytes)
         with self._changing:
+            if len(self._own) >= self._most:
+                raise OSError(f"there are {self._most} shared tensors already")
+            segment = Segment.of(file, num_bytes)
+            if not os.path.exists(segment.ticket.path):
+                segment.withdraw()
+                raise OSError("this system has no /proc by which others could open it")
             place = self._free_place()
+            self._adopted[place] = weakref.ref(storage), storage.data_ptr()
             self._announce(place, segment, storage.data_ptr())
         weakref.finalize(storage, self._release, place, segment).atexit = False
+
+    def note_failed_call(self) -> None:
+        """A rank that is still in the call may look at any of today's tensors later than they are gone here."""
+        self._perhaps_read.update(list(self._own.values()))
+
+    def forget_what_moved(self) -> None:
+        """Adopted storages that somebody has resized, or moved elsewhere, are no longer where the table says."""
+        for place, (reference, address) in list(self._adopted.items()):
+            storage = reference()
+            if storage is not None and storage.data_ptr() != address:
+                self._withdraw(place, self._own.get(place))
 
     def _free_place(self) -> int:
         """Where in the table there is room."""
@@ -83,10 +100,19 @@ class SharedHeap:
         """The last tensor is gone. May run at any moment in any thread, so it takes no lock."""
         if os.getpid() != self._process:
             return  # gone in a forked child, which shares the memory: the rank still has the tensor
-        if self._own.get(place) is segment:
-            self._words(place)[context.SEGMENT_END] = 0
-            del self._own[place]
-        segment.release()
+        if self._withdraw(place, segment) and segment not in self._perhaps_read:
+            segment.release()
+        else:
+            segment.withdraw()
+
+    def _withdraw(self, place: int, segment: Segment | None) -> bool:
+        """Take a segment out of the table, if it is still there."""
+        if segment is None or self._own.get(place) is not segment:
+            return False
+        self._words(place)[context.SEGMENT_END] = 0
+        self._adopted.pop(place, None)
+        del self._own[place]
+        return True
 
     def _words(self, place: int) -> Any:
         begin = 1 + place * context.SEGMENT_WORDS
@@ -119,6 +145,7 @@ class SharedHeap:
         for segment in list(self._own.values()):  # tensors may go at the same time
             segment.withdraw()
         self._own.clear()
+        self._adopted.clear()
         for segment in self._mapped.values():
             segment.close()
         self._mapped.clear()
@@ -130,8 +157,8 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def _affordable(num_ranks: int) -> int:
-    """How many shared tensors each of so many ranks may have: half of the descriptors, of which each tensor takes two
-    in its own process and one in every other."""
+    """How many shared tensors each of so many ranks may have: half of the descriptors, of which each tensor takes three
+    at most in its own process and one in every other."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_SEGMENTS if limit == resource.RLIM_INFINITY else limit // 2 // (num_ranks + 1)
+    most = _MOST_SEGMENTS if limit == resource.RLIM_INFINITY else limit // 2 // (num_ranks + 2)
     return max(1, min(_MOST_SEGMENTS, most))

@@ -11,7 +11,7 @@ WORD_BYTES = 8
 _LINE_WORDS = 16  # 128 bytes
 
 # The head: number of the last call entered and left, of the one refused, questions asked and answered, the end,
-# whether this rank fetches slowly what the others have written (see torchmpi.kernels.placing), whether it has given
+# whether this rank is slow with what goes through the caches (see torchmpi.kernels.placing), whether it has given
 # the group up, and answers no more; how far it has enqueued a call on its device, and how much it brings to that call;
 # for which call it blames another rank, and which one, in the last BLAMED_RANK_BITS.
 ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BROUGHT, BLAMES = range(11)

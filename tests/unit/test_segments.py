@@ -286,6 +286,39 @@ def test_a_storage_is_adopted_with_everything_that_looks_into_it():
     assert (descriptors(), mappings()) == (before, mapped)
 
 
+def test_a_storage_that_has_moved_on_is_no_longer_announced():
+    """Its addresses may belong to something else then, which the others would have taken for the file."""
+    heap, segment, address = SharedHeap(), Segment.create("test", PAGE), [8 * PAGE]
+
+    class Storage:
+        def data_ptr(self) -> int:
+            return address[0]
+
+    storage, file = Storage(), os.open(segment.ticket.path, os.O_RDWR)
+    heap.adopt(storage, file, PAGE)
+    heap.forget_what_moved()
+    assert [begin for begin, *_ in entries(heap)] == address
+    address[0] += PAGE
+    heap.forget_what_moved()
+    assert entries(heap) == []
+    os.close(file)
+
+
+@pytest.mark.parametrize("has_failed", (False, True), ids=("", "after a failed call"))
+def test_memory_is_not_taken_from_under_a_rank_that_may_still_be_in_a_failed_call(has_failed):
+    """It was truncated there too: the other rank died of a bus error."""
+    owner, user = SharedHeap(), SharedHeap()
+    tensor = owner.empty((5000,), torch.float32).fill_(3.0)
+    (begin, end, key, file) = entries(owner)[0]
+    user.map(key, file, end - begin)
+    if has_failed:
+        owner.note_failed_call()
+    del tensor
+    gc.collect()
+    (segment,) = user._mapped.values()
+    assert entries(owner) == [] and segment.is_released is not has_failed
+
+
 def test_an_adopted_storage_outlives_the_heap():
     heap, before = SharedHeap(), descriptors()
     tensor = moved_to_file(heap, torch.ones(5000))
@@ -300,10 +333,11 @@ def test_nothing_is_moved_where_files_in_memory_have_no_room(monkeypatch):
     """Docker gives /dev/shm 64 MB; writing beyond would be a bus error."""
     tensor = torch.ones(5000)
     address, real = tensor.data_ptr(), os.statvfs("/dev/shm")
-    almost_full = os.statvfs_result((*real[:4], 3 * tensor.nbytes // real.f_frsize, *real[5:]))
+    almost_full = os.statvfs_result((*real[:4], real.f_blocks // 2 + 3 * tensor.nbytes // real.f_frsize, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: almost_full)
     assert torch_names.move_to_file(tensor, at_once=4) is None
     assert tensor.data_ptr() == address
+    assert torch_names.move_to_file(tensor, at_once=2) is not None
 
 
 def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_path):

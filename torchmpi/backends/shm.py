@@ -131,6 +131,7 @@ class SharedGroup:
             self._ledger.spoil_entry()
         self.page.set(self._rank, REFUSED, seq)
         self.words[context.CHUNKS] = seq << _CHUNK_BITS
+        self.heap.note_failed_call()
 
     def expire(self, seq: int) -> None:
         """Let the kernel that waits in this call return."""

@@ -21,10 +21,9 @@ def share(bucket: torch.Tensor) -> bool:
     The ranks need not agree: where one of them has private memory, all go through the slots.
     """
     current = runtime.current()
-    if bucket.device.type != "cpu" or current.local_size == 1:
+    if current.local_size == 1 or not (current.config.share_ddp_buckets and current.can_share):
         return False
-    if not (current.config.share_ddp_buckets and current.can_share):
-        return False
+    current.heap.forget_what_moved()
     if current.heap.holds(bucket.data_ptr()):
         return True
     try:

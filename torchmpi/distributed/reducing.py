@@ -41,7 +41,8 @@ class Reducing(BaseGroup):
                 collectives.allreduce(tensor, op=op, comm=self._communicator)
                 return ENDED
         plan = self._plan("allreduce", tensor, None, op)
-        if self._may_share and tensor.nbytes >= bucket_memory.LEAST_BYTES and torch_names.is_bucket_of_ddp(tensor):
+        is_long = tensor.is_cpu and tensor.nbytes >= bucket_memory.LEAST_BYTES
+        if self._may_share and is_long and torch_names.is_bucket_of_ddp(tensor):
             self._may_share = bucket_memory.share(tensor)
 
         def task() -> None:

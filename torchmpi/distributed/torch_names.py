@@ -96,8 +96,8 @@ def move_to_file(tensor: torch.Tensor, at_once: int) -> tuple[torch.UntypedStora
 
     Gives the storage, the file, which belongs to it, and its length. `at_once` processes may be doing the same.
     """
-    system = os.statvfs(_SHARED_MEMORY)  # where torch makes the file
-    if system.f_bavail * system.f_frsize < 2 * at_once * tensor.nbytes:
+    system = os.statvfs(_SHARED_MEMORY)  # where torch makes the file; half of it is for others, such as data loaders
+    if system.f_bavail * system.f_frsize - at_once * tensor.nbytes < system.f_blocks * system.f_frsize // 2:
         return None
     alive = weakref.ref(tensor.untyped_storage())
     storage = alive()

@@ -20,6 +20,7 @@ _SLOW_NANOSECONDS = 180  # for a KB, in the best chunk. Seen: 80 to 120 with a c
 _SLOW_PUT_NANOSECONDS = 250  # the same for copying into a slot. Seen: 60 to 130, and 400 to 550
 _WARM_CHUNKS = 16  # before that, the system still hands out the memory of the slots: the best of a few is needed
 _PROBE_EVERY, _PROBE_EVERY_LONG = 128, 16  # calls: powers of two
+_SCRAMBLER = 0x9E3779B1
 _TRIAL_CHUNKS = 6  # of a call that begins through the caches: then it is known whether that is slow
 _LONG_CHUNKS = 32  # so many chunks that trying a few costs nothing
 
@@ -55,8 +56,9 @@ def is_slow_somewhere(ctx):  # type: ignore[no-untyped-def]
 @inner
 def choose_way(ctx, num_chunks):  # type: ignore[no-untyped-def]
     """At the beginning of a call with chunks: past the caches if any rank was slow, unless it is time to try again."""
-    seq = own(ctx, context.SEQUENCE)
-    is_trial = seq & (_PROBE_EVERY - 1) == 0 or (num_chunks >= _LONG_CHUNKS and seq & (_PROBE_EVERY_LONG - 1) == 0)
+    # Scrambled: in programs whose calls repeat every 16 or 128, it would always fall on the same ones.
+    turn = own(ctx, context.SEQUENCE) * _SCRAMBLER >> 16
+    is_trial = turn & (_PROBE_EVERY - 1) == 0 or (num_chunks >= _LONG_CHUNKS and turn & (_PROBE_EVERY_LONG - 1) == 0)
     store(ctx + context.IS_PAST * 8, 0 if is_trial else is_slow_somewhere(ctx))
     for word in (context.PACE, context.PUT_PACE, context.TRIED, context.SPENT):  # the last: of a call that failed
         store(ctx + word * 8, 0)
