@@ -84,9 +84,9 @@ def _exchange_memory(gradients: Sequence[Tensor]) -> int:
     return numel
 
 
-def shared_gradients(net: nn.Module | None, parameters: Sequence[Tensor]) -> SharedGradients | None:
-    """What is known of the gradients of a net on the host; None for those of a mere list."""
-    if net is None or not parameters or any(parameter.device.type != "cpu" for parameter in parameters):
+def shared_gradients(net: nn.Module | None) -> SharedGradients | None:
+    """What is known of the gradients of a net; None for those of a mere list."""
+    if net is None:
         return None
     shared: SharedGradients | None = attached(net, SHARED_GRADIENTS)
     if shared is None:

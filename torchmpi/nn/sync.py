@@ -113,8 +113,8 @@ def synchronize_gradients(
 def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, comm: Communicator) -> None:
     """What `synchronize_gradients` does once it is clear how: agree, then bucket after bucket."""
     parameters = replica.trainable
-    is_within_host = comm.intra.page is not None
-    shared = shared_gradients(replica.net, parameters) if is_within_host else None
+    is_within_host = comm.intra.page is not None and all(parameter.is_cpu for parameter in parameters)
+    shared = shared_gradients(replica.net) if is_within_host else None
     whole = shared.whole(parameters) if shared is not None else None
     presence = agree_on_gradients(replica, parameters, comm, scattered=whole is None)
     if whole is not None and not presence.is_scattered:
@@ -126,7 +126,7 @@ def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, 
     for parameter in dense:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if is_within_host and all(parameter.device.type == "cpu" for parameter in dense):
+    if is_within_host:
         if shared is not None:
             shared.move(dense)
         _reduce_within_host(_buckets(replica, dense, bucket_bytes, alone_bytes=_ALONE_BYTES), reduction, comm)
