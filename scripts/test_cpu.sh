@@ -183,7 +183,8 @@ share() {
     [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,docs,scripts}.py)
 }
 
-# mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed.
+# mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
+# --capture=sys a rank that ends the job can still say why.
 mpi_suites() {
     local ranks=$1 num_failures=${#failed_logs[@]} name log
     shift
@@ -193,8 +194,8 @@ mpi_suites() {
         share "$name"
         launch_command "$ranks"
         begin "$name-n$ranks" 600 "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
-            python -m pytest --with-mpi -p no:cacheprovider --color=no -q tests/mpi ${only[@]+"${only[@]}"} \
-            ${pytest_options[@]+"${pytest_options[@]}"}
+            python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q tests/mpi \
+            ${only[@]+"${only[@]}"} ${pytest_options[@]+"${pytest_options[@]}"}
     done
     finish
     for log in ${failed_logs[@]+"${failed_logs[@]:num_failures}"}; do
@@ -240,8 +241,12 @@ fi
 if [ ${#failed_logs[@]} -gt 0 ]; then
     printf '\n== failures (full logs: %s)\n' "$logs"
     for log in "${failed_logs[@]}"; do
-        # What pytest says of each failed test; for everything else, how its output ended.
-        sed "s|^|$(basename "$log" .log): |; \$a\\" < <(grep -aE '^(FAILED|ERROR) ' "$log" || tail -n 3 "$log")
+        # What pytest says of each failed test; for everything else, how its output ended, and what torchmpi said on which
+        # rank.
+        sed "s|^|$(basename "$log" .log): |; \$a\\" < <(
+            grep -aE '^(FAILED|ERROR) ' "$log" ||
+                { tail -n 3 "$log" && grep -arE -A 6 '^torchmpi: .*(waited|failed|got SIG|end)' "${log%.log}" 2>/dev/null | tail -n 60; }
+        )
     done
 fi
 say ""

@@ -54,7 +54,7 @@ gpu_suite "$python" -m pytest -m gpu -q tests/unit tests/jobs "$@"
 for ranks in 1 2 4; do
     launch_command "$ranks"
     gpu_suite "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$checkout/build/test/gpu-n$ranks" \
-        "$python" -m pytest --with-mpi -p no:cacheprovider -m gpu -q tests/mpi "$@"
+        "$python" -m pytest --with-mpi -p no:cacheprovider --capture=sys -m gpu -q tests/mpi "$@"
 done
 if [ "$status" = 0 ]; then
     say "test_gpu: passed"

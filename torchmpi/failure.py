@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import os
 import signal
 import socket
@@ -190,11 +189,13 @@ class FailureHandling:
 
     def _abort(self, status: int) -> None:
         sys.stdout.flush()
-        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            # torch.distributed's exception hook calls ours, to print later what it wrote: there will be no later.
-            sys.__stderr__.write(sys.stderr.getvalue())
-            sys.stderr = sys.__stderr__
         sys.stderr.flush()
+        kept = getattr(sys.stderr, "getvalue", None)
+        if kept is not None and sys.__stderr__ is not None:
+            # Somebody keeps what is written, to show it later: torch.distributed's exception hook, which calls ours, or
+            # pytest with --capture=sys. There will be no later.
+            sys.__stderr__.write(kept())
+            sys.__stderr__.flush()
         # MPI_Abort may return or hang when the network is gone: then at least this process ends.
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
             threading.Thread(target=_exit_later, args=(status,), daemon=True).start()

@@ -8,6 +8,7 @@ the *inter* group across those groups.
 from __future__ import annotations
 
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -52,6 +53,9 @@ class Group:
         self.ledger = Ledger(name, self.rank, self.size, self.board)
         self.shared: Any = None
         """What kernels know of this group; made by the backend that runs them."""
+        self.binding = threading.Lock()
+        """Held while a backend makes what it keeps of this group: a call is prepared by its caller's thread or by the
+        lane's, and two that did so at the same time would count the calls for themselves."""
         self.lane = Lane(name, threaded=context.threaded)
         self.side_lanes: dict[tuple[str, int], Lane] = {}
         twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)

@@ -205,6 +205,19 @@ def test_a_message_nobody_sends_is_reported(job):
     assert "recv(float32 [5]) from rank 1" in result.stderr, result.output
 
 
+@once
+def test_a_job_that_is_ended_within_pytest_says_why(launch, tmp_path):
+    """pytest keeps what a test writes until that is over, which it never is."""
+    test = tmp_path / "test_one.py"
+    body = "    print('kept')\n    mpi.recv(torch.empty(5), 1 - rank)\n"
+    test.write_text(f"import pytest\n{START}\n@pytest.mark.mpi\ndef test_one():\n{body}")
+    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "3"}
+    result = launch(2, ["-m", "pytest", "--with-mpi", "--capture=sys", "-q", str(test)], timeout=LIMIT_SECONDS, env=env)
+    assert result.returncode != 0, result.output
+    assert "recv(float32 [5]) from rank" in result.stderr, result.output
+    assert "Giving up" in result.stderr, result.output
+
+
 @pytest.fixture(scope="module")
 def after_forks(launch, tmp_path_factory):
     """A job of two ranks that fork in all the ways that people do, and forget to stop."""

@@ -98,9 +98,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
         outcome = yield
     except Exception as error:
         problems.append("".join(traceback.format_exception(error, limit=-4)))
-        print(
-            problems[-1], file=sys.stderr, flush=True
-        )  # should the others be left in a call, this is all one gets to see
+        # Should the others be left in a call, this is all one gets to see.
+        print(problems[-1], file=sys.__stderr__, flush=True)
     agreement = _agreements.pop(pyfuncitem.nodeid, None)
     problems += agreement.problems if agreement is not None else []
     everywhere = MPI.COMM_WORLD.allgather(problems)

@@ -9,7 +9,6 @@ import weakref
 from datetime import timedelta
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torchmpi import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import torch_rig
+from joint import try_together
 from torch_rig import CALLS, Setting, wrong
 
 torch_world = torch_rig.torch_world
@@ -181,11 +181,11 @@ def groups(torch_world):
     return [None, dist.new_group(list(range(0, size, 2))) if size > 1 else None, pairs[rank // 2]]
 
 
-def test_any_sequence_of_calls_on_several_groups(groups, agree):
+def test_any_sequence_of_calls_on_several_groups(groups):
     """Asynchronous calls may be made in a different order of groups on each rank, and waited for in any order.
 
     A block is made either in one order by all, where some ranks call synchronously, or asynchronously in an order of
-    each rank's own, which keeps that within a group. The same examples on all ranks, to the end whatever comes out.
+    each rank's own, which keeps that within a group.
     """
     rank = dist.get_rank()
 
@@ -195,15 +195,8 @@ def test_any_sequence_of_calls_on_several_groups(groups, agree):
         work, pairs = CALLS[name](setting)
         return f"call {number} of group {index}: {name}", setting, work, pairs
 
-    @hypothesis.settings(
-        derandomize=True,
-        database=None,
-        deadline=None,
-        max_examples=25,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(BLOCKS, strategies.integers(0, 1 << 20))
-    def run(blocks, seed):
+    def run(example):
+        blocks, seed = example
         own = random.Random(seed * 100 + rank)
         made = []
         for is_shuffled, steps in blocks:
@@ -214,13 +207,14 @@ def test_any_sequence_of_calls_on_several_groups(groups, agree):
             if own.random() < 0.3 and made[-1:] and made[-1][2] is not None:
                 made[-1][2].wait()
         own.shuffle(made)
+        problems = []
         for name, setting, work, pairs in made:
             if work is not None:
                 work.wait()
-            for problem in wrong(name, setting, pairs):
-                agree(False, problem)
+            problems += wrong(name, setting, pairs)
+        assert not problems, problems
 
-    run()
+    try_together(run, strategies.tuples(BLOCKS, strategies.integers(0, 1 << 20)))
 
 
 def is_member(group) -> bool:

@@ -83,10 +83,11 @@ class IpcBackend:
 
     def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb on a group."""
-        staged = next((item for item in group.attachments if isinstance(item, StagedGroup)), None)
-        if staged is None:
-            staged = StagedGroup(self, group)
-            group.attachments.append(staged)
+        with group.binding:
+            staged = next((item for item in group.attachments if isinstance(item, StagedGroup)), None)
+            if staged is None:
+                staged = StagedGroup(self, group)
+                group.attachments.append(staged)
         operation: Operation = getattr(Calls(staged, dtype, op), verb)
 
         def run(source: Any, destination: Any, root: int) -> Any:

@@ -71,8 +71,9 @@ class SharedMemoryBackend:
 
     def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb on a group."""
-        if group.shared is None:
-            group.shared = SharedGroup(group, self.heap)
+        with group.binding:
+            if group.shared is None:
+                group.shared = SharedGroup(group, self.heap)
         kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(verb, Movement)
         calls = kind(group, self.kernels, dtype, op)
         operation: Operation = getattr(calls, verb)
@@ -177,7 +178,8 @@ class Calls:
             words[context.CONTEXT], words[context.ITEM_BYTES] = self.shared.address, self._item_bytes
             words[context.REDUCER], words[context.ROOT] = self._reducer, root
             words[context.TABLE] = self.table.ctypes.data
-            known = self._plans[root] = words, int(words.ctypes.data)
+            # Another thread may be here as well: what it was given must stay.
+            known = self._plans.setdefault(root, (words, int(words.ctypes.data)))
         return known[1]
 
     def run(self, kernel: str, plan: int, *arguments: int) -> int:

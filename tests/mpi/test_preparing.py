@@ -1,0 +1,62 @@
+"""Calls are prepared by whoever comes first: the thread that makes them, or the one that runs the queued ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import runtime
+from torchmpi.backends import shm
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def test_threads_that_prepare_calls_at_once_share_what_is_known_of_the_group(agree, monkeypatch):
+    """Each had made its own, with its own count of chunks: now and then the first calls on a group were refused."""
+    made = []
+
+    def make_slowly(*arguments):
+        made.append(shared := real(*arguments))
+        time.sleep(0.05)
+        return shared
+
+    real = shm.SharedGroup
+    monkeypatch.setattr(shm, "SharedGroup", make_slowly)
+    level = mpi.push_communicator(0, name="prepared twice")
+    group, backend = mpi.communicator(level).intra, runtime.current().selector.backends["shm"]
+    if backend.why_not("allreduce", "cpu", group) is None:
+        verbs = (("allreduce", torch.float32, "sum"), ("barrier", None, None), ("alltoall", torch.float32, None))
+        threads = [threading.Thread(target=backend.bind, args=(group, *verb)) for verb in verbs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        agree.equal(len(made), 1)
+    mpi.set_communicator(0)
+
+
+def test_threads_that_open_doors_at_once_are_given_the_same_plan(agree, monkeypatch):
+    """A plan that was replaced by another thread's was freed while machine code still had its address."""
+    backend = runtime.current().selector.backends["shm"]
+    group = mpi.communicator(0).intra
+    if backend.why_not("broadcast", "cpu", group) is not None:
+        pytest.skip("no shared memory among these ranks")
+    calls = backend.bind(group, "broadcast", torch.float32, None)
+    zeros = shm.np.zeros
+
+    def slowly(*arguments):
+        time.sleep(0.05)
+        return zeros(*arguments)
+
+    monkeypatch.setattr(shm.np, "zeros", slowly)
+    plans = []
+    threads = [threading.Thread(target=lambda: plans.append(calls.door(0).plan)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    agree.equal(len(set(plans)), 1)
