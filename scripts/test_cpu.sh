@@ -180,7 +180,7 @@ pytest_suite() {
 share() {
     only=()
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
-    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,docs,scripts}.py)
+    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,docs,scripts,torch_suite}.py)
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With

@@ -14,7 +14,6 @@ SUITE = Path(__file__).resolve().parents[1] / "torch_suite"
 LIMIT_SECONDS = 160  # pytest itself gives up after 180
 # Two jobs, each well within that.
 OF_DDP = ("DistributedDataParallel", "SGD", "graph", "test_ddp")
-pytestmark = pytest.mark.once
 
 pytest.importorskip("expecttest", reason="PyTorch's tests import it: install the extra dev")
 
