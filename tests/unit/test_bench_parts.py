@@ -13,7 +13,7 @@ import torch
 
 import torchmpi.cli
 from torchmpi.cli import benching
-from torchmpi.cli.benching import arguments, clock, jobs, model, models, options, samples, train_job, usage
+from torchmpi.cli.benching import arguments, clock, ddp_way, jobs, model, models, options, samples, train_job, usage
 from torchmpi.cli.benching.contestants import Copy, Ours, our_contestants
 from torchmpi.cli.benching.job import split_seconds
 from torchmpi.cli.benching.workload import IN_PLACE, ROOTED, Shape, Workload
@@ -232,11 +232,24 @@ def test_tasks_start_equal_and_have_data_of_their_own(name):
     assert any(not torch.equal(a, b) for a, b in zip(before, one.net.parameters(), strict=True))
 
 
-def test_flat_buckets_hold_everything():
-    tensors = [torch.zeros(numel) for numel in (5, 1, 7, 3)]
-    buckets = train_job.flat_buckets(tensors, 16)
-    assert sum(bucket.numel() for bucket in buckets) == 16
-    assert all(bucket.numel() * 4 >= 16 for bucket in buckets[:-1])
+@pytest.fixture
+def alone_on_gloo(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_buckets_of_ddp_hold_everything(alone_on_gloo):
+    tensors = [torch.full((numel,), float(numel)) for numel in (5, 1, 7, 3)]
+    buckets = ddp_way.fill_buckets(tensors, 16)
+    assert sum(bucket.flat.numel() for bucket in buckets) == 16
+    assert all(bucket.flat.nbytes >= 16 for bucket in buckets[:-1])
+    ddp_way.average_copied(buckets)
+    ddp_way.average(buckets)
+    ddp_way.add_up(buckets)
+    held = torch.cat([bucket.flat for bucket in buckets])
+    assert torch.equal(held, torch.cat(tensors[::-1]))
+    assert all(torch.equal(tensor, torch.full_like(tensor, len(tensor))) for tensor in tensors)
 
 
 # --- starting jobs

@@ -166,12 +166,12 @@ def test_training_table():
         )
 
     rows = [line("no communication", 50), line("synchronize_gradients", 100), line("ddp", 200)]
-    rows += [line("mpi4py", 10, "communication"), line("gloo buckets", None, "communication")]
+    rows += [line("mpi4py", 10, "communication"), line("ddp's way on gloo", None, "communication")]
     text = train_table.as_text(report.new_report("train", [{"facts": FACTS, "rows": rows}], {}))
     found = {cells[0]: cells[-4:] for cells in cells_of(text) if len(cells) >= 4}
     assert found["synchronize_gradients"] == ["100.00", "10%", "50%", "2.00"], text
     assert found["ddp"][-1] == "1.00" and found["mpi4py"][-1] == "-"
-    assert "gloo buckets: not installed" in text
+    assert "ddp's way on gloo: not installed" in text
 
 
 def test_starts():

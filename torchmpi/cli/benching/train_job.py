@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ... import mpi_library
 from ... import nn as mpinn
+from . import ddp_way
 from .clock import Entrant, measure
 from .device_clock import timed_on
 from .job import Job, job_facts, split_seconds
@@ -32,9 +34,8 @@ NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR = (
     "ddp on torchmpi",
     "mpi4py",
 )
+SUMS, IN_BUCKETS, COPIED = "gloo buckets", "ddp's way on gloo", "the same, gradients copied"
 _PARTS = ("step", "communication")
-# What DistributedDataParallel does unless told otherwise: a small bucket first, then these.
-_DDP_BUCKET_BYTES = 25 << 20
 _WEIGHTS = {"mlp": 1.0, "cnn": 2.0, "transformer": 2.0, "resnet": 4.0}
 _TOLERANCE = 1e-4
 
@@ -163,12 +164,16 @@ def _communication(job: Job, why_no_gloo: str | None, seconds: float) -> list[Ro
     ]
     if job.device.type == "cpu":  # MPI's own collectives see memory of the host
         entrants.append(Entrant(BY_TENSOR, (_by_tensor(job, gradients),), lambda: _write(gradients)))
+    by_gloo = ((SUMS, ddp_way.add_up), (IN_BUCKETS, ddp_way.average), (COPIED, ddp_way.average_copied))
     if why_no_gloo is None:
-        buckets = flat_buckets(gradients, _DDP_BUCKET_BYTES)
-        entrants.append(_entrant(job, "gloo buckets", lambda: _all_reduce(buckets), lambda: _write(buckets)))
+        buckets = ddp_way.fill_buckets(gradients)
+        flat = [bucket.flat for bucket in buckets]
+        for name, way in by_gloo:
+            written = gradients if name == COPIED else flat
+            entrants.append(_entrant(job, name, partial(way, buckets), partial(_write, written)))
     rows = _rows(job, "resnet", _PARTS[1], entrants, seconds)
     if why_no_gloo is not None:
-        rows.append(_row(job, "resnet", _PARTS[1], "gloo buckets") | {"why_not": why_no_gloo})
+        rows += [_row(job, "resnet", _PARTS[1], name) | {"why_not": why_no_gloo} for name, _ in by_gloo]
     return rows
 
 
@@ -189,28 +194,6 @@ def _by_tensor(job: Job, gradients: Sequence[Tensor]) -> Callable[[], None]:
             comm.Allreduce(in_place, array)
 
     return run
-
-
-def flat_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[Tensor]:
-    """Flat tensors for as many elements, from the last tensor to the first; each at least `bucket_bytes` but the last.
-
-    >>> [bucket.numel() for bucket in flat_buckets([torch.zeros(3), torch.zeros(2), torch.zeros(2)], 16)]
-    [4, 3]
-    """
-    buckets: list[Tensor] = []
-    numel = 0
-    for tensor in reversed(tensors):
-        numel += tensor.numel()
-        if numel * tensor.element_size() >= bucket_bytes:
-            buckets.append(tensor.new_zeros(numel))
-            numel = 0
-    return [*buckets, tensors[0].new_zeros(numel)] if numel else buckets
-
-
-def _all_reduce(buckets: Sequence[Tensor]) -> None:
-    """As DistributedDataParallel does: all on their way, then wait; without its copies and the division."""
-    for work in [torch.distributed.all_reduce(bucket, async_op=True) for bucket in buckets]:
-        work.wait()
 
 
 def _write(tensors: Sequence[Tensor]) -> None:

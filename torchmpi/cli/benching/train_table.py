@@ -9,7 +9,7 @@ from ..layout import counted
 from .report import Row, grouped, has_figure, header, numeric_table, reasons, sample_of
 
 _GROUP = ("ranks", "model", "part")
-_BASES = {"step": "ddp", "communication": "gloo buckets"}
+_BASES = {"step": "ddp", "communication": "ddp's way on gloo"}
 _ALONE = "no communication"
 
 
@@ -26,7 +26,7 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 _LEGEND = (
     "ms: median over batches, spread: half the distance of the quartiles. communication: share of the step that the",
-    "same step without communication does not take. x: time of DistributedDataParallel (or of its buckets on gloo)",
+    "same step without communication does not take. x: time of DistributedDataParallel (or of what it does on gloo)",
     "over that of this line.",
 )
 
