@@ -65,6 +65,9 @@ class Handle:
     def when_done(self, callback: Callable[[], object]) -> None:
         """Have `callback` called when the call has ended: by the thread that ends it, or now if it has.
 
+        If it makes calls itself, attach it before the next call on that communicator: ranks where the first one has
+        ended already would otherwise make its calls behind the next one, and others before it.
+
         >>> Handle.completed(3).when_done(lambda: print("over"))
         over
         """

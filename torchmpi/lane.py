@@ -120,19 +120,23 @@ class Lane:
 
     def submit(self, task: Task, description: str) -> Handle:
         """Run `task` after all earlier ones, in the background."""
-        if self.closed:
-            raise NotStartedError(f"{description}: its communicator has been closed.")
+        self._check_open(description)
         handle = Handle(description)
         if not self._threaded or self._worker is threading.current_thread():
             self._finish(task, handle)  # called back at the end of a call: waiting for one's own turn would be for ever
             return handle
         with self._counting:
+            self._check_open(description)  # another thread may have closed it: then nobody looks at the queue any more
             self.turn.words[TURN_PENDING] += 1
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
                 self._worker.start()
-        self._tasks.put((task, handle))
+            self._tasks.put((task, handle))
         return handle
+
+    def _check_open(self, description: str) -> None:
+        if self.closed:
+            raise NotStartedError(f"{description}: its communicator has been closed.")
 
     def drain(self) -> None:
         """Return when everything submitted so far has ended."""
@@ -143,11 +147,12 @@ class Lane:
         """Finish what is queued, and what another thread runs by itself; end the worker."""
         if not self.closed:
             self.drain()
-            self.closed = True
             with self._counting:
+                self.closed = True
                 self.turn.words[TURN_PENDING] += 1  # never idle again: callers look no further
+                if self._worker is not None:
+                    self._tasks.put(None)
             if self._worker is not None:
-                self._tasks.put(None)
                 self._worker.join()
             self.turn.acquire()  # for good: who found the lane idle just before must not begin any more
 

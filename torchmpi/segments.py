@@ -95,17 +95,22 @@ class Segment:
 
     def withdraw(self) -> None:
         """Nobody else will open it: from now on it lives as long as it is mapped."""
-        if self._path is not None:
-            os.unlink(self._path)
-        if self._file is not None:
-            os.close(self._file)
-        self._path = self._file = None
+        self._end(truncate=False)
 
     def release(self) -> None:
         """Give the memory back to the system, whoever has it mapped; nobody may look at it any more."""
-        if self._file is not None:
-            os.ftruncate(self._file, 0)
-        self.withdraw()
+        self._end(truncate=True)
+
+    def _end(self, *, truncate: bool) -> None:
+        # Taken before anything is closed: a finalizer may come here from another thread meanwhile, and the number of a
+        # file that is closed twice may be somebody else's by then.
+        (path, self._path), (file, self._file) = (self._path, None), (self._file, None)
+        if path is not None:
+            os.unlink(path)
+        if file is not None:
+            if truncate:
+                os.ftruncate(file, 0)
+            os.close(file)
 
     def close(self) -> None:
         """Unmap."""

@@ -266,9 +266,14 @@ class Selector:
         return f"{self._world.where}: collective_selector[{', '.join(key)}]"
 
     def _change(self, changed: dict[Key, Rule]) -> None:
-        """Make rules valid from the next call on. What is queued keeps the backend it was submitted with."""
+        """Make rules valid from the next call on. What is queued keeps the backend it was submitted with.
+
+        It is waited for: calls in several steps choose the transport of a step when they come to it.
+        """
+        context = self._world.context
+        context.finish_collectives()
         self.table.update(changed)
-        for group in self._world.context.groups:
+        for group in list(context.groups):
             group.forget_plans()
 
     def _default_table(self) -> Table:

@@ -136,10 +136,10 @@ class CommunicatorStack:
             nested.insert(0, nested[0].parent)
         if nested[0].level != begin:
             raise CommunicatorError(f"{where}: level {end} was not split from level {begin}, so they do not nest.")
+        self.context.finish_collectives()  # queued calls may take steps over the groups of the old span
         for group in self.span.groups.values():
             group.free()
         for level in (self.span.levels[0], nested[0]):
-            level.intra.drain()
             level.intra.forget_plans()  # they were made for the old span
         # Groups of its own: a step may run in a worker thread while the user is in a call on the same level.
         pairs = [(level, kind, group) for level in nested[1:] for kind, group in level.groups.items()]

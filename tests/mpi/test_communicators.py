@@ -114,6 +114,17 @@ def test_asynchronous_calls_over_a_span_do_not_mix_with_calls_on_its_levels(agre
         agree.equal(within[0].item(), float(group_size))
 
 
+def test_what_is_queued_over_a_span_ends_before_the_span_changes(agree):
+    """The groups of its steps were given back, and the next step found none."""
+    level = mpi.push_communicator(mpi.rank() % 2)
+    mpi.set_communicator(0)
+    for _ in range(10):
+        mpi.set_collective_span(0, level)
+        handles = [mpi.allreduce_async(torch.ones(5000)) for _ in range(5)]
+        mpi.set_collective_span(0, 0)
+        agree.equal([handle.wait()[0].item() for handle in handles], [float(mpi.size())] * 5)
+
+
 def test_use_is_for_one_thread_only(agree):
     level = mpi.push_communicator(mpi.rank())
     mpi.set_communicator(0)

@@ -192,6 +192,27 @@ def test_futures(agree):
     agree.equal(total, numbers(100, PREVIOUS).sum())
 
 
+@pytest.mark.parametrize("is_there", (False, True), ids=("before it comes", "when it is there"))
+def test_who_is_called_back_may_ask_the_message_that_has_come(agree, is_there):
+    """The callback waited for the look at the message of which it was the end."""
+    sources = []
+
+    def receive():
+        work = dist.irecv(torch.zeros(3))
+        return work.get_future().then(lambda _: sources.append(work.source_rank()))
+
+    future = receive() if RANK == 1 and not is_there else None
+    sent = dist.isend(torch.ones(3), 1) if RANK == 0 and is_there else None
+    dist.barrier()
+    if RANK == 0 and not is_there:
+        sent = dist.isend(torch.ones(3), 1)
+    if RANK == 1:
+        (future or receive()).wait()
+    if sent is not None:
+        sent.wait()
+    agree.equal(sources, [0] if RANK == 1 else [])
+
+
 def test_a_wait_with_a_limit_raises_and_the_message_may_still_come(agree):
     target, raised = torch.empty(3), ""
     work = dist.irecv(target, PREVIOUS)

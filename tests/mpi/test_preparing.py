@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import runtime
+from torchmpi import gates, runtime
 from torchmpi.backends import shm
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -37,6 +37,29 @@ def test_threads_that_prepare_calls_at_once_share_what_is_known_of_the_group(agr
             thread.join()
         agree.equal(len(made), 1)
     mpi.set_communicator(0)
+
+
+def test_a_gate_is_opened_once_for_a_call_that_two_threads_make_at_once(agree):
+    """The second door took the first one's place, whose address machine code had."""
+    backend, group = runtime.current().selector.backends["shm"], mpi.communicator(0).intra
+    if backend.why_not("broadcast", "cpu", group) is not None:
+        pytest.skip("no shared memory among these ranks")
+    calls, nobody, asked = backend.bind(group, "broadcast", torch.float32, None), object(), []
+
+    def find():
+        asked.append(1)
+        time.sleep(0.05)
+        return calls.door(0)
+
+    threads = [
+        threading.Thread(target=gates.open_to, args=("broadcast", (0, torch.float32, nobody), find)) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gates.shut()
+    agree(len(asked) <= 1, f"{len(asked)} doors")
 
 
 def test_threads_that_open_doors_at_once_are_given_the_same_plan(agree, monkeypatch):

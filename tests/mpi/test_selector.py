@@ -221,6 +221,22 @@ def test_the_steps_of_a_span_choose_for_themselves(agree, on_one_host, ran):
     agree.equal(ran, [], "backend= holds for every step")
 
 
+def test_what_is_queued_over_a_span_keeps_its_backend_in_every_step(agree, on_one_host, ran):
+    """Steps choose when they are reached: on some ranks that was after the change."""
+    level = mpi.push_communicator(mpi.rank() // 2)
+    mpi.set_communicator(0)
+    mpi.set_collective_span(0, level)
+    verbs = ("allreduce", "reduce", "broadcast")
+    for verb in verbs:
+        mpi.collective_selector.set(verb, "slow")
+    handles = [mpi.allreduce_async(torch.ones(1)) for _ in range(3)]
+    for verb in verbs:
+        mpi.collective_selector.set(verb, "small")
+    for handle in handles:
+        agree.equal(handle.wait(), torch.full((1,), float(mpi.size())))
+    agree({name for name, _ in ran} == ({"slow"} if mpi.size() > 1 else set()), str(ran))
+
+
 # --- measuring
 
 

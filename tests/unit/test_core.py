@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -111,6 +112,24 @@ def test_a_closed_lane_refuses():
     lane.close()
     with pytest.raises(errors.NotStartedError, match="closed"):
         lane.submit(lambda: None, "task")
+
+
+def test_what_another_thread_submits_while_a_lane_is_closed_is_refused_or_runs():
+    """It was queued behind the end of the queue, and whoever waited for it waited for ever."""
+    for _ in range(100):
+        lane, handles = Lane("test"), []
+
+        def submit(lane=lane, handles=handles):
+            with contextlib.suppress(errors.NotStartedError):
+                while True:
+                    handles.append(lane.submit(lambda: None, "task"))
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        lane.close()
+        thread.join()
+        for handle in handles:
+            handle.wait(timeout=10)
 
 
 def test_a_worker_keeps_no_tensor_alive():

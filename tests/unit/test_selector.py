@@ -166,7 +166,7 @@ class Able:
 
 def job(*hosts, backends=None, **settings):
     """A selector for ranks on these hosts, its world, and another group of the job."""
-    context = SimpleNamespace(hosts=hosts, groups=[])
+    context = SimpleNamespace(hosts=hosts, groups=[], finish_collectives=lambda: None)
     backends = backends or [Able("mpi"), Able("shm", spans=("host",)), Able("p2p", verbs=("allreduce", "broadcast"))]
 
     def group(*ranks):

@@ -52,7 +52,8 @@ class ProcessGroup(Reducing, Moving):
             try:
                 self._group.perform(plan, None, None, 0)
             finally:
-                self._group.timeout_seconds = usual
+                if self._group.timeout_seconds == limit:  # otherwise somebody has set another one meanwhile
+                    self._group.timeout_seconds = usual
 
         return self._launch(task, [], opts, "barrier")
 

@@ -75,7 +75,7 @@ class Transfer(Handle):
         """Return when it has ended, or raise."""
         begin, num_looks, nap = time.monotonic(), 0, _SHORTEST_NAP_SECONDS
         self._waited_for = True
-        while not self.look():
+        while not self.done():  # who is called back at the end of it is within a look already
             num_looks += 1
             if num_looks < _EAGER_LOOKS:
                 time.sleep(0)  # lets other threads and other ranks run

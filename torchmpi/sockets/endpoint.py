@@ -130,8 +130,9 @@ class Endpoint:
         connection.close()
         body, connection.body = connection.body, None
         self.inbox.lose(rank, reason, said_goodbye=said_goodbye, body=body)
-        if self.on_loss is not None and not (said_goodbye or self._is_ending):
-            self.on_loss(rank)
+        tell = self.on_loss  # which another thread may take away
+        if tell is not None and not (said_goodbye or self._is_ending):
+            tell(rank)
 
     # --- the end of the job
 
