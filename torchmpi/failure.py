@@ -27,6 +27,8 @@ from .layout import DYING
 _HANDLER_GRACE_SECONDS = 1.0
 _FORWARDING_SECONDS = 0.1  # MPICH's launcher, told to end the job, has dropped a message that it had not read yet
 _ABORT_GRACE_SECONDS = 5.0
+# How far a rank is that fails.
+_WOULD_EXPLAIN, _EXPLAINS = 1, 2
 _SPEECH_SECONDS = 1.0
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -184,8 +186,13 @@ class FailureHandling:
         board, rank = self.neighbours.board, self.neighbours.rank
         if board is None or board.get(rank, DYING):
             return True
-        board.set(rank, DYING, 1)
-        return not any(board.get(row, DYING) for row in range(board.num_rows) if row != rank)
+        board.set(rank, DYING, _WOULD_EXPLAIN)
+        others = {row: board.get(row, DYING) for row in range(board.num_rows) if row != rank}
+        # Ranks that fail within the same microseconds see each other: then it is up to the lowest.
+        if any(state == _EXPLAINS or (state and row < rank) for row, state in others.items()):
+            return False
+        board.set(rank, DYING, _EXPLAINS)
+        return True
 
     def _abort(self, status: int) -> None:
         sys.stdout.flush()

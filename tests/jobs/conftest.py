@@ -78,13 +78,13 @@ Launch = Callable[..., Result]
 
 @pytest.fixture(scope="session")
 def launch(mpirun: list[str]) -> Launch:
-    """``launch(n, ["script.py", ...], timeout=60, env={}) -> Result``.
+    """``launch(n, ["script.py", ...], timeout=150, env={}) -> Result``.
 
     ``timeout -k`` stands before mpirun, since a hung one has been seen to ignore SIGTERM.
     """
 
     def run(
-        n: int, arguments: Sequence[str | Path], *, timeout: float = 60, env: Mapping[str, str] | None = None
+        n: int, arguments: Sequence[str | Path], *, timeout: float = 150, env: Mapping[str, str] | None = None
     ) -> Result:
         command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), sys.executable, *map(str, arguments)]
         begin = time.monotonic()

@@ -78,7 +78,7 @@ print(f"share {(time.process_time() - before) / 3:.4f}", flush=True)
     result = job(2, START + code, timeout=LIMIT_SECONDS, env=environment("0"))
     assert result.returncode == 0, result.output
     shares = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("share")]
-    assert len(shares) == 2 and max(shares) < 0.05, result.output
+    assert len(shares) == 2 and max(shares) < 0.15, result.output
 
 
 def test_the_wait_for_a_rank_that_has_stopped_names_it(job):
@@ -92,7 +92,7 @@ if rank == 1:
 mpi.barrier()
 ps.send(server, ones).wait()
 """
-    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "2"}
+    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "8"}
     result = job(2, START + code, timeout=LIMIT_SECONDS, env=env)
     assert result.returncode != 0, result.output
     assert "for a chunk that rank 1 has locked" in result.stderr, result.output

@@ -12,6 +12,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import errors, gates
+from torchmpi.layout import ENTERED
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -243,8 +244,11 @@ def test_the_watchdog_sees_a_call_behind_a_gate(agree):
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    if mpi.rank() == 0:
-        watcher.join(0.3)  # so that the others wait for this rank
+    if mpi.rank() == 0:  # so that the others wait for this rank
+        limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.board is not None else ()
+        while any(group.board.get(row, ENTERED) <= group.ledger.seq for row in others) and time.monotonic() < limit:
+            time.sleep(0.001)
+        watcher.join(0.3)
     mpi.allreduce(torch.ones(6))
     seq = group.ledger.seq
     stop.set()

@@ -33,6 +33,7 @@ from torch.testing._internal.common_utils import TestCase
 import torchmpi.distributed
 
 GROUP_TIMEOUT = timedelta(seconds=60)  # what PyTorch gives the group of these tests
+LEAST_LIMIT_BETWEEN = 60  # seconds for what is done between tests, however short these may be
 PATIENCE = 15  # seconds that a rank waits for the others after its own failure
 # In these tests calls fail on purpose, on some of the ranks: the group is not used again.
 SPOILING = ("test_barrier_timeout", "test_monitored_barrier")
@@ -98,11 +99,11 @@ class Session:
         names = list(self._chosen(case_class))
         mpi = " ".join([MPI.get_vendor()[0], ".".join(map(str, MPI.get_vendor()[1]))])
         self._tell(ranks=self._channel.size, mpi=mpi, torch=torch.__version__, tests=names)
-        self._channel.limit_seconds(self._options.limit)
+        self._channel.limit_seconds(max(self._options.limit, LEAST_LIMIT_BETWEEN))
         self._renew_group()
         for name in names:
             self._run_test(case_class(name), name)
-        self._channel.limit_seconds(self._options.limit)
+        self._channel.limit_seconds(max(self._options.limit, LEAST_LIMIT_BETWEEN))
         self._drop_group()
         self._channel.lift_limit()
         self._tell(complete=True)
@@ -127,6 +128,7 @@ class Session:
         self._tell(ended=name, status=status, reason=reason, seconds=time.monotonic() - begin)
         if status == "failed":
             self._channel.abort()
+        self._channel.limit_seconds(max(self._options.limit, LEAST_LIMIT_BETWEEN))
         self._clean_up()
         if name.startswith(SPOILING) or not all(each.group_is_alive for each in outcomes):
             self._renew_group()

@@ -43,10 +43,10 @@ def test_an_exception_out_of_a_signal_handler_waits_for_the_message(alarm, leads
         received = np.zeros(5, np.uint8)
         if not leads:
             time.sleep(0.05)  # then the thread has taken over
-        threading.Timer(0.5, comms[0].Send, ((np.ones(5, np.uint8), BYTE), 1, 1)).start()
-        alarm(0.2)
         begin = time.monotonic()
+        threading.Timer(0.5, comms[0].Send, ((np.ones(5, np.uint8), BYTE), 1, 1)).start()
         with pytest.raises(InterruptedError, match="the alarm"):
+            alarm(0.2)
             comms[1].Recv((received, BYTE), 0, 1)
         assert received.all() and time.monotonic() - begin > 0.4
         comms[0].Send((np.ones(5, np.uint8), BYTE), 1, 1)
@@ -55,8 +55,8 @@ def test_an_exception_out_of_a_signal_handler_waits_for_the_message(alarm, leads
 
 def test_a_second_one_gets_through(alarm):
     with world(2) as comms:
-        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
         with pytest.raises(InterruptedError):
+            signal.setitimer(signal.ITIMER_REAL, 0.1, 0.3)
             comms[1].Recv((np.zeros(5, np.uint8), BYTE), 0, 1)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with pytest.raises(CommunicationError, match="interrupted twice"):
@@ -94,9 +94,9 @@ def test_an_exception_at_any_moment_neither_hangs_nor_spoils(error):
             thread = threading.Thread(target=lambda comms=comms, others=others: others.extend(on_all(comms[1:], echo)))
             thread.start()
             signal.signal(signal.SIGALRM, handle)
-            signal.setitimer(signal.ITIMER_REAL, 0.001 + chance.random() * 0.01)
             try:
                 with pytest.raises(error):
+                    signal.setitimer(signal.ITIMER_REAL, 0.001 + chance.random() * 0.01)
                     talk(comms[0], chance)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
