@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,9 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import errors, runtime
+
+sys.path.insert(0, str(Path(__file__).parent))
+from leftovers import grown, in_use
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +63,6 @@ def mpi_size() -> int:
 
 
 def test_nothing_is_left_behind(agree):
-    def state() -> tuple[int, int, set[str]]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), set(os.listdir("/dev/shm"))
-
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
 
     def one_run() -> None:
@@ -71,13 +71,11 @@ def test_nothing_is_left_behind(agree):
             mpi.push_communicator(mpi.rank() % 2)
 
     one_run()
-    before = state()
+    before = in_use()
     for _ in range(3):
         one_run()
-    after = state()
-    agree(after[0] <= before[0], f"descriptors {before[0]} -> {after[0]}")
-    agree(after[1] <= before[1], f"threads {before[1]} -> {after[1]}")
-    boards = [name for name in after[2] if name.startswith("torchmpi-")]
+    agree.equal(grown(before), {}, "before and after")
+    boards = [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")]
     agree(not boards, f"left in /dev/shm: {boards}")
     agree.equal((os.sched_getaffinity(0), torch.get_num_threads()), (cores, threads), "cores and threads")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import random
 import sys
@@ -23,6 +22,7 @@ from torchmpi.parameterserver.shards import PIECE_BYTES
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import contract
+from leftovers import grown, in_use
 from shard_rig import Twin
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -521,12 +521,6 @@ def test_what_is_queued_at_the_end_is_not_lost(started, agree, end):
     agree.equal(kept[0], torch.full((expected,), num_sent))
 
 
-def resources() -> dict[str, int]:
-    gc.collect()  # all: what earlier tests left in cycles would go at some moment in between
-    maps = Path("/proc/self/maps").read_text().count("torchmpi-")
-    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "mappings": maps}
-
-
 def test_cycles_leave_nothing_behind(started, agree):
     def one_run() -> None:
         start(started)
@@ -539,12 +533,11 @@ def test_cycles_leave_nothing_behind(started, agree):
 
     mpi.stop()
     one_run()
-    before = resources()
+    before = in_use()
     for _ in range(2):
         one_run()
-    after = resources()
+    agree.equal(grown(before), {}, "before and after")
     start(started)
-    agree.equal(after, before)
     agree(not [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")], "left in /dev/shm")
 
 
@@ -554,5 +547,5 @@ def test_making_and_freeing_leaves_nothing_behind(way, agree):
         server = ps.init(torch.ones(LARGE))
         ps.send(server, torch.ones(LARGE)).wait()
         ps.free(server)
-        before = before or resources()
-    agree.equal(resources(), before)
+        before = before or in_use()
+    agree.equal(grown(before), {}, "before and after")
