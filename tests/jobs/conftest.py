@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Shells have what they start in the background ignore it, and all that starts from there inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Result(NamedTuple):
