@@ -245,7 +245,7 @@ if [ ${#failed_logs[@]} -gt 0 ]; then
         # rank.
         sed "s|^|$(basename "$log" .log): |; \$a\\" < <(
             grep -aE '^(FAILED|ERROR) ' "$log" ||
-                { tail -n 3 "$log" && grep -arE -A 6 '^torchmpi: .*(waited|failed|got SIG|end)' "${log%.log}" 2>/dev/null | tail -n 60; }
+                { tail -n 3 "$log" && grep -arE -A 6 'torchmpi: .*(waited|failed|got SIG|ends the job|Giving up)' "${log%.log}" 2>/dev/null | tail -n 60; }
         )
     done
 fi

@@ -202,13 +202,12 @@ class GroupContext:
         self.threaded = threaded
         """Whether several threads may be in MPI at once."""
         self.groups: list[Group] = []
-        """Those from which others were split come first."""
+        """All groups that exist, for the watchdog."""
 
     def finish_collectives(self) -> None:
         """Return when the collectives queued on any group have ended; a message may wait for what comes after this."""
         for group in list(self.groups):
             group.lane.drain()
-        """All groups that exist, for the watchdog."""
 
 
 def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:

@@ -9,6 +9,7 @@ queued, on all ranks alike.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -141,7 +142,8 @@ class Lane:
     def drain(self) -> None:
         """Return when everything submitted so far has ended."""
         if self._worker is not None and self._worker is not threading.current_thread():
-            self.submit(lambda: None, "drain").wait()
+            with contextlib.suppress(NotStartedError):  # another thread has closed it: then nothing is queued
+                self.submit(lambda: None, "drain").wait()
 
     def close(self) -> None:
         """Finish what is queued, and what another thread runs by itself; end the worker."""

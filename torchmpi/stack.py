@@ -136,7 +136,10 @@ class CommunicatorStack:
             nested.insert(0, nested[0].parent)
         if nested[0].level != begin:
             raise CommunicatorError(f"{where}: level {end} was not split from level {begin}, so they do not nest.")
-        self.context.finish_collectives()  # queued calls may take steps over the groups of the old span
+        # Queued calls may take steps over the groups of the old span; those of the new one are about to be duplicated.
+        for level in (*self.span.levels, *nested):
+            for group in level.groups.values():
+                group.lane.drain()
         for group in self.span.groups.values():
             group.free()
         for level in (self.span.levels[0], nested[0]):

@@ -239,17 +239,22 @@ def alone_on_gloo(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def test_buckets_of_ddp_hold_everything(alone_on_gloo):
+def test_buckets_of_ddp_hold_everything(alone_on_gloo, monkeypatch):
     tensors = [torch.full((numel,), float(numel)) for numel in (5, 1, 7, 3)]
     buckets = ddp_way.fill_buckets(tensors, 16)
     assert sum(bucket.flat.numel() for bucket in buckets) == 16
     assert all(bucket.flat.nbytes >= 16 for bucket in buckets[:-1])
+
+    def held():
+        return torch.cat([bucket.flat for bucket in buckets])
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)  # the sums of one rank are its own
+    whole = torch.cat(tensors[::-1])
     ddp_way.average_copied(buckets)
+    assert torch.equal(held(), whole / 2) and torch.equal(torch.cat(tensors[::-1]), whole / 2)
     ddp_way.average(buckets)
     ddp_way.add_up(buckets)
-    held = torch.cat([bucket.flat for bucket in buckets])
-    assert torch.equal(held, torch.cat(tensors[::-1]))
-    assert all(torch.equal(tensor, torch.full_like(tensor, len(tensor))) for tensor in tensors)
+    assert torch.equal(held(), whole / 4) and torch.equal(torch.cat(tensors[::-1]), whole / 2)
 
 
 # --- starting jobs

@@ -259,10 +259,11 @@ def test_nothing_is_left_after_closing():
         gc.collect()
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    before, limit = state(), time.monotonic() + 5
+    before = state()
     for _ in range(3):
         with world(4) as comms:
             on_all(comms, lambda comm: comm.Barrier())
+    limit = time.monotonic() + 5
     while any(now > then for now, then in zip(state(), before, strict=True)):
         assert time.monotonic() < limit, (state(), before)
         time.sleep(0.05)
