@@ -101,8 +101,8 @@ class FailureHandling:
             print(f"torchmpi: rank {rank} of {size} failed, which ends the job:", file=sys.stderr)
             self._previous_hook(kind, error, trace)
         else:
-            first_line = str(error).split("\n", 1)[0]
-            print(f"torchmpi: rank {rank} failed too: {kind.__name__}: {first_line}", file=sys.stderr, flush=True)
+            # Whole: who failed first may only know that this rank gave up, and this rank why.
+            print(f"torchmpi: rank {rank} failed too: {kind.__name__}: {error}", file=sys.stderr, flush=True)
             time.sleep(_SPEECH_SECONDS)  # the first to fail is still printing, and then ends us all
         self._abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
