@@ -168,6 +168,12 @@ judge() {
     record "$name" "$status" "$seconds" "$passed" "$failed" "$skipped" "$note"
 }
 
+# how_it_ended LOG: the last lines of a suite, and what torchmpi said on its ranks.
+how_it_ended() {
+    tail -n 3 "$1"
+    grep -arE -A 6 'torchmpi: .*(waited|failed|got SIG|ends the job|Giving up)' "${1%.log}" 2>/dev/null | tail -n 60
+}
+
 # pytest_suite NAME SECONDS TEST...
 pytest_suite() {
     local name=$1 limit=$2
@@ -243,10 +249,7 @@ if [ ${#failed_logs[@]} -gt 0 ]; then
     for log in "${failed_logs[@]}"; do
         # What pytest says of each failed test; for everything else, how its output ended, and what torchmpi said on which
         # rank.
-        sed "s|^|$(basename "$log" .log): |; \$a\\" < <(
-            grep -aE '^(FAILED|ERROR) ' "$log" ||
-                { tail -n 3 "$log" && grep -arE -A 6 'torchmpi: .*(waited|failed|got SIG|ends the job|Giving up)' "${log%.log}" 2>/dev/null | tail -n 60; }
-        )
+        sed "s|^|$(basename "$log" .log): |; \$a\\" < <(grep -aE '^(FAILED|ERROR) ' "$log" || how_it_ended "$log")
     done
 fi
 say ""

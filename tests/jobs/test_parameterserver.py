@@ -71,14 +71,17 @@ def test_servers_that_nobody_asks_sleep(job):
     code = """
 ps.send(server, ones).wait()
 time.sleep(0.5)
-before = time.process_time()
-time.sleep(3)
-print(f"share {(time.process_time() - before) / 3:.4f}", flush=True)
+shares = []
+for _ in range(3):
+    before = time.process_time()
+    time.sleep(1)
+    shares.append(time.process_time() - before)
+print(f"share {min(shares):.4f}", flush=True)
 """
     result = job(2, START + code, timeout=LIMIT_SECONDS, env=environment("0"))
     assert result.returncode == 0, result.output
     shares = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("share")]
-    assert len(shares) == 2 and max(shares) < 0.15, result.output
+    assert len(shares) == 2 and max(shares) < 0.05, result.output
 
 
 def test_the_wait_for_a_rank_that_has_stopped_names_it(job):

@@ -7,11 +7,21 @@ import threading
 import time
 from pathlib import Path
 
-_LIMIT_SECONDS = 5
+_LIMIT_SECONDS, _CALM_SECONDS = 5, 0.1
 
 
 def in_use() -> dict[str, int]:
-    """Open files, threads, and mapped shared memory."""
+    """Open files, threads, and mapped shared memory, once it stays so: a thread that was waited for takes a moment."""
+    limit, found = time.monotonic() + _LIMIT_SECONDS, _count()
+    while time.monotonic() < limit:
+        time.sleep(_CALM_SECONDS)
+        before, found = found, _count()
+        if found == before:
+            break
+    return found
+
+
+def _count() -> dict[str, int]:
     gc.collect()  # all: what earlier tests left in cycles would go at some moment in between
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
@@ -20,13 +30,3 @@ def in_use() -> dict[str, int]:
         "Python threads": threading.active_count(),
         "shared memory": sum("/dev/shm" in line or "memfd:" in line for line in maps),
     }
-
-
-def grown(before: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Of what there is more than before, and stays so: a thread that has been waited for takes a moment to go."""
-    limit = time.monotonic() + _LIMIT_SECONDS
-    while True:
-        more = {name: (before[name], number) for name, number in in_use().items() if number > before[name]}
-        if not more or time.monotonic() > limit:
-            return more
-        time.sleep(0.05)

@@ -22,7 +22,7 @@ from torchmpi.parameterserver.shards import PIECE_BYTES
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import contract
-from leftovers import grown, in_use
+from leftovers import in_use
 from shard_rig import Twin
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -536,7 +536,7 @@ def test_cycles_leave_nothing_behind(started, agree):
     before = in_use()
     for _ in range(2):
         one_run()
-    agree.equal(grown(before), {}, "before and after")
+    agree.equal(in_use(), before, "after and before")
     start(started)
     agree(not [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")], "left in /dev/shm")
 
@@ -548,4 +548,4 @@ def test_making_and_freeing_leaves_nothing_behind(way, agree):
         ps.send(server, torch.ones(LARGE)).wait()
         ps.free(server)
         before = before or in_use()
-    agree.equal(grown(before), {}, "before and after")
+    agree.equal(in_use(), before, "after and before")

@@ -99,14 +99,17 @@ class Session:
         names = list(self._chosen(case_class))
         mpi = " ".join([MPI.get_vendor()[0], ".".join(map(str, MPI.get_vendor()[1]))])
         self._tell(ranks=self._channel.size, mpi=mpi, torch=torch.__version__, tests=names)
-        self._channel.limit_seconds(max(self._options.limit, LEAST_LIMIT_BETWEEN))
+        self._limit_between_tests()
         self._renew_group()
         for name in names:
             self._run_test(case_class(name), name)
-        self._channel.limit_seconds(max(self._options.limit, LEAST_LIMIT_BETWEEN))
+        self._limit_between_tests()
         self._drop_group()
         self._channel.lift_limit()
         self._tell(complete=True)
+
+    def _limit_between_tests(self) -> None:
+        self._channel.limit_seconds(max(self._options.limit, LEAST_LIMIT_BETWEEN))
 
     def _chosen(self, case_class: type[unittest.TestCase]) -> Iterator[str]:
         wanted, unwanted = self._options.patterns or ["*"], self._options.without
@@ -128,7 +131,7 @@ class Session:
         self._tell(ended=name, status=status, reason=reason, seconds=time.monotonic() - begin)
         if status == "failed":
             self._channel.abort()
-        self._channel.limit_seconds(max(self._options.limit, LEAST_LIMIT_BETWEEN))
+        self._limit_between_tests()
         self._clean_up()
         if name.startswith(SPOILING) or not all(each.group_is_alive for each in outcomes):
             self._renew_group()
