@@ -20,7 +20,7 @@ from . import gates, mpi_library, topology
 from .errors import CommunicatorError, MismatchError, TorchMPIError
 from .handle import Handle
 from .lane import Lane
-from .layout import ROW_BYTES
+from .layout import slots_begin
 from .progress import Board, Call, Ledger, mismatch_message
 from .segments import Segment
 
@@ -237,7 +237,8 @@ def _make_page(group: Group) -> Board | None:
     context, comm = group.context, group.comm
     if len(group.hosts) > 1 or not context.slot_bytes:
         return None
-    segment = share(comm, "group", group.size * (ROW_BYTES + 2 * slot_bytes(group.size, context.slot_bytes)))
+    num_bytes = slots_begin(group.size) + group.size * 2 * slot_bytes(group.size, context.slot_bytes)
+    segment = share(comm, "group", num_bytes)
     if segment is not None:
         return Board(segment, group.size)
     reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"

@@ -41,6 +41,19 @@ TEXT_START_BYTES = (RING_START + RING_LENGTH * ENTRY_WORDS) * WORD_BYTES
 ROW_BYTES = 8192
 ROW_WORDS = ROW_BYTES // WORD_BYTES
 
+# Processors copy at half their speed to a place that has nearly the same offset in its page as what they copy. Pages
+# begin where slots would, and 16 bytes later large NumPy arrays do: so the slots begin in the middle of a page.
+_PAGE_BYTES = 4096
+
+
+def slots_begin(size: int) -> int:
+    """The byte at which the slots of so many ranks begin, behind their rows.
+
+    >>> slots_begin(2) - 2 * ROW_BYTES
+    2048
+    """
+    return size * ROW_BYTES + _PAGE_BYTES // 2
+
 
 def entry(row: int, index: int) -> int:
     """The word at which an entry of the ring of a row begins.

@@ -19,7 +19,7 @@ from ..config import Config
 from ..errors import ArgumentError
 from ..heap import SharedHeap
 from ..kernels import context, reduction
-from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, ROW_BYTES, SEQUENCE, SIGNATURE, WORD_BYTES, entry
+from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, WORD_BYTES, entry, slots_begin
 from ..progress import GIVEN_UP, NATIVE, call_code
 from . import Operation
 from .mpi import destination_for, longest_part, rows_of
@@ -107,12 +107,11 @@ class SharedGroup:
         self.address = int(self.words.ctypes.data)
         self.mappings = np.zeros((size, context.MAPPINGS_PER_RANK, 2), np.int64)
         self._num_mapped = [0] * size
-        rows_bytes = size * ROW_BYTES
-        self.slot_bytes = (page.segment.ticket.num_bytes - rows_bytes) // (2 * size)
+        self.slot_bytes = (page.segment.ticket.num_bytes - slots_begin(size)) // (2 * size)
         words = self.words
         words[context.RANK], words[context.SIZE] = group.rank, size
         words[context.ROWS] = page.segment.address
-        words[context.SLOTS] = page.segment.address + rows_bytes
+        words[context.SLOTS] = page.segment.address + slots_begin(size)
         words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(_WHOLE_BYTES, self.slot_bytes)
         words[context.OWN_SEGMENTS] = heap.table.ctypes.data
         words[context.MAPPINGS] = self.mappings.ctypes.data

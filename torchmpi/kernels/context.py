@@ -29,7 +29,7 @@ CHUNK_BYTES = 12
 FREE = 13
 """Calls up to this number may be entered: all ranks are past the entries that they take in the ring."""
 IS_PAST = 14
-"""Whether what goes into the slots is written past the caches, because the ranks' cores share none."""
+"""Whether what goes into the slots is written past the caches: because the ranks' cores share none, or in any case."""
 SPENT = 15
 """Nanoseconds spent on copying and combining in the current chunk, without the waits."""
 PACE = 16
@@ -40,7 +40,9 @@ TRIED = 18
 """Chunks of this call so far: after some of them the ranks decide how to write the others."""
 EXPIRED = 19
 """Number of the call that has taken longer than it may: set by the watchdog, and looked at between naps."""
-POINTERS = 20
+CALL_CHUNKS = 20
+"""Chunks that this call has."""
+POINTERS = 21
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -48,7 +50,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    28
+    29
     """
     return POINTERS + 2 * size
 

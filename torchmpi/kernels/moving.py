@@ -12,6 +12,7 @@ from . import context
 from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
 from .memory import copy, fence, load, now, store, store_release
 from .placing import (
+    LONG_BYTES,
     choose_way,
     copy_into_slot,
     copy_past,
@@ -26,7 +27,6 @@ from .reducing import combine, point_at
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 _LINE_BYTES = 64
-_LONG_BYTES = 4 << 20  # more than a core's share of the caches
 
 # A table of what is sent and received: for each rank two pairs of address and length.
 _PAIRS = 4 * 8
@@ -47,7 +47,7 @@ def meet(plan, seq, signature, message, num_bytes):  # type: ignore[no-untyped-d
 @inner
 def deliver(target, source, num_bytes, total_bytes):  # type: ignore[no-untyped-def]
     """Copy a piece of something long or short."""
-    if total_bytes >= _LONG_BYTES:
+    if total_bytes >= LONG_BYTES:
         copy_past(target, source, num_bytes)
     else:
         copy(target, source, num_bytes)
@@ -81,7 +81,7 @@ def put(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
             num_put += length
             if is_stream:
                 break
-    note_put(ctx, since, num_put)
+    note_put(ctx, chunk, since, num_put)
     publish(ctx, _READY, chunk + 1)
     return 0
 
@@ -115,8 +115,9 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
 def exchange(plan, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
     """Move everything in the table; all ranks make the same number of rounds."""
     ctx = own(plan, context.CONTEXT)
-    choose_way(ctx, num_rounds)
-    if piece_bytes != own(ctx, context.SLOT_BYTES):
+    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    choose_way(ctx, num_rounds, is_stream and num_rounds * piece_bytes >= LONG_BYTES)
+    if not is_stream:
         kept = table + own(ctx, context.RANK) * _PAIRS
         copy(load(kept + 16), load(kept), load(kept + 24))
     if num_rounds > 0:
@@ -234,7 +235,7 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     elif is_whole:
         put_whole(ctx, source, num_bytes)
     else:
-        choose_way(ctx, rounds(num_bytes, piece))
+        choose_way(ctx, rounds(num_bytes, piece), num_bytes * size >= LONG_BYTES)
         put(ctx, own(ctx, context.CHUNKS), table, piece)
     status = arrive(ctx, seq, signature)
     if status != 0:
@@ -287,7 +288,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
     piece = own(ctx, context.SLOT_BYTES) // size // _LINE_BYTES * _LINE_BYTES
     table, base = own(plan, context.TABLE), own(ctx, context.CHUNKS)
     num_rounds = rounds((num_rows + size - 1) // size * row_bytes, piece)
-    choose_way(ctx, num_rounds)
+    choose_way(ctx, num_rounds, False)
     for other in range(size):
         theirs = rows_before(num_rows, size, other) * row_bytes
         store(table + other * _PAIRS, source + theirs)

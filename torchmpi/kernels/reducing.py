@@ -70,7 +70,7 @@ def copy_in(ctx, chunk, address, num_bytes):  # type: ignore[no-untyped-def]
     since = now()
     copy_into_slot(ctx, target, address, begin)
     copy_into_slot(ctx, target + end, address + end, num_bytes - end)
-    note_put(ctx, since, begin + num_bytes - end)
+    note_put(ctx, chunk, since, begin + num_bytes - end)
     note_time(ctx, since)
     publish(ctx, _READY, chunk + 1)
     return 0
@@ -271,7 +271,7 @@ def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-
     is_whole = num_bytes <= own(ctx, context.WHOLE_BYTES)
     first = min(chunk_bytes, num_bytes)
     if not is_whole:
-        choose_way(ctx, num_chunks)
+        choose_way(ctx, num_chunks, False)
     if is_whole or not announce_memory(ctx, seq, address, num_bytes):
         if is_whole:
             store(entry(ctx, rank, seq) + PAYLOAD, 0)

@@ -1,0 +1,91 @@
+"""What the ranks conclude from how long it took to go through the caches, with times that are given here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from torchmpi import layout
+from torchmpi.kernels import context, placing
+
+CHUNK_BYTES = 512 << 10
+FAST, SLOW = 100, 600  # nanoseconds for a KB
+MANY = 64  # chunks of earlier calls: the slots have been used
+
+
+class Rank:
+    """One of two: its words, and the rows of both."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros((2, layout.ROW_WORDS), np.int64)
+        self.words = np.zeros(context.context_words(2), np.int64)
+        self.words[context.SIZE], self.words[context.ROWS] = 2, self.rows.ctypes.data
+        self.words[context.CHUNKS] = MANY
+        self.address = self.words.ctypes.data
+
+    def call(self, *paces: int, sequence: int = 1, num_chunks: int = 0, long_stream: bool = False) -> list[int]:
+        """A call whose chunks are put into the slot at these paces, and the way that each of them went."""
+        self.words[context.SEQUENCE] = sequence
+        placing.choose_way(self.address, num_chunks or len(paces), long_stream)
+        ways = []
+        for index, pace in enumerate(paces):
+            ways.append(int(self.words[context.IS_PAST]))
+            placing.note_best(self.address, context.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
+            placing.note_chunk(self.address, 0)
+        placing.end_chunks(self.address)
+        return ways
+
+    @property
+    def says_slow(self) -> bool:
+        return bool(self.rows[0, layout.FETCHES_SLOWLY])
+
+
+def test_slow_from_the_third_chunk_on_is_slow():
+    """The best of all chunks counted, and of slots that had left the caches the first two were quick. So a
+    broadcast of 64 MB took five times as long, unnoticed."""
+    rank = Rank()
+    ways = rank.call(FAST, FAST, *[SLOW] * 8)
+    assert rank.says_slow
+    assert ways == [0] * 6 + [1] * 4, "known after six chunks"
+    assert rank.call(*[FAST] * 4) == [1] * 4
+    assert rank.says_slow, "what went past the caches says nothing about them"
+
+
+@pytest.mark.parametrize("paces", ([FAST] * 8, [FAST, FAST, SLOW, SLOW, FAST, SLOW, SLOW], [SLOW, SLOW, SLOW, FAST]))
+def test_one_quick_chunk_shows_that_the_others_were_interrupted(paces):
+    rank = Rank()
+    assert not any(rank.call(*paces)) and not rank.says_slow
+
+
+@pytest.mark.parametrize("paces", ([SLOW], [SLOW, SLOW], [FAST, FAST, SLOW], [FAST, FAST, SLOW, SLOW]))
+def test_short_calls_are_judged_at_their_end(paces):
+    rank = Rank()
+    assert not any(rank.call(*paces)) and rank.says_slow
+
+
+def test_a_trial_takes_the_word_back():
+    rank = Rank()
+    rank.call(*[SLOW] * 8)
+    sequence = next(number for number in range(1, 1000) if rank.call(FAST, FAST, FAST, sequence=number)[0] == 0)
+    assert not rank.says_slow, f"call {sequence} tried, and was fast"
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "every"), ((1, 128), (31, 128), (32, 8), (64, 4), (128, 2), (256, 1), (999, 1))
+)
+def test_how_often_it_is_tried_again(num_chunks, every):
+    """So that trying costs about as large a share of all sizes."""
+    rank = Rank()
+    rank.rows[1, layout.FETCHES_SLOWLY] = 1
+    trials = 0
+    for sequence in range(128 * 64):
+        rank.words[context.SEQUENCE] = sequence
+        placing.choose_way(rank.address, num_chunks, False)
+        trials += rank.words[context.IS_PAST] == 0
+    assert trials == pytest.approx(128 * 64 / every, rel=0.2)
+
+
+def test_long_streams_go_past_the_caches_whatever_the_ranks_say():
+    rank = Rank()
+    assert rank.call(*[SLOW] * 8, long_stream=True) == [2] * 8
+    assert not rank.says_slow, "it says nothing about the caches"
