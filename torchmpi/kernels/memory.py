@@ -77,20 +77,32 @@ def copy(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@intrinsic
-def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-def]
-    """Copy four lines of 64 bytes to an aligned target, past the caches: what is there is not fetched first."""
+def _lines_copier(*, past: bool) -> Any:
+    """Code that copies four lines of 64 bytes: to an aligned target past the caches, or to any."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         line = ir.VectorType(_WORD, 8).as_pointer()
         target, source = (builder.inttoptr(address, line) for address in arguments)
-        mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         values = [builder.load(builder.gep(source, [_WORD(index)]), align=1) for index in range(4)]
         for index, value in enumerate(values):
-            builder.store(value, builder.gep(target, [_WORD(index)]), align=64).set_metadata("nontemporal", mark)
+            written = builder.store(value, builder.gep(target, [_WORD(index)]), align=64 if past else 1)
+            if past:
+                written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), generate
+    return generate
+
+
+@intrinsic
+def copy_lines(typing_context, target, source):  # type: ignore[no-untyped-def]
+    """Copy four lines of 64 bytes."""
+    return types.void(types.int64, types.int64), _lines_copier(past=False)
+
+
+@intrinsic
+def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-def]
+    """Copy four lines of 64 bytes to an aligned target, past the caches: what is there is not fetched first."""
+    return types.void(types.int64, types.int64), _lines_copier(past=True)
 
 
 @intrinsic

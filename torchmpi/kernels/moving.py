@@ -213,7 +213,9 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
             store(table + other * _PAIRS + 16, address)
             store(table + other * _PAIRS + 24, num_bytes if other == root and rank != root else 0)
         piece = own(ctx, context.SLOT_BYTES)
-        status = exchange(plan, table, piece, rounds(num_bytes, piece))
+        choose_way(ctx, rounds(num_bytes, piece), True)
+        put(ctx, own(ctx, context.CHUNKS), table, piece)
+        status = go_on(ctx, table, piece, rounds(num_bytes, piece))
     leave(ctx, seq)
     return status
 
@@ -235,7 +237,7 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     elif is_whole:
         put_whole(ctx, source, num_bytes)
     else:
-        choose_way(ctx, rounds(num_bytes, piece), num_bytes * size >= LONG_BYTES)
+        choose_way(ctx, rounds(num_bytes, piece), num_bytes >= LONG_BYTES)
         put(ctx, own(ctx, context.CHUNKS), table, piece)
     status = arrive(ctx, seq, signature)
     if status != 0:
