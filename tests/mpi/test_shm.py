@@ -617,3 +617,19 @@ def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
         mine = contract.rows(expected, rank, size)
         agree.bits(mpi.reduce_scatter(inputs[rank].clone(), backend="shm"), mine, "reduce_scatter")
         group.page.set(rank, layout.FETCHES_SLOWLY, 0)
+
+
+def test_streams_that_go_past_the_caches_whatever_is_measured(agree, stopped):
+    """With the usual slots: longer than all caches of a core, and not in whole lines."""
+    start()
+    rank, size = mpi.rank(), mpi.size()
+    numel = (4 << 20) // 8 + 3
+    inputs = [torch.arange(numel, dtype=torch.int64) * size + r for r in range(size)]
+    root = size - 1
+    agree.bits(mpi.broadcast(inputs[rank].clone(), root, backend="shm"), inputs[root], "broadcast")
+    agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), "allgather")
+    uneven = mpi.allgather(inputs[rank][rank:], backend="shm")
+    agree.bits(uneven, torch.cat([part[r:] for r, part in enumerate(inputs)]), "uneven allgather")
+    gathered = mpi.gather(inputs[rank], root, backend="shm")
+    agree.bits(gathered if rank == root else torch.cat(inputs), torch.cat(inputs), "gather")
+    agree.bits(mpi.allreduce(inputs[rank].clone(), backend="shm"), contract.reduced(inputs, "sum"), "allreduce")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchmpi import layout
-from torchmpi.kernels import context, placing
+from torchmpi.kernels import context, moving, placing
 
 CHUNK_BYTES = 512 << 10
 FAST, SLOW = 100, 600  # nanoseconds for a KB
@@ -51,13 +51,15 @@ def test_slow_from_the_third_chunk_on_is_slow():
     assert rank.says_slow, "what went past the caches says nothing about them"
 
 
-@pytest.mark.parametrize("paces", ([FAST] * 8, [FAST, FAST, SLOW, SLOW, FAST, SLOW, SLOW], [SLOW, SLOW, SLOW, FAST]))
+@pytest.mark.parametrize(
+    "paces", ([FAST] * 8, [FAST, FAST, SLOW, SLOW, FAST, SLOW, SLOW], [SLOW, SLOW, SLOW, FAST], [SLOW, FAST, SLOW])
+)
 def test_one_quick_chunk_shows_that_the_others_were_interrupted(paces):
     rank = Rank()
     assert not any(rank.call(*paces)) and not rank.says_slow
 
 
-@pytest.mark.parametrize("paces", ([SLOW], [SLOW, SLOW], [FAST, FAST, SLOW], [FAST, FAST, SLOW, SLOW]))
+@pytest.mark.parametrize("paces", ([SLOW], [SLOW, SLOW], [SLOW, SLOW, SLOW], [FAST, FAST, SLOW, SLOW]))
 def test_short_calls_are_judged_at_their_end(paces):
     rank = Rank()
     assert not any(rank.call(*paces)) and rank.says_slow
@@ -66,12 +68,12 @@ def test_short_calls_are_judged_at_their_end(paces):
 def test_a_trial_takes_the_word_back():
     rank = Rank()
     rank.call(*[SLOW] * 8)
-    sequence = next(number for number in range(1, 1000) if rank.call(FAST, FAST, FAST, sequence=number)[0] == 0)
+    sequence = next(number for number in range(1, 1000) if rank.call(*[FAST] * 4, sequence=number)[0] == 0)
     assert not rank.says_slow, f"call {sequence} tried, and was fast"
 
 
 @pytest.mark.parametrize(
-    ("num_chunks", "every"), ((1, 128), (31, 128), (32, 8), (64, 4), (128, 2), (256, 1), (999, 1))
+    ("num_chunks", "every"), ((1, 128), (31, 128), (32, 8), (64, 4), (128, 2), (129, 2), (256, 1), (999, 1))
 )
 def test_how_often_it_is_tried_again(num_chunks, every):
     """So that trying costs about as large a share of all sizes."""
@@ -89,3 +91,19 @@ def test_long_streams_go_past_the_caches_whatever_the_ranks_say():
     rank = Rank()
     assert rank.call(*[SLOW] * 8, long_stream=True) == [2] * 8
     assert not rank.says_slow, "it says nothing about the caches"
+
+
+def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call():
+    """The sizes of seven ranks' parts go through the slots too, and were overwritten while others read them."""
+    rank = Rank()
+    slots, table = np.zeros(4 * CHUNK_BYTES, np.uint8), np.zeros((2, 4), np.int64)
+    sent, received = np.ones(4 * CHUNK_BYTES, np.uint8), np.zeros(4 * CHUNK_BYTES, np.uint8)
+    table[1] = sent.ctypes.data, sent.nbytes, received.ctypes.data, received.nbytes
+    rank.words[context.SLOTS], rank.words[context.SLOT_BYTES] = slots.ctypes.data, CHUNK_BYTES
+    rank.words[context.SEQUENCE] = rank.words[context.EXPIRED] = 5  # nobody comes, and there is no time to wait
+    plan = np.zeros(context.PLAN_WORDS, np.int64)
+    plan[context.CONTEXT] = rank.address
+    arguments = plan.ctypes.data, table.ctypes.data, CHUNK_BYTES // 2, 8, 1
+    assert moving.exchange(*arguments) == context.LATE and not slots.any()
+    rank.rows[1, layout.REDUCED] = MANY
+    assert moving.exchange(*arguments) == context.LATE and slots.any(), "everybody had fetched"

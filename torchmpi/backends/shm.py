@@ -19,7 +19,18 @@ from ..config import Config
 from ..errors import ArgumentError
 from ..heap import SharedHeap
 from ..kernels import context, reduction
-from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, WORD_BYTES, entry, slots_begin
+from ..layout import (
+    ENTRY_WORDS,
+    PAYLOAD,
+    PAYLOAD_BYTES,
+    REFUSED,
+    RING_LENGTH,
+    SEQUENCE,
+    SIGNATURE,
+    WORD_BYTES,
+    entry,
+    slots_begin,
+)
 from ..progress import GIVEN_UP, NATIVE, call_code
 from . import Operation
 from .mpi import destination_for, longest_part, rows_of
@@ -231,12 +242,13 @@ class Calls:
         difference: int = words[own + SIGNATURE] ^ words[other + SIGNATURE]
         return difference
 
-    def exchange(self, *, is_stream: bool, longest: int) -> None:
+    def exchange(self, *, is_stream: bool, longest: int, has_sent: bool = False) -> None:
         """Move what is in the table; `longest` is the longest length in anybody's."""
         piece = self.shared.slot_bytes
         if not is_stream:
             piece = piece // self.size // _LINE_BYTES * _LINE_BYTES
-        status = self._in_kernel("exchange", self.plan(), self.table.ctypes.data, piece, -(-longest // piece))
+        num_rounds = -(-longest // piece)
+        status = self._in_kernel("exchange", self.plan(), self.table.ctypes.data, piece, num_rounds, int(has_sent))
         if status:
             self.settle(status)
 
@@ -404,7 +416,9 @@ class Movement(Calls):
         longest = longest_part(everybody, self.group.where)
         self._send([part.data_ptr() for part in sources], sizes[0].tolist())
         self.table[:, 2], self.table[:, 3] = [part.data_ptr() for part in destinations], sizes[1]
-        self.exchange(is_stream=False, longest=longest)
+        # With seven ranks and more the sizes do not fit into the announcements.
+        has_sent = sizes.nbytes + WORD_BYTES > PAYLOAD_BYTES
+        self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
         """What goes to each rank."""

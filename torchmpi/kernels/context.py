@@ -29,7 +29,7 @@ CHUNK_BYTES = 12
 FREE = 13
 """Calls up to this number may be entered: all ranks are past the entries that they take in the ring."""
 IS_PAST = 14
-"""Whether what goes into the slots is written past the caches: because the ranks' cores share none, or in any case."""
+"""How slots are written to: through the caches (0), or past them because that is slow now (1), or in any case (2)."""
 SPENT = 15
 """Nanoseconds spent on copying and combining in the current chunk, without the waits."""
 PACE = 16

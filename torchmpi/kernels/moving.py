@@ -112,9 +112,16 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def exchange(plan, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
-    """Move everything in the table; all ranks make the same number of rounds."""
+def exchange(plan, table, piece_bytes, num_rounds, has_sent):  # type: ignore[no-untyped-def]
+    """Move everything in the table; all ranks make the same number of rounds.
+
+    `has_sent`: something has gone through the slots in this call already, which others may still be fetching.
+    """
     ctx = own(plan, context.CONTEXT)
+    if has_sent:
+        status = wait_all(ctx, _REDUCED, own(ctx, context.CHUNKS))
+        if status != 0:
+            return status
     is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
     choose_way(ctx, num_rounds, is_stream and num_rounds * piece_bytes >= LONG_BYTES)
     if not is_stream:

@@ -1,4 +1,4 @@
-"""How data goes into the slots: through the caches, or past them where the cores of the ranks share none.
+"""How data goes into the slots: through the caches, or past them: long streams, and where the ranks' cores share none.
 
 Cores that share a cache hand each other lines at 10 GB/s and more. Between cores that do not (another socket, another
 part of the chip, or a virtual machine whose host has placed them so) fetching a line that the other core has just
@@ -24,7 +24,7 @@ _LONG_CHUNKS = 32  # so many chunks that a few may be tried more often,
 _PROBE_EVERY_CHUNKS = 256  # in every eighth call of 32 chunks, in every one of 256
 _SCRAMBLER = 0x9E3779B1
 _TRIAL_CHUNKS = 6  # of a call that begins through the caches: then it is known whether that is slow
-_FIRST_CHUNKS = 2  # the first use of either slot in a call says little: see note_best
+_FIRST_CHUNKS = 2  # the first use of either slot says little in a call of so many chunks more: see note_best
 _PAST_IF_SLOW, _PAST_ALWAYS = 1, 2
 LONG_BYTES = 4 << 20  # more than a core's share of the caches
 _FEW_CHUNKS = 8  # all that such a call touches stays in the caches
@@ -81,7 +81,7 @@ def choose_way(ctx, num_chunks, always_past):  # type: ignore[no-untyped-def]
     """
     # Scrambled: in programs whose calls repeat every 16 or 128, it would always fall on the same ones.
     turn = own(ctx, context.SEQUENCE) * _SCRAMBLER >> 16
-    every = _PROBE_EVERY if num_chunks < _LONG_CHUNKS else max(_PROBE_EVERY_CHUNKS // num_chunks, 1)
+    every = _PROBE_EVERY if num_chunks < _LONG_CHUNKS else -(-_PROBE_EVERY_CHUNKS // max(num_chunks, 1))
     is_trial = turn % every == 0
     way = 0 if is_trial else is_slow_somewhere(ctx) * _PAST_IF_SLOW
     store(ctx + context.IS_PAST * 8, _PAST_ALWAYS if always_past else way)
@@ -123,10 +123,10 @@ def note_time(ctx, since):  # type: ignore[no-untyped-def]
 def note_best(ctx, word, index, nanoseconds, num_bytes):  # type: ignore[no-untyped-def]
     """Keep the pace of a chunk if it is the best one of the call so far: others may have been interrupted.
 
-    The first use of each slot does not count in a call of more chunks. If the program has worked on something else
-    since the last call, the slots have left the caches, and are quick to write to however far apart the cores are.
+    The first use of each slot does not count where at least two chunks follow. If the program has worked on something
+    else since the last call, the slots have left the caches, and are quick to write to however far apart the cores are.
     """
-    if num_bytes < _LEAST_BYTES or (index < _FIRST_CHUNKS and own(ctx, context.CALL_CHUNKS) > _FIRST_CHUNKS):
+    if num_bytes < _LEAST_BYTES or (index < _FIRST_CHUNKS and own(ctx, context.CALL_CHUNKS) >= 2 * _FIRST_CHUNKS):
         return 0
     pace, best = nanoseconds * 1024 // num_bytes + 1, own(ctx, word)
     if best == 0 or pace < best:
