@@ -14,23 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import dtypes, gates, kernels, schedule
+from .. import dtypes, gates, kernels, layout, schedule
 from ..config import Config
 from ..errors import ArgumentError
 from ..heap import SharedHeap
 from ..kernels import context, reduction
-from ..layout import (
-    ENTRY_WORDS,
-    PAYLOAD,
-    PAYLOAD_BYTES,
-    REFUSED,
-    RING_LENGTH,
-    SEQUENCE,
-    SIGNATURE,
-    WORD_BYTES,
-    entry,
-    slots_begin,
-)
+from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, WORD_BYTES, entry
 from ..progress import GIVEN_UP, NATIVE, call_code
 from . import Operation
 from .mpi import destination_for, longest_part, rows_of
@@ -118,11 +107,11 @@ class SharedGroup:
         self.address = int(self.words.ctypes.data)
         self.mappings = np.zeros((size, context.MAPPINGS_PER_RANK, 2), np.int64)
         self._num_mapped = [0] * size
-        self.slot_bytes = (page.segment.ticket.num_bytes - slots_begin(size)) // (2 * size)
+        self.slot_bytes = (page.segment.ticket.num_bytes - layout.slots_begin(size)) // (2 * size)
         words = self.words
         words[context.RANK], words[context.SIZE] = group.rank, size
         words[context.ROWS] = page.segment.address
-        words[context.SLOTS] = page.segment.address + slots_begin(size)
+        words[context.SLOTS] = page.segment.address + layout.slots_begin(size)
         words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(_WHOLE_BYTES, self.slot_bytes)
         words[context.OWN_SEGMENTS] = heap.table.ctypes.data
         words[context.MAPPINGS] = self.mappings.ctypes.data
@@ -417,7 +406,7 @@ class Movement(Calls):
         self._send([part.data_ptr() for part in sources], sizes[0].tolist())
         self.table[:, 2], self.table[:, 3] = [part.data_ptr() for part in destinations], sizes[1]
         # With seven ranks and more the sizes do not fit into the announcements.
-        has_sent = sizes.nbytes + WORD_BYTES > PAYLOAD_BYTES
+        has_sent = sizes.nbytes + WORD_BYTES > layout.PAYLOAD_BYTES
         self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
