@@ -23,10 +23,10 @@ class Rank:
         self.words[context.CHUNKS] = MANY
         self.address = self.words.ctypes.data
 
-    def call(self, *paces: int, sequence: int = 1, num_chunks: int = 0, long_stream: bool = False) -> list[int]:
+    def call(self, *paces: int, sequence: int = 1, long_stream: bool = False) -> list[int]:
         """A call whose chunks are put into the slot at these paces, and the way that each of them went."""
         self.words[context.SEQUENCE] = sequence
-        placing.choose_way(self.address, num_chunks or len(paces), long_stream)
+        placing.choose_way(self.address, len(paces), long_stream)
         ways = []
         for index, pace in enumerate(paces):
             ways.append(int(self.words[context.IS_PAST]))

@@ -25,7 +25,7 @@ _PROBE_EVERY_CHUNKS = 256  # in every eighth call of 32 chunks, in every one of 
 _SCRAMBLER = 0x9E3779B1
 _TRIAL_CHUNKS = 6  # of a call that begins through the caches: then it is known whether that is slow
 _FIRST_CHUNKS = 2  # the first use of either slot says little in a call of so many chunks more: see note_best
-_PAST_IF_SLOW, _PAST_ALWAYS = 1, 2
+_PAST_ALWAYS = 2
 LONG_BYTES = 4 << 20  # more than a core's share of the caches
 _FEW_CHUNKS = 8  # all that such a call touches stays in the caches
 
@@ -53,7 +53,7 @@ def copy_past(target, source, num_bytes):  # type: ignore[no-untyped-def]
 def copy_near(target, source, num_bytes):  # type: ignore[no-untyped-def]
     """Copy from one's own cache to where other cores have just read.
 
-    `rep movsb`, which the C library's memcpy is, is up to a third slower at this; from memory it is a little faster.
+    `rep movsb`, which the C library's memcpy is, is slower at this; from memory it is a little faster.
     """
     done = 0
     while done + 4 * _LINE_BYTES <= num_bytes:
@@ -77,13 +77,12 @@ def choose_way(ctx, num_chunks, always_past):  # type: ignore[no-untyped-def]
     """At the beginning of a call with chunks: past the caches if any rank was slow, unless it is time to try again.
 
     A long stream that is only moved on, never combined, goes past them in any case: that is as fast where the cores
-    share a cache, and up to seven times as fast where they do not. The same holds for a broadcast of any length.
+    share a cache, and several times as fast where they do not. The same holds for a broadcast of any length.
     """
     # Scrambled: in programs whose calls repeat every 16 or 128, it would always fall on the same ones.
     turn = own(ctx, context.SEQUENCE) * _SCRAMBLER >> 16
-    every = _PROBE_EVERY if num_chunks < _LONG_CHUNKS else -(-_PROBE_EVERY_CHUNKS // max(num_chunks, 1))
-    is_trial = turn % every == 0
-    way = 0 if is_trial else is_slow_somewhere(ctx) * _PAST_IF_SLOW
+    every = _PROBE_EVERY if num_chunks < _LONG_CHUNKS else -(-_PROBE_EVERY_CHUNKS // num_chunks)
+    way = 0 if turn % every == 0 else is_slow_somewhere(ctx)
     store(ctx + context.IS_PAST * 8, _PAST_ALWAYS if always_past else way)
     store(ctx + context.CALL_CHUNKS * 8, num_chunks)
     for word in (context.PACE, context.PUT_PACE, context.TRIED, context.SPENT):  # the last: of a call that failed
@@ -166,7 +165,7 @@ def note_chunk(ctx, num_bytes):  # type: ignore[no-untyped-def]
     if tried == _TRIAL_CHUNKS:
         judge(ctx)
     if tried >= _TRIAL_CHUNKS and own(ctx, context.IS_PAST) != _PAST_ALWAYS:
-        store(ctx + context.IS_PAST * 8, is_slow_somewhere(ctx) * _PAST_IF_SLOW)
+        store(ctx + context.IS_PAST * 8, is_slow_somewhere(ctx))
     return 0
 
 
