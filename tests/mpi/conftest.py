@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import contract
 import pytest
 import torch
+from shm_rig import slots, stopped  # noqa: F401, fixtures
 
 import torchmpi as mpi
 

@@ -1,0 +1,78 @@
+"""Starting torchmpi with slots so small that short tensors take every path; lengths and tensors for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import layout, runtime
+from torchmpi.backends import shm
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+
+PAGE_SLOTS, LARGE_SLOTS = 4096, 64 << 10
+
+
+def start(**settings: object) -> None:
+    """With the watchdog as these tests have it, and otherwise the settings given."""
+    mpi.start(config=dataclasses.replace(mpi.Config.from_environment(), verbose=False, **settings))
+    problem = runtime.current().selector.backends["shm"].why_not("allreduce", "cpu", mpi.communicator(0).intra)
+    if problem is not None:
+        pytest.skip(f"no shared memory: {problem}")
+
+
+@pytest.fixture(scope="module", params=(PAGE_SLOTS, LARGE_SLOTS), ids=("slots of a page", "slots of 64 KB"))
+def slots(request):
+    """torchmpi, started with slots of this size; the session's own start is put back afterwards."""
+    was_running = runtime.is_running()
+    mpi.stop()
+    start(slot_bytes=request.param)
+    yield request.param
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
+@pytest.fixture
+def stopped():
+    """For tests that start with settings of their own."""
+    before = runtime.current().config if runtime.is_running() else None
+    mpi.stop()
+    yield
+    mpi.stop()
+    if before is not None:
+        mpi.start(config=before)
+
+
+def numels(itemsize: int, slot_bytes: int) -> list[int]:
+    """Lengths on both sides of every border."""
+    size = mpi.size()
+    borders = [
+        0,
+        layout.PAYLOAD_BYTES - 8,
+        layout.PAYLOAD_BYTES,
+        size * (layout.PAYLOAD_BYTES - 8),
+        shm._WHOLE_BYTES,
+        slot_bytes,
+        slot_bytes * size,
+        2 * slot_bytes,
+        5 * slot_bytes + 64,
+    ]
+    around = {border // itemsize + more for border in borders for more in (-1, 0, 1)}
+    return sorted(numel for numel in around | {7, 3001} if numel >= 0)
+
+
+def shared(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """The same values in shared memory, so many elements into it."""
+    memory = mpi.empty_shared(values.numel() + offset + 3, dtype=values.dtype)
+    return memory[offset : offset + values.numel()].view(values.shape).copy_(values)
+
+
+def inputs_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    return [contract.values(shape, dtype, rank, seed) for rank in range(mpi.size())]

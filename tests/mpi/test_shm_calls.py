@@ -1,0 +1,273 @@
+"""Calls through shared memory in any order, from several threads, and of ranks that disagree."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies
+
+import torchmpi as mpi
+from torchmpi import runtime
+from torchmpi.backends import shm
+from torchmpi.errors import MismatchError
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+from joint import try_together
+from shm_rig import PAGE_SLOTS, shared, start
+
+# --- calls in any order
+
+VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall", "barrier")
+KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), (torch.uint8, "bxor"))
+
+
+class Call:
+    """One call of one verb, with what must come of it. Numbers beyond what there is are taken modulo."""
+
+    def __init__(self, verb: str, numel: int, kind: int, root: int, comm: object = None) -> None:
+        self.verb, self.comm = verb, comm
+        group = mpi.communicator(comm).intra if comm is not None else mpi.communicator().intra
+        self.rank, self.size = group.rank, group.size
+        self.root, (self.dtype, self.op) = root % self.size, KINDS[kind % len(KINDS)]
+        self.inputs = [contract.values((numel,), self.dtype, rank, seed=numel % 97) for rank in range(self.size)]
+
+    def make(self, *, backend: str | None = None, asynchronous: bool = False, is_shared: bool = False):
+        """Its result, or the handle."""
+        if self.verb == "barrier":
+            return mpi.barrier(comm=self.comm)
+        mine = self.inputs[self.rank]
+        tensor = shared(mine, 1) if is_shared else mine.clone()
+        if self.verb == "scatter" and self.rank != self.root:
+            tensor = None
+        options = {"op": self.op} if self.verb in ("allreduce", "reduce", "reduce_scatter") else {}
+        if self.verb in ("reduce", "broadcast", "gather", "scatter"):
+            options["root"] = self.root
+        name = f"{self.verb}_async" if asynchronous else self.verb
+        return getattr(mpi, name)(tensor, comm=self.comm, backend=backend, **options)
+
+    def expected(self) -> torch.Tensor | None:
+        rank, root, inputs = self.rank, self.root, self.inputs
+        if self.verb in ("allreduce", "reduce", "reduce_scatter"):
+            total = contract.reduced(inputs, self.op)
+            if self.verb == "reduce_scatter":
+                return contract.rows(total, rank, self.size)
+            return total if self.verb == "allreduce" or rank == root else inputs[rank]
+        if self.verb == "broadcast":
+            return inputs[root]
+        if self.verb == "scatter":
+            return contract.rows(inputs[root], rank, self.size)
+        if self.verb == "alltoall":
+            return torch.cat([contract.rows(theirs, rank, self.size) for theirs in inputs])
+        return torch.cat(inputs) if self.verb == "allgather" or rank == root else None
+
+    def fits(self, result: torch.Tensor | None) -> bool:
+        if self.verb == "barrier":
+            return result is None
+        expected = self.expected()
+        return result is None if expected is None else contract.same_bits(result, expected)
+
+
+WAYS = strategies.fixed_dictionaries(
+    {
+        "backend": strategies.sampled_from((None, "shm", "shm", "mpi")),
+        "asynchronous": strategies.booleans(),
+        "is_shared": strategies.booleans(),
+    }
+)
+LENGTHS = strategies.sampled_from((0, 1, 3, 27, 28, 29, 112, 113, 1000, 1025, 4097, 20_001))
+CALLS = strategies.tuples(
+    strategies.sampled_from(VERBS), LENGTHS, strategies.integers(0, 3), strategies.integers(0, 11), WAYS
+)
+
+
+def test_any_sequence_of_calls(slots):
+    def play(calls):
+        made = []
+        for verb, numel, kind, root, way in calls:
+            call = Call(verb, numel, kind, root)
+            result = call.make(**way)
+            made.append((call, way, result))
+            if random.Random(numel + root).random() < 0.3:
+                result.wait() if way["asynchronous"] and verb != "barrier" else None
+        problems = []
+        for call, way, result in made:
+            if way["asynchronous"] and call.verb != "barrier":
+                result = result.wait()
+            if not call.fits(result):
+                problems.append(f"{call.verb} of {call.inputs[0].numel()} {call.dtype} root {call.root} {way}")
+        assert not problems, problems
+
+    try_together(play, strategies.lists(CALLS, min_size=8, max_size=30))
+
+
+def test_four_communicators_from_four_threads(slots, agree):
+    if not runtime.current().threads_allowed:
+        pytest.skip("this MPI library takes one thread at a time")
+    levels = []
+    for index in range(4):
+        levels.append(mpi.push_communicator(0, name=f"thread {index}"))
+        mpi.set_communicator(0)
+    problems: list[str] = []
+
+    def work(level: int) -> None:
+        choice = random.Random(level)
+        try:
+            for number in range(60):
+                call = Call(choice.choice(VERBS), choice.choice((0, 5, 29, 500, 5000)), number, number, comm=level)
+                way = {"asynchronous": choice.random() < 0.3 and call.verb != "barrier", "is_shared": number % 5 == 0}
+                result = call.make(backend=choice.choice(("shm", None)), **way)
+                if not call.fits(result.wait() if way["asynchronous"] else result):
+                    problems.append(f"level {level}, call {number}: {call.verb} {way}")
+        except Exception as error:
+            problems.append(f"level {level}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(level,)) for level in levels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    agree(not problems, "; ".join(problems))
+
+
+def test_a_sync_call_keeps_its_place_behind_asynchronous_ones(slots, agree):
+    rank, size = mpi.rank(), mpi.size()
+    tensor = torch.full((slots,), float(rank))
+    handles = [mpi.allreduce_async(tensor, backend="shm") for _ in range(3)]
+    mpi.broadcast(tensor, 0, backend="shm")
+    handles.append(mpi.allreduce_async(tensor, op="avg", backend="shm"))
+    total = mpi.allreduce(tensor, backend="shm")
+    agree.equal(total[0].item(), float(sum(range(size)) * size**2 * size))
+    agree(all(handle.done() for handle in handles))
+
+
+# --- ranks that disagree
+
+LONG = 20_000
+DISAGREEMENTS = {
+    "verb": (
+        lambda: mpi.broadcast(torch.ones(LONG)),
+        lambda: mpi.allreduce(torch.ones(LONG)),
+        ("broadcast(float32 [20000], root=0)", "allreduce(float32 [20000], sum)"),
+    ),
+    "short and long": (
+        lambda: mpi.allreduce(torch.ones(2)),
+        lambda: mpi.allreduce(torch.ones(LONG)),
+        ("float32 [2]", "float32 [20000]"),
+    ),
+    "dtype": (
+        lambda: mpi.allreduce(torch.ones(LONG, dtype=torch.float64)),
+        lambda: mpi.allreduce(torch.ones(LONG)),
+        ("float64 [20000]", "float32 [20000]"),
+    ),
+    "operation": (
+        lambda: mpi.allreduce(torch.ones(3), op="max"),
+        lambda: mpi.allreduce(torch.ones(3)),
+        ("[3], max)", "[3], sum)"),
+    ),
+    "root": (
+        lambda: mpi.gather(torch.ones(3), mpi.size() - 1),
+        lambda: mpi.gather(torch.ones(3), 0),
+        ("gather(float32 [], root=", "root=0)"),
+    ),
+    "columns": (
+        lambda: mpi.allgather(torch.ones(2, 3)),
+        lambda: mpi.allgather(torch.ones(2, 0)),
+        ("allgather(float32 [3])", "allgather(float32 [0])"),
+    ),
+    "shared or not": (
+        lambda: mpi.allreduce(mpi.empty_shared(LONG + 1)),
+        lambda: mpi.allreduce(torch.ones(LONG)),
+        ("float32 [20001]", "float32 [20000]"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_a_disagreement_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots, agree, what):
+    if mpi.size() == 1:
+        return
+    one, others, names = DISAGREEMENTS[what]
+    others()  # known calls take a shorter way
+    message = ""
+    try:
+        one() if mpi.rank() == mpi.size() - 1 else others()
+    except MismatchError as error:
+        message = str(error)
+    agree(all(name in message for name in names), f"instead of {names}: {message!r}")
+    for verb in VERBS:
+        call = Call(verb, 3 * slots, 0, 1)
+        agree(call.fits(call.make(backend="shm")), f"the next {verb}")
+
+
+def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypatch):
+    """Who ended that call well had then put more through its slots than this rank knew of; who came late was told."""
+    if mpi.size() == 1:
+        return
+    was_told = False
+
+    def no_memory(*arguments: object) -> torch.Tensor:
+        raise MemoryError("nothing left")
+
+    with monkeypatch.context() as patch:
+        if mpi.rank() == 0:
+            patch.setattr(shm, "destination_for", no_memory)
+        try:
+            mpi.gather(torch.ones(700), 0, backend="shm")
+        except MemoryError:
+            agree(mpi.rank() == 0)
+            was_told = True
+        except MismatchError as error:
+            agree(mpi.rank() != 0 and "rank 0 has given it up" in str(error))
+            was_told = True
+    from mpi4py import MPI
+
+    everybody_knows = all(MPI.COMM_WORLD.allgather(was_told))
+    refused = False
+    try:
+        mpi.allreduce(torch.ones(LONG), backend="shm")
+    except MismatchError as error:
+        refused = "an earlier call failed" in str(error)
+    agree(refused is not everybody_knows, "ranks went on as if nothing had happened")
+    for verb in VERBS:
+        call = Call(verb, 3 * slots, 0, 1)
+        agree(call.fits(call.make(backend="shm")), f"the next {verb}")
+
+
+@pytest.mark.parametrize("check", ("off", "strict"))
+def test_kernels_among_other_transports_whatever_is_compared(stopped, agree, check):
+    """The ranks notice each other in kernels alone: after more than a ring of other calls they waited for ever."""
+    start(slot_bytes=PAGE_SLOTS, check=check)
+    size = mpi.size()
+    for number_of_others in (1, 31, 32, 100):
+        for verb in VERBS:
+            call = Call(verb, 3000, number_of_others, 1)
+            agree(call.fits(call.make(backend="shm")), f"{verb} after {number_of_others} others")
+        for _ in range(number_of_others):
+            mpi.broadcast(torch.ones(3), 0, backend="mpi")
+    if check == "strict" and size > 1:
+        try:
+            mpi.allreduce(torch.ones(3 + mpi.rank()), backend="shm")
+        except MismatchError as error:
+            agree("float32 [3]" in str(error) and "float32 [4]" in str(error), str(error))
+        else:
+            agree(False, "accepted")
+        agree.equal(mpi.allreduce(1), size)
+
+
+def test_a_refusal_on_one_rank_reaches_the_others_even_if_nothing_is_compared(stopped, agree):
+    """It was noted only where calls are compared: elsewhere the others waited for ever."""
+    start(slot_bytes=PAGE_SLOTS, check="off")
+    if mpi.size() > 1:
+        try:
+            mpi.scatter(torch.ones((1,) * 13) if mpi.rank() == 0 else None, 0, backend="shm")
+        except mpi.TorchMPIError:
+            pass
+        else:
+            agree(False, "accepted")
+    agree.equal(mpi.allreduce(1), mpi.size())
