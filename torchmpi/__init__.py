@@ -27,8 +27,6 @@ if TYPE_CHECKING:  # loaded at first use, below: torch imports this package when
         allgather_object,
         allreduce,
         allreduce_async,
-        allreduce_many,
-        allreduce_many_async,
         alltoall,
         alltoall_async,
         barrier,
@@ -74,14 +72,15 @@ if TYPE_CHECKING:  # loaded at first use, below: torch imports this package when
         stop,
         use,
     )  # fmt: skip
+    from .many import allreduce_many, allreduce_many_async
     from .messages import recv, recv_async, send, send_async, sendreceive, sendreceive_async
     from .tuning import autotune
 
 
 _HOMES = {
     "collectives": (
-        "allgather allgather_async allgather_object allreduce allreduce_async allreduce_many "
-        "allreduce_many_async alltoall alltoall_async barrier broadcast broadcast_async broadcast_object "
+        "allgather allgather_async allgather_object allreduce allreduce_async "
+        "alltoall alltoall_async barrier broadcast broadcast_async broadcast_object "
         "gather gather_async reduce reduce_async reduce_scatter reduce_scatter_async scatter scatter_async"
     ),
     "groups": "Communicator",
@@ -94,6 +93,7 @@ _HOMES = {
         "is_cartesian_communicator local_rank local_size num_nodes_in_communicator push_communicator rank "
         "set_collective_span set_communicator size start started stop use"
     ),
+    "many": "allreduce_many allreduce_many_async",
     "messages": "recv recv_async send send_async sendreceive sendreceive_async",
     "tuning": "autotune",
 }

@@ -6,7 +6,7 @@ file makes them so, and brings the results back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -136,7 +136,16 @@ def touch(tensor: torch.Tensor) -> None:
             raise
 
 
-def _find_increment_version() -> Callable[[tuple[torch.Tensor]], None]:
+def touch_all(tensors: Sequence[torch.Tensor]) -> None:
+    """The same for many, in one call if none of them was made in inference mode."""
+    try:
+        increment_version(tuple(tensors))
+    except RuntimeError:
+        for tensor in tensors:
+            touch(tensor)
+
+
+def _find_increment_version() -> Callable[[tuple[torch.Tensor, ...]], None]:
     """The function behind torch.autograd.graph.increment_version, which looks at its argument for 0.2 us first."""
     try:
         torch._C._increment_version((torch.empty(0, device="cpu"),))

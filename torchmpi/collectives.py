@@ -9,15 +9,12 @@ calls on one communicator run in the order in which they were made, synchronous 
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from . import buffers, fusion, gates, runtime, streams
+from . import gates, runtime
 from .calls import call, check_root, plan_for
-from .errors import ArgumentError
 from .handle import Handle
 from .stack import Comm
 
@@ -199,66 +196,7 @@ def barrier(comm: Comm = None) -> None:
     communicator.intra.call(plan, None, None, 0)
 
 
-# --- several at once, and objects ----------------------------------------------------------------------
-
-
-def allreduce_many(
-    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
-) -> list[_Tensor]:
-    """:func:`allreduce` of many tensors, fused into few messages; in place, with the same bits as one by one.
-
-    mpi.allreduce_many([p.grad for p in model.parameters()], op="avg")
-    """
-    return allreduce_many_async(tensors, op=op, comm=comm, backend=backend).wait()  # type: ignore[no-any-return]
-
-
-def allreduce_many_async(
-    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
-) -> Handle:
-    """:func:`allreduce_many` in the background; the messages are on their way while the next ones are packed."""
-    running = runtime.current()
-    where = f"{running.world.where}: allreduce_many"
-    tensors = list(tensors)
-    for tensor in tensors:
-        buffers.check(tensor, where, written=True)
-    if len({id(tensor) for tensor in tensors}) < len(tensors):
-        raise ArgumentError(f"{where}: a tensor is in the list twice, and would be reduced once. Pass each one once.")
-    packed: list[tuple[list[int], _Tensor | None, Handle]] = []
-    for members in fusion.plan_buckets(tensors, running.config.bucket_bytes):
-        if len(members) == 1:
-            packed.append((members, None, allreduce_async(tensors[members[0]], op=op, comm=comm, backend=backend)))
-            continue
-        flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
-        shapes = tuple(tensors[index].shape for index in members)
-        packed.append((members, flat, call("allreduce", flat, None, op=op, comm=comm, backend=backend, packed=shapes)))
-    return _Unpacking(tensors, packed)
-
-
-class _Unpacking(Handle):
-    """Waits for all messages and puts the results back where they belong."""
-
-    __slots__ = ("_packed", "_tensors", "_unpacked", "_unpacking")
-
-    def __init__(self, tensors: list[_Tensor], packed: list[tuple[list[int], _Tensor | None, Handle]]) -> None:
-        super().__init__("allreduce_many")
-        self._tensors, self._packed = tensors, packed
-        self._unpacking = threading.Lock()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        with self._unpacking:
-            if not self._is_done:
-                for members, flat, handle in self._packed:
-                    handle.wait(timeout)
-                    if flat is not None:
-                        streams.use_here(flat)
-                        fusion.unpack(flat, [self._tensors[index] for index in members])
-                self._unpacked = streams.end_of(*self._tensors[:1])
-                self.set_result(self._tensors)
-        streams.follow(self._unpacked, None)  # for another thread, which has a stream of its own
-        return super().wait(timeout)
-
-    def done(self) -> bool:
-        return all(handle.done() for _, _, handle in self._packed)
+# --- objects ----------------------------------------------------------------------
 
 
 def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:

@@ -9,26 +9,18 @@ import torch
 from . import buffers
 
 
-def plan_buckets(
-    tensors: Sequence[torch.Tensor], bucket_bytes: int, *, alone_bytes: int | None = None
-) -> list[list[int]]:
+def plan_buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
     """Indices of the tensors that travel together: one dtype and device each, in order, up to `bucket_bytes`.
 
-    A tensor larger than that travels alone, and so does one of at least `alone_bytes`: packing it would cost more than
-    a message. Buckets are ordered by their first tensor: every rank makes the same.
+    A tensor larger than that travels alone. Buckets are ordered by their first tensor: every rank makes the same.
 
     >>> plan_buckets([torch.ones(2), torch.ones(3), torch.ones(1, dtype=torch.int8), torch.ones(9)], 32)
     [[0, 1], [2], [3]]
-    >>> plan_buckets([torch.ones(2), torch.ones(4), torch.ones(1)], 32, alone_bytes=16)
-    [[0, 2], [1]]
     """
     buckets: list[list[int]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
         key, num_bytes = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-        if alone_bytes is not None and num_bytes >= alone_bytes:
-            buckets.append([index])
-            continue
         members, filled = open_buckets.get(key, ([], 0))
         if not members or filled + num_bytes > bucket_bytes:
             members, filled = [], 0

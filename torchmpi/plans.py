@@ -20,6 +20,7 @@ from .backends import Backend, Operation
 from .backends.binding import announced, bind, by_size
 from .errors import DtypeError
 from .groups import Communicator, Group
+from .pieces import Pieces, packed
 from .progress import ON_DEVICE, as_many, call_code
 from .rules import BY_SIZE, HIERARCHICAL, REDUCING
 from .runtime import Runtime
@@ -30,7 +31,7 @@ IN_PLACE = ("allreduce", "reduce", "broadcast")
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("bare", "code", "door", "is_on_device", "is_simple", "is_whole", "run", "shape_of", "verb")
+    __slots__ = ("bare", "code", "door", "is_on_device", "many", "is_simple", "is_whole", "run", "shape_of", "verb")
 
     def __init__(self, verb: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         self.verb, self.code, self.run = verb, code, run
@@ -42,6 +43,8 @@ class Plan:
         """Whether `bare` will do for contiguous memory of the host that is no part of a graph."""
         self.door: Callable[[int], Any] = _no_door
         """What contiguous memory of the host needs to enter the kernel by itself, for a root; None if it cannot."""
+        self.many: Callable[[Any, Any, int], Any] | None = None
+        """The same for :class:`~torchmpi.pieces.Pieces`, if the transport need not have them packed."""
         self.is_whole = verb in BY_SIZE
         """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
         self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if verb in ("scatter", "barrier") else _row_shape
@@ -54,6 +57,12 @@ class Plan:
         plan.is_whole, plan.shape_of = False, lambda tensor: (tensor.numel(), len(shapes), checksum)
         return plan
 
+    def for_pieces(self, pieces: Pieces) -> Plan:
+        """The same for tensors that are not packed."""
+        plan = self.for_many(pieces.shapes)
+        assert self.many is not None
+        plan.run = self.many
+        return plan
 
     def announcing(self, dtype: torch.dtype, *shape: int) -> Plan:
         """The same call with a signature that tells what this rank expects, where the plan itself leaves it open."""
@@ -102,10 +111,21 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     plan.is_on_device = device_type != "cpu"
     if direct or verb not in IN_PLACE:
         plan.bare = Plan(verb, code, by_size(operations, dtype))
+        if direct and verb == "allreduce":
+            plan.many = _of_many(operations, dtype)
     if device_type == "cpu" and dtype is not None and not (asynchronous or dtype.is_complex):
         plan.is_simple = plan.bare is not plan and verb not in ("scatter", "gather")
         plan.bare.door = getattr(plan.bare.run, "door", _no_door)
     return plan
+
+
+def _of_many(
+    operations: list[tuple[int | None, Operation]], dtype: torch.dtype | None
+) -> Callable[[Any, Any, int], Any] | None:
+    """An operation on pieces, if there is one for the longest; short ones may be packed."""
+    if getattr(operations[-1][1], "many", None) is None:
+        return None
+    return by_size([(limit, getattr(each, "many", None) or packed(each)) for limit, each in operations], dtype)
 
 
 def _checked(dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo:

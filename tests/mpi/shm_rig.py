@@ -11,7 +11,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import layout, runtime
-from torchmpi.backends import shm
+from torchmpi.backends import shm_group
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -58,7 +58,7 @@ def numels(itemsize: int, slot_bytes: int) -> list[int]:
         layout.PAYLOAD_BYTES - 8,
         layout.PAYLOAD_BYTES,
         size * (layout.PAYLOAD_BYTES - 8),
-        shm._WHOLE_BYTES,
+        shm_group.WHOLE_BYTES,
         slot_bytes,
         slot_bytes * size,
         2 * slot_bytes,

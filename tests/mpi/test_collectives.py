@@ -269,21 +269,6 @@ def test_objects(agree):
     agree.equal(everybody, [("rank", r, [None] * r) for r in range(size)])
 
 
-def test_allreduce_many_has_the_bits_of_one_by_one(agree):
-    shapes = [(3,), (1000,), (), (0,), (17, 5), (200_000,), (2,)]
-    dtypes = [torch.float32, torch.bfloat16, torch.float64]
-    inputs = [
-        contract.values(shape, dtype, mpi.rank(), seed=i)
-        for i, (shape, dtype) in enumerate(itertools.product(shapes, dtypes))
-    ]
-    inputs[4] = contract.strided(inputs[4])
-    one_by_one = [mpi.allreduce(tensor.clone(), op="avg") for tensor in inputs]
-    together = mpi.allreduce_many(inputs, op="avg")
-    for expected, actual, given in zip(one_by_one, together, inputs, strict=True):
-        agree.bits(actual, expected, f"{tuple(actual.shape)} {actual.dtype}")
-        agree(actual is given, "not in place")
-
-
 def test_pieces_for_messages_longer_than_mpi_counts(agree):
     """More than 2^31 elements go through the same code with the real limit; here the limit is a few bytes."""
     from torchmpi.backends.mpi import MPIBackend
@@ -384,19 +369,6 @@ def test_autograd_neither_records_nor_refuses_a_collective(agree, kind):
         if kind == "part of a graph":
             tensor.sum().backward()
             agree.equal(x.grad, torch.ones(3000), f"{op}: the collective became part of the graph")
-
-
-def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
-    """A generator was used up by the checks, and nothing was reduced."""
-    tensors = [torch.ones(3), torch.ones(4)]
-    mpi.allreduce_many(tensor for tensor in tensors)
-    agree.equal(tensors[1], torch.full((4,), float(mpi.size())))
-    try:
-        mpi.allreduce_many([tensors[0], tensors[0]])
-    except mpi.TorchMPIError as error:
-        agree("twice" in str(error))
-    else:
-        agree(False, "accepted")
 
 
 def test_an_out_that_does_not_fit_is_refused_after_the_call_has_ended_everywhere(agree):

@@ -19,20 +19,17 @@ from ..config import Config
 from ..errors import ArgumentError
 from ..heap import SharedHeap
 from ..kernels import context, reduction
-from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, WORD_BYTES, entry
+from ..layout import ENTRY_WORDS, PAYLOAD, RING_LENGTH, SEQUENCE, SIGNATURE, WORD_BYTES, entry
+from ..pieces import Pieces
 from ..progress import GIVEN_UP, NATIVE, call_code
 from . import Operation
 from .mpi import destination_for, longest_part, rows_of
+from .shm_group import SharedGroup
 
 _MOST_DIMS = ENTRY_WORDS - PAYLOAD - 2
-_EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
-# With more ranks than cores, or beside the computation of its own rank, whoever waits is in the way.
-_CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 20, 50, 50
-_WHOLE_BYTES = 16 << 10
 _PAIR_WORDS = 4
 _ALLOCATING = ("allgather", "reduce_scatter", "gather", "scatter", "alltoall", "exchange_parts")
 _LINE_BYTES = 64
-_CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -95,65 +92,6 @@ def _or_give_up(operation: Operation, shared: SharedGroup) -> Operation:
             raise
 
     return run
-
-
-class SharedGroup:
-    """What the kernels know of a group."""
-
-    def __init__(self, group: Any, heap: SharedHeap) -> None:
-        size, page = group.size, group.page
-        self.heap, self.page, self.size = heap, page, size
-        self.words = np.zeros(context.context_words(size), np.int64)
-        self.address = int(self.words.ctypes.data)
-        self.mappings = np.zeros((size, context.MAPPINGS_PER_RANK, 2), np.int64)
-        self._num_mapped = [0] * size
-        self.slot_bytes = (page.segment.ticket.num_bytes - layout.slots_begin(size)) // (2 * size)
-        words = self.words
-        words[context.RANK], words[context.SIZE] = group.rank, size
-        words[context.ROWS] = page.segment.address
-        words[context.SLOTS] = page.segment.address + layout.slots_begin(size)
-        words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(_WHOLE_BYTES, self.slot_bytes)
-        words[context.OWN_SEGMENTS] = heap.table.ctypes.data
-        words[context.MAPPINGS] = self.mappings.ctypes.data
-        self._eager = (_CROWDED_SPINS if group.context.is_crowded else _EAGER_SPINS), _EAGER_YIELDS
-        self.be_patient(polite=False)
-        self._rank, self._ledger = group.rank, group.ledger
-
-    def give_up(self) -> None:
-        """Tell the others that this rank does not finish a call, and count chunks from a number that all can agree on.
-
-        It is greater than all before, so that what a failed call left in the slots and counters is not taken for new.
-        """
-        if self._ledger.current is None:
-            return
-        seq = self._ledger.current[0]
-        if self._ledger.board is not None:
-            self._ledger.spoil_entry()
-        self.page.set(self._rank, REFUSED, seq)
-        self.words[context.CHUNKS] = seq << _CHUNK_BITS
-        self.heap.note_failed_call()
-
-    def expire(self, seq: int) -> None:
-        """Let the kernel that waits in this call return."""
-        self.words[context.EXPIRED] = seq
-
-    def be_patient(self, *, polite: bool) -> None:
-        """How to wait from now on."""
-        spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
-        self.words[context.SPINS], self.words[context.YIELDS] = spins, yields
-
-    def payload(self, rank: int, seq: int) -> int:
-        """Index of the payload of a call among the words of the page."""
-        return entry(rank, seq & (RING_LENGTH - 1)) + PAYLOAD
-
-    def map_segment(self, rank: int, seq: int) -> None:
-        """Map the segment in which a rank says that its tensor is."""
-        at = self.payload(rank, seq)
-        key, file, num_bytes = self.page.words[at : at + 3]
-        place = self._num_mapped[rank] % context.MAPPINGS_PER_RANK
-        self._num_mapped[rank] += 1
-        self.mappings[rank, place] = 0, self.heap.map(key, file, num_bytes)
-        self.mappings[rank, place, 0] = key
 
 
 class Calls:
@@ -260,6 +198,14 @@ class Reduction(Calls):
         self.run("allreduce", self.plan(), buffer.data_ptr(), buffer.numel())
         return buffer
 
+    def allreduce_many(self, pieces: Pieces, _: Any, root: int) -> None:
+        """The same for many, each where it lies."""
+        if pieces.num_bytes == 0:
+            self.run("allreduce", self.plan(), 0, 0)
+            return
+        table = pieces.table
+        self.run("allreduce_many", self.plan(), table.ctypes.data, len(table), pieces.num_bytes)
+
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """The root gets the result; the others' buffers stay as they are."""
         self.run("allreduce", self.plan(root), buffer.data_ptr(), buffer.numel())
@@ -272,6 +218,7 @@ class Entered:
     def __init__(self, calls: Calls, verb: str, code: int, operation: Operation) -> None:
         self._calls, self._code, self._operation = calls, code, operation
         self._is_rooted = verb == "broadcast"
+        self.many: Operation | None = getattr(calls, f"{verb}_many", None)
 
     def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
         return self._operation(source, destination, root)

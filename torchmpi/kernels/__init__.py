@@ -27,7 +27,7 @@ class _Set(NamedTuple):
 _SETS = {
     "collectives": _Set(
         ("moving", "reducing", "entering"),
-        ("allreduce", "meet", "exchange", "broadcast", "allgather", "reduce_scatter"),
+        ("allreduce", "allreduce_many", "meet", "exchange", "broadcast", "allgather", "reduce_scatter"),
         "shared-memory kernels",
         ("allreduce", "broadcast", "allgather", "reduce_scatter"),
     ),
@@ -44,7 +44,7 @@ def load(
     """A set of kernels by name. The first process on a machine compiles them, and tells by `announce` that it does.
 
     >>> sorted(load())
-    ['allgather', 'allreduce', 'broadcast', 'exchange', 'meet', 'reduce_scatter']
+    ['allgather', 'allreduce', 'allreduce_many', 'broadcast', 'exchange', 'meet', 'reduce_scatter']
     """
     if which not in _kernels:
         from . import native

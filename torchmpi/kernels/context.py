@@ -42,7 +42,12 @@ EXPIRED = 19
 """Number of the call that has taken longer than it may: set by the watchdog, and looked at between naps."""
 CALL_CHUNKS = 20
 """Chunks that this call has."""
-POINTERS = 21
+PIECES = 21
+"""Address of what a reduction combines, a stream of pieces: PIECE_WORDS for each."""
+NUM_PIECES = 22
+ONLY_PIECE = 23
+"""ONLY_PIECE and the words after it: the piece, where there is one."""
+POINTERS = 26
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -50,10 +55,13 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    29
+    34
     """
     return POINTERS + 2 * size
 
+
+# Of a piece: where it begins in the stream, in whole lines; its address; its length.
+PIECE_WORDS = 3
 
 # Of a segment.
 SEGMENT_BEGIN, SEGMENT_END, SEGMENT_KEY, SEGMENT_FILE = range(4)

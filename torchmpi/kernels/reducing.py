@@ -16,6 +16,7 @@ _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 _LINE_BYTES = 64
 _BLOCK_BYTES = 16 << 10  # combined, then copied on while it is in the first cache
 _MIXED, _ALL_SHARED = 1, 2
+_PIECE_BYTES = context.PIECE_WORDS * 8
 
 
 @inner
@@ -62,14 +63,76 @@ def combine(plan, out, num_bytes, second):  # type: ignore[no-untyped-def]
 
 
 @inner
-def copy_in(ctx, chunk, address, num_bytes):  # type: ignore[no-untyped-def]
+def piece_at(ctx, place):  # type: ignore[no-untyped-def]
+    """The last piece that begins at this place of the stream or before it."""
+    pieces = own(ctx, context.PIECES)
+    low, high = 0, own(ctx, context.NUM_PIECES) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if load(pieces + middle * _PIECE_BYTES) <= place:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@inner
+def overlap(ctx, index, begin, end):  # type: ignore[no-untyped-def]
+    """What a piece has of a stretch of the stream: where that begins, its address, and its length, 0 in a gap."""
+    piece = own(ctx, context.PIECES) + index * _PIECE_BYTES
+    place = load(piece)
+    first = max(place, begin)
+    length = min(place + load(piece + 16), end) - first
+    return first, load(piece + 8) + first - place, max(length, 0)
+
+
+@inner
+def has_more(ctx, index, end):  # type: ignore[no-untyped-def]
+    """Whether there is such a piece, and it begins before the end of a stretch."""
+    is_there = index < own(ctx, context.NUM_PIECES)
+    return is_there and load(own(ctx, context.PIECES) + index * _PIECE_BYTES) < end
+
+
+@inner
+def put_stretch(ctx, target, begin, end):  # type: ignore[no-untyped-def]
+    """Copy a stretch of the stream into a slot."""
+    index = piece_at(ctx, begin)
+    while begin < end and has_more(ctx, index, end):
+        first, address, length = overlap(ctx, index, begin, end)
+        copy_into_slot(ctx, target + first - begin, address, length)
+        index += 1
+    return 0
+
+
+@inner
+def combine_stretch(plan, chunk, base, begin, end, publishes):  # type: ignore[no-untyped-def]
+    """Combine a stretch of a chunk that begins at `base`; the result also goes into the own slot if it `publishes`."""
+    ctx = own(plan, context.CONTEXT)
+    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+    index = piece_at(ctx, base + begin)
+    while begin < end and has_more(ctx, index, base + end):
+        first, address, length = overlap(ctx, index, base + begin, base + end)
+        for other in range(size):
+            point_at(ctx, other, slot(ctx, other, chunk) + first - base)
+        point_at(ctx, rank, address)
+        out = slot(ctx, rank, chunk) + first - base
+        if root < 0:
+            combine(plan, address, length, out if publishes else 0)
+        else:
+            combine(plan, address if root == rank else out, length, 0)
+        index += 1
+    return 0
+
+
+@inner
+def copy_in(ctx, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
     """Give the other ranks their parts of a chunk."""
     rank = own(ctx, context.RANK)
     target = slot(ctx, rank, chunk)
     begin, end = chunk_part(ctx, rank, num_bytes), chunk_part(ctx, rank + 1, num_bytes)
     since = now()
-    copy_into_slot(ctx, target, address, begin)
-    copy_into_slot(ctx, target + end, address + end, num_bytes - end)
+    put_stretch(ctx, target, base, base + begin)
+    put_stretch(ctx, target + end, base + end, base + num_bytes)
     note_put(ctx, chunk, since, begin + num_bytes - end)
     note_time(ctx, since)
     publish(ctx, _READY, chunk + 1)
@@ -77,26 +140,20 @@ def copy_in(ctx, chunk, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def combine_own(plan, chunk, address, num_bytes):  # type: ignore[no-untyped-def]
+def combine_own(plan, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
     """Combine this rank's part of a chunk, for itself and for the others to fetch."""
     ctx = own(plan, context.CONTEXT)
-    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+    rank = own(ctx, context.RANK)
     begin, end = chunk_part(ctx, rank, num_bytes), chunk_part(ctx, rank + 1, num_bytes)
-    for other in range(size):
-        point_at(ctx, other, slot(ctx, other, chunk) + begin)
-    point_at(ctx, rank, address + begin)
-    out, since = slot(ctx, rank, chunk) + begin, now()
-    if root < 0:
-        combine(plan, address + begin, end - begin, out)
-    else:
-        combine(plan, address + begin if root == rank else out, end - begin, 0)
+    since = now()
+    combine_stretch(plan, chunk, base, begin, end, True)
     note_time(ctx, since)
     publish(ctx, _REDUCED, chunk + 1)
     return 0
 
 
 @inner
-def copy_out(plan, chunk, address, num_bytes):  # type: ignore[no-untyped-def]
+def copy_out(plan, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
     """Fetch the parts that the others have combined."""
     ctx = own(plan, context.CONTEXT)
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
@@ -107,8 +164,12 @@ def copy_out(plan, chunk, address, num_bytes):  # type: ignore[no-untyped-def]
             return status
         if root < 0 or root == rank:
             begin, end = chunk_part(ctx, other, num_bytes), chunk_part(ctx, other + 1, num_bytes)
-            since = now()
-            copy(address + begin, slot(ctx, other, chunk) + begin, end - begin)
+            since, source = now(), slot(ctx, other, chunk)
+            index = piece_at(ctx, base + begin)
+            while begin < end and has_more(ctx, index, base + end):
+                first, address, length = overlap(ctx, index, base + begin, base + end)
+                copy(address, source + first - base, length)
+                index += 1
             note_time(ctx, since)
     return 0
 
@@ -164,9 +225,7 @@ def find_memory(ctx, seq, address):  # type: ignore[no-untyped-def]
         base = mapped(ctx, other, load(payload))
         if other != rank and base == 0:
             return context.UNMAPPED + other
-        store(
-            ctx + (context.POINTERS + size + other) * 8, address if other == rank else base + load(payload + 24)
-        )
+        store(ctx + (context.POINTERS + size + other) * 8, address if other == rank else base + load(payload + 24))
     return _ALL_SHARED
 
 
@@ -196,13 +255,13 @@ def combine_in_place(plan, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def in_chunks(plan, address, num_bytes, chunk_bytes, is_mixed):  # type: ignore[no-untyped-def]
+def in_chunks(plan, num_bytes, is_mixed):  # type: ignore[no-untyped-def]
     """Everything through the slots. The first chunk is there already, unless some ranks hoped to do without."""
     ctx = own(plan, context.CONTEXT)
-    base = own(ctx, context.CHUNKS)
+    base, chunk_bytes = own(ctx, context.CHUNKS), own(ctx, context.CHUNK_BYTES)
     num_chunks = (num_bytes + chunk_bytes - 1) // chunk_bytes
     for index in range(num_chunks):
-        chunk, here = base + index, address + index * chunk_bytes
+        chunk, here = base + index, index * chunk_bytes
         length = min(chunk_bytes, num_bytes - index * chunk_bytes)
         if index > 0 or is_mixed:
             status = wait_all(ctx, _READY, chunk + 1)
@@ -236,18 +295,42 @@ def with_entry(plan, seq, signature, address, num_bytes):  # type: ignore[no-unt
 
 
 @inner
-def whole(plan, address, num_bytes):  # type: ignore[no-untyped-def]
+def whole(plan, num_bytes):  # type: ignore[no-untyped-def]
     """Everybody has put everything into a slot, and combines all of it."""
     ctx = own(plan, context.CONTEXT)
-    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+    rank, root = own(ctx, context.RANK), own(plan, context.ROOT)
     chunk = own(ctx, context.CHUNKS)
     store(ctx + context.CHUNKS * 8, chunk + 1)
     if root < 0 or root == rank:
-        for other in range(size):
-            point_at(ctx, other, slot(ctx, other, chunk))
-        point_at(ctx, rank, address)
-        combine(plan, address, num_bytes, 0)
+        combine_stretch(plan, chunk, 0, 0, num_bytes, False)
     store_release(row(ctx, rank) + _REDUCED, chunk + 1)
+    return 0
+
+
+@inner
+def cut(ctx, num_bytes):  # type: ignore[no-untyped-def]
+    """Decide on the chunks of a call; gives whether it is so short that there are none."""
+    # Even cuts, so that the last chunk is no remnant.
+    num_chunks = (num_bytes + own(ctx, context.SLOT_BYTES) - 1) // own(ctx, context.SLOT_BYTES)
+    chunk_bytes = ((num_bytes + num_chunks - 1) // num_chunks + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
+    store(ctx + context.CHUNK_BYTES * 8, chunk_bytes)
+    if num_bytes > own(ctx, context.WHOLE_BYTES):
+        choose_way(ctx, num_chunks, False)
+        return False
+    store(ctx + context.IS_PAST * 8, 0)
+    store(ctx + context.CALL_CHUNKS * 8, 1)
+    return True
+
+
+@inner
+def put_first(ctx, num_bytes, is_whole):  # type: ignore[no-untyped-def]
+    """Before arriving: put everything into the slot, or the first chunk."""
+    if is_whole:
+        rank, chunk = own(ctx, context.RANK), own(ctx, context.CHUNKS)
+        put_stretch(ctx, slot(ctx, rank, chunk), 0, num_bytes)
+        store_release(row(ctx, rank) + _READY, chunk + 1)
+    else:
+        copy_in(ctx, own(ctx, context.CHUNKS), 0, min(own(ctx, context.CHUNK_BYTES), num_bytes))
     return 0
 
 
@@ -263,22 +346,20 @@ def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-
         status = with_entry(plan, seq, signature, address, num_bytes)
         leave(ctx, seq)
         return status
-    rank, chunk = own(ctx, context.RANK), own(ctx, context.CHUNKS)
-    # Even cuts, so that the last chunk is no remnant.
-    num_chunks = (num_bytes + own(ctx, context.SLOT_BYTES) - 1) // own(ctx, context.SLOT_BYTES)
-    chunk_bytes = ((num_bytes + num_chunks - 1) // num_chunks + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
-    store(ctx + context.CHUNK_BYTES * 8, chunk_bytes)
-    is_whole = num_bytes <= own(ctx, context.WHOLE_BYTES)
-    first = min(chunk_bytes, num_bytes)
-    if not is_whole:
-        choose_way(ctx, num_chunks, False)
-    if is_whole or not announce_memory(ctx, seq, address, num_bytes):
-        if is_whole:
-            store(entry(ctx, rank, seq) + PAYLOAD, 0)
-            copy(slot(ctx, rank, chunk), address, num_bytes)
-            store_release(row(ctx, rank) + _READY, chunk + 1)
-        else:
-            copy_in(ctx, chunk, address, first)
+    only = ctx + context.ONLY_PIECE * 8
+    store(only, 0)
+    store(only + 8, address)
+    store(only + 16, num_bytes)
+    store(ctx + context.PIECES * 8, only)
+    store(ctx + context.NUM_PIECES * 8, 1)
+    is_whole = cut(ctx, num_bytes)
+    is_shared = 0
+    if is_whole:
+        store(entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD, 0)
+    else:
+        is_shared = announce_memory(ctx, seq, address, num_bytes)
+    if not is_shared:
+        put_first(ctx, num_bytes, is_whole)
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
@@ -288,10 +369,29 @@ def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-
     elif memory >= context.UNMAPPED:
         return memory
     elif memory == 0 and is_whole:
-        status = whole(plan, address, num_bytes)
+        status = whole(plan, num_bytes)
     else:
-        if memory == _MIXED and load(entry(ctx, rank, seq) + PAYLOAD) != 0:
-            copy_in(ctx, chunk, address, first)
-        status = in_chunks(plan, address, num_bytes, chunk_bytes, memory == _MIXED)
+        if memory == _MIXED and is_shared:
+            put_first(ctx, num_bytes, False)
+        status = in_chunks(plan, num_bytes, memory == _MIXED)
+    leave(ctx, seq)
+    return status
+
+
+@kernel
+def allreduce_many(plan, seq, signature, pieces, num_pieces, num_bytes):  # type: ignore[no-untyped-def]
+    """The same for a stream of pieces: for each where it begins in the stream, on a cache line, address, and length."""
+    ctx = own(plan, context.CONTEXT)
+    status = begin(ctx, seq)
+    if status != 0:
+        return status
+    store(ctx + context.PIECES * 8, pieces)
+    store(ctx + context.NUM_PIECES * 8, num_pieces)
+    is_whole = cut(ctx, num_bytes)
+    put_first(ctx, num_bytes, is_whole)
+    status = arrive(ctx, seq, signature)
+    if status != 0:
+        return status
+    status = whole(plan, num_bytes) if is_whole else in_chunks(plan, num_bytes, False)
     leave(ctx, seq)
     return status

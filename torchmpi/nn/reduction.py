@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import collectives, streams
+from .. import collectives, many, streams
 from ..groups import Communicator
 
 
@@ -25,14 +25,25 @@ class Reduction(NamedTuple):
         else:
             self.start(flat, comm)()
 
+    def run_many(self, tensors: Sequence[Tensor], comm: Communicator) -> None:
+        """Reduce them in place, in few calls."""
+        if self.divisor in (self.size, 1):
+            many.allreduce_many(tensors, op="avg" if self.divisor == self.size else "sum", comm=comm)
+            return
+        wide = [_widened(tensor) for tensor in tensors]
+        many.allreduce_many(wide, comm=comm)
+        for tensor, total in zip(tensors, wide, strict=True):
+            torch.div(total, self.divisor, out=total)
+            if total is not tensor:
+                tensor.copy_(total)
+
     def start(self, flat: Tensor, comm: Communicator) -> Callable[[], object]:
         """Launch the reduction of `flat` in place; call what is returned to finish it."""
         if self.divisor == self.size:
             return collectives.allreduce_async(flat, op="avg", comm=comm).wait
         if self.divisor == 1:
             return collectives.allreduce_async(flat, op="sum", comm=comm).wait
-        # Only in the tail of a join. Two roundings to 16 bit would be one too many, so these are widened.
-        wide = flat.float() if flat.element_size() < 4 and flat.is_floating_point() else flat
+        wide = _widened(flat)
         handle = collectives.allreduce_async(wide, op="sum", comm=comm)
 
         def finish() -> None:
@@ -43,3 +54,8 @@ class Reduction(NamedTuple):
                 flat.copy_(wide)
 
         return finish
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """For a sum that is divided afterwards, in the tail of a join: two roundings to 16 bit would be one too many."""
+    return tensor.float() if tensor.element_size() < 4 and tensor.is_floating_point() else tensor

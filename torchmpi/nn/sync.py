@@ -22,7 +22,6 @@ from .sharing import shared_gradients
 from .sparse import reduce_sparse
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
-_ALONE_BYTES = 32 << 10  # in shared memory, from here on a message costs less than packing
 _IN_FLIGHT = 3  # buckets: one on the wire, one being filled, one behind it so that the wire never waits
 
 
@@ -80,11 +79,11 @@ def synchronize_gradients(
 ) -> None:
     """Replace each ``.grad`` by its average over the ranks (``average=False``: the sum).
 
-    Gradients are fused into buckets of up to `bucket_bytes` (default: the ``bucket_bytes`` setting), and one
-    bucket is filled while another is on the wire; the result has the same bits as a loop over
-    ``mpi.allreduce(p.grad, op="avg")``. A gradient that is missing on some ranks counts as zero there; one
-    that is missing on all stays ``None``. Frozen and sharded parameters are left alone. Sparse gradients stay
-    sparse.
+    Within a host they are combined where they lie. Between hosts they are fused into buckets of up to `bucket_bytes`
+    (default: the ``bucket_bytes`` setting), and one bucket is filled while another is on the wire. The result has the
+    same bits as a loop over ``mpi.allreduce(p.grad, op="avg")``. A gradient that is missing on some ranks counts as
+    zero there; one that is missing on all stays ``None``. Frozen and sharded parameters are left alone. Sparse
+    gradients stay sparse.
 
         loss.backward()
         mpinn.synchronize_gradients(model)
@@ -129,20 +128,22 @@ def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, 
     if is_within_host:
         if shared is not None:
             shared.move(dense)
-        _reduce_within_host(_buckets(replica, dense, bucket_bytes, alone_bytes=_ALONE_BYTES), reduction, comm)
+        _reduce_within_host(*_blocks_and_rest(replica, dense), reduction, comm)
     else:
-        _reduce_over_wire(_buckets(replica, dense, bucket_bytes), reduction, comm)
+        _reduce_over_wire(_buckets(*_blocks_and_rest(replica, dense), bucket_bytes), reduction, comm)
     reduce_sparse_gradients(parameters, presence, reduction, comm)
 
 
 Buckets = Iterator[SeatedBucket | CopiedBucket]
 
 
-def _reduce_within_host(buckets: Buckets, reduction: Reduction, comm: Communicator) -> None:
+def _reduce_within_host(
+    blocks: Sequence[SeatedBucket], rest: Sequence[Tensor], reduction: Reduction, comm: Communicator
+) -> None:
     """One after the other: the ranks' own cores do the work, so there is nothing to overlap with."""
-    for bucket in buckets:
-        reduction.run(bucket.pack(), comm)
-        bucket.unpack()
+    for block in blocks:
+        reduction.run(block.pack(), comm)
+    reduction.run_many(rest, comm)
 
 
 def _reduce_over_wire(buckets: Buckets, reduction: Reduction, comm: Communicator) -> None:
@@ -165,16 +166,20 @@ def reduce_sparse_gradients(
             reduce_sparse(parameter, reduction, comm)
 
 
-def _buckets(
-    replica: Replica, parameters: Sequence[Tensor], bucket_bytes: int, *, alone_bytes: int | None = None
-) -> Buckets:
-    """Blocks of a BlockSequential as they are, everything else fused."""
-    wanted = {id(parameter) for parameter in parameters}
+def _blocks_and_rest(replica: Replica, parameters: Sequence[Tensor]) -> tuple[list[SeatedBucket], list[Tensor]]:
+    """Blocks of a BlockSequential that hold some of the gradients, and the other gradients."""
+    wanted, blocks = {id(parameter) for parameter in parameters}, []
     for block in gradient_buckets_of(replica.modules):
         members = {id(parameter) for parameter in block.parameters}
         if members & wanted:
             wanted -= members
-            yield block
+            blocks.append(block)
     rest = [parameter.grad for parameter in parameters if id(parameter) in wanted and parameter.grad is not None]
-    for indices in fusion.plan_buckets(rest, bucket_bytes, alone_bytes=alone_bytes):
+    return blocks, rest
+
+
+def _buckets(blocks: Sequence[SeatedBucket], rest: Sequence[Tensor], bucket_bytes: int) -> Buckets:
+    """Blocks as they are, everything else fused."""
+    yield from blocks
+    for indices in fusion.plan_buckets(rest, bucket_bytes):
         yield CopiedBucket([rest[index] for index in indices])

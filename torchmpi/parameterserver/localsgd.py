@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import collectives, runtime
+from .. import many, runtime
 from ..stack import Comm
 from .periodic import PeriodicUpdate
 
@@ -63,7 +63,7 @@ class LocalSGDUpdate(PeriodicUpdate):
 
     def _integrate(self) -> None:
         """Make the parameters of all ranks equal."""
-        collectives.allreduce_many(self._parameters, op="avg", comm=self.communicator)
+        many.allreduce_many(self._parameters, op="avg", comm=self.communicator)
 
     def finish(self) -> None:
         """Average a last time, if there were steps since. Collective."""

@@ -1,0 +1,124 @@
+"""``allreduce_many`` against one call for each tensor, where they travel as they lie and where they are packed."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies
+
+import torchmpi as mpi
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+from joint import try_together
+from shm_rig import shared
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def test_allreduce_many_has_the_bits_of_one_by_one(agree):
+    shapes = [(3,), (1000,), (), (0,), (17, 5), (200_000,), (2,)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    inputs = [
+        contract.values(shape, dtype, mpi.rank(), seed=i)
+        for i, (shape, dtype) in enumerate(itertools.product(shapes, dtypes))
+    ]
+    inputs[4] = contract.strided(inputs[4])
+    one_by_one = [mpi.allreduce(tensor.clone(), op="avg") for tensor in inputs]
+    together = mpi.allreduce_many(inputs, op="avg")
+    for expected, actual, given in zip(one_by_one, together, inputs, strict=True):
+        agree.bits(actual, expected, f"{tuple(actual.shape)} {actual.dtype}")
+        agree(actual is given, "not in place")
+
+
+def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
+    """A generator was used up by the checks, and nothing was reduced."""
+    tensors = [torch.ones(3), torch.ones(4)]
+    mpi.allreduce_many(tensor for tensor in tensors)
+    agree.equal(tensors[1], torch.full((4,), float(mpi.size())))
+    try:
+        mpi.allreduce_many([tensors[0], tensors[0]])
+    except mpi.TorchMPIError as error:
+        agree("twice" in str(error))
+    else:
+        agree(False, "accepted")
+
+
+# --- in shared memory: where pieces begin and end, and chunks, and the parts of the ranks
+
+KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), (torch.uint8, "bxor"))
+FORMS = ("plain", "plain", "plain", "strided", "in shared memory", "overlapping")
+LISTS = strategies.lists(
+    strategies.tuples(
+        strategies.sampled_from((0, 1, 3, 15, 16, 17, 112, 1000, 1025, 4097, 20_001, 70_000)),
+        strategies.sampled_from(FORMS),
+    ),
+    min_size=2,
+    max_size=24,
+)
+
+
+def formed(values: torch.Tensor, form: str) -> list[torch.Tensor]:
+    """Tensors with these values: one, or two that share most of their memory."""
+    if form == "strided":
+        return [contract.strided(values)]
+    if form == "in shared memory":
+        return [shared(values, 1)]
+    if form == "overlapping":
+        return [values[: len(values) * 2 // 3], values[len(values) // 3 :]]
+    return [values]
+
+
+@pytest.mark.parametrize("asynchronous", (False, True), ids=("sync", "async"))
+def test_lists_of_all_lengths_and_forms(slots, asynchronous):
+    rank, size = mpi.rank(), mpi.size()
+
+    def reduce(example):
+        kind, entries = example
+        dtype, op = KINDS[kind]
+        tensors, expected = [], []
+        for seed, (numel, form) in enumerate(entries):
+            inputs = [contract.values((numel,), dtype, r, seed=seed) for r in range(size)]
+            expected += formed(contract.reduced(inputs, op), form)
+            tensors += formed(inputs[rank], form)
+        versions = [tensor._version for tensor in tensors]
+        if asynchronous:
+            result = mpi.allreduce_many_async(tensors, op=op).wait()
+        else:
+            result = mpi.allreduce_many(tensors, op=op)
+        for tensor, wanted, given in zip(tensors, expected, result, strict=True):
+            assert given is tensor
+            assert contract.same_bits(tensor.contiguous(), wanted.contiguous()), f"{dtype} {op} {len(wanted)}"
+        assert all(tensor._version > before for tensor, before in zip(tensors, versions, strict=True))
+
+    try_together(reduce, strategies.tuples(strategies.integers(0, len(KINDS) - 1), LISTS), max_examples=40)
+
+
+def test_short_lists_by_another_transport(slots, agree):
+    """A rule by size: what goes by MPI is packed, what goes through shared memory is not."""
+    mpi.collective_selector.set("allreduce", "shm")
+    mpi.collective_selector.set("allreduce", "mpi", up_to_bytes=4096)
+    try:
+        for numel in (10, 900):
+            tensors = [contract.values((numel,), torch.float32, mpi.rank(), seed=seed) for seed in range(3)]
+            expected = [mpi.allreduce(tensor.clone(), backend="mpi") for tensor in tensors]
+            mpi.allreduce_many(tensors)
+            for tensor, wanted in zip(tensors, expected, strict=True):
+                agree.bits(tensor, wanted, str(numel))
+    finally:
+        mpi.collective_selector.reset()
+
+
+def test_lists_in_another_order_are_noticed(slots, agree):
+    """And all ranks can go on."""
+    lengths = (5, 70_000) if mpi.rank() else (70_000, 5)
+    if mpi.size() > 1:
+        with pytest.raises(mpi.TorchMPIError, match="called different things"):
+            mpi.allreduce_many([torch.ones(length) for length in lengths])
+    tensors = [torch.ones(3), torch.ones(50_000)]
+    mpi.allreduce_many(tensors)
+    agree(all(bool((tensor == mpi.size()).all()) for tensor in tensors), "after it")

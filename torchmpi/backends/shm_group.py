@@ -1,0 +1,78 @@
+"""What the kernels of shared memory know of a group: its slots, whose memory is mapped where, and how to wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import layout
+from ..heap import SharedHeap
+from ..kernels import context
+from ..layout import PAYLOAD, REFUSED, RING_LENGTH, entry
+
+_EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
+# With more ranks than cores, or beside the computation of its own rank, whoever waits is in the way.
+_CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 20, 50, 50
+WHOLE_BYTES = 16 << 10
+"""Up to this size every rank combines everything itself, which takes one meeting instead of two."""
+_CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
+
+
+class SharedGroup:
+    """What the kernels know of a group."""
+
+    def __init__(self, group: Any, heap: SharedHeap) -> None:
+        size, page = group.size, group.page
+        self.heap, self.page, self.size = heap, page, size
+        self.words = np.zeros(context.context_words(size), np.int64)
+        self.address = int(self.words.ctypes.data)
+        self.mappings = np.zeros((size, context.MAPPINGS_PER_RANK, 2), np.int64)
+        self._num_mapped = [0] * size
+        self.slot_bytes = (page.segment.ticket.num_bytes - layout.slots_begin(size)) // (2 * size)
+        words = self.words
+        words[context.RANK], words[context.SIZE] = group.rank, size
+        words[context.ROWS] = page.segment.address
+        words[context.SLOTS] = page.segment.address + layout.slots_begin(size)
+        words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(WHOLE_BYTES, self.slot_bytes)
+        words[context.OWN_SEGMENTS] = heap.table.ctypes.data
+        words[context.MAPPINGS] = self.mappings.ctypes.data
+        self._eager = (_CROWDED_SPINS if group.context.is_crowded else _EAGER_SPINS), _EAGER_YIELDS
+        self.be_patient(polite=False)
+        self._rank, self._ledger = group.rank, group.ledger
+
+    def give_up(self) -> None:
+        """Tell the others that this rank does not finish a call, and count chunks from a number that all can agree on.
+
+        It is greater than all before, so that what a failed call left in the slots and counters is not taken for new.
+        """
+        if self._ledger.current is None:
+            return
+        seq = self._ledger.current[0]
+        if self._ledger.board is not None:
+            self._ledger.spoil_entry()
+        self.page.set(self._rank, REFUSED, seq)
+        self.words[context.CHUNKS] = seq << _CHUNK_BITS
+        self.heap.note_failed_call()
+
+    def expire(self, seq: int) -> None:
+        """Let the kernel that waits in this call return."""
+        self.words[context.EXPIRED] = seq
+
+    def be_patient(self, *, polite: bool) -> None:
+        """How to wait from now on."""
+        spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
+        self.words[context.SPINS], self.words[context.YIELDS] = spins, yields
+
+    def payload(self, rank: int, seq: int) -> int:
+        """Index of the payload of a call among the words of the page."""
+        return entry(rank, seq & (RING_LENGTH - 1)) + PAYLOAD
+
+    def map_segment(self, rank: int, seq: int) -> None:
+        """Map the segment in which a rank says that its tensor is."""
+        at = self.payload(rank, seq)
+        key, file, num_bytes = self.page.words[at : at + 3]
+        place = self._num_mapped[rank] % context.MAPPINGS_PER_RANK
+        self._num_mapped[rank] += 1
+        self.mappings[rank, place] = 0, self.heap.map(key, file, num_bytes)
+        self.mappings[rank, place, 0] = key
