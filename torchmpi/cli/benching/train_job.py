@@ -25,7 +25,7 @@ from .models import Task, make_task, resnet50
 from .peers import open_group, why_absent
 
 Row = dict[str, Any]
-NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR = (
+NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR, COPY = (
     "no communication",
     "synchronize_gradients",
     "the same, gradients kept",
@@ -33,6 +33,7 @@ NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR = (
     "ddp",
     "ddp on torchmpi",
     "mpi4py",
+    "a plain copy",
 )
 SUMS, IN_BUCKETS, COPIED = "gloo buckets", "ddp's way on gloo", "the same, gradients copied"
 _PARTS = ("step", "communication")
@@ -164,6 +165,8 @@ def _communication(job: Job, why_no_gloo: str | None, seconds: float) -> list[Ro
     ]
     if job.device.type == "cpu":  # MPI's own collectives see memory of the host
         entrants.append(Entrant(BY_TENSOR, (_by_tensor(job, gradients),), lambda: _write(gradients)))
+    copies = [torch.empty_like(gradient) for gradient in gradients]
+    entrants.append(_entrant(job, COPY, partial(torch._foreach_copy_, copies, gradients), partial(_write, gradients)))
     by_gloo = ((SUMS, ddp_way.add_up), (IN_BUCKETS, ddp_way.average), (COPIED, ddp_way.average_copied))
     if why_no_gloo is None:
         buckets = ddp_way.fill_buckets(gradients)
