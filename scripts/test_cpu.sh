@@ -186,7 +186,7 @@ pytest_suite() {
 share() {
     only=()
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
-    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,docs,scripts,torch_suite}.py)
+    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_frameworks,docs,scripts,torch_suite,warm}.py)
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With
@@ -219,11 +219,10 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 prepare_environments
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 use_environment "${mpis%% *}"
-# One process, or mostly waiting: what does not take both cores runs side by side.
+# One process, or mostly waiting: what does not take both cores runs side by side, with the tests on one rank.
 begin lint 120 python -m ruff check --output-format concise .
 begin types 240 python -m mypy
 pytest_suite unit 480 tests/unit tests/test_architecture.py
-finish
 for ranks in $sizes; do
     if [ "$ranks" = 1 ]; then
         # shellcheck disable=SC2086 # a list of words

@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,18 +81,53 @@ def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 Launch = Callable[..., Result]
 
+WARM = Path(__file__).parent / "warm"
+AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TORCHMPI_AS_MPI", "LD_")
+"""How names of variables begin that matter to what the server of warm ranks has done already."""
+
 
 @pytest.fixture(scope="session")
-def launch(mpirun: list[str]) -> Launch:
-    """``launch(n, ["script.py", ...], timeout=150, env={}) -> Result``.
+def warm_python() -> Iterator[list[str]]:
+    """What to start instead of Python, for ranks that have torch imported; TORCHMPI_TEST_COLD=1 does without."""
+    if os.environ.get("TORCHMPI_TEST_COLD"):
+        yield [sys.executable]
+        return
+    with tempfile.TemporaryDirectory(prefix="torchmpi-warm-") as folder:
+        address = f"{folder}/socket"
+        server = subprocess.Popen(
+            [sys.executable, WARM / "server.py", address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=job_environment({}),
+            start_new_session=True,
+        )
+        while not os.path.exists(address):
+            assert server.poll() is None, "the server of warm ranks did not start: see its error above"
+            time.sleep(0.05)
+        yield [sys.executable, "-I", "-S", str(WARM / "rank.py"), address]
+        server.communicate(timeout=30)
 
-    ``timeout -k`` stands before mpirun, since a hung one has been seen to ignore SIGTERM.
+
+@pytest.fixture(scope="session")
+def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
+    """``launch(n, ["script.py", ...], timeout=150, env={}, cold=False) -> Result``.
+
+    Ranks are forks of a process that has imported torch, unless they are to be `cold` or have variables in `env` that
+    torch looks at when it is imported. ``timeout -k`` stands before mpirun, since a hung one has been seen to ignore
+    SIGTERM.
     """
 
     def run(
-        n: int, arguments: Sequence[str | Path], *, timeout: float = 150, env: Mapping[str, str] | None = None
+        n: int,
+        arguments: Sequence[str | Path],
+        *,
+        timeout: float = 150,
+        env: Mapping[str, str] | None = None,
+        cold: bool = False,
     ) -> Result:
-        command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), sys.executable, *map(str, arguments)]
+        cold = cold or any(name.startswith(AT_START) for name in env or {})
+        python = [sys.executable] if cold else warm_python
+        command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), *python, *map(str, arguments)]
         begin = time.monotonic()
         done = subprocess.run(
             command, capture_output=True, text=True, env=job_environment(env or {}), stdin=subprocess.DEVNULL

@@ -11,7 +11,6 @@ import textwrap
 
 import pytest
 
-once = pytest.mark.once
 
 COMMON = """
 import torch
@@ -130,7 +129,6 @@ def test_workers_that_live_on_do_not_keep_the_job(job):
     check(job, WORKERS)
 
 
-@once
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler: no g++")
 def test_compiled_to_machine_code(job, tmp_path):

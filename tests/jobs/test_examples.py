@@ -35,7 +35,7 @@ def records() -> dict[tuple[Any, ...], dict[str, Any]]:
 @pytest.fixture
 def example(launch, tmp_path, records, digits):
     """``example("mnist_allreduce", 4, "--epochs", "2")`` gives the record of a job; it is run only once."""
-    one_thread = {"OMP_NUM_THREADS": "1", "TORCHMPI_THREADS": "1"}  # for these networks a second one does nothing
+    one_thread = {"TORCHMPI_THREADS": "1"}  # for these networks a second one does nothing
 
     def run(name: str, n: int, *options: str) -> dict[str, Any]:
         key = (name, n, options)

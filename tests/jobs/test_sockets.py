@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -43,13 +42,13 @@ class Ended(NamedTuple):
 class Job:
     """`n` processes."""
 
-    def __init__(self, n: int, script: Path, folder: Path, env: Callable[[int], dict[str, str]]) -> None:
+    def __init__(self, n: int, command: list[str | Path], folder: Path, env: Callable[[int], dict[str, str]]) -> None:
         common = {"WORLD_SIZE": str(n), "STORE": str(folder / "store"), "PYTHONFAULTHANDLER": "1"}
         self._begin = time.monotonic()
         self._outputs = [[open(folder / f"{rank}.{kind}", "w+") for kind in ("out", "err")] for rank in range(n)]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(script)],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -89,7 +88,7 @@ class Job:
 
 
 @pytest.fixture
-def begin(tmp_path):
+def begin(tmp_path, warm_python):
     """``begin(n, "code" or path, env=lambda rank: {}) -> Job``"""
     jobs = []
 
@@ -99,7 +98,7 @@ def begin(tmp_path):
             script.write_text(START + textwrap.dedent(program))
         folder = tmp_path / str(len(jobs))
         folder.mkdir()
-        jobs.append(Job(n, script, folder, env))
+        jobs.append(Job(n, [*warm_python, script], folder, env))
         return jobs[-1]
 
     yield run
@@ -182,13 +181,16 @@ def test_a_killed_rank_ends_the_job_and_is_named(begin, call):
 
 @once
 def test_an_exception_ends_the_job_with_one_traceback(begin):
-    ranks = begin(3, """
+    ranks = begin(
+        3,
+        """
         mpi.start()
         mpi.barrier()
         if rank == 1:
             raise ValueError("no such file")
         mpi.allreduce(torch.ones(3))
-    """).end()
+    """,
+    ).end()
     everything = "".join(rank.stderr for rank in ranks)
     assert [rank.status for rank in ranks] == [1, 1, 1], ranks
     assert everything.count("Traceback") == 1 and "ValueError: no such file" in ranks[1].stderr, ranks
@@ -198,7 +200,9 @@ def test_an_exception_ends_the_job_with_one_traceback(begin):
 @once
 def test_abort_ends_all_with_its_status(begin):
     """Whatever they do: compute, wait for a message, sleep."""
-    ranks = begin(4, """
+    ranks = begin(
+        4,
+        """
         MPI.COMM_WORLD.Barrier()
         if rank == 3:
             time.sleep(0.5)
@@ -209,7 +213,8 @@ def test_abort_ends_all_with_its_status(begin):
             while True:
                 pass
         time.sleep(1000)
-    """).end()
+    """,
+    ).end()
     assert [rank.status for rank in ranks] == [7] * 4, ranks
     for number in (0, 1, 2):
         assert ranks[number].stderr.count("since rank 3 has ended the job (status=7)") == 1, ranks
@@ -217,14 +222,17 @@ def test_abort_ends_all_with_its_status(begin):
 
 @once
 def test_ctrl_c_ends_the_job(begin):
-    job = begin(2, """
+    job = begin(
+        2,
+        """
         mpi.start()
         mpi.barrier()
         print("running", flush=True)
         if rank == 0:
             time.sleep(1000)
         MPI.COMM_WORLD.Barrier()
-    """)
+    """,
+    )
     job.wait_for("running")
     job.processes[0].send_signal(signal.SIGINT)
     ranks = job.end()
@@ -234,10 +242,13 @@ def test_ctrl_c_ends_the_job(begin):
 @once
 def test_leaving_without_a_word_of_ours_is_no_crash(begin):
     """No stop(), no close(): the end of Python does both, on all ranks."""
-    ranks = begin(3, """
+    ranks = begin(
+        3,
+        """
         mpi.start()
         print(mpi.allreduce(torch.ones(1)).item())
-    """).end()
+    """,
+    ).end()
     assert [(rank.status, rank.stdout) for rank in ranks] == [(0, "3.0\n")] * 3, ranks
     assert not any("Traceback" in rank.stderr for rank in ranks), ranks
 
@@ -245,7 +256,9 @@ def test_leaving_without_a_word_of_ours_is_no_crash(begin):
 @once
 def test_some_may_leave_earlier(begin):
     """A goodbye is no loss: the others go on, and who needs the one that left is told."""
-    ranks = begin(3, """
+    ranks = begin(
+        3,
+        """
         MPI.COMM_WORLD.Barrier()
         part = MPI.COMM_WORLD.Split(rank // 2)
         if rank == 2:
@@ -256,7 +269,8 @@ def test_some_may_leave_earlier(begin):
             MPI.COMM_WORLD.recv(source=2)
         except MPI.Exception as error:
             print(error)
-    """).end()
+    """,
+    ).end()
     assert [rank.status for rank in ranks] == [0] * 3, ranks
     assert ranks[0].stdout == "[0, 1]\nrank 2 has left: it has closed its connections\n", ranks
 
@@ -264,7 +278,9 @@ def test_some_may_leave_earlier(begin):
 @once
 def test_workers_of_a_data_loader_do_no_harm(begin):
     """They are forked, and end while the ranks communicate."""
-    ranks = begin(2, """
+    ranks = begin(
+        2,
+        """
         mpi.start()
         dataset = torch.utils.data.TensorDataset(torch.arange(40.0))
         total = 0.0
@@ -274,7 +290,8 @@ def test_workers_of_a_data_loader_do_no_harm(begin):
                 mpi.sendreceive(batch, src=1 - rank, dst=1 - rank)
         print(total)
         mpi.stop()
-    """).end()
+    """,
+    ).end()
     assert [(rank.status, rank.stdout) for rank in ranks] == [(0, "3120.0\n")] * 2, ranks
 
 

@@ -47,6 +47,7 @@ def num_shared() -> int:
     return len(heap._own)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("view", (False, True), ids=("copied", "view"))
 def test_the_same_bits_wherever_buckets_are(agree, monkeypatch, view):
     results = {}

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from ipc_rig import HostDevice
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 

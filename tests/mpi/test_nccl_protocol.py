@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from nccl_model import HostCommunicator
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 OPS = [(dtype, op) for dtype, ops in contract.OPS_OF.items() for op in ops if lacks(dtype, op) is None]
 
 

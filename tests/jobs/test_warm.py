@@ -1,0 +1,113 @@
+"""A rank that is a fork of a process with torch in it is like one that Python started: here without any launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import job_environment
+
+SHOW = """
+import os, sys, threading
+import torch
+if __name__ == "__main__":
+    print(sys.argv, sys.path[0], __name__, globals().get("__file__"), sys.modules["__main__"].__dict__ is globals())
+    print(sorted(os.environ.items()), os.getcwd(), oct(os.umask(0)), os.sched_getaffinity(0))
+    files = [f"/proc/self/fd/{number}" for number in range(999)]
+    print([(file, os.readlink(file)) for file in files if os.path.lexists(file)])
+    print(threading.active_count(), sys.stdin.read())
+    print("to the other", file=sys.stderr)
+"""
+
+
+def run(python: list[str], arguments: list[object], folder: Path, **options: object) -> subprocess.CompletedProcess:
+    (folder / "input").write_text("read from the input")
+    with open(folder / "input") as stdin:
+        return subprocess.run(
+            [*python, *map(str, arguments)],
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=folder,
+            env=job_environment({"A": "ä"}),
+            **options,
+        )
+
+
+@pytest.mark.parametrize("how", ("script", "-c", "-m"))
+def test_a_program_finds_the_same(warm_python, tmp_path, how):
+    (tmp_path / "shown.py").write_text(SHOW)
+    arguments = {"script": [tmp_path / "shown.py"], "-c": ["-c", SHOW], "-m": ["-m", "shown"]}[how] + ["a", "-b"]
+    with open(tmp_path / "more", "w") as more:
+        options = {"pass_fds": [more.fileno()], "preexec_fn": lambda: os.sched_setaffinity(0, {0})}
+        cold, warm = (run(python, arguments, tmp_path, **options) for python in ([sys.executable], warm_python))
+    assert cold.returncode == 0 and str(tmp_path / "more") in cold.stdout, cold.stderr
+    without_numbers = [[word for word in each.stdout.split() if "pipe:[" not in word] for each in (cold, warm)]
+    assert without_numbers[0] == without_numbers[1]
+    assert (warm.returncode, warm.stderr) == (0, cold.stderr)
+
+
+def test_no_two_have_the_same_random_numbers(warm_python, tmp_path):
+    code = "import random, numpy, torch; print(random.random(), numpy.random.random(), torch.rand(1).item())"
+    drawn = [run(warm_python, ["-c", code], tmp_path).stdout.split() for _ in range(2)]
+    assert all(len(numbers) == 3 for numbers in drawn) and not set(drawn[0]) & set(drawn[1])
+
+
+@pytest.mark.parametrize(
+    "code",
+    (
+        "raise SystemExit(3)",
+        "raise SystemExit('said at the end')",
+        "def broken():\n    1 / 0\nbroken()",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import atexit, threading; atexit.register(print, 'b'); threading.Timer(0.2, print, 'a').start()",
+        "import os; os._exit(7)",
+        "a syntax error",
+    ),
+)
+def test_it_ends_the_same(warm_python, tmp_path, code):
+    (tmp_path / "ends.py").write_text(code)
+    cold, warm = (run(python, ["ends.py"], tmp_path) for python in ([sys.executable], warm_python))
+    assert (warm.returncode, warm.stdout, warm.stderr) == (cold.returncode, cold.stdout, cold.stderr)
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGKILL), ids=lambda number: number.name)
+def test_a_signal_to_the_one_ends_the_other(warm_python, tmp_path, number):
+    """With what it has started, if it has no time to see to that."""
+    code = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "100"])
+with open("started", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename("started", "running")
+try:
+    time.sleep(100)
+finally:
+    child.kill()
+"""
+    process = subprocess.Popen([*warm_python, "-c", code], cwd=tmp_path, env=job_environment({}))
+    limit = time.monotonic() + 30
+    while not (tmp_path / "running").exists() and time.monotonic() < limit:
+        time.sleep(0.02)
+    rank, child = map(int, (tmp_path / "running").read_text().split())
+    process.send_signal(number)
+    assert process.wait(10) == -number
+    while any(is_alive(each) for each in (rank, *([child] if number == signal.SIGKILL else []))):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    if number == signal.SIGTERM:  # of which Python knows nothing: the child stays, as it would
+        os.kill(child, signal.SIGKILL)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

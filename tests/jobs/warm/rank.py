@@ -1,0 +1,59 @@
+"""Started by a launcher in place of Python: has the server, where torch is loaded, be the rank, and ends as that ends.
+
+    python -I -S rank.py SOCKET script.py ...
+
+Files stay open under the same numbers in the rank; signals go on to it.
+"""
+
+import marshal
+import os
+import signal
+import socket
+import sys
+
+FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT", "SIGABRT")
+
+
+def main() -> None:
+    address, *arguments = sys.argv[1:]
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    server.connect(address)
+    rank: list[int] = []
+    early: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        if rank:
+            os.kill(rank[0], number)
+        else:
+            early.append(number)
+
+    for name in FORWARDED:
+        signal.signal(getattr(signal, name), forward)
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    files = [number for number in numbers if number != server.fileno() and is_open(number)]
+    place = os.getcwd(), os.umask(0o22), sorted(os.sched_getaffinity(0))
+    message = marshal.dumps((arguments, dict(os.environb), place, files))
+    socket.send_fds(server, [message], files)
+    rank.append(int(server.recv(100)))
+    for number in early:
+        os.kill(rank[0], number)
+    status = int(server.recv(100) or 256)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def is_open(number: int) -> bool:
+    """The folder that lists the open files has been one itself."""
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

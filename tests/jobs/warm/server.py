@@ -1,0 +1,163 @@
+"""Loads torch once, and becomes the ranks of many jobs: importing it takes a rank longer than most tests.
+
+    python server.py SOCKET
+
+Each connection (see rank.py) is answered with a fork that takes over the files, the environment, the folder and the
+cores of whoever is there, and then runs its program as Python would. Ends, with all its ranks, when its input does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import gc
+import marshal
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import types
+from typing import Any, NoReturn
+
+import numpy.random
+import torch.distributed  # which is what all this is about
+
+_HIGH = 500  # numbers of files from here on are nobody's
+_MOST_BYTES, _MOST_FILES = 1 << 20, 200
+
+
+class Server:
+    """Connections, and the ranks behind them."""
+
+    def __init__(self, address: str) -> None:
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(address)
+        self.listener.listen(100)
+        self.connections: dict[int, socket.socket] = {}
+        self.ranks: dict[int, tuple[int, int]] = {}
+        """By the number of a file that tells of its end: process, connection."""
+
+    def serve(self) -> tuple[Any, list[int]] | None:
+        """Returns in each rank, with what it is to be; in the server, None when it is over."""
+        while True:
+            watched = select.poll()
+            for file in (0, self.listener.fileno(), *self.connections, *self.ranks):
+                watched.register(file, select.POLLIN)
+            for file, _ in watched.poll():
+                if file == 0:
+                    return self.end()
+                if file == self.listener.fileno():
+                    connection, _ = self.listener.accept()
+                    self.connections[connection.fileno()] = connection
+                elif file in self.ranks:
+                    self.reap(file)
+                elif file in self.connections and (wanted := self.hear(file)) is not None:
+                    return wanted
+
+    def hear(self, file: int) -> tuple[Any, list[int]] | None:
+        """A new rank is wanted, or the one that stands for a rank has gone."""
+        connection = self.connections[file]
+        message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
+        if not message:
+            for end, (process, its_connection) in self.ranks.items():
+                if its_connection == file:
+                    kill(process)
+                    self.ranks[end] = process, -1
+            self.connections.pop(file).close()
+            return None
+        process = os.fork()
+        if process == 0:
+            os.setpgid(0, 0)
+            for each in (self.listener, *self.connections.values()):
+                each.detach()  # all numbers are about to mean something else
+            return marshal.loads(message), files
+        for each in files:
+            os.close(each)
+        connection.send(str(process).encode())
+        self.ranks[os.pidfd_open(process)] = process, file
+        return None
+
+    def reap(self, file: int) -> None:
+        """A rank has ended."""
+        process, connection = self.ranks.pop(file)
+        os.close(file)
+        _, status = os.waitpid(process, 0)
+        if connection in self.connections:
+            self.connections[connection].send(str(status).encode())
+            self.connections.pop(connection).close()
+
+    def end(self) -> None:
+        for process, _ in self.ranks.values():
+            kill(process)
+
+
+def kill(process: int) -> None:
+    """With the processes that it has started, if it has got so far as to be the first of its group."""
+    for send, target in ((os.killpg, process), (os.kill, process)):
+        try:
+            send(target, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        return
+
+
+def take_over(wanted: Any, files: list[int]) -> list[str]:
+    """Be in the place of who asked; gives the arguments of Python."""
+    arguments, environment, (folder, umask, cores), numbers = wanted
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in files]
+    os.closerange(0, _HIGH)
+    for number, file in zip(numbers, high, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.environb.clear()
+    os.environb.update(environment)
+    if b"PYTHONFAULTHANDLER" in environment:
+        faulthandler.enable()
+    os.chdir(folder)
+    os.umask(umask)
+    os.sched_setaffinity(0, cores)
+    torch.seed()  # as after an import, and no two ranks the same
+    numpy.random.seed()
+    return arguments
+
+
+def run(arguments: list[str]) -> NoReturn:
+    """What Python does with them: a script, ``-c`` or ``-m``."""
+    first, *rest = arguments
+    try:
+        if first == "-m":
+            sys.argv, sys.path[0] = rest, os.getcwd()
+            runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]  # as Python itself does
+        else:
+            main = types.ModuleType("__main__")
+            if first == "-c":
+                code, sys.argv, sys.path[0] = compile(rest[0], "<string>", "exec"), ["-c", *rest[1:]], ""
+            else:
+                main.__file__ = os.path.abspath(first)
+                with open(first, "rb") as script:
+                    code = compile(script.read(), main.__file__, "exec")
+                sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.realpath(first))
+            sys.modules["__main__"] = main
+            exec(code, main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        own = error.__traceback__
+        error.with_traceback(own and own.tb_next)  # as if nobody had called it
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+    sys.exit(0)
+
+
+def main() -> None:
+    gc.collect()
+    gc.freeze()
+    wanted = Server(sys.argv[1]).serve()
+    if wanted is not None:
+        run(take_over(*wanted))
+
+
+if __name__ == "__main__":
+    main()
