@@ -11,7 +11,6 @@ import textwrap
 
 import pytest
 
-
 COMMON = """
 import torch
 import torch.distributed as dist
