@@ -6,11 +6,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import buffers, calls, fusion, runtime, streams
+from . import buffers, calls, fusion, plans, runtime, streams
 from .errors import ArgumentError
 from .groups import Communicator
 from .handle import Handle
@@ -48,38 +48,59 @@ def _start(tensors: Iterable[_Tensor], op: str, comm: Comm, backend: str | None,
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(f"{where}: a tensor is in the list twice, and would be reduced once. Pass each one once.")
     communicator = runtime.communicator(comm)
-    started: list[_Started] = []
-    for members in fusion.plan_buckets(tensors, sys.maxsize):
-        alike = [tensors[index] for index in members]
-        started += _start_alike(alike, op, communicator, backend, asynchronous=asynchronous)
-    return _Delivering(tensors, started)
+    lists = [[tensors[index] for index in members] for members in fusion.plan_buckets(tensors, sys.maxsize)]
+    way = _Way(op, communicator, backend, asynchronous)
+    for alike in lists:
+        way.plan(alike)  # refused here, if at all, before anything has been changed
+    return _Delivering(tensors, [each for alike in lists for each in way.start(alike)])
 
 
-def _start_alike(
-    tensors: Sequence[_Tensor], op: str, comm: Communicator, backend: str | None, *, asynchronous: bool
-) -> list[_Started]:
-    """Tensors of one dtype on one device."""
-    call = partial(calls.call, "allreduce", op=op, comm=comm, backend=backend)
-    if len(tensors) == 1:
-        result = call(tensors[0], None, asynchronous=asynchronous)
-        return [(result if asynchronous else Handle.completed(result), _nothing)]
-    key = ("allreduce", op, tensors[0].dtype, tensors[0].device.type, True, backend, asynchronous)
-    plan, group = calls.plan_for(comm, key), comm.intra
-    if plan.many is not None:
-        pieces = Pieces(tensors)
-        way = group.submit if asynchronous else group.call
-        result = way(plan.for_pieces(pieces), pieces, None, 0)
-        return [(result if asynchronous else Handle.completed(result), pieces.deliver)]
-    started: list[_Started] = []
-    for members in fusion.plan_buckets(tensors, runtime.current().config.bucket_bytes):
-        parts = [tensors[index] for index in members]
-        if len(parts) == 1:
-            started.append((call(parts[0], None, asynchronous=True), _nothing))
-        else:
-            flat = torch.cat([part.detach().reshape(-1) for part in parts])
-            handle = call(flat, None, packed=tuple(part.shape for part in parts))
-            started.append((handle, partial(_unpack, flat, parts)))
-    return started
+def takes_as_they_lie(tensors: Iterable[_Tensor], comm: Communicator) -> bool:
+    """Whether nothing need be packed to add these up; the same on all ranks."""
+    way = _Way("sum", comm, None, False)
+    return all(way.plan([tensor]).many is not None for tensor in {tensor.dtype: tensor for tensor in tensors}.values())
+
+
+class _Way(NamedTuple):
+    """How lists are reduced; each of tensors of one dtype on one device."""
+
+    op: str
+    comm: Communicator
+    backend: str | None
+    asynchronous: bool
+
+    def plan(self, tensors: Sequence[_Tensor]) -> plans.Plan:
+        """What is prepared for such tensors."""
+        dtype, device_type = tensors[0].dtype, tensors[0].device.type
+        return calls.plan_for(
+            self.comm, ("allreduce", self.op, dtype, device_type, True, self.backend, self.asynchronous)
+        )
+
+    def start(self, tensors: Sequence[_Tensor]) -> list[_Started]:
+        """Call, now or in the background."""
+        call = partial(calls.call, "allreduce", op=self.op, comm=self.comm, backend=self.backend)
+        if len(tensors) == 1:
+            result = call(tensors[0], None, asynchronous=self.asynchronous)
+            return [(result if self.asynchronous else Handle.completed(result), _nothing)]
+        plan, group = self.plan(tensors), self.comm.intra
+        if plan.many is not None:
+            pieces = Pieces(tensors)
+            if self.asynchronous:
+                pieces.hold()
+                return [(group.submit(plan.for_pieces(pieces), pieces, None, 0), pieces.deliver)]
+            group.call(plan.for_pieces(pieces), pieces, None, 0)
+            pieces.deliver()
+            return []
+        started: list[_Started] = []
+        for members in fusion.plan_buckets(tensors, runtime.current().config.bucket_bytes):
+            parts = [tensors[index] for index in members]
+            if len(parts) == 1:
+                started.append((call(parts[0], None, asynchronous=True), _nothing))
+            else:
+                flat = torch.cat([part.detach().reshape(-1) for part in parts])
+                handle = call(flat, None, packed=tuple(part.shape for part in parts))
+                started.append((handle, partial(_unpack, flat, parts)))
+        return started
 
 
 def _unpack(flat: _Tensor, parts: Sequence[_Tensor]) -> None:

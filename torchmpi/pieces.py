@@ -41,6 +41,10 @@ class Pieces:
         """Elements in all."""
         return self._numel
 
+    def hold(self) -> None:
+        """Keep the memory, whatever becomes of the tensors before the call that is under way has ended."""
+        self._held = [tensor.detach() for tensor in self.work]
+
     def deliver(self) -> None:
         """Copy back what was worked on in copies, and tell autograd of the others."""
         pairs = list(zip(self._tensors, self.work, strict=True))

@@ -111,7 +111,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     plan.is_on_device = device_type != "cpu"
     if direct or verb not in IN_PLACE:
         plan.bare = Plan(verb, code, by_size(operations, dtype))
-        if direct and verb == "allreduce":
+        if direct and verb == "allreduce" and device_type == "cpu":
             plan.many = _of_many(operations, dtype)
     if device_type == "cpu" and dtype is not None and not (asynchronous or dtype.is_complex):
         plan.is_simple = plan.bare is not plan and verb not in ("scatter", "gather")

@@ -101,8 +101,10 @@ def warm_python() -> Iterator[list[str]]:
             env=job_environment({}),
             start_new_session=True,
         )
+        begin = time.monotonic()
         while not os.path.exists(address):
-            assert server.poll() is None, "the server of warm ranks did not start: see its error above"
+            is_starting = server.poll() is None and time.monotonic() - begin < 120
+            assert is_starting, "the server of warm ranks did not start: see its error above"
             time.sleep(0.05)
         yield [sys.executable, "-I", "-S", str(WARM / "rank.py"), address]
         server.communicate(timeout=30)

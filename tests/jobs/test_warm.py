@@ -69,6 +69,7 @@ def test_no_two_have_the_same_random_numbers(warm_python, tmp_path):
         "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
         "import atexit, threading; atexit.register(print, 'b'); threading.Timer(0.2, print, 'a').start()",
         "import os; os._exit(7)",
+        "import atexit; atexit.register(print, 'b'); raise KeyboardInterrupt",
         "a syntax error",
     ),
 )

@@ -185,10 +185,12 @@ def test_calls_that_nobody_waits_for_leave_no_memory_behind_and_harm_nobody_else
     agree((kept.cpu() == 7).all().item(), "a call wrote into memory that was no longer its own")
 
 
-def test_many_tensors_of_a_device_as_one_by_one(agree, device):
+@pytest.mark.parametrize("backend", (None, "shm", "mpi"))
+def test_many_tensors_of_a_device_as_one_by_one(agree, device, backend):
+    """Regression, by shm: addresses of the device were given to a kernel of the host."""
     inputs = [contract.values((n,), torch.float32, mpi.rank(), seed=n) for n in (3, 1000, 200_000, 1)]
     expected = [mpi.allreduce(tensor.clone(), op="max") for tensor in inputs]
-    together = mpi.allreduce_many([tensor.to(device) for tensor in inputs], op="max")
+    together = mpi.allreduce_many([tensor.to(device) for tensor in inputs], op="max", backend=backend)
     for actual, wanted in zip(together, expected, strict=True):
         agree.bits(actual.cpu(), wanted, f"{tuple(wanted.shape)}")
 

@@ -48,6 +48,15 @@ def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
         agree(False, "accepted")
 
 
+def test_a_list_that_is_refused_is_left_as_it_was(agree):
+    """Regression: the first dtype had been averaged when the second, of which there are no averages, was refused."""
+    tensors = [torch.full((3,), float(mpi.rank() + 1)) for _ in range(2)]
+    tensors += [torch.ones(3, dtype=torch.int32), torch.ones(4, dtype=torch.int32)]
+    with pytest.raises(mpi.TorchMPIError, match="avg"):
+        mpi.allreduce_many(tensors, op="avg")
+    agree.equal([tensor.tolist() for tensor in tensors[:2]], [[float(mpi.rank() + 1)] * 3] * 2, "changed")
+
+
 # --- in shared memory: where pieces begin and end, and chunks, and the parts of the ranks
 
 KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), (torch.uint8, "bxor"))

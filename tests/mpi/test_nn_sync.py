@@ -403,3 +403,40 @@ def test_what_is_not_in_one_piece_on_some_rank_travels_as_a_list(agree, happens)
     agree.equal(synchronized_as(net), [False, True], "in one piece")
     for parameter, average in zip(net.parameters(), expected, strict=True):
         agree.equal(parameter.grad, average if parameter.requires_grad else frozen[0], reason)
+
+
+def test_kept_gradients_of_two_dtypes_travel_in_two_pieces(agree):
+    net = kept_net()
+    net[1].to(torch.bfloat16)
+    for step in range(3):
+        expected = averages(net, step)
+        calls = synchronized_as(net)
+        for parameter, average in zip(net.parameters(), expected, strict=True):
+            agree.bits(parameter.grad, average, f"step {step}")
+    if mpi.communicator().intra.page is not None:
+        agree.equal(calls, [False, False, False], "a list")
+
+
+def test_parameters_with_one_gradient_in_common(agree):
+    """Regression: a list with a tensor in it twice was refused, but only within a host."""
+    net = nn.Sequential(nn.Linear(50, 40, bias=False), nn.Linear(50, 40, bias=False))
+    net[0].weight.grad = net[1].weight.grad = torch.full((40, 50), float(mpi.rank()))
+    mpinn.synchronize_gradients(net)
+    agree.equal(net[0].weight.grad, torch.full((40, 50), (mpi.size() - 1) / 2))
+    agree(net[0].weight.grad is net[1].weight.grad)
+
+
+def test_buckets_are_as_large_as_asked_where_shared_memory_is_not_made_use_of(agree):
+    net = kept_net()
+    mpi.collective_selector.set("allreduce", "mpi")
+    try:
+        for bucket_bytes, num_calls in ((None, 2), (1, 1 + len(list(net.parameters())))):
+            net.zero_grad()
+            expected = averages(net, 0)
+            before = mpi.communicator().intra.ledger.seq
+            mpinn.synchronize_gradients(net, bucket_bytes=bucket_bytes)
+            agree.equal(mpi.communicator().intra.ledger.seq - before, num_calls, f"calls with {bucket_bytes}")
+            for parameter, average in zip(net.parameters(), expected, strict=True):
+                agree.bits(parameter.grad, average, f"{bucket_bytes}")
+    finally:
+        mpi.collective_selector.reset()

@@ -59,6 +59,20 @@ def test_one_quick_chunk_shows_that_the_others_were_interrupted(paces):
     assert not any(rank.call(*paces)) and not rank.says_slow
 
 
+def test_the_pace_of_many_short_pieces_says_nothing():
+    """Most of it is the way from one to the next."""
+    rank = Rank()
+    rank.words[context.SEQUENCE] = 1
+    placing.choose_way(rank.address, 1, False)
+    rank.words[context.FRAGMENTED] = 1
+    placing.note_best(rank.address, context.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
+    placing.note_chunk(rank.address, CHUNK_BYTES)
+    placing.end_chunks(rank.address)
+    assert not rank.says_slow
+    rank.call(SLOW)
+    assert rank.says_slow, "the next call may be judged"
+
+
 @pytest.mark.parametrize("paces", ([SLOW], [SLOW, SLOW], [SLOW, SLOW, SLOW], [FAST, FAST, SLOW, SLOW]))
 def test_short_calls_are_judged_at_their_end(paces):
     rank = Rank()

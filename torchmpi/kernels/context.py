@@ -47,7 +47,9 @@ PIECES = 21
 NUM_PIECES = 22
 ONLY_PIECE = 23
 """ONLY_PIECE and the words after it: the piece, where there is one."""
-POINTERS = 26
+FRAGMENTED = 26
+"""Whether the call is about pieces so short that its pace says nothing about memory."""
+POINTERS = 27
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -55,7 +57,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    34
+    35
     """
     return POINTERS + 2 * size
 

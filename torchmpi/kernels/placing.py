@@ -85,6 +85,7 @@ def choose_way(ctx, num_chunks, always_past):  # type: ignore[no-untyped-def]
     way = 0 if turn % every == 0 else is_slow_somewhere(ctx)
     store(ctx + context.IS_PAST * 8, _PAST_ALWAYS if always_past else way)
     store(ctx + context.CALL_CHUNKS * 8, num_chunks)
+    store(ctx + context.FRAGMENTED * 8, 0)
     for word in (context.PACE, context.PUT_PACE, context.TRIED, context.SPENT):  # the last: of a call that failed
         store(ctx + word * 8, 0)
     return 0
@@ -125,6 +126,8 @@ def note_best(ctx, word, index, nanoseconds, num_bytes):  # type: ignore[no-unty
     The first use of each slot does not count where at least two chunks follow. If the program has worked on something
     else since the last call, the slots have left the caches, and are quick to write to however far apart the cores are.
     """
+    if own(ctx, context.FRAGMENTED) != 0:
+        return 0
     if num_bytes < _LEAST_BYTES or (index < _FIRST_CHUNKS and own(ctx, context.CALL_CHUNKS) >= 2 * _FIRST_CHUNKS):
         return 0
     pace, best = nanoseconds * 1024 // num_bytes + 1, own(ctx, word)

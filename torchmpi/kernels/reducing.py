@@ -17,6 +17,7 @@ _LINE_BYTES = 64
 _BLOCK_BYTES = 16 << 10  # combined, then copied on while it is in the first cache
 _MIXED, _ALL_SHARED = 1, 2
 _PIECE_BYTES = context.PIECE_WORDS * 8
+_FRAGMENT_BYTES = 4 << 10  # the way from one piece to the next takes as long as copying some hundred bytes
 
 
 @inner
@@ -388,6 +389,7 @@ def allreduce_many(plan, seq, signature, pieces, num_pieces, num_bytes):  # type
     store(ctx + context.PIECES * 8, pieces)
     store(ctx + context.NUM_PIECES * 8, num_pieces)
     is_whole = cut(ctx, num_bytes)
+    store(ctx + context.FRAGMENTED * 8, num_bytes < num_pieces * _FRAGMENT_BYTES)
     put_first(ctx, num_bytes, is_whole)
     status = arrive(ctx, seq, signature)
     if status != 0:

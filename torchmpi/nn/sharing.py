@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .. import runtime
@@ -23,9 +24,9 @@ SHARED_GRADIENTS = "torchmpi_shared_gradients"
 
 
 class Whole(NamedTuple):
-    """Gradients in one piece of memory."""
+    """Gradients that lie in one piece of memory for each dtype."""
 
-    flat: Tensor
+    flats: list[Tensor]
     gradients: list[Tensor]
 
 
@@ -33,45 +34,58 @@ class SharedGradients(Attachment):
     """Which gradients of a net were there at the last call, and where."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._seats: list[tuple[weakref.ref[Tensor], int]] = []
-        self._numel = 0
+        self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        self._is_settled = False
+        """Whether those that were seen have been moved, or are to stay where they are."""
+        self._numels: list[int] = []
+        """Lengths of the pieces into which they have been moved, in the order in which their dtypes appear."""
 
     def move(self, parameters: Sequence[Tensor]) -> None:
-        """Move the gradients that were there before, and are still private."""
-        kept: list[Tensor] = []
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            place = gradient.data_ptr()
-            reference, seen_at = self._seen.get(id(parameter), (None, 0))
-            if reference is None or reference() is not gradient:
-                self._seen[id(parameter)] = weakref.ref(gradient), place
-            elif seen_at == place:
-                self._seen[id(parameter)] = reference, 0  # once is enough
-                if not runtime.current().heap.holds(place):
-                    kept.append(gradient)
-        if max((gradient.nbytes for gradient in kept), default=0) < _LEAST_BYTES:
+        """Move the gradients of all these parameters, if they are those of the last call and still private."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not self._are_seen(gradients):
+            self._seen = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in gradients]
+            self._is_settled, self._numels = False, []
             return
-        for dtype in {gradient.dtype for gradient in kept}:
-            numel = _exchange_memory([gradient for gradient in kept if gradient.dtype is dtype])
-        if len({gradient.dtype for gradient in kept}) == 1 and all(gradient.is_contiguous() for gradient in kept):
-            self._seats, self._numel = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in kept], numel
+        if self._is_settled:
+            return
+        self._is_settled = True
+        heap, is_worthwhile = runtime.current().heap, any(gradient.nbytes >= _LEAST_BYTES for gradient in gradients)
+        if not is_worthwhile or any(not each.is_contiguous() or heap.holds(each.data_ptr()) for each in gradients):
+            return
+        self._numels = [_exchange_memory(alike) for alike in _by_dtype(gradients)]
+        self._seen = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in gradients]
 
     def whole(self, parameters: Sequence[Tensor]) -> Whole | None:
-        """All these gradients in one piece, if each of them is where it was put."""
-        if not self._seats or len(parameters) != len(self._seats):
+        """All these gradients in few pieces, if each of them is where it was put."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not self._numels or len(gradients) != len(parameters) or not self._are_seen(gradients):
             return None
-        gradients = []
-        for parameter, (reference, place) in zip(parameters, self._seats, strict=True):
-            gradient = parameter.grad
-            if gradient is None or reference() is not gradient or gradient.data_ptr() != place:
-                return None
-            gradients.append(gradient)
-        if not runtime.current().heap.holds(self._seats[0][1]):
+        firsts = [alike[0].detach() for alike in _by_dtype(gradients)]
+        if not all(runtime.current().heap.holds(first.data_ptr()) for first in firsts):
             return None
-        return Whole(gradients[0].detach().as_strided((self._numel,), (1,), 0), gradients)
+        pieces = zip(firsts, self._numels, strict=True)
+        return Whole([first.as_strided((numel,), (1,), 0) for first, numel in pieces], gradients)
+
+    def _are_seen(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors that were seen last, in the same places."""
+        return len(gradients) == len(self._seen) and all(
+            reference() is gradient and gradient.data_ptr() == place
+            for gradient, (reference, place) in zip(gradients, self._seen, strict=True)
+        )
+
+
+def _by_dtype(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those of each dtype, in the order in which the dtypes appear: the same on all ranks.
+
+    >>> a, b, c = torch.zeros(1), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3)
+    >>> [[tensor.numel() for tensor in alike] for alike in _by_dtype([a, b, c])]
+    [[1, 3], [2]]
+    """
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault(gradient.dtype, []).append(gradient)
+    return list(found.values())
 
 
 def _exchange_memory(gradients: Sequence[Tensor]) -> int:

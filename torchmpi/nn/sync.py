@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import buffers, collectives, fusion
+from .. import buffers, collectives, fusion, many
 from ..errors import ArgumentError
 from ..groups import Communicator
 from .agreement import Presence, agree_on_gradients, check_same_layout
@@ -117,20 +117,21 @@ def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, 
     whole = shared.whole(parameters) if shared is not None else None
     presence = agree_on_gradients(replica, parameters, comm, scattered=whole is None)
     if whole is not None and not presence.is_scattered:
-        reduction.run(whole.flat, comm)
-        for gradient in whole.gradients:
-            buffers.touch(gradient)
+        for flat in whole.flats:
+            reduction.run(flat, comm)
+        buffers.touch_all(whole.gradients)
         return
     dense = [parameter for parameter, is_dense in zip(parameters, presence.is_dense, strict=True) if is_dense]
     for parameter in dense:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if is_within_host:
-        if shared is not None:
-            shared.move(dense)
-        _reduce_within_host(*_blocks_and_rest(replica, dense), reduction, comm)
+    if shared is not None and len(dense) == len(parameters):
+        shared.move(dense)
+    blocks, rest = _blocks_and_rest(replica, dense)
+    if is_within_host and many.takes_as_they_lie(rest, comm):
+        _reduce_within_host(blocks, rest, reduction, comm)
     else:
-        _reduce_over_wire(_buckets(*_blocks_and_rest(replica, dense), bucket_bytes), reduction, comm)
+        _reduce_over_wire(_buckets(blocks, rest, bucket_bytes), reduction, comm)
     reduce_sparse_gradients(parameters, presence, reduction, comm)
 
 
@@ -175,7 +176,8 @@ def _blocks_and_rest(replica: Replica, parameters: Sequence[Tensor]) -> tuple[li
             wanted -= members
             blocks.append(block)
     rest = [parameter.grad for parameter in parameters if id(parameter) in wanted and parameter.grad is not None]
-    return blocks, rest
+    # Detached: parameters may have one gradient in common, but each counts.
+    return blocks, [gradient.detach() for gradient in rest]
 
 
 def _buckets(blocks: Sequence[SeatedBucket], rest: Sequence[Tensor], bucket_bytes: int) -> Buckets:

@@ -5,6 +5,7 @@
 Files stay open under the same numbers in the rank; signals go on to it.
 """
 
+import contextlib
 import marshal
 import os
 import signal
@@ -24,7 +25,7 @@ def main() -> None:
 
     def forward(number: int, frame: object) -> None:
         if rank:
-            os.kill(rank[0], number)
+            send(rank[0], number)
         else:
             early.append(number)
 
@@ -37,13 +38,19 @@ def main() -> None:
     socket.send_fds(server, [message], files)
     rank.append(int(server.recv(100)))
     for number in early:
-        os.kill(rank[0], number)
+        send(rank[0], number)
     status = int(server.recv(100) or 256)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def send(process: int, number: int) -> None:
+    """It may have ended, of which the server is about to tell."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
 
 
 def is_open(number: int) -> bool:

@@ -8,6 +8,8 @@ cores of whoever is there, and then runs its program as Python would. Ends, with
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -25,6 +27,7 @@ import numpy.random
 import torch.distributed  # which is what all this is about
 
 _HIGH = 500  # numbers of files from here on are nobody's
+_PR_SET_PDEATHSIG = 1
 _MOST_BYTES, _MOST_FILES = 1 << 20, 200
 
 
@@ -36,61 +39,79 @@ class Server:
         self.listener.bind(address)
         self.listener.listen(100)
         self.connections: dict[int, socket.socket] = {}
-        self.ranks: dict[int, tuple[int, int]] = {}
-        """By the number of a file that tells of its end: process, connection."""
+        self.ranks: dict[int, int] = {}
+        """The connection of each process."""
+        self.ended, told = os.pipe()
+        """To be read from when a rank has ended."""
+        for file in (self.ended, told):
+            os.set_blocking(file, False)
+        signal.set_wakeup_fd(told)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def serve(self) -> tuple[Any, list[int]] | None:
         """Returns in each rank, with what it is to be; in the server, None when it is over."""
         while True:
             watched = select.poll()
-            for file in (0, self.listener.fileno(), *self.connections, *self.ranks):
+            for file in (0, self.ended, self.listener.fileno(), *self.connections):
                 watched.register(file, select.POLLIN)
             for file, _ in watched.poll():
                 if file == 0:
                     return self.end()
+                if file == self.ended:
+                    os.read(file, 1000)
+                    self.reap()
                 if file == self.listener.fileno():
                     connection, _ = self.listener.accept()
                     self.connections[connection.fileno()] = connection
-                elif file in self.ranks:
-                    self.reap(file)
                 elif file in self.connections and (wanted := self.hear(file)) is not None:
                     return wanted
 
     def hear(self, file: int) -> tuple[Any, list[int]] | None:
         """A new rank is wanted, or the one that stands for a rank has gone."""
-        connection = self.connections[file]
-        message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
+        connection, message = self.connections[file], b""
+        with contextlib.suppress(ConnectionError):
+            message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
         if not message:
-            for end, (process, its_connection) in self.ranks.items():
-                if its_connection == file:
-                    kill(process)
-                    self.ranks[end] = process, -1
+            for process in [process for process, its in self.ranks.items() if its == file]:
+                kill(process)
+                self.ranks[process] = -1
             self.connections.pop(file).close()
             return None
         process = os.fork()
         if process == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for each in (self.listener, *self.connections.values()):
                 each.detach()  # all numbers are about to mean something else
             return marshal.loads(message), files
         for each in files:
             os.close(each)
-        connection.send(str(process).encode())
-        self.ranks[os.pidfd_open(process)] = process, file
+        self.ranks[process] = file
+        tell(connection, process)
         return None
 
-    def reap(self, file: int) -> None:
-        """A rank has ended."""
-        process, connection = self.ranks.pop(file)
-        os.close(file)
-        _, status = os.waitpid(process, 0)
-        if connection in self.connections:
-            self.connections[connection].send(str(status).encode())
-            self.connections.pop(connection).close()
+    def reap(self) -> None:
+        """Ranks have ended."""
+        while self.ranks:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                return
+            connection = self.connections.pop(self.ranks.pop(process), None)
+            if connection is not None:
+                tell(connection, status)
+                connection.close()
 
     def end(self) -> None:
-        for process, _ in self.ranks.values():
+        for process in self.ranks:
             kill(process)
+
+
+def tell(connection: socket.socket, number: int) -> None:
+    """Whoever has gone meanwhile is noticed by that."""
+    with contextlib.suppress(ConnectionError):
+        connection.send(str(number).encode())
 
 
 def kill(process: int) -> None:
@@ -147,7 +168,8 @@ def run(arguments: list[str]) -> NoReturn:
         own = error.__traceback__
         error.with_traceback(own and own.tb_next)  # as if nobody had called it
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        sys.excepthook = lambda *details: None
+        raise  # Python ends as it does after this one
     sys.exit(0)
 
 
