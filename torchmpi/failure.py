@@ -25,7 +25,6 @@ from .groups import Group
 from .layout import DYING
 
 _HANDLER_GRACE_SECONDS = 1.0
-_FORWARDING_SECONDS = 0.1  # MPICH's launcher, told to end the job, has dropped a message that it had not read yet
 _ABORT_GRACE_SECONDS = 5.0
 # How far a rank is that fails.
 _WOULD_EXPLAIN, _EXPLAINS = 1, 2
@@ -207,7 +206,7 @@ class FailureHandling:
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
             threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
         if self.world.size > 1:
-            time.sleep(_FORWARDING_SECONDS)
+            time.sleep(mpi_library.FORWARDING_SECONDS)
             mpi_library.remove_own_segments()
             self.world.context.MPI.COMM_WORLD.Abort(status)
         os._exit(status)

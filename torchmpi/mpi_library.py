@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,6 +110,9 @@ def initialise() -> tuple[Any, bool]:
     return MPI, ours
 
 
+FORWARDING_SECONDS = 0.1
+"""What a rank lets pass before it has the launcher end the job: MPICH's has dropped messages that it had not yet read."""
+
 _is_watching_exceptions = _has_failed = False
 
 
@@ -135,6 +139,7 @@ def _finalise(MPI: Any, pid: int) -> None:
         return  # a forked child that ends has no MPI to finalize, and would wait for the others for ever
     if _has_failed and MPI.COMM_WORLD.size > 1:
         sys.stderr.flush()
+        time.sleep(FORWARDING_SECONDS)
         MPI.COMM_WORLD.Abort(1)
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
