@@ -111,7 +111,7 @@ def initialise() -> tuple[Any, bool]:
 
 
 FORWARDING_SECONDS = 0.1
-"""What a rank lets pass before it has the launcher end the job: MPICH's has dropped messages that it had not yet read."""
+"""What a rank lets pass before it has the launcher end the job: MPICH's has dropped messages not read by then."""
 
 _is_watching_exceptions = _has_failed = False
 
