@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +29,16 @@ def plan_buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[lis
         members.append(index)
         open_buckets[key] = members, filled + num_bytes
     return buckets
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of each dtype and device, in the order of the first of each: the same on all ranks.
+
+    >>> a, b, c = torch.zeros(1), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3)
+    >>> [[tensor.numel() for tensor in tensors] for tensors in alike([a, b, c])]
+    [[1, 3], [2]]
+    """
+    return [[tensors[index] for index in indices] for indices in plan_buckets(tensors, sys.maxsize)]
 
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -48,17 +47,17 @@ def _start(tensors: Iterable[_Tensor], op: str, comm: Comm, backend: str | None,
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(f"{where}: a tensor is in the list twice, and would be reduced once. Pass each one once.")
     communicator = runtime.communicator(comm)
-    lists = [[tensors[index] for index in members] for members in fusion.plan_buckets(tensors, sys.maxsize)]
+    lists = fusion.alike(tensors)
     way = _Way(op, communicator, backend, asynchronous)
     for alike in lists:
         way.plan(alike)  # refused here, if at all, before anything has been changed
     return _Delivering(tensors, [each for alike in lists for each in way.start(alike)])
 
 
-def takes_as_they_lie(tensors: Iterable[_Tensor], comm: Communicator) -> bool:
+def takes_as_they_lie(tensors: Sequence[_Tensor], comm: Communicator) -> bool:
     """Whether nothing need be packed to add these up; the same on all ranks."""
     way = _Way("sum", comm, None, False)
-    return all(way.plan([tensor]).many is not None for tensor in {tensor.dtype: tensor for tensor in tensors}.values())
+    return all(way.plan(alike).many is not None for alike in fusion.alike(tensors))
 
 
 class _Way(NamedTuple):
@@ -77,11 +76,11 @@ class _Way(NamedTuple):
         )
 
     def start(self, tensors: Sequence[_Tensor]) -> list[_Started]:
-        """Call, now or in the background."""
+        """Call, now or in the background; gives what is still under way."""
         call = partial(calls.call, "allreduce", op=self.op, comm=self.comm, backend=self.backend)
         if len(tensors) == 1:
-            result = call(tensors[0], None, asynchronous=self.asynchronous)
-            return [(result if self.asynchronous else Handle.completed(result), _nothing)]
+            handle = call(tensors[0], None, asynchronous=self.asynchronous)
+            return [(handle, _nothing)] if self.asynchronous else []
         plan, group = self.plan(tensors), self.comm.intra
         if plan.many is not None:
             pieces = Pieces(tensors)

@@ -10,7 +10,7 @@ import torch
 
 from . import buffers, fusion
 
-LINE_BYTES = 64
+_LINE_BYTES = 64
 _OFFSET, _ADDRESS, _LENGTH = range(3)
 
 
@@ -58,7 +58,7 @@ def _table(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, int]:
     """Where each begins in the stream, on a line; its address; its length. And the length of the stream."""
     table = np.array([(0, tensor.data_ptr(), tensor.nbytes) for tensor in tensors], np.int64).reshape(-1, 3)
     table = table[table[:, _LENGTH] > 0]
-    ends = np.cumsum(-(-table[:, _LENGTH] // LINE_BYTES) * LINE_BYTES)
+    ends = np.cumsum(-(-table[:, _LENGTH] // _LINE_BYTES) * _LINE_BYTES)
     table[1:, _OFFSET] = ends[:-1]
     return table, int(table[-1, _OFFSET] + table[-1, _LENGTH]) if len(table) else 0
 

@@ -112,23 +112,17 @@ def warm_python() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
-    """``launch(n, ["script.py", ...], timeout=150, env={}, cold=False) -> Result``.
+    """``launch(n, ["script.py", ...], timeout=150, env={}) -> Result``.
 
-    Ranks are forks of a process that has imported torch, unless they are to be `cold` or have variables in `env` that
-    torch looks at when it is imported. ``timeout -k`` stands before mpirun, since a hung one has been seen to ignore
-    SIGTERM.
+    Ranks are forks of a process that has imported torch, unless `env` has variables that torch looks at when it is
+    imported. ``timeout -k`` stands before mpirun, since a hung one has been seen to ignore SIGTERM.
     """
 
     def run(
-        n: int,
-        arguments: Sequence[str | Path],
-        *,
-        timeout: float = 150,
-        env: Mapping[str, str] | None = None,
-        cold: bool = False,
+        n: int, arguments: Sequence[str | Path], *, timeout: float = 150, env: Mapping[str, str] | None = None
     ) -> Result:
-        cold = cold or any(name.startswith(AT_START) for name in env or {})
-        python = [sys.executable] if cold else warm_python
+        is_cold = any(name.startswith(AT_START) for name in env or {})
+        python = [sys.executable] if is_cold else warm_python
         command = ["timeout", "-k", "5", str(timeout), *mpirun, "-n", str(n), *python, *map(str, arguments)]
         begin = time.monotonic()
         done = subprocess.run(

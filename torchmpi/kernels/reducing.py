@@ -17,7 +17,7 @@ _LINE_BYTES = 64
 _BLOCK_BYTES = 16 << 10  # combined, then copied on while it is in the first cache
 _MIXED, _ALL_SHARED = 1, 2
 _PIECE_BYTES = context.PIECE_WORDS * 8
-_FRAGMENT_BYTES = 4 << 10  # the way from one piece to the next takes as long as copying some hundred bytes
+_FRAGMENT_BYTES = 4 << 10  # of shorter pieces on average, the way from one to the next is part of the pace
 
 
 @inner

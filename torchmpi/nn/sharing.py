@@ -12,10 +12,9 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from .. import runtime
+from .. import fusion, runtime
 from .buckets import aligned_offsets, allocate_flat, dense_view
 from .replica import Attachment, attach, attached
 
@@ -44,7 +43,7 @@ class SharedGradients(Attachment):
         """Move the gradients of all these parameters, if they are those of the last call and still private."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not self._are_seen(gradients):
-            self._seen = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in gradients]
+            self._see(gradients)
             self._is_settled, self._numels = False, []
             return
         if self._is_settled:
@@ -53,19 +52,22 @@ class SharedGradients(Attachment):
         heap, is_worthwhile = runtime.current().heap, any(gradient.nbytes >= _LEAST_BYTES for gradient in gradients)
         if not is_worthwhile or any(not each.is_contiguous() or heap.holds(each.data_ptr()) for each in gradients):
             return
-        self._numels = [_exchange_memory(alike) for alike in _by_dtype(gradients)]
-        self._seen = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in gradients]
+        self._numels = [_exchange_memory(alike) for alike in fusion.alike(gradients)]
+        self._see(gradients)
 
     def whole(self, parameters: Sequence[Tensor]) -> Whole | None:
         """All these gradients in few pieces, if each of them is where it was put."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not self._numels or len(gradients) != len(parameters) or not self._are_seen(gradients):
             return None
-        firsts = [alike[0].detach() for alike in _by_dtype(gradients)]
+        firsts = [alike[0].detach() for alike in fusion.alike(gradients)]
         if not all(runtime.current().heap.holds(first.data_ptr()) for first in firsts):
             return None
         pieces = zip(firsts, self._numels, strict=True)
         return Whole([first.as_strided((numel,), (1,), 0) for first, numel in pieces], gradients)
+
+    def _see(self, gradients: Sequence[Tensor]) -> None:
+        self._seen = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in gradients]
 
     def _are_seen(self, gradients: Sequence[Tensor]) -> bool:
         """Whether these are the tensors that were seen last, in the same places."""
@@ -73,19 +75,6 @@ class SharedGradients(Attachment):
             reference() is gradient and gradient.data_ptr() == place
             for gradient, (reference, place) in zip(gradients, self._seen, strict=True)
         )
-
-
-def _by_dtype(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Those of each dtype, in the order in which the dtypes appear: the same on all ranks.
-
-    >>> a, b, c = torch.zeros(1), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3)
-    >>> [[tensor.numel() for tensor in alike] for alike in _by_dtype([a, b, c])]
-    [[1, 3], [2]]
-    """
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        found.setdefault(gradient.dtype, []).append(gradient)
-    return list(found.values())
 
 
 def _exchange_memory(gradients: Sequence[Tensor]) -> int:
