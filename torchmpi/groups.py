@@ -20,7 +20,7 @@ from . import gates, mpi_library, topology
 from .errors import CommunicatorError, MismatchError, TorchMPIError
 from .handle import Handle
 from .lane import Lane
-from .layout import slots_begin
+from .layout import num_slots, slots_begin
 from .progress import Board, Call, Ledger, mismatch_message
 from .segments import Segment
 
@@ -237,7 +237,8 @@ def _make_page(group: Group) -> Board | None:
     context, comm = group.context, group.comm
     if len(group.hosts) > 1 or not context.slot_bytes:
         return None
-    num_bytes = slots_begin(group.size) + group.size * 2 * slot_bytes(group.size, context.slot_bytes)
+    slots = group.size * num_slots(group.size) * slot_bytes(group.size, context.slot_bytes)
+    num_bytes = slots_begin(group.size) + slots
     segment = share(comm, "group", num_bytes)
     if segment is not None:
         return Board(segment, group.size)
@@ -260,7 +261,7 @@ def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
 
 
 def slot_bytes(size: int, most: int) -> int:
-    """Bytes of each of the two slots of a rank: `most`, or less where many ranks share a host.
+    """Bytes of each slot of a rank: `most`, or less where many ranks share a host.
 
     Whole pages, and at least a cache line for each rank.
 
@@ -268,7 +269,7 @@ def slot_bytes(size: int, most: int) -> int:
     (1048576, 131072, 4096, 32768)
     """
     least = -(-64 * size // 4096) * 4096
-    return max(least, min(most, _SLOTS_BYTES // (2 * size)) & -4096)
+    return max(least, min(most, _SLOTS_BYTES // (num_slots(size) * size)) & -4096)
 
 
 def _how_to_check(group: Group, check: str) -> str:

@@ -55,6 +55,18 @@ def slots_begin(size: int) -> int:
     return size * ROW_BYTES + _PAGE_BYTES // 2
 
 
+def num_slots(size: int) -> int:
+    """How many slots a rank has: two, by turns, or four if there is only one other rank.
+
+    A core writes faster to lines that have left the caches of the cores that have read them. From many ranks so much is
+    read that they have, when the slot's turn comes again; from one it takes more slots.
+
+    >>> num_slots(2), num_slots(3), num_slots(64)
+    (4, 2, 2)
+    """
+    return 4 if size == 2 else 2
+
+
 def entry(row: int, index: int) -> int:
     """The word at which an entry of the ring of a row begins.
 

@@ -175,15 +175,21 @@ def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
         group.page.set(rank, layout.FETCHES_SLOWLY, 0)
 
 
-def test_streams_that_go_past_the_caches_whatever_is_measured(agree, stopped):
+@pytest.mark.parametrize("slow", (0, 7))
+def test_long_streams_by_either_way(agree, stopped, slow):
     """With the usual slots: longer than all caches of a core, and not in whole lines."""
     start()
     rank, size = mpi.rank(), mpi.size()
     numel = (4 << 20) // 8 + 3
     inputs = [torch.arange(numel, dtype=torch.int64) * size + r for r in range(size)]
     root = size - 1
+    if mpi.communicator().intra.page is not None:
+        mpi.communicator().intra.page.set(rank, layout.FETCHES_SLOWLY, slow)
     agree.bits(mpi.broadcast(inputs[rank].clone(), root, backend="shm"), inputs[root], "broadcast")
     agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), "allgather")
+    room = torch.zeros(numel * size + 2, dtype=torch.int64)
+    mpi.allgather(inputs[rank], room[1:-1], backend="shm")
+    agree.bits(room, torch.cat([torch.zeros(1, dtype=torch.int64), *inputs, torch.zeros(1, dtype=torch.int64)]), "offset")
     uneven = mpi.allgather(inputs[rank][rank:], backend="shm")
     agree.bits(uneven, torch.cat([part[r:] for r, part in enumerate(inputs)]), "uneven allgather")
     gathered = mpi.gather(inputs[rank], root, backend="shm")

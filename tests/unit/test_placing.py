@@ -16,17 +16,17 @@ MANY = 64  # chunks of earlier calls: the slots have been used
 class Rank:
     """One of two: its words, and the rows of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int = 2) -> None:
         self.rows = np.zeros((2, layout.ROW_WORDS), np.int64)
         self.words = np.zeros(context.context_words(2), np.int64)
         self.words[context.SIZE], self.words[context.ROWS] = 2, self.rows.ctypes.data
-        self.words[context.CHUNKS] = MANY
+        self.words[context.CHUNKS], self.words[context.NUM_SLOTS] = MANY, num_slots
         self.address = self.words.ctypes.data
 
-    def call(self, *paces: int, sequence: int = 1, long_stream: bool = False) -> list[int]:
+    def call(self, *paces: int, sequence: int = 1, always_past: bool = False) -> list[int]:
         """A call whose chunks are put into the slot at these paces, and the way that each of them went."""
         self.words[context.SEQUENCE] = sequence
-        placing.choose_way(self.address, len(paces), long_stream)
+        placing.choose_way(self.address, len(paces), always_past)
         ways = []
         for index, pace in enumerate(paces):
             ways.append(int(self.words[context.IS_PAST]))
@@ -40,13 +40,14 @@ class Rank:
         return bool(self.rows[0, layout.FETCHES_SLOWLY])
 
 
-def test_slow_from_the_third_chunk_on_is_slow():
-    """The best of all chunks counted, and of slots that had left the caches the first two were quick. So a
+@pytest.mark.parametrize("num_slots", (2, 4))
+def test_slow_from_the_second_use_of_the_slots_on_is_slow(num_slots):
+    """The best of all chunks counted, and of slots that had left the caches the first ones were quick. So a
     broadcast of 64 MB took five times as long, unnoticed."""
-    rank = Rank()
-    ways = rank.call(FAST, FAST, *[SLOW] * 8)
+    rank = Rank(num_slots)
+    ways = rank.call(*[FAST] * num_slots, *[SLOW] * 8)
     assert rank.says_slow
-    assert ways == [0] * 6 + [1] * 4, "known after six chunks"
+    assert ways == [0] * 6 + [1] * (2 + num_slots), "known after six chunks"
     assert rank.call(*[FAST] * 4) == [1] * 4
     assert rank.says_slow, "what went past the caches says nothing about them"
 
@@ -92,18 +93,34 @@ def test_a_trial_takes_the_word_back():
 def test_how_often_it_is_tried_again(num_chunks, every):
     """So that trying costs about as large a share of all sizes."""
     rank = Rank()
-    rank.rows[1, layout.FETCHES_SLOWLY] = 1
+    rank.rows[1, layout.FETCHES_SLOWLY] = 7
+    assert trials_of(rank, num_chunks) == pytest.approx(128 * 64 / every, rel=0.2)
+
+
+def trials_of(rank: Rank, num_chunks: int) -> int:
     trials = 0
     for sequence in range(128 * 64):
         rank.words[context.SEQUENCE] = sequence
         placing.choose_way(rank.address, num_chunks, False)
-        trials += rank.words[context.IS_PAST] == 0
-    assert trials == pytest.approx(128 * 64 / every, rel=0.2)
+        trials += int(rank.words[context.IS_PAST] == 0)
+    return trials
 
 
-def test_long_streams_go_past_the_caches_whatever_the_ranks_say():
+def test_once_slow_is_tried_again_soon():
+    """New memory, handed out by the system in that call, made it slow, and the next 127 calls paid for that."""
+    rank, tried = Rank(), []
+    for times in range(1, 9):
+        sequence = next(number for number in range(1, 10_000) if rank.call(*[SLOW] * 4, sequence=number)[0] == 0)
+        assert rank.rows[0, layout.FETCHES_SLOWLY] == min(times, 7), sequence
+        tried.append(128 * 64 / trials_of(rank, 1))
+    assert tried == pytest.approx([2, 4, 8, 16, 32, 64, 128, 128], rel=0.2)
+    next(number for number in range(1, 10_000) if rank.call(*[FAST] * 4, sequence=number)[0] == 0)
+    assert not rank.says_slow, "one fast trial is enough"
+
+
+def test_what_always_goes_past_the_caches_does_whatever_the_ranks_say():
     rank = Rank()
-    assert rank.call(*[SLOW] * 8, long_stream=True) == [2] * 8
+    assert rank.call(*[SLOW] * 8, always_past=True) == [2] * 8
     assert not rank.says_slow, "it says nothing about the caches"
 
 

@@ -295,7 +295,8 @@ class Movement(Calls):
         self.meet(num_rows)
         rows, row_bytes = self.payloads(), row_numel * source.element_size()
         lengths = [count * row_bytes for count in rows]
-        self._send([source.data_ptr()] * self.size, [lengths[self.rank]] * self.size)
+        sent = 0 if self.rank == root else lengths[self.rank]
+        self._send([source.data_ptr()] * self.size, [sent] * self.size)
         if self.rank == root:
             destination = destination_for(source, sum(rows), destination)
             self._receive(destination, lengths)

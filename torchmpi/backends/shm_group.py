@@ -9,7 +9,7 @@ import numpy as np
 from .. import layout
 from ..heap import SharedHeap
 from ..kernels import context
-from ..layout import PAYLOAD, REFUSED, RING_LENGTH, entry
+from ..layout import PAYLOAD, REFUSED, RING_LENGTH, entry, num_slots
 
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or beside the computation of its own rank, whoever waits is in the way.
@@ -29,11 +29,13 @@ class SharedGroup:
         self.address = int(self.words.ctypes.data)
         self.mappings = np.zeros((size, context.MAPPINGS_PER_RANK, 2), np.int64)
         self._num_mapped = [0] * size
-        self.slot_bytes = (page.segment.ticket.num_bytes - layout.slots_begin(size)) // (2 * size)
+        slots = num_slots(size)
+        self.slot_bytes = (page.segment.ticket.num_bytes - layout.slots_begin(size)) // (slots * size)
         words = self.words
         words[context.RANK], words[context.SIZE] = group.rank, size
         words[context.ROWS] = page.segment.address
         words[context.SLOTS] = page.segment.address + layout.slots_begin(size)
+        words[context.NUM_SLOTS] = slots
         words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(WHOLE_BYTES, self.slot_bytes)
         words[context.OWN_SEGMENTS] = heap.table.ctypes.data
         words[context.MAPPINGS] = self.mappings.ctypes.data

@@ -8,7 +8,7 @@ SIZE = 1
 ROWS = 2
 """Address of the rows of all ranks (see torchmpi.layout)."""
 SLOTS = 3
-"""Address of the slots: two of SLOT_BYTES for each rank, one after the other."""
+"""Address of the slots: NUM_SLOTS of SLOT_BYTES for each rank, one after the other."""
 SLOT_BYTES = 4
 CHUNKS = 5
 """Chunks that have passed through the slots so far: the same on all ranks between calls."""
@@ -49,7 +49,9 @@ ONLY_PIECE = 23
 """ONLY_PIECE and the words after it: the piece, where there is one."""
 FRAGMENTED = 26
 """Whether the call is about pieces so short that its pace says nothing about memory."""
-POINTERS = 27
+NUM_SLOTS = 27
+"""Slots of each rank: a power of two, at least two."""
+POINTERS = 28
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -57,7 +59,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    35
+    36
     """
     return POINTERS + 2 * size
 

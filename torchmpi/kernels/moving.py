@@ -15,8 +15,10 @@ from .placing import (
     LONG_BYTES,
     choose_way,
     copy_into_slot,
+    copy_into_slot_and,
     copy_past,
     end_chunks,
+    moving_slot,
     note_chunk,
     note_put,
     note_time,
@@ -27,6 +29,7 @@ from .reducing import combine, point_at
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 _LINE_BYTES = 64
+_SHORT_BROADCAST_BYTES = 128 << 10  # such a one goes past the caches in any case: that was never slower
 
 # A table of what is sent and received: for each rank two pairs of address and length.
 _PAIRS = 4 * 8
@@ -55,6 +58,14 @@ def deliver(target, source, num_bytes, total_bytes):  # type: ignore[no-untyped-
 
 
 @inner
+def keeps_on_the_way(ctx, table):  # type: ignore[no-untyped-def]
+    """Whether a stream is so long that this rank copies what it keeps of it together with what it puts into its slot."""
+    pair = table + own(ctx, context.RANK) * _PAIRS
+    is_sent = own(ctx, context.SIZE) > 1 and load(pair + 8) == load(pair + 24)
+    return is_sent and load(pair + 24) >= LONG_BYTES
+
+
+@inner
 def keep_own(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
     """What this rank sends to itself, piece by piece while it is in the cache on its way into the slot."""
     pair = table + own(ctx, context.RANK) * _PAIRS
@@ -66,8 +77,11 @@ def keep_own(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def put(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
-    """Put the next piece of what this rank sends into its slot: one for all if `piece_bytes` is the slot's size."""
+def put(ctx, chunk, table, piece_bytes, keeps):  # type: ignore[no-untyped-def]
+    """Put the next piece of what this rank sends into its slot: one for all if `piece_bytes` is the slot's size.
+
+    If it `keeps` that piece too, it goes there at the same time.
+    """
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
     done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
     is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
@@ -76,8 +90,12 @@ def put(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
         pair = table + other * _PAIRS
         length = min(piece_bytes, load(pair + 8) - done)
         if length > 0 and other != rank:
-            target = slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes)
-            copy_into_slot(ctx, target, load(pair) + done, length)
+            target = moving_slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes)
+            if keeps:
+                kept = load(table + rank * _PAIRS + 16) + done
+                copy_into_slot_and(ctx, target, kept, load(pair) + done, length)
+            else:
+                copy_into_slot(ctx, target, load(pair) + done, length)
             num_put += length
             if is_stream:
                 break
@@ -101,7 +119,7 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
             status = wait(ctx, row(ctx, other) + _READY, chunk + 1)
             if status != 0:
                 return status
-            source = slot(ctx, other, chunk) + (0 if is_stream else rank * piece_bytes)
+            source = moving_slot(ctx, other, chunk) + (0 if is_stream else rank * piece_bytes)
             begin = now()
             deliver(load(pair) + done, source, length, load(pair + 8))
             note_time(ctx, begin)
@@ -123,12 +141,12 @@ def exchange(plan, table, piece_bytes, num_rounds, has_sent):  # type: ignore[no
         if status != 0:
             return status
     is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
-    choose_way(ctx, num_rounds, is_stream and num_rounds * piece_bytes >= LONG_BYTES)
+    choose_way(ctx, num_rounds, False)
     if not is_stream:
         kept = table + own(ctx, context.RANK) * _PAIRS
         copy(load(kept + 16), load(kept), load(kept + 24))
     if num_rounds > 0:
-        put(ctx, own(ctx, context.CHUNKS), table, piece_bytes)
+        put(ctx, own(ctx, context.CHUNKS), table, piece_bytes, False)
     return go_on(ctx, table, piece_bytes, num_rounds)
 
 
@@ -137,6 +155,7 @@ def go_on(ctx, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
     """Move what is in the table, of which the first pieces are in the slots already."""
     base = own(ctx, context.CHUNKS)
     is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    on_the_way = is_stream and keeps_on_the_way(ctx, table)
     if is_stream and num_rounds > 0:
         keep_own(ctx, base, table, piece_bytes)
     for index in range(num_rounds):
@@ -146,8 +165,8 @@ def go_on(ctx, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
             status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
             if status != 0:
                 return status
-            put(ctx, chunk + 1, table, piece_bytes)
-            if is_stream:
+            put(ctx, chunk + 1, table, piece_bytes, on_the_way)
+            if is_stream and not on_the_way:
                 keep_own(ctx, chunk + 1, table, piece_bytes)
         status = fetch(ctx, chunk, table, piece_bytes)
         if status != 0:
@@ -220,8 +239,8 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
             store(table + other * _PAIRS + 16, address)
             store(table + other * _PAIRS + 24, num_bytes if other == root and rank != root else 0)
         piece = own(ctx, context.SLOT_BYTES)
-        choose_way(ctx, rounds(num_bytes, piece), True)
-        put(ctx, own(ctx, context.CHUNKS), table, piece)
+        choose_way(ctx, rounds(num_bytes, piece), num_bytes <= _SHORT_BROADCAST_BYTES)
+        put(ctx, own(ctx, context.CHUNKS), table, piece, False)
         status = go_on(ctx, table, piece, rounds(num_bytes, piece))
     leave(ctx, seq)
     return status
@@ -244,8 +263,8 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     elif is_whole:
         put_whole(ctx, source, num_bytes)
     else:
-        choose_way(ctx, rounds(num_bytes, piece), num_bytes >= LONG_BYTES)
-        put(ctx, own(ctx, context.CHUNKS), table, piece)
+        choose_way(ctx, rounds(num_bytes, piece), False)
+        put(ctx, own(ctx, context.CHUNKS), table, piece, False)
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
@@ -302,7 +321,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
         theirs = rows_before(num_rows, size, other) * row_bytes
         store(table + other * _PAIRS, source + theirs)
         store(table + other * _PAIRS + 8, rows_before(num_rows, size, other + 1) * row_bytes - theirs)
-    put(ctx, base, table, piece)
+    put(ctx, base, table, piece, False)
     status = arrive(ctx, seq, signature)
     for index in range(num_rounds):
         if status != 0:
@@ -312,13 +331,13 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
             status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
             if status != 0:
                 return status
-            put(ctx, chunk + 1, table, piece)
+            put(ctx, chunk + 1, table, piece, False)
         if index > 0:
             status = wait_all(ctx, _READY, chunk + 1)
             if status != 0:
                 return status
         for other in range(size):
-            point_at(ctx, other, slot(ctx, other, chunk) + rank * piece)
+            point_at(ctx, other, moving_slot(ctx, other, chunk) + rank * piece)
         point_at(ctx, rank, source + first + index * piece)
         mine, since = max(0, min(piece, length - index * piece)), now()
         combine(plan, target + index * piece, mine, 0)

@@ -1,4 +1,4 @@
-"""How data goes into the slots: through the caches, or past them: long streams, and where the ranks' cores share none.
+"""How data goes into the slots: through the caches, or past them where the ranks' cores share none.
 
 Cores that share a cache hand each other lines at 10 GB/s and more. Between cores that do not (another socket, another
 part of the chip, or a virtual machine whose host has placed them so) fetching a line that the other core has just
@@ -15,16 +15,17 @@ from .memory import copy, copy_lines, copy_lines_past, fence, load, now, store, 
 
 _LINE_BYTES = 64
 _FETCHES_SLOWLY = layout.FETCHES_SLOWLY * 8
+_BLOCK_BYTES = 1 << 10  # copied to two places while it is in the first cache
 _LEAST_BYTES = 16 << 10  # less says nothing about the pace
 _SLOW_NANOSECONDS = 180  # for a KB, in the best chunk. Seen: 80 to 120 with a common cache, 200 to 500 without it
 _SLOW_PUT_NANOSECONDS = 250  # the same for copying into a slot. Seen: 60 to 130, and 400 to 550
 _WARM_CHUNKS = 16  # before that, the system still hands out the memory of the slots: the best of a few is needed
-_PROBE_EVERY = 128  # calls
+_PROBE_EVERY = 128  # calls, in the end
+_MOST_TRIALS = 7  # that are counted: two to this power is enough
 _LONG_CHUNKS = 32  # so many chunks that a few may be tried more often,
 _PROBE_EVERY_CHUNKS = 256  # in every eighth call of 32 chunks, in every one of 256
 _SCRAMBLER = 0x9E3779B1
 _TRIAL_CHUNKS = 6  # of a call that begins through the caches: then it is known whether that is slow
-_FIRST_CHUNKS = 2  # the first use of either slot says little in a call of so many chunks more: see note_best
 _PAST_ALWAYS = 2
 LONG_BYTES = 4 << 20  # more than a core's share of the caches
 _FEW_CHUNKS = 8  # all that such a call touches stays in the caches
@@ -32,8 +33,16 @@ _FEW_CHUNKS = 8  # all that such a call touches stays in the caches
 
 @inner
 def slot(ctx, rank, chunk):  # type: ignore[no-untyped-def]
-    """Address of the slot of a rank for a chunk."""
-    return own(ctx, context.SLOTS) + (2 * rank + (chunk & 1)) * own(ctx, context.SLOT_BYTES)
+    """Address of the slot of a rank for a chunk of a reduction: two of them by turns, which stay in the caches."""
+    return own(ctx, context.SLOTS) + (own(ctx, context.NUM_SLOTS) * rank + (chunk & 1)) * own(ctx, context.SLOT_BYTES)
+
+
+@inner
+def moving_slot(ctx, rank, chunk):  # type: ignore[no-untyped-def]
+    """The same for a chunk that is moved on: all slots by turns, see :func:`torchmpi.layout.num_slots`."""
+    num_slots = own(ctx, context.NUM_SLOTS)
+    index = num_slots * rank + (chunk & (num_slots - 1))
+    return own(ctx, context.SLOTS) + index * own(ctx, context.SLOT_BYTES)
 
 
 @inner
@@ -64,25 +73,23 @@ def copy_near(target, source, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def is_slow_somewhere(ctx):  # type: ignore[no-untyped-def]
-    """Whether any rank has been slow with what went through the caches."""
-    is_slow = 0
+def slow_trials(ctx):  # type: ignore[no-untyped-def]
+    """How many trials in a row any rank has been slow with what went through the caches."""
+    most = 0
     for rank in range(own(ctx, context.SIZE)):
-        is_slow |= load(row(ctx, rank) + _FETCHES_SLOWLY)
-    return is_slow
+        most = max(most, load(row(ctx, rank) + _FETCHES_SLOWLY))
+    return most
 
 
 @inner
 def choose_way(ctx, num_chunks, always_past):  # type: ignore[no-untyped-def]
-    """At the beginning of a call with chunks: past the caches if any rank was slow, unless it is time to try again.
-
-    A long stream that is only moved on, never combined, goes past them in any case: that is as fast where the cores
-    share a cache, and several times as fast where they do not. The same holds for a broadcast of any length.
-    """
+    """At the beginning of a call with chunks: past the caches if any rank was slow, unless it is time to try again."""
     # Scrambled: in programs whose calls repeat every 16 or 128, it would always fall on the same ones.
     turn = own(ctx, context.SEQUENCE) * _SCRAMBLER >> 16
     every = _PROBE_EVERY if num_chunks < _LONG_CHUNKS else -(-_PROBE_EVERY_CHUNKS // num_chunks)
-    way = 0 if turn % every == 0 else is_slow_somewhere(ctx)
+    # Soon again after the first time: it may have been slow for another reason, such as memory that was new.
+    trials = slow_trials(ctx)
+    way = trials > 0 and turn % min(every, 1 << trials) != 0
     store(ctx + context.IS_PAST * 8, _PAST_ALWAYS if always_past else way)
     store(ctx + context.CALL_CHUNKS * 8, num_chunks)
     store(ctx + context.FRAGMENTED * 8, 0)
@@ -100,6 +107,18 @@ def copy_into_slot(ctx, target, source, num_bytes):  # type: ignore[no-untyped-d
         copy_near(target, source, num_bytes)
     else:
         copy(target, source, num_bytes)
+    return 0
+
+
+@inner
+def copy_into_slot_and(ctx, target, also, source, num_bytes):  # type: ignore[no-untyped-def]
+    """The same, and past the caches to another place; what is copied is read from memory once."""
+    done = 0
+    while done < num_bytes:
+        block = min(_BLOCK_BYTES + (-(also + done) & (_LINE_BYTES - 1)), num_bytes - done)
+        copy_into_slot(ctx, target + done, source + done, block)
+        copy_past(also + done, source + done, block)
+        done += block
     return 0
 
 
@@ -123,12 +142,13 @@ def note_time(ctx, since):  # type: ignore[no-untyped-def]
 def note_best(ctx, word, index, nanoseconds, num_bytes):  # type: ignore[no-untyped-def]
     """Keep the pace of a chunk if it is the best one of the call so far: others may have been interrupted.
 
-    The first use of each slot does not count where at least two chunks follow. If the program has worked on something
+    The first use of each slot does not count where as many chunks follow. If the program has worked on something
     else since the last call, the slots have left the caches, and are quick to write to however far apart the cores are.
     """
     if own(ctx, context.FRAGMENTED) != 0:
         return 0
-    if num_bytes < _LEAST_BYTES or (index < _FIRST_CHUNKS and own(ctx, context.CALL_CHUNKS) >= 2 * _FIRST_CHUNKS):
+    num_first = own(ctx, context.NUM_SLOTS)
+    if num_bytes < _LEAST_BYTES or (index < num_first and own(ctx, context.CALL_CHUNKS) >= 2 * num_first):
         return 0
     pace, best = nanoseconds * 1024 // num_bytes + 1, own(ctx, word)
     if best == 0 or pace < best:
@@ -154,7 +174,8 @@ def judge(ctx):  # type: ignore[no-untyped-def]
     is_warm = own(ctx, context.CHUNKS) >= _WARM_CHUNKS or own(ctx, context.TRIED) >= _TRIAL_CHUNKS
     if pace + put_pace != 0 and is_warm and own(ctx, context.IS_PAST) == 0:
         is_slow = pace > _SLOW_NANOSECONDS or put_pace > _SLOW_PUT_NANOSECONDS
-        store(row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY, 1 if is_slow else 0)
+        word = row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY
+        store(word, min(load(word) + 1, _MOST_TRIALS) if is_slow else 0)
     return 0
 
 
@@ -168,7 +189,7 @@ def note_chunk(ctx, num_bytes):  # type: ignore[no-untyped-def]
     if tried == _TRIAL_CHUNKS:
         judge(ctx)
     if tried >= _TRIAL_CHUNKS and own(ctx, context.IS_PAST) != _PAST_ALWAYS:
-        store(ctx + context.IS_PAST * 8, is_slow_somewhere(ctx))
+        store(ctx + context.IS_PAST * 8, slow_trials(ctx) > 0)
     return 0
 
 
