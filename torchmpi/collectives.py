@@ -178,8 +178,10 @@ def alltoall(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, 
 
     mpi.alltoall(torch.full((mpi.size(),), mpi.rank()))     # tensor([0, 1, ...]) everywhere
     """
-    result: _Tensor = call("alltoall", tensor, out, comm=comm, backend=backend)
-    return result
+    result: _Tensor | None = gates.alltoall(tensor, out, 0, comm, backend)
+    if result is not None:
+        return result
+    return call("alltoall", tensor, out, comm=comm, backend=backend)  # type: ignore[no-any-return]
 
 
 def alltoall_async(

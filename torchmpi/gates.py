@@ -21,7 +21,8 @@ from . import buffers, dlpack, kernels, layout
 from .kernels import context
 
 _EXAMPLE = torch.empty(0, device="cpu")
-VERBS = ("allreduce", "broadcast", "allgather", "reduce_scatter")
+VERBS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")
+_OF_ANY_LENGTH = ("allgather", "alltoall")  # which may differ between ranks in the first dimension
 
 
 def _always_shut(*arguments: object) -> None:
@@ -32,6 +33,7 @@ allreduce: Callable[..., Any] = _always_shut
 broadcast: Callable[..., Any] = _always_shut
 allgather: Callable[..., Any] = _always_shut
 reduce_scatter: Callable[..., Any] = _always_shut
+alltoall: Callable[..., Any] = _always_shut
 
 
 Name = tuple[Hashable, torch.dtype, Any]
@@ -96,7 +98,7 @@ class _Gate:
         words[context.LEDGER] = door.ledger.notes.buffer_info()[0]
         words[context.TURN] = door.turn.address
         words[context.CODE], words[context.SIGNED_CODE] = door.code, door.signed_code
-        words[context.FIRST_DIM] = 1 if self.verb == "allgather" else 0
+        words[context.FIRST_DIM] = 1 if self.verb in _OF_ANY_LENGTH else 0
         self.doors[name] = door, words
         self.words[context.FIRST] = words.buffer_info()[0]
 

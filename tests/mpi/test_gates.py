@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ import torch
 import torchmpi as mpi
 from torchmpi import errors, gates
 from torchmpi.layout import ENTERED
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -56,20 +61,26 @@ def test_allreduce_and_broadcast_equal_those_through_python(agree, shape, dtype)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape and 0 not in shape], ids=str)
-def test_allgather_and_reduce_scatter_equal_those_through_python(agree, shape):
+def test_verbs_with_a_target_equal_those_through_python(agree, shape):
     rank, size = mpi.rank(), mpi.size()
     source = values(shape, torch.float32, rank)
     rows = values((size * shape[0] + 1, *shape[1:]), torch.float32, rank)
     everything = torch.zeros(size * shape[0], *shape[1:])
     part = torch.zeros(shape[0] + (rank == 0), *shape[1:])
+    parts = torch.zeros(size * part.shape[0], *shape[1:])
     for _ in range(2):
         mpi.allgather(source, everything)
         mpi.reduce_scatter(rows, part)
-    went = entered("allgather", source, everything.zero_(), 0)
-    went_too = entered("reduce_scatter", rows, part.zero_(), "sum")
-    agree(went and went_too, "a gate was shut")
+        mpi.alltoall(rows, parts)
+    went = [
+        entered("allgather", source, everything.zero_(), 0),
+        entered("reduce_scatter", rows, part.zero_(), "sum"),
+        entered("alltoall", rows, parts.zero_(), 0),
+    ]
+    agree.equal(went, [True] * 3, "gates that were open")
     agree.equal(everything, mpi.allgather(source, backend="shm"), "allgather")
     agree.equal(part, mpi.reduce_scatter(rows, backend="shm"), "reduce_scatter")
+    agree.equal(parts, mpi.alltoall(rows, backend="shm"), "alltoall")
 
 
 def test_what_is_not_plain_goes_through_python(agree):
@@ -82,6 +93,7 @@ def test_what_is_not_plain_goes_through_python(agree):
         mpi.allreduce(ones)
         mpi.allgather(ones, everything)
         mpi.broadcast(ones, 0)
+        mpi.alltoall(torch.ones(size), torch.empty(size))
     complex_number = torch.tensor([1j])
     negative = complex_number.conj().imag  # contiguous, since it has one element
     strided = torch.ones(4, 2).t()
@@ -105,6 +117,8 @@ def test_what_is_not_plain_goes_through_python(agree):
         "out of another dtype": ("allgather", ones, torch.empty(4 * size, dtype=torch.float64), 0),
         "out over the source": ("allgather", everything[:4], everything, 0),
         "strided out": ("allgather", ones, torch.empty(4 * size, 2)[:, 0], 0),
+        "nothing in a row": ("alltoall", torch.empty(size, 0), torch.empty(size, 0), 0),
+        "out with a row too many": ("alltoall", torch.ones(size), torch.empty(size + 1), 0),
     }
     went = [name for name, arguments in cases.items() if entered(*arguments)]
     result = mpi.allreduce(negative, torch.empty(1))
@@ -177,8 +191,15 @@ def test_rows_that_differ_in_number(agree):
     if size > 1:
         with pytest.raises(errors.ArgumentError, match="out has shape"):
             mpi.allgather(rows, torch.empty(rows.numel() * size))
+    sent = [torch.arange(float(2 * size + (other == 0))) + 100 * other for other in range(size)]
+    received = torch.cat([contract.rows(theirs, rank, size) for theirs in sent])
+    room = torch.empty_like(received)
+    for _ in range(2):
+        mpi.alltoall(torch.ones(2 * size), torch.empty(2 * size))
+    mpi.alltoall(sent[rank], room)
     after = mpi.allreduce(torch.ones(1))
     agree.equal(fits, expected, "allgather")
+    agree.equal(room, received, "alltoall")
     agree.equal(after, torch.full((1,), float(size)), "the call after it")
 
 

@@ -189,7 +189,10 @@ def test_long_streams_by_either_way(agree, stopped, slow):
     agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), "allgather")
     room = torch.zeros(numel * size + 2, dtype=torch.int64)
     mpi.allgather(inputs[rank], room[1:-1], backend="shm")
-    agree.bits(room, torch.cat([torch.zeros(1, dtype=torch.int64), *inputs, torch.zeros(1, dtype=torch.int64)]), "offset")
+    nothing = torch.zeros(1, dtype=torch.int64)
+    agree.bits(room, torch.cat([nothing, *inputs, nothing]), "allgather to an odd place")
+    parts = [contract.rows(source, rank, size) for source in inputs]
+    agree.bits(mpi.alltoall(inputs[rank], backend="shm"), torch.cat(parts), "alltoall")
     uneven = mpi.allgather(inputs[rank][rank:], backend="shm")
     agree.bits(uneven, torch.cat([part[r:] for r, part in enumerate(inputs)]), "uneven allgather")
     gathered = mpi.gather(inputs[rank], root, backend="shm")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchmpi import layout
-from torchmpi.kernels import context, moving, placing
+from torchmpi.kernels import context, placing, rounds
 
 CHUNK_BYTES = 512 << 10
 FAST, SLOW = 100, 600  # nanoseconds for a KB
@@ -135,6 +135,6 @@ def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call
     plan = np.zeros(context.PLAN_WORDS, np.int64)
     plan[context.CONTEXT] = rank.address
     arguments = plan.ctypes.data, table.ctypes.data, CHUNK_BYTES // 2, 8, 1
-    assert moving.exchange(*arguments) == context.LATE and not slots.any()
+    assert rounds.exchange(*arguments) == context.LATE and not slots.any()
     rank.rows[1, layout.REDUCED] = MANY
-    assert moving.exchange(*arguments) == context.LATE and slots.any(), "everybody had fetched"
+    assert rounds.exchange(*arguments) == context.LATE and slots.any(), "everybody had fetched"

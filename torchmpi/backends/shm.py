@@ -335,8 +335,15 @@ class Movement(Calls):
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Part j of everybody's rows goes to rank j."""
         num_rows, row_numel = rows_of(source)
-        self.meet(num_rows)
-        rows, row_bytes = self.payloads(), row_numel * source.element_size()
+        row_bytes = row_numel * source.element_size()
+        if row_numel == 0:  # nothing to move, but the rows count
+            self.meet(num_rows)
+        else:  # most often all have as many rows: then there is nothing to ask before the result can be made
+            num_received = schedule.part_of(num_rows, self.size, self.rank)[1] * self.size
+            target = destination_for(source, num_received, destination)
+            if not self.run("alltoall", self.plan(), source.data_ptr(), num_rows, row_bytes, target.data_ptr()):
+                return target
+        rows = self.payloads()
         received = [schedule.part_of(count, self.size, self.rank)[1] for count in rows]
         destination = destination_for(source, sum(received), destination)
         spans = schedule.rows(num_rows, self.size)

@@ -26,10 +26,10 @@ class _Set(NamedTuple):
 
 _SETS = {
     "collectives": _Set(
-        ("moving", "reducing", "entering"),
-        ("allreduce", "allreduce_many", "meet", "exchange", "broadcast", "allgather", "reduce_scatter"),
+        ("rounds", "moving", "reducing", "entering"),
+        ("allreduce", "allreduce_many", "meet", "exchange", "broadcast", "allgather", "reduce_scatter", "alltoall"),
         "shared-memory kernels",
-        ("allreduce", "broadcast", "allgather", "reduce_scatter"),
+        ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"),
     ),
     "sharding": _Set(("sharding",), ("pass_over", "take_chunk", "end_chunk", "take_over"), "parameter-server kernels"),
 }
@@ -44,7 +44,7 @@ def load(
     """A set of kernels by name. The first process on a machine compiles them, and tells by `announce` that it does.
 
     >>> sorted(load())
-    ['allgather', 'allreduce', 'allreduce_many', 'broadcast', 'exchange', 'meet', 'reduce_scatter']
+    ['allgather', 'allreduce', 'allreduce_many', 'alltoall', 'broadcast', 'exchange', 'meet', 'reduce_scatter']
     """
     if which not in _kernels:
         from . import native

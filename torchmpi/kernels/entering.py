@@ -173,19 +173,39 @@ def enter_allgather(door, source, target, call):  # type: ignore[no-untyped-def]
     return begin_call(door, source, call)
 
 
-@kernel
-def enter_reduce_scatter(door, source, target, call):  # type: ignore[no-untyped-def]
-    """Rows of which each rank gets its part."""
+@inner
+def own_rows(plan, num_rows):  # type: ignore[no-untyped-def]
+    """How many of so many rows are this rank's."""
+    ctx = own(plan, context.CONTEXT)
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)
+
+
+@inner
+def enter_with_rows(door, source, target, times, call):  # type: ignore[no-untyped-def]
+    """A kernel that wants rows of the source, and a target for so many times this rank's part of them."""
     plan, numel = own(door, context.PLAN), plain_numel(door, source)
     if numel < 0 or num_dims(source) == 0:
         return context.OTHERWISE
-    ctx, num_rows = own(plan, context.CONTEXT), dim(source, 0)
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    own_rows = rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)
-    if not is_made_for(door, source, target, own_rows):
+    num_rows = dim(source, 0)
+    if not is_made_for(door, source, target, own_rows(plan, num_rows) * times):
         return context.OTHERWISE
     store(call + 16, data(source))
     store(call + 24, num_rows)
     store(call + 32, row_numel(source) * own(plan, context.ITEM_BYTES))
     store(call + 40, data(target))
     return begin_call(door, source, call)
+
+
+@kernel
+def enter_reduce_scatter(door, source, target, call):  # type: ignore[no-untyped-def]
+    """Rows of which each rank gets its part."""
+    return enter_with_rows(door, source, target, 1, call)
+
+
+@kernel
+def enter_alltoall(door, source, target, call):  # type: ignore[no-untyped-def]
+    """Rows that all hope to be as many on every rank: each gets its part of everybody's."""
+    if row_numel(source) == 0:
+        return context.OTHERWISE
+    return enter_with_rows(door, source, target, own(own(own(door, context.PLAN), context.CONTEXT), context.SIZE), call)

@@ -1,0 +1,160 @@
+"""The loop of the verbs that move and do not combine: pieces through shared memory, round after round.
+
+In each round a rank puts a piece of what it sends into its slot, and fetches from the slots of the others. What it
+sends is one stream for everybody (broadcast, gathers) or one for each rank (scatter, alltoall, reduce_scatter).
+"""
+
+from __future__ import annotations
+
+from .. import layout
+from . import context
+from .meeting import inner, kernel, own, row, wait, wait_all
+from .memory import copy, fence, load, now, store, store_release
+from .placing import (
+    LONG_BYTES,
+    choose_way,
+    copy_into_slot,
+    copy_into_slot_and,
+    copy_past,
+    end_chunks,
+    moving_slot,
+    note_chunk,
+    note_put,
+    note_time,
+    publish,
+)
+
+_READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
+
+# A table of what is sent and received: for each rank two pairs of address and length.
+PAIRS = 4 * 8
+
+
+@inner
+def deliver(target, source, num_bytes, total_bytes):  # type: ignore[no-untyped-def]
+    """Copy a piece of something long or short."""
+    if total_bytes >= LONG_BYTES:
+        copy_past(target, source, num_bytes)
+    else:
+        copy(target, source, num_bytes)
+    return 0
+
+
+@inner
+def keeps_on_the_way(ctx, table):  # type: ignore[no-untyped-def]
+    """Whether a stream is so long that what this rank keeps of it is copied together with what it puts in its slot."""
+    pair = table + own(ctx, context.RANK) * PAIRS
+    is_sent = own(ctx, context.SIZE) > 1 and load(pair + 8) == load(pair + 24)
+    return is_sent and load(pair + 24) >= LONG_BYTES
+
+
+@inner
+def keep_own(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
+    """What this rank sends to itself, piece by piece while it is in the cache on its way into the slot."""
+    pair = table + own(ctx, context.RANK) * PAIRS
+    done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
+    length = min(piece_bytes, load(pair + 24) - done)
+    if length > 0:
+        deliver(load(pair + 16) + done, load(pair) + done, length, load(pair + 24))
+    return 0
+
+
+@inner
+def put(ctx, chunk, table, piece_bytes, keeps):  # type: ignore[no-untyped-def]
+    """Put the next piece of what this rank sends into its slot: one for all if `piece_bytes` is the slot's size.
+
+    If it `keeps` that piece too, it goes there at the same time.
+    """
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
+    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    num_put, since = 0, now()
+    for other in range(size):
+        pair = table + other * PAIRS
+        length = min(piece_bytes, load(pair + 8) - done)
+        if length > 0 and other != rank:
+            target = moving_slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes)
+            if keeps:
+                kept = load(table + rank * PAIRS + 16) + done
+                copy_into_slot_and(ctx, target, kept, load(pair) + done, length)
+            else:
+                copy_into_slot(ctx, target, load(pair) + done, length)
+            num_put += length
+            if is_stream:
+                break
+    note_put(ctx, chunk, since, num_put)
+    publish(ctx, _READY, chunk + 1)
+    return 0
+
+
+@inner
+def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
+    """Fetch what the others have put there for this rank."""
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
+    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    fetched = 0
+    for shift in range(1, size):
+        other = rank + shift - size if rank + shift >= size else rank + shift
+        pair = table + other * PAIRS + 16
+        length = min(piece_bytes, load(pair + 8) - done)
+        if length > 0:
+            status = wait(ctx, row(ctx, other) + _READY, chunk + 1)
+            if status != 0:
+                return status
+            source = moving_slot(ctx, other, chunk) + (0 if is_stream else rank * piece_bytes)
+            begin = now()
+            deliver(load(pair) + done, source, length, load(pair + 8))
+            note_time(ctx, begin)
+            fetched += length
+    note_chunk(ctx, fetched)
+    store_release(row(ctx, rank) + _REDUCED, chunk + 1)
+    return 0
+
+
+@kernel
+def exchange(plan, table, piece_bytes, num_rounds, has_sent):  # type: ignore[no-untyped-def]
+    """Move everything in the table; all ranks make the same number of rounds.
+
+    `has_sent`: something has gone through the slots in this call already, which others may still be fetching.
+    """
+    ctx = own(plan, context.CONTEXT)
+    if has_sent:
+        status = wait_all(ctx, _REDUCED, own(ctx, context.CHUNKS))
+        if status != 0:
+            return status
+    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    choose_way(ctx, num_rounds, False)
+    if not is_stream:
+        kept = table + own(ctx, context.RANK) * PAIRS
+        deliver(load(kept + 16), load(kept), load(kept + 24), load(kept + 24))
+    if num_rounds > 0:
+        put(ctx, own(ctx, context.CHUNKS), table, piece_bytes, False)
+    return go_on(ctx, table, piece_bytes, num_rounds)
+
+
+@inner
+def go_on(ctx, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
+    """Move what is in the table, of which the first pieces are in the slots already."""
+    base = own(ctx, context.CHUNKS)
+    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    on_the_way = is_stream and keeps_on_the_way(ctx, table)
+    if is_stream and num_rounds > 0:
+        keep_own(ctx, base, table, piece_bytes)
+    for index in range(num_rounds):
+        chunk = base + index
+        if index + 1 < num_rounds:
+            # The slot of the round before last is free once everybody has fetched from it; that of an earlier call is.
+            status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
+            if status != 0:
+                return status
+            put(ctx, chunk + 1, table, piece_bytes, on_the_way)
+            if is_stream and not on_the_way:
+                keep_own(ctx, chunk + 1, table, piece_bytes)
+        status = fetch(ctx, chunk, table, piece_bytes)
+        if status != 0:
+            return status
+    fence()  # what went past the caches is in no order with anything else
+    end_chunks(ctx)
+    store(ctx + context.CHUNKS * 8, base + num_rounds)
+    return wait_all(ctx, _REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
