@@ -220,7 +220,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
 
 @kernel
 def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
-    """Everybody's rows to those they are for, if all have as many; UNEVEN otherwise, and the numbers in the payloads."""
+    """Rows to those whom they are for, if all ranks have as many; UNEVEN otherwise, with the number in the payload."""
     ctx = own(plan, context.CONTEXT)
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
     payload = entry(ctx, rank, seq) + PAYLOAD
