@@ -13,8 +13,9 @@ _LINE_WORDS = 16  # 128 bytes
 # The head: number of the last call entered and left, of the one refused, questions asked and answered, the end,
 # whether this rank is slow with what goes through the caches (see torchmpi.kernels.placing), whether it has given
 # the group up, and answers no more; how far it has enqueued a call on its device, and how much it brings to that call;
-# for which call it blames another rank, and which one, in the last BLAMED_RANK_BITS.
-ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BROUGHT, BLAMES = range(11)
+# for which call it blames another rank, and which one, in the last BLAMED_RANK_BITS; where there are more ranks than
+# cores, the core that it was last on.
+ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BROUGHT, BLAMES, CORE = range(12)
 BLAMED_RANK_BITS = 24
 
 # Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read.

@@ -13,7 +13,7 @@ from ..layout import PAYLOAD, REFUSED, RING_LENGTH, entry, num_slots
 
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or beside the computation of its own rank, whoever waits is in the way.
-_CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 20, 50, 50
+_CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 WHOLE_BYTES = 16 << 10
 """Up to this size every rank combines everything itself, which takes one meeting instead of two."""
 _CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
@@ -35,7 +35,7 @@ class SharedGroup:
         words[context.RANK], words[context.SIZE] = group.rank, size
         words[context.ROWS] = page.segment.address
         words[context.SLOTS] = page.segment.address + layout.slots_begin(size)
-        words[context.NUM_SLOTS] = slots
+        words[context.NUM_SLOTS], words[context.CROWDED] = slots, group.context.is_crowded
         words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(WHOLE_BYTES, self.slot_bytes)
         words[context.OWN_SEGMENTS] = heap.table.ctypes.data
         words[context.MAPPINGS] = self.mappings.ctypes.data

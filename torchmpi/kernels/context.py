@@ -51,7 +51,9 @@ FRAGMENTED = 26
 """Whether the call is about pieces so short that its pace says nothing about memory."""
 NUM_SLOTS = 27
 """Slots of each rank: a power of two, at least two."""
-POINTERS = 28
+CROWDED = 28
+"""Whether there are more ranks than cores, so that some of them share one."""
+POINTERS = 29
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -59,7 +61,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    36
+    37
     """
     return POINTERS + 2 * size
 

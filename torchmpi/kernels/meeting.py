@@ -8,7 +8,7 @@ import numba
 
 from .. import layout
 from . import context
-from .memory import give_way, load, load_acquire, pause, sleep, store, store_release
+from .memory import give_way, load, load_acquire, pause, sleep, store, store_release, this_core
 
 _LONGEST_NAP_MICROSECONDS = 1000
 _SHORTEST_NAP_MICROSECONDS = 20
@@ -31,6 +31,7 @@ def kernel(function: Any) -> Any:
 
 _ROW = layout.ROW_BYTES
 _ENTERED, _LEFT, _REFUSED = (word * 8 for word in (layout.ENTERED, layout.LEFT, layout.REFUSED))
+_CORE = layout.CORE * 8
 _RING, _ENTRY, _LAST = layout.RING_START * 8, layout.ENTRY_WORDS * 8, layout.RING_LENGTH - 1
 PAYLOAD = layout.PAYLOAD * 8
 
@@ -74,7 +75,7 @@ def wait_long(ctx, address, value):  # type: ignore[no-untyped-def]
 
 @inner
 def wait(ctx, address, value):  # type: ignore[no-untyped-def]
-    """Return when the word has reached the value: 0, or why it never will."""
+    """Return when the word, of a rank on another core, has reached the value: 0, or why it never will."""
     for _ in range(own(ctx, context.SPINS)):
         if load_acquire(address) >= value:
             return 0
@@ -83,9 +84,31 @@ def wait(ctx, address, value):  # type: ignore[no-untyped-def]
 
 
 @inner
+def wait_beside(ctx, word, value):  # type: ignore[no-untyped-def]
+    """Where ranks share cores: wait for this word in the rows of those on this core, and look for nothing meanwhile.
+
+    They go on as soon as this rank gives way, and not before.
+    """
+    if own(ctx, context.CROWDED) == 0:
+        return 0
+    rank, size, core = own(ctx, context.RANK), own(ctx, context.SIZE), this_core()
+    store(row(ctx, rank) + _CORE, core)
+    for shift in range(1, size):
+        other = rank + shift - size if rank + shift >= size else rank + shift
+        if load(row(ctx, other) + _CORE) == core:
+            status = wait_long(ctx, row(ctx, other) + word, value)
+            if status != 0:
+                return status
+    return 0
+
+
+@inner
 def wait_all(ctx, counter, value):  # type: ignore[no-untyped-def]
     """Return when a counter has reached the value on all other ranks."""
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    status = wait_beside(ctx, counter, value)
+    if status != 0:
+        return status
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
         status = wait(ctx, row(ctx, other) + counter, value)
@@ -117,6 +140,9 @@ def arrive(ctx, seq, signature):  # type: ignore[no-untyped-def]
     store(mine + layout.SIGNATURE * 8, signature)
     store_release(mine, seq)
     store(row(ctx, rank) + _ENTERED, seq)
+    status = wait_beside(ctx, mine - row(ctx, rank), seq)
+    if status != 0:
+        return status
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
         theirs = entry(ctx, other, seq)

@@ -189,6 +189,18 @@ def call_rule(typing_context, function, targets, sources, data, numel, coefficie
 
 
 @intrinsic
+def this_core(typing_context):  # type: ignore[no-untyped-def]
+    """The core on which this runs now."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.IntType(32), [])
+        number = builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_getcpu"), [])
+        return builder.sext(number, _WORD)
+
+    return types.int64(), generate
+
+
+@intrinsic
 def give_way(typing_context):  # type: ignore[no-untyped-def]
     """Let another thread have this core, if one wants it."""
 
