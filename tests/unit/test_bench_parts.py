@@ -204,6 +204,24 @@ def test_quartiles():
     assert samples.summarise([2e-6], calls_per_batch=1).spread == 0
 
 
+class Two:
+    """Enough of a communicator for the clock: this rank, and one whose numbers are given."""
+
+    def __init__(self, *others: float) -> None:
+        self.others = others
+
+    def Allreduce(self, mine, result, op) -> None:
+        result[:] = [max(pair) for pair in zip(mine, self.others, strict=True)]
+
+
+def test_a_batch_lasts_from_the_first_rank_to_the_last(monkeypatch):
+    """With two ranks on a core the second began when the first had ended, and both seemed fast."""
+    monkeypatch.setattr(clock, "_maximum", lambda: None)
+    first, second = clock.Span(10.0, 11.0), clock.Span(11.0, 12.0)
+    assert clock._durations([first], Two(second.end, -second.begin), True) == [2.0]
+    assert clock._durations([first], Two(second.end - second.begin), False) == [1.0]
+
+
 def test_rounds_and_shares_of_time():
     assert clock.num_rounds(0.0, 1.0) == clock.MIN_BATCHES
     weights = [1.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""Times contestants against each other: short batches, both orders, medians over batches of the slowest rank."""
+"""Times contestants against each other: short batches, both orders, medians over batches of all ranks together."""
 
 from __future__ import annotations
 
@@ -30,26 +30,38 @@ class Entrant(NamedTuple):
     """For what happens in another process: makes so many calls there, instead of `calls`, and returns the seconds."""
 
 
-def measure(entrants: Sequence[Entrant], comm: Any, *, seconds: float) -> list[Sample]:
-    """Time all entrants, in about the time given but with at least seven batches each. Collective over `comm`."""
+class Span(NamedTuple):
+    """When a rank began with a batch, and when it had done its part."""
+
+    begin: float
+    end: float
+
+
+def measure(entrants: Sequence[Entrant], comm: Any, *, seconds: float, one_clock: bool) -> list[Sample]:
+    """Time all entrants, in about the time given but with at least seven batches each. Collective over `comm`.
+
+    `one_clock`: all ranks are on one host.
+    """
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        lengths = [_calls_per_batch(entrant, comm) for entrant in entrants]
+        lengths = [_calls_per_batch(entrant, comm, one_clock) for entrant in entrants]
         begin = time.perf_counter()
         _round(entrants, lengths, comm)  # to warm up, and to see how long a round takes
         round_seconds = _largest([time.perf_counter() - begin], comm)[0]
-        batches: list[list[float]] = [[] for _ in entrants]
+        batches: list[list[Span]] = [[] for _ in entrants]
         for number in range(num_rounds(seconds, round_seconds)):
             order = range(len(entrants)) if number % 2 == 0 else range(len(entrants) - 1, -1, -1)
-            durations = _round([entrants[i] for i in order], [lengths[i] for i in order], comm)
-            for index, duration in zip(order, durations, strict=True):
-                batches[index].append(duration)
+            spans = _round([entrants[i] for i in order], [lengths[i] for i in order], comm)
+            for index, span in zip(order, spans, strict=True):
+                batches[index].append(span)
     finally:
         if was_enabled:
             gc.enable()
-    return [summarise(_largest(times, comm), length) for times, length in zip(batches, lengths, strict=True)]
+    return [
+        summarise(_durations(spans, comm, one_clock), length) for spans, length in zip(batches, lengths, strict=True)
+    ]
 
 
 def num_rounds(seconds: float, round_seconds: float) -> int:
@@ -61,33 +73,45 @@ def num_rounds(seconds: float, round_seconds: float) -> int:
     return max(MIN_BATCHES, min(MAX_BATCHES, int(seconds / max(round_seconds, 1e-9))))
 
 
-def _round(entrants: Sequence[Entrant], lengths: Sequence[int], comm: Any) -> list[float]:
+def _round(entrants: Sequence[Entrant], lengths: Sequence[int], comm: Any) -> list[Span]:
     return [_batch(entrant, length, comm) for entrant, length in zip(entrants, lengths, strict=True)]
 
 
-def _batch(entrant: Entrant, length: int, comm: Any) -> float:
+def _batch(entrant: Entrant, length: int, comm: Any) -> Span:
     entrant.touch()
     # islice and cycle run in C: between two calls there is next to nothing of the clock's own.
     calls = itertools.islice(itertools.cycle(entrant.calls), length)
     comm.Barrier()
     if entrant.timed is not None:
-        return entrant.timed(length)
+        return Span(0.0, entrant.timed(length))
     begin = time.perf_counter()
     for call in calls:
         call()
-    return time.perf_counter() - begin
+    return Span(begin, time.perf_counter())
 
 
-def _calls_per_batch(entrant: Entrant, comm: Any) -> int:
+def _calls_per_batch(entrant: Entrant, comm: Any, one_clock: bool) -> int:
     """So many calls that a batch takes about three milliseconds, a multiple of the number of roots."""
     turn = length = len(entrant.calls)
     _batch(entrant, length, comm)
     while True:
-        duration = _largest([_batch(entrant, length, comm)], comm)[0]
+        duration = _durations([_batch(entrant, length, comm)], comm, one_clock)[0]
         if duration >= BATCH_SECONDS / 4 or length >= _MOST_CALLS:
             break
         length *= 4
     return turn * max(1, min(math.ceil(_MOST_CALLS / turn), round(BATCH_SECONDS / (duration / length) / turn)))
+
+
+def _durations(spans: Sequence[Span], comm: Any, one_clock: bool) -> list[float]:
+    """How long each batch took, from the first rank that began to the last that ended.
+
+    Where several ranks share a core, some begin late, and those that wait for nobody end as late. Between hosts, whose
+    clocks differ, the slowest rank counts.
+    """
+    if not one_clock:
+        return _largest([span.end - span.begin for span in spans], comm)
+    numbers = _largest([span.end for span in spans] + [-span.begin for span in spans], comm)
+    return [end + begin for end, begin in zip(numbers[: len(spans)], numbers[len(spans) :], strict=True)]
 
 
 def _largest(times: Sequence[float], comm: Any) -> list[float]:

@@ -76,7 +76,7 @@ class Cell:
                 reasons[contestant.name] = reason
             else:
                 entrants.append(entrant)
-        samples = measure(entrants, self.job.comm, seconds=seconds)
+        samples = measure(entrants, self.job.comm, seconds=seconds, one_clock=self.job.one_clock)
         figures = {entrant.name: sample for entrant, sample in zip(entrants, samples, strict=True)}
         head = self._head(asynchronous)
         return [

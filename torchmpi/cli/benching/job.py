@@ -35,6 +35,7 @@ class Job:
         self.comm = mpi_library.load().COMM_WORLD.Dup()
         resources.callback(self.comm.Free)
         self.rank, self.size = self.comm.rank, self.comm.size
+        self.one_clock = runtime.current().num_hosts == 1
         self.begin = time.monotonic()
 
     def show(self, text: str) -> None:

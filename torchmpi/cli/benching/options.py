@@ -77,7 +77,7 @@ def _add_collectives(kinds: Any) -> None:
         "collectives",
         "verbs by sizes, backends, dtypes and numbers of ranks (the default)",
         "Time verbs of torchmpi and of its peers on the same buffers, in short batches, in both orders alternately.\n"
-        "The time of a batch is that of its slowest rank; reported are medians over batches, and their quartiles.",
+        "A batch lasts from its first rank to its last; reported are medians over batches, and their quartiles.",
         "  torchmpi bench --sizes 4,64K,16M --peers mpi4py\n"
         "  torchmpi bench --verbs broadcast --dtypes bfloat16,float32 -n 2,4\n"
         "  torchmpi bench --backends mpi,shm --peers none --json shm.json",

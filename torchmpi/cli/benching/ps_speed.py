@@ -72,7 +72,7 @@ class Cell:
         found, why_not = self._peers(works)
         reasons |= why_not
         entrants[1:1] = found
-        samples = measure(entrants, self._comm, seconds=seconds)
+        samples = measure(entrants, self._comm, seconds=seconds, one_clock=self._job.one_clock)
         self._rest()
         ps.free(server)
         figures = {entrant.name: dataclasses.asdict(sample) for entrant, sample in zip(entrants, samples, strict=True)}

@@ -67,7 +67,7 @@ def _row(job: Job, model: str, part: str, contestant: str) -> Row:
 
 
 def _rows(job: Job, model: str, part: str, entrants: Sequence[Entrant], seconds: float) -> list[Row]:
-    samples = measure(entrants, job.comm, seconds=seconds)
+    samples = measure(entrants, job.comm, seconds=seconds, one_clock=job.one_clock)
     return [
         _row(job, model, part, entrant.name) | dataclasses.asdict(sample)
         for entrant, sample in zip(entrants, samples, strict=True)
