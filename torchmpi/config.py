@@ -57,7 +57,7 @@ class Config:
     """Size up to which tensors are fused into one message."""
     slot_bytes: int = 512 << 10
     """Largest piece of a tensor that a rank shows the others of its host at once (each has two such slots in shared
-    memory, smaller ones where there are many ranks); 0 = no shared memory."""
+    memory, four if there are two ranks, smaller ones where there are many); 0 = no shared memory."""
     share_ddp_buckets: bool = True
     """Move the buckets of DistributedDataParallel to memory that the ranks of a host share, so that nothing is copied
     to reduce them."""
