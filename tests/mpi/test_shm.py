@@ -65,6 +65,23 @@ def test_movements_of_every_length(slots, agree, dtype):
             agree.bits(result, contract.rows(inputs[root], rank, size), f"scatter of {numel} by {root}")
 
 
+def test_short_lengths_that_differ_again_and_again(agree, stopped):
+    """Who found out first fetched what lay in another slot: the other rank had put its rows where reductions do."""
+    start()
+    rank, size = mpi.rank(), mpi.size()
+    wrong = []
+    for number in range(60):
+        for verb, unit in (("allgather", 1), ("alltoall", size), ("allgather", 3000)):
+            numbers = [(100 + (other + number) % 3) * unit for other in range(size)]
+            inputs = [torch.arange(float(numbers[other])) + 1000 * other + number for other in range(size)]
+            everything = torch.cat(inputs)
+            if verb == "alltoall":
+                everything = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
+            if not torch.equal(getattr(mpi, verb)(inputs[rank], backend="shm"), everything):
+                wrong.append((number, verb, unit))
+    agree.equal(wrong, [], "calls with wrong numbers")
+
+
 def test_rows_of_odd_length(slots, agree):
     """A row of 3 elements lies across the borders of slots and of lines."""
     rank, size = mpi.rank(), mpi.size()

@@ -9,7 +9,7 @@ from .. import layout
 from . import context
 from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait_all
 from .memory import copy, load, now, store, store_release
-from .placing import choose_way, end_chunks, moving_slot, note_chunk, note_time, slot
+from .placing import choose_way, end_chunks, moving_slot, note_chunk, note_time
 from .reducing import combine, point_at
 from .rounds import PAIRS, deliver, go_on, put
 
@@ -45,7 +45,7 @@ def send_to_all(plan, address, num_bytes):  # type: ignore[no-untyped-def]
 def put_whole(ctx, address, num_bytes):  # type: ignore[no-untyped-def]
     """Put something short into the slot before arriving: whoever has met this rank may read it."""
     chunk = own(ctx, context.CHUNKS)
-    copy(slot(ctx, own(ctx, context.RANK), chunk), address, num_bytes)
+    copy(moving_slot(ctx, own(ctx, context.RANK), chunk), address, num_bytes)
     store_release(row(ctx, own(ctx, context.RANK)) + _READY, chunk + 1)
     return 0
 
@@ -84,7 +84,7 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
             copy(address, entry(ctx, root, seq) + PAYLOAD, num_bytes)
     elif status == 0 and is_whole:
         if rank != root:
-            copy(address, slot(ctx, root, own(ctx, context.CHUNKS)), num_bytes)
+            copy(address, moving_slot(ctx, root, own(ctx, context.CHUNKS)), num_bytes)
         end_whole(ctx)
     elif status == 0:
         table = send_to_all(plan, address, num_bytes if rank == root else 0)
@@ -129,7 +129,7 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
             copy(target + other * num_bytes, entry(ctx, other, seq) + PAYLOAD + 8, num_bytes)
     elif is_whole:
         for other in range(size):
-            there = source if other == rank else slot(ctx, other, own(ctx, context.CHUNKS))
+            there = source if other == rank else moving_slot(ctx, other, own(ctx, context.CHUNKS))
             copy(target + other * num_bytes, there, num_bytes)
         end_whole(ctx)
     else:
