@@ -21,6 +21,7 @@ BLAMED_RANK_BITS = 24
 # Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read.
 READY = 1 * _LINE_WORDS
 REDUCED = 2 * _LINE_WORDS
+CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
 # The ring: of each call its number, its signature, and up to PAYLOAD_BYTES that travel with them.
 RING_START = 3 * _LINE_WORDS

@@ -302,13 +302,16 @@ class Ledger:
             self.board.set(self.rank, REFUSED, call.seq)
         return call
 
-    def spoil_entry(self) -> None:
-        """What a rank has said of a call that it gives up must not pass for its part in it with latecomers."""
+    def spoil_entry(self, kernel: int = 0) -> None:
+        """What a rank has said of a call that it gives up must not pass for its part in it with latecomers.
+
+        `kernel`: what kernels add to a signature; this rank's may not have come so far.
+        """
         assert self._words is not None and self.current is not None
         call = Call(*self.current)
         own, _ = self._slots[call.seq & (RING_LENGTH - 1)]
         if self._words[own + SEQUENCE] != call.seq:
-            self._words[own + SIGNATURE] = call.code ^ hash(call.shape) ^ GIVEN_UP
+            self._words[own + SIGNATURE] = call.code ^ hash(call.shape) ^ kernel ^ GIVEN_UP
             self._words[own + SEQUENCE] = call.seq
         elif call.seq != self._spoiled:
             self._words[own + SIGNATURE] ^= GIVEN_UP

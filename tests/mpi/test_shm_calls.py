@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,7 +207,8 @@ def test_a_disagreement_is_an_error_on_all_ranks_and_the_next_calls_are_right(sl
         agree(call.fits(call.make(backend="shm")), f"the next {verb}")
 
 
-def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypatch):
+@pytest.mark.parametrize("when", ("before the kernel", "between two kernels"))
+def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypatch, when):
     """Who ended that call well had then put more through its slots than this rank knew of; who came late was told."""
     if mpi.size() == 1:
         return
@@ -218,7 +221,10 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
         if mpi.rank() == 0:
             patch.setattr(shm, "destination_for", no_memory)
         try:
-            mpi.gather(torch.ones(700), 0, backend="shm")
+            if when == "before the kernel":
+                mpi.gather(torch.ones(700), 0, backend="shm")
+            else:
+                mpi.scatter(torch.ones(700) if mpi.rank() == 0 else None, 0, backend="shm")
         except MemoryError:
             agree(mpi.rank() == 0)
             was_told = True
@@ -237,6 +243,48 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
     for verb in VERBS:
         call = Call(verb, 3 * slots, 0, 1)
         agree(call.fits(call.make(backend="shm")), f"the next {verb}")
+
+
+@pytest.mark.parametrize("verb", ("allgather", "alltoall", "gather"))
+def test_what_a_rank_puts_after_it_gave_up_is_not_taken_for_the_call_before(stopped, agree, monkeypatch, verb):
+    """It puts the first piece of its next call before it meets anybody, and counts chunks from a greater number: ranks
+    still in the call that it gave up took that piece, and returned it without an error."""
+    start()
+    from mpi4py import MPI
+
+    rank, size, root = mpi.rank(), mpi.size(), mpi.size() - 1
+    numbers = [(8 if other == 0 else 1000) * size for other in range(size)]  # so that there are two kernels
+    find, wrong = shm.destination_for, []
+    for number in range(6):
+        made = []
+
+        def fail_second(*arguments: Any, made: list[int] = made) -> torch.Tensor:
+            made.append(1)
+            if len(made) == 2:
+                raise MemoryError("nothing left")
+            return find(*arguments)
+
+        inputs = [torch.full((count,), 1000.0 * number + other) for other, count in enumerate(numbers)]
+        expected = torch.cat(inputs)
+        if verb == "alltoall":
+            expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
+        call = getattr(mpi, verb)
+        with monkeypatch.context() as patch:
+            if rank == (root if verb == "gather" else 0):
+                patch.setattr(shm, "destination_for", fail_second)
+            try:
+                where = (root,) if verb == "gather" else ()
+                result = call(inputs[rank], *where, backend="shm")
+                if result is not None and not torch.equal(result, expected):
+                    wrong.append((number, result.unique().tolist()))
+            except (MemoryError, MismatchError):
+                pass
+        for _ in range(2):  # the first is refused if not all have heard of it
+            with suppress(MismatchError):
+                mpi.allgather(torch.full((1000,), -7.0), backend="shm")
+        MPI.COMM_WORLD.Barrier()
+    agree.equal(wrong, [], "values of another call")
+    agree.equal(float(mpi.allreduce(torch.ones(LONG), backend="shm")[0]), float(size), "the next call")
 
 
 @pytest.mark.parametrize("check", ("off", "strict"))

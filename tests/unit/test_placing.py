@@ -52,6 +52,14 @@ def test_slow_from_the_second_use_of_the_slots_on_is_slow(num_slots):
     assert rank.says_slow, "what went past the caches says nothing about them"
 
 
+@pytest.mark.parametrize("num_chunks", (4, 5, 6, 7))
+def test_so_is_a_short_call_on_two_ranks(num_chunks):
+    """With four slots for each rank none of the first uses was left out in a call of fewer than eight chunks."""
+    rank = Rank(4)
+    rank.call(FAST, FAST, *[SLOW] * (num_chunks - 2))
+    assert rank.says_slow
+
+
 @pytest.mark.parametrize(
     "paces", ([FAST] * 8, [FAST, FAST, SLOW, SLOW, FAST, SLOW, SLOW], [SLOW, SLOW, SLOW, FAST], [SLOW, FAST, SLOW])
 )

@@ -292,9 +292,17 @@ class Movement(Calls):
     def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
         """Everybody's rows in rank order, to the root."""
         num_rows, row_numel = rows_of(source)
-        self.meet(num_rows)
-        rows, row_bytes = self.payloads(), row_numel * source.element_size()
-        lengths = [count * row_bytes for count in rows]
+        row_bytes = row_numel * source.element_size()
+        if row_numel == 0:  # nothing to move, but the rows count
+            self.meet(num_rows)
+            rows, lengths = self.payloads(), [0] * self.size
+        else:
+            target = destination_for(source, num_rows * self.size, destination) if self.rank == root else None
+            arguments = source.data_ptr(), num_rows * row_bytes, 0 if target is None else target.data_ptr()
+            if not self.run("gather", self.plan(root), *arguments):
+                return target
+            lengths = self.payloads()
+            rows = [length // row_bytes for length in lengths]
         sent = 0 if self.rank == root else lengths[self.rank]
         self._send([source.data_ptr()] * self.size, [sent] * self.size)
         if self.rank == root:
@@ -312,24 +320,26 @@ class Movement(Calls):
                 f"{self.group.where}: scatter: the tensor has {source.dim()} dimensions, more than the {_MOST_DIMS} "
                 "that can be announced. Merge some with flatten()."
             )
-        self.meet(*([] if source is None else [dtypes.info(source.dtype).code, source.dim(), *source.shape]))
+        num_rows, row_bytes, address = 0, 0, 0
+        message: tuple[int, ...] = ()
+        if source is not None:
+            message = dtypes.info(source.dtype).code, source.dim(), *source.shape
+            num_rows, row_numel = rows_of(source)
+            row_bytes, address = row_numel * source.element_size(), source.data_ptr()
+        self.message[: len(message)] = message
+        plan = self.plan(root)
+        self.run("offer", plan, self.message.ctypes.data, len(message) * WORD_BYTES, address, num_rows, row_bytes)
         seq = self.ledger.current[0]
         at = self.shared.payload(root, seq)
         code, num_dims, *dims = self.shared.page.words[at : at + 2 + _MOST_DIMS]
         dtype, shape = dtypes.from_code(code), tuple(dims[:num_dims]) or (1,)
         assert dtype is not None
-        spans = schedule.rows(shape[0], self.size)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
-        destination = destination_for(like, spans[self.rank][1], destination)
-        lengths = [num_rows * row_bytes for _, num_rows in spans]
-        if source is not None:
-            self._send([source.data_ptr() + first * row_bytes for first, _ in spans], lengths)
-        else:
-            self._send([0] * self.size, [0] * self.size)
-        own = [lengths[self.rank] if rank == root else 0 for rank in range(self.size)]
-        self._receive(destination, own)
-        self.exchange(is_stream=False, longest=max(lengths))
+        destination = destination_for(like, schedule.part_of(shape[0], self.size, self.rank)[1], destination)
+        status = self._in_kernel("take", plan, shape[0], row_bytes, address, destination.data_ptr())
+        if status:
+            self.settle(status)
         return destination
 
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:

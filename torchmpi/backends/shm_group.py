@@ -9,14 +9,14 @@ import numpy as np
 from .. import layout
 from ..heap import SharedHeap
 from ..kernels import context
-from ..layout import PAYLOAD, REFUSED, RING_LENGTH, entry, num_slots
+from ..layout import PAYLOAD, REFUSED, RING_LENGTH, SIGNATURE, entry, num_slots
+from ..progress import GIVEN_UP, NATIVE
 
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or beside the computation of its own rank, whoever waits is in the way.
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 WHOLE_BYTES = 16 << 10
 """Up to this size every rank combines everything itself, which takes one meeting instead of two."""
-_CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
 
 class SharedGroup:
@@ -52,9 +52,11 @@ class SharedGroup:
             return
         seq = self._ledger.current[0]
         if self._ledger.board is not None:
-            self._ledger.spoil_entry()
+            self._ledger.spoil_entry(NATIVE ^ int(self.words[context.CHUNKS]))
+        else:
+            self.page.words[self.payload(self._rank, seq) - PAYLOAD + SIGNATURE] ^= GIVEN_UP
         self.page.set(self._rank, REFUSED, seq)
-        self.words[context.CHUNKS] = seq << _CHUNK_BITS
+        self.words[context.CHUNKS] = seq << layout.CHUNK_BITS
         self.heap.note_failed_call()
 
     def expire(self, seq: int) -> None:

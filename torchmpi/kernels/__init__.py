@@ -27,7 +27,10 @@ class _Set(NamedTuple):
 _SETS = {
     "collectives": _Set(
         ("rounds", "moving", "reducing", "entering"),
-        ("allreduce", "allreduce_many", "meet", "exchange", "broadcast", "allgather", "reduce_scatter", "alltoall"),
+        (
+            "allreduce", "allreduce_many", "meet", "exchange", "broadcast", "allgather", "gather", "offer", "take",
+            "reduce_scatter", "alltoall",
+        ),
         "shared-memory kernels",
         ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"),
     ),
@@ -43,8 +46,8 @@ def load(
 ) -> dict[str, Callable[..., int]]:
     """A set of kernels by name. The first process on a machine compiles them, and tells by `announce` that it does.
 
-    >>> sorted(load())
-    ['allgather', 'allreduce', 'allreduce_many', 'alltoall', 'broadcast', 'exchange', 'meet', 'reduce_scatter']
+    >>> sorted(load())  # doctest: +ELLIPSIS
+    ['allgather', 'allreduce', 'allreduce_many', 'alltoall', 'broadcast', 'exchange', 'gather', 'meet', 'offer', ...]
     """
     if which not in _kernels:
         from . import native

@@ -121,9 +121,8 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
-    for other in range(size):
-        if load(entry(ctx, other, seq) + PAYLOAD) != num_bytes:
-            return context.UNEVEN
+    if not have_as_many(ctx, seq, num_bytes):
+        return context.UNEVEN
     if is_short:
         for other in range(size):
             copy(target + other * num_bytes, entry(ctx, other, seq) + PAYLOAD + 8, num_bytes)
@@ -136,6 +135,57 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
         for other in range(size):
             store(table + other * PAIRS + 16, target + other * num_bytes)
             store(table + other * PAIRS + 24, num_bytes)
+        status = go_on(ctx, table, piece, rounds(num_bytes, piece))
+    leave(ctx, seq)
+    return status
+
+
+@inner
+def have_as_many(ctx, seq, number):  # type: ignore[no-untyped-def]
+    """Whether all ranks have announced the same number, of bytes or rows."""
+    for other in range(own(ctx, context.SIZE)):
+        if load(entry(ctx, other, seq) + PAYLOAD) != number:
+            return False
+    return True
+
+
+@kernel
+def gather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
+    """Everybody's bytes to the root, which is in the plan, if all have as many; otherwise as in an allgather."""
+    ctx = own(plan, context.CONTEXT)
+    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+    payload = entry(ctx, rank, seq) + PAYLOAD
+    status = begin(ctx, seq)
+    if status != 0:
+        return status
+    store(payload, num_bytes)
+    is_short, is_whole = num_bytes <= layout.PAYLOAD_BYTES - 8, num_bytes <= own(ctx, context.WHOLE_BYTES)
+    sent = 0 if rank == root else num_bytes
+    table, piece = send_to_all(plan, source, sent), own(ctx, context.SLOT_BYTES)
+    if is_short:
+        copy(payload + 8, source, num_bytes)
+    elif is_whole:
+        put_whole(ctx, source, sent)
+    else:
+        choose_way(ctx, rounds(num_bytes, piece), False)
+        put(ctx, own(ctx, context.CHUNKS), table, piece, False)
+    status = arrive(ctx, seq, signature)
+    if status != 0:
+        return status
+    if not have_as_many(ctx, seq, num_bytes):
+        return context.UNEVEN
+    if is_short or is_whole:
+        for other in range(size if rank == root else 0):
+            there = entry(ctx, other, seq) + PAYLOAD + 8
+            if is_whole and not is_short:
+                there = source if other == rank else moving_slot(ctx, other, own(ctx, context.CHUNKS))
+            copy(target + other * num_bytes, there, num_bytes)
+        if not is_short:
+            end_whole(ctx)
+    else:
+        for other in range(size):
+            store(table + other * PAIRS + 16, target + other * num_bytes)
+            store(table + other * PAIRS + 24, num_bytes if rank == root else 0)
         status = go_on(ctx, table, piece, rounds(num_bytes, piece))
     leave(ctx, seq)
     return status
@@ -242,9 +292,8 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
-    for other in range(size):
-        if load(entry(ctx, other, seq) + PAYLOAD) != num_rows:
-            return context.UNEVEN
+    if not have_as_many(ctx, seq, num_rows):
+        return context.UNEVEN
     if is_short:
         for other in range(size):
             copy(target + other * length, entry(ctx, other, seq) + PAYLOAD + 8 + first, length)
@@ -258,3 +307,42 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
         status = go_on(ctx, table, piece, num_rounds)
     leave(ctx, seq)
     return status
+
+
+@kernel
+def offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
+    """A barrier to which the root, which is in the plan, brings a message about its rows, and the first of them."""
+    ctx = own(plan, context.CONTEXT)
+    status = begin(ctx, seq)
+    if status != 0:
+        return status
+    copy(entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD, message, num_bytes)
+    if own(ctx, context.RANK) == own(plan, context.ROOT):
+        piece = piece_for_each(ctx)
+        num_rounds = rounds((num_rows + own(ctx, context.SIZE) - 1) // own(ctx, context.SIZE) * row_bytes, piece)
+        choose_way(ctx, num_rounds, False)
+        if num_rounds > 0:
+            put(ctx, own(ctx, context.CHUNKS), send_rows(plan, source, num_rows, row_bytes), piece, False)
+    status = arrive(ctx, seq, signature)
+    leave(ctx, seq)
+    return status
+
+
+@kernel
+def take(plan, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-def]
+    """After an offer: take this rank's rows of the root's."""
+    ctx = own(plan, context.CONTEXT)
+    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+    first = rows_before(num_rows, size, rank) * row_bytes
+    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
+    table, piece = own(plan, context.TABLE), piece_for_each(ctx)
+    num_rounds = rounds((num_rows + size - 1) // size * row_bytes, piece)
+    if rank != root:
+        send_to_all(plan, 0, 0)
+        choose_way(ctx, num_rounds, False)
+    elif size > 1:
+        deliver(target, source + first, length, length)
+    for other in range(size):
+        store(table + other * PAIRS + 16, target)
+        store(table + other * PAIRS + 24, length if other == root else 0)
+    return go_on(ctx, table, piece, num_rounds)

@@ -16,6 +16,7 @@ from .memory import copy, copy_lines, copy_lines_past, fence, load, now, store, 
 _LINE_BYTES = 64
 _FETCHES_SLOWLY = layout.FETCHES_SLOWLY * 8
 _BLOCK_BYTES = 1 << 10  # copied to two places while it is in the first cache
+_LEAST_CHUNKS = 4  # of fewer, all count
 _LEAST_BYTES = 16 << 10  # less says nothing about the pace
 _SLOW_NANOSECONDS = 180  # for a KB, in the best chunk. Seen: 80 to 120 with a common cache, 200 to 500 without it
 _SLOW_PUT_NANOSECONDS = 250  # the same for copying into a slot. Seen: 60 to 130, and 400 to 550
@@ -142,13 +143,14 @@ def note_time(ctx, since):  # type: ignore[no-untyped-def]
 def note_best(ctx, word, index, nanoseconds, num_bytes):  # type: ignore[no-untyped-def]
     """Keep the pace of a chunk if it is the best one of the call so far: others may have been interrupted.
 
-    The first use of each slot does not count where as many chunks follow. If the program has worked on something
-    else since the last call, the slots have left the caches, and are quick to write to however far apart the cores are.
+    In a call of four chunks and more the first use of each slot does not count, or half of the chunks. If the program
+    has worked on something else since the last call, the slots have left the caches, and are quick to write to however
+    far apart the cores are.
     """
     if own(ctx, context.FRAGMENTED) != 0:
         return 0
-    num_first = own(ctx, context.NUM_SLOTS)
-    if num_bytes < _LEAST_BYTES or (index < num_first and own(ctx, context.CALL_CHUNKS) >= 2 * num_first):
+    num_first = min(own(ctx, context.NUM_SLOTS), own(ctx, context.CALL_CHUNKS) // 2)
+    if num_bytes < _LEAST_BYTES or (index < num_first and own(ctx, context.CALL_CHUNKS) >= _LEAST_CHUNKS):
         return 0
     pace, best = nanoseconds * 1024 // num_bytes + 1, own(ctx, word)
     if best == 0 or pace < best:
