@@ -299,7 +299,7 @@ class Movement(Calls):
         else:
             target = destination_for(source, num_rows * self.size, destination) if self.rank == root else None
             arguments = source.data_ptr(), num_rows * row_bytes, 0 if target is None else target.data_ptr()
-            if not self.run("gather", self.plan(root), *arguments):
+            if not self.run("allgather", self.plan(root), *arguments):
                 return target
             lengths = self.payloads()
             rows = [length // row_bytes for length in lengths]

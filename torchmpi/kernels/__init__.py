@@ -28,9 +28,9 @@ _SETS = {
     "collectives": _Set(
         ("rounds", "moving", "reducing", "entering"),
         (
-            "allreduce", "allreduce_many", "meet", "exchange", "broadcast", "allgather", "gather", "offer", "take",
-            "reduce_scatter", "alltoall",
-        ),
+            "allreduce", "allreduce_many", "meet", "exchange", "broadcast", "allgather", "reduce_scatter", "alltoall",
+            "offer", "take",
+        ),  # fmt: skip
         "shared-memory kernels",
         ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"),
     ),
@@ -47,7 +47,7 @@ def load(
     """A set of kernels by name. The first process on a machine compiles them, and tells by `announce` that it does.
 
     >>> sorted(load())  # doctest: +ELLIPSIS
-    ['allgather', 'allreduce', 'allreduce_many', 'alltoall', 'broadcast', 'exchange', 'gather', 'meet', 'offer', ...]
+    ['allgather', 'allreduce', 'allreduce_many', 'alltoall', 'broadcast', 'exchange', 'meet', 'offer', ...]
     """
     if which not in _kernels:
         from . import native

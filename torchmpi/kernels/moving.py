@@ -99,47 +99,6 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
     return status
 
 
-@kernel
-def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
-    """Everybody's bytes to everybody, if all have as many; UNEVEN otherwise, with the lengths in the payloads."""
-    ctx = own(plan, context.CONTEXT)
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    payload = entry(ctx, rank, seq) + PAYLOAD
-    status = begin(ctx, seq)
-    if status != 0:
-        return status
-    store(payload, num_bytes)
-    is_short, is_whole = num_bytes <= layout.PAYLOAD_BYTES - 8, num_bytes <= own(ctx, context.WHOLE_BYTES)
-    table, piece = send_to_all(plan, source, num_bytes), own(ctx, context.SLOT_BYTES)
-    if is_short:
-        copy(payload + 8, source, num_bytes)
-    elif is_whole:
-        put_whole(ctx, source, num_bytes)
-    else:
-        choose_way(ctx, rounds(num_bytes, piece), False)
-        put(ctx, own(ctx, context.CHUNKS), table, piece, False)
-    status = arrive(ctx, seq, signature)
-    if status != 0:
-        return status
-    if not have_as_many(ctx, seq, num_bytes):
-        return context.UNEVEN
-    if is_short:
-        for other in range(size):
-            copy(target + other * num_bytes, entry(ctx, other, seq) + PAYLOAD + 8, num_bytes)
-    elif is_whole:
-        for other in range(size):
-            there = source if other == rank else moving_slot(ctx, other, own(ctx, context.CHUNKS))
-            copy(target + other * num_bytes, there, num_bytes)
-        end_whole(ctx)
-    else:
-        for other in range(size):
-            store(table + other * PAIRS + 16, target + other * num_bytes)
-            store(table + other * PAIRS + 24, num_bytes)
-        status = go_on(ctx, table, piece, rounds(num_bytes, piece))
-    leave(ctx, seq)
-    return status
-
-
 @inner
 def have_as_many(ctx, seq, number):  # type: ignore[no-untyped-def]
     """Whether all ranks have announced the same number, of bytes or rows."""
@@ -150,8 +109,11 @@ def have_as_many(ctx, seq, number):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def gather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
-    """Everybody's bytes to the root, which is in the plan, if all have as many; otherwise as in an allgather."""
+def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
+    """Everybody's bytes to everybody, or to the root of the plan, if all have as many.
+
+    UNEVEN otherwise, with the lengths in the payloads.
+    """
     ctx = own(plan, context.CONTEXT)
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
     payload = entry(ctx, rank, seq) + PAYLOAD
@@ -160,12 +122,13 @@ def gather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-
         return status
     store(payload, num_bytes)
     is_short, is_whole = num_bytes <= layout.PAYLOAD_BYTES - 8, num_bytes <= own(ctx, context.WHOLE_BYTES)
-    sent = 0 if rank == root else num_bytes
-    table, piece = send_to_all(plan, source, sent), own(ctx, context.SLOT_BYTES)
+    num_sent = num_bytes if rank != root else 0
+    num_received = num_bytes if root < 0 or rank == root else 0
+    table, piece = send_to_all(plan, source, num_sent), own(ctx, context.SLOT_BYTES)
     if is_short:
         copy(payload + 8, source, num_bytes)
     elif is_whole:
-        put_whole(ctx, source, sent)
+        put_whole(ctx, source, num_sent)
     else:
         choose_way(ctx, rounds(num_bytes, piece), False)
         put(ctx, own(ctx, context.CHUNKS), table, piece, False)
@@ -174,18 +137,18 @@ def gather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-
         return status
     if not have_as_many(ctx, seq, num_bytes):
         return context.UNEVEN
-    if is_short or is_whole:
-        for other in range(size if rank == root else 0):
-            there = entry(ctx, other, seq) + PAYLOAD + 8
-            if is_whole and not is_short:
-                there = source if other == rank else moving_slot(ctx, other, own(ctx, context.CHUNKS))
-            copy(target + other * num_bytes, there, num_bytes)
-        if not is_short:
-            end_whole(ctx)
+    if is_short:
+        for other in range(size):
+            copy(target + other * num_bytes, entry(ctx, other, seq) + PAYLOAD + 8, num_received)
+    elif is_whole:
+        for other in range(size):
+            there = source if other == rank else moving_slot(ctx, other, own(ctx, context.CHUNKS))
+            copy(target + other * num_bytes, there, num_received)
+        end_whole(ctx)
     else:
         for other in range(size):
             store(table + other * PAIRS + 16, target + other * num_bytes)
-            store(table + other * PAIRS + 24, num_bytes if rank == root else 0)
+            store(table + other * PAIRS + 24, num_received)
         status = go_on(ctx, table, piece, rounds(num_bytes, piece))
     leave(ctx, seq)
     return status
