@@ -38,24 +38,29 @@ def is_simple(tensor: Any) -> bool:
 
 def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: tuple[Comm, str | None]) -> Any:
     """A call like one before, on simple tensors: the short way past all checks. _OTHERWISE if it is not that."""
-    if not is_simple(tensor):
-        return _OTHERWISE
     comm, backend = where
-    group = runtime.communicator(comm).intra
-    plan = group.plans.get((verb, op, tensor.dtype, backend))
-    if plan is None or type(root) is not int or not 0 <= root < group.size:
+    if is_simple(tensor):
+        group, dtype = runtime.communicator(comm).intra, tensor.dtype
+    elif tensor is None and out is None and verb == "scatter":
+        group, dtype = runtime.communicator(comm).intra, None
+    else:
+        return _OTHERWISE
+    plan = group.plans.get((verb, op, dtype, backend))
+    if plan is None or type(root) is not int or not 0 <= root < group.size or (dtype is None and root == group.rank):
         return _OTHERWISE
     if verb in gates.VERBS and backend is None and (comm is None or type(comm) is Communicator):
         name = root if op is None else op, tensor.dtype, comm
         gates.open_to(verb, name, partial(_door, group, plan, root, comm, (verb, op, tensor.dtype, backend)))
     if out is None:
         result = group.call(plan, tensor, None, root)
-        if result is tensor:
+        if result is tensor and tensor is not None:
             buffers.touch(tensor)
         return result
     if not is_simple(out) or out.dtype is not tensor.dtype or verb in plans.IN_PLACE or buffers.overlap(out, tensor):
         return _OTHERWISE
     result = group.call(plan, tensor, out, root)
+    if result is None:  # gathered by another rank
+        return None
     if result is not out:
         buffers.copy_result(result, out)
     buffers.touch(out)

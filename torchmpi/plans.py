@@ -113,8 +113,9 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
         plan.bare = Plan(verb, code, by_size(operations, dtype))
         if direct and verb == "allreduce" and device_type == "cpu":
             plan.many = _of_many(operations, dtype)
-    if device_type == "cpu" and dtype is not None and not (asynchronous or dtype.is_complex):
-        plan.is_simple = plan.bare is not plan and verb not in ("scatter", "gather")
+    is_known = verb == "scatter" if dtype is None else not dtype.is_complex  # who gets a part need not know it
+    if device_type == "cpu" and is_known and not asynchronous:
+        plan.is_simple = plan.bare is not plan
         plan.bare.door = getattr(plan.bare.run, "door", _no_door)
     return plan
 

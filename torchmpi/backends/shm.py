@@ -331,7 +331,7 @@ class Movement(Calls):
         self.run("offer", plan, self.message.ctypes.data, len(message) * WORD_BYTES, address, num_rows, row_bytes)
         seq = self.ledger.current[0]
         at = self.shared.payload(root, seq)
-        code, num_dims, *dims = self.shared.page.words[at : at + 2 + _MOST_DIMS]
+        code, num_dims, *dims = self.shared.page.words[at : at + 2 + _MOST_DIMS].tolist()
         dtype, shape = dtypes.from_code(code), tuple(dims[:num_dims]) or (1,)
         assert dtype is not None
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
