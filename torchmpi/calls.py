@@ -49,7 +49,7 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
     if plan is None or type(root) is not int or not 0 <= root < group.size or (dtype is None and root == group.rank):
         return _OTHERWISE
     if verb in gates.VERBS and backend is None and (comm is None or type(comm) is Communicator):
-        name = root if op is None else op, tensor.dtype, comm
+        name = root if op is None else gates.both(op, root) if verb == "reduce" else op, tensor.dtype, comm
         gates.open_to(verb, name, partial(_door, group, plan, root, comm, (verb, op, tensor.dtype, backend)))
     if out is None:
         result = group.call(plan, tensor, None, root)

@@ -62,6 +62,10 @@ def reduce(
 
     total = mpi.reduce(torch.ones(3), root=0)
     """
+    if type(root) is int and type(op) is str:
+        result = gates.reduce(tensor, out, gates.both(op, root), comm, backend)
+        if result is not None:
+            return result
     return call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend)
 
 

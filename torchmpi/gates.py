@@ -13,6 +13,7 @@ import sysconfig
 import threading
 from array import array
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from . import buffers, dlpack, kernels, layout
 from .kernels import context
 
 _EXAMPLE = torch.empty(0, device="cpu")
-VERBS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")
+VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall")
 _OF_ANY_LENGTH = ("allgather", "alltoall")  # which may differ between ranks in the first dimension
 
 
@@ -30,6 +31,7 @@ def _always_shut(*arguments: object) -> None:
 
 
 allreduce: Callable[..., Any] = _always_shut
+reduce: Callable[..., Any] = _always_shut
 broadcast: Callable[..., Any] = _always_shut
 allgather: Callable[..., Any] = _always_shut
 reduce_scatter: Callable[..., Any] = _always_shut
@@ -37,7 +39,13 @@ alltoall: Callable[..., Any] = _always_shut
 
 
 Name = tuple[Hashable, torch.dtype, Any]
-"""How callers name a call: operation or root, dtype, and communicator, None for the default one."""
+"""How callers name a call: operation, root, or `both`, dtype, and communicator, None for the default one."""
+
+
+@lru_cache(maxsize=1024, typed=True)
+def both(op: str, root: int) -> tuple[str, int]:
+    """Operation and root as one object, always the same one: gates know names by their address."""
+    return op, root
 
 
 class Door(NamedTuple):

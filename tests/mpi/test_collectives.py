@@ -446,3 +446,22 @@ def test_numpys_scalars_and_ranks(agree):
     agree.equal(mpi.allreduce(np.float64(0.5)), 0.5 * mpi.size())
     agree.equal(mpi.allreduce(np.bool_(True), op="land"), True)
     agree.equal(mpi.broadcast(7, root=np.int64(0)), 7)
+
+
+@pytest.mark.parametrize("backend", ("shm", "mpi"))
+def test_what_another_rank_than_the_root_passes_to_a_scatter_is_ignored(agree, backend):
+    """Its dtype and shape were taken for the root's: it got more bytes than there was room for."""
+    rank, size = mpi.rank(), mpi.size()
+    if mpi.collective_availability()[backend, "scatter", "cpu", "sync"] != "available":
+        pytest.skip(f"no {backend} here")
+    room = torch.zeros(16)
+    rows = torch.arange(4.0 * size, dtype=torch.float64)
+    problem = ""
+    try:
+        mpi.scatter(rows if rank == 0 else torch.zeros(1), 0, None if rank == 0 else room[:2], backend=backend)
+    except mpi.TorchMPIError as error:
+        problem = str(error)
+    agree(bool(problem) is (rank > 0), problem or "eight-byte numbers in a tensor of four-byte ones")
+    agree.equal(room, torch.zeros(16), "what is behind out")
+    result = mpi.scatter(rows if rank == 0 else torch.zeros(1), 0, backend=backend)
+    agree.equal(result, rows[4 * rank : 4 * rank + 4], "the right call after it")

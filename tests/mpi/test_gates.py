@@ -45,17 +45,22 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tenso
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_allreduce_and_broadcast_equal_those_through_python(agree, shape, dtype):
+def test_verbs_in_place_equal_those_through_python(agree, shape, dtype):
     rank, root = mpi.rank(), mpi.size() - 1
     for _ in range(2):  # the first opens the gates
         mpi.allreduce(values(shape, dtype, rank))
         mpi.broadcast(values(shape, dtype, rank), root)
+        mpi.reduce(values(shape, dtype, rank), root)
     quick, plain = values(shape, dtype, rank), values(shape, dtype, rank)
     went = entered("allreduce", quick, None, "sum")
     mpi.allreduce(plain, backend="shm")
     sent = values(shape, dtype, rank)
     went_too = entered("broadcast", sent, None, root)
-    agree(went and went_too, "a gate was shut")
+    reduced, as_before = values(shape, dtype, rank), values(shape, dtype, rank)
+    went_as_well = entered("reduce", reduced, None, gates.both("sum", root))
+    mpi.reduce(as_before, root, backend="shm")
+    agree(went and went_too and went_as_well, "a gate was shut")
+    agree.bits(reduced, as_before, "reduce")
     agree.bits(quick, plain, "allreduce")
     agree.bits(sent, values(shape, dtype, root), "broadcast")
 
@@ -93,6 +98,7 @@ def test_what_is_not_plain_goes_through_python(agree):
         mpi.allreduce(ones)
         mpi.allgather(ones, everything)
         mpi.broadcast(ones, 0)
+        mpi.reduce(ones, 0)
         mpi.alltoall(torch.ones(size), torch.empty(size))
     complex_number = torch.tensor([1j])
     negative = complex_number.conj().imag  # contiguous, since it has one element
@@ -112,6 +118,8 @@ def test_what_is_not_plain_goes_through_python(agree):
         "out": ("allreduce", torch.ones(4), torch.ones(4), "sum"),
         "a number": ("allreduce", 3.0, None, "sum"),
         "a bool for a root": ("broadcast", torch.ones(4), None, True),
+        "another root": ("reduce", torch.ones(4), None, gates.both("sum", size)),
+        "a bool with an operation": ("reduce", torch.ones(4), None, gates.both("sum", False)),
         "no out": ("allgather", ones, None, 0),
         "out of another shape": ("allgather", ones, torch.empty(4 * size + 1), 0),
         "out of another dtype": ("allgather", ones, torch.empty(4 * size, dtype=torch.float64), 0),

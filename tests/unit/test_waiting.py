@@ -57,3 +57,46 @@ def test_where_each_rank_has_its_core_nobody_looks(words):
     rows[:, layout.CORE] = ctypes.CDLL(None).sched_getcpu()
     before = rows.copy()
     assert wait_beside(own) == 0 and (rows == before).all()
+
+
+class Crowd:
+    """Rank 0 of 2 in a call, without time to wait, and the rows of both."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros((2, layout.ROW_WORDS), np.int64)
+        self.own = np.zeros(context.context_words(2), np.int64)
+        self.own[context.SIZE], self.own[context.ROWS] = 2, self.rows.ctypes.data
+        self.own[context.SEQUENCE] = self.own[context.EXPIRED] = CALL
+        self.own[context.FREE] = CALL + 1
+        self.address = self.own.ctypes.data
+
+    def announce(self, rank: int, signature: int) -> None:
+        at = layout.entry(rank, CALL & (layout.RING_LENGTH - 1)) - rank * layout.ROW_WORDS
+        self.rows[rank, at + layout.SEQUENCE], self.rows[rank, at + layout.SIGNATURE] = CALL, signature
+
+
+def test_after_a_call_was_given_up_the_slots_are_left_alone_until_all_are_past_it():
+    """Who was still in the call before it read what had been put for the call after it, and returned that."""
+    ranks = Crowd()
+    assert meeting.begin(ranks.address, CALL) == 0
+    ranks.own[context.GAVE_UP] = CALL - 1
+    ranks.rows[1, layout.ENTERED] = CALL - 1
+    assert meeting.begin(ranks.address, CALL) == context.LATE, "it is still in that call"
+    assert ranks.rows[0, layout.ENTERED] == CALL, "two who gave up wait for each other"
+    ranks.rows[1, layout.ENTERED] = CALL
+    assert meeting.begin(ranks.address, CALL) == 0
+    assert ranks.own[context.GAVE_UP] == 0, "once is enough"
+
+
+@pytest.mark.parametrize(
+    ("refused", "signature", "is_over"),
+    ((CALL - 1, 5, False), (CALL, 5, True), (CALL + 1, 5, False), (CALL + 1, 6, True), (CALL + 1, None, True)),
+)
+def test_who_gives_up_two_calls_in_a_row(refused, signature, is_over):
+    """The second one hid the first from a rank that had not looked meanwhile, and then waited for ever."""
+    ranks = Crowd()
+    ranks.announce(0, 5)
+    if signature is not None:
+        ranks.announce(1, signature)
+    ranks.rows[1, layout.REFUSED] = refused
+    assert bool(meeting.has_given_up(ranks.address, 1)) is is_over

@@ -227,6 +227,7 @@ class Movement:
 
     def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """The root's rows, split evenly: each rank gets its part."""
+        source = source if self.rank == root else None  # what another rank passes is of no concern
         shape, dtype = self._announce(source, root)
         spans = schedule.rows(shape[0], self.size)
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source

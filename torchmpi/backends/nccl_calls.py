@@ -150,6 +150,7 @@ class DeviceMovement(Movement):
 
     def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """The root's rows, split evenly: each rank gets its part, on its GPU."""
+        source = source if self.rank == root else None  # what another rank passes is of no concern
         shape, dtype = self._announce(source, root)
         counts = [num_rows for _, num_rows in schedule.rows(shape[0], self.size)]
         like = torch.empty((0, *shape[1:]), dtype=dtype, device=self._end.device) if source is None else source

@@ -217,7 +217,7 @@ class Entered:
 
     def __init__(self, calls: Calls, verb: str, code: int, operation: Operation) -> None:
         self._calls, self._code, self._operation = calls, code, operation
-        self._is_rooted = verb == "broadcast"
+        self._is_rooted = verb in ("broadcast", "reduce")
         self.many: Operation | None = getattr(calls, f"{verb}_many", None)
 
     def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
@@ -320,6 +320,8 @@ class Movement(Calls):
                 f"{self.group.where}: scatter: the tensor has {source.dim()} dimensions, more than the {_MOST_DIMS} "
                 "that can be announced. Merge some with flatten()."
             )
+        if self.rank != root:  # what another rank passes is of no concern
+            source = None
         num_rows, row_bytes, address = 0, 0, 0
         message: tuple[int, ...] = ()
         if source is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from .. import layout
 from ..heap import SharedHeap
 from ..kernels import context
-from ..layout import PAYLOAD, REFUSED, RING_LENGTH, SIGNATURE, entry, num_slots
+from ..layout import PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, entry, num_slots
 from ..progress import GIVEN_UP, NATIVE
 
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
@@ -53,8 +53,10 @@ class SharedGroup:
         seq = self._ledger.current[0]
         if self._ledger.board is not None:
             self._ledger.spoil_entry(NATIVE ^ int(self.words[context.CHUNKS]))
-        else:
-            self.page.words[self.payload(self._rank, seq) - PAYLOAD + SIGNATURE] ^= GIVEN_UP
+        elif self.words[context.GAVE_UP] != seq:
+            own = self.payload(self._rank, seq) - PAYLOAD
+            self.page.words[own + SIGNATURE] ^= GIVEN_UP if self.page.words[own + SEQUENCE] == seq else 0
+        self.words[context.GAVE_UP] = seq
         self.page.set(self._rank, REFUSED, seq)
         self.words[context.CHUNKS] = seq << layout.CHUNK_BITS
         self.heap.note_failed_call()

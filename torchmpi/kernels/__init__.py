@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -20,8 +21,8 @@ class _Set(NamedTuple):
     modules: tuple[str, ...]
     names: tuple[str, ...]
     words: str
-    gates: tuple[str, ...] = ()
-    """Those that can also be entered with tensors."""
+    gates: Mapping[str, str] = MappingProxyType({})
+    """Verbs whose kernel can also be entered with tensors, and that kernel."""
 
 
 _SETS = {
@@ -32,7 +33,8 @@ _SETS = {
             "offer", "take",
         ),  # fmt: skip
         "shared-memory kernels",
-        ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"),
+        {"reduce": "allreduce"}
+        | {verb: verb for verb in ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")},
     ),
     "sharding": _Set(("sharding",), ("pass_over", "take_chunk", "end_chunk", "take_over"), "parameter-server kernels"),
 }
@@ -94,11 +96,11 @@ _definitions: dict[str, _Definition] = {}
 """They must live as long as the functions."""
 
 
-def gate(kernel: str, words: int) -> Callable[..., Any]:
-    """The function that enters a kernel with tensors; `words` is the address of what it looks at (see context)."""
+def gate(verb: str, words: int) -> Callable[..., Any]:
+    """The function that enters a verb's kernel with tensors; `words` is where what it looks at is (see context)."""
     from . import native
 
-    name = f"enter_{kernel}"
+    name = f"enter_{verb}"
     return _callable(name, native.compiler().find(_PREFIX + name), words)
 
 

@@ -7,6 +7,7 @@ taken without what ties it to Numba, put into one module, and each kernel given 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 
 from llvmlite import binding
 
@@ -15,19 +16,19 @@ from .meeting import kernels
 from .wrapping import Native, Wrapper
 
 
-def module_text(prefix: str, modules: tuple[str, ...], names: tuple[str, ...], gates: tuple[str, ...] = ()) -> str:
+def module_text(prefix: str, modules: tuple[str, ...], names: tuple[str, ...], gates: Mapping[str, str]) -> str:
     """One module with these kernels of these modules, and for each a function `prefix + name` that Python can call.
 
-    For each name in `gates` also one `prefix + "enter_" + name`, which takes tensors.
+    For each verb in `gates`, with its kernel, also one `prefix + "enter_" + verb`, which takes tensors.
     """
     for module in modules:
         importlib.import_module(f"{__package__}.{module}")  # which fills the list
-    entering = ["find_door", *(f"enter_{name}" for name in gates)] if gates else []
+    entering = ["find_door", *(f"enter_{name}" for name in sorted({*gates.values()}))] if gates else []
     natives = {name: Native(kernels[name]) for name in (*names, *entering)}
     texts = [native.text for native in natives.values()]
     texts += [_plain(prefix + name, natives[name]) for name in names]
-    for name in gates:
-        texts.append(gate_text(f"{prefix}enter_{name}", natives["find_door"], natives[f"enter_{name}"], natives[name]))
+    for verb, name in gates.items():
+        texts.append(gate_text(f"{prefix}enter_{verb}", natives["find_door"], natives[f"enter_{name}"], natives[name]))
     whole = binding.parse_assembly(texts[0])
     for text in texts[1:]:
         whole.link_in(binding.parse_assembly(text))

@@ -53,7 +53,9 @@ NUM_SLOTS = 27
 """Slots of each rank: a power of two, at least two."""
 CROWDED = 28
 """Whether there are more ranks than cores, so that some of them share one."""
-POINTERS = 29
+GAVE_UP = 29
+"""Number of the last call that this rank has given up, until all others have left it; then 0."""
+POINTERS = 30
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -61,7 +63,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    37
+    38
     """
     return POINTERS + 2 * size
 
@@ -79,7 +81,7 @@ CONTEXT = 0
 ITEM_BYTES = 1
 REDUCER = 2
 ROOT = 3
-"""Who receives the result of a reduction; -1 for everybody."""
+"""Who receives the result of a reduction or a gather, or sends a broadcast or a scatter; -1 for everybody."""
 TABLE = 4
 """Address of what is sent and received: for each rank two pairs of address and length."""
 PLAN_WORDS = 5

@@ -31,7 +31,7 @@ def kernel(function: Any) -> Any:
 
 _ROW = layout.ROW_BYTES
 _ENTERED, _LEFT, _REFUSED = (word * 8 for word in (layout.ENTERED, layout.LEFT, layout.REFUSED))
-_CORE = layout.CORE * 8
+_CORE, _SIGNATURE = layout.CORE * 8, layout.SIGNATURE * 8
 _RING, _ENTRY, _LAST = layout.RING_START * 8, layout.ENTRY_WORDS * 8, layout.RING_LENGTH - 1
 PAYLOAD = layout.PAYLOAD * 8
 
@@ -55,6 +55,17 @@ def entry(ctx, rank, seq):  # type: ignore[no-untyped-def]
 
 
 @inner
+def has_given_up(ctx, rank):  # type: ignore[no-untyped-def]
+    """Whether a rank will not finish the current call: it says so, or says so of a later one, and never was in this."""
+    seq = own(ctx, context.SEQUENCE)
+    refused = load_acquire(row(ctx, rank) + _REFUSED)
+    if refused <= seq:
+        return refused == seq
+    mine, theirs = entry(ctx, own(ctx, context.RANK), seq), entry(ctx, rank, seq)
+    return load(mine) == seq and (load(theirs) != seq or load(theirs + _SIGNATURE) != load(mine + _SIGNATURE))
+
+
+@inner
 def wait_long(ctx, address, value):  # type: ignore[no-untyped-def]
     """Give way, then sleep, ever longer; ends if a rank has given up the call, or its time is over."""
     for _ in range(own(ctx, context.YIELDS)):
@@ -64,7 +75,7 @@ def wait_long(ctx, address, value):  # type: ignore[no-untyped-def]
     nap = _SHORTEST_NAP_MICROSECONDS
     while load_acquire(address) < value:
         for rank in range(own(ctx, context.SIZE)):
-            if load_acquire(row(ctx, rank) + _REFUSED) == own(ctx, context.SEQUENCE):
+            if has_given_up(ctx, rank):
                 return context.REFUSED + rank
         if load_acquire(ctx + context.EXPIRED * 8) == own(ctx, context.SEQUENCE):
             return context.LATE
@@ -119,13 +130,19 @@ def wait_all(ctx, counter, value):  # type: ignore[no-untyped-def]
 
 @inner
 def begin(ctx, seq):  # type: ignore[no-untyped-def]
-    """Make sure that this rank's entry for a call may be written: all ranks are past the call that had it before."""
+    """Make sure that this rank's entry for a call may be written: all ranks are past the call that had it before.
+
+    After a call that this rank has given up also that its slots may: all are past that one, and those before it.
+    """
     store(ctx + context.SEQUENCE * 8, seq)
-    if seq <= own(ctx, context.FREE):
-        return 0
-    # Calls by other transports are not noted there if calls are not compared.
-    store(row(ctx, own(ctx, context.RANK)) + _ENTERED, seq - 1)
-    return wait_all(ctx, _ENTERED, seq - _LAST)
+    store_release(row(ctx, own(ctx, context.RANK)) + _ENTERED, seq)
+    given_up = own(ctx, context.GAVE_UP)
+    if given_up != 0:
+        status = wait_all(ctx, _ENTERED, given_up + 1)
+        if status != 0:
+            return status
+        store(ctx + context.GAVE_UP * 8, 0)
+    return wait_all(ctx, _ENTERED, seq - _LAST) if seq > own(ctx, context.FREE) else 0
 
 
 @inner
@@ -139,7 +156,6 @@ def arrive(ctx, seq, signature):  # type: ignore[no-untyped-def]
     mine = entry(ctx, rank, seq)
     store(mine + layout.SIGNATURE * 8, signature)
     store_release(mine, seq)
-    store(row(ctx, rank) + _ENTERED, seq)
     status = wait_beside(ctx, mine - row(ctx, rank), seq)
     if status != 0:
         return status

@@ -133,17 +133,6 @@ def fence(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def fence_loads(typing_context):  # type: ignore[no-untyped-def]
-    """Everything read before has been read before anything that is read after."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        builder.fence("acquire")
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-@intrinsic
 def reduce(typing_context, function, out, sources, num_sources, numel):  # type: ignore[no-untyped-def]
     """Call a reducer by its address: ``reduce(out, sources, num_sources, numel)``."""
 

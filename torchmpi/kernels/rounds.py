@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .meeting import entry, inner, kernel, own, row, wait, wait_all
-from .memory import copy, fence, fence_loads, load, now, store, store_release
+from .meeting import inner, kernel, own, row, wait, wait_all
+from .memory import copy, fence, load, now, store, store_release
 from .placing import (
     LONG_BYTES,
     choose_way,
@@ -24,7 +24,7 @@ from .placing import (
     publish,
 )
 
-_READY, _REDUCED, _SIGNATURE = (word * 8 for word in (layout.READY, layout.REDUCED, layout.SIGNATURE))
+_READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 
 # A table of what is sent and received: for each rank two pairs of address and length.
 PAIRS = 4 * 8
@@ -89,18 +89,6 @@ def put(ctx, chunk, table, piece_bytes, keeps):  # type: ignore[no-untyped-def]
 
 
 @inner
-def has_given_up(ctx, rank):  # type: ignore[no-untyped-def]
-    """Whether a rank has left this call between two kernels: what lies in its slots may then be of the next one.
-
-    First it takes back what it has announced; then it counts its chunks from a number above all those of this call.
-    """
-    seq = own(ctx, context.SEQUENCE)
-    mine, theirs = entry(ctx, own(ctx, context.RANK), seq), entry(ctx, rank, seq)
-    is_spoiled = load(theirs + _SIGNATURE) != load(mine + _SIGNATURE)
-    return is_spoiled or load(row(ctx, rank) + _READY) >= seq << layout.CHUNK_BITS
-
-
-@inner
 def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
     """Fetch what the others have put there for this rank."""
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
@@ -118,9 +106,6 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
             source = moving_slot(ctx, other, chunk) + (0 if is_stream else rank * piece_bytes)
             begin = now()
             deliver(load(pair) + done, source, length, load(pair + 8))
-            fence_loads()
-            if has_given_up(ctx, other):
-                return context.REFUSED + other
             note_time(ctx, begin)
             fetched += length
     note_chunk(ctx, fetched)
