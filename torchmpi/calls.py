@@ -53,7 +53,7 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
         gates.open_to(verb, name, partial(_door, group, plan, root, comm, (verb, op, tensor.dtype, backend)))
     if out is None:
         result = group.call(plan, tensor, None, root)
-        if result is tensor and tensor is not None:
+        if result is tensor:
             buffers.touch(tensor)
         return result
     if not is_simple(out) or out.dtype is not tensor.dtype or verb in plans.IN_PLACE or buffers.overlap(out, tensor):
