@@ -82,8 +82,7 @@ def put(ctx, chunk, table, piece_bytes, keeps):  # type: ignore[no-untyped-def]
             num_put += length
             if is_stream:
                 break
-    if not keeps:  # which takes longer, and says nothing about the slot
-        note_put(ctx, chunk, since, num_put)
+    note_put(ctx, chunk, since, num_put)  # also of what is kept at the same time: that adds less than slow lines do
     publish(ctx, _READY, chunk + 1)
     return 0
 
