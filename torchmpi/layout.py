@@ -18,9 +18,11 @@ _LINE_WORDS = 16  # 128 bytes
 ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BROUGHT, BLAMES, CORE = range(12)
 BLAMED_RANK_BITS = 24
 
-# Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read.
+# Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read; for the last
+# two of those, by turns, whether what it has combined is in its own slot instead of those of the others.
 READY = 1 * _LINE_WORDS
 REDUCED = 2 * _LINE_WORDS
+KEPT = REDUCED + 1
 CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
 # The ring: of each call its number, its signature, and up to PAYLOAD_BYTES that travel with them.

@@ -21,7 +21,6 @@ import torch
 from torchmpi.kernels import reduction
 from torchmpi.segments import Segment, Ticket
 
-_NATIVE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 _RECORDED, _DONE = 0, 8
 
 
@@ -119,11 +118,10 @@ class HostDevice:
     # --- kernels
 
     def reducer(self, dtype: torch.dtype, op: str, num_sources: int) -> Any:
-        function = _NATIVE(reduction.address(dtype, op))
+        function = reduction.called(reduction.address(dtype, op))
 
         def reduce(sources: list[int], out: int, num_bytes: int, stream: int) -> None:
-            pointers = (ctypes.c_int64 * num_sources)(*sources)
-            self._enqueue(lambda: function(out, ctypes.addressof(pointers), num_sources, num_bytes // dtype.itemsize))
+            self._enqueue(lambda: function([out], sources, num_bytes // dtype.itemsize))
 
         return reduce
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -190,6 +193,27 @@ def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
         mine = contract.rows(expected, rank, size)
         agree.bits(mpi.reduce_scatter(inputs[rank].clone(), backend="shm"), mine, "reduce_scatter")
         group.page.set(rank, layout.FETCHES_SLOWLY, 0)
+
+
+def test_ranks_that_change_the_way_in_the_middle_of_calls(agree, slots):
+    """Some find results in the others' slots, and some in their own, from one chunk to the next."""
+    rank, size = mpi.rank(), mpi.size()
+    page, over = mpi.communicator().intra.page, threading.Event()
+
+    def change() -> None:
+        way = random.Random(rank)
+        while not over.wait(0.0002):
+            page.set(rank, layout.FETCHES_SLOWLY, way.randrange(2))
+
+    inputs = [contract.values((70_001,), torch.float32, r) for r in range(size)]
+    expected = contract.reduced(inputs, "sum")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(change)
+        try:
+            results = [mpi.allreduce(inputs[rank].clone(), backend="shm") for _ in range(200)]
+        finally:
+            over.set()
+    agree(all(contract.same_bits(result, expected) for result in results), "allreduce")
 
 
 @pytest.mark.parametrize("slow", (0, 7))

@@ -3,7 +3,6 @@ host, which have twins of their own. Prints one line of JSON: what differs, by d
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import warnings
@@ -17,7 +16,6 @@ from torchmpi import dtypes
 from torchmpi.kernels import cuda_lanes, reduction
 from torchmpi.kernels.cuda_intrinsics import UNIT_BYTES
 
-NATIVE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 GRID, BLOCK = 2, 3  # so that threads go on by their step, in the simulator a thread of the host each
 GUARD = 64
 
@@ -48,8 +46,8 @@ def room(num_bytes: int, offset: int) -> tuple[torch.Tensor, int]:
 def on_the_host(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     dtype = parts[0].dtype
     result = torch.empty(parts[0].numel() * dtype.itemsize, dtype=torch.uint8)
-    pointers = torch.tensor([part.data_ptr() for part in parts])
-    NATIVE(reduction.address(dtype, op))(result.data_ptr(), pointers.data_ptr(), len(parts), parts[0].numel())
+    run = reduction.called(reduction.address(dtype, op))
+    run([result.data_ptr()], [part.data_ptr() for part in parts], parts[0].numel())
     return result.view(dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from functools import partial
 
@@ -25,7 +24,7 @@ ALL = (*REAL, *COMPLEX, *INTEGERS, torch.bool)
 NUM_SOURCES = (1, 2, 3, 5, 8)
 NUMELS = (0, 1, 2, 3, 63, 64, 65, 1000, 4099)
 GUARD_BYTES = 320  # more than a vector of any kind
-NATIVE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+ALL_SOURCES = -1  # where a result goes: into each of them
 _NUMPY = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _NUMPY |= {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 _NUMPY_BOOL = {"min": np.logical_and, "band": np.logical_and, "land": np.logical_and}
@@ -75,24 +74,27 @@ def twin(parts: list[torch.Tensor], op: str) -> torch.Tensor:
 def reduced(parts: list[torch.Tensor], address: int, place: int | None, offset: int) -> torch.Tensor:
     """Call the function with every source `offset` bytes from an aligned address, and the result in source `place`.
 
-    Nothing but the result may change: neither what surrounds it nor any other source.
+    That may be all of them, or, if it is None, another place. Nothing but the result may change: neither what surrounds
+    it nor any other source.
     """
     dtype, numel = parts[0].dtype, parts[0].numel()
     begin = GUARD_BYTES + offset
     end = begin + numel * dtype.itemsize
     rooms = []  # of bytes: torch would make 0 or 1 of a bool
-    for part in parts if place is not None else [*parts, parts[0]]:
+    for part in [*parts, parts[0]]:
         room = torch.full((end + GUARD_BYTES,), 0xA5, dtype=torch.uint8)
         room[begin:end] = part.view(torch.uint8)
         rooms.append(room)
     before = [room.clone() for room in rooms]
-    pointers = torch.tensor([room.data_ptr() + begin for room in rooms[: len(parts)]])
-    written = -1 if place is None else place
-    NATIVE(address)(rooms[written].data_ptr() + begin, pointers.data_ptr(), len(parts), numel)
-    result = rooms[written][begin:end].clone().view(dtype)
-    rooms[written][begin:end] = before[written][begin:end]
+    addresses = [room.data_ptr() + begin for room in rooms]
+    written = [len(parts)] if place is None else list(range(len(parts))) if place == ALL_SOURCES else [place]
+    reduction.called(address)([addresses[index] for index in written], addresses[: len(parts)], numel)
+    results = [rooms[index][begin:end].clone() for index in written]
+    for index in written:
+        rooms[index][begin:end] = before[index][begin:end]
     assert all(map(torch.equal, rooms, before)), "something besides the result was written"
-    return result
+    assert all(torch.equal(result, results[0]) for result in results)
+    return results[0].view(dtype)
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> list[int]:
@@ -109,7 +111,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> list[int]:
 
 
 def places(num_sources: int) -> list[int | None]:
-    return [None, *sorted({0, num_sources // 2, num_sources - 1})]
+    return [None, ALL_SOURCES, *sorted({0, num_sources // 2, num_sources - 1})]
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=dtypes.short_name)
@@ -121,7 +123,7 @@ def test_every_operation_size_and_place(dtype):
         for numel in NUMELS:
             parts = [part[:numel] for part in longest]
             # Every place for some sizes, one of them for the others: all of them for all would take minutes.
-            for place in places(num_sources) if numel in (3, 65, 1000) else [None, numel % num_sources]:
+            for place in places(num_sources) if numel in (3, 65, 1000) else [ALL_SOURCES, numel % num_sources]:
                 result = reduced(parts, address, place, offset=(numel % 2) * dtype.itemsize)
                 assert not differing(result, whole[:numel]), (op, num_sources, numel, place)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchmpi import layout
 from torchmpi.kernels import context, placing, rounds
@@ -132,6 +134,42 @@ def test_what_always_goes_past_the_caches_does_whatever_the_ranks_say():
     assert not rank.says_slow, "it says nothing about the caches"
 
 
+@given(st.integers(1, 64), st.integers(64, 1 << 20), st.integers(1, 1 << 26))
+def test_a_stream_is_cut_into_pieces_that_fit_into_a_slot(size, slot_bytes, num_bytes):
+    words = np.zeros(context.context_words(size), np.int64)
+    words[context.SIZE], words[context.SLOT_BYTES] = size, slot_bytes // 64 * 64
+    num_rounds, piece = rounds.cut_stream(words.ctypes.data, num_bytes), words[context.CHUNK_BYTES]
+    assert 0 < piece <= slot_bytes and piece % 64 == 0
+    assert (num_rounds - 1) * piece < num_bytes <= num_rounds * piece
+    assert words[context.SPACING] == 0
+    assert piece == words[context.SLOT_BYTES] or num_rounds <= 8
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 4, 64))
+def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
+    """Whatever verbs they belong to; of chunk c - 2 and before nothing is left when chunk c is put."""
+    words = np.zeros(context.context_words(size), np.int64)
+    words[context.SIZE], words[context.SLOT_BYTES] = size, 1
+    words[context.NUM_SLOTS] = num_slots = layout.num_slots(size)
+    ways = placing.slot, placing.moving_slot
+    for chunk in range(MANY, MANY + 4 * num_slots):
+        before, now = (
+            [{where(words.ctypes.data, rank, number) for rank in range(size)} for where in ways]
+            for number in (chunk, chunk + 1)
+        )
+        for slots in (*before, *now):
+            assert len(slots) == size and slots <= set(range(size * num_slots))
+        assert not (before[0] | before[1]) & (now[0] | now[1])
+
+
+def test_what_a_rank_has_read_it_writes_to_next_where_there_are_two():
+    rank = Rank(4)
+    rank.words[context.SLOT_BYTES] = 1
+    for chunk in range(MANY, MANY + 8):
+        read_by_rank_0 = placing.moving_slot(rank.address, 1, chunk)
+        assert placing.moving_slot(rank.address, 0, chunk + 4) == read_by_rank_0
+
+
 def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call():
     """The sizes of seven ranks' parts go through the slots too, and were overwritten while others read them."""
     rank = Rank()
@@ -142,7 +180,7 @@ def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call
     rank.words[context.SEQUENCE] = rank.words[context.EXPIRED] = 5  # nobody comes, and there is no time to wait
     plan = np.zeros(context.PLAN_WORDS, np.int64)
     plan[context.CONTEXT] = rank.address
-    arguments = plan.ctypes.data, table.ctypes.data, CHUNK_BYTES // 2, 8, 1
+    arguments = plan.ctypes.data, table.ctypes.data, 0, 4 * CHUNK_BYTES, 1
     assert rounds.exchange(*arguments) == context.LATE and not slots.any()
     rank.rows[1, layout.REDUCED] = MANY
     assert rounds.exchange(*arguments) == context.LATE and slots.any(), "everybody had fetched"

@@ -12,7 +12,6 @@ in one order, and MPI keeps the messages of a pair of ranks in order.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -83,13 +82,11 @@ class Combiner:
     """Combines vectors of one dtype and operation, in their order."""
 
     def __init__(self, dtype: torch.dtype, op: str) -> None:
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-        self._reduce = kind(reduction.address(dtype, op))
+        self._reduce = reduction.called(reduction.address(dtype, op))
 
     def __call__(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combine `parts`, flat and as long as `out`, into `out`, which may be one of them."""
-        addresses = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
-        self._reduce(out.data_ptr(), ctypes.addressof(addresses), len(parts), out.numel())
+        self._reduce([out.data_ptr()], [part.data_ptr() for part in parts], out.numel())
 
 
 class Post:

@@ -29,7 +29,6 @@ from .shm_group import SharedGroup
 _MOST_DIMS = ENTRY_WORDS - PAYLOAD - 2
 _PAIR_WORDS = 4
 _ALLOCATING = ("allgather", "reduce_scatter", "gather", "scatter", "alltoall", "exchange_parts")
-_LINE_BYTES = 64
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -171,11 +170,8 @@ class Calls:
 
     def exchange(self, *, is_stream: bool, longest: int, has_sent: bool = False) -> None:
         """Move what is in the table; `longest` is the longest length in anybody's."""
-        piece = self.shared.slot_bytes
-        if not is_stream:
-            piece = piece // self.size // _LINE_BYTES * _LINE_BYTES
-        num_rounds = -(-longest // piece)
-        status = self._in_kernel("exchange", self.plan(), self.table.ctypes.data, piece, num_rounds, int(has_sent))
+        arguments = self.table.ctypes.data, int(is_stream), longest, int(has_sent)
+        status = self._in_kernel("exchange", self.plan(), *arguments)
         if status:
             self.settle(status)
 

@@ -25,7 +25,7 @@ OWN_SEGMENTS = 10
 MAPPINGS = 11
 """Address of what is mapped here of the segments of each rank: MAPPINGS_PER_RANK pairs of key and address for each."""
 CHUNK_BYTES = 12
-"""Size of the chunks in which the current call is cut, but for the last."""
+"""Size of the chunks in which the current call is cut, but for the last; of what moves, what one rank gets of each."""
 FREE = 13
 """Calls up to this number may be entered: all ranks are past the entries that they take in the ring."""
 IS_PAST = 14
@@ -55,7 +55,11 @@ CROWDED = 28
 """Whether there are more ranks than cores, so that some of them share one."""
 GAVE_UP = 29
 """Number of the last call that this rank has given up, until all others have left it; then 0."""
-POINTERS = 30
+OUT = 30
+"""Where something is combined to, if to one place only."""
+SPACING = 31
+"""Bytes from what is for one rank in a slot to what is for the next: 0 where all get the same."""
+POINTERS = 32
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -63,7 +67,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    38
+    40
     """
     return POINTERS + 2 * size
 

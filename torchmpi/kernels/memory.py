@@ -133,15 +133,15 @@ def fence(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def reduce(typing_context, function, out, sources, num_sources, numel):  # type: ignore[no-untyped-def]
-    """Call a reducer by its address: ``reduce(out, sources, num_sources, numel)``."""
+def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel):  # type: ignore[no-untyped-def]
+    """Call a reducer by its address (see torchmpi.kernels.reduction)."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)
+        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), generate
+    return types.void(*[types.int64] * 6), generate
 
 
 @intrinsic

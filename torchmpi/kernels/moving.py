@@ -11,10 +11,9 @@ from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, r
 from .memory import copy, load, now, store, store_release
 from .placing import choose_way, end_chunks, moving_slot, note_chunk, note_time
 from .reducing import combine, point_at
-from .rounds import PAIRS, deliver, go_on, put
+from .rounds import PAIRS, cut_parts, cut_stream, deliver, go_on, put
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
-_LINE_BYTES = 64
 _SHORT_BROADCAST_BYTES = 128 << 10  # such a one goes past the caches in any case: that was never slower
 
 
@@ -59,12 +58,6 @@ def end_whole(ctx):  # type: ignore[no-untyped-def]
     return 0
 
 
-@inner
-def rounds(num_bytes, piece_bytes):  # type: ignore[no-untyped-def]
-    """How many pieces that many bytes make."""
-    return (num_bytes + piece_bytes - 1) // piece_bytes
-
-
 @kernel
 def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-untyped-def]
     """The root's bytes to everybody. The root is in the plan."""
@@ -91,10 +84,10 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
         for other in range(size):
             store(table + other * PAIRS + 16, address)
             store(table + other * PAIRS + 24, num_bytes if other == root and rank != root else 0)
-        piece = own(ctx, context.SLOT_BYTES)
-        choose_way(ctx, rounds(num_bytes, piece), num_bytes <= _SHORT_BROADCAST_BYTES)
-        put(ctx, own(ctx, context.CHUNKS), table, piece, False)
-        status = go_on(ctx, table, piece, rounds(num_bytes, piece))
+        num_rounds = cut_stream(ctx, num_bytes)
+        choose_way(ctx, num_rounds, num_bytes <= _SHORT_BROADCAST_BYTES)
+        put(ctx, own(ctx, context.CHUNKS), table, False)
+        status = go_on(ctx, table, num_rounds)
     leave(ctx, seq)
     return status
 
@@ -124,14 +117,14 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     is_short, is_whole = num_bytes <= layout.PAYLOAD_BYTES - 8, num_bytes <= own(ctx, context.WHOLE_BYTES)
     num_sent = num_bytes if rank != root else 0
     num_received = num_bytes if root < 0 or rank == root else 0
-    table, piece = send_to_all(plan, source, num_sent), own(ctx, context.SLOT_BYTES)
+    table, num_rounds = send_to_all(plan, source, num_sent), cut_stream(ctx, num_bytes)
     if is_short:
         copy(payload + 8, source, num_bytes)
     elif is_whole:
         put_whole(ctx, source, num_sent)
     else:
-        choose_way(ctx, rounds(num_bytes, piece), False)
-        put(ctx, own(ctx, context.CHUNKS), table, piece, False)
+        choose_way(ctx, num_rounds, False)
+        put(ctx, own(ctx, context.CHUNKS), table, False)
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
@@ -149,7 +142,7 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
         for other in range(size):
             store(table + other * PAIRS + 16, target + other * num_bytes)
             store(table + other * PAIRS + 24, num_received)
-        status = go_on(ctx, table, piece, rounds(num_bytes, piece))
+        status = go_on(ctx, table, num_rounds)
     leave(ctx, seq)
     return status
 
@@ -161,9 +154,9 @@ def rows_before(num_rows, size, rank):  # type: ignore[no-untyped-def]
 
 
 @inner
-def piece_for_each(ctx):  # type: ignore[no-untyped-def]
-    """What goes to each rank in a round, where all are sent something else."""
-    return own(ctx, context.SLOT_BYTES) // own(ctx, context.SIZE) // _LINE_BYTES * _LINE_BYTES
+def cut_rows(ctx, num_rows, row_bytes):  # type: ignore[no-untyped-def]
+    """Cut rows, of which each rank has its own; gives the number of rounds."""
+    return cut_parts(ctx, rows_before(num_rows, own(ctx, context.SIZE), 1) * row_bytes)
 
 
 @inner
@@ -193,14 +186,13 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
         if status == 0:
             for other in range(size):
                 point_at(ctx, other, entry(ctx, other, seq) + PAYLOAD + first)
-            combine(plan, target, length, 0)
+            combine(plan, target, length)
         leave(ctx, seq)
         return status
-    piece = piece_for_each(ctx)
     table, base = send_rows(plan, source, num_rows, row_bytes), own(ctx, context.CHUNKS)
-    num_rounds = rounds((num_rows + size - 1) // size * row_bytes, piece)
+    num_rounds, piece = cut_rows(ctx, num_rows, row_bytes), own(ctx, context.CHUNK_BYTES)
     choose_way(ctx, num_rounds, False)
-    put(ctx, base, table, piece, False)
+    put(ctx, base, table, False)
     status = arrive(ctx, seq, signature)
     for index in range(num_rounds):
         if status != 0:
@@ -210,7 +202,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
             status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
             if status != 0:
                 return status
-            put(ctx, chunk + 1, table, piece, False)
+            put(ctx, chunk + 1, table, False)
         if index > 0:
             status = wait_all(ctx, _READY, chunk + 1)
             if status != 0:
@@ -219,7 +211,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
             point_at(ctx, other, moving_slot(ctx, other, chunk) + rank * piece)
         point_at(ctx, rank, source + first + index * piece)
         mine, since = max(0, min(piece, length - index * piece)), now()
-        combine(plan, target + index * piece, mine, 0)
+        combine(plan, target + index * piece, mine)
         note_time(ctx, since)
         note_chunk(ctx, mine * (size - 1))
         store_release(row(ctx, rank) + _REDUCED, chunk + 1)
@@ -243,15 +235,14 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
     store(payload, num_rows)
     first = rows_before(num_rows, size, rank) * row_bytes
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
-    piece = piece_for_each(ctx)
-    num_rounds = rounds((num_rows + size - 1) // size * row_bytes, piece)
+    num_rounds = cut_rows(ctx, num_rows, row_bytes)
     is_short = num_rows * row_bytes <= layout.PAYLOAD_BYTES - 8
     if is_short:
         copy(payload + 8, source, num_rows * row_bytes)
     else:
         choose_way(ctx, num_rounds, False)
         send_rows(plan, source, num_rows, row_bytes)
-        put(ctx, own(ctx, context.CHUNKS), own(plan, context.TABLE), piece, False)
+        put(ctx, own(ctx, context.CHUNKS), own(plan, context.TABLE), False)
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
@@ -267,7 +258,7 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
             store(table + other * PAIRS + 24, length)
         if size > 1:
             deliver(target + rank * length, source + first, length, length)
-        status = go_on(ctx, table, piece, num_rounds)
+        status = go_on(ctx, table, num_rounds)
     leave(ctx, seq)
     return status
 
@@ -281,11 +272,10 @@ def offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes)
         return status
     copy(entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD, message, num_bytes)
     if own(ctx, context.RANK) == own(plan, context.ROOT):
-        piece = piece_for_each(ctx)
-        num_rounds = rounds((num_rows + own(ctx, context.SIZE) - 1) // own(ctx, context.SIZE) * row_bytes, piece)
+        num_rounds = cut_rows(ctx, num_rows, row_bytes)
         choose_way(ctx, num_rounds, False)
         if num_rounds > 0:
-            put(ctx, own(ctx, context.CHUNKS), send_rows(plan, source, num_rows, row_bytes), piece, False)
+            put(ctx, own(ctx, context.CHUNKS), send_rows(plan, source, num_rows, row_bytes), False)
     status = arrive(ctx, seq, signature)
     leave(ctx, seq)
     return status
@@ -298,8 +288,7 @@ def take(plan, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
     first = rows_before(num_rows, size, rank) * row_bytes
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
-    table, piece = own(plan, context.TABLE), piece_for_each(ctx)
-    num_rounds = rounds((num_rows + size - 1) // size * row_bytes, piece)
+    table, num_rounds = own(plan, context.TABLE), cut_rows(ctx, num_rows, row_bytes)
     if rank != root:
         send_to_all(plan, 0, 0)
         choose_way(ctx, num_rounds, False)
@@ -308,4 +297,4 @@ def take(plan, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-
     for other in range(size):
         store(table + other * PAIRS + 16, target)
         store(table + other * PAIRS + 24, length if other == root else 0)
-    return go_on(ctx, table, piece, num_rounds)
+    return go_on(ctx, table, num_rounds)

@@ -40,8 +40,13 @@ def slot(ctx, rank, chunk):  # type: ignore[no-untyped-def]
 
 @inner
 def moving_slot(ctx, rank, chunk):  # type: ignore[no-untyped-def]
-    """The same for a chunk that is moved on: all slots by turns, see :func:`torchmpi.layout.num_slots`."""
+    """The same for a chunk that is moved on: all slots by turns, see :func:`torchmpi.layout.num_slots`.
+
+    Two ranks change places after each turn: what one of them has read, it has in its cache, and may write to next.
+    """
     num_slots = own(ctx, context.NUM_SLOTS)
+    if own(ctx, context.SIZE) == 2:
+        rank ^= (chunk // num_slots) & 1
     index = num_slots * rank + (chunk & (num_slots - 1))
     return own(ctx, context.SLOTS) + index * own(ctx, context.SLOT_BYTES)
 

@@ -12,7 +12,7 @@ from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, r
 from .memory import copy, load, now, reduce, store, store_release
 from .placing import choose_way, copy_into_slot, end_chunks, note_chunk, note_put, note_time, publish, slot
 
-_READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
+_READY, _REDUCED, _KEPT = layout.READY * 8, layout.REDUCED * 8, layout.KEPT * 8
 _LINE_BYTES = 64
 _BLOCK_BYTES = 16 << 10  # combined, then copied on while it is in the first cache
 _MIXED, _ALL_SHARED = 1, 2
@@ -44,20 +44,38 @@ def point_at(ctx, rank, address):  # type: ignore[no-untyped-def]
 
 
 @inner
-def combine(plan, out, num_bytes, second):  # type: ignore[no-untyped-def]
-    """Combine what the pointers point at into `out`, and into `second` unless that is 0."""
+def combine(plan, out, num_bytes):  # type: ignore[no-untyped-def]
+    """Combine what the pointers point at into `out`."""
     ctx = own(plan, context.CONTEXT)
-    size, item, reducer = own(ctx, context.SIZE), own(plan, context.ITEM_BYTES), own(plan, context.REDUCER)
-    pointers = ctx + context.POINTERS * 8
-    if second == 0:
-        reduce(reducer, out, pointers, size, num_bytes // item)
-        return 0
+    store(ctx + context.OUT * 8, out)
+    pointers, numel = ctx + context.POINTERS * 8, num_bytes // own(plan, context.ITEM_BYTES)
+    reduce(own(plan, context.REDUCER), ctx + context.OUT * 8, 1, pointers, own(ctx, context.SIZE), numel)
+    return 0
+
+
+@inner
+def combine_for_all(plan, num_bytes):  # type: ignore[no-untyped-def]
+    """Combine what the pointers point at, and put it into each of these places.
+
+    A core that has read a line of another core's, and writes to it at once, has it to itself from then on: the line
+    comes over once, and goes back once, when its owner fetches the result.
+    """
+    ctx = own(plan, context.CONTEXT)
+    pointers, size = ctx + context.POINTERS * 8, own(ctx, context.SIZE)
+    reduce(own(plan, context.REDUCER), pointers, size, pointers, size, num_bytes // own(plan, context.ITEM_BYTES))
+    return 0
+
+
+@inner
+def combine_past(plan, out, also, num_bytes):  # type: ignore[no-untyped-def]
+    """Combine into `out`, and past the caches into another place, while it is in the first cache."""
+    ctx = own(plan, context.CONTEXT)
     done = 0
     while done < num_bytes:
         block = min(_BLOCK_BYTES, num_bytes - done)
-        reduce(reducer, out + done, pointers, size, block // item)
-        copy_into_slot(ctx, second + done, out + done, block)
-        for rank in range(size):
+        combine(plan, out + done, block)
+        copy_into_slot(ctx, also + done, out + done, block)
+        for rank in range(own(ctx, context.SIZE)):
             point_at(ctx, rank, own(ctx, context.POINTERS + rank) + block)
         done += block
     return 0
@@ -107,7 +125,7 @@ def put_stretch(ctx, target, begin, end):  # type: ignore[no-untyped-def]
 
 @inner
 def combine_stretch(plan, chunk, base, begin, end, publishes):  # type: ignore[no-untyped-def]
-    """Combine a stretch of a chunk that begins at `base`; the result also goes into the own slot if it `publishes`."""
+    """Combine a stretch of a chunk that begins at `base`; the others get it as well if this rank `publishes` it."""
     ctx = own(plan, context.CONTEXT)
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
     index = piece_at(ctx, base + begin)
@@ -116,11 +134,14 @@ def combine_stretch(plan, chunk, base, begin, end, publishes):  # type: ignore[n
         for other in range(size):
             point_at(ctx, other, slot(ctx, other, chunk) + first - base)
         point_at(ctx, rank, address)
-        out = slot(ctx, rank, chunk) + first - base
-        if root < 0:
-            combine(plan, address, length, out if publishes else 0)
+        if root >= 0:
+            combine(plan, own(ctx, context.POINTERS + root), length)
+        elif not publishes:
+            combine(plan, address, length)
+        elif own(ctx, context.IS_PAST) != 0:
+            combine_past(plan, address, slot(ctx, rank, chunk) + first - base, length)
         else:
-            combine(plan, address if root == rank else out, length, 0)
+            combine_for_all(plan, length)
         index += 1
     return 0
 
@@ -142,13 +163,15 @@ def copy_in(ctx, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
 
 @inner
 def combine_own(plan, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
-    """Combine this rank's part of a chunk, for itself and for the others to fetch."""
+    """Combine this rank's part of a chunk, and put it where the others find it: in their slots, or in its own."""
     ctx = own(plan, context.CONTEXT)
     rank = own(ctx, context.RANK)
     begin, end = chunk_part(ctx, rank, num_bytes), chunk_part(ctx, rank + 1, num_bytes)
     since = now()
     combine_stretch(plan, chunk, base, begin, end, True)
     note_time(ctx, since)
+    is_kept = own(plan, context.ROOT) < 0 and own(ctx, context.IS_PAST) != 0
+    store(row(ctx, rank) + _KEPT + (chunk & 1) * 8, is_kept)
     publish(ctx, _REDUCED, chunk + 1)
     return 0
 
@@ -165,7 +188,8 @@ def copy_out(plan, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
             return status
         if root < 0 or root == rank:
             begin, end = chunk_part(ctx, other, num_bytes), chunk_part(ctx, other + 1, num_bytes)
-            since, source = now(), slot(ctx, other, chunk)
+            is_kept = load(row(ctx, other) + _KEPT + (chunk & 1) * 8)
+            since, source = now(), slot(ctx, other if is_kept else rank, chunk)
             index = piece_at(ctx, base + begin)
             while begin < end and has_more(ctx, index, base + end):
                 first, address, length = overlap(ctx, index, base + begin, base + end)
@@ -238,18 +262,12 @@ def combine_in_place(plan, address, num_bytes):  # type: ignore[no-untyped-def]
     chunk = own(ctx, context.CHUNKS)
     store(ctx + context.CHUNKS * 8, chunk + 1)
     begin, end = part_begin(num_bytes, size, rank), part_begin(num_bytes, size, rank + 1)
-    receiver = rank if root < 0 else root
-    while begin < end:
-        block = min(_BLOCK_BYTES, end - begin)
-        for other in range(size):
-            point_at(ctx, other, own(ctx, context.POINTERS + size + other) + begin)
-        out = own(ctx, context.POINTERS + receiver)
-        combine(plan, out, block, 0)
-        if root < 0:
-            for other in range(size):
-                if other != rank:
-                    copy(own(ctx, context.POINTERS + other), out, block)
-        begin += block
+    for other in range(size):
+        point_at(ctx, other, own(ctx, context.POINTERS + size + other) + begin)
+    if root < 0:
+        combine_for_all(plan, end - begin)
+    else:
+        combine(plan, own(ctx, context.POINTERS + root), end - begin)
     store_release(row(ctx, rank) + _READY, chunk + 1)
     store_release(row(ctx, rank) + _REDUCED, chunk + 1)
     return wait_all(ctx, _REDUCED, chunk + 1)
@@ -291,7 +309,7 @@ def with_entry(plan, seq, signature, address, num_bytes):  # type: ignore[no-unt
     if status == 0 and (root < 0 or root == rank):
         for other in range(size):
             point_at(ctx, other, entry(ctx, other, seq) + PAYLOAD)
-        combine(plan, address, num_bytes, 0)
+        combine(plan, address, num_bytes)
     return status
 
 

@@ -1,15 +1,14 @@
 """Reductions as native code: for each dtype and operation a function that combines any number of sources.
 
-Its signature, in C and as numba writes it (see `address`)::
+Its signature, in C (see `address`)::
 
-    void reduce(uint8_t *out, uint8_t **sources, int64_t num_sources, int64_t numel);
-    types.void(types.CPointer(types.uint8), types.CPointer(types.CPointer(types.uint8)), types.int64, types.int64)
+    void reduce(uint8_t **outs, int64_t num_outs, uint8_t **sources, int64_t num_sources, int64_t numel);
 
-* Element by element, `out = (s0 op s1) op s2 ...` in the order of `sources`. Each source is read once and `out` is
-  written once, with the accumulators in vector registers. The bits are those of `backends.ordered.combine`,
-  wherever in the buffer an element is.
+* Element by element, `(s0 op s1) op s2 ...` in the order of `sources`, into each of `outs`. Each source is read once
+  and each out is written once, with the accumulators in vector registers. The bits are those of
+  `backends.ordered.combine`, wherever in the buffer an element is.
 * `num_sources` is at least 1; `numel` counts elements, 0 is allowed. No address needs an alignment.
-* `out` may be one of the sources, exactly; it must not overlap one in part.
+* An out may be one of the sources, exactly; it must not overlap one in part. `outs` may be `sources`.
 * It neither allocates nor calls anything, never fails, and needs no GIL: any thread may call it, also from nopython
   code through its address.
 
@@ -21,6 +20,8 @@ first. Of several NaNs that are added or multiplied, which one's sign and payloa
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -47,10 +48,7 @@ _addresses: dict[tuple[str, str, int], int] = {}
 def address(dtype: torch.dtype, op: str) -> int:
     """The address of the function that reduces `dtype` with `op`, valid until the process ends.
 
-    The first call for a combination compiles it, or loads what an earlier process compiled. From Python, for a test::
-
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-        kind(address(torch.float32, "sum"))(out.data_ptr(), pointers.data_ptr(), len(pointers), out.numel())
+    The first call for a combination compiles it, or loads what an earlier process compiled.
 
     >>> address(torch.int32, "sum") == address(torch.uint32, "sum")
     True
@@ -60,6 +58,24 @@ def address(dtype: torch.dtype, op: str) -> int:
     if key not in _addresses:
         _addresses[key] = _compiled(key)  # threads wait for each other there
     return _addresses[key]
+
+
+def called(address: int) -> Callable[[Sequence[int], Sequence[int], int], None]:
+    """Such a function for Python, of the addresses of outs and sources.
+
+    >>> a, b = torch.ones(3), torch.ones(3)
+    >>> add = called(address(torch.float32, "sum"))
+    >>> add([a.data_ptr()], [a.data_ptr(), b.data_ptr()], 3); a
+    tensor([2., 2., 2.])
+    """
+    words, number = ctypes.POINTER(ctypes.c_int64), ctypes.c_int64
+    function = ctypes.CFUNCTYPE(None, words, number, words, number, number)(address)
+
+    def run(outs: Sequence[int], sources: Sequence[int], numel: int) -> None:
+        num_outs, num_sources = len(outs), len(sources)
+        function((number * num_outs)(*outs), num_outs, (number * num_sources)(*sources), num_sources, numel)
+
+    return run
 
 
 def function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:

@@ -25,7 +25,8 @@ def module_text(lane: str, op: str, num_parts: int, *, has_half: bool = True) ->
     """
     module = ir.Module(name="reduction")
     pointer = BYTE.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, pointer.as_pointer(), I64, I64])
+    pointers = pointer.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointers, I64, pointers, I64, I64])
     function = ir.Function(module, kind, "function")
     function.attributes.add("nounwind")
     _Reduction(function, (lane, op, num_parts), has_half).emit()
@@ -37,7 +38,7 @@ class _Reduction:
 
     def __init__(self, function: Any, key: tuple[str, str, int], has_half: bool) -> None:
         lane, self.op, self.num_parts = key
-        self.out, self.sources, self.num_sources, self.numel = function.args
+        self.outs, self.num_outs, self.sources, self.num_sources, self.numel = function.args
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
         self.numbers = Lanes(self.builder, lane, has_half)
         self.is_pairwise = self.op == "cprod"
@@ -54,7 +55,7 @@ class _Reduction:
         b.ret_void()
 
     def _block(self, lanes: int, offset: Any) -> None:
-        """One vector of elements over all sources. It is stored after everything was read: `out` may be a source."""
+        """One vector of elements over all sources. It is stored after everything was read: an out may be a source."""
         self.lanes = lanes
         one = ir.Constant(I64, 1)
         first = self._load(ir.Constant(I64, 0), offset)
@@ -82,7 +83,12 @@ class _Reduction:
         if self.is_pairwise:
             order = [part * self.lanes + index for index in range(self.lanes) for part in (0, 1)]
             values = [pick(self.builder, values[0], values[1], order)]
-        self.numbers.store(values, self.out, offset)
+
+        def store(index: Any, _: list[Any]) -> list[Any]:
+            self.numbers.store(values, self.builder.load(self.builder.gep(self.outs, [index])), offset)
+            return []
+
+        loop(self.builder, (ir.Constant(I64, 0), self.num_outs, ir.Constant(I64, 1)), [], store)
 
     # Operations.
 

@@ -28,6 +28,34 @@ _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 
 # A table of what is sent and received: for each rank two pairs of address and length.
 PAIRS = 4 * 8
+_LINE_BYTES = 64
+_NUM_PIECES = 8  # of a stream at least, so that most of it is put while what came before is fetched,
+_LEAST_PIECE_BYTES = 16 << 10  # times the number of ranks, which all have to come for each piece
+
+
+@inner
+def num_rounds_of(ctx, num_bytes):  # type: ignore[no-untyped-def]
+    """How many rounds it takes to move that many bytes from one rank to another."""
+    return (num_bytes + own(ctx, context.CHUNK_BYTES) - 1) // own(ctx, context.CHUNK_BYTES)
+
+
+@inner
+def cut_stream(ctx, num_bytes):  # type: ignore[no-untyped-def]
+    """Cut what goes to all; gives the number of rounds."""
+    piece = max(num_bytes // _NUM_PIECES, _LEAST_PIECE_BYTES * own(ctx, context.SIZE))
+    piece = (piece + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
+    store(ctx + context.CHUNK_BYTES * 8, min(piece, own(ctx, context.SLOT_BYTES)))
+    store(ctx + context.SPACING * 8, 0)
+    return num_rounds_of(ctx, num_bytes)
+
+
+@inner
+def cut_parts(ctx, num_bytes):  # type: ignore[no-untyped-def]
+    """Cut what is something else for each rank, of this length at most; gives the number of rounds."""
+    piece = own(ctx, context.SLOT_BYTES) // own(ctx, context.SIZE) // _LINE_BYTES * _LINE_BYTES
+    store(ctx + context.CHUNK_BYTES * 8, piece)
+    store(ctx + context.SPACING * 8, piece)
+    return num_rounds_of(ctx, num_bytes)
 
 
 @inner
@@ -49,38 +77,38 @@ def keeps_on_the_way(ctx, table):  # type: ignore[no-untyped-def]
 
 
 @inner
-def keep_own(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
+def keep_own(ctx, chunk, table):  # type: ignore[no-untyped-def]
     """What this rank sends to itself, piece by piece while it is in the cache on its way into the slot."""
     pair = table + own(ctx, context.RANK) * PAIRS
-    done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
-    length = min(piece_bytes, load(pair + 24) - done)
+    done = (chunk - own(ctx, context.CHUNKS)) * own(ctx, context.CHUNK_BYTES)
+    length = min(own(ctx, context.CHUNK_BYTES), load(pair + 24) - done)
     if length > 0:
         deliver(load(pair + 16) + done, load(pair) + done, length, load(pair + 24))
     return 0
 
 
 @inner
-def put(ctx, chunk, table, piece_bytes, keeps):  # type: ignore[no-untyped-def]
-    """Put the next piece of what this rank sends into its slot: one for all if `piece_bytes` is the slot's size.
+def put(ctx, chunk, table, keeps):  # type: ignore[no-untyped-def]
+    """Put the next piece of what this rank sends into its slot, of a stream one for all.
 
     If it `keeps` that piece too, it goes there at the same time.
     """
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    piece_bytes, spacing = own(ctx, context.CHUNK_BYTES), own(ctx, context.SPACING)
     done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
-    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
     num_put, since = 0, now()
     for other in range(size):
         pair = table + other * PAIRS
         length = min(piece_bytes, load(pair + 8) - done)
         if length > 0 and other != rank:
-            target = moving_slot(ctx, rank, chunk) + (0 if is_stream else other * piece_bytes)
+            target = moving_slot(ctx, rank, chunk) + other * spacing
             if keeps:
                 kept = load(table + rank * PAIRS + 16) + done
                 copy_into_slot_and(ctx, target, kept, load(pair) + done, length)
             else:
                 copy_into_slot(ctx, target, load(pair) + done, length)
             num_put += length
-            if is_stream:
+            if spacing == 0:
                 break
     note_put(ctx, chunk, since, num_put)  # also of what is kept at the same time: that adds less than slow lines do
     publish(ctx, _READY, chunk + 1)
@@ -88,11 +116,11 @@ def put(ctx, chunk, table, piece_bytes, keeps):  # type: ignore[no-untyped-def]
 
 
 @inner
-def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
+def fetch(ctx, chunk, table):  # type: ignore[no-untyped-def]
     """Fetch what the others have put there for this rank."""
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    piece_bytes = own(ctx, context.CHUNK_BYTES)
     done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
-    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
     fetched = 0
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
@@ -102,7 +130,7 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
             status = wait(ctx, row(ctx, other) + _READY, chunk + 1)
             if status != 0:
                 return status
-            source = moving_slot(ctx, other, chunk) + (0 if is_stream else rank * piece_bytes)
+            source = moving_slot(ctx, other, chunk) + rank * own(ctx, context.SPACING)
             begin = now()
             deliver(load(pair) + done, source, length, load(pair + 8))
             note_time(ctx, begin)
@@ -113,8 +141,8 @@ def fetch(ctx, chunk, table, piece_bytes):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def exchange(plan, table, piece_bytes, num_rounds, has_sent):  # type: ignore[no-untyped-def]
-    """Move everything in the table; all ranks make the same number of rounds.
+def exchange(plan, table, is_stream, longest, has_sent):  # type: ignore[no-untyped-def]
+    """Move everything in the table, in which the ranks may differ; `longest` is the longest length in anybody's.
 
     `has_sent`: something has gone through the slots in this call already, which others may still be fetching.
     """
@@ -123,24 +151,28 @@ def exchange(plan, table, piece_bytes, num_rounds, has_sent):  # type: ignore[no
         status = wait_all(ctx, _REDUCED, own(ctx, context.CHUNKS))
         if status != 0:
             return status
-    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
-    choose_way(ctx, num_rounds, False)
-    if not is_stream:
+    if is_stream:
+        # Before the ranks knew that they differ, first pieces of other lengths were announced under this number.
+        store(ctx + context.CHUNKS * 8, own(ctx, context.CHUNKS) + 1)
+        num_rounds = cut_stream(ctx, longest)
+    else:
+        num_rounds = cut_parts(ctx, longest)
         kept = table + own(ctx, context.RANK) * PAIRS
         deliver(load(kept + 16), load(kept), load(kept + 24), load(kept + 24))
+    choose_way(ctx, num_rounds, False)
     if num_rounds > 0:
-        put(ctx, own(ctx, context.CHUNKS), table, piece_bytes, False)
-    return go_on(ctx, table, piece_bytes, num_rounds)
+        put(ctx, own(ctx, context.CHUNKS), table, False)
+    return go_on(ctx, table, num_rounds)
 
 
 @inner
-def go_on(ctx, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
+def go_on(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
     """Move what is in the table, of which the first pieces are in the slots already."""
     base = own(ctx, context.CHUNKS)
-    is_stream = piece_bytes == own(ctx, context.SLOT_BYTES)
+    is_stream = own(ctx, context.SPACING) == 0
     on_the_way = is_stream and keeps_on_the_way(ctx, table)
     if is_stream and num_rounds > 0:
-        keep_own(ctx, base, table, piece_bytes)
+        keep_own(ctx, base, table)
     for index in range(num_rounds):
         chunk = base + index
         if index + 1 < num_rounds:
@@ -148,10 +180,10 @@ def go_on(ctx, table, piece_bytes, num_rounds):  # type: ignore[no-untyped-def]
             status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
             if status != 0:
                 return status
-            put(ctx, chunk + 1, table, piece_bytes, on_the_way)
+            put(ctx, chunk + 1, table, on_the_way)
             if is_stream and not on_the_way:
-                keep_own(ctx, chunk + 1, table, piece_bytes)
-        status = fetch(ctx, chunk, table, piece_bytes)
+                keep_own(ctx, chunk + 1, table)
+        status = fetch(ctx, chunk, table)
         if status != 0:
             return status
     fence()  # what went past the caches is in no order with anything else
