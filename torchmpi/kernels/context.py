@@ -59,7 +59,13 @@ OUT = 30
 """Where something is combined to, if to one place only."""
 SPACING = 31
 """Bytes from what is for one rank in a slot to what is for the next: 0 where all get the same."""
-POINTERS = 32
+NEAR_PACE = 32
+"""Pace of what went through the caches in this call, if that was slow; 0 = it was not, or none has."""
+REJECTED = 33
+"""How many trials in a row have found that past the caches was no faster, though through them was slow."""
+JUDGES = 34
+"""Whether this rank may find in this call that going through the caches is slow."""
+POINTERS = 35
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -67,7 +73,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    40
+    43
     """
     return POINTERS + 2 * size
 

@@ -97,10 +97,19 @@ def choose_way(ctx, num_chunks, always_past):  # type: ignore[no-untyped-def]
     trials = slow_trials(ctx)
     way = trials > 0 and turn % min(every, 1 << trials) != 0
     store(ctx + context.IS_PAST * 8, _PAST_ALWAYS if always_past else way)
+    store(ctx + context.JUDGES * 8, turn % (1 << own(ctx, context.REJECTED)) == 0)
     store(ctx + context.CALL_CHUNKS * 8, num_chunks)
-    store(ctx + context.FRAGMENTED * 8, 0)
-    for word in (context.PACE, context.PUT_PACE, context.TRIED, context.SPENT):  # the last: of a call that failed
+    for word in (context.FRAGMENTED, context.NEAR_PACE, context.TRIED, context.SPENT):  # also of a call that failed
         store(ctx + word * 8, 0)
+    forget_paces(ctx)
+    return 0
+
+
+@inner
+def forget_paces(ctx):  # type: ignore[no-untyped-def]
+    """Begin to look for the best chunk."""
+    store(ctx + context.PACE * 8, 0)
+    store(ctx + context.PUT_PACE * 8, 0)
     return 0
 
 
@@ -181,8 +190,25 @@ def judge(ctx):  # type: ignore[no-untyped-def]
     is_warm = own(ctx, context.CHUNKS) >= _WARM_CHUNKS or own(ctx, context.TRIED) >= _TRIAL_CHUNKS
     if pace + put_pace != 0 and is_warm and own(ctx, context.IS_PAST) == 0:
         is_slow = pace > _SLOW_NANOSECONDS or put_pace > _SLOW_PUT_NANOSECONDS
+        is_believed = is_slow and own(ctx, context.JUDGES) != 0
         word = row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY
-        store(word, min(load(word) + 1, _MOST_TRIALS) if is_slow else 0)
+        store(word, min(load(word) + 1, _MOST_TRIALS) if is_believed else 0)
+        store(ctx + context.NEAR_PACE * 8, pace + put_pace if is_believed else 0)
+        if not is_slow:
+            store(ctx + context.REJECTED * 8, 0)
+    return 0
+
+
+@inner
+def compare(ctx):  # type: ignore[no-untyped-def]
+    """After some chunks past the caches: if that was no faster than through them, memory itself is slow at present."""
+    near, pace = own(ctx, context.NEAR_PACE), own(ctx, context.PACE) + own(ctx, context.PUT_PACE)
+    if near != 0 and pace != 0 and own(ctx, context.IS_PAST) == 1:
+        is_no_better = pace >= near
+        rejected = min(own(ctx, context.REJECTED) + 1, _MOST_TRIALS)
+        store(ctx + context.REJECTED * 8, rejected if is_no_better else 0)
+        if is_no_better:
+            store(row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY, 0)
     return 0
 
 
@@ -195,6 +221,10 @@ def note_chunk(ctx, num_bytes):  # type: ignore[no-untyped-def]
     store(ctx + context.TRIED * 8, tried)
     if tried == _TRIAL_CHUNKS:
         judge(ctx)
+    elif tried == _TRIAL_CHUNKS + 1:  # of which a part went by the other way
+        forget_paces(ctx)
+    elif tried == 2 * _TRIAL_CHUNKS + 1:
+        compare(ctx)
     if tried >= _TRIAL_CHUNKS and own(ctx, context.IS_PAST) != _PAST_ALWAYS:
         store(ctx + context.IS_PAST * 8, slow_trials(ctx) > 0)
     return 0

@@ -14,6 +14,7 @@ from .placing import choose_way, copy_into_slot, end_chunks, note_chunk, note_pu
 
 _READY, _REDUCED, _KEPT = layout.READY * 8, layout.REDUCED * 8, layout.KEPT * 8
 _LINE_BYTES = 64
+_MOST_CHUNK_BYTES = 256 << 10  # two of each rank are in the second cache with what they are combined with
 _BLOCK_BYTES = 16 << 10  # combined, then copied on while it is in the first cache
 _MIXED, _ALL_SHARED = 1, 2
 _PIECE_BYTES = context.PIECE_WORDS * 8
@@ -330,7 +331,8 @@ def whole(plan, num_bytes):  # type: ignore[no-untyped-def]
 def cut(ctx, num_bytes):  # type: ignore[no-untyped-def]
     """Decide on the chunks of a call; gives whether it is so short that there are none."""
     # Even cuts, so that the last chunk is no remnant.
-    num_chunks = (num_bytes + own(ctx, context.SLOT_BYTES) - 1) // own(ctx, context.SLOT_BYTES)
+    most = min(own(ctx, context.SLOT_BYTES), _MOST_CHUNK_BYTES)
+    num_chunks = (num_bytes + most - 1) // most
     chunk_bytes = ((num_bytes + num_chunks - 1) // num_chunks + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
     store(ctx + context.CHUNK_BYTES * 8, chunk_bytes)
     if num_bytes > own(ctx, context.WHOLE_BYTES):
