@@ -256,8 +256,7 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
         for other in range(size):
             store(table + other * PAIRS + 16, target + other * length)
             store(table + other * PAIRS + 24, length)
-        if size > 1:
-            deliver(target + rank * length, source + first, length, length)
+        deliver(target + rank * length, source + first, length, length)
         status = go_on(ctx, table, num_rounds)
     leave(ctx, seq)
     return status
@@ -292,7 +291,7 @@ def take(plan, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-
     if rank != root:
         send_to_all(plan, 0, 0)
         choose_way(ctx, num_rounds, False)
-    elif size > 1:
+    else:
         deliver(target, source + first, length, length)
     for other in range(size):
         store(table + other * PAIRS + 16, target)

@@ -29,7 +29,7 @@ _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 # A table of what is sent and received: for each rank two pairs of address and length.
 PAIRS = 4 * 8
 _LINE_BYTES = 64
-_NUM_PIECES = 8  # of a stream at least, so that most of it is put while what came before is fetched,
+_NUM_PIECES = 8  # of a stream, more if a slot is shorter: most is put while what came before it is fetched
 _LEAST_PIECE_BYTES = 16 << 10  # times the number of ranks, which all have to come for each piece
 
 
@@ -42,7 +42,7 @@ def num_rounds_of(ctx, num_bytes):  # type: ignore[no-untyped-def]
 @inner
 def cut_stream(ctx, num_bytes):  # type: ignore[no-untyped-def]
     """Cut what goes to all; gives the number of rounds."""
-    piece = max(num_bytes // _NUM_PIECES, _LEAST_PIECE_BYTES * own(ctx, context.SIZE))
+    piece = max((num_bytes + _NUM_PIECES - 1) // _NUM_PIECES, _LEAST_PIECE_BYTES * own(ctx, context.SIZE))
     piece = (piece + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
     store(ctx + context.CHUNK_BYTES * 8, min(piece, own(ctx, context.SLOT_BYTES)))
     store(ctx + context.SPACING * 8, 0)
