@@ -106,6 +106,23 @@ def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-
 
 
 @intrinsic
+def claim_lines(typing_context, address):  # type: ignore[no-untyped-def]
+    """Ask for four lines of 64 bytes that will be written to; there need be no memory."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        lines = builder.inttoptr(arguments[0], _BYTE_POINTER)
+        for index in range(4):
+            line = builder.gep(lines, [_WORD(64 * index)])
+            builder.call(function, [line, number(1), number(3), number(1)])  # to write, to keep, and no instructions
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def now(typing_context):  # type: ignore[no-untyped-def]
     """Nanoseconds, of a clock that only goes forward."""
 
