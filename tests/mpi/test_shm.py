@@ -205,14 +205,16 @@ def test_ranks_that_change_the_way_in_the_middle_of_calls(agree, slots):
         while not over.wait(0.0002):
             page.set(rank, layout.FETCHES_SLOWLY, way.randrange(2))
 
-    inputs = [contract.values((70_001,), torch.float32, r) for r in range(size)]
+    inputs = [contract.values((5 * slots + 1,), torch.float32, r) for r in range(size)]  # twenty slots
     expected = contract.reduced(inputs, "sum")
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(change)
+        changing = pool.submit(change)
         try:
             results = [mpi.allreduce(inputs[rank].clone(), backend="shm") for _ in range(200)]
         finally:
             over.set()
+        changing.result()
+    page.set(rank, layout.FETCHES_SLOWLY, 0)
     agree(all(contract.same_bits(result, expected) for result in results), "allreduce")
 
 

@@ -144,6 +144,34 @@ def test_past_the_caches_may_be_no_better():
     assert rank.says_slow, "what is slow after a fast call is another matter"
 
 
+def test_a_rank_that_was_wrong_about_memory_finds_cores_apart_in_short_calls():
+    """What it did not believe took its word back each time, and calls too short to compare went through slow caches."""
+    rank = Rank()
+    rank.words[context.REJECTED] = 7
+    ways = [way for sequence in range(4000) for way in rank.call(*[SLOW] * 4, sequence=sequence)]
+    assert sum(ways) > 0.9 * len(ways)
+
+
+def test_past_the_caches_must_be_clearly_better():
+    rank = Rank()
+    assert rank.call(*[SLOW] * 7, *[SLOW - 20] * 13)[-1] == 0
+
+
+def test_a_better_way_ends_the_doubts():
+    rank = Rank()
+    rank.words[context.REJECTED] = 3
+    sequence = next(number for number in range(1, 1000) if calls_it_slow(rank, number))
+    assert rank.call(*[SLOW] * 7, *[FAST] * 6, sequence=sequence)[-1] == 1
+    assert rank.words[context.REJECTED] == 0
+
+
+def test_who_is_fast_follows_those_who_are_not():
+    rank = Rank()
+    rank.rows[1, layout.FETCHES_SLOWLY] = 1
+    assert rank.call(*[FAST] * 20)[6:] == [1] * 14
+    assert not rank.says_slow and rank.words[context.REJECTED] == 0
+
+
 def calls_it_slow(rank: Rank, sequence: int) -> bool:
     """Whether it would, with nothing changed by that."""
     words, rows = rank.words.copy(), rank.rows.copy()

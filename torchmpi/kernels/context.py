@@ -33,7 +33,7 @@ IS_PAST = 14
 SPENT = 15
 """Nanoseconds spent on copying and combining in the current chunk, without the waits."""
 PACE = 16
-"""Nanoseconds for a KB in the best chunk of this call; 0 = not known."""
+"""Nanoseconds for a KB in the best chunk of this call, or of those after its way changed; 0 = not known."""
 PUT_PACE = 17
 """The same for copying into the slots alone, where that is noted by itself."""
 TRIED = 18
@@ -60,7 +60,7 @@ OUT = 30
 SPACING = 31
 """Bytes from what is for one rank in a slot to what is for the next: 0 where all get the same."""
 NEAR_PACE = 32
-"""Pace of what went through the caches in this call, if that was slow; 0 = it was not, or none has."""
+"""PACE and PUT_PACE of what went through the caches in this call, together, if that was found slow; otherwise 0."""
 REJECTED = 33
 """How many trials in a row have found that past the caches was no faster, though through them was slow."""
 JUDGES = 34

@@ -187,8 +187,8 @@ def judge(ctx):  # type: ignore[no-untyped-def]
     is_warm = own(ctx, context.CHUNKS) >= _WARM_CHUNKS or own(ctx, context.TRIED) >= _TRIAL_CHUNKS
     if pace + put_pace != 0 and is_warm and own(ctx, context.IS_PAST) == 0:
         is_slow = pace > _SLOW_NANOSECONDS or put_pace > _SLOW_PUT_NANOSECONDS
-        is_believed = is_slow and own(ctx, context.JUDGES) != 0
         word = row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY
+        is_believed = is_slow and (own(ctx, context.JUDGES) != 0 or load(word) > 0)
         store(word, min(load(word) + 1, _MOST_TRIALS) if is_believed else 0)
         store(ctx + context.NEAR_PACE * 8, pace + put_pace if is_believed else 0)
         if not is_slow:
@@ -200,8 +200,8 @@ def judge(ctx):  # type: ignore[no-untyped-def]
 def compare(ctx):  # type: ignore[no-untyped-def]
     """After some chunks past the caches: if that was no faster than through them, memory itself is slow at present."""
     near, pace = own(ctx, context.NEAR_PACE), own(ctx, context.PACE) + own(ctx, context.PUT_PACE)
-    if near != 0 and pace != 0 and own(ctx, context.IS_PAST) == 1:
-        is_no_better = pace >= near
+    if near != 0 and pace != 0:
+        is_no_better = pace * 8 >= near * 7  # the best of six chunks, against that of two or three
         rejected = min(own(ctx, context.REJECTED) + 1, _MOST_TRIALS)
         store(ctx + context.REJECTED * 8, rejected if is_no_better else 0)
         if is_no_better:
