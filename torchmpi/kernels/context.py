@@ -63,9 +63,7 @@ NEAR_PACE = 32
 """PACE and PUT_PACE of what went through the caches in this call, together, if that was found slow; otherwise 0."""
 REJECTED = 33
 """How many trials in a row have found that past the caches was no faster, though through them was slow."""
-JUDGES = 34
-"""Whether this rank may find in this call that going through the caches is slow."""
-POINTERS = 35
+POINTERS = 34
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -73,7 +71,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    43
+    42
     """
     return POINTERS + 2 * size
 

@@ -87,16 +87,20 @@ def slow_trials(ctx):  # type: ignore[no-untyped-def]
 
 
 @inner
+def is_turn(ctx, every):  # type: ignore[no-untyped-def]
+    """Whether this is one of the calls, every so many, in which something is tried; the same on all ranks."""
+    # Scrambled: in programs whose calls repeat every 16 or 128, it would always fall on the same ones.
+    return (own(ctx, context.SEQUENCE) * _SCRAMBLER >> 16) % every == 0
+
+
+@inner
 def choose_way(ctx, num_chunks, always_past):  # type: ignore[no-untyped-def]
     """At the beginning of a call with chunks: past the caches if any rank was slow, unless it is time to try again."""
-    # Scrambled: in programs whose calls repeat every 16 or 128, it would always fall on the same ones.
-    turn = own(ctx, context.SEQUENCE) * _SCRAMBLER >> 16
     every = _PROBE_EVERY if num_chunks < _LONG_CHUNKS else -(-_PROBE_EVERY_CHUNKS // num_chunks)
     # Soon again after the first time: it may have been slow for another reason, such as memory that was new.
     trials = slow_trials(ctx)
-    way = trials > 0 and turn % min(every, 1 << trials) != 0
+    way = trials > 0 and not is_turn(ctx, min(every, 1 << trials))
     store(ctx + context.IS_PAST * 8, _PAST_ALWAYS if always_past else way)
-    store(ctx + context.JUDGES * 8, turn % (1 << own(ctx, context.REJECTED)) == 0)
     store(ctx + context.CALL_CHUNKS * 8, num_chunks)
     for word in (context.FRAGMENTED, context.NEAR_PACE, context.TRIED, context.SPENT):  # also of a call that failed
         store(ctx + word * 8, 0)
@@ -188,7 +192,7 @@ def judge(ctx):  # type: ignore[no-untyped-def]
     if pace + put_pace != 0 and is_warm and own(ctx, context.IS_PAST) == 0:
         is_slow = pace > _SLOW_NANOSECONDS or put_pace > _SLOW_PUT_NANOSECONDS
         word = row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY
-        is_believed = is_slow and (own(ctx, context.JUDGES) != 0 or load(word) > 0)
+        is_believed = is_slow and (is_turn(ctx, 1 << own(ctx, context.REJECTED)) or load(word) > 0)
         store(word, min(load(word) + 1, _MOST_TRIALS) if is_believed else 0)
         store(ctx + context.NEAR_PACE * 8, pace + put_pace if is_believed else 0)
         if not is_slow:
