@@ -68,6 +68,9 @@ class HookError(ArgumentError, AttributeError):
 class MismatchError(TorchMPIError):
     """Ranks called different collectives, or the same with other shapes, dtypes, operations or roots."""
 
+    reason_is_elsewhere = False
+    """Whether this rank only knows that another has given the call up, and that one's message has the reason."""
+
 
 class ReplicaError(TorchMPIError):
     """Replicas that should be equal are not: a parameter or buffer differs between ranks."""

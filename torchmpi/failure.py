@@ -99,9 +99,13 @@ class FailureHandling:
         if self._claim():
             print(f"torchmpi: rank {rank} of {size} failed, which ends the job:", file=sys.stderr)
             self._previous_hook(kind, error, trace)
+            if _reason_is_elsewhere(error):
+                _show()
+                time.sleep(_SPEECH_SECONDS)  # the one that has it is on its way here, and must be heard as well
         else:
             # Whole: who failed first may only know that this rank gave up, and this rank why.
-            print(f"torchmpi: rank {rank} failed too: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+            print(f"torchmpi: rank {rank} failed too: {kind.__name__}: {error}", file=sys.stderr)
+            _show()
             time.sleep(_SPEECH_SECONDS)  # the first to fail is still printing, and then ends us all
         self._abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
@@ -194,14 +198,7 @@ class FailureHandling:
         return True
 
     def _abort(self, status: int) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        kept = getattr(sys.stderr, "getvalue", None)
-        if kept is not None and sys.__stderr__ is not None:
-            # Somebody keeps what is written, to show it later: torch.distributed's exception hook, which calls ours, or
-            # pytest with --capture=sys. There will be no later.
-            sys.__stderr__.write(kept())
-            sys.__stderr__.flush()
+        _show()
         # MPI_Abort may return or hang when the network is gone: then at least this process ends.
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
             threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
@@ -221,6 +218,26 @@ def _in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_forked_child)  # cannot be undone, so once for all
+
+
+def _show() -> None:
+    """Let out what has been printed: after this, others may end this process at any moment."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = getattr(sys.stderr, "getvalue", None)
+    if kept is not None and sys.__stderr__ is not None:
+        # Somebody keeps what is written, to show it later: torch.distributed's exception hook, which calls ours, or
+        # pytest with --capture=sys. There will be no later.
+        sys.__stderr__.write(kept())
+        sys.__stderr__.flush()
+        sys.stderr.truncate(sys.stderr.seek(0))
+
+
+def _reason_is_elsewhere(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, only says that another rank has given up."""
+    return error is not None and (
+        getattr(error, "reason_is_elsewhere", False) or _reason_is_elsewhere(error.__cause__ or error.__context__)
+    )
 
 
 def _exit_later(status: int) -> None:

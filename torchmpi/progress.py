@@ -321,10 +321,12 @@ class Ledger:
         """Raise because another rank will not finish the current call."""
         first = self._first_to_give_up(other)
         call = self._give_up()
-        raise MismatchError(
+        error = MismatchError(
             f"{call} on communicator {self.name} cannot end on rank {self.rank}: rank {first} has given it up, after "
             "an error there or because a third rank called something else. Its own message says what was wrong."
         )
+        error.reason_is_elsewhere = True
+        raise error
 
     def _first_to_give_up(self, other: int) -> int:
         """Whom another rank blames for giving up the current call, or that rank; known to those who look here."""

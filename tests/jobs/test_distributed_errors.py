@@ -74,6 +74,27 @@ def test_leaving_while_the_others_are_in_a_call_ends_the_job(job):
 
 
 @once
+def test_a_rank_that_only_knows_of_another_that_gave_up_lets_it_speak(job):
+    """Regression: it ended the job 0.1 s after its own message, and nobody learnt the reason if the other was slower.
+
+    Here rank 0 waits for rank 1 in vain and says so, and rank 2 has nothing to say but that rank 0 gave up.
+    """
+    code = """
+group = dist.new_group(timeout=timedelta(seconds=0.5 if rank == 0 else 100))
+if rank == 1:
+    time.sleep(100)
+try:
+    dist.all_reduce(ones, group=group)
+except RuntimeError:
+    time.sleep(0.5 if rank == 0 else 0)
+    raise
+"""
+    result = failing(job, code)
+    assert "rank 2 of 3 failed" in result.stderr and "rank 0 has given it up" in result.stderr, result.output
+    assert "rank 0 failed too: StallError" in result.stderr and "rank 1, after" in result.stderr, result.output
+
+
+@once
 def test_leaving_with_work_nobody_else_has_ends_the_job(job):
     result = failing(job, "if rank == 1: work = dist.all_reduce(ones, async_op=True)\nelse: dist.barrier()", n=2)
     assert "allreduce(float32 [3], sum)" in result.stderr and "barrier()" in result.stderr, result.output
