@@ -33,7 +33,7 @@ class Rank:
         for index, pace in enumerate(paces):
             ways.append(int(self.words[context.IS_PAST]))
             placing.note_best(self.address, context.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
-            placing.note_chunk(self.address, 0)
+            placing.note_chunk(self.address, index, 0)
         placing.end_chunks(self.address)
         return ways
 
@@ -77,7 +77,7 @@ def test_the_pace_of_many_short_pieces_says_nothing():
     placing.choose_way(rank.address, 1, False)
     rank.words[context.FRAGMENTED] = 1
     placing.note_best(rank.address, context.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
-    placing.note_chunk(rank.address, CHUNK_BYTES)
+    placing.note_chunk(rank.address, 0, CHUNK_BYTES)
     placing.end_chunks(rank.address)
     assert not rank.says_slow
     rank.call(SLOW)

@@ -15,6 +15,8 @@ from ..progress import GIVEN_UP, NATIVE
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or beside the computation of its own rank, whoever waits is in the way.
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
+# Two chunks of each rank on a core are in its second cache, with what they are combined with.
+_MOST_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
 WHOLE_BYTES = 16 << 10
 """Up to this size every rank combines everything itself, which takes one meeting instead of two."""
 
@@ -37,6 +39,8 @@ class SharedGroup:
         words[context.SLOTS] = page.segment.address + layout.slots_begin(size)
         words[context.NUM_SLOTS], words[context.CROWDED] = slots, group.context.is_crowded
         words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(WHOLE_BYTES, self.slot_bytes)
+        is_crowded = group.context.is_crowded
+        words[context.MOST_CHUNK_BYTES] = _CROWDED_CHUNK_BYTES if is_crowded else _MOST_CHUNK_BYTES
         words[context.OWN_SEGMENTS] = heap.table.ctypes.data
         words[context.MAPPINGS] = self.mappings.ctypes.data
         self._eager = (_CROWDED_SPINS if group.context.is_crowded else _EAGER_SPINS), _EAGER_YIELDS

@@ -30,8 +30,8 @@ FREE = 13
 """Calls up to this number may be entered: all ranks are past the entries that they take in the ring."""
 IS_PAST = 14
 """How slots are written to: through the caches (0), or past them because that is slow now (1), or in any case (2)."""
-SPENT = 15
-"""Nanoseconds spent on copying and combining in the current chunk, without the waits."""
+MOST_CHUNK_BYTES = 15
+"""Most that a chunk of a reduction has."""
 PACE = 16
 """Nanoseconds for a KB in the best chunk of this call, or of those after its way changed; 0 = not known."""
 PUT_PACE = 17
@@ -63,7 +63,9 @@ NEAR_PACE = 32
 """PACE and PUT_PACE of what went through the caches in this call, together, if that was found slow; otherwise 0."""
 REJECTED = 33
 """How many trials in a row have found that past the caches was no faster, though through them was slow."""
-POINTERS = 34
+SPENT = 34
+"""SPENT and the word after it: nanoseconds spent on copying and combining in chunks under way, without the waits."""
+POINTERS = 36
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -71,7 +73,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    42
+    44
     """
     return POINTERS + 2 * size
 

@@ -129,6 +129,15 @@ def wait_all(ctx, counter, value):  # type: ignore[no-untyped-def]
 
 
 @inner
+def have_all(ctx, counter, value):  # type: ignore[no-untyped-def]
+    """Whether a counter has reached the value on all other ranks."""
+    for other in range(own(ctx, context.SIZE)):
+        if other != own(ctx, context.RANK) and load_acquire(row(ctx, other) + counter) < value:
+            return False
+    return True
+
+
+@inner
 def begin(ctx, seq):  # type: ignore[no-untyped-def]
     """Make sure that this rank's entry for a call may be written: all ranks are past the call that had it before.
 

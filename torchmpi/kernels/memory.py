@@ -105,9 +105,8 @@ def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-
     return types.void(types.int64, types.int64), _lines_copier(past=True)
 
 
-@intrinsic
-def claim_lines(typing_context, address):  # type: ignore[no-untyped-def]
-    """Ask for four lines of 64 bytes that will be written to; there need be no memory."""
+def _lines_prefetcher(is_write: int, locality: int) -> Any:
+    """Code that asks for four lines of 64 bytes; there need be no memory."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         number = ir.IntType(32)
@@ -116,10 +115,22 @@ def claim_lines(typing_context, address):  # type: ignore[no-untyped-def]
         lines = builder.inttoptr(arguments[0], _BYTE_POINTER)
         for index in range(4):
             line = builder.gep(lines, [_WORD(64 * index)])
-            builder.call(function, [line, number(1), number(3), number(1)])  # to write, to keep, and no instructions
+            builder.call(function, [line, number(is_write), number(locality), number(1)])  # 1: no instructions
         return context.get_dummy_value()
 
-    return types.void(types.int64), generate
+    return generate
+
+
+@intrinsic
+def ask_lines(typing_context, address):  # type: ignore[no-untyped-def]
+    """Ask for four lines that will be read, into the second cache."""
+    return types.void(types.int64), _lines_prefetcher(0, 2)
+
+
+@intrinsic
+def claim_lines(typing_context, address):  # type: ignore[no-untyped-def]
+    """Ask for four lines that will be written to."""
+    return types.void(types.int64), _lines_prefetcher(1, 3)
 
 
 @intrinsic

@@ -11,7 +11,7 @@ from __future__ import annotations
 from .. import layout
 from . import context
 from .meeting import inner, own, row
-from .memory import claim_lines, copy, copy_lines, copy_lines_past, fence, load, now, store, store_release
+from .memory import ask_lines, claim_lines, copy, copy_lines, copy_lines_past, fence, load, now, store, store_release
 
 _LINE_BYTES = 64
 _FETCHES_SLOWLY = layout.FETCHES_SLOWLY * 8
@@ -29,7 +29,8 @@ _SCRAMBLER = 0x9E3779B1
 _TRIAL_CHUNKS = 6  # of a call that begins through the caches: then it is known whether that is slow
 _PAST_ALWAYS = 2
 LONG_BYTES = 4 << 20  # more than a core's share of the caches
-_AHEAD_BYTES = 2 << 10  # so far ahead of writing, lines are asked for
+_WRITE_AHEAD_BYTES = 2 << 10  # so far ahead of writing, lines are asked for
+_READ_AHEAD_BYTES = 4 << 10  # and of reading: processors foresee what comes next, but not beyond the end of a page
 
 
 @inner
@@ -53,11 +54,15 @@ def moving_slot(ctx, rank, chunk):  # type: ignore[no-untyped-def]
 
 @inner
 def copy_past(target, source, num_bytes):  # type: ignore[no-untyped-def]
-    """Copy to where nobody will look soon: for a target that is not in the caches anyway, a third less to move."""
+    """Copy to where nobody will look soon: for a target that is not in the caches anyway, a third less to move.
+
+    What follows is asked for as well, since long copies are made in blocks.
+    """
     head = min(-target & (_LINE_BYTES - 1), num_bytes)
     copy(target, source, head)
     done = head
     while done + 4 * _LINE_BYTES <= num_bytes:
+        ask_lines(source + done + _READ_AHEAD_BYTES)
         copy_lines_past(target + done, source + done)
         done += 4 * _LINE_BYTES
     copy(target + done, source + done, num_bytes - done)
@@ -69,8 +74,10 @@ def copy_near(target, source, num_bytes):  # type: ignore[no-untyped-def]
     """Copy to where other cores have just read: asks for the lines ahead, which the C library's memcpy does not."""
     done = 0
     while done + 4 * _LINE_BYTES <= num_bytes:
-        if done + _AHEAD_BYTES < num_bytes:
-            claim_lines(target + done + _AHEAD_BYTES)
+        if done + _READ_AHEAD_BYTES < num_bytes:
+            ask_lines(source + done + _READ_AHEAD_BYTES)
+        if done + _WRITE_AHEAD_BYTES < num_bytes:
+            claim_lines(target + done + _WRITE_AHEAD_BYTES)
         copy_lines(target + done, source + done)
         done += 4 * _LINE_BYTES
     copy(target + done, source + done, num_bytes - done)
@@ -102,8 +109,8 @@ def choose_way(ctx, num_chunks, always_past):  # type: ignore[no-untyped-def]
     way = trials > 0 and not is_turn(ctx, min(every, 1 << trials))
     store(ctx + context.IS_PAST * 8, _PAST_ALWAYS if always_past else way)
     store(ctx + context.CALL_CHUNKS * 8, num_chunks)
-    for word in (context.FRAGMENTED, context.NEAR_PACE, context.TRIED, context.SPENT):  # also of a call that failed
-        store(ctx + word * 8, 0)
+    for word in (context.FRAGMENTED, context.NEAR_PACE, context.TRIED, context.SPENT, context.SPENT + 1):
+        store(ctx + word * 8, 0)  # also what a call that failed has left
     forget_paces(ctx)
     return 0
 
@@ -148,9 +155,16 @@ def publish(ctx, counter, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def note_time(ctx, since):  # type: ignore[no-untyped-def]
-    """Note what has been done since then, in which nobody was waited for."""
-    store(ctx + context.SPENT * 8, own(ctx, context.SPENT) + now() - since)
+def spent_on(ctx, chunk):  # type: ignore[no-untyped-def]
+    """Address of the time that has been spent on a chunk."""
+    return ctx + (context.SPENT + (chunk & 1)) * 8
+
+
+@inner
+def note_time(ctx, chunk, since):  # type: ignore[no-untyped-def]
+    """Note what has been done for a chunk since then, in which nobody was waited for."""
+    spent = spent_on(ctx, chunk)
+    store(spent, load(spent) + now() - since)
     return 0
 
 
@@ -214,11 +228,12 @@ def compare(ctx):  # type: ignore[no-untyped-def]
 
 
 @inner
-def note_chunk(ctx, num_bytes):  # type: ignore[no-untyped-def]
-    """Note that this was a chunk. After the first ones the ranks know how they fare, and go on accordingly."""
+def note_chunk(ctx, chunk, num_bytes):  # type: ignore[no-untyped-def]
+    """Note that this chunk is done. After the first ones the ranks know how they fare, and go on accordingly."""
     tried = own(ctx, context.TRIED) + 1
-    note_best(ctx, context.PACE, tried - 1, own(ctx, context.SPENT), num_bytes)
-    store(ctx + context.SPENT * 8, 0)
+    spent = spent_on(ctx, chunk)
+    note_best(ctx, context.PACE, tried - 1, load(spent), num_bytes)
+    store(spent, 0)
     store(ctx + context.TRIED * 8, tried)
     if tried == _TRIAL_CHUNKS:
         judge(ctx)

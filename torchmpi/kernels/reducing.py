@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait, wait_all
+from .finding import ALL_SHARED, announce_memory, find_memory
+from .meeting import PAYLOAD, arrive, begin, entry, have_all, inner, kernel, leave, own, row, wait_all
 from .memory import copy, load, now, reduce, store, store_release
 from .placing import choose_way, copy_into_slot, end_chunks, note_chunk, note_put, note_time, publish, slot
 
 _READY, _REDUCED, _KEPT = layout.READY * 8, layout.REDUCED * 8, layout.KEPT * 8
 _LINE_BYTES = 64
-_MOST_CHUNK_BYTES = 256 << 10  # two of each rank are in the second cache with what they are combined with
+_NUM_UNDER_WAY = 2  # chunks, each in a slot of its own
 _BLOCK_BYTES = 16 << 10  # combined, then copied on while it is in the first cache
-_MIXED, _ALL_SHARED = 1, 2
 _PIECE_BYTES = context.PIECE_WORDS * 8
 _FRAGMENT_BYTES = 4 << 10  # of shorter pieces on average, the way from one to the next is part of the pace
 
@@ -148,6 +148,12 @@ def combine_stretch(plan, chunk, base, begin, end, publishes):  # type: ignore[n
 
 
 @inner
+def kept_word(ctx, rank, chunk):  # type: ignore[no-untyped-def]
+    """Where a rank says whether it has kept its part of a chunk in its own slot."""
+    return row(ctx, rank) + _KEPT + (chunk & 1) * 8
+
+
+@inner
 def copy_in(ctx, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
     """Give the other ranks their parts of a chunk."""
     rank = own(ctx, context.RANK)
@@ -157,7 +163,7 @@ def copy_in(ctx, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
     put_stretch(ctx, target, base, base + begin)
     put_stretch(ctx, target + end, base + end, base + num_bytes)
     note_put(ctx, chunk, since, begin + num_bytes - end)
-    note_time(ctx, since)
+    note_time(ctx, chunk, since)
     publish(ctx, _READY, chunk + 1)
     return 0
 
@@ -170,9 +176,9 @@ def combine_own(plan, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
     begin, end = chunk_part(ctx, rank, num_bytes), chunk_part(ctx, rank + 1, num_bytes)
     since = now()
     combine_stretch(plan, chunk, base, begin, end, True)
-    note_time(ctx, since)
+    note_time(ctx, chunk, since)
     is_kept = own(plan, context.ROOT) < 0 and own(ctx, context.IS_PAST) != 0
-    store(row(ctx, rank) + _KEPT + (chunk & 1) * 8, is_kept)
+    store(kept_word(ctx, rank, chunk), is_kept)
     publish(ctx, _REDUCED, chunk + 1)
     return 0
 
@@ -182,77 +188,19 @@ def copy_out(plan, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
     """Fetch the parts that the others have combined."""
     ctx = own(plan, context.CONTEXT)
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+    if root >= 0 and root != rank:
+        return 0
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
-        status = wait(ctx, row(ctx, other) + _REDUCED, chunk + 1)
-        if status != 0:
-            return status
-        if root < 0 or root == rank:
-            begin, end = chunk_part(ctx, other, num_bytes), chunk_part(ctx, other + 1, num_bytes)
-            is_kept = load(row(ctx, other) + _KEPT + (chunk & 1) * 8)
-            since, source = now(), slot(ctx, other if is_kept else rank, chunk)
-            index = piece_at(ctx, base + begin)
-            while begin < end and has_more(ctx, index, base + end):
-                first, address, length = overlap(ctx, index, base + begin, base + end)
-                copy(address, source + first - base, length)
-                index += 1
-            note_time(ctx, since)
+        begin, end = chunk_part(ctx, other, num_bytes), chunk_part(ctx, other + 1, num_bytes)
+        source, since = slot(ctx, other if load(kept_word(ctx, other, chunk)) else rank, chunk), now()
+        index = piece_at(ctx, base + begin)
+        while begin < end and has_more(ctx, index, base + end):
+            first, address, length = overlap(ctx, index, base + begin, base + end)
+            copy(address, source + first - base, length)
+            index += 1
+        note_time(ctx, chunk, since)
     return 0
-
-
-@inner
-def shared_segment(ctx, address, num_bytes):  # type: ignore[no-untyped-def]
-    """The own shared segment that holds all these bytes, as the address of its words; 0 if none does."""
-    segments = own(ctx, context.OWN_SEGMENTS)
-    for index in range(load(segments)):
-        segment = segments + 8 + index * context.SEGMENT_WORDS * 8
-        begins_before = load(segment + context.SEGMENT_BEGIN * 8) <= address
-        if begins_before and address + num_bytes <= load(segment + context.SEGMENT_END * 8):
-            return segment
-    return 0
-
-
-@inner
-def announce_memory(ctx, seq, address, num_bytes):  # type: ignore[no-untyped-def]
-    """Say in the payload where this rank's tensor is, if others can get at it; gives whether they can."""
-    payload = entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD
-    segment = shared_segment(ctx, address, num_bytes)
-    if segment == 0:
-        store(payload, 0)
-        return 0
-    store(payload, load(segment + context.SEGMENT_KEY * 8))
-    store(payload + 8, load(segment + context.SEGMENT_FILE * 8))
-    store(payload + 16, load(segment + context.SEGMENT_END * 8) - load(segment + context.SEGMENT_BEGIN * 8))
-    store(payload + 24, address - load(segment + context.SEGMENT_BEGIN * 8))
-    return 1
-
-
-@inner
-def mapped(ctx, rank, key):  # type: ignore[no-untyped-def]
-    """Where a segment of another rank is mapped in this process; 0 if it is not."""
-    pairs = own(ctx, context.MAPPINGS) + rank * context.MAPPINGS_PER_RANK * 16
-    for index in range(context.MAPPINGS_PER_RANK):
-        if load(pairs + index * 16) == key:
-            return load(pairs + index * 16 + 8)
-    return 0
-
-
-@inner
-def find_memory(ctx, seq, address):  # type: ignore[no-untyped-def]
-    """Note where everybody's tensor is: _ALL_SHARED, _MIXED, 0 if all are private, or UNMAPPED and a rank."""
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    num_shared = 0
-    for other in range(size):
-        num_shared += load(entry(ctx, other, seq) + PAYLOAD) != 0
-    if num_shared < size:
-        return _MIXED if num_shared else 0
-    for other in range(size):
-        payload = entry(ctx, other, seq) + PAYLOAD
-        base = mapped(ctx, other, load(payload))
-        if other != rank and base == 0:
-            return context.UNMAPPED + other
-        store(ctx + (context.POINTERS + size + other) * 8, address if other == rank else base + load(payload + 24))
-    return _ALL_SHARED
 
 
 @inner
@@ -275,26 +223,37 @@ def combine_in_place(plan, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def in_chunks(plan, num_bytes, is_mixed):  # type: ignore[no-untyped-def]
-    """Everything through the slots. The first chunk is there already, unless some ranks hoped to do without."""
+def in_chunks(plan, num_bytes, num_put):  # type: ignore[no-untyped-def]
+    """Everything through the slots, of which one chunk may be there already.
+
+    Whatever can be done is done, what is furthest first: ranks that share a core go on as far as they can before they
+    give way.
+    """
     ctx = own(plan, context.CONTEXT)
     base, chunk_bytes = own(ctx, context.CHUNKS), own(ctx, context.CHUNK_BYTES)
     num_chunks = (num_bytes + chunk_bytes - 1) // chunk_bytes
-    for index in range(num_chunks):
-        chunk, here = base + index, index * chunk_bytes
-        length = min(chunk_bytes, num_bytes - index * chunk_bytes)
-        if index > 0 or is_mixed:
-            status = wait_all(ctx, _READY, chunk + 1)
+    num_combined, num_out = 0, 0
+    while num_out < num_chunks:
+        # When all have combined the last chunk, all have fetched those before it: the next call may begin to put.
+        is_next = num_combined < num_put and (num_combined + 1 < num_chunks or num_out == num_combined)
+        if num_combined > num_out and have_all(ctx, _REDUCED, base + num_out + 1):
+            length = min(chunk_bytes, num_bytes - num_out * chunk_bytes)
+            copy_out(plan, base + num_out, num_out * chunk_bytes, length)
+            note_chunk(ctx, base + num_out, length)
+            num_out += 1
+        elif is_next and have_all(ctx, _READY, base + num_combined + 1):
+            here = num_combined * chunk_bytes
+            combine_own(plan, base + num_combined, here, min(chunk_bytes, num_bytes - here))
+            num_combined += 1
+        elif num_put < min(num_chunks, num_out + _NUM_UNDER_WAY):
+            here = num_put * chunk_bytes
+            copy_in(ctx, base + num_put, here, min(chunk_bytes, num_bytes - here))
+            num_put += 1
+        else:
+            counter = _REDUCED if num_combined > num_out else _READY
+            status = wait_all(ctx, counter, base + num_out + 1)
             if status != 0:
                 return status
-        combine_own(plan, chunk, here, length)
-        if index + 1 < num_chunks:
-            following = min(chunk_bytes, num_bytes - (index + 1) * chunk_bytes)
-            copy_in(ctx, chunk + 1, here + chunk_bytes, following)
-        status = copy_out(plan, chunk, here, length)
-        if status != 0:
-            return status
-        note_chunk(ctx, length)
     end_chunks(ctx)
     store(ctx + context.CHUNKS * 8, base + num_chunks)
     return 0
@@ -331,7 +290,7 @@ def whole(plan, num_bytes):  # type: ignore[no-untyped-def]
 def cut(ctx, num_bytes):  # type: ignore[no-untyped-def]
     """Decide on the chunks of a call; gives whether it is so short that there are none."""
     # Even cuts, so that the last chunk is no remnant.
-    most = min(own(ctx, context.SLOT_BYTES), _MOST_CHUNK_BYTES)
+    most = min(own(ctx, context.SLOT_BYTES), own(ctx, context.MOST_CHUNK_BYTES))
     num_chunks = (num_bytes + most - 1) // most
     chunk_bytes = ((num_bytes + num_chunks - 1) // num_chunks + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
     store(ctx + context.CHUNK_BYTES * 8, chunk_bytes)
@@ -385,16 +344,14 @@ def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-
     if status != 0:
         return status
     memory = find_memory(ctx, seq, address)
-    if memory == _ALL_SHARED:
+    if memory == ALL_SHARED:
         status = combine_in_place(plan, address, num_bytes)
     elif memory >= context.UNMAPPED:
         return memory
     elif memory == 0 and is_whole:
         status = whole(plan, num_bytes)
     else:
-        if memory == _MIXED and is_shared:
-            put_first(ctx, num_bytes, False)
-        status = in_chunks(plan, num_bytes, memory == _MIXED)
+        status = in_chunks(plan, num_bytes, 0 if is_shared else 1)
     leave(ctx, seq)
     return status
 
@@ -414,6 +371,6 @@ def allreduce_many(plan, seq, signature, pieces, num_pieces, num_bytes):  # type
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
-    status = whole(plan, num_bytes) if is_whole else in_chunks(plan, num_bytes, False)
+    status = whole(plan, num_bytes) if is_whole else in_chunks(plan, num_bytes, 1)
     leave(ctx, seq)
     return status

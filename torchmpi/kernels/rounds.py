@@ -133,9 +133,9 @@ def fetch(ctx, chunk, table):  # type: ignore[no-untyped-def]
             source = moving_slot(ctx, other, chunk) + rank * own(ctx, context.SPACING)
             begin = now()
             deliver(load(pair) + done, source, length, load(pair + 8))
-            note_time(ctx, begin)
+            note_time(ctx, chunk, begin)
             fetched += length
-    note_chunk(ctx, fetched)
+    note_chunk(ctx, chunk, fetched)
     store_release(row(ctx, rank) + _REDUCED, chunk + 1)
     return 0
 

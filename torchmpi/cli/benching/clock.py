@@ -87,7 +87,9 @@ def _batch(entrant: Entrant, length: int, comm: Any) -> Span:
     begin = time.perf_counter()
     for call in calls:
         call()
-    return Span(begin, time.perf_counter())
+    span = Span(begin, time.perf_counter())
+    comm.Barrier()  # who is done first must not write the next buffers on a core that another still needs for this one
+    return span
 
 
 def _calls_per_batch(entrant: Entrant, comm: Any, one_clock: bool) -> int:
