@@ -14,7 +14,7 @@ FLOORS = (
     ("config", "topology", "schedule", "rules", "layout"),
     (
         "dtypes", "dlpack", "streams", "devices", "handle", "scalars", "affinity", "mpi_library", "segments", "archive",
-        "sockets",
+        "peers", "sockets",
     ),  # fmt: skip
     ("buffers", "lane", "turns", "progress", "inquiry", "tuning_file", "kernels"),
     ("gates",),
@@ -39,8 +39,8 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LATE = ("mpi4py", "numba")
 # These are what is loaded late: kernels.load() imports them.
 LATE_MODULES = (
-    "memory", "meeting", "placing", "finding", "reducing", "rounds", "moving", "sharding", "entering", "wrapping",
-    "gate_ir", "building",
+    "memory", "meeting", "placing", "finding", "reading", "reducing", "rounds", "moving", "sharding", "entering",
+    "wrapping", "gate_ir", "building",
 )  # fmt: skip
 LATE_MODULES += ("cuda_lanes", "cuda_intrinsics")  # by kernels.cuda_reduction
 

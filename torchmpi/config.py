@@ -58,6 +58,8 @@ class Config:
     slot_bytes: int = 512 << 10
     """Largest piece of a tensor that a rank shows the others of its host at once (each has two such slots in shared
     memory, four if there are two ranks, smaller ones where there are many); 0 = no shared memory."""
+    read_directly: bool = True
+    """Let ranks of a host read each other's tensors by a call of the system where it allows that, and it is faster."""
     share_ddp_buckets: bool = True
     """Move the buckets of DistributedDataParallel to memory that the ranks of a host share, so that nothing is copied
     to reduce them."""

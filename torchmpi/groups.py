@@ -194,6 +194,8 @@ class GroupContext:
         """Most bytes of a slot in shared memory; 0 = do without shared memory."""
         self.is_crowded = False
         """Whether this host has more ranks than cores for them."""
+        self.processes: dict[int, int] = {}
+        """The process of each world rank on this host, if they can read each other's memory."""
         self.problems: set[str] = set()
         """What could not be had, for start() to report."""
         self.hosts = tuple(hosts)

@@ -23,6 +23,8 @@ BLAMED_RANK_BITS = 24
 READY = 1 * _LINE_WORDS
 REDUCED = 2 * _LINE_WORDS
 KEPT = REDUCED + 1
+# The last chunk that this rank should have read from the memory of others, and could not.
+UNREAD = REDUCED + 3
 CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
 # The ring: of each call its number, its signature, and up to PAYLOAD_BYTES that travel with them.

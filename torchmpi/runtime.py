@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import affinity, gates, mpi_library, topology, tuning_file
+from . import affinity, gates, mpi_library, peers, topology, tuning_file
 from ._version import __version__
 from .backends import Operation, ipc_memory
 from .backends.ipc import IpcBackend
@@ -51,10 +51,11 @@ class Runtime:
         config = self.config
         self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
         settings = _shared_settings(config, with_cuda, cartesian)
-        facts = world.allgather((_host_key(self.MPI, config), affinity.current(), settings, torch.cuda.is_available()))
-        _check_agreement([settings for _, _, settings, _ in facts])
+        own = _host_key(self.MPI, config), affinity.current(), settings, torch.cuda.is_available(), peers.ticket()
+        facts = world.allgather(own)
+        _check_agreement([settings for _, _, settings, *_ in facts])
         if with_cuda:
-            _check_cuda([has_cuda for *_, has_cuda in facts])
+            _check_cuda([has_cuda for *_, has_cuda, _ in facts])
         self.host_name = config.host_name or socket.gethostname()
         hosts = topology.host_keys([key for key, *_ in facts])
         locals_ = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
@@ -70,9 +71,9 @@ class Runtime:
         self.resources.callback(self.heap.close)
         self._handle_failures()
         self.device = self._pick_device(with_cuda)
-        has_cuda = with_cuda is not False and any(has_cuda for *_, has_cuda in facts)
+        has_cuda = with_cuda is not False and any(has_cuda for *_, has_cuda, _ in facts)
         self.devices = Devices.gather(world, hosts, self.device, has_cuda=has_cuda)
-        self.selector = Selector(self._backends(), self.world, config)
+        self.selector = Selector(self._backends({rank: facts[rank][-1] for rank in locals_}), self.world, config)
         self.binding = self._bind([facts[rank][1] for rank in locals_])
         cores = frozenset.union(*(facts[rank][1] for rank in locals_))
         self.context.is_crowded = self.local_size > len(cores)
@@ -80,14 +81,17 @@ class Runtime:
         self.selector.pick_up(self.job)
         self._watch()
 
-    def _backends(self) -> dict[str, Any]:
+    def _backends(self, neighbours: Mapping[int, peers.Ticket]) -> dict[str, Any]:
         shared = SharedMemoryBackend(self.config, self.heap, self._say)
         nccl = NcclBackend(self.config, self.devices)
-        offers = self.MPI.COMM_WORLD.allgather((shared.problem, nccl.offer()))
-        nccl.agree([offer for _, offer in offers])
+        reads = self.config.read_directly and peers.can_read(neighbours.values())
+        offers = self.MPI.COMM_WORLD.allgather((shared.problem, nccl.offer(), reads))
+        nccl.agree([offer for _, offer, _ in offers])
         # All ranks or none: a call must go the same way everywhere.
-        for rank, (problem, _) in enumerate(offers):
+        for rank, (problem, *_) in enumerate(offers):
             shared.problem = shared.problem or (problem and f"rank {rank} cannot: {problem}")
+        if all(reads for *_, reads in offers):
+            self.context.processes = {rank: ticket.process for rank, ticket in neighbours.items()}
         if shared.kernels:
             gates.build(used)
         for problem in sorted({shared.problem, *self.context.problems} - {""}):

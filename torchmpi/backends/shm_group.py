@@ -37,13 +37,16 @@ class SharedGroup:
         words[context.RANK], words[context.SIZE] = group.rank, size
         words[context.ROWS] = page.segment.address
         words[context.SLOTS] = page.segment.address + layout.slots_begin(size)
-        words[context.NUM_SLOTS], words[context.CROWDED] = slots, group.context.is_crowded
-        words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(WHOLE_BYTES, self.slot_bytes)
         is_crowded = group.context.is_crowded
+        words[context.NUM_SLOTS], words[context.CROWDED] = slots, is_crowded
+        words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(WHOLE_BYTES, self.slot_bytes)
         words[context.MOST_CHUNK_BYTES] = _CROWDED_CHUNK_BYTES if is_crowded else _MOST_CHUNK_BYTES
         words[context.OWN_SEGMENTS] = heap.table.ctypes.data
         words[context.MAPPINGS] = self.mappings.ctypes.data
-        self._eager = (_CROWDED_SPINS if group.context.is_crowded else _EAGER_SPINS), _EAGER_YIELDS
+        processes = [group.context.processes.get(rank, 0) for rank in group.world_ranks]
+        self._processes = np.array(processes, np.int64)
+        words[context.PROCESSES] = self._processes.ctypes.data if all(processes) else 0
+        self._eager = (_CROWDED_SPINS if is_crowded else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
         self._rank, self._ledger = group.rank, group.ledger
 

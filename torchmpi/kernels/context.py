@@ -65,7 +65,11 @@ REJECTED = 33
 """How many trials in a row have found that past the caches was no faster, though through them was slow."""
 SPENT = 34
 """SPENT and the word after it: nanoseconds spent on copying and combining in chunks under way, without the waits."""
-POINTERS = 36
+PROCESSES = 36
+"""Address of the numbers of all ranks' processes, if their memory can be read; otherwise 0."""
+PACES = 37
+"""PACES and the words after it: nanoseconds for a KB of an allgather, by its length, through the slots and directly."""
+POINTERS = 53
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -73,7 +77,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    44
+    61
     """
     return POINTERS + 2 * size
 
@@ -147,6 +151,8 @@ UNEVEN = 4 << 20
 """The ranks differ in length."""
 LATE = 5 << 20
 """The call has taken longer than it may."""
+UNREAD = 6 << 20
+"""A rank could not read the memory of another. Kernels do not return it: they take another way."""
 KINDS = ~((1 << 20) - 1)
 OTHERWISE = -1
 """What a gate finds of tensors that must take the way through Python."""

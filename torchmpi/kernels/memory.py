@@ -241,6 +241,25 @@ def give_way(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def read_memory(typing_context, process, target, source, num_bytes):  # type: ignore[no-untyped-def]
+    """Copy out of the memory of another process; gives how many bytes, -1 if the system refuses."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        process, target, source, num_bytes = arguments
+        vector = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 4))  # two of address and length: here, and there
+        words = builder.bitcast(vector, _WORD.as_pointer())
+        for index, value in enumerate((target, num_bytes, source, num_bytes)):
+            builder.store(value, builder.gep(words, [_WORD(index)]))
+        number = ir.IntType(32)
+        kind = ir.FunctionType(_WORD, [number, words.type, _WORD, words.type, _WORD, _WORD])
+        function = cgutils.get_or_insert_function(builder.module, kind, "process_vm_readv")
+        there = builder.gep(words, [_WORD(2)])
+        return builder.call(function, [builder.trunc(process, number), words, _WORD(1), there, _WORD(1), _WORD(0)])
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
 def sleep(typing_context, microseconds):  # type: ignore[no-untyped-def]
     """Sleep."""
 

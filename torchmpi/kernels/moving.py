@@ -10,6 +10,7 @@ from . import context
 from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait_all
 from .memory import copy, load, now, store, store_release
 from .placing import choose_way, end_chunks, moving_slot, note_chunk, note_time
+from .reading import all_show, note_pace, read_all, show_memory, would_read
 from .reducing import combine, point_at
 from .rounds import PAIRS, cut_parts, cut_stream, deliver, go_on, put
 
@@ -101,6 +102,14 @@ def have_as_many(ctx, seq, number):  # type: ignore[no-untyped-def]
     return True
 
 
+@inner
+def put_first(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
+    """Put the first piece of what this rank sends into its slot, before it arrives or after."""
+    choose_way(ctx, num_rounds, False)
+    put(ctx, own(ctx, context.CHUNKS), table, False)
+    return 0
+
+
 @kernel
 def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
     """Everybody's bytes to everybody, or to the root of the plan, if all have as many.
@@ -118,13 +127,17 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     num_sent = num_bytes if rank != root else 0
     num_received = num_bytes if root < 0 or rank == root else 0
     table, num_rounds = send_to_all(plan, source, num_sent), cut_stream(ctx, num_bytes)
+    shows, spent = root < 0 and not is_whole and would_read(ctx, num_bytes), 0
     if is_short:
         copy(payload + 8, source, num_bytes)
     elif is_whole:
         put_whole(ctx, source, num_sent)
     else:
-        choose_way(ctx, num_rounds, False)
-        put(ctx, own(ctx, context.CHUNKS), table, False)
+        show_memory(ctx, seq, source if shows else 0)
+        if not shows:
+            since = now()
+            put_first(ctx, table, num_rounds)
+            spent = now() - since
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
@@ -139,10 +152,16 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
             copy(target + other * num_bytes, there, num_received)
         end_whole(ctx)
     else:
-        for other in range(size):
-            store(table + other * PAIRS + 16, target + other * num_bytes)
-            store(table + other * PAIRS + 24, num_received)
-        status = go_on(ctx, table, num_rounds)
+        since, reads = now(), all_show(ctx, seq)
+        status = read_all(ctx, seq, source, num_bytes, target) if reads else context.UNREAD
+        if status == context.UNREAD:
+            if shows:
+                put_first(ctx, table, num_rounds)
+            for other in range(size):
+                store(table + other * PAIRS + 16, target + other * num_bytes)
+                store(table + other * PAIRS + 24, num_received)
+            status = go_on(ctx, table, num_rounds)
+        note_pace(ctx, num_bytes, reads, now() - since + spent)
     leave(ctx, seq)
     return status
 

@@ -94,10 +94,16 @@ def slow_trials(ctx):  # type: ignore[no-untyped-def]
 
 
 @inner
-def is_turn(ctx, every):  # type: ignore[no-untyped-def]
-    """Whether this is one of the calls, every so many, in which something is tried; the same on all ranks."""
+def turn_of(ctx, every):  # type: ignore[no-untyped-def]
+    """A number below `every`, the same on all ranks, by which it is decided in which calls something is tried."""
     # Scrambled: in programs whose calls repeat every 16 or 128, it would always fall on the same ones.
-    return (own(ctx, context.SEQUENCE) * _SCRAMBLER >> 16) % every == 0
+    return (own(ctx, context.SEQUENCE) * _SCRAMBLER >> 16) % every
+
+
+@inner
+def is_turn(ctx, every):  # type: ignore[no-untyped-def]
+    """Whether this is one of the calls, every so many, in which something is tried."""
+    return turn_of(ctx, every) == 0
 
 
 @inner

@@ -1,0 +1,111 @@
+"""Straight out of the memory of another rank's process, by a call of the system: one copy, where slots take two.
+
+The system looks up every page, so that this is slower than a copy through a cache that the cores share. Which of the
+two ways is faster depends on the machine and on the length; so both are tried now and then, and the faster one taken.
+"""
+
+from __future__ import annotations
+
+from .. import layout
+from . import context
+from .meeting import PAYLOAD, entry, has_given_up, inner, own, row, wait_all
+from .memory import copy, fence, load, read_memory, store, store_release
+from .placing import turn_of
+
+_REDUCED, _UNREAD = layout.REDUCED * 8, layout.UNREAD * 8
+_LEAST_BYTES, _MOST_BYTES = 32 << 10, 8 << 20
+_SOURCE = PAYLOAD + 8
+_EVERY = 128  # calls, of which one goes each way whatever is known
+
+
+@inner
+def pace_of(ctx, num_bytes, reads):  # type: ignore[no-untyped-def]
+    """Address of what is known of a way, for about so many bytes."""
+    place, larger = 0, num_bytes // (2 * _LEAST_BYTES)
+    while larger > 0:
+        place += 1
+        larger //= 2
+    return ctx + (context.PACES + 2 * place + reads) * 8
+
+
+@inner
+def note_pace(ctx, num_bytes, reads, nanoseconds):  # type: ignore[no-untyped-def]
+    """Note how long it took to move so many bytes of each rank. Slower calls, perhaps disturbed ones, count less."""
+    if num_bytes < _LEAST_BYTES or num_bytes >= _MOST_BYTES:
+        return 0
+    known, pace = pace_of(ctx, num_bytes, reads), nanoseconds * 1024 // num_bytes + 1
+    before = load(known)
+    store(known, pace if before == 0 or pace < before else before + (pace - before) // 8)
+    return 0
+
+
+@inner
+def would_read(ctx, num_bytes):  # type: ignore[no-untyped-def]
+    """Whether this rank is for reading so many bytes of each of the others from where they are."""
+    if own(ctx, context.PROCESSES) == 0 or num_bytes < _LEAST_BYTES or num_bytes >= _MOST_BYTES:
+        return False
+    reading, slots = load(pace_of(ctx, num_bytes, 1)), load(pace_of(ctx, num_bytes, 0))
+    turn = turn_of(ctx, _EVERY)
+    if reading == 0 or slots == 0:
+        return turn % 2 == 1  # in every other call, until both are known
+    return turn == 1 or (turn != 0 and reading < slots)
+
+
+@inner
+def show_memory(ctx, seq, address):  # type: ignore[no-untyped-def]
+    """Say in the payload where this rank has what others may read; 0 if they should not."""
+    store(entry(ctx, own(ctx, context.RANK), seq) + _SOURCE, address)
+    return 0
+
+
+@inner
+def all_show(ctx, seq):  # type: ignore[no-untyped-def]
+    """Whether all ranks are for it: otherwise none does."""
+    for rank in range(own(ctx, context.SIZE)):
+        if load(entry(ctx, rank, seq) + _SOURCE) == 0:
+            return False
+    return True
+
+
+@inner
+def read_from(ctx, seq, rank, target, num_bytes):  # type: ignore[no-untyped-def]
+    """Read what a rank has shown; gives whether the system let us."""
+    process = load(own(ctx, context.PROCESSES) + rank * 8)
+    source = load(entry(ctx, rank, seq) + _SOURCE)
+    done = 0
+    while done < num_bytes:
+        length = read_memory(process, target + done, source + done, num_bytes - done)
+        if length <= 0:
+            return False
+        done += length
+    return True
+
+
+@inner
+def read_all(ctx, seq, source, num_bytes, target):  # type: ignore[no-untyped-def]
+    """Everybody's bytes: 0, or UNREAD if a rank could not, or what else came between.
+
+    Who gives up a call may go on and write to what it has shown: it says so before, and we look after having read.
+    """
+    rank, size, chunk = own(ctx, context.RANK), own(ctx, context.SIZE), own(ctx, context.CHUNKS)
+    copy(target + rank * num_bytes, source, num_bytes)
+    has_read = True
+    for shift in range(1, size):
+        other = rank + shift - size if rank + shift >= size else rank + shift
+        has_read = has_read and read_from(ctx, seq, other, target + other * num_bytes, num_bytes)
+    fence()
+    for other in range(size):
+        if other != rank and has_given_up(ctx, other):
+            return context.REFUSED + other
+    store(row(ctx, rank) + _UNREAD, 0 if has_read else chunk + 1)
+    store(ctx + context.CHUNKS * 8, chunk + 1)
+    store_release(row(ctx, rank) + _REDUCED, chunk + 1)
+    status = wait_all(ctx, _REDUCED, chunk + 1)
+    if status != 0:
+        return status
+    if not has_read:
+        store(ctx + context.PROCESSES * 8, 0)  # nor will it later, and one rank that is not for it is enough
+    for other in range(size):
+        if load(row(ctx, other) + _UNREAD) == chunk + 1:
+            return context.UNREAD
+    return 0
