@@ -1,0 +1,121 @@
+"""Allgathers that read the other ranks' memory by a call of the system: the same bits as through the slots."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi import layout, runtime
+from torchmpi.kernels import context
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shm_rig import inputs_of, start, stopped
+
+__all__ = ["stopped"]
+SLOTS, DIRECTLY = 0, 1
+
+
+def words() -> np.ndarray:
+    """What the kernels know of the world."""
+    mpi.barrier()
+    return runtime.current().world.shared.words
+
+
+def prefer(way: int) -> None:
+    """From now on this rank finds this way faster, but for the calls in which both are tried anyway."""
+    paces = words()[context.PACES : context.POINTERS]
+    paces[way::2], paces[1 - way :: 2] = 1, 1 << 40
+
+
+def chunks_in(call) -> tuple[torch.Tensor, int]:
+    """The result, and how many chunks were counted: a direct call counts one, whatever its length."""
+    before = int(words()[context.CHUNKS])
+    result = call()
+    return result, int(words()[context.CHUNKS]) - before
+
+
+def often(call) -> set[int]:
+    """So often that not all of them can be trials."""
+    return {chunks_in(call)[1] for _ in range(4)}
+
+
+@pytest.fixture
+def reads(stopped):
+    start(slot_bytes=64 << 10)
+    if not words()[context.PROCESSES]:
+        pytest.skip("this system lets no process read another one's memory")
+    prefer(DIRECTLY)
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float64), ids=str)
+@pytest.mark.parametrize("num_bytes", (32 << 10, 50_000, 256 << 10, 1_500_000, (8 << 20) - 64))
+def test_everybody_gets_everything(reads, agree, dtype, num_bytes):
+    inputs = inputs_of((num_bytes // dtype.itemsize,), dtype)
+    for _ in range(3):
+        agree.bits(mpi.allgather(inputs[mpi.rank()], backend="shm"), torch.cat(inputs), f"{num_bytes} {dtype}")
+    agree(1 in often(lambda: mpi.allgather(inputs[mpi.rank()])), "one chunk is counted")
+
+
+def test_into_a_result_that_holds_the_own_part(reads, agree):
+    rank, inputs = mpi.rank(), inputs_of((30_000,), torch.float32)
+    out = torch.zeros(30_000 * mpi.size())
+    out[rank * 30_000 : (rank + 1) * 30_000] = inputs[rank]
+    result = mpi.allgather(out[rank * 30_000 : (rank + 1) * 30_000], out)
+    agree.bits(result, torch.cat(inputs), "in place")
+
+
+def test_lengths_that_differ_take_the_other_way(reads, agree):
+    rank, inputs = mpi.rank(), inputs_of((100_000,), torch.float32)
+    for shortest in (0, 10, 40_000):
+        expected = torch.cat([each[shortest if other == 0 else 0 :] for other, each in enumerate(inputs)])
+        for _ in range(3):
+            agree.bits(mpi.allgather(inputs[rank][shortest if rank == 0 else 0 :]), expected, f"{shortest} fewer")
+
+
+def test_a_gather_goes_through_the_slots(reads, agree):
+    inputs = inputs_of((100_000,), torch.float32)
+    for root in range(mpi.size()):
+        result = mpi.gather(inputs[mpi.rank()], root)
+        if mpi.rank() == root:
+            agree.bits(result, torch.cat(inputs), f"to {root}")
+
+
+def test_all_read_or_none_does(reads, agree):
+    """Each rank has its own measurements, and they may lead to different conclusions."""
+    inputs = inputs_of((100_000,), torch.float32)
+    for turn in range(3 * mpi.size()):
+        prefer(SLOTS if turn % mpi.size() == mpi.rank() else DIRECTLY)
+        result, num_chunks = chunks_in(lambda: mpi.allgather(inputs[mpi.rank()]))
+        agree.bits(result, torch.cat(inputs), f"rank {turn % mpi.size()} is against it")
+        agree(num_chunks > 0, "counted")
+    if mpi.size() > 1:
+        agree(max(often(lambda: mpi.allgather(inputs[mpi.rank()]))) > 1, "not directly")
+
+
+def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
+    """What the trial at the start has found may change: the system's settings, or memory that only its owner reads."""
+    if mpi.size() == 1:
+        pytest.skip("alone there is nobody to read from")
+    rank, inputs = mpi.rank(), inputs_of((100_000,), torch.float32)
+    if rank == mpi.size() - 1:
+        runtime.current().world.shared._processes[0] = -1
+    for _ in range(6):
+        result, num_chunks = chunks_in(lambda: mpi.allgather(inputs[rank]))
+        agree.bits(result, torch.cat(inputs), "all the same")
+        agree(num_chunks > 1, "through the slots")
+    known = words()
+    agree((known[context.PROCESSES] == 0) == (rank == mpi.size() - 1), "the one that could not is against it now")
+    agree.bits(mpi.allreduce(inputs[rank].clone(), op="max"), torch.stack(inputs).amax(0), "and the slots are in order")
+    assert runtime.current().world.board.get(rank, layout.REFUSED) == 0
+
+
+def test_it_can_be_switched_off(stopped, agree):
+    start(read_directly=False)
+    agree(words()[context.PROCESSES] == 0, "not even tried")
+    inputs = inputs_of((100_000,), torch.float32)
+    agree.bits(mpi.allgather(inputs[mpi.rank()]), torch.cat(inputs), "through the slots")
