@@ -193,15 +193,16 @@ def test_what_always_goes_past_the_caches_does_whatever_the_ranks_say():
     assert not rank.says_slow, "it says nothing about the caches"
 
 
-@given(st.integers(1, 64), st.integers(64, 1 << 20), st.integers(1, 1 << 26))
-def test_a_stream_is_cut_into_pieces_that_fit_into_a_slot(size, slot_bytes, num_bytes):
+@given(st.integers(1, 64), st.integers(64, 1 << 20), st.integers(1, 1 << 26), st.sampled_from((128 << 10, 384 << 10)))
+def test_a_stream_is_cut_into_pieces_that_fit_into_a_slot(size, slot_bytes, num_bytes, most_bytes):
     words = np.zeros(context.context_words(size), np.int64)
     words[context.SIZE], words[context.SLOT_BYTES] = size, slot_bytes // 64 * 64
-    num_rounds, piece = rounds.cut_stream(words.ctypes.data, num_bytes), words[context.CHUNK_BYTES]
-    assert 0 < piece <= slot_bytes and piece % 64 == 0
+    num_rounds = rounds.cut_stream(words.ctypes.data, num_bytes, most_bytes)
+    piece = words[context.CHUNK_BYTES]
+    assert 0 < piece <= min(slot_bytes, most_bytes) and piece % 64 == 0
     assert (num_rounds - 1) * piece < num_bytes <= num_rounds * piece
     assert words[context.SPACING] == 0
-    assert piece == words[context.SLOT_BYTES] or num_rounds <= 8
+    assert piece in (words[context.SLOT_BYTES], most_bytes) or num_rounds <= 8
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 4, 64))

@@ -12,7 +12,7 @@ from .memory import copy, load, now, store, store_release
 from .placing import choose_way, end_chunks, moving_slot, note_chunk, note_time
 from .reading import all_show, note_pace, read_all, show_memory, would_read
 from .reducing import combine, point_at
-from .rounds import PAIRS, cut_parts, cut_stream, deliver, go_on, put
+from .rounds import ALL_SEND_BYTES, ONE_SENDS_BYTES, PAIRS, cut_parts, cut_stream, deliver, go_on, put
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 _SHORT_BROADCAST_BYTES = 128 << 10  # such a one goes past the caches in any case: that was never slower
@@ -85,7 +85,7 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
         for other in range(size):
             store(table + other * PAIRS + 16, address)
             store(table + other * PAIRS + 24, num_bytes if other == root and rank != root else 0)
-        num_rounds = cut_stream(ctx, num_bytes)
+        num_rounds = cut_stream(ctx, num_bytes, ONE_SENDS_BYTES)
         choose_way(ctx, num_rounds, num_bytes <= _SHORT_BROADCAST_BYTES)
         put(ctx, own(ctx, context.CHUNKS), table, False)
         status = go_on(ctx, table, num_rounds)
@@ -126,7 +126,7 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     is_short, is_whole = num_bytes <= layout.PAYLOAD_BYTES - 8, num_bytes <= own(ctx, context.WHOLE_BYTES)
     num_sent = num_bytes if rank != root else 0
     num_received = num_bytes if root < 0 or rank == root else 0
-    table, num_rounds = send_to_all(plan, source, num_sent), cut_stream(ctx, num_bytes)
+    table, num_rounds = send_to_all(plan, source, num_sent), cut_stream(ctx, num_bytes, ALL_SEND_BYTES)
     shows, spent = root < 0 and not is_whole and would_read(ctx, num_bytes), 0
     if is_short:
         copy(payload + 8, source, num_bytes)

@@ -31,6 +31,8 @@ PAIRS = 4 * 8
 _LINE_BYTES = 64
 _NUM_PIECES = 8  # of a stream, more if a slot is shorter: most is put while what came before it is fetched
 _LEAST_PIECE_BYTES = 16 << 10  # times the number of ranks, which all have to come for each piece
+# What is in the slots at a time should stay in the second cache of whoever reads it, and of whoever writes.
+ONE_SENDS_BYTES, ALL_SEND_BYTES, _PARTS_BYTES = 384 << 10, 128 << 10, 256 << 10
 
 
 @inner
@@ -40,11 +42,11 @@ def num_rounds_of(ctx, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def cut_stream(ctx, num_bytes):  # type: ignore[no-untyped-def]
-    """Cut what goes to all; gives the number of rounds."""
+def cut_stream(ctx, num_bytes, most_bytes):  # type: ignore[no-untyped-def]
+    """Cut what goes to all, from one rank or from each; gives the number of rounds."""
     piece = max((num_bytes + _NUM_PIECES - 1) // _NUM_PIECES, _LEAST_PIECE_BYTES * own(ctx, context.SIZE))
     piece = (piece + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
-    store(ctx + context.CHUNK_BYTES * 8, min(piece, own(ctx, context.SLOT_BYTES)))
+    store(ctx + context.CHUNK_BYTES * 8, min(piece, most_bytes, own(ctx, context.SLOT_BYTES)))
     store(ctx + context.SPACING * 8, 0)
     return num_rounds_of(ctx, num_bytes)
 
@@ -52,7 +54,7 @@ def cut_stream(ctx, num_bytes):  # type: ignore[no-untyped-def]
 @inner
 def cut_parts(ctx, num_bytes):  # type: ignore[no-untyped-def]
     """Cut what is something else for each rank, of this length at most; gives the number of rounds."""
-    piece = own(ctx, context.SLOT_BYTES) // own(ctx, context.SIZE) // _LINE_BYTES * _LINE_BYTES
+    piece = min(own(ctx, context.SLOT_BYTES), _PARTS_BYTES) // own(ctx, context.SIZE) // _LINE_BYTES * _LINE_BYTES
     store(ctx + context.CHUNK_BYTES * 8, piece)
     store(ctx + context.SPACING * 8, piece)
     return num_rounds_of(ctx, num_bytes)
@@ -154,7 +156,7 @@ def exchange(plan, table, is_stream, longest, has_sent):  # type: ignore[no-unty
     if is_stream:
         # Before the ranks knew that they differ, first pieces of other lengths were announced under this number.
         store(ctx + context.CHUNKS * 8, own(ctx, context.CHUNKS) + 1)
-        num_rounds = cut_stream(ctx, longest)
+        num_rounds = cut_stream(ctx, longest, ALL_SEND_BYTES)
     else:
         num_rounds = cut_parts(ctx, longest)
         kept = table + own(ctx, context.RANK) * PAIRS
