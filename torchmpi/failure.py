@@ -131,7 +131,8 @@ class FailureHandling:
         self._terminate(frame)
 
     def _terminate(self, frame: FrameType | None) -> None:
-        if not self._claim():
+        board, rank = self.neighbours.board, self.neighbours.rank
+        if (board is not None and board.get(rank, DYING)) or not self._claim():
             # The launcher clears up after a rank that failed and has said why: no need for more noise.
             self._abort(_TERMINATED)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
@@ -222,22 +223,28 @@ os.register_at_fork(after_in_child=_in_forked_child)  # cannot be undone, so onc
 
 def _show() -> None:
     """Let out what has been printed: after this, others may end this process at any moment."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or nobody reads it any more
+            stream.flush()
     kept = getattr(sys.stderr, "getvalue", None)
     if kept is not None and sys.__stderr__ is not None:
         # Somebody keeps what is written, to show it later: torch.distributed's exception hook, which calls ours, or
         # pytest with --capture=sys. There will be no later.
-        sys.__stderr__.write(kept())
-        sys.__stderr__.flush()
-        sys.stderr.truncate(sys.stderr.seek(0))
+        with contextlib.suppress(Exception):
+            sys.__stderr__.write(kept())
+            sys.__stderr__.flush()
+            sys.stderr.truncate(sys.stderr.seek(0))
 
 
 def _reason_is_elsewhere(error: BaseException | None) -> bool:
     """Whether an error, or one that it came from, only says that another rank has given up."""
-    return error is not None and (
-        getattr(error, "reason_is_elsewhere", False) or _reason_is_elsewhere(error.__cause__ or error.__context__)
-    )
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # an error may be its own cause
+        if getattr(error, "reason_is_elsewhere", False):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _exit_later(status: int) -> None:

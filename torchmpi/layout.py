@@ -23,7 +23,7 @@ BLAMED_RANK_BITS = 24
 READY = 1 * _LINE_WORDS
 REDUCED = 2 * _LINE_WORDS
 KEPT = REDUCED + 1
-# The last chunk that this rank should have read from the memory of others, and could not.
+# Of the last call in which ranks read each other's memory: REDUCED if this one could not, otherwise 0.
 UNREAD = REDUCED + 3
 CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 

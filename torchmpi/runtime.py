@@ -84,7 +84,7 @@ class Runtime:
     def _backends(self, neighbours: Mapping[int, peers.Ticket]) -> dict[str, Any]:
         shared = SharedMemoryBackend(self.config, self.heap, self._say)
         nccl = NcclBackend(self.config, self.devices)
-        reads = self.config.read_directly and peers.can_read(neighbours.values())
+        reads = self.config.read_directly and not shared.problem and peers.can_read(neighbours.values())
         offers = self.MPI.COMM_WORLD.allgather((shared.problem, nccl.offer(), reads))
         nccl.agree([offer for _, offer, _ in offers])
         # All ranks or none: a call must go the same way everywhere.

@@ -13,7 +13,7 @@ from torchmpi import layout, peers
 from torchmpi.kernels import context, reading
 
 LEAST, TOO_MANY = 32 << 10, 8 << 20
-SLOTS, DIRECTLY = 0, 1
+SLOTS, DIRECTLY, CALLS = 0, 1, 2
 SEQUENCE = 5
 must_be_allowed = pytest.mark.skipif(
     not peers.can_read([peers.ticket()]), reason="this system lets no process read another one's memory"
@@ -65,10 +65,10 @@ def test_what_is_short_or_long_is_never_read_directly():
 @given(st.integers(LEAST, TOO_MANY - 1), st.integers(LEAST, TOO_MANY - 1))
 def test_about_equal_lengths_share_what_is_known(first, second):
     rank = Rank()
-    one, other = reading.pace_of(rank.address, first, SLOTS), reading.pace_of(rank.address, second, SLOTS)
+    one, other = reading.known(rank.address, first, SLOTS), reading.known(rank.address, second, SLOTS)
     assert (one == other) == ((first // LEAST).bit_length() == (second // LEAST).bit_length())
     begin = rank.address + context.PACES * 8
-    assert begin <= one < reading.pace_of(rank.address, first, DIRECTLY) < rank.address + context.POINTERS * 8
+    assert begin <= one < reading.known(rank.address, first, CALLS) < rank.address + context.POINTERS * 8
 
 
 def test_both_ways_are_tried_and_the_faster_one_is_taken():
@@ -76,6 +76,9 @@ def test_both_ways_are_tried_and_the_faster_one_is_taken():
     assert 0.4 < rank.is_for_it(LEAST) < 0.6
     reading.note_pace(rank.address, LEAST, SLOTS, 1000)
     assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the other way is not known yet"
+    for _ in range(14):
+        reading.note_pace(rank.address, LEAST, DIRECTLY, 2000)
+    assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the first calls count for little: memory may have been new"
     reading.note_pace(rank.address, LEAST, DIRECTLY, 2000)
     assert 0 < rank.is_for_it(LEAST) < 0.02
     reading.note_pace(rank.address, LEAST, DIRECTLY, 500)

@@ -68,8 +68,9 @@ SPENT = 34
 PROCESSES = 36
 """Address of the numbers of all ranks' processes, if their memory can be read; otherwise 0."""
 PACES = 37
-"""PACES and the words after it: nanoseconds for a KB of an allgather, by its length, through the slots and directly."""
-POINTERS = 53
+"""PACES and the words after it: of allgathers of eight lengths nanoseconds for a KB, through the slots and directly,
+and the number of calls."""
+POINTERS = 61
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -77,7 +78,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    61
+    69
     """
     return POINTERS + 2 * size
 

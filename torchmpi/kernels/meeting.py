@@ -8,7 +8,7 @@ import numba
 
 from .. import layout
 from . import context
-from .memory import give_way, load, load_acquire, pause, sleep, store, store_release, this_core
+from .memory import fence, give_way, load, load_acquire, pause, sleep, store, store_release, this_core
 
 _LONGEST_NAP_MICROSECONDS = 1000
 _SHORTEST_NAP_MICROSECONDS = 20
@@ -63,6 +63,19 @@ def has_given_up(ctx, rank):  # type: ignore[no-untyped-def]
         return refused == seq
     mine, theirs = entry(ctx, own(ctx, context.RANK), seq), entry(ctx, rank, seq)
     return load(mine) == seq and (load(theirs) != seq or load(theirs + _SIGNATURE) != load(mine + _SIGNATURE))
+
+
+@inner
+def check_reads(ctx):  # type: ignore[no-untyped-def]
+    """After reading what is not in a slot: 0, or REFUSED and a rank that may have written there since, having given up.
+
+    It says so before it goes on, so it is enough to look afterwards.
+    """
+    fence()
+    for rank in range(own(ctx, context.SIZE)):
+        if rank != own(ctx, context.RANK) and has_given_up(ctx, rank):
+            return context.REFUSED + rank
+    return 0
 
 
 @inner

@@ -161,7 +161,8 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
                 store(table + other * PAIRS + 16, target + other * num_bytes)
                 store(table + other * PAIRS + 24, num_received)
             status = go_on(ctx, table, num_rounds)
-        note_pace(ctx, num_bytes, reads, now() - since + spent)
+        if root < 0 and status == 0:
+            note_pace(ctx, num_bytes, reads, now() - since + spent)
     leave(ctx, seq)
     return status
 

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .meeting import PAYLOAD, entry, has_given_up, inner, own, row, wait_all
-from .memory import copy, fence, load, read_memory, store, store_release
+from .meeting import PAYLOAD, check_reads, entry, inner, own, row, wait_all
+from .memory import copy, load, read_memory, store, store_release
 from .placing import turn_of
 
 _REDUCED, _UNREAD = layout.REDUCED * 8, layout.UNREAD * 8
 _LEAST_BYTES, _MOST_BYTES = 32 << 10, 8 << 20
 _SOURCE = PAYLOAD + 8
-_EVERY = 128  # calls, of which one goes each way whatever is known
+_FIRST_CALLS = 16  # of a length go either way by turns
+_EVERY = 128  # later, calls of which one goes each way whatever is known
+_SLOTS, _DIRECTLY, _CALLS = 0, 1, 2
 
 
 @inner
-def pace_of(ctx, num_bytes, reads):  # type: ignore[no-untyped-def]
-    """Address of what is known of a way, for about so many bytes."""
+def known(ctx, num_bytes, what):  # type: ignore[no-untyped-def]
+    """Address of what is known for about so many bytes: the pace through the slots, directly; the number of calls."""
     place, larger = 0, num_bytes // (2 * _LEAST_BYTES)
     while larger > 0:
         place += 1
         larger //= 2
-    return ctx + (context.PACES + 2 * place + reads) * 8
+    return ctx + (context.PACES + 3 * place + what) * 8
 
 
 @inner
@@ -33,9 +35,11 @@ def note_pace(ctx, num_bytes, reads, nanoseconds):  # type: ignore[no-untyped-de
     """Note how long it took to move so many bytes of each rank. Slower calls, perhaps disturbed ones, count less."""
     if num_bytes < _LEAST_BYTES or num_bytes >= _MOST_BYTES:
         return 0
-    known, pace = pace_of(ctx, num_bytes, reads), nanoseconds * 1024 // num_bytes + 1
-    before = load(known)
-    store(known, pace if before == 0 or pace < before else before + (pace - before) // 8)
+    calls = known(ctx, num_bytes, _CALLS)
+    store(calls, load(calls) + 1)
+    place, pace = known(ctx, num_bytes, _DIRECTLY if reads else _SLOTS), nanoseconds * 1024 // num_bytes + 1
+    before = load(place)
+    store(place, pace if before == 0 or pace < before else before + (pace - before) // 8)
     return 0
 
 
@@ -44,11 +48,12 @@ def would_read(ctx, num_bytes):  # type: ignore[no-untyped-def]
     """Whether this rank is for reading so many bytes of each of the others from where they are."""
     if own(ctx, context.PROCESSES) == 0 or num_bytes < _LEAST_BYTES or num_bytes >= _MOST_BYTES:
         return False
-    reading, slots = load(pace_of(ctx, num_bytes, 1)), load(pace_of(ctx, num_bytes, 0))
+    directly, slots = load(known(ctx, num_bytes, _DIRECTLY)), load(known(ctx, num_bytes, _SLOTS))
     turn = turn_of(ctx, _EVERY)
-    if reading == 0 or slots == 0:
-        return turn % 2 == 1  # in every other call, until both are known
-    return turn == 1 or (turn != 0 and reading < slots)
+    if directly == 0 or slots == 0 or load(known(ctx, num_bytes, _CALLS)) < _FIRST_CALLS:
+        return turn % 2 == 1
+    # A rank that reads waits for the others to have read everything; through the slots it leaves them the last piece.
+    return turn == 1 or (turn != 0 and directly * 16 <= slots * 17)
 
 
 @inner
@@ -83,20 +88,16 @@ def read_from(ctx, seq, rank, target, num_bytes):  # type: ignore[no-untyped-def
 
 @inner
 def read_all(ctx, seq, source, num_bytes, target):  # type: ignore[no-untyped-def]
-    """Everybody's bytes: 0, or UNREAD if a rank could not, or what else came between.
-
-    Who gives up a call may go on and write to what it has shown: it says so before, and we look after having read.
-    """
+    """Everybody's bytes: 0, or UNREAD if a rank could not, or what else came between."""
     rank, size, chunk = own(ctx, context.RANK), own(ctx, context.SIZE), own(ctx, context.CHUNKS)
     copy(target + rank * num_bytes, source, num_bytes)
     has_read = True
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
         has_read = has_read and read_from(ctx, seq, other, target + other * num_bytes, num_bytes)
-    fence()
-    for other in range(size):
-        if other != rank and has_given_up(ctx, other):
-            return context.REFUSED + other
+    status = check_reads(ctx)
+    if status != 0:
+        return status
     store(row(ctx, rank) + _UNREAD, 0 if has_read else chunk + 1)
     store(ctx + context.CHUNKS * 8, chunk + 1)
     store_release(row(ctx, rank) + _REDUCED, chunk + 1)

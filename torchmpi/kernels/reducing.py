@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import layout
 from . import context
 from .finding import ALL_SHARED, announce_memory, find_memory
-from .meeting import PAYLOAD, arrive, begin, entry, have_all, inner, kernel, leave, own, row, wait_all
+from .meeting import PAYLOAD, arrive, begin, check_reads, entry, have_all, inner, kernel, leave, own, row, wait_all
 from .memory import copy, load, now, reduce, store, store_release
 from .placing import choose_way, copy_into_slot, end_chunks, note_chunk, note_put, note_time, publish, slot
 
@@ -217,6 +217,9 @@ def combine_in_place(plan, address, num_bytes):  # type: ignore[no-untyped-def]
         combine_for_all(plan, end - begin)
     else:
         combine(plan, own(ctx, context.POINTERS + root), end - begin)
+    status = check_reads(ctx)
+    if status != 0:
+        return status
     store_release(row(ctx, rank) + _READY, chunk + 1)
     store_release(row(ctx, rank) + _REDUCED, chunk + 1)
     return wait_all(ctx, _REDUCED, chunk + 1)

@@ -1,0 +1,54 @@
+"""What the handling of failures concludes from an error."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+from torchmpi import failure
+from torchmpi.errors import MismatchError
+
+
+def raised(error: BaseException, cause: BaseException | None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+def test_whether_another_rank_knows_the_reason():
+    mismatch, given_up = MismatchError("calls differ"), MismatchError("rank 0 has given it up")
+    given_up.reason_is_elsewhere = True
+    assert not failure._reason_is_elsewhere(None)
+    assert not failure._reason_is_elsewhere(raised(ValueError(), mismatch))
+    assert failure._reason_is_elsewhere(given_up)
+    assert failure._reason_is_elsewhere(raised(ValueError(), raised(KeyError(), given_up)))
+
+
+def test_an_error_may_be_its_own_cause():
+    """Looking for the reason never ended, and so did not the job."""
+    error, other = ValueError(), KeyError()
+    assert not failure._reason_is_elsewhere(raised(error, error))
+    other.__cause__, error.__cause__ = error, other
+    assert not failure._reason_is_elsewhere(other)
+
+
+def test_what_somebody_keeps_is_shown_once(monkeypatch):
+    kept, shown = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", kept)
+    monkeypatch.setattr(sys, "__stderr__", shown)
+    for text in ("first\n", "second\n"):
+        print(text, end="", file=sys.stderr)
+        failure._show()
+    assert shown.getvalue() == "first\nsecond\n"
+
+
+def test_closed_streams_do_not_keep_a_job_from_ending(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    for name in ("stdout", "stderr", "__stderr__"):
+        monkeypatch.setattr(sys, name, closed)
+    failure._show()
+    for name in ("stdout", "stderr", "__stderr__"):
+        monkeypatch.setattr(sys, name, None)
+    failure._show()
