@@ -59,6 +59,14 @@ def end_whole(ctx):  # type: ignore[no-untyped-def]
     return 0
 
 
+@inner
+def put_first_piece(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
+    """Put the first piece of what this rank sends into its slot, before it arrives or after."""
+    choose_way(ctx, num_rounds, False)
+    put(ctx, own(ctx, context.CHUNKS), table, False)
+    return 0
+
+
 @kernel
 def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-untyped-def]
     """The root's bytes to everybody. The root is in the plan."""
@@ -102,14 +110,6 @@ def have_as_many(ctx, seq, number):  # type: ignore[no-untyped-def]
     return True
 
 
-@inner
-def put_first(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
-    """Put the first piece of what this rank sends into its slot, before it arrives or after."""
-    choose_way(ctx, num_rounds, False)
-    put(ctx, own(ctx, context.CHUNKS), table, False)
-    return 0
-
-
 @kernel
 def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
     """Everybody's bytes to everybody, or to the root of the plan, if all have as many.
@@ -136,7 +136,7 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
         show_memory(ctx, seq, source if shows else 0)
         if not shows:
             since = now()
-            put_first(ctx, table, num_rounds)
+            put_first_piece(ctx, table, num_rounds)
             spent = now() - since
     status = arrive(ctx, seq, signature)
     if status != 0:
@@ -156,7 +156,7 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
         status = read_all(ctx, seq, source, num_bytes, target) if reads else context.UNREAD
         if status == context.UNREAD:
             if shows:
-                put_first(ctx, table, num_rounds)
+                put_first_piece(ctx, table, num_rounds)
             for other in range(size):
                 store(table + other * PAIRS + 16, target + other * num_bytes)
                 store(table + other * PAIRS + 24, num_received)
@@ -211,8 +211,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
         return status
     table, base = send_rows(plan, source, num_rows, row_bytes), own(ctx, context.CHUNKS)
     num_rounds, piece = cut_rows(ctx, num_rows, row_bytes), own(ctx, context.CHUNK_BYTES)
-    choose_way(ctx, num_rounds, False)
-    put(ctx, base, table, False)
+    put_first_piece(ctx, table, num_rounds)
     status = arrive(ctx, seq, signature)
     for index in range(num_rounds):
         if status != 0:
@@ -260,9 +259,7 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
     if is_short:
         copy(payload + 8, source, num_rows * row_bytes)
     else:
-        choose_way(ctx, num_rounds, False)
-        send_rows(plan, source, num_rows, row_bytes)
-        put(ctx, own(ctx, context.CHUNKS), own(plan, context.TABLE), False)
+        put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
