@@ -33,6 +33,7 @@ RING_LENGTH = 32  # calls remembered; a power of two
 ENTRY_WORDS = _LINE_WORDS
 SEQUENCE, SIGNATURE, PAYLOAD = range(3)
 PAYLOAD_BYTES = (ENTRY_WORDS - PAYLOAD) * WORD_BYTES
+MEMORY = 2  # the word of the payload of a long call from which a rank says where its tensor is, if that is shared
 
 # What a rank keeps of a group for machine code, in private memory. Of the ledger: number of the last call, and of the
 # one that machine code has entered and that is under way (0 if none is), its code, its shape as far as it is signed.

@@ -9,7 +9,7 @@ import numpy as np
 from .. import layout
 from ..heap import SharedHeap
 from ..kernels import context
-from ..layout import PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, entry, num_slots
+from ..layout import MEMORY, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, entry, num_slots
 from ..progress import GIVEN_UP, NATIVE
 
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
@@ -83,7 +83,7 @@ class SharedGroup:
 
     def map_segment(self, rank: int, seq: int) -> None:
         """Map the segment in which a rank says that its tensor is."""
-        at = self.payload(rank, seq)
+        at = self.payload(rank, seq) + MEMORY
         key, file, num_bytes = self.page.words[at : at + 3]
         place = self._num_mapped[rank] % context.MAPPINGS_PER_RANK
         self._num_mapped[rank] += 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from .. import layout
 from . import context
 from .meeting import PAYLOAD, entry, inner, own
 from .memory import load, store
 
 MIXED, ALL_SHARED = 1, 2
+_MEMORY = PAYLOAD + layout.MEMORY * 8
 
 
 @inner
@@ -22,18 +24,27 @@ def shared_segment(ctx, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
+def announced(ctx, rank, seq):  # type: ignore[no-untyped-def]
+    """Address of what a rank says of where its tensor is: key, file and length of the segment, and the place in it."""
+    return entry(ctx, rank, seq) + _MEMORY
+
+
+@inner
 def announce_memory(ctx, seq, address, num_bytes):  # type: ignore[no-untyped-def]
-    """Say in the payload where this rank's tensor is, if others can get at it; gives whether they can."""
-    payload = entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD
-    segment = shared_segment(ctx, address, num_bytes)
+    """Say in the payload where this rank's tensor is, if others can get at it; gives whether they can.
+
+    What takes but one meeting through a slot stays there: of a tensor all must know that all have read it.
+    """
+    words = announced(ctx, own(ctx, context.RANK), seq)
+    segment = shared_segment(ctx, address, num_bytes) if num_bytes > own(ctx, context.WHOLE_BYTES) else 0
     if segment == 0:
-        store(payload, 0)
-        return 0
-    store(payload, load(segment + context.SEGMENT_KEY * 8))
-    store(payload + 8, load(segment + context.SEGMENT_FILE * 8))
-    store(payload + 16, load(segment + context.SEGMENT_END * 8) - load(segment + context.SEGMENT_BEGIN * 8))
-    store(payload + 24, address - load(segment + context.SEGMENT_BEGIN * 8))
-    return 1
+        store(words, 0)
+        return False
+    store(words, load(segment + context.SEGMENT_KEY * 8))
+    store(words + 8, load(segment + context.SEGMENT_FILE * 8))
+    store(words + 16, load(segment + context.SEGMENT_END * 8) - load(segment + context.SEGMENT_BEGIN * 8))
+    store(words + 24, address - load(segment + context.SEGMENT_BEGIN * 8))
+    return True
 
 
 @inner
@@ -47,18 +58,34 @@ def mapped(ctx, rank, key):  # type: ignore[no-untyped-def]
 
 
 @inner
+def find_of(ctx, seq, rank):  # type: ignore[no-untyped-def]
+    """Note where another rank's shared tensor is: 0, or UNMAPPED and that rank."""
+    words = announced(ctx, rank, seq)
+    base = mapped(ctx, rank, load(words))
+    if base == 0:
+        return context.UNMAPPED + rank
+    store(ctx + (context.POINTERS + own(ctx, context.SIZE) + rank) * 8, base + load(words + 24))
+    return 0
+
+
+@inner
+def found(ctx, rank):  # type: ignore[no-untyped-def]
+    """Address of the shared tensor of a rank, once that is known."""
+    return own(ctx, context.POINTERS + own(ctx, context.SIZE) + rank)
+
+
+@inner
 def find_memory(ctx, seq, address):  # type: ignore[no-untyped-def]
     """Note where everybody's tensor is: ALL_SHARED, MIXED, 0 if all are private, or UNMAPPED and a rank."""
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
     num_shared = 0
     for other in range(size):
-        num_shared += load(entry(ctx, other, seq) + PAYLOAD) != 0
+        num_shared += load(announced(ctx, other, seq)) != 0
     if num_shared < size:
         return MIXED if num_shared else 0
+    store(ctx + (context.POINTERS + size + rank) * 8, address)
     for other in range(size):
-        payload = entry(ctx, other, seq) + PAYLOAD
-        base = mapped(ctx, other, load(payload))
-        if other != rank and base == 0:
-            return context.UNMAPPED + other
-        store(ctx + (context.POINTERS + size + other) * 8, address if other == rank else base + load(payload + 24))
+        status = find_of(ctx, seq, other) if other != rank else 0
+        if status != 0:
+            return status
     return ALL_SHARED

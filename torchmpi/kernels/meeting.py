@@ -31,7 +31,7 @@ def kernel(function: Any) -> Any:
 
 _ROW = layout.ROW_BYTES
 _ENTERED, _LEFT, _REFUSED = (word * 8 for word in (layout.ENTERED, layout.LEFT, layout.REFUSED))
-_CORE, _SIGNATURE = layout.CORE * 8, layout.SIGNATURE * 8
+_CORE, _SIGNATURE, _REDUCED = (word * 8 for word in (layout.CORE, layout.SIGNATURE, layout.REDUCED))
 _RING, _ENTRY, _LAST = layout.RING_START * 8, layout.ENTRY_WORDS * 8, layout.RING_LENGTH - 1
 PAYLOAD = layout.PAYLOAD * 8
 
@@ -139,6 +139,21 @@ def wait_all(ctx, counter, value):  # type: ignore[no-untyped-def]
         if status != 0:
             return status
     return 0
+
+
+@inner
+def end_reads(ctx):  # type: ignore[no-untyped-def]
+    """At the end of a call in which ranks have read each other's tensors, which may be written to when all are here.
+
+    It counts as one chunk.
+    """
+    status = check_reads(ctx)
+    if status != 0:
+        return status
+    chunk = own(ctx, context.CHUNKS)
+    store(ctx + context.CHUNKS * 8, chunk + 1)
+    store_release(row(ctx, own(ctx, context.RANK)) + _REDUCED, chunk + 1)
+    return wait_all(ctx, _REDUCED, chunk + 1)
 
 
 @inner

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .meeting import PAYLOAD, arrive, begin, entry, inner, kernel, leave, own, row, wait_all
+from .finding import ALL_SHARED, announce_memory, find_memory, found
+from .meeting import PAYLOAD, arrive, begin, end_reads, entry, inner, kernel, leave, own, row, wait_all
 from .memory import copy, load, now, store, store_release
 from .placing import choose_way, end_chunks, moving_slot, note_chunk, note_time
 from .reading import all_show, note_pace, read_all, show_memory, would_read
-from .reducing import combine, point_at
+from .reducing import combine, part_begin, point_at
 from .rounds import ALL_SEND_BYTES, ONE_SENDS_BYTES, PAIRS, cut_parts, cut_stream, deliver, go_on, put
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
@@ -67,19 +68,50 @@ def put_first_piece(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
     return 0
 
 
+@inner
+def broadcast_in_place(ctx, address, num_bytes, root):  # type: ignore[no-untyped-def]
+    """From shared tensor to shared tensor: the root has time as well, and writes as much as everybody else."""
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    share = part_begin(num_bytes, size, 1)
+    if rank != root:
+        deliver(address + share, found(ctx, root) + share, num_bytes - share, num_bytes)
+    else:
+        for other in range(size):
+            if other != root:
+                deliver(found(ctx, other), address, share, num_bytes)
+    return end_reads(ctx)
+
+
+@inner
+def send_from_root(plan, address, num_bytes):  # type: ignore[no-untyped-def]
+    """What the root has, piece by piece through its slots."""
+    ctx = own(plan, context.CONTEXT)
+    rank, root = own(ctx, context.RANK), own(plan, context.ROOT)
+    table = send_to_all(plan, address, num_bytes if rank == root else 0)
+    for other in range(own(ctx, context.SIZE)):
+        store(table + other * PAIRS + 16, address)
+        store(table + other * PAIRS + 24, num_bytes if other == root and rank != root else 0)
+    num_rounds = cut_stream(ctx, num_bytes, ONE_SENDS_BYTES)
+    choose_way(ctx, num_rounds, num_bytes <= _SHORT_BROADCAST_BYTES)
+    put(ctx, own(ctx, context.CHUNKS), table, False)
+    return go_on(ctx, table, num_rounds)
+
+
 @kernel
 def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-untyped-def]
     """The root's bytes to everybody. The root is in the plan."""
     ctx = own(plan, context.CONTEXT)
-    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+    rank, root = own(ctx, context.RANK), own(plan, context.ROOT)
     is_short, is_whole = num_bytes <= layout.PAYLOAD_BYTES, num_bytes <= own(ctx, context.WHOLE_BYTES)
     status = begin(ctx, seq)
     if status != 0:
         return status
     if is_short and rank == root:
         copy(entry(ctx, rank, seq) + PAYLOAD, address, num_bytes)
-    elif is_whole and rank == root:
-        put_whole(ctx, address, num_bytes)
+    elif not is_short:
+        announce_memory(ctx, seq, address, num_bytes)
+        if is_whole and rank == root:
+            put_whole(ctx, address, num_bytes)
     status = arrive(ctx, seq, signature)
     if status == 0 and is_short:
         if rank != root:
@@ -89,14 +121,13 @@ def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-unty
             copy(address, moving_slot(ctx, root, own(ctx, context.CHUNKS)), num_bytes)
         end_whole(ctx)
     elif status == 0:
-        table = send_to_all(plan, address, num_bytes if rank == root else 0)
-        for other in range(size):
-            store(table + other * PAIRS + 16, address)
-            store(table + other * PAIRS + 24, num_bytes if other == root and rank != root else 0)
-        num_rounds = cut_stream(ctx, num_bytes, ONE_SENDS_BYTES)
-        choose_way(ctx, num_rounds, num_bytes <= _SHORT_BROADCAST_BYTES)
-        put(ctx, own(ctx, context.CHUNKS), table, False)
-        status = go_on(ctx, table, num_rounds)
+        memory = find_memory(ctx, seq, address)
+        if memory >= context.UNMAPPED:
+            return memory
+        if memory == ALL_SHARED:
+            status = broadcast_in_place(ctx, address, num_bytes, root)
+        else:
+            status = send_from_root(plan, address, num_bytes)
     leave(ctx, seq)
     return status
 
@@ -108,6 +139,16 @@ def have_as_many(ctx, seq, number):  # type: ignore[no-untyped-def]
         if load(entry(ctx, other, seq) + PAYLOAD) != number:
             return False
     return True
+
+
+@inner
+def take_from_all(ctx, first, num_bytes, target):  # type: ignore[no-untyped-def]
+    """What everybody has for this rank in shared tensors, that of this rank as well: so much, from `first` on."""
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    for shift in range(size):
+        other = rank + shift - size if rank + shift >= size else rank + shift
+        deliver(target + other * num_bytes, found(ctx, other) + first, num_bytes, num_bytes)
+    return end_reads(ctx)
 
 
 @kernel
@@ -128,13 +169,14 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     num_received = num_bytes if root < 0 or rank == root else 0
     table, num_rounds = send_to_all(plan, source, num_sent), cut_stream(ctx, num_bytes, ALL_SEND_BYTES)
     shows, spent = root < 0 and not is_whole and would_read(ctx, num_bytes), 0
+    is_shared = not is_short and announce_memory(ctx, seq, source, num_bytes)
     if is_short:
         copy(payload + 8, source, num_bytes)
     elif is_whole:
         put_whole(ctx, source, num_sent)
     else:
         show_memory(ctx, seq, source if shows else 0)
-        if not shows:
+        if not shows and not is_shared:
             since = now()
             put_first_piece(ctx, table, num_rounds)
             spent = now() - since
@@ -152,10 +194,17 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
             copy(target + other * num_bytes, there, num_received)
         end_whole(ctx)
     else:
+        memory = find_memory(ctx, seq, source)
+        if memory >= context.UNMAPPED:
+            return memory
+        if memory == ALL_SHARED:
+            status = take_from_all(ctx, 0, num_received, target)
+            leave(ctx, seq)
+            return status
         since, reads = now(), all_show(ctx, seq)
         status = read_all(ctx, seq, source, num_bytes, target) if reads else context.UNREAD
         if status == context.UNREAD:
-            if shows:
+            if shows or is_shared:
                 put_first_piece(ctx, table, num_rounds)
             for other in range(size):
                 store(table + other * PAIRS + 16, target + other * num_bytes)
@@ -211,8 +260,24 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
         return status
     table, base = send_rows(plan, source, num_rows, row_bytes), own(ctx, context.CHUNKS)
     num_rounds, piece = cut_rows(ctx, num_rows, row_bytes), own(ctx, context.CHUNK_BYTES)
-    put_first_piece(ctx, table, num_rounds)
+    is_shared = announce_memory(ctx, seq, source, num_rows * row_bytes)
+    if not is_shared:
+        put_first_piece(ctx, table, num_rounds)
     status = arrive(ctx, seq, signature)
+    if status != 0:
+        return status
+    memory = find_memory(ctx, seq, source)
+    if memory >= context.UNMAPPED:
+        return memory
+    if memory == ALL_SHARED:
+        for other in range(size):
+            point_at(ctx, other, found(ctx, other) + first)
+        combine(plan, target, length)
+        status = end_reads(ctx)
+        leave(ctx, seq)
+        return status
+    if is_shared:
+        put_first_piece(ctx, table, num_rounds)
     for index in range(num_rounds):
         if status != 0:
             return status
@@ -256,9 +321,10 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
     num_rounds = cut_rows(ctx, num_rows, row_bytes)
     is_short = num_rows * row_bytes <= layout.PAYLOAD_BYTES - 8
+    is_shared = not is_short and announce_memory(ctx, seq, source, num_rows * row_bytes)
     if is_short:
         copy(payload + 8, source, num_rows * row_bytes)
-    else:
+    elif not is_shared:
         put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
     status = arrive(ctx, seq, signature)
     if status != 0:
@@ -269,12 +335,20 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
         for other in range(size):
             copy(target + other * length, entry(ctx, other, seq) + PAYLOAD + 8 + first, length)
     else:
-        table = own(plan, context.TABLE)
-        for other in range(size):
-            store(table + other * PAIRS + 16, target + other * length)
-            store(table + other * PAIRS + 24, length)
-        deliver(target + rank * length, source + first, length, length)
-        status = go_on(ctx, table, num_rounds)
+        memory = find_memory(ctx, seq, source)
+        if memory >= context.UNMAPPED:
+            return memory
+        if memory == ALL_SHARED:
+            status = take_from_all(ctx, first, length, target)
+        else:
+            table = send_rows(plan, source, num_rows, row_bytes)
+            if is_shared:
+                put_first_piece(ctx, table, num_rounds)
+            for other in range(size):
+                store(table + other * PAIRS + 16, target + other * length)
+                store(table + other * PAIRS + 24, length)
+            deliver(target + rank * length, source + first, length, length)
+            status = go_on(ctx, table, num_rounds)
     leave(ctx, seq)
     return status
 

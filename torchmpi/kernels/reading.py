@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .meeting import PAYLOAD, check_reads, entry, inner, own, row, wait_all
-from .memory import copy, load, read_memory, store, store_release
+from .meeting import PAYLOAD, end_reads, entry, inner, own, row
+from .memory import copy, load, read_memory, store
 from .placing import turn_of
 
-_REDUCED, _UNREAD = layout.REDUCED * 8, layout.UNREAD * 8
+_UNREAD = layout.UNREAD * 8
 _LEAST_BYTES, _MOST_BYTES = 32 << 10, 8 << 20
 _SOURCE = PAYLOAD + 8
 _FIRST_CALLS = 16  # of a length go either way by turns
@@ -95,13 +95,8 @@ def read_all(ctx, seq, source, num_bytes, target):  # type: ignore[no-untyped-de
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
         has_read = has_read and read_from(ctx, seq, other, target + other * num_bytes, num_bytes)
-    status = check_reads(ctx)
-    if status != 0:
-        return status
     store(row(ctx, rank) + _UNREAD, 0 if has_read else chunk + 1)
-    store(ctx + context.CHUNKS * 8, chunk + 1)
-    store_release(row(ctx, rank) + _REDUCED, chunk + 1)
-    status = wait_all(ctx, _REDUCED, chunk + 1)
+    status = end_reads(ctx)
     if status != 0:
         return status
     if not has_read:

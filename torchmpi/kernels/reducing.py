@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
-from .finding import ALL_SHARED, announce_memory, find_memory
-from .meeting import PAYLOAD, arrive, begin, check_reads, entry, have_all, inner, kernel, leave, own, row, wait_all
+from .finding import ALL_SHARED, announce_memory, find_memory, found
+from .meeting import PAYLOAD, arrive, begin, end_reads, entry, have_all, inner, kernel, leave, own, row, wait_all
 from .memory import copy, load, now, reduce, store, store_release
 from .placing import choose_way, copy_into_slot, end_chunks, note_chunk, note_put, note_time, publish, slot
 
@@ -208,21 +208,14 @@ def combine_in_place(plan, address, num_bytes):  # type: ignore[no-untyped-def]
     """Everybody's tensor can be reached: combine this rank's part once, and write it to all who want it."""
     ctx = own(plan, context.CONTEXT)
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
-    chunk = own(ctx, context.CHUNKS)
-    store(ctx + context.CHUNKS * 8, chunk + 1)
     begin, end = part_begin(num_bytes, size, rank), part_begin(num_bytes, size, rank + 1)
     for other in range(size):
-        point_at(ctx, other, own(ctx, context.POINTERS + size + other) + begin)
+        point_at(ctx, other, found(ctx, other) + begin)
     if root < 0:
         combine_for_all(plan, end - begin)
     else:
         combine(plan, own(ctx, context.POINTERS + root), end - begin)
-    status = check_reads(ctx)
-    if status != 0:
-        return status
-    store_release(row(ctx, rank) + _READY, chunk + 1)
-    store_release(row(ctx, rank) + _REDUCED, chunk + 1)
-    return wait_all(ctx, _REDUCED, chunk + 1)
+    return end_reads(ctx)
 
 
 @inner
@@ -336,11 +329,7 @@ def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-
     store(ctx + context.PIECES * 8, only)
     store(ctx + context.NUM_PIECES * 8, 1)
     is_whole = cut(ctx, num_bytes)
-    is_shared = 0
-    if is_whole:
-        store(entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD, 0)
-    else:
-        is_shared = announce_memory(ctx, seq, address, num_bytes)
+    is_shared = announce_memory(ctx, seq, address, num_bytes)
     if not is_shared:
         put_first(ctx, num_bytes, is_whole)
     status = arrive(ctx, seq, signature)
