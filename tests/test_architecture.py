@@ -39,8 +39,8 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LATE = ("mpi4py", "numba")
 # These are what is loaded late: kernels.load() imports them.
 LATE_MODULES = (
-    "memory", "meeting", "placing", "finding", "reading", "reducing", "rounds", "moving", "sharding", "entering",
-    "wrapping", "gate_ir", "building",
+    "memory", "meeting", "placing", "finding", "reading", "reducing", "rounds", "moving", "dividing", "sharding",
+    "entering", "wrapping", "gate_ir", "building",
 )  # fmt: skip
 LATE_MODULES += ("cuda_lanes", "cuda_intrinsics")  # by kernels.cuda_reduction
 

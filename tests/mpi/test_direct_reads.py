@@ -28,7 +28,7 @@ def words() -> np.ndarray:
 
 def prefer(way: int) -> None:
     """From now on this rank finds this way faster, but for the calls in which both are tried anyway."""
-    known = words()[context.PACES : context.POINTERS]
+    known = words()[context.ALLGATHER_PACES : context.POINTERS]
     known[way::3], known[1 - way :: 3], known[2::3] = 1, 1 << 40, 1000  # calls
 
 
@@ -87,12 +87,12 @@ def test_a_gather_goes_through_the_slots(reads, agree):
 
 def test_what_a_gather_takes_says_nothing_of_an_allgather(reads, agree):
     """A rank that sends and fetches nothing is done in half the time, and kept the others from reading."""
-    before = words()[context.PACES : context.POINTERS].copy()
+    before = words()[context.ALLGATHER_PACES : context.POINTERS].copy()
     for root in range(mpi.size()):
         mpi.gather(inputs_of((100_000,), torch.float32)[mpi.rank()], root)
-    agree(np.array_equal(before, words()[context.PACES : context.POINTERS]), "nothing is noted")
+    agree(np.array_equal(before, words()[context.ALLGATHER_PACES : context.POINTERS]), "nothing is noted")
     mpi.allgather(inputs_of((100_000,), torch.float32)[mpi.rank()])
-    agree(not np.array_equal(before, words()[context.PACES : context.POINTERS]), "of an allgather it is")
+    agree(not np.array_equal(before, words()[context.ALLGATHER_PACES : context.POINTERS]), "of an allgather it is")
 
 
 def test_all_read_or_none_does(reads, agree):

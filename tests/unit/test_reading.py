@@ -14,6 +14,7 @@ from torchmpi.kernels import context, reading
 
 LEAST, TOO_MANY = 32 << 10, 8 << 20
 SLOTS, DIRECTLY, CALLS = 0, 1, 2
+PACES = context.ALLGATHER_PACES
 SEQUENCE = 5
 must_be_allowed = pytest.mark.skipif(
     not peers.can_read([peers.ticket()]), reason="this system lets no process read another one's memory"
@@ -37,7 +38,7 @@ class Rank:
         answers = []
         for sequence in range(1, 4097):
             self.words[context.SEQUENCE] = sequence
-            answers.append(reading.would_read(self.address, num_bytes))
+            answers.append(reading.would_read(self.address, PACES, num_bytes))
         return sum(answers) / len(answers)
 
     def read(self, theirs: np.ndarray, *, refuses: bool = False) -> tuple[int, np.ndarray]:
@@ -49,14 +50,14 @@ class Rank:
             self.rows[rank, start : start + 4] = SEQUENCE, 7, tensor.nbytes, tensor.ctypes.data
         self.rows[1, layout.REDUCED] = chunk + 1
         self.rows[1, layout.REFUSED] = SEQUENCE if refuses else 0
-        arguments = self.address, SEQUENCE, mine.ctypes.data, mine.nbytes, target.ctypes.data
+        arguments = self.address, SEQUENCE, mine.ctypes.data, 0, mine.nbytes, target.ctypes.data
         return reading.read_all(*arguments), target[len(theirs) :]
 
 
 def test_what_is_short_or_long_is_never_read_directly():
     rank = Rank()
     for num_bytes in (0, LEAST - 1, TOO_MANY, 1 << 40):
-        reading.note_pace(rank.address, num_bytes, DIRECTLY, 1)
+        reading.note_pace(rank.address, PACES, num_bytes, DIRECTLY, 1)
         assert rank.is_for_it(num_bytes) == 0
     rank.words[context.PROCESSES] = 0
     assert rank.is_for_it(LEAST) == 0
@@ -65,29 +66,29 @@ def test_what_is_short_or_long_is_never_read_directly():
 @given(st.integers(LEAST, TOO_MANY - 1), st.integers(LEAST, TOO_MANY - 1))
 def test_about_equal_lengths_share_what_is_known(first, second):
     rank = Rank()
-    one, other = reading.known(rank.address, first, SLOTS), reading.known(rank.address, second, SLOTS)
+    one, other = reading.known(rank.address, PACES, first, SLOTS), reading.known(rank.address, PACES, second, SLOTS)
     assert (one == other) == ((first // LEAST).bit_length() == (second // LEAST).bit_length())
-    begin = rank.address + context.PACES * 8
-    assert begin <= one < reading.known(rank.address, first, CALLS) < rank.address + context.POINTERS * 8
+    begin = rank.address + PACES * 8
+    assert begin <= one < reading.known(rank.address, PACES, first, CALLS) < rank.address + context.ALLTOALL_PACES * 8
 
 
 def test_both_ways_are_tried_and_the_faster_one_is_taken():
     rank = Rank()
     assert 0.4 < rank.is_for_it(LEAST) < 0.6
-    reading.note_pace(rank.address, LEAST, SLOTS, 1000)
+    reading.note_pace(rank.address, PACES, LEAST, SLOTS, 1000)
     assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the other way is not known yet"
     for _ in range(14):
-        reading.note_pace(rank.address, LEAST, DIRECTLY, 2000)
+        reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the first calls count for little: memory may have been new"
-    reading.note_pace(rank.address, LEAST, DIRECTLY, 2000)
+    reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0 < rank.is_for_it(LEAST) < 0.02
-    reading.note_pace(rank.address, LEAST, DIRECTLY, 500)
+    reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 500)
     assert 0.98 < rank.is_for_it(LEAST) < 1, "the faster call counts at once"
     for _ in range(3):
-        reading.note_pace(rank.address, LEAST, DIRECTLY, 2000)
+        reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert rank.is_for_it(LEAST) > 0.98, "slow ones may have been disturbed"
     for _ in range(30):
-        reading.note_pace(rank.address, LEAST, DIRECTLY, 2000)
+        reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert rank.is_for_it(LEAST) < 0.02
     assert 0.4 < rank.is_for_it(4 * LEAST) < 0.6, "other lengths have their own paces"
 

@@ -27,7 +27,7 @@ class _Set(NamedTuple):
 
 _SETS = {
     "collectives": _Set(
-        ("rounds", "moving", "reducing", "entering"),
+        ("rounds", "moving", "dividing", "reducing", "entering"),
         (
             "allreduce", "allreduce_many", "meet", "exchange", "broadcast", "allgather", "reduce_scatter", "alltoall",
             "offer", "take",

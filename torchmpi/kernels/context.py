@@ -67,10 +67,12 @@ SPENT = 34
 """SPENT and the word after it: nanoseconds spent on copying and combining in chunks under way, without the waits."""
 PROCESSES = 36
 """Address of the numbers of all ranks' processes, if their memory can be read; otherwise 0."""
-PACES = 37
-"""PACES and the words after it: of allgathers of eight lengths nanoseconds for a KB, through the slots and directly,
-and the number of calls."""
-POINTERS = 61
+ALLGATHER_PACES = 37
+"""ALLGATHER_PACES and the words after it: of eight lengths nanoseconds for a KB, through the slots and directly, and
+the number of calls."""
+ALLTOALL_PACES = 61
+"""The same of alltoall."""
+POINTERS = 85
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -78,7 +80,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    69
+    93
     """
     return POINTERS + 2 * size
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from .. import layout
 from . import context
+from .dividing import rows_before
 from .meeting import inner, kernel, own
 from .memory import load, store
-from .moving import rows_before
 
 # DLPack's description of a tensor.
 _DATA, _DEVICE, _DIMS_AND_DTYPE, _SHAPE, _STRIDES, _OFFSET = (word * 8 for word in range(6))

@@ -1,5 +1,7 @@
 """Straight out of the memory of another rank's process, by a call of the system: one copy, where slots take two.
 
+For verbs in which all cores are busy all the time: allgather and alltoall.
+
 The system looks up every page, so that this is slower than a copy through a cache that the cores share. Which of the
 two ways is faster depends on the machine and on the length; so both are tried now and then, and the faster one taken.
 """
@@ -21,36 +23,39 @@ _SLOTS, _DIRECTLY, _CALLS = 0, 1, 2
 
 
 @inner
-def known(ctx, num_bytes, what):  # type: ignore[no-untyped-def]
-    """Address of what is known for about so many bytes: the pace through the slots, directly; the number of calls."""
+def known(ctx, paces, num_bytes, what):  # type: ignore[no-untyped-def]
+    """Address of what is known for about so many bytes: the pace through the slots, directly; the number of calls.
+
+    `paces`: those of the verb.
+    """
     place, larger = 0, num_bytes // (2 * _LEAST_BYTES)
     while larger > 0:
         place += 1
         larger //= 2
-    return ctx + (context.PACES + 3 * place + what) * 8
+    return ctx + (paces + 3 * place + what) * 8
 
 
 @inner
-def note_pace(ctx, num_bytes, reads, nanoseconds):  # type: ignore[no-untyped-def]
-    """Note how long it took to move so many bytes of each rank. Slower calls, perhaps disturbed ones, count less."""
+def note_pace(ctx, paces, num_bytes, reads, nanoseconds):  # type: ignore[no-untyped-def]
+    """Note how long it took to get so many bytes from each rank. Slower calls, perhaps disturbed ones, count less."""
     if num_bytes < _LEAST_BYTES or num_bytes >= _MOST_BYTES:
         return 0
-    calls = known(ctx, num_bytes, _CALLS)
+    calls = known(ctx, paces, num_bytes, _CALLS)
     store(calls, load(calls) + 1)
-    place, pace = known(ctx, num_bytes, _DIRECTLY if reads else _SLOTS), nanoseconds * 1024 // num_bytes + 1
+    place, pace = known(ctx, paces, num_bytes, _DIRECTLY if reads else _SLOTS), nanoseconds * 1024 // num_bytes + 1
     before = load(place)
     store(place, pace if before == 0 or pace < before else before + (pace - before) // 8)
     return 0
 
 
 @inner
-def would_read(ctx, num_bytes):  # type: ignore[no-untyped-def]
+def would_read(ctx, paces, num_bytes):  # type: ignore[no-untyped-def]
     """Whether this rank is for reading so many bytes of each of the others from where they are."""
     if own(ctx, context.PROCESSES) == 0 or num_bytes < _LEAST_BYTES or num_bytes >= _MOST_BYTES:
         return False
-    directly, slots = load(known(ctx, num_bytes, _DIRECTLY)), load(known(ctx, num_bytes, _SLOTS))
+    directly, slots = load(known(ctx, paces, num_bytes, _DIRECTLY)), load(known(ctx, paces, num_bytes, _SLOTS))
     turn = turn_of(ctx, _EVERY)
-    if directly == 0 or slots == 0 or load(known(ctx, num_bytes, _CALLS)) < _FIRST_CALLS:
+    if directly == 0 or slots == 0 or load(known(ctx, paces, num_bytes, _CALLS)) < _FIRST_CALLS:
         return turn % 2 == 1
     # A rank that reads waits for the others to have read everything; through the slots it leaves them the last piece.
     return turn == 1 or (turn != 0 and directly * 16 <= slots * 17)
@@ -73,10 +78,10 @@ def all_show(ctx, seq):  # type: ignore[no-untyped-def]
 
 
 @inner
-def read_from(ctx, seq, rank, target, num_bytes):  # type: ignore[no-untyped-def]
-    """Read what a rank has shown; gives whether the system let us."""
+def read_from(ctx, seq, rank, first, num_bytes, target):  # type: ignore[no-untyped-def]
+    """Read what a rank has shown, from `first` on; gives whether the system let us."""
     process = load(own(ctx, context.PROCESSES) + rank * 8)
-    source = load(entry(ctx, rank, seq) + _SOURCE)
+    source = load(entry(ctx, rank, seq) + _SOURCE) + first
     done = 0
     while done < num_bytes:
         length = read_memory(process, target + done, source + done, num_bytes - done)
@@ -87,14 +92,14 @@ def read_from(ctx, seq, rank, target, num_bytes):  # type: ignore[no-untyped-def
 
 
 @inner
-def read_all(ctx, seq, source, num_bytes, target):  # type: ignore[no-untyped-def]
-    """Everybody's bytes: 0, or UNREAD if a rank could not, or what else came between."""
+def read_all(ctx, seq, source, first, num_bytes, target):  # type: ignore[no-untyped-def]
+    """So many bytes of everybody's, from `first` on: 0, or UNREAD if a rank could not, or what else came between."""
     rank, size, chunk = own(ctx, context.RANK), own(ctx, context.SIZE), own(ctx, context.CHUNKS)
-    copy(target + rank * num_bytes, source, num_bytes)
+    copy(target + rank * num_bytes, source + first, num_bytes)
     has_read = True
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
-        has_read = has_read and read_from(ctx, seq, other, target + other * num_bytes, num_bytes)
+        has_read = has_read and read_from(ctx, seq, other, first, num_bytes, target + other * num_bytes)
     store(row(ctx, rank) + _UNREAD, 0 if has_read else chunk + 1)
     status = end_reads(ctx)
     if status != 0:

@@ -61,6 +61,17 @@ def cut_parts(ctx, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
+def send_to_all(plan, address, num_bytes):  # type: ignore[no-untyped-def]
+    """Fill the sending half of the table: the same for everybody."""
+    ctx = own(plan, context.CONTEXT)
+    table = own(plan, context.TABLE)
+    for other in range(own(ctx, context.SIZE)):
+        store(table + other * PAIRS, address)
+        store(table + other * PAIRS + 8, num_bytes)
+    return table
+
+
+@inner
 def deliver(target, source, num_bytes, total_bytes):  # type: ignore[no-untyped-def]
     """Copy a piece of something long or short."""
     if total_bytes >= LONG_BYTES:
@@ -114,6 +125,14 @@ def put(ctx, chunk, table, keeps):  # type: ignore[no-untyped-def]
                 break
     note_put(ctx, chunk, since, num_put)  # also of what is kept at the same time: that adds less than slow lines do
     publish(ctx, _READY, chunk + 1)
+    return 0
+
+
+@inner
+def put_first_piece(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
+    """Put the first piece of what this rank sends into its slot, before it arrives or after."""
+    choose_way(ctx, num_rounds, False)
+    put(ctx, own(ctx, context.CHUNKS), table, False)
     return 0
 
 
