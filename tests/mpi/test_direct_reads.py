@@ -1,4 +1,4 @@
-"""Allgathers that read the other ranks' memory by a call of the system: the same bits as through the slots."""
+"""Allgather and alltoall that read the other ranks' memory by a call of the system: the bits are those of the slots."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchmpi import layout, runtime
 from torchmpi.kernels import context
 
 sys.path.insert(0, str(Path(__file__).parent))
+import contract
 from shm_rig import inputs_of, start, stopped
 
 __all__ = ["stopped"]
@@ -53,12 +54,25 @@ def reads(stopped):
 
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float64), ids=str)
-@pytest.mark.parametrize("num_bytes", (32 << 10, 50_000, 256 << 10, 1_500_000, (8 << 20) - 64))
+@pytest.mark.parametrize("num_bytes", (32 << 10, 50_000, 256 << 10, 1_500_000, (8 << 20) + 64))
 def test_everybody_gets_everything(reads, agree, dtype, num_bytes):
     inputs = inputs_of((num_bytes // dtype.itemsize,), dtype)
     for _ in range(3):
         agree.bits(mpi.allgather(inputs[mpi.rank()], backend="shm"), torch.cat(inputs), f"{num_bytes} {dtype}")
     agree(1 in often(lambda: mpi.allgather(inputs[mpi.rank()])), "one chunk is counted")
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float64), ids=str)
+@pytest.mark.parametrize("num_bytes", (32 << 10, 50_000, 256 << 10, 1_500_000, (8 << 20) + 64))
+def test_everybody_gets_what_is_for_it(reads, agree, dtype, num_bytes):
+    rank, size = mpi.rank(), mpi.size()
+    num_rows = num_bytes * size // dtype.itemsize // 3 + size - 1  # not as many for each rank
+    inputs = inputs_of((num_rows, 3), dtype)
+    expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
+    for _ in range(3):
+        agree.bits(mpi.alltoall(inputs[rank], backend="shm"), expected, f"{num_bytes} {dtype}")
+    agree(1 in often(lambda: mpi.alltoall(inputs[rank])), "one chunk is counted")
+    agree.bits(mpi.alltoall(inputs[rank]), expected, "after that")
 
 
 def test_into_a_result_that_holds_the_own_part(reads, agree):

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import torchmpi as mpi
+from torchmpi import runtime
+from torchmpi.kernels import context
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -51,19 +53,89 @@ def test_shared_memory_beside_a_view_is_left_alone(slots, agree):
         agree.equal(memory[:7].tolist() + memory[7 + numel :].tolist(), [-1.0] * 20, kind)
 
 
-def test_shared_tensors_in_every_verb(slots, agree):
+def calls_of(inputs: list[torch.Tensor], bring) -> dict[str, tuple]:
+    """Every verb on what `bring` makes of a tensor: the call, and what must come out of it."""
+    rank, size, out = mpi.rank(), mpi.size(), torch.cat(inputs)
+    mine, last = inputs[rank], size - 1
+    parts = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
+    gathered = out if rank == last else None
+    return {
+        "broadcast": (lambda: mpi.broadcast(bring(mine), last), inputs[-1]),
+        "allgather": (lambda: mpi.allgather(bring(mine)), out),
+        "allgather into": (lambda: mpi.allgather(bring(mine), shared(out * 0, 5)), out),
+        "gather": (lambda: mpi.gather(bring(mine), last), gathered),
+        "reduce_scatter": (
+            lambda: mpi.reduce_scatter(bring(mine)),
+            contract.rows(contract.reduced(inputs, "sum"), rank, size),
+        ),
+        "scatter": (lambda: mpi.scatter(bring(mine) if rank == 0 else None), contract.rows(inputs[0], rank, size)),
+        "alltoall": (lambda: mpi.alltoall(bring(mine)), parts),
+        "allreduce": (lambda: mpi.allreduce(bring(mine).t()).t(), contract.reduced(inputs, "sum")),
+    }
+
+
+@pytest.mark.parametrize("who", ("all", "the first", "the last", "all but the first"))
+def test_shared_tensors_in_every_verb(slots, agree, who):
     rank, size = mpi.rank(), mpi.size()
-    inputs = inputs_of((slots, 2), torch.float32)
-    results = [
-        (mpi.broadcast(shared(inputs[rank]), size - 1), inputs[-1]),
-        (mpi.allgather(shared(inputs[rank]), shared(torch.cat(inputs) * 0)), torch.cat(inputs)),
-        (mpi.reduce_scatter(shared(inputs[rank])), contract.rows(contract.reduced(inputs, "sum"), rank, size)),
-        (mpi.scatter(shared(inputs[rank]) if rank == 0 else None), contract.rows(inputs[0], rank, size)),
-        (mpi.alltoall(shared(inputs[rank])), torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])),
-        (mpi.allreduce(shared(inputs[rank]).t()).t(), contract.reduced(inputs, "sum")),
-    ]
-    for index, (actual, expected) in enumerate(results):
-        agree.bits(actual, expected, f"result {index}")
+    chosen = {"all": range(size), "the first": [0], "the last": [size - 1], "all but the first": range(1, size)}[who]
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        for num_rows in (1, 2 * size + 1, slots + 3):
+
+            def bring(values: torch.Tensor) -> torch.Tensor:
+                return shared(values, rank + 1) if rank in chosen else values.clone()
+
+            calls = calls_of(inputs_of((num_rows, 6), dtype), bring)
+            for name, (call, expected) in calls.items():
+                for _ in range(2):
+                    result, case = call(), f"{name} of {num_rows} rows of {dtype}"
+                    agree(result is None) if expected is None else agree.bits(result, expected, case)
+
+
+def chunks_of(call) -> int:
+    """How many chunks a call counts: one if tensors were read where they are, whatever its length."""
+    mpi.barrier()
+    words = runtime.current().world.shared.words
+    before = int(words[context.CHUNKS])
+    call()
+    return int(words[context.CHUNKS]) - before
+
+
+def test_what_all_share_goes_through_no_slot(slots, agree):
+    inputs, rank = inputs_of((8 * slots, 2), torch.float32), mpi.rank()
+    for name, (call, _) in calls_of(inputs, shared).items():
+        if name not in ("scatter", "allreduce"):  # the first has no such way, the other a copy of what is transposed
+            agree.equal(chunks_of(call), 1, name)
+    if mpi.size() > 1:
+        calls = calls_of(inputs, lambda tensor: shared(tensor) if rank else tensor.clone())
+        for name in ("broadcast", "gather", "reduce_scatter"):  # others may read the private tensor as well
+            agree(chunks_of(calls[name][0]) > 1, f"{name} of a private tensor and shared ones")
+
+
+def test_lengths_that_differ_between_shared_tensors(slots, agree):
+    rank, size = mpi.rank(), mpi.size()
+    inputs = [contract.values((slots + 5 * other, 3), torch.float32, other, 0) for other in range(size)]
+    agree.bits(mpi.allgather(shared(inputs[rank])), torch.cat(inputs), "allgather")
+    parts = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
+    agree.bits(mpi.alltoall(shared(inputs[rank])), parts, "alltoall")
+
+
+def test_a_long_broadcast_writes_what_it_should_and_nothing_else(slots, agree):
+    """The root writes into the others' tensors: the first part of each, past the caches."""
+    numel, rank, size = (5 << 20) // 4 + 77, mpi.rank(), mpi.size()
+    for root in range(size):
+        memory = mpi.empty_shared(numel + 50).fill_(-1.0)
+        view = memory[rank + 13 : rank + 13 + numel].copy_(torch.arange(numel) + rank)
+        mpi.broadcast(view, root)
+        agree.bits(view, torch.arange(numel) + root * 1.0, f"from {root}")
+        around = torch.cat([memory[: rank + 13], memory[rank + 13 + numel :]])
+        agree(bool((around == -1.0).all()), f"beside the tensor, from {root}")
+
+
+def test_into_a_result_that_holds_the_own_part(slots, agree):
+    rank, size, inputs = mpi.rank(), mpi.size(), inputs_of((3 * slots,), torch.float32)
+    out = shared(torch.zeros(3 * slots * size))
+    mine = out[rank * 3 * slots : (rank + 1) * 3 * slots].copy_(inputs[rank])
+    agree.bits(mpi.allgather(mine, out), torch.cat(inputs), "allgather in place")
 
 
 def test_shapes_of_shared_tensors(slots, agree):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchmpi import layout, peers
 from torchmpi.kernels import context, reading
 
-LEAST, TOO_MANY = 32 << 10, 8 << 20
+LEAST, TOO_MANY = 32 << 10, 16 << 20
 SLOTS, DIRECTLY, CALLS = 0, 1, 2
 PACES = context.ALLGATHER_PACES
 SEQUENCE = 5

@@ -68,11 +68,11 @@ SPENT = 34
 PROCESSES = 36
 """Address of the numbers of all ranks' processes, if their memory can be read; otherwise 0."""
 ALLGATHER_PACES = 37
-"""ALLGATHER_PACES and the words after it: of eight lengths nanoseconds for a KB, through the slots and directly, and
+"""ALLGATHER_PACES and the words after it: of nine lengths nanoseconds for a KB, through the slots and directly, and
 the number of calls."""
-ALLTOALL_PACES = 61
+ALLTOALL_PACES = 64
 """The same of alltoall."""
-POINTERS = 85
+POINTERS = 91
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -80,7 +80,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    93
+    99
     """
     return POINTERS + 2 * size
 

@@ -40,8 +40,11 @@ def send_rows(plan, source, num_rows, row_bytes):  # type: ignore[no-untyped-def
 
 
 @inner
-def combine_rows(plan, source, length, target, table, num_rounds):  # type: ignore[no-untyped-def]
-    """Combine this rank's rows, of which its own begin at `source`, piece by piece from the slots."""
+def combine_rows(plan, source, length, target, table, num_rounds, are_first_there):  # type: ignore[no-untyped-def]
+    """Combine this rank's rows, of which its own begin at `source`, piece by piece from the slots.
+
+    `are_first_there`: all have put their first pieces before they arrived.
+    """
     ctx = own(plan, context.CONTEXT)
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
     base, piece = own(ctx, context.CHUNKS), own(ctx, context.CHUNK_BYTES)
@@ -52,7 +55,7 @@ def combine_rows(plan, source, length, target, table, num_rounds):  # type: igno
             if status != 0:
                 return status
             put(ctx, chunk + 1, table, False)
-        if index > 0:
+        if index > 0 or not are_first_there:
             status = wait_all(ctx, _READY, chunk + 1)
             if status != 0:
                 return status
@@ -111,7 +114,7 @@ def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  
     else:
         if is_shared:
             put_first_piece(ctx, table, num_rounds)
-        status = combine_rows(plan, source + first, length, target, table, num_rounds)
+        status = combine_rows(plan, source + first, length, target, table, num_rounds, memory == 0)
     leave(ctx, seq)
     return status
 

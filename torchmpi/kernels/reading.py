@@ -11,11 +11,12 @@ from __future__ import annotations
 from .. import layout
 from . import context
 from .meeting import PAYLOAD, end_reads, entry, inner, own, row
-from .memory import copy, load, read_memory, store
+from .memory import load, read_memory, store
 from .placing import turn_of
+from .rounds import deliver
 
 _UNREAD = layout.UNREAD * 8
-_LEAST_BYTES, _MOST_BYTES = 32 << 10, 8 << 20
+_LEAST_BYTES, _MOST_BYTES = 32 << 10, 16 << 20
 _SOURCE = PAYLOAD + 8
 _FIRST_CALLS = 16  # of a length go either way by turns
 _EVERY = 128  # later, calls of which one goes each way whatever is known
@@ -95,7 +96,7 @@ def read_from(ctx, seq, rank, first, num_bytes, target):  # type: ignore[no-unty
 def read_all(ctx, seq, source, first, num_bytes, target):  # type: ignore[no-untyped-def]
     """So many bytes of everybody's, from `first` on: 0, or UNREAD if a rank could not, or what else came between."""
     rank, size, chunk = own(ctx, context.RANK), own(ctx, context.SIZE), own(ctx, context.CHUNKS)
-    copy(target + rank * num_bytes, source + first, num_bytes)
+    deliver(target + rank * num_bytes, source + first, num_bytes, num_bytes)
     has_read = True
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
