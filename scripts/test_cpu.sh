@@ -181,9 +181,18 @@ pytest_suite() {
     begin "$name" "$limit" python -m pytest --color=no -q --durations=5 "$@" ${pytest_options[@]+"${pytest_options[@]}"}
 }
 
-# share NAME: sets `only` to the options by which what is the same under every MPI runs under one of them, about half of it
-# under the first and half under the last, as their jobs run side by side.
-share() {
+# share_of_ranks NAME RANKS: sets `only` to the options by which tests/mpi runs what is the same under every MPI under one of
+# them: the first on an even number of ranks, the last on an odd one.
+share_of_ranks() {
+    local whose=${mpis##* }
+    [ $(($2 % 2)) = 1 ] || whose=${mpis%% *}
+    only=()
+    [ "$1" = "$whose" ] || only+=(-m "not once")
+}
+
+# share_of_jobs NAME: the same for tests/jobs, about half of it under the first and half under the last, as they run side
+# by side.
+share_of_jobs() {
     only=()
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
     [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_frameworks,docs,scripts,torch_suite,warm}.py)
@@ -197,7 +206,7 @@ mpi_suites() {
     for name in "$@"; do
         rm -rf "${logs:?}/$name-n$ranks"
         use_environment "$name"
-        share "$name"
+        share_of_ranks "$name" "$ranks"
         launch_command "$ranks"
         begin "$name-n$ranks" 600 "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-n$ranks" \
             python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q tests/mpi \
@@ -237,7 +246,7 @@ done
 if [ $quick = no ]; then
     for name in $mpis; do
         use_environment "$name"
-        share "$name"
+        share_of_jobs "$name"
         pytest_suite "$name-jobs" 2700 tests/jobs ${only[@]+"${only[@]}"}
     done
     finish

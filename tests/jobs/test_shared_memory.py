@@ -47,12 +47,12 @@ def test_one_rank_compiles_for_all_and_for_the_next_job(job, tmp_path):
 
 @once
 def test_kernels_are_compiled_even_if_there_is_no_place_to_keep_them(job, tmp_path):
-    """Each rank has a reason of its own."""
+    """Each rank has a reason of its own, and on the second one whatever is kept cannot be locked either."""
     (tmp_path / "file").write_text("")
     code = f"""
 import errno, fcntl, os, tempfile
 from mpi4py import MPI
-folders = ("file/cache", "cache", "another")  # one where no folder can be made
+folders = ("file/cache", "cache")  # one where no folder can be made
 os.environ["NUMBA_CACHE_DIR"] = {str(tmp_path)!r} + "/" + folders[MPI.COMM_WORLD.rank]
 
 def no_locks(*arguments):
@@ -62,12 +62,10 @@ def no_room(*arguments, **options):
     raise OSError(errno.ENOSPC, "no space left on device")
 
 if MPI.COMM_WORLD.rank == 1:
-    fcntl.flock = no_locks
-if MPI.COMM_WORLD.rank == 2:
-    tempfile.NamedTemporaryFile = no_room
+    fcntl.flock, tempfile.NamedTemporaryFile = no_locks, no_room
 """
-    result = job(3, code + START + SUM, timeout=120)
-    assert result.returncode == 0 and result.stdout.count("right") == 3, result.output
+    result = job(2, code + START + SUM, timeout=120)
+    assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
     assert result.stderr.count("compiling the shared-memory kernels") >= 1 and NONE not in result.stderr, result.output
 
 

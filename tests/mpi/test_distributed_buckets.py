@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torchmpi import runtime
 from torchmpi.distributed import bucket_memory, torch_names
 
+pytestmark = pytest.mark.once
 SMALL_BUCKETS = 200 / 2**20
 WHO_SHARES = {"nobody": lambda rank: False, "not rank 0": lambda rank: rank > 0, "all": lambda rank: True}
 
@@ -47,7 +48,6 @@ def num_shared() -> int:
     return len(heap._own)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("view", (False, True), ids=("copied", "view"))
 def test_the_same_bits_wherever_buckets_are(agree, monkeypatch, view):
     results = {}

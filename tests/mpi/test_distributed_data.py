@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-pytestmark = pytest.mark.usefixtures("default_group")
+pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
 
 ITEMS = 24
 

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-pytestmark = pytest.mark.usefixtures("default_group")
+pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
 
 CPU = torch.device("cpu")
 WHOLE = StateDictOptions(full_state_dict=True)

@@ -26,7 +26,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.usefixtures("default_group")
+pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
 
 SMALL_BUCKETS = {"bucket_cap_mb": 200 / 2**20}
 

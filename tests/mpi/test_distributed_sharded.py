@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-pytestmark = pytest.mark.usefixtures("default_group")
+pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
 
 ADAM = {"lr": 0.01, "eps": 1e-3}
 LOOSE = {"rtol": 1e-8, "atol": 1e-10}

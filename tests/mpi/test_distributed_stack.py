@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-pytestmark = pytest.mark.usefixtures("default_group")
+pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
 
 
 def mesh_1d() -> DeviceMesh:

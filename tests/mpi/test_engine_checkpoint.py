@@ -19,7 +19,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter
 from torchmpi.errors import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 
 MAX_EPOCHS = 2
 

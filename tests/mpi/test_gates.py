@@ -19,7 +19,7 @@ from torchmpi.layout import ENTERED
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
 SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (9000,))

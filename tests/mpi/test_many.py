@@ -17,7 +17,7 @@ import contract
 from joint import try_together
 from shm_rig import shared
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 
 
 def test_allreduce_many_has_the_bits_of_one_by_one(agree):

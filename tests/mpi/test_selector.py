@@ -18,7 +18,7 @@ from torchmpi import errors, runtime
 from torchmpi.rules import keys
 from torchmpi.tuning import measuring
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 ALLREDUCE = ("allreduce", "cpu", "host", "sync")
 
 

@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from shm_rig import PAGE_SLOTS, inputs_of, numels, shared, start
 
+pytestmark = pytest.mark.once
+
 # --- tensors in shared memory
 
 
