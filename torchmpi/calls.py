@@ -40,23 +40,23 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
     """A call like one before, on simple tensors: the short way past all checks. _OTHERWISE if it is not that."""
     comm, backend = where
     if is_simple(tensor):
-        group, dtype = runtime.communicator(comm).intra, tensor.dtype
-    elif tensor is None and out is None and verb == "scatter":
-        group, dtype = runtime.communicator(comm).intra, None
+        dtype = tensor.dtype
+    elif tensor is None and verb == "scatter" and (out is None or is_simple(out)):
+        dtype = None
     else:
         return _OTHERWISE
+    group = runtime.communicator(comm).intra
     plan = group.plans.get((verb, op, dtype, backend))
     if plan is None or type(root) is not int or not 0 <= root < group.size or (dtype is None and root == group.rank):
         return _OTHERWISE
     if verb in gates.VERBS and backend is None and (comm is None or type(comm) is Communicator):
-        name = root if op is None else gates.both(op, root) if verb == "reduce" else op, tensor.dtype, comm
-        gates.open_to(verb, name, partial(_door, group, plan, root, comm, (verb, op, tensor.dtype, backend)))
+        _open_gate(group, verb, (tensor, out, root), op, comm)
     if out is None:
         result = group.call(plan, tensor, None, root)
         if result is tensor:
             buffers.touch(tensor)
         return result
-    if not is_simple(out) or out.dtype is not tensor.dtype or verb in plans.IN_PLACE or buffers.overlap(out, tensor):
+    if tensor is not None and not _is_apart(out, tensor, verb):
         return _OTHERWISE
     result = group.call(plan, tensor, out, root)
     if result is None:  # gathered by another rank
@@ -68,6 +68,30 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
 
 
 _OTHERWISE = object()
+
+
+def _is_apart(out: Any, tensor: _Tensor, verb: str) -> bool:
+    """Whether this is as simple a place for the result, which has no memory in common with the tensor."""
+    is_like_it = is_simple(out) and out.dtype is tensor.dtype
+    return is_like_it and verb not in plans.IN_PLACE and not buffers.overlap(out, tensor)
+
+
+def _open_gate(group: Group, verb: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
+    """Let the next call like this one go past Python, if there is a gate for what this rank does in it."""
+    tensor, out, root = arguments
+    which, is_root, given = verb, group.rank == root, out if tensor is None else tensor
+    if which == "gather" and not is_root:
+        which = "give"
+    elif which == "scatter" and tensor is None:
+        which = "receive"
+    if given is None or (which in ("gather", "give") and is_root == (out is None)):
+        return
+    name = root if op is None else gates.both(op, root) if which == "reduce" else op, given.dtype, comm
+    key = verb, op, given.dtype, None
+    if which == "receive" and key not in group.plans:  # the plan of a call with None knows of no dtype
+        plan_for(runtime.communicator(comm), (verb, op, given.dtype, "cpu", False, None, False))
+    if key in group.plans:
+        gates.open_to(which, name, partial(_door, group, group.plans[key], root, comm, key))
 
 
 def _door(group: Group, plan: plans.Plan, root: int, comm: Comm, key: Any) -> gates.Door | None:

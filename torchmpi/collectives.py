@@ -128,6 +128,9 @@ def gather(
 
     everything = mpi.gather(torch.full((2,), mpi.rank()), root=0)
     """
+    gate = gates.give if out is None else gates.gather
+    if gate(tensor, out, root, comm, backend) is not None:
+        return out
     return call("gather", tensor, out, root=root, comm=comm, backend=backend)
 
 
@@ -147,6 +150,9 @@ def scatter(
 
         part = mpi.scatter(torch.arange(10) if mpi.rank() == 0 else None, root=0)
     """
+    gate = gates.receive if tensor is None else gates.scatter
+    if out is not None and gate(tensor, out, root, comm, backend) is not None:
+        return out
     return call("scatter", tensor, out, root=root, comm=comm, backend=backend)
 
 

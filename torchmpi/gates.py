@@ -22,8 +22,12 @@ from . import buffers, dlpack, kernels, layout
 from .kernels import context
 
 _EXAMPLE = torch.empty(0, device="cpu")
-VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall")
-_OF_ANY_LENGTH = ("allgather", "alltoall")  # which may differ between ranks in the first dimension
+VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter")
+# Those of a rank that gathers nothing and only gives, and of one that scatters nothing and only receives.
+_GATES = (*VERBS, "give", "receive")
+# The first dimension that has to be the same on all ranks, if not number 0.
+_FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
+_FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), layout.MOST_NOTED_DIMS)  # only the root knows any
 
 
 def _always_shut(*arguments: object) -> None:
@@ -36,6 +40,10 @@ broadcast: Callable[..., Any] = _always_shut
 allgather: Callable[..., Any] = _always_shut
 reduce_scatter: Callable[..., Any] = _always_shut
 alltoall: Callable[..., Any] = _always_shut
+gather: Callable[..., Any] = _always_shut
+give: Callable[..., Any] = _always_shut
+scatter: Callable[..., Any] = _always_shut
+receive: Callable[..., Any] = _always_shut
 
 
 Name = tuple[Hashable, torch.dtype, Any]
@@ -65,8 +73,8 @@ class Door(NamedTuple):
 class _Gate:
     """The words of one gate, and what they point at."""
 
-    def __init__(self, verb: str, chosen: Any) -> None:
-        self.verb = verb
+    def __init__(self, name: str, chosen: Any) -> None:
+        self.name = name
         self.doors: dict[Name, tuple[Door, array[int]]] = {}
         self._retired: dict[int, tuple[Door, array[int]]] = {}
         self.words = array("q", bytes(8 * context.GATE_WORDS))
@@ -84,7 +92,7 @@ class _Gate:
         for index, item in self._objects.items():
             self.words[index] = id(item)
         self.words[context.EXCHANGE] = dlpack.describer()
-        self.function = kernels.gate(verb, self.words.buffer_info()[0])
+        self.function = kernels.gate(name, self.words.buffer_info()[0])
 
     def shut(self) -> None:
         self.words[context.FIRST] = 0
@@ -102,11 +110,11 @@ class _Gate:
         words = array("q", bytes(8 * context.DOOR_WORDS))
         words[context.NEXT] = self.words[context.FIRST]
         words[context.KEY], words[context.COMM] = id(key), id(comm)
-        words[context.DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), door.plan
+        words[context.DLPACK_DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), door.plan
         words[context.LEDGER] = door.ledger.notes.buffer_info()[0]
         words[context.TURN] = door.turn.address
         words[context.CODE], words[context.SIGNED_CODE] = door.code, door.signed_code
-        words[context.FIRST_DIM] = 1 if self.verb in _OF_ANY_LENGTH else 0
+        words[context.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
         self.doors[name] = door, words
         self.words[context.FIRST] = words.buffer_info()[0]
 
@@ -117,6 +125,8 @@ class _Gate:
             result = door.settle(status, tensor, out)
         finally:
             door.turn.words[layout.TURN_ENTERED] = 0
+        if result is None:  # it has only given
+            return tensor
         if out is not None and result is not out:
             buffers.copy_result(result, out)
         buffers.touch(tensor if out is None else out)
@@ -133,14 +143,14 @@ def build(chosen: Any) -> None:
     knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
     if _gates or not dlpack.describer() or not knows_type or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return
-    for verb in VERBS:
-        _gates[verb] = _Gate(verb, chosen)
-        globals()[verb] = _gates[verb].function
+    for name in _GATES:
+        _gates[name] = _Gate(name, chosen)
+        globals()[name] = _gates[name].function
 
 
-def open_to(verb: str, name: Name, find: Callable[[], Door | None]) -> None:
+def open_to(which: str, name: Name, find: Callable[[], Door | None]) -> None:
     """Open a gate for calls like one that is about to be made; `find` gives no door if that cannot be."""
-    gate = _gates.get(verb)
+    gate = _gates.get(which)
     if gate is None or name in gate.doors:
         return
     with _changing:

@@ -77,7 +77,7 @@ class SharedMemoryBackend:
             operation = _or_give_up(operation, group.shared)
         if verb not in gates.VERBS or dtype is None:
             return operation
-        return Entered(calls, verb, call_code(verb, op, dtypes.info(dtype).code), operation)
+        return Entered(calls, verb, call_code(verb, op, dtypes.info(dtype).code if verb != "scatter" else 0), operation)
 
 
 def _or_give_up(operation: Operation, shared: SharedGroup) -> Operation:
@@ -102,7 +102,7 @@ class Calls:
         self.rank, self.size = group.rank, group.size
         self.table = np.zeros((self.size, _PAIR_WORDS), np.int64)
         self.message = np.zeros(ENTRY_WORDS - PAYLOAD, np.int64)
-        self._item_bytes = dtype.itemsize if dtype is not None else 1
+        self._item_bytes, self._dtype = (dtype.itemsize, dtypes.info(dtype).code) if dtype is not None else (1, 0)
         self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
         self._plans: dict[int, tuple[np.ndarray, int]] = {}
 
@@ -113,7 +113,8 @@ class Calls:
             words = np.zeros(context.PLAN_WORDS, np.int64)
             words[context.CONTEXT], words[context.ITEM_BYTES] = self.shared.address, self._item_bytes
             words[context.REDUCER], words[context.ROOT] = self._reducer, root
-            words[context.TABLE] = self.table.ctypes.data
+            words[context.TABLE], words[context.MESSAGE] = self.table.ctypes.data, self.message.ctypes.data
+            words[context.DTYPE] = self._dtype
             # Another thread may be here as well: what it was given must stay.
             known = self._plans.setdefault(root, (words, int(words.ctypes.data)))
         return known[1]
@@ -213,7 +214,7 @@ class Entered:
 
     def __init__(self, calls: Calls, verb: str, code: int, operation: Operation) -> None:
         self._calls, self._code, self._operation = calls, code, operation
-        self._is_rooted = verb in ("broadcast", "reduce")
+        self._is_rooted = verb in ("broadcast", "reduce", "gather", "scatter")
         self.many: Operation | None = getattr(calls, f"{verb}_many", None)
 
     def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:

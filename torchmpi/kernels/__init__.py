@@ -15,14 +15,26 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
+class Entrance(NamedTuple):
+    """The way of tensors into a kernel."""
+
+    kernel: str
+    enter: str
+    """The function that writes down what the kernel wants to know."""
+    takes_tensor: bool = True
+    takes_out: bool = False
+    writes: bool = True
+    """Whether the last of the tensors is written to, and autograd must know."""
+
+
 class _Set(NamedTuple):
     """Kernels that are compiled and loaded together."""
 
     modules: tuple[str, ...]
     names: tuple[str, ...]
     words: str
-    gates: Mapping[str, str] = MappingProxyType({})
-    """Verbs whose kernel can also be entered with tensors, and that kernel."""
+    gates: Mapping[str, Entrance] = MappingProxyType({})
+    """How kernels can also be entered with tensors."""
 
 
 _SETS = {
@@ -30,11 +42,21 @@ _SETS = {
         ("rounds", "moving", "dividing", "reducing", "entering"),
         (
             "allreduce", "allreduce_many", "meet", "exchange", "broadcast", "allgather", "reduce_scatter", "alltoall",
-            "offer", "take",
+            "offer", "take", "scatter",
         ),  # fmt: skip
         "shared-memory kernels",
-        {"reduce": "allreduce"}
-        | {verb: verb for verb in ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")},
+        {
+            "allreduce": Entrance("allreduce", "enter_allreduce"),
+            "reduce": Entrance("allreduce", "enter_allreduce"),
+            "broadcast": Entrance("broadcast", "enter_broadcast"),
+            "allgather": Entrance("allgather", "enter_allgather", takes_out=True),
+            "reduce_scatter": Entrance("reduce_scatter", "enter_reduce_scatter", takes_out=True),
+            "alltoall": Entrance("alltoall", "enter_alltoall", takes_out=True),
+            "gather": Entrance("allgather", "enter_allgather", takes_out=True),
+            "give": Entrance("allgather", "enter_give", writes=False),
+            "scatter": Entrance("scatter", "enter_scatter", takes_out=True),
+            "receive": Entrance("scatter", "enter_receive", takes_tensor=False, takes_out=True),
+        },
     ),
     "sharding": _Set(("sharding",), ("pass_over", "take_chunk", "end_chunk", "take_over"), "parameter-server kernels"),
 }
@@ -96,11 +118,11 @@ _definitions: dict[str, _Definition] = {}
 """They must live as long as the functions."""
 
 
-def gate(verb: str, words: int) -> Callable[..., Any]:
-    """The function that enters a verb's kernel with tensors; `words` is where what it looks at is (see context)."""
+def gate(which: str, words: int) -> Callable[..., Any]:
+    """The function that enters a kernel with tensors; `words` is where what it looks at is (see context)."""
     from . import native
 
-    name = f"enter_{verb}"
+    name = f"enter_{which}"
     return _callable(name, native.compiler().find(_PREFIX + name), words)
 
 

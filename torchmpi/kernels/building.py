@@ -11,24 +11,26 @@ from collections.abc import Mapping
 
 from llvmlite import binding
 
+from . import Entrance
 from .gate_ir import gate_text
 from .meeting import kernels
 from .wrapping import Native, Wrapper
 
 
-def module_text(prefix: str, modules: tuple[str, ...], names: tuple[str, ...], gates: Mapping[str, str]) -> str:
+def module_text(prefix: str, modules: tuple[str, ...], names: tuple[str, ...], gates: Mapping[str, Entrance]) -> str:
     """One module with these kernels of these modules, and for each a function `prefix + name` that Python can call.
 
-    For each verb in `gates`, with its kernel, also one `prefix + "enter_" + verb`, which takes tensors.
+    For each gate also one `prefix + "enter_" + gate`, which takes tensors.
     """
     for module in modules:
         importlib.import_module(f"{__package__}.{module}")  # which fills the list
-    entering = ["find_door", *(f"enter_{name}" for name in sorted({*gates.values()}))] if gates else []
+    entering = ["find_door", *sorted({entrance.enter for entrance in gates.values()})] if gates else []
     natives = {name: Native(kernels[name]) for name in (*names, *entering)}
     texts = [native.text for native in natives.values()]
     texts += [_plain(prefix + name, natives[name]) for name in names]
-    for verb, name in gates.items():
-        texts.append(gate_text(f"{prefix}enter_{verb}", natives["find_door"], natives[f"enter_{name}"], natives[name]))
+    for gate, entrance in gates.items():
+        functions = natives["find_door"], natives[entrance.enter], natives[entrance.kernel]
+        texts.append(gate_text(f"{prefix}enter_{gate}", *functions, entrance))
     whole = binding.parse_assembly(texts[0])
     for text in texts[1:]:
         whole.link_in(binding.parse_assembly(text))

@@ -101,7 +101,11 @@ ROOT = 3
 """Who receives the result of a reduction or a gather, or sends a broadcast or a scatter; -1 for everybody."""
 TABLE = 4
 """Address of what is sent and received: for each rank two pairs of address and length."""
-PLAN_WORDS = 5
+MESSAGE = 5
+"""Address of room for what the root of a scatter says of its tensor: DTYPE, number of dimensions, shape."""
+DTYPE = 6
+"""The number of the dtype, for all ranks the same; 0 where it is not known."""
+PLAN_WORDS = 7
 
 # Of a gate, through which tensors enter kernels (see torchmpi.gates): addresses.
 FIRST = 0
@@ -128,7 +132,7 @@ KEY = 1
 """Address of the object by which the caller names it: the operation, or the root."""
 COMM = 2
 """Address of the communicator, or of None for the default one."""
-DTYPE = 3
+DLPACK_DTYPE = 3
 """The dtype as DLPack has it: code, bits, and lanes."""
 PLAN = 4
 LEDGER = 5

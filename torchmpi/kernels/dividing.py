@@ -6,7 +6,7 @@ from .. import layout
 from . import context
 from .finding import ALL_SHARED, announce_memory, find_memory, found
 from .meeting import PAYLOAD, arrive, begin, end_reads, entry, inner, kernel, leave, own, row, wait_all
-from .memory import copy, now, store, store_release
+from .memory import copy, load, now, store, store_release
 from .moving import have_as_many, take_from_all
 from .placing import choose_way, end_chunks, moving_slot, note_chunk, note_time
 from .reading import all_show, note_pace, read_all, show_memory, would_read
@@ -211,3 +211,29 @@ def take(plan, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-
         store(table + other * PAIRS + 16, target)
         store(table + other * PAIRS + 24, length if other == root else 0)
     return go_on(ctx, table, num_rounds)
+
+
+@inner
+def is_expected(ctx, seq, root, message):  # type: ignore[no-untyped-def]
+    """Whether the root offers rows of this dtype and shape, and as many to this rank as the message says."""
+    offered = entry(ctx, root, seq) + PAYLOAD
+    for index in range(2 + load(message + 8)):
+        if index != 2 and load(offered + index * 8) != load(message + index * 8):
+            return False
+    size, rank, num_rows = own(ctx, context.SIZE), own(ctx, context.RANK), load(offered + 16)
+    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank) == load(message + 16)
+
+
+@kernel
+def scatter(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
+    """An offer, and taking it. Others than the root say what they expect: UNEVEN if that is not what is offered."""
+    ctx = own(plan, context.CONTEXT)
+    root = own(plan, context.ROOT)
+    if own(ctx, context.RANK) == root:
+        status = offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes)
+    else:
+        status = offer(plan, seq, signature, message, 0, 0, 0, 0)
+        if status == 0 and not is_expected(ctx, seq, root, message):
+            status = context.UNEVEN
+        num_rows = load(entry(ctx, root, seq) + PAYLOAD + 16)
+    return status if status != 0 else take(plan, num_rows, row_bytes, source, target)

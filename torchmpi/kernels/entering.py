@@ -63,7 +63,8 @@ def find_door(first, tensor, key, comm):  # type: ignore[no-untyped-def]
     """The door for this dtype, key and communicator, or 0."""
     dtype, door = load(tensor + _DIMS_AND_DTYPE) >> 32, first
     while door != 0:
-        if own(door, context.KEY) == key and own(door, context.DTYPE) == dtype and own(door, context.COMM) == comm:
+        is_for_it = own(door, context.KEY) == key and own(door, context.COMM) == comm
+        if is_for_it and own(door, context.DLPACK_DTYPE) == dtype:
             break
         door = own(door, context.NEXT)
     return door
@@ -72,7 +73,7 @@ def find_door(first, tensor, key, comm):  # type: ignore[no-untyped-def]
 @inner
 def plain_numel(door, tensor):  # type: ignore[no-untyped-def]
     """The number of elements of a contiguous tensor of the host with the right dtype; OTHERWISE if it is not that."""
-    if load(tensor + _DEVICE) != _HOST or load(tensor + _DIMS_AND_DTYPE) >> 32 != own(door, context.DTYPE):
+    if load(tensor + _DEVICE) != _HOST or load(tensor + _DIMS_AND_DTYPE) >> 32 != own(door, context.DLPACK_DTYPE):
         return context.OTHERWISE
     if num_dims(tensor) > layout.MOST_NOTED_DIMS:
         return context.OTHERWISE
@@ -173,6 +174,18 @@ def enter_allgather(door, source, target, call):  # type: ignore[no-untyped-def]
     return begin_call(door, source, call)
 
 
+@kernel
+def enter_give(door, source, _, call):  # type: ignore[no-untyped-def]
+    """The same for one who gets nothing."""
+    plan, numel = own(door, context.PLAN), plain_numel(door, source)
+    if numel < 0 or row_numel(source) == 0:
+        return context.OTHERWISE
+    store(call + 16, data(source))
+    store(call + 24, numel * own(plan, context.ITEM_BYTES))
+    store(call + 32, 0)
+    return begin_call(door, source, call)
+
+
 @inner
 def own_rows(plan, num_rows):  # type: ignore[no-untyped-def]
     """How many of so many rows are this rank's."""
@@ -209,3 +222,46 @@ def enter_alltoall(door, source, target, call):  # type: ignore[no-untyped-def]
     if row_numel(source) == 0:
         return context.OTHERWISE
     return enter_with_rows(door, source, target, own(own(own(door, context.PLAN), context.CONTEXT), context.SIZE), call)
+
+
+@inner
+def enter_scattering(door, tensor, call):  # type: ignore[no-untyped-def]
+    """Enter a scatter, and write down what this rank says of a tensor: what it offers, or what it expects."""
+    status = begin_call(door, tensor, call)
+    if status != 0:
+        return status
+    plan = own(door, context.PLAN)
+    message, length = own(plan, context.MESSAGE), num_dims(tensor)
+    store(message, own(plan, context.DTYPE))
+    store(message + 8, length)
+    for index in range(length):
+        store(message + (2 + index) * 8, dim(tensor, index))
+    store(call + 16, message)
+    store(call + 24, (2 + length) * 8)
+    store(call + 48, row_numel(tensor) * own(plan, context.ITEM_BYTES))
+    return 0
+
+
+@kernel
+def enter_scatter(door, source, target, call):  # type: ignore[no-untyped-def]
+    """The root's rows, of which it gets its part."""
+    if plain_numel(door, source) < 0 or num_dims(source) == 0:
+        return context.OTHERWISE
+    num_rows = dim(source, 0)
+    if not is_made_for(door, source, target, own_rows(own(door, context.PLAN), num_rows)):
+        return context.OTHERWISE
+    store(call + 32, data(source))
+    store(call + 40, num_rows)
+    store(call + 56, data(target))
+    return enter_scattering(door, source, call)
+
+
+@kernel
+def enter_receive(door, target, _, call):  # type: ignore[no-untyped-def]
+    """The part of one who hopes that the root's rows are like its target's, and as many as fit."""
+    if plain_numel(door, target) < 0 or num_dims(target) == 0:
+        return context.OTHERWISE
+    store(call + 32, 0)
+    store(call + 40, 0)
+    store(call + 56, data(target))
+    return enter_scattering(door, target, call)

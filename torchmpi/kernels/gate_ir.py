@@ -10,34 +10,30 @@ from typing import Any
 from llvmlite import ir
 
 from .. import layout
-from . import context
+from . import Entrance, context
 from .wrapping import BYTES, INT, WORD, Native, Wrapper
 
 _TENSOR_WORDS = 6  # DLPack's description of one
 _TYPE = 1  # the word of an object that tells its type
-_MOST_IN_PLACE = 5  # arguments of a kernel that works on one tensor: plan, number, signature, address, length
 
 
-def gate_text(name: str, find: Native, enter: Native, native: Native) -> str:
+def gate_text(name: str, find: Native, enter: Native, native: Native, entrance: Entrance) -> str:
     """``name(tensor, out, key, comm, backend)``: the result, or None if the call must take the way through Python."""
-    return _Gate(name, native).text(find, enter)
+    return _Gate(name, native, entrance).text(find, enter)
 
 
 class _Gate(Wrapper):
-    def __init__(self, name: str, native: Native) -> None:
+    def __init__(self, name: str, native: Native, entrance: Entrance) -> None:
         super().__init__(name)
-        self.native = native
+        self.native, self.writes = native, entrance.writes
         self.refused = self.function.append_basic_block("refused")
         self.otherwise = self.function.append_basic_block("otherwise")
         self.tensor, self.out, self.key, self.comm, backend = (self.argument(index) for index in range(5))
         self.gate = self.number(self.function.args[0])
         self.none = self.word(self.gate, context.NONE)
-        self.unused = [backend]
-        self.tensors = [self.tensor]
-        if native.num_arguments > _MOST_IN_PLACE:
-            self.tensors.append(self.out)
-        else:
-            self.unused.append(self.out)
+        self.unused, self.tensors = [backend], list[Any]()
+        for item, is_taken in ((self.tensor, entrance.takes_tensor), (self.out, entrance.takes_out)):
+            (self.tensors if is_taken else self.unused).append(item)
 
     def text(self, find: Native, enter: Native) -> str:
         builder = self.builder
@@ -109,6 +105,10 @@ class _Gate(Wrapper):
         self.builder.store(WORD(0), self.place(self.word(door, context.LEDGER), layout.NOTED_BUSY))
         self.builder.store(WORD(0), self.place(self.word(door, context.TURN), layout.TURN_ENTERED))
         written = self.tensors[-1]
+        if not self.writes:
+            self._give(written)
+            self.builder.ret(written)
+            return
         pack = self.declared("PyTuple_Pack", BYTES, WORD, takes_any=True)
         alone = self.builder.call(pack, [WORD(1), written])
         noted = self._call_python(context.INCREMENT_VERSION, alone)
