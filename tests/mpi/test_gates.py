@@ -88,6 +88,77 @@ def test_verbs_with_a_target_equal_those_through_python(agree, shape):
     agree.equal(parts, mpi.alltoall(rows, backend="shm"), "alltoall")
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8), ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape and 0 not in shape], ids=str)
+def test_verbs_with_a_root_equal_those_through_python(agree, shape, dtype):
+    rank, size = mpi.rank(), mpi.size()
+    source = values(shape, dtype, rank)
+    rows = values((size * shape[0] + size - 1, *shape[1:]), dtype, rank + 1)
+    everything = torch.zeros(size * shape[0], *shape[1:], dtype=dtype)
+    part = torch.zeros(shape[0] + (rank < size - 1), *shape[1:], dtype=dtype)
+    for root in range(size):
+        gathered, scattered = (everything, rows) if rank == root else (None, None)
+        collect, divide = ("gather", "scatter") if rank == root else ("give", "receive")
+        for _ in range(2):
+            mpi.gather(source, root, gathered)
+            mpi.scatter(scattered, root, part)
+        version = source._version
+        went = [
+            entered(collect, source, None if gathered is None else gathered.zero_(), root),
+            entered(divide, scattered, part.zero_(), root),
+        ]
+        agree.equal(went, [True] * 2, "gates that were open")
+        agree(mpi.gather(source, root, gathered) is gathered and mpi.scatter(scattered, root, part) is part, "returned")
+        agree.equal(source._version, version, "what is only read is as it was for autograd")
+        agree.equal(gathered, mpi.gather(source, root, backend="shm"), "gather")
+        agree.equal(part, mpi.scatter(scattered, root, backend="shm"), "scatter")
+
+
+def test_ranks_with_and_without_a_target_meet(agree):
+    """One goes through the gate, the other through Python."""
+    rank, size = mpi.rank(), mpi.size()
+    for numel in (1, 5, 5000):
+        rows, part = torch.arange(float(size * numel)), torch.zeros(numel)
+        expected = rows[rank * numel : (rank + 1) * numel]
+        for turn in range(2 * size):
+            out = part.zero_() if turn < 2 or turn % size != rank else None
+            result = mpi.scatter(rows if rank == 0 else None, 0, out)
+            agree.equal(result, expected, f"scatter {numel}, turn {turn}")
+            total = torch.zeros(size * numel) if turn < 2 or turn % 2 else None
+            result = mpi.gather(expected, 0, total if rank == 0 else None)
+            agree.equal(result, rows if rank == 0 else None, f"gather {numel}, turn {turn}")
+
+
+def test_rows_that_are_not_what_a_target_was_made_for_are_refused(agree):
+    rank, size = mpi.rank(), mpi.size()
+    fitting = torch.zeros(3, 2)
+    for _ in range(3):
+        mpi.scatter(torch.ones(3 * size, 2) if rank == 0 else None, 0, fitting)
+    wrong = (torch.ones(3 * size, 3), torch.ones(2 * size, 2), torch.ones(6 * size), torch.ones(3 * size, 2).double())
+    for rows in wrong:
+        message = ""
+        try:
+            mpi.scatter(rows if rank == 0 else None, 0, fitting.zero_().to(rows.dtype) if rank == 0 else fitting.zero_())
+        except (errors.ArgumentError, errors.DtypeError) as error:
+            message = str(error)
+        is_right = rank == 0 and rows.dtype is torch.float64  # it has seen to that
+        agree(is_right or "out" in message, f"{list(rows.shape)} {rows.dtype}: {message!r}")
+        agree.equal(fitting, torch.zeros(3, 2), "left as it was")
+        again = mpi.scatter(torch.ones(3 * size, 2) if rank == 0 else None, 0, fitting)
+        agree.equal(again, torch.ones(3, 2), "and the next call works")
+
+
+def test_a_gather_of_different_lengths(agree):
+    rank, size = mpi.rank(), mpi.size()
+    total = torch.zeros(3 * size)
+    for _ in range(3):
+        mpi.gather(torch.ones(3), 0, total if rank == 0 else None)
+    expected = torch.cat([torch.full((3 + (other == 0) - (other == size - 1),), float(other)) for other in range(size)])
+    mine = torch.full((3 + (rank == 0) - (rank == size - 1),), float(rank))
+    result = mpi.gather(mine, 0, total[: len(expected)] if rank == 0 else None)
+    agree.equal(result, expected if rank == 0 else None, "gather")
+
+
 def test_what_is_not_plain_goes_through_python(agree):
     mpi.stop()
     mpi.start()  # so that no gate is open but those that are opened here
@@ -100,6 +171,9 @@ def test_what_is_not_plain_goes_through_python(agree):
         mpi.broadcast(ones, 0)
         mpi.reduce(ones, 0)
         mpi.alltoall(torch.ones(size), torch.empty(size))
+        for root in range(size):
+            mpi.gather(ones, root, everything if rank == root else None)
+            mpi.scatter(everything if rank == root else None, root, torch.ones(4))
     complex_number = torch.tensor([1j])
     negative = complex_number.conj().imag  # contiguous, since it has one element
     strided = torch.ones(4, 2).t()
@@ -127,6 +201,11 @@ def test_what_is_not_plain_goes_through_python(agree):
         "strided out": ("allgather", ones, torch.empty(4 * size, 2)[:, 0], 0),
         "nothing in a row": ("alltoall", torch.empty(size, 0), torch.empty(size, 0), 0),
         "out with a row too many": ("alltoall", torch.ones(size), torch.empty(size + 1), 0),
+        "gather without out on the root": ("give", ones, None, rank),
+        "gather with out elsewhere": ("gather", ones, everything, (rank + 1) % size if size > 1 else size),
+        "None from the root": ("receive", None, ones, rank),
+        "rows from another": ("scatter", everything, ones, (rank + 1) % size if size > 1 else size),
+        "to be written in another dtype": ("receive", None, ones.double(), 0),
     }
     went = [name for name, arguments in cases.items() if entered(*arguments)]
     result = mpi.allreduce(negative, torch.empty(1))

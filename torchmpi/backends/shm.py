@@ -336,7 +336,7 @@ class Movement(Calls):
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
         destination = destination_for(like, schedule.part_of(shape[0], self.size, self.rank)[1], destination)
-        status = self._in_kernel("take", plan, shape[0], row_bytes, address, destination.data_ptr())
+        status = self._in_kernel("take", plan, seq, shape[0], row_bytes, address, destination.data_ptr())
         if status:
             self.settle(status)
         return destination

@@ -178,13 +178,20 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
 
 @kernel
 def offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
-    """A barrier to which the root, which is in the plan, brings a message about its rows, and the first of them."""
+    """A barrier to which the root, which is in the plan, brings a message about its rows, and the first of them.
+
+    All of them if they fit into the payload behind the message.
+    """
     ctx = own(plan, context.CONTEXT)
     status = begin(ctx, seq)
     if status != 0:
         return status
-    copy(entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD, message, num_bytes)
-    if own(ctx, context.RANK) == own(plan, context.ROOT):
+    payload = entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD
+    copy(payload, message, num_bytes)
+    is_root = own(ctx, context.RANK) == own(plan, context.ROOT)
+    if is_root and num_bytes + num_rows * row_bytes <= layout.PAYLOAD_BYTES:
+        copy(payload + num_bytes, source, num_rows * row_bytes)
+    elif is_root:
         num_rounds = cut_rows(ctx, num_rows, row_bytes)
         choose_way(ctx, num_rounds, False)
         if num_rounds > 0:
@@ -194,13 +201,24 @@ def offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes)
     return status
 
 
+@inner
+def message_bytes_of(message):  # type: ignore[no-untyped-def]
+    """Length of what is said of a tensor: its dtype, number of dimensions, and shape."""
+    return (2 + load(message + 8)) * 8
+
+
 @kernel
-def take(plan, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-def]
+def take(plan, seq, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-def]
     """After an offer: take this rank's rows of the root's."""
     ctx = own(plan, context.CONTEXT)
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
     first = rows_before(num_rows, size, rank) * row_bytes
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
+    offered = entry(ctx, root, seq) + PAYLOAD
+    message_bytes = message_bytes_of(offered)
+    if message_bytes + num_rows * row_bytes <= layout.PAYLOAD_BYTES:
+        copy(target, offered + message_bytes + first, length)
+        return 0
     table, num_rounds = own(plan, context.TABLE), cut_rows(ctx, num_rows, row_bytes)
     if rank != root:
         send_to_all(plan, 0, 0)
@@ -217,7 +235,7 @@ def take(plan, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-
 def is_expected(ctx, seq, root, message):  # type: ignore[no-untyped-def]
     """Whether the root offers rows of this dtype and shape, and as many to this rank as the message says."""
     offered = entry(ctx, root, seq) + PAYLOAD
-    for index in range(2 + load(message + 8)):
+    for index in range(message_bytes_of(message) // 8):
         if index != 2 and load(offered + index * 8) != load(message + index * 8):
             return False
     size, rank, num_rows = own(ctx, context.SIZE), own(ctx, context.RANK), load(offered + 16)
@@ -236,4 +254,4 @@ def scatter(plan, seq, signature, message, num_bytes, source, num_rows, row_byte
         if status == 0 and not is_expected(ctx, seq, root, message):
             status = context.UNEVEN
         num_rows = load(entry(ctx, root, seq) + PAYLOAD + 16)
-    return status if status != 0 else take(plan, num_rows, row_bytes, source, target)
+    return status if status != 0 else take(plan, seq, num_rows, row_bytes, source, target)
