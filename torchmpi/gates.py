@@ -68,6 +68,8 @@ class Door(NamedTuple):
     signed_code: int
     settle: Callable[[int, torch.Tensor, Any], Any]
     """``settle(status, source, destination)`` goes on where the kernel could not finish."""
+    give_up: Callable[[], None]
+    """Ends the call on this rank without a result, and lets the others know."""
 
 
 class _Gate:
@@ -88,6 +90,7 @@ class _Gate:
             context.INCREMENT_VERSION: buffers.increment_version,
             context.SETTLE: self._settle,
             context.TOUCH: buffers.touch,
+            context.GIVE_UP: self._give_up,
         }
         for index, item in self._objects.items():
             self.words[index] = id(item)
@@ -131,6 +134,11 @@ class _Gate:
             buffers.copy_result(result, out)
         buffers.touch(tensor if out is None else out)
         return tensor if out is None else out
+
+
+    def _give_up(self, address: int) -> None:
+        """A KeyboardInterrupt came before :meth:`_settle` had begun."""
+        self._door_at(address).give_up()
 
 
 _gates: dict[str, _Gate] = {}

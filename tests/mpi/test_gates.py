@@ -138,7 +138,8 @@ def test_rows_that_are_not_what_a_target_was_made_for_are_refused(agree):
     for rows in wrong:
         message = ""
         try:
-            mpi.scatter(rows if rank == 0 else None, 0, fitting.zero_().to(rows.dtype) if rank == 0 else fitting.zero_())
+            out = fitting.zero_()
+            mpi.scatter(*((rows, 0, out.to(rows.dtype)) if rank == 0 else (None, 0, out)))
         except (errors.ArgumentError, errors.DtypeError) as error:
             message = str(error)
         is_right = rank == 0 and rows.dtype is torch.float64  # it has seen to that
@@ -373,7 +374,7 @@ def test_an_interrupt_leaves_the_lane_to_others(agree):
     """Ctrl-C while the kernel waits, and the kernel then ends without result: nobody has taken the call over yet."""
     if mpi.size() == 1:
         pytest.skip("nobody to wait for")
-    # On a communicator of its own: who is interrupted does not give the call up, so the ranks agree no more.
+    # On a communicator of its own, since rank 0 calls something else.
     level = mpi.push_communicator("all")
     own = mpi.communicator(level)
     mpi.set_communicator(0)

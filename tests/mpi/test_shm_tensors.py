@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import runtime
+from torchmpi import errors, runtime
 from torchmpi.kernels import context
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -131,6 +133,39 @@ def test_a_long_broadcast_writes_what_it_should_and_nothing_else(slots, agree):
         agree.bits(view, torch.arange(numel) + root * 1.0, f"from {root}")
         around = torch.cat([memory[: rank + 13], memory[rank + 13 + numel :]])
         agree(bool((around == -1.0).all()), f"beside the tensor, from {root}")
+
+
+@pytest.mark.parametrize("verb", ("allreduce", "broadcast", "reduce", "allgather"))
+@pytest.mark.parametrize("backend", (None, "shm"), ids=("gate", "python"))
+def test_an_interrupt_when_segments_meet_for_the_first_time_ends_the_call_everywhere(slots, agree, verb, backend):
+    """A kernel had gone back to have a segment mapped; the others waited for a rank that had left the call."""
+    rank, size = mpi.rank(), mpi.size()
+    if size == 1:
+        pytest.skip("nobody to wait for")
+    out = torch.empty(size * 9 * slots) if verb == "allgather" else None
+
+    def call(tensor: torch.Tensor) -> None:
+        getattr(mpi, verb)(tensor, **({"out": out} if verb == "allgather" else {}), backend=backend)
+
+    for _ in range(2):  # the gate is open now
+        call(torch.ones(9 * slots))
+    fresh, raised = mpi.empty_shared(9 * slots).fill_(1.0), None
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    mpi.barrier()
+    try:
+        if rank == 0:
+            time.sleep(0.4)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        call(fresh)
+    except (KeyboardInterrupt, errors.MismatchError) as error:
+        raised = type(error)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    agree.equal(raised, errors.MismatchError if rank == 0 else KeyboardInterrupt, "the call")
+    del fresh
+    gc.collect()
+    agree.equal(mpi.allreduce(torch.ones(3)), torch.full((3,), float(size)), "the next one")
 
 
 def test_into_a_result_that_holds_the_own_part(slots, agree):

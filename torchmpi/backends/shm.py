@@ -19,7 +19,7 @@ from ..config import Config
 from ..errors import ArgumentError
 from ..heap import SharedHeap
 from ..kernels import context, reduction
-from ..layout import ENTRY_WORDS, PAYLOAD, RING_LENGTH, SEQUENCE, SIGNATURE, WORD_BYTES, entry
+from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, WORD_BYTES, entry
 from ..pieces import Pieces
 from ..progress import GIVEN_UP, NATIVE, call_code
 from . import Operation
@@ -28,7 +28,6 @@ from .shm_group import SharedGroup
 
 _MOST_DIMS = ENTRY_WORDS - PAYLOAD - 2
 _PAIR_WORDS = 4
-_ALLOCATING = ("allgather", "reduce_scatter", "gather", "scatter", "alltoall", "exchange_parts")
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -73,7 +72,7 @@ class SharedMemoryBackend:
         kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(verb, Movement)
         calls = kind(group, self.kernels, dtype, op)
         operation: Operation = getattr(calls, verb)
-        if verb in _ALLOCATING:
+        if verb != "barrier":
             operation = _or_give_up(operation, group.shared)
         if verb not in gates.VERBS or dtype is None:
             return operation
@@ -81,7 +80,7 @@ class SharedMemoryBackend:
 
 
 def _or_give_up(operation: Operation, shared: SharedGroup) -> Operation:
-    """What may fail on its own between two kernels, and then lets the others know."""
+    """What may fail on its own between two kernels, or be interrupted there, and then lets the others know."""
 
     def run(source: Any, destination: Any, root: int) -> Any:
         try:
@@ -143,7 +142,7 @@ class Calls:
         kind, rank = status & context.KINDS, status & ~context.KINDS
         try:
             if kind == context.UNMAPPED:
-                self.shared.map_segment(rank, self.ledger.current[0])
+                self._map(rank)
             elif kind == context.MISMATCH and self._difference_to(rank) != GIVEN_UP:
                 self.ledger.refuse(rank)
             elif kind == context.LATE:
@@ -154,6 +153,15 @@ class Calls:
                 self.ledger.given_up(rank)
         except BaseException:
             self.shared.give_up()
+            raise
+
+    def _map(self, rank: int) -> None:
+        seq = self.ledger.current[0]
+        try:
+            self.shared.map_segment(rank, seq)
+        except OSError:
+            if self.ledger.board is not None and self.ledger.board.get(rank, REFUSED) >= seq:
+                self.ledger.given_up(rank)  # and so its tensor may be gone
             raise
 
     def _differing(self) -> int | None:
@@ -226,7 +234,15 @@ class Entered:
         if calls.group.is_strict:
             return None
         code, plan = self._code | root << 32, calls.plan(root if self._is_rooted else -1)
-        return gates.Door(plan, calls.ledger, calls.lane.turn, code, code ^ NATIVE, partial(self._settle, root))
+        settle = partial(self._settle, root)
+        return gates.Door(plan, calls.ledger, calls.lane.turn, code, code ^ NATIVE, settle, self._give_up)
+
+    def _give_up(self) -> None:
+        """End a call that nobody has settled."""
+        calls = self._calls
+        calls.ledger.take_over()
+        calls.shared.give_up()
+        calls.ledger.abandon()
 
     def _settle(self, root: int, status: int, source: torch.Tensor, destination: Any) -> Any:
         """Go on after a kernel that could not finish, or end the call with an error."""

@@ -123,7 +123,9 @@ SETTLE = 8
 """Of the function that goes on where a kernel could not finish: status, tensor, out, address of the door."""
 TOUCH = 9
 """Of the function that notes a write where INCREMENT_VERSION cannot."""
-GATE_WORDS = 10
+GIVE_UP = 10
+"""Of the function that tells the others of a call with which SETTLE could not even begin: address of the door."""
+GATE_WORDS = 11
 
 # Of a door: a prepared call behind a gate.
 NEXT = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import layout
 from . import context
 from .meeting import PAYLOAD, entry, inner, own
-from .memory import load, store
+from .memory import load, load_acquire, store
 
 MIXED, ALL_SHARED = 1, 2
 _MEMORY = PAYLOAD + layout.MEMORY * 8
@@ -17,8 +17,10 @@ def shared_segment(ctx, address, num_bytes):  # type: ignore[no-untyped-def]
     segments = own(ctx, context.OWN_SEGMENTS)
     for index in range(load(segments)):
         segment = segments + 8 + index * context.SEGMENT_WORDS * 8
-        begins_before = load(segment + context.SEGMENT_BEGIN * 8) <= address
-        if begins_before and address + num_bytes <= load(segment + context.SEGMENT_END * 8):
+        end = load_acquire(segment + context.SEGMENT_END * 8)
+        is_there = load_acquire(segment + context.SEGMENT_BEGIN * 8) <= address and address + num_bytes <= end
+        # Another thread may have put another segment into this place between the two looks.
+        if is_there and load_acquire(segment + context.SEGMENT_END * 8) == end:
             return segment
     return 0
 

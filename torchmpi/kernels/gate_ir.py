@@ -146,9 +146,23 @@ class _Gate(Wrapper):
             builder.icmp_signed("==", result, BYTES(None)), builder.icmp_signed("==", builder.load(busy), seq)
         )
         with builder.if_then(is_lost, likely=False):
+            self._give_up(door)
             builder.store(WORD(0), busy)
             builder.store(WORD(0), entered)
         return result
+
+    def _give_up(self, door: Any) -> None:
+        """Let the others know, and keep the error that there is."""
+        places = [self.builder.alloca(BYTES) for _ in range(3)]
+        fetch = self.declared("PyErr_Fetch", ir.VoidType(), *[BYTES.as_pointer()] * 3)
+        self.builder.call(fetch, places)
+        number = self.as_number(door)
+        answer = self._call_python(context.GIVE_UP, number)
+        self._take_away(number)
+        with self.builder.if_then(self.builder.icmp_signed("!=", answer, BYTES(None))):
+            self._take_away(answer)
+        restore = self.declared("PyErr_Restore", ir.VoidType(), *[BYTES] * 3)
+        self.builder.call(restore, [self.builder.load(place) for place in places])
 
     def _end_otherwise(self) -> None:
         self.builder.position_at_end(self.refused)
