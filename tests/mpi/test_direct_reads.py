@@ -1,8 +1,9 @@
-"""Allgather and alltoall that read the other ranks' memory by a call of the system: the bits are those of the slots."""
+"""Verbs that read the other ranks' memory by a call of the system: the bits are those of the slots."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def words() -> np.ndarray:
 
 def prefer(way: int) -> None:
     """From now on this rank finds this way faster, but for the calls in which both are tried anyway."""
-    known = words()[context.ALLGATHER_PACES : context.POINTERS]
+    known = words()[context.ALLGATHER_PACES : context.SPENT_BEFORE]
     known[way::3], known[1 - way :: 3], known[2::3] = 1, 1 << 40, 1000  # calls
 
 
@@ -92,22 +93,56 @@ def test_lengths_that_differ_take_the_other_way(reads, agree):
             agree.bits(mpi.allgather(inputs[rank][shortest if rank == 0 else 0 :]), expected, f"{shortest} fewer")
 
 
-def test_a_gather_goes_through_the_slots(reads, agree):
-    inputs = inputs_of((100_000,), torch.float32)
-    for root in range(mpi.size()):
-        result = mpi.gather(inputs[mpi.rank()], root)
-        if mpi.rank() == root:
-            agree.bits(result, torch.cat(inputs), f"to {root}")
+@pytest.mark.parametrize("num_bytes", (32 << 10, 50_000, 1_500_000))
+def test_the_root_alone_decides(reads, agree, num_bytes):
+    """Of a gather and a scatter, whose other ranks only give or get. They may be for it or against it."""
+    rank, size, inputs = mpi.rank(), mpi.size(), inputs_of((num_bytes,), torch.uint8)
+    rows = inputs_of((num_bytes * size + size - 1,), torch.uint8)
+    for root in range(size):
+        for way in (DIRECTLY, SLOTS, DIRECTLY):
+            prefer(way if rank == root else 1 - way)
+            gathered, scattered = set(), set()
+            for _ in range(4):
+                result, num_chunks = chunks_in(partial(mpi.gather, inputs[rank], root))
+                agree.bits(result, torch.cat(inputs), f"gather to {root}") if rank == root else agree(result is None)
+                gathered.add(num_chunks)
+                result, num_chunks = chunks_in(partial(mpi.scatter, rows[root] if rank == root else None, root))
+                agree.bits(result, contract.rows(rows[root], rank, size), f"scatter from {root}")
+                scattered.add(num_chunks)
+            if way == DIRECTLY:
+                agree(1 in gathered and 1 in scattered, f"one chunk is counted, root {root}")
+            elif size > 1 and num_bytes > 1 << 20:
+                agree(max(gathered) > 1 and max(scattered) > 1, f"through the slots, root {root}")
+
+
+@pytest.mark.parametrize("verb", ("gather", "scatter"))
+def test_what_a_rank_may_not_read_comes_through_the_slots(reads, agree, verb):
+    if mpi.size() == 1:
+        pytest.skip("alone there is nobody to read from")
+    rank, size = mpi.rank(), mpi.size()
+    inputs, rows = inputs_of((100_000,), torch.float32), inputs_of((100_000 * size,), torch.float32)
+    # The root of a gather reads from all, and from the root of a scatter all read.
+    if rank == (0 if verb == "gather" else size - 1):
+        runtime.current().world.shared._processes[:] = -1
+    for _ in range(6):
+        if verb == "gather":
+            result = mpi.gather(inputs[rank], 0)
+            agree.bits(result, torch.cat(inputs), "gathered") if rank == 0 else agree(result is None)
+        else:
+            result = mpi.scatter(rows[0] if rank == 0 else None, 0)
+            agree.bits(result, contract.rows(rows[0], rank, size), "scattered")
+        agree.bits(mpi.allreduce(inputs[rank].clone(), op="max"), torch.stack(inputs).amax(0), "the slots are in order")
 
 
 def test_what_a_gather_takes_says_nothing_of_an_allgather(reads, agree):
     """A rank that sends and fetches nothing is done in half the time, and kept the others from reading."""
-    before = words()[context.ALLGATHER_PACES : context.POINTERS].copy()
+    known = slice(context.ALLGATHER_PACES, context.ALLTOALL_PACES)
+    before = words()[known].copy()
     for root in range(mpi.size()):
         mpi.gather(inputs_of((100_000,), torch.float32)[mpi.rank()], root)
-    agree(np.array_equal(before, words()[context.ALLGATHER_PACES : context.POINTERS]), "nothing is noted")
+    agree(np.array_equal(before, words()[known]), "nothing is noted")
     mpi.allgather(inputs_of((100_000,), torch.float32)[mpi.rank()])
-    agree(not np.array_equal(before, words()[context.ALLGATHER_PACES : context.POINTERS]), "of an allgather it is")
+    agree(not np.array_equal(before, words()[known]), "of an allgather it is")
 
 
 def test_all_read_or_none_does(reads, agree):

@@ -72,7 +72,15 @@ ALLGATHER_PACES = 37
 the number of calls."""
 ALLTOALL_PACES = 64
 """The same of alltoall."""
-POINTERS = 91
+SCATTER_PACES = 91
+"""The same of scatters from this rank."""
+GATHER_PACES = 118
+"""The same of gathers to this rank."""
+SPENT_BEFORE = 145
+"""Nanoseconds that a root has spent on putting something into its slot before the ranks met."""
+GATHERS_READ = 146
+"""Whether the last long gather to another rank was read from where it was: then the next one may be, too."""
+POINTERS = 147
 """POINTERS and the words after it: room for two addresses per rank."""
 
 
@@ -80,7 +88,7 @@ def context_words(size: int) -> int:
     """Length of the array for a group.
 
     >>> context_words(4)
-    99
+    155
     """
     return POINTERS + 2 * size
 

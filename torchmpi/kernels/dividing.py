@@ -9,7 +9,7 @@ from .meeting import PAYLOAD, arrive, begin, end_reads, entry, inner, kernel, le
 from .memory import copy, load, now, store, store_release
 from .moving import have_as_many, take_from_all
 from .placing import choose_way, end_chunks, moving_slot, note_chunk, note_time
-from .reading import all_show, note_pace, read_all, show_memory, would_read
+from .reading import all_show, end_reading, note_pace, read_all, read_from, show_memory, would_read
 from .reducing import combine, point_at
 from .rounds import PAIRS, cut_parts, deliver, go_on, put, put_first_piece, send_to_all
 
@@ -180,7 +180,7 @@ def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type
 def offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
     """A barrier to which the root, which is in the plan, brings a message about its rows, and the first of them.
 
-    All of them if they fit into the payload behind the message.
+    All of them if they fit into the payload behind the message; or it says there where they are, for all to read.
     """
     ctx = own(plan, context.CONTEXT)
     status = begin(ctx, seq)
@@ -192,10 +192,14 @@ def offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes)
     if is_root and num_bytes + num_rows * row_bytes <= layout.PAYLOAD_BYTES:
         copy(payload + num_bytes, source, num_rows * row_bytes)
     elif is_root:
-        num_rounds = cut_rows(ctx, num_rows, row_bytes)
-        choose_way(ctx, num_rounds, False)
-        if num_rounds > 0:
-            put(ctx, own(ctx, context.CHUNKS), send_rows(plan, source, num_rows, row_bytes), False)
+        num_rounds, since = cut_rows(ctx, num_rows, row_bytes), now()
+        has_room = num_bytes + 8 <= layout.PAYLOAD_BYTES
+        shows = has_room and would_read(ctx, context.SCATTER_PACES, num_rows // own(ctx, context.SIZE) * row_bytes)
+        if has_room:
+            store(payload + num_bytes, source if shows else 0)
+        if not shows:
+            put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
+        store(ctx + context.SPENT_BEFORE * 8, now() - since)
     status = arrive(ctx, seq, signature)
     leave(ctx, seq)
     return status
@@ -219,16 +223,27 @@ def take(plan, seq, num_rows, row_bytes, source, target):  # type: ignore[no-unt
     if message_bytes + num_rows * row_bytes <= layout.PAYLOAD_BYTES:
         copy(target, offered + message_bytes + first, length)
         return 0
-    table, num_rounds = own(plan, context.TABLE), cut_rows(ctx, num_rows, row_bytes)
-    if rank != root:
-        send_to_all(plan, 0, 0)
-        choose_way(ctx, num_rounds, False)
-    else:
+    table, num_rounds, since = own(plan, context.TABLE), cut_rows(ctx, num_rows, row_bytes), now()
+    shown = load(offered + message_bytes) if message_bytes + 8 <= layout.PAYLOAD_BYTES else 0
+    if rank == root:
         deliver(target, source + first, length, length)
-    for other in range(size):
-        store(table + other * PAIRS + 16, target)
-        store(table + other * PAIRS + 24, length if other == root else 0)
-    return go_on(ctx, table, num_rounds)
+    status = context.UNREAD
+    if shown != 0:
+        status = end_reading(ctx, rank == root or read_from(ctx, root, shown + first, length, target))
+    if status == context.UNREAD:
+        if rank != root:
+            send_to_all(plan, 0, 0)
+            choose_way(ctx, num_rounds, False)
+        elif shown != 0:
+            put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
+        for other in range(size):
+            store(table + other * PAIRS + 16, target)
+            store(table + other * PAIRS + 24, length if other == root else 0)
+        status = go_on(ctx, table, num_rounds)
+    if rank == root and status == 0:
+        spent = now() - since + own(ctx, context.SPENT_BEFORE)
+        note_pace(ctx, context.SCATTER_PACES, num_rows // size * row_bytes, shown != 0, spent)
+    return status
 
 
 @inner

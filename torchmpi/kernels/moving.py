@@ -11,7 +11,7 @@ from .finding import ALL_SHARED, announce_memory, find_memory, found
 from .meeting import PAYLOAD, arrive, begin, end_reads, entry, inner, kernel, leave, own, row
 from .memory import copy, load, now, store, store_release
 from .placing import choose_way, moving_slot
-from .reading import all_show, note_pace, read_all, show_memory, would_read
+from .reading import all_show, may_read, note_pace, read_all, show_memory, would_read
 from .reducing import part_begin
 from .rounds import (
     ALL_SEND_BYTES,
@@ -159,18 +159,22 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
     num_sent = num_bytes if rank != root else 0
     num_received = num_bytes if root < 0 or rank == root else 0
     table, num_rounds = send_to_all(plan, source, num_sent), cut_stream(ctx, num_bytes, ALL_SEND_BYTES)
-    shows, spent = root < 0 and not is_whole and would_read(ctx, context.ALLGATHER_PACES, num_bytes), 0
+    gives, paces = root >= 0 and rank != root, context.ALLGATHER_PACES if root < 0 else context.GATHER_PACES
+    # The root of a gather decides; the others show theirs always, and put it as well unless they need not last time.
+    shows = not is_whole and (may_read(ctx, num_bytes) if gives else would_read(ctx, paces, num_bytes))
     is_shared = not is_short and announce_memory(ctx, seq, source, num_bytes)
+    puts = not is_shared and (own(ctx, context.GATHERS_READ) == 0 if gives else not shows)
+    spent = 0
     if is_short:
         copy(payload + 8, source, num_bytes)
     elif is_whole:
         put_whole(ctx, source, num_sent)
     else:
         show_memory(ctx, seq, source if shows else 0)
-        if not shows and not is_shared:
-            since = now()
+        since = now()
+        if puts:
             put_first_piece(ctx, table, num_rounds)
-            spent = now() - since
+        spent = now() - since
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
@@ -193,15 +197,17 @@ def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[
             leave(ctx, seq)
             return status
         since, reads = now(), all_show(ctx, seq)
-        status = read_all(ctx, seq, source, 0, num_bytes, target) if reads else context.UNREAD
+        if gives:
+            store(ctx + context.GATHERS_READ * 8, reads)
+        status = read_all(ctx, seq, source, 0, num_received, target) if reads else context.UNREAD
         if status == context.UNREAD:
-            if shows or is_shared:
+            if reads or not puts:
                 put_first_piece(ctx, table, num_rounds)
             for other in range(size):
                 store(table + other * PAIRS + 16, target + other * num_bytes)
                 store(table + other * PAIRS + 24, num_received)
             status = go_on(ctx, table, num_rounds)
-        if root < 0 and status == 0:
-            note_pace(ctx, context.ALLGATHER_PACES, num_bytes, reads, now() - since + spent)
+        if not gives and status == 0:
+            note_pace(ctx, paces, num_bytes, reads, now() - since + spent)
     leave(ctx, seq)
     return status

@@ -1,6 +1,7 @@
 """Straight out of the memory of another rank's process, by a call of the system: one copy, where slots take two.
 
-For verbs in which all cores are busy all the time: allgather and alltoall.
+For verbs in which all cores are busy all the time, allgather and alltoall, and for those in which one rank has
+something for each, or gets something from each.
 
 The system looks up every page, so that this is slower than a copy through a cache that the cores share. Which of the
 two ways is faster depends on the machine and on the length; so both are tried now and then, and the faster one taken.
@@ -50,9 +51,15 @@ def note_pace(ctx, paces, num_bytes, reads, nanoseconds):  # type: ignore[no-unt
 
 
 @inner
+def may_read(ctx, num_bytes):  # type: ignore[no-untyped-def]
+    """Whether the system lets this rank read, and so many bytes of each are worth a try."""
+    return own(ctx, context.PROCESSES) != 0 and num_bytes >= _LEAST_BYTES and num_bytes < _MOST_BYTES
+
+
+@inner
 def would_read(ctx, paces, num_bytes):  # type: ignore[no-untyped-def]
     """Whether this rank is for reading so many bytes of each of the others from where they are."""
-    if own(ctx, context.PROCESSES) == 0 or num_bytes < _LEAST_BYTES or num_bytes >= _MOST_BYTES:
+    if not may_read(ctx, num_bytes):
         return False
     directly, slots = load(known(ctx, paces, num_bytes, _DIRECTLY)), load(known(ctx, paces, num_bytes, _SLOTS))
     turn = turn_of(ctx, _EVERY)
@@ -79,11 +86,11 @@ def all_show(ctx, seq):  # type: ignore[no-untyped-def]
 
 
 @inner
-def read_from(ctx, seq, rank, first, num_bytes, target):  # type: ignore[no-untyped-def]
-    """Read what a rank has shown, from `first` on; gives whether the system let us."""
-    process = load(own(ctx, context.PROCESSES) + rank * 8)
-    source = load(entry(ctx, rank, seq) + _SOURCE) + first
-    done = 0
+def read_from(ctx, rank, source, num_bytes, target):  # type: ignore[no-untyped-def]
+    """Read what a rank has at an address of its own; gives whether the system let us."""
+    if own(ctx, context.PROCESSES) == 0:
+        return False
+    process, done = load(own(ctx, context.PROCESSES) + rank * 8), 0
     while done < num_bytes:
         length = read_memory(process, target + done, source + done, num_bytes - done)
         if length <= 0:
@@ -93,21 +100,29 @@ def read_from(ctx, seq, rank, first, num_bytes, target):  # type: ignore[no-unty
 
 
 @inner
-def read_all(ctx, seq, source, first, num_bytes, target):  # type: ignore[no-untyped-def]
-    """So many bytes of everybody's, from `first` on: 0, or UNREAD if a rank could not, or what else came between."""
-    rank, size, chunk = own(ctx, context.RANK), own(ctx, context.SIZE), own(ctx, context.CHUNKS)
-    deliver(target + rank * num_bytes, source + first, num_bytes, num_bytes)
-    has_read = True
-    for shift in range(1, size):
-        other = rank + shift - size if rank + shift >= size else rank + shift
-        has_read = has_read and read_from(ctx, seq, other, first, num_bytes, target + other * num_bytes)
-    store(row(ctx, rank) + _UNREAD, 0 if has_read else chunk + 1)
+def end_reading(ctx, has_read):  # type: ignore[no-untyped-def]
+    """After all have read: 0, or UNREAD if a rank could not, or what else came between."""
+    chunk = own(ctx, context.CHUNKS)
+    store(row(ctx, own(ctx, context.RANK)) + _UNREAD, 0 if has_read else chunk + 1)
     status = end_reads(ctx)
     if status != 0:
         return status
     if not has_read:
         store(ctx + context.PROCESSES * 8, 0)  # nor will it later, and one rank that is not for it is enough
-    for other in range(size):
+    for other in range(own(ctx, context.SIZE)):
         if load(row(ctx, other) + _UNREAD) == chunk + 1:
             return context.UNREAD
     return 0
+
+
+@inner
+def read_all(ctx, seq, source, first, num_bytes, target):  # type: ignore[no-untyped-def]
+    """So many bytes of everybody's, from `first` on: 0, or UNREAD if a rank could not, or what else came between."""
+    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+    deliver(target + rank * num_bytes, source + first, num_bytes, num_bytes)
+    has_read = True
+    for shift in range(1, size):
+        other = rank + shift - size if rank + shift >= size else rank + shift
+        there = load(entry(ctx, other, seq) + _SOURCE) + first
+        has_read = has_read and read_from(ctx, other, there, num_bytes, target + other * num_bytes)
+    return end_reading(ctx, has_read)
