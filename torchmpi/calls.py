@@ -41,7 +41,7 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
     comm, backend = where
     if is_simple(tensor):
         dtype = tensor.dtype
-    elif tensor is None and verb == "scatter" and (out is None or is_simple(out)):
+    elif tensor is None and verb == "scatter" and (out is None or (is_simple(out) and not out.dtype.is_complex)):
         dtype = None
     else:
         return _OTHERWISE
@@ -86,12 +86,18 @@ def _open_gate(group: Group, verb: str, arguments: tuple[Any, Any, int], op: str
         which = "receive"
     if given is None or (which in ("gather", "give") and is_root == (out is None)):
         return
+    if which == "scatter" and not is_root:  # what it has passed is of no concern
+        return
     name = root if op is None else gates.both(op, root) if which == "reduce" else op, given.dtype, comm
     key = verb, op, given.dtype, None
     if which == "receive" and key not in group.plans:  # the plan of a call with None knows of no dtype
-        plan_for(runtime.communicator(comm), (verb, op, given.dtype, "cpu", False, None, False))
-    if key in group.plans:
-        gates.open_to(which, name, partial(_door, group, group.plans[key], root, comm, key))
+        try:
+            plan_for(runtime.communicator(comm), (verb, op, given.dtype, "cpu", False, None, False))
+        except DtypeError:  # to be refused when the call has ended on all ranks
+            return
+    plan = group.plans.get(key)
+    if plan is not None:
+        gates.open_to(which, name, partial(_door, group, plan, root, comm, key))
 
 
 def _door(group: Group, plan: plans.Plan, root: int, comm: Comm, key: Any) -> gates.Door | None:

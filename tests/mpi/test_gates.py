@@ -149,6 +149,45 @@ def test_rows_that_are_not_what_a_target_was_made_for_are_refused(agree):
         agree.equal(again, torch.ones(3, 2), "and the next call works")
 
 
+def test_what_others_than_the_root_pass_to_a_scatter_is_no_door(agree):
+    """Rows were once written past the end of a target that was made for the rows of an ignored tensor."""
+    rank, size = mpi.rank(), mpi.size()
+    memory = torch.zeros(40)
+    for _ in range(3):
+        mpi.scatter(torch.ones(10 * size), 0, memory[:10])  # all pass a tensor; that of rank 0 counts
+    memory.fill_(-1.0)
+    message = ""
+    try:
+        mpi.scatter(torch.ones((20 if rank == 0 else 10) * size), 0, memory[: 20 if rank == 0 else 10])
+    except errors.ArgumentError as error:
+        message = str(error)
+    agree("out" in message or rank == 0, f"refused: {message!r}")
+    agree(bool((memory[20 if rank == 0 else 10 :] == -1.0).all()), "written past the end")
+    agree.equal(mpi.scatter(torch.ones(10 * size), 0, memory[:10]), torch.ones(10), "and the next call works")
+
+
+def test_a_scatter_into_a_conjugated_view(agree):
+    rank, size = mpi.rank(), mpi.size()
+    rows = torch.full((2 * size,), 1 + 2j)
+    for turn in range(3):
+        out = torch.zeros(2, dtype=torch.complex64).conj()
+        mpi.scatter(rows if rank == 0 else None, 0, out)
+        agree.equal(out.resolve_conj(), torch.full((2,), 1 + 2j), f"turn {turn}")
+
+
+def test_a_target_of_a_dtype_without_a_plan_is_refused_after_the_call(agree):
+    rank, size = mpi.rank(), mpi.size()
+    for turn in range(3):
+        out = torch.empty(2) if rank == 0 else torch.empty(2, dtype=torch.float8_e8m0fnu)
+        message = ""
+        try:
+            mpi.scatter(torch.ones(2 * size) if rank == 0 else None, 0, out)
+        except (errors.ArgumentError, errors.DtypeError) as error:
+            message = str(error)
+        agree(bool(message) == (rank != 0), f"turn {turn}: {message!r}")
+        agree.equal(mpi.allreduce(torch.ones(2)), torch.full((2,), float(size)), "all ranks agree")
+
+
 def test_a_gather_of_different_lengths(agree):
     rank, size = mpi.rank(), mpi.size()
     total = torch.zeros(3 * size)

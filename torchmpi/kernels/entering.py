@@ -245,10 +245,13 @@ def enter_scattering(door, tensor, call):  # type: ignore[no-untyped-def]
 @kernel
 def enter_scatter(door, source, target, call):  # type: ignore[no-untyped-def]
     """The root's rows, of which it gets its part."""
+    plan = own(door, context.PLAN)
+    if own(own(plan, context.CONTEXT), context.RANK) != own(plan, context.ROOT):
+        return context.OTHERWISE
     if plain_numel(door, source) < 0 or num_dims(source) == 0:
         return context.OTHERWISE
     num_rows = dim(source, 0)
-    if not is_made_for(door, source, target, own_rows(own(door, context.PLAN), num_rows)):
+    if not is_made_for(door, source, target, own_rows(plan, num_rows)):
         return context.OTHERWISE
     store(call + 32, data(source))
     store(call + 40, num_rows)
