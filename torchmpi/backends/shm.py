@@ -160,7 +160,7 @@ class Calls:
         try:
             self.shared.map_segment(rank, seq)
         except OSError:
-            if self.ledger.board is not None and self.ledger.board.get(rank, REFUSED) >= seq:
+            if self.shared.page.get(rank, REFUSED) >= seq:
                 self.ledger.given_up(rank)  # and so its tensor may be gone
             raise
 
