@@ -223,7 +223,8 @@ class Entered:
     def __init__(self, calls: Calls, verb: str, code: int, operation: Operation) -> None:
         self._calls, self._code, self._operation = calls, code, operation
         self._is_rooted = verb in ("broadcast", "reduce", "gather", "scatter")
-        self.many: Operation | None = getattr(calls, f"{verb}_many", None)
+        many: Operation | None = getattr(calls, f"{verb}_many", None)
+        self.many = None if many is None else _or_give_up(many, calls.shared)
 
     def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
         return self._operation(source, destination, root)

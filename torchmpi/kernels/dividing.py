@@ -11,7 +11,7 @@ from .moving import have_as_many, take_from_all
 from .placing import choose_way, end_chunks, moving_slot, note_chunk, note_time
 from .reading import all_show, end_reading, note_pace, read_all, read_from, show_memory, would_read
 from .reducing import combine, point_at
-from .rounds import PAIRS, cut_parts, deliver, go_on, put, put_first_piece, send_to_all
+from .rounds import PAIRS, cut_parts, deliver, go_on, put_first_piece, put_next, send_to_all
 
 _READY, _REDUCED = layout.READY * 8, layout.REDUCED * 8
 
@@ -51,10 +51,9 @@ def combine_rows(plan, source, length, target, table, num_rounds, are_first_ther
     for index in range(num_rounds):
         chunk = base + index
         if index + 1 < num_rounds:
-            status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
+            status = put_next(ctx, index, table, False)
             if status != 0:
                 return status
-            put(ctx, chunk + 1, table, False)
         if index > 0 or not are_first_there:
             status = wait_all(ctx, _READY, chunk + 1)
             if status != 0:

@@ -137,6 +137,19 @@ def put_first_piece(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
 
 
 @inner
+def put_next(ctx, index, table, keeps):  # type: ignore[no-untyped-def]
+    """In a round, put the piece of the one after it: 0, or why its slot will never be free.
+
+    The slot of the round before last is free once everybody has fetched from it; that of an earlier call is.
+    """
+    chunk = own(ctx, context.CHUNKS) + index
+    status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
+    if status == 0:
+        put(ctx, chunk + 1, table, keeps)
+    return status
+
+
+@inner
 def fetch(ctx, chunk, table):  # type: ignore[no-untyped-def]
     """Fetch what the others have put there for this rank."""
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
@@ -197,11 +210,9 @@ def go_on(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
     for index in range(num_rounds):
         chunk = base + index
         if index + 1 < num_rounds:
-            # The slot of the round before last is free once everybody has fetched from it; that of an earlier call is.
-            status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
+            status = put_next(ctx, index, table, on_the_way)
             if status != 0:
                 return status
-            put(ctx, chunk + 1, table, on_the_way)
             if is_stream and not on_the_way:
                 keep_own(ctx, chunk + 1, table)
         status = fetch(ctx, chunk, table)
