@@ -1,117 +1,156 @@
-"""The house: imports go strictly downwards, and siblings do not import each other."""
+"""The structure of the package: levels of imports, no cycles, limits of size, and documented public names."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 
-FLOORS = (
+LEVELS = (
     ("_version", "errors"),
-    ("config", "topology", "schedule", "rules", "layout"),
-    (
-        "dtypes", "dlpack", "streams", "devices", "handle", "scalars", "affinity", "mpi_library", "segments", "archive",
-        "peers", "sockets",
-    ),  # fmt: skip
-    ("buffers", "lane", "turns", "progress", "inquiry", "tuning_file", "kernels"),
-    ("gates",),
-    ("groups", "fusion", "heap", "sparse"),
-    ("pieces",),
-    ("stack",),
+    ("config",),
+    ("tensors",),
+    ("shared_memory",),
+    ("communicators",),
     ("backends",),
-    ("hierarchy", "selector", "watchdog", "failure"),
-    ("runtime",),
-    ("staging",),
-    ("plans",),
-    ("calls",),
-    ("many",),
-    ("collectives", "messages", "lifecycle"),
-    ("tuning", "nn"),
+    ("session",),
+    ("collectives",),
+    ("nn",),
     ("engine", "parameterserver", "distributed"),
     ("cli",),
     ("__init__", "__main__"),
 )
-FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-# Loaded by start(), not by import: they start MPI, or cost a fifth of a second.
-LATE = ("mpi4py", "numba")
-# These are what is loaded late: kernels.load() imports them.
-LATE_MODULES = (
-    "memory", "meeting", "placing", "finding", "reading", "reducing", "rounds", "moving", "dividing", "sharding",
-    "entering", "wrapping", "gate_ir", "building",
+"""The entries of the package, lowest first. An entry imports only from lower levels."""
+LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
+MAX_ENTRIES, MAX_LEVELS, MAX_EDGES, MAX_LINES = 18, 12, 110, 600
+
+IMPORTED_BY_START = ("mpi4py", "numba")
+"""Imported inside functions only: mpi4py starts MPI, numba costs 0.2 s and 56 MB."""
+KERNEL_MODULES = (
+    "intrinsics", "arrival", "copying", "lookup", "direct_read", "reduce_kernels", "chunk_loop", "movement",
+    "partitioning", "shard_passes", "entry", "wrappers", "fast_path_ir", "compilation",
 )  # fmt: skip
-LATE_MODULES += ("cuda_lanes", "cuda_intrinsics")  # by kernels.cuda_reduction
+"""Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
+CUDA_KERNEL_MODULES = ("cuda_elements", "cuda_intrinsics")
+"""Modules of ``backends/ipc`` that import numba; ``cuda_reduction`` imports them."""
+IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES} | {
+    f"backends/ipc/{name}.py" for name in CUDA_KERNEL_MODULES
+}
 
 
-def modules() -> list[Path]:
+def module_files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def room(path: Path) -> str:
-    """The top-level module or folder that a file belongs to."""
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
+def module_name(path: Path) -> str:
+    """``collectives.dispatch``; a package has the name of its folder, and the root is the empty string."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms of this package that a file imports, wherever in the file."""
-    folder = path.parent.relative_to(PACKAGE).parts
-    rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = folder[: len(folder) - node.level + 1]
+MODULES = {module_name(path): path for path in module_files()}
+
+
+def entry_of(module: str) -> str:
+    """The entry of the package root that a module belongs to."""
+    return module.split(".")[0] if module else "__init__"
+
+
+def imported_modules(module: str) -> Iterator[str]:
+    """Modules of this package that a module imports, wherever in the file, but for type checking."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                above = package.split(".") if package else []
+                above = above[: len(above) - node.level + 1]
+            elif (node.module or "").split(".")[0] == "torchmpi":
+                above = []
+            else:
+                continue
+            named = [part for part in (node.module or "").split(".") if part and part != "torchmpi"]
+            base = ".".join([*above, *named])
             for alias in node.names:
-                target = (*base, *(node.module.split(".") if node.module else (alias.name,)))
-                rooms.add(target[0])
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchmpi":
-            target = (node.module or "").split(".")[1:] or [alias.name for alias in node.names]
-            rooms.add(target[0])
+                target = f"{base}.{alias.name}" if base else alias.name
+                yield target if target in MODULES else base
         elif isinstance(node, ast.Import):
-            rooms |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("torchmpi.")}
-    return rooms
+            for alias in node.names:
+                if alias.name.startswith("torchmpi."):
+                    yield alias.name.removeprefix("torchmpi.")
 
 
-def test_every_room_has_a_floor():
-    assert {room(path) for path in modules()} == set(FLOOR_OF)
+GRAPH = {module: set(imported_modules(module)) - {module} for module in MODULES}
+ENTRY_EDGES = {
+    (entry_of(module), entry_of(target))
+    for module, targets in GRAPH.items()
+    for target in targets
+    if entry_of(module) != entry_of(target)
+}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down(path):
-    own = room(path)
-    for target in imported_rooms(path):
-        # The package's own face stands above everything; __main__ and the CLI may ask it for the version.
-        if target != own and target in FLOOR_OF:
-            assert FLOOR_OF[target] < FLOOR_OF[own], (
-                f"{own} (floor {FLOOR_OF[own]}) imports {target} ({FLOOR_OF[target]})"
-            )
+def test_every_entry_has_a_level():
+    assert {entry_of(module) for module in MODULES} == set(LEVEL_OF)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_mpi_and_numba_are_imported_inside_functions_only(path):
-    if room(path) == "kernels" and path.stem in LATE_MODULES:
+def test_the_root_stays_small():
+    assert len(LEVEL_OF) <= MAX_ENTRIES
+    assert len(LEVELS) <= MAX_LEVELS
+    assert len(ENTRY_EDGES) <= MAX_EDGES
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "torchmpi")
+def test_imports_go_down(module):
+    own = entry_of(module)
+    for target in GRAPH[module]:
+        # The root package stands above everything; __main__ and the CLI may ask it for the version.
+        if target and entry_of(target) != own:
+            assert LEVEL_OF[entry_of(target)] < LEVEL_OF[own], f"{module} imports {target}: not on a lower level"
+
+
+def test_no_cycles_between_modules():
+    """Also inside packages. A package's ``__init__`` counts as a module of its own, which re-exports the others."""
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "torchmpi")
+def test_mpi_and_numba_are_imported_inside_functions_only(module):
+    path = MODULES[module]
+    if str(path.relative_to(PACKAGE)) in IMPORTING_NUMBA:
         return
-    late = {*LATE, *LATE_MODULES} if room(path) == "kernels" else set(LATE)
+    late = set(IMPORTED_BY_START)
+    if module.startswith("shared_memory.kernels"):
+        late.update(KERNEL_MODULES)
+    if module.startswith("backends.ipc"):
+        late.update(CUDA_KERNEL_MODULES)
     for node in ast.parse(path.read_text()).body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or "", *(alias.name for alias in node.names)] if isinstance(node, ast.ImportFrom) else []
         assert not {name.split(".")[0] for name in names} & late, f"{path.name}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_stay_small_and_say_what_they_are_for(path):
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text)), f"{path.name} has no docstring"
-    assert text.count("\n") <= 420, f"{path.name} has {text.count(chr(10))} lines: split it"
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "torchmpi")
+def test_files_have_a_docstring_and_a_limited_length(module):
+    text = MODULES[module].read_text()
+    assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
+    assert text.count("\n") <= MAX_LINES, f"{module} has {text.count(chr(10))} lines: split it"
 
 
-def test_device_differences_are_erased_below():
-    """`if tensor.is_cuda` belongs to the few files that know about devices."""
-    allowed = {"dtypes", "buffers", "streams", "selector", "runtime", "lifecycle", "backends", "cli"}
-    for path in modules():
-        if room(path) not in allowed:
-            assert ".is_cuda" not in path.read_text(), path.name
+def test_device_differences_are_confined():
+    """`if tensor.is_cuda` belongs to the few packages that know about devices."""
+    allowed = {"tensors", "backends", "session", "cli"}
+    for module, path in MODULES.items():
+        if entry_of(module) not in allowed:
+            assert ".is_cuda" not in path.read_text(), module
 
 
 def test_public_functions_are_documented():

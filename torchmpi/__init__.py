@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # loaded at first use, below: torch imports this package when
         allgather_object,
         allreduce,
         allreduce_async,
+        allreduce_many,
+        allreduce_many_async,
         alltoall,
         alltoall_async,
         barrier,
@@ -35,18 +37,25 @@ if TYPE_CHECKING:  # loaded at first use, below: torch imports this package when
         broadcast_object,
         gather,
         gather_async,
+        recv,
+        recv_async,
         reduce,
         reduce_async,
         reduce_scatter,
         reduce_scatter_async,
         scatter,
         scatter_async,
+        send,
+        send_async,
+        sendreceive,
+        sendreceive_async,
     )  # fmt: skip
+    from .collectives.tuning import autotune
+    from .communicators.communicator import Communicator
+    from .communicators.handle import Handle
     from .config import Config
     from .errors import TorchMPIError
-    from .groups import Communicator
-    from .handle import Handle
-    from .lifecycle import (
+    from .session.api import (
         collective_availability,
         collective_selector,
         collective_selector_to_string,
@@ -72,37 +81,34 @@ if TYPE_CHECKING:  # loaded at first use, below: torch imports this package when
         stop,
         use,
     )  # fmt: skip
-    from .many import allreduce_many, allreduce_many_async
-    from .messages import recv, recv_async, send, send_async, sendreceive, sendreceive_async
-    from .tuning import autotune
 
 
-_HOMES = {
+_MODULE_OF = {
     "collectives": (
-        "allgather allgather_async allgather_object allreduce allreduce_async "
-        "alltoall alltoall_async barrier broadcast broadcast_async broadcast_object "
-        "gather gather_async reduce reduce_async reduce_scatter reduce_scatter_async scatter scatter_async"
+        "allgather allgather_async allgather_object allreduce allreduce_async allreduce_many "
+        "allreduce_many_async alltoall alltoall_async barrier broadcast broadcast_async broadcast_object "
+        "gather gather_async recv recv_async reduce reduce_async reduce_scatter reduce_scatter_async scatter "
+        "scatter_async send send_async sendreceive sendreceive_async"
     ),
-    "groups": "Communicator",
+    "collectives.tuning": "autotune",
+    "communicators.communicator": "Communicator",
+    "communicators.handle": "Handle",
     "config": "Config",
     "errors": "TorchMPIError",
-    "handle": "Handle",
-    "lifecycle": (
+    "session.api": (
         "collective_availability collective_selector collective_selector_to_string communicator "
         "communicator_names device empty_shared has_cuda has_gloo has_nccl host_name "
         "is_cartesian_communicator local_rank local_size num_nodes_in_communicator push_communicator rank "
         "set_collective_span set_communicator size start started stop use"
     ),
-    "many": "allreduce_many allreduce_many_async",
-    "messages": "recv recv_async send send_async sendreceive sendreceive_async",
-    "tuning": "autotune",
 }
+"""The module that defines each public name."""
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    for module, names in _HOMES.items():
+    for module, names in _MODULE_OF.items():
         if name in names.split():
             for each in names.split():
                 globals()[each] = getattr(importlib.import_module(f".{module}", __name__), each)

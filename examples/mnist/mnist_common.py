@@ -15,12 +15,8 @@ HIDDEN = 128
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The options all examples have."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--epochs", type=int, default=10, help="passes over the training images (default: %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (default: %(default)s)")
     parser.add_argument(
         "--batch-size",
         type=int,
@@ -28,24 +24,14 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         help="images per step, over all ranks together (default: %(default)s)",
     )
     parser.add_argument("--lr", type=float, default=0.2, help="learning rate (default: %(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=1111, help="seed of weights and shuffling (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--data", metavar="DIR", help="directory of MNIST IDX files (default: scikit-learn's digits)"
-    )
+    parser.add_argument("--seed", type=int, default=1111, help="seed of weights and shuffling (default: %(default)s)")
+    parser.add_argument("--data", metavar="DIR", help="directory of MNIST IDX files (default: scikit-learn's digits)")
     parser.add_argument("--plot", metavar="FILE", help="save the curves as an image")
     parser.add_argument("--json", metavar="FILE", help="save the curves as JSON")
-    parser.add_argument(
-        "--assert-accuracy", type=float, metavar="A", help="fail if the test accuracy is below A"
-    )
+    parser.add_argument("--assert-accuracy", type=float, metavar="A", help="fail if the test accuracy is below A")
     device = parser.add_mutually_exclusive_group()
-    device.add_argument(
-        "--gpu", dest="gpu", action="store_true", default=None, help="use the GPU, fail without one"
-    )
-    device.add_argument(
-        "--cpu", dest="gpu", action="store_false", help="use the CPU (default: GPU if there is one)"
-    )
+    device.add_argument("--gpu", dest="gpu", action="store_true", default=None, help="use the GPU, fail without one")
+    device.add_argument("--cpu", dest="gpu", action="store_false", help="use the CPU (default: GPU if there is one)")
     return parser
 
 
@@ -74,9 +60,7 @@ class Report:
         """Note one epoch: mean loss and fraction of wrong answers over the training images."""
         self.losses.append(loss)
         self.errors.append(error)
-        self.say(
-            f"epoch {len(self.losses):2d}/{self.options.epochs}  loss {loss:.6f}  error {100 * error:5.2f} %"
-        )
+        self.say(f"epoch {len(self.losses):2d}/{self.options.epochs}  loss {loss:.6f}  error {100 * error:5.2f} %")
 
     def finish(self, accuracy: float) -> None:
         """Print the test accuracy, save what was asked for, and fail if the accuracy is too low."""

@@ -82,9 +82,7 @@ def load_digits() -> Dataset:
         ) from None
     images, labels = load_from_sklearn(return_X_y=True)
     train, test = _split_off_test(torch.from_numpy(images / 16).float(), torch.from_numpy(labels).long())
-    return Dataset(
-        train, test, f"scikit-learn digits, {len(train)} training and {len(test)} test images of 8x8"
-    )
+    return Dataset(train, test, f"scikit-learn digits, {len(train)} training and {len(test)} test images of 8x8")
 
 
 def load_mnist(directory: Path) -> Dataset:
@@ -96,9 +94,7 @@ def load_mnist(directory: Path) -> Dataset:
     else:
         train, test = _split_off_test(test.input, test.target)
         note = " (only the t10k files are there: split into training and test)"
-    return Dataset(
-        train, test, f"MNIST in {directory}, {len(train)} training and {len(test)} test images{note}"
-    )
+    return Dataset(train, test, f"MNIST in {directory}, {len(train)} training and {len(test)} test images{note}")
 
 
 def _split_off_test(images: Tensor, labels: Tensor) -> tuple[Split, Split]:
@@ -122,20 +118,16 @@ def _read_pair(directory: Path, prefix: str) -> Split:
     for kind, ndim in (("images", 3), ("labels", 1)):
         path = _find(directory, prefix, kind, ndim)
         if path is None:
-            raise DataError(
-                f"{directory}: expected one of {', '.join(_names(prefix, kind, ndim))}; found none"
-            )
+            raise DataError(f"{directory}: expected one of {', '.join(_names(prefix, kind, ndim))}; found none")
         arrays.append((path, read_idx(path, ndim)))
     (images_path, images), (labels_path, labels) = arrays
     if len(images) != len(labels):
         raise DataError(
-            f"{labels_path}: expected {len(images)} labels, one for each image of {images_path}, "
-            f"found {len(labels)}"
+            f"{labels_path}: expected {len(images)} labels, one for each image of {images_path}, found {len(labels)}"
         )
     if not len(labels) or labels.max() > 9:
         raise DataError(
-            f"{labels_path}: expected labels from 0 to 9, found {labels.max(initial=0)} "
-            f"as the largest of {len(labels)}"
+            f"{labels_path}: expected labels from 0 to 9, found {labels.max(initial=0)} as the largest of {len(labels)}"
         )
     pixels = torch.from_numpy(images.reshape(len(images), -1).astype(np.float32) / 255)
     return Split(pixels, torch.from_numpy(labels.astype(np.int64)))

@@ -69,9 +69,7 @@ def main() -> None:
         resume=options.checkpoint if options.resume else None,
     )
     test = data.test.part(mpi.rank(), mpi.size())
-    result = engine.test(
-        network=network, criterion=nn.CrossEntropyLoss(), iterator=Batches(test, options.batch_size)
-    )
+    result = engine.test(network=network, criterion=nn.CrossEntropyLoss(), iterator=Batches(test, options.batch_size))
     report.say(f"test loss {result.loss.value():.6f}")
     mpi.stop()
     report.finish(1 - result.error.value() / 100)

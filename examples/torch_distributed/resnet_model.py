@@ -61,9 +61,7 @@ class ResNet(nn.Sequential):
                 stride = 2 if stage > 0 and index == 0 else 1
                 layers.append(block(num_channels, width << stage, stride))
                 num_channels = (width << stage) * block.expansion
-        super().__init__(
-            *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_channels, num_classes)
-        )
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_channels, num_classes))
 
 
 MODELS = {

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
-from torchmpi import mpi_library, sockets
+from torchmpi.distributed import sockets
+from torchmpi.session import mpi_library
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
 import contract

@@ -198,7 +198,9 @@ print("torch works:", torch.ones(2).sum().item())
 
 
 @once
-@pytest.mark.skipif(importlib.util.find_spec("torchmpi.sockets") is None, reason="torchmpi.sockets is not there")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchmpi.distributed.sockets") is None, reason="torchmpi.distributed.sockets is not there"
+)
 def test_torchrun_without_mpi(tmp_path):
     script = tmp_path / "job.py"
     script.write_text("""

@@ -19,9 +19,9 @@ import torch
 import torchmpi as mpi
 import torchmpi.nn
 import torchmpi.parameterserver
-from torchmpi import dtypes
 from torchmpi.config import PREFIX
 from torchmpi.errors import TorchMPIError
+from torchmpi.tensors import dtypes
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,7 +36,7 @@ DRIVER = """
 import json, sys
 import torch.distributed as dist
 import torchmpi as mpi
-from torchmpi import runtime
+from torchmpi.session import runtime
 
 blocks = json.load(open(sys.argv[1]))
 for block in blocks:

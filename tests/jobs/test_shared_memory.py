@@ -155,7 +155,7 @@ def test_a_killed_rank_leaves_nothing(job, files, n):
     before = left_over()
     code = "import os\n" + ("del os.memfd_create\n" if files != "anonymous" else "") + START
     code += """
-from torchmpi import runtime
+from torchmpi.session import runtime
 assert runtime.current().selector.backends["shm"].why_not("allreduce", "cpu", mpi.communicator(0).intra) is None
 tensors = torch.ones(1_000_000), mpi.empty_shared(1_000_000)
 for tensor in tensors:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from torchmpi.kernels import reduction
-from torchmpi.segments import Segment, Ticket
+from torchmpi.shared_memory.kernels import reduction
+from torchmpi.shared_memory.segments import Segment, Ticket
 
 _RECORDED, _DONE = 0, 8
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import layout, runtime
 from torchmpi.backends import shm_group
+from torchmpi.session import runtime
+from torchmpi.shared_memory import memory_layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -55,9 +56,9 @@ def numels(itemsize: int, slot_bytes: int) -> list[int]:
     size = mpi.size()
     borders = [
         0,
-        layout.PAYLOAD_BYTES - 8,
-        layout.PAYLOAD_BYTES,
-        size * (layout.PAYLOAD_BYTES - 8),
+        memory_layout.PAYLOAD_BYTES - 8,
+        memory_layout.PAYLOAD_BYTES,
+        size * (memory_layout.PAYLOAD_BYTES - 8),
         shm_group.WHOLE_BYTES,
         slot_bytes,
         slot_bytes * size,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import errors, runtime
+from torchmpi import errors
+from torchmpi.session import runtime
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -17,8 +17,9 @@ from torch import nn
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
-from torchmpi import plans, runtime
+from torchmpi.collectives import prepared
 from torchmpi.engine import AllReduceSGDEngine
+from torchmpi.session import runtime
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.gpu]
 
@@ -211,6 +212,6 @@ def test_nothing_is_left_of_many_calls(agree, device):
     before = use()
     for _ in range(10):
         after = use()
-    pool = plans._pools.get(runtime.current())
+    pool = prepared._pools.get(runtime.current())
     agree.equal(after, before)
     agree(pool is None or pool.num_made <= 3, f"{pool and pool.num_made} buffers of the host")

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import layout, runtime
-from torchmpi.kernels import context
+from torchmpi.session import runtime
+from torchmpi.shared_memory import memory_layout
+from torchmpi.shared_memory.kernels import context
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -176,7 +177,7 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
         total = mpi.allreduce(inputs[rank].clone(), op="max")
         agree.bits(total, torch.stack(inputs).amax(0), "and the slots are in order")
         agree.bits(mpi.broadcast(inputs[rank].clone(), mpi.size() - 1), inputs[-1], "for all verbs")
-    assert runtime.current().world.board.get(rank, layout.REFUSED) == 0
+    assert runtime.current().world.board.get(rank, memory_layout.REFUSED) == 0
 
 
 def test_it_can_be_switched_off(stopped, agree):

@@ -23,8 +23,8 @@ from distributed_rig import (
 from distributed_rig import share as rows_of_this_rank
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torchmpi import runtime
 from torchmpi.distributed import bucket_memory, torch_names
+from torchmpi.session import runtime
 
 pytestmark = pytest.mark.once
 SMALL_BUCKETS = 200 / 2**20

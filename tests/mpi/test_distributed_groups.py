@@ -15,8 +15,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import torchmpi as mpi
-from torchmpi import runtime
 from torchmpi.errors import TorchMPIError
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 from leftovers import in_use

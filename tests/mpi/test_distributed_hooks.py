@@ -185,9 +185,7 @@ def average(models: list[nn.Module]) -> None:
 def test_zero_in_a_hook(agree):
     """Each rank updates its part of the parameters as soon as a bucket has come, and broadcasts it."""
     model = parallel()
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.01, eps=1e-3
-    )
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.01, eps=1e-3)
     model.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer))
     # The first two steps only find out in which order the gradients come, and do not update.
     for step in (0, 0, *range(4)):

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import torchmpi as mpi
-from torchmpi import runtime
 from torchmpi.distributed.transfers import MOST_TAG
 from torchmpi.errors import StallError, TorchMPIError
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract

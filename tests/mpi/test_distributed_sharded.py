@@ -92,9 +92,7 @@ class Training(Stateful):
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def whole(self) -> torch.Tensor:
         return torch.cat([p.full_tensor().detach().reshape(-1) for p in self.model.parameters()])

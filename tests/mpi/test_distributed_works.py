@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies
 
-from torchmpi import runtime
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import torch_rig

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import errors, gates
-from torchmpi.layout import ENTERED
+from torchmpi import errors
+from torchmpi.shared_memory import fast_path
+from torchmpi.shared_memory.memory_layout import ENTERED
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -27,7 +28,7 @@ SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (9000,))
 
 @pytest.fixture(autouse=True)
 def _need_gates() -> None:
-    if gates.allreduce is gates._always_shut:
+    if fast_path.allreduce is fast_path._always_shut:
         pytest.skip("this Python or this PyTorch has no gates")
     if mpi.collective_availability()["shm", "allreduce", "cpu", "sync"] != "available":
         pytest.skip("no shared memory here")
@@ -35,7 +36,7 @@ def _need_gates() -> None:
 
 def entered(verb: str, *arguments: Any) -> bool:
     """Whether a call goes through its gate; it is made if so."""
-    return getattr(gates, verb)(*arguments, None, None) is not None
+    return getattr(fast_path, verb)(*arguments, None, None) is not None
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
@@ -57,7 +58,7 @@ def test_verbs_in_place_equal_those_through_python(agree, shape, dtype):
     sent = values(shape, dtype, rank)
     went_too = entered("broadcast", sent, None, root)
     reduced, as_before = values(shape, dtype, rank), values(shape, dtype, rank)
-    went_as_well = entered("reduce", reduced, None, gates.both("sum", root))
+    went_as_well = entered("reduce", reduced, None, fast_path.both("sum", root))
     mpi.reduce(as_before, root, backend="shm")
     agree(went and went_too and went_as_well, "a gate was shut")
     agree.bits(reduced, as_before, "reduce")
@@ -232,8 +233,8 @@ def test_what_is_not_plain_goes_through_python(agree):
         "out": ("allreduce", torch.ones(4), torch.ones(4), "sum"),
         "a number": ("allreduce", 3.0, None, "sum"),
         "a bool for a root": ("broadcast", torch.ones(4), None, True),
-        "another root": ("reduce", torch.ones(4), None, gates.both("sum", size)),
-        "a bool with an operation": ("reduce", torch.ones(4), None, gates.both("sum", False)),
+        "another root": ("reduce", torch.ones(4), None, fast_path.both("sum", size)),
+        "a bool with an operation": ("reduce", torch.ones(4), None, fast_path.both("sum", False)),
         "no out": ("allgather", ones, None, 0),
         "out of another shape": ("allgather", ones, torch.empty(4 * size + 1), 0),
         "out of another dtype": ("allgather", ones, torch.empty(4 * size, dtype=torch.float64), 0),

@@ -13,12 +13,16 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import Config, dtypes, plans, runtime
-from torchmpi.backends import ipc, ipc_memory
-from torchmpi.backends.binding import announced
+from torchmpi import Config
+from torchmpi.backends.base import announced
+from torchmpi.backends.ipc import backend as ipc
+from torchmpi.backends.ipc import memory
+from torchmpi.collectives import prepared
+from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.group import Group
 from torchmpi.errors import BackendUnavailableError, CudaError, MismatchError, StallError
-from torchmpi.groups import Group
-from torchmpi.progress import call_code
+from torchmpi.session import runtime
+from torchmpi.tensors import dtypes
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -55,7 +59,7 @@ class Rig:
         if backend is None:
             self.backend = ipc.IpcBackend(Config(staging_bytes=1 << 20), Devices(self.size, uuids=uuids))
             self.backend.make_device = lambda index: HostDevice(seed=self.rank)
-        self._plans: dict[Any, plans.Plan] = {}
+        self._plans: dict[Any, prepared.Plan] = {}
         self._kept: list[torch.Tensor] = []
         """Memory of the host may go as soon as nobody has it; the streams run late."""
 
@@ -66,7 +70,7 @@ class Rig:
         if key not in self._plans:
             code = call_code(verb, op_of_verb, dtypes.info(tensor.dtype).code)
             operation = announced(self.group, self.backend.bind(self.group, verb, tensor.dtype, op_of_verb))
-            self._plans[key] = plans.Plan(verb, code, operation)
+            self._plans[key] = prepared.Plan(verb, code, operation)
         self._kept.append(tensor)
         result: torch.Tensor = self.group.call(self._plans[key], tensor, None, root)
         self._kept.append(result)
@@ -347,7 +351,7 @@ def test_reasons_against_it(rig, agree, monkeypatch):
 
 def test_a_trial_leaves_nothing_behind(rig, agree):
     device = HostDevice(seed=5)
-    agree.equal(ipc_memory.trial(rig.group.comm, lambda: device), "")
+    agree.equal(memory.trial(rig.group.comm, lambda: device), "")
     agree(not device.segments)
 
 

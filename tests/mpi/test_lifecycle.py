@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import errors, runtime
+from torchmpi import errors
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 from leftovers import in_use

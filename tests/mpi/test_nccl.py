@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import errors, runtime
-from torchmpi.backends.nccl_values import lacks
+from torchmpi import errors
+from torchmpi.backends.nccl.constants import lacks
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract

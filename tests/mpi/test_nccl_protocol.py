@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import errors, runtime
-from torchmpi.backends.nccl import NcclBackend
-from torchmpi.backends.nccl_calls import DeviceMovement, Reduction
-from torchmpi.backends.nccl_values import lacks
+from torchmpi import errors
+from torchmpi.backends.devices import Device, Devices
+from torchmpi.backends.nccl.backend import NcclBackend
+from torchmpi.backends.nccl.calls import DeviceMovement, Reduction
+from torchmpi.backends.nccl.constants import lacks
 from torchmpi.config import Config
-from torchmpi.devices import Device, Devices
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract

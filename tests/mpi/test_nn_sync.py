@@ -9,8 +9,9 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi import progress, runtime
+from torchmpi.communicators import call_log
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
+from torchmpi.session import runtime
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -355,7 +356,7 @@ def synchronized_as(net: nn.Module) -> list[bool]:
     ledger = mpi.communicator().intra.ledger
     before = ledger.seq
     mpinn.synchronize_gradients(net)
-    entered = {call[0]: progress.VERBS[call[1] & 0xFF] for call in ledger.history if call is not None}
+    entered = {call[0]: call_log.VERBS[call[1] & 0xFF] for call in ledger.history if call is not None}
     return [entered.get(seq) == "allreduce_many" for seq in range(before + 1, ledger.seq + 1)]
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import config, errors, runtime
+from torchmpi import config, errors
 from torchmpi.backends import p2p
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract

@@ -15,9 +15,10 @@ import torch
 
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
-from torchmpi import errors, runtime
+from torchmpi import errors
 from torchmpi.parameterserver.servers import INLINE_BYTES
 from torchmpi.parameterserver.shards import PIECE_BYTES
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))

@@ -9,7 +9,8 @@ import torch
 
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
-from torchmpi import archive, errors
+from torchmpi import errors
+from torchmpi.tensors import archive
 
 SHAPES = ((50_001,), (7, 3), (5,), (0,))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)

@@ -17,8 +17,8 @@ from torch import nn
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
-from torchmpi import runtime
 from torchmpi.errors import StallError
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import updates_rig

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import gates, runtime
 from torchmpi.backends import shm
+from torchmpi.session import runtime
+from torchmpi.shared_memory import fast_path
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -52,13 +53,14 @@ def test_a_gate_is_opened_once_for_a_call_that_two_threads_make_at_once(agree):
         return calls.door(0)
 
     threads = [
-        threading.Thread(target=gates.open_to, args=("broadcast", (0, torch.float32, nobody), find)) for _ in range(3)
+        threading.Thread(target=fast_path.open_to, args=("broadcast", (0, torch.float32, nobody), find))
+        for _ in range(3)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    gates.shut()
+    fast_path.shut()
     agree(len(asked) <= 1, f"{len(asked)} doors")
 
 

@@ -101,7 +101,7 @@ def test_argument_errors_are_what_python_programmers_catch(agree):
 
 def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
     """Across hosts there is no shared page: a header is compared before each call. Here, by asking for it."""
-    from torchmpi.groups import Group, GroupContext
+    from torchmpi.communicators.group import Group, GroupContext
 
     if mpi.size() == 1:
         return
@@ -109,10 +109,11 @@ def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
     context = GroupContext(world.context.MPI, world.context.hosts, check="strict", threaded=True, slot_bytes=1 << 16)
     group = Group(world.comm.Dup(), "strict", world.world_ranks, context)
     strict = type("Communicator", (), {"intra": group, "level": -1})()
-    from torchmpi import plans, runtime
+    from torchmpi.collectives import prepared
+    from torchmpi.session import runtime
 
     def allreduce(tensor):
-        plan = plans.prepare(runtime.current(), strict, ("allreduce", "sum", tensor.dtype, "cpu", True, None, False))
+        plan = prepared.prepare(runtime.current(), strict, ("allreduce", "sum", tensor.dtype, "cpu", True, None, False))
         return group.call(plan, tensor, None, 0)
 
     messages = []

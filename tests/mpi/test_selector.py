@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import errors, runtime
-from torchmpi.rules import keys
-from torchmpi.tuning import measuring
+from torchmpi import errors
+from torchmpi.backends.selection_table import keys
+from torchmpi.collectives.tuning import measuring
+from torchmpi.session import runtime
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 ALLREDUCE = ("allreduce", "cpu", "host", "sync")

@@ -14,9 +14,9 @@ import torch
 from hypothesis import strategies
 
 import torchmpi as mpi
-from torchmpi import runtime
 from torchmpi.backends import shm
 from torchmpi.errors import MismatchError
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import errors, runtime
-from torchmpi.kernels import context
+from torchmpi import errors
+from torchmpi.session import runtime
+from torchmpi.shared_memory.kernels import context
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract

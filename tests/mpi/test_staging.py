@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi import errors, runtime, staging
-from torchmpi.backends.binding import bind
-from torchmpi.dtypes import info
-from torchmpi.plans import Plan
-from torchmpi.progress import ON_DEVICE, call_code
+from torchmpi import errors
+from torchmpi.backends.base import bind
+from torchmpi.collectives import staging
+from torchmpi.collectives.prepared import Plan
+from torchmpi.communicators.call_log import ON_DEVICE, call_code
+from torchmpi.session import runtime
+from torchmpi.tensors.dtypes import info
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract

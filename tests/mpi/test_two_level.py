@@ -16,8 +16,8 @@ import torch
 from mpi4py import MPI
 
 import torchmpi as mpi
-from torchmpi import runtime
 from torchmpi.config import Config
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract

@@ -189,6 +189,7 @@ def fits(name: str, patterns: list[str]) -> bool:
 
 def make_case_class(suite: ModuleType, channel: Channel) -> type[unittest.TestCase]:
     """PyTorch's tests, on ranks that are there already."""
+
     class TorchSuite(TestCase, suite.DistributedTest._DistTestBase):
         rank = channel.rank
         world_size = str(channel.size)  # a string in the original, too

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numba import config, cuda
 
-from torchmpi import dtypes
-from torchmpi.kernels import cuda_lanes, reduction
-from torchmpi.kernels.cuda_intrinsics import UNIT_BYTES
+from torchmpi.backends.ipc import cuda_elements
+from torchmpi.backends.ipc.cuda_intrinsics import UNIT_BYTES
+from torchmpi.shared_memory.kernels import reduction
+from torchmpi.tensors import dtypes
 
 GRID, BLOCK = 2, 3  # so that threads go on by their step, in the simulator a thread of the host each
 GUARD = 64
@@ -63,8 +64,8 @@ def simulated(parts: list[torch.Tensor], op: str, *, place: int | None, offset: 
     target, first = rooms[place] if place is not None else room(num_bytes, offset)
     before = [memory.clone() for memory, _ in rooms], target.clone()
     key = reduction.function_key(dtype, op)
-    num_lanes = num_bytes * 8 // cuda_lanes.LANE_BITS[key[0]]
-    thread = cuda.jit(cuda_lanes.kernel(*key, len(parts)))
+    num_lanes = num_bytes * 8 // cuda_elements.LANE_BITS[key[0]]
+    thread = cuda.jit(cuda_elements.kernel(*key, len(parts)))
     sources = tuple(memory.data_ptr() + begin for memory, begin in rooms)
     thread[GRID, BLOCK](sources, target.data_ptr() + first, num_lanes)
     result = target[first : first + num_bytes].clone()

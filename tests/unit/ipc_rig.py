@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchmpi.backends import ipc_plan
-from torchmpi.backends.ipc_plan import Await, Fill, Publish, Record, Reduce, Room, Take
+from torchmpi.backends.ipc import chunk_plan
+from torchmpi.backends.ipc.chunk_plan import Await, Fill, Publish, Record, Reduce, Room, Take
 
 
 class Call(NamedTuple):
@@ -91,15 +91,15 @@ class Model:
 
     def _host(self, rank: int, calls: list[Call]) -> Iterator[Any]:
         for seq, call in enumerate(calls, start=1):
-            base = seq << ipc_plan.STAGE_BITS
+            base = seq << chunk_plan.STAGE_BITS
             yield None
-            self.words[rank] = base + ipc_plan.ARRIVED
+            self.words[rank] = base + chunk_plan.ARRIVED
             stream = (rank, call.streams[rank])
             for index, steps in enumerate(call.chunks[rank]):
                 half = seq + index & 1
                 for step in steps:
                     yield from self._step(rank, stream, call, step, (seq, index, base, half))
-                self.last_use[rank][half] = base + ipc_plan.stage(index, ipc_plan.EMPTIED)
+                self.last_use[rank][half] = base + chunk_plan.stage(index, chunk_plan.EMPTIED)
 
     def _step(self, rank: int, stream: tuple[int, int], call: Call, step: Any, place: Any) -> Iterator[Any]:
         seq, index, base, half = place
@@ -108,16 +108,16 @@ class Model:
                 yield None
                 self._record(rank, stream, step.event, (seq, index, half))
             yield None
-            self.words[rank] = base + ipc_plan.stage(index, step.event)
+            self.words[rank] = base + chunk_plan.stage(index, step.event)
         elif isinstance(step, Room):
             target = self.last_use[rank][half]
-            others = ipc_plan.others(rank, self.size)
+            others = chunk_plan.others(rank, self.size)
             yield lambda: all(self.words[other] >= target for other in others)
             for other in range(self.size):
                 yield None
-                self._wait(stream, (other, ipc_plan.EMPTIED, half), None, seq, index)
+                self._wait(stream, (other, chunk_plan.EMPTIED, half), None, seq, index)
         elif isinstance(step, Await):
-            target = base + ipc_plan.stage(index, step.event)
+            target = base + chunk_plan.stage(index, step.event)
             yield lambda: all(self.words[other] >= target for other in step.ranks)
             for other in step.ranks:
                 yield None

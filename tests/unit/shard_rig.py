@@ -10,14 +10,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from torchmpi.kernels import rules as native
-from torchmpi.kernels import shard_plan as words
 from torchmpi.parameterserver import rules
 from torchmpi.parameterserver.actor import Actor, Shards
 from torchmpi.parameterserver.arena import CLIENT, Arena, Memory
 from torchmpi.parameterserver.rules import Rule
 from torchmpi.parameterserver.shards import layout
-from torchmpi.segments import Segment
+from torchmpi.shared_memory.kernels import server_rules as native
+from torchmpi.shared_memory.kernels import shard_layout as words
+from torchmpi.shared_memory.segments import Segment
 
 WORDS_PER_HEADER = words.HEADER_BYTES // 8
 

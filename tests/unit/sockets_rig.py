@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
-from torchmpi.sockets.communicator import Communicator
-from torchmpi.sockets.endpoint import Endpoint
+from torchmpi.distributed.sockets.communicator import Communicator
+from torchmpi.distributed.sockets.endpoint import Endpoint
 
 LIMIT_SECONDS = 60
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from cli_facts import alone, job
 
+from torchmpi.backends.devices import Device, Devices
 from torchmpi.cli import checks_gpu as checks
 from torchmpi.cli.facts import SelfTest
 from torchmpi.cli.info import _gpu_section
 from torchmpi.cli.opening import try_opening
-from torchmpi.devices import Device, Devices
 
 OTHER = {"host": "node2", "machine": "node2 boot"}
 GPUS = {"cuda_available": True, "has_nvidia_driver": True, "gpus": ["GPU-a", "GPU-b"]}

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from cli_facts import LAUNCH, MPI, MPIRUN, PROCESS, alone, job
 
-from torchmpi import mpi_library
 from torchmpi.cli import checks_mpi as checks
 from torchmpi.cli.doctor import diagnose, summary
 from torchmpi.cli.facts import Facts, Program
+from torchmpi.session import mpi_library
 
 PATHS = ["/env/lib/libmpi.so.12", "/usr/lib/libmpi.so.40"]
 

@@ -13,11 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import affinity, buffers, dtypes, errors, fusion, layout, mpi_library, progress, scalars
+from torchmpi import errors
+from torchmpi.communicators import call_log
+from torchmpi.communicators.call_queue import Lane
+from torchmpi.communicators.handle import Handle
 from torchmpi.config import Config
-from torchmpi.handle import Handle
-from torchmpi.lane import Lane
-from torchmpi.segments import Segment
+from torchmpi.session import affinity, mpi_library
+from torchmpi.shared_memory import memory_layout
+from torchmpi.shared_memory.segments import Segment
+from torchmpi.tensors import buffers, dtypes, fusion, numbers
 
 # --- settings
 
@@ -176,10 +180,10 @@ def test_many_threads_may_wait_on_one_handle():
 
 @pytest.fixture
 def board_of_two():
-    first = Segment.create("test", 2 * layout.ROW_BYTES)
-    boards = [progress.Board(first, 2), progress.Board(Segment.open(first.ticket), 2)]
+    first = Segment.create("test", 2 * memory_layout.ROW_BYTES)
+    boards = [call_log.Board(first, 2), call_log.Board(Segment.open(first.ticket), 2)]
     first.withdraw()
-    yield [progress.Ledger("test", rank, 2, boards[rank]) for rank in range(2)]
+    yield [call_log.Ledger("test", rank, 2, boards[rank]) for rank in range(2)]
     for board in boards:
         board.close()
 
@@ -189,7 +193,7 @@ def arrive(ledger, code, shape):
     ledger.announce()
 
 
-ALLREDUCE, BARRIER = progress.call_code("allreduce", "sum", 1), progress.call_code("barrier")
+ALLREDUCE, BARRIER = call_log.call_code("allreduce", "sum", 1), call_log.call_code("barrier")
 
 
 def test_equal_calls_pass_in_either_order(board_of_two):
@@ -204,28 +208,28 @@ def test_equal_calls_pass_in_either_order(board_of_two):
 
 @pytest.mark.parametrize(
     ("code", "shape"),
-    [(BARRIER, ()), (ALLREDUCE, (4,)), (ALLREDUCE | 1 << 32, (3,)), (progress.call_code("allreduce", "max", 1), (3,))],
+    [(BARRIER, ()), (ALLREDUCE, (4,)), (ALLREDUCE | 1 << 32, (3,)), (call_log.call_code("allreduce", "max", 1), (3,))],
 )
 def test_whoever_comes_later_sees_the_difference(board_of_two, monkeypatch, code, shape):
-    monkeypatch.setattr(progress, "_ASK_SECONDS", 0.1)  # nobody is there to answer
+    monkeypatch.setattr(call_log, "_ASK_SECONDS", 0.1)  # nobody is there to answer
     first, second = board_of_two
     arrive(first, ALLREDUCE, (3,))
     with pytest.raises(errors.MismatchError, match="rank 0 called") as caught:
         arrive(second, code, shape)
-    assert f"rank 1 called {progress.describe(code, shape)}" in str(caught.value)
+    assert f"rank 1 called {call_log.describe(code, shape)}" in str(caught.value)
     with pytest.raises(errors.MismatchError):
         first.leave()
 
 
 def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
     """Who was slow to look found others that had given the call up because of the first, and named one of those."""
-    segment = Segment.create("test", 4 * layout.ROW_BYTES)
-    board = progress.Board(segment, 4)
+    segment = Segment.create("test", 4 * memory_layout.ROW_BYTES)
+    board = call_log.Board(segment, 4)
     segment.withdraw()
-    ledgers = [progress.Ledger("test", rank, 4, board) for rank in range(4)]
+    ledgers = [call_log.Ledger("test", rank, 4, board) for rank in range(4)]
     for round_ in range(2):
         for ledger in ledgers:
-            ledger.enter(progress.call_code("barrier"), ())
+            ledger.enter(call_log.call_code("barrier"), ())
         ledgers[2 * round_].abandon()  # in both rounds another one
         first = 2 * round_
         for rank, told_by in ((1, first), (3, 1)):
@@ -237,7 +241,7 @@ def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
 def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
     """The root of a broadcast need not wait: its later calls must not be compared with this rank's earlier ones."""
     first, second = board_of_two
-    code = progress.call_code("broadcast", None, 1)
+    code = call_log.call_code("broadcast", None, 1)
     for _ in range(10):
         arrive(first, code, (3,))
         first.leave()
@@ -247,12 +251,12 @@ def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
 
 
 @given(
-    st.sampled_from([verb for verb in progress.VERBS if verb != "allreduce_many"]),
+    st.sampled_from([verb for verb in call_log.VERBS if verb != "allreduce_many"]),
     st.sampled_from([*dtypes.OPS, None]),
     st.integers(0, 63),
 )
 def test_signatures_can_be_read(verb, op, root):
-    text = progress.describe(progress.call_code(verb, op, 1) | root << 32, (2, 3))
+    text = call_log.describe(call_log.call_code(verb, op, 1) | root << 32, (2, 3))
     assert text.startswith(f"{verb}(float32 [2, 3]")
     assert op is None or op in text
 
@@ -281,7 +285,7 @@ def test_buckets_hold_every_tensor_once_and_in_order(kinds, limit):
     )
 )
 def test_numbers_go_and_come_back(value):
-    result = scalars.restore(scalars.as_tensor(value))
+    result = numbers.restore(numbers.as_tensor(value))
     assert result == value and type(result) is type(value)
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmpi import dtypes
+from torchmpi.backends.ipc import cuda_driver, cuda_reduction
 from torchmpi.errors import BackendUnavailableError
-from torchmpi.kernels import cuda_driver, cuda_reduction, reduction
+from torchmpi.shared_memory.kernels import reduction
+from torchmpi.tensors import dtypes
 
 _PROGRAM = Path(__file__).with_name("cuda_simulated.py")
 

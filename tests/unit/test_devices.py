@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import devices
-from torchmpi.devices import Device, Devices
+from torchmpi.backends import devices
+from torchmpi.backends.devices import Device, Devices
 
 uuids = st.sampled_from(["", "a", "b", "c"])
 ranks_of = st.lists(st.builds(Device, st.integers(0, 1), uuids, st.frozensets(uuids)), min_size=1, max_size=6)

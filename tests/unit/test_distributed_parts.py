@@ -16,9 +16,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchmpi.communicators.handle import Handle
 from torchmpi.distributed import reductions, registration, rendezvous, rows, torch_names, work
 from torchmpi.errors import ArgumentError, StallError
-from torchmpi.handle import Handle
 
 ReduceOp = dist.ReduceOp
 

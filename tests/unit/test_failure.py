@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 
-from torchmpi import failure
 from torchmpi.errors import MismatchError
+from torchmpi.session import failure
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmpi import schedule
-from torchmpi.backends import ipc_plan
-from torchmpi.backends.ipc_plan import ALIGNMENT, Await, Fill, Publish, Record, Room, Take
+from torchmpi.backends import schedule
+from torchmpi.backends.ipc import chunk_plan
+from torchmpi.backends.ipc.chunk_plan import ALIGNMENT, Await, Fill, Publish, Record, Room, Take
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ipc_rig import Call, Model, Problem
@@ -41,21 +41,21 @@ def make(verb: str, size: int, half: int, lengths: list[int], root: int, choice:
         for rank, (begin, length) in enumerate(spans):
             outs[rank][begin : begin + length] = sources[rank]
         expected = [everything] * size
-        chunks = [list(ipc_plan.allgather(rank, size, lengths, half)) for rank in range(size)]
+        chunks = [list(chunk_plan.allgather(rank, size, lengths, half)) for rank in range(size)]
     elif name == "reduce_scatter":
         outs = [np.zeros(length, np.uint8) for _, length in spans]
         expected = [total[begin : begin + length] for begin, length in spans]
-        chunks = [list(ipc_plan.reduce_scatter(rank, size, spans, half)) for rank in range(size)]
+        chunks = [list(chunk_plan.reduce_scatter(rank, size, spans, half)) for rank in range(size)]
     elif name == "broadcast":
         expected = [sources[root]] * size
-        chunks = [list(ipc_plan.broadcast(rank, size, own[0], half, root=root)) for rank in range(size)]
+        chunks = [list(chunk_plan.broadcast(rank, size, own[0], half, root=root)) for rank in range(size)]
     elif name == "reduce":
         expected = [total if rank == root else sources[rank].copy() for rank in range(size)]
-        plan = ipc_plan.reduce
+        plan = chunk_plan.reduce
         chunks = [list(plan(rank, size, own[0], half, root=root, shots=int(shots))) for rank in range(size)]
     else:
         expected = [total] * size
-        chunks = [list(ipc_plan.allreduce(rank, size, own[0], half, shots=int(shots))) for rank in range(size)]
+        chunks = [list(chunk_plan.allreduce(rank, size, own[0], half, shots=int(shots))) for rank in range(size)]
     in_place = name in ("allreduce", "reduce", "broadcast")
     call = Call(chunks, outs if in_place else sources, outs, [choice.randrange(2) for _ in range(size)])
     return call, expected
@@ -98,18 +98,18 @@ def test_every_verb_on_many_ranks(size):
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 64), st.integers(0, 1 << 36), st.integers(0, 1 << 26))
 def test_parts_and_chunks_cover_everything_once(size, num_bytes, most):
-    half = ipc_plan.half_bytes(most, size)
+    half = chunk_plan.half_bytes(most, size)
     num_bytes %= 2000 * half
-    chunks = ipc_plan.cut(num_bytes, half)
+    chunks = chunk_plan.cut(num_bytes, half)
     assert sum(length for _, length in chunks) == num_bytes
-    assert len(chunks) == -(-num_bytes // half) <= ipc_plan.MOST_CHUNKS
+    assert len(chunks) == -(-num_bytes // half) <= chunk_plan.MOST_CHUNKS
     end = 0
     for begin, length in chunks:
         assert begin == end and begin % ALIGNMENT == 0 and 0 < length <= half
         end = begin + length
     for _, length in chunks[:1] + chunks[-1:]:
         end = 0
-        for begin, part in ipc_plan.parts(length, size):
+        for begin, part in chunk_plan.parts(length, size):
             assert part >= 0 and begin == end and (begin % ALIGNMENT == 0 or part == 0)
             end = begin + part
         assert end == length
@@ -120,7 +120,7 @@ def test_rows_that_are_scattered_never_leave_their_slot(size, num_rows, row_byte
     half = size * ALIGNMENT
     spans = [(first * row_bytes, count * row_bytes) for first, count in schedule.rows(num_rows, size)]
     for rank in {0, size // 2, size - 1}:
-        chunks = ipc_plan.reduce_scatter(rank, size, spans, half)
+        chunks = chunk_plan.reduce_scatter(rank, size, spans, half)
         fills = [step for steps in chunks for step in steps if type(step) is Fill]
         assert sum(fill.num_bytes for fill in fills) == num_rows * row_bytes
         assert all(fill.area % ALIGNMENT == 0 and fill.area // ALIGNMENT < size for fill in fills)
@@ -138,19 +138,19 @@ BREAKAGES = {
     "filled is not awaited": ("allreduce 1", lambda step: [] if type(step) is Await else [step]),
     "emptied is recorded before the reading": (
         "broadcast",
-        lambda step: [Record(ipc_plan.EMPTIED), step] if type(step) is Take else [step],
+        lambda step: [Record(chunk_plan.EMPTIED), step] if type(step) is Take else [step],
     ),
     "reduced is published and not recorded": (
         "allreduce 2",
-        lambda step: [Publish(step.event)] if step == Record(ipc_plan.REDUCED) else [step],
+        lambda step: [Publish(step.event)] if step == Record(chunk_plan.REDUCED) else [step],
     ),
     "emptied is published and not recorded": (
         "broadcast",
-        lambda step: [Publish(step.event)] if step == Record(ipc_plan.EMPTIED) else [step],
+        lambda step: [Publish(step.event)] if step == Record(chunk_plan.EMPTIED) else [step],
     ),
     "filled is never published": (
         "reduce_scatter",
-        lambda step: [] if step == Record(ipc_plan.FILLED) else [step],
+        lambda step: [] if step == Record(chunk_plan.FILLED) else [step],
     ),
 }
 

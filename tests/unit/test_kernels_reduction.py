@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmpi import dtypes, errors
-from torchmpi.backends import ordered
-from torchmpi.kernels import native, reduction, reduction_ir
+from torchmpi import errors
+from torchmpi.backends import rank_order
+from torchmpi.shared_memory.kernels import native_code, reduction, reduction_ir
+from torchmpi.tensors import dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch calls it experimental
 
@@ -51,7 +52,7 @@ def twin(parts: list[torch.Tensor], op: str) -> torch.Tensor:
         return torch.view_as_complex(twin([torch.view_as_real(part) for part in parts], op))
     if dtype.is_complex or op in ("sum", "avg", "prod") and dtype.is_floating_point:
         result = torch.empty_like(parts[0])
-        ordered.combine(parts, op, result)
+        rank_order.combine(parts, op, result)
         return result
     if dtype.is_floating_point:
         result = parts[0].clone()
@@ -133,7 +134,7 @@ def test_every_operation_size_and_place(dtype):
 def test_finite_complex_numbers_have_the_bits_of_combine(dtype, op):
     parts = [values(dtype, 1025, seeded(source)) for source in range(3)]
     expected = torch.empty_like(parts[0])
-    ordered.combine(parts, op, expected)
+    rank_order.combine(parts, op, expected)
     assert not differing(reduced(parts, reduction.address(dtype, op), None, 0), expected)
 
 
@@ -200,7 +201,7 @@ def test_16_bit_floats_survive_widening_and_rounding(dtype):
 
 @pytest.mark.parametrize("op", ["sum", "prod", "avg", "max"])
 def test_half_precision_without_the_processors_help(op):
-    compiler = native.Compiler()
+    compiler = native_code.Compiler()
 
     def text_of(**_: bool) -> str:
         return reduction_ir.module_text("f16", op, 1, has_half=False)
@@ -251,27 +252,27 @@ def adds(address: int) -> bool:
 
 def test_the_second_process_compiles_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert adds(native.Compiler().function("total", SUM_TEXT))
+    assert adds(native_code.Compiler().function("total", SUM_TEXT))
     (kept,) = tmp_path.iterdir()
-    second = native.Compiler()
+    second = native_code.Compiler()
     monkeypatch.setattr(second, "_compile", lambda text: pytest.fail("compiled again"))
     assert adds(second.function("total", SUM_TEXT))
     kept.write_bytes(kept.read_bytes()[:-100])  # a full disk, say
-    assert adds(native.Compiler().function("total", SUM_TEXT))
+    assert adds(native_code.Compiler().function("total", SUM_TEXT))
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_other_code_and_other_processors_have_other_files(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
-    native.Compiler().function("same_name", SUM_TEXT)
-    native.Compiler().function("same_name", partial(reduction_ir.module_text, "f32", "prod", 1))
+    native_code.Compiler().function("same_name", SUM_TEXT)
+    native_code.Compiler().function("same_name", partial(reduction_ir.module_text, "f32", "prod", 1))
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
-    assert adds(native.Compiler().function("same_name", SUM_TEXT))
+    assert adds(native_code.Compiler().function("same_name", SUM_TEXT))
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_without_a_folder_to_write_to_it_compiles_in_memory(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "below"))
-    assert adds(native.Compiler().function("total", SUM_TEXT))
+    assert adds(native_code.Compiler().function("total", SUM_TEXT))

@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernels_reduction import ALL, COMPLEX, GUARD_BYTES, INTEGERS, REAL, differing, seeded, special_values, values
 
-from torchmpi import dtypes, errors
-from torchmpi.kernels import native, rule_ir, rules
+from torchmpi import errors
+from torchmpi.shared_memory.kernels import native_code, server_rule_ir, server_rules
+from torchmpi.tensors import dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch calls it experimental
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES_OF = {name: REAL for name in rules.BUILT_IN}
+DTYPES_OF = {name: REAL for name in server_rules.BUILT_IN}
 DTYPES_OF |= {"zero": (*ALL, *EIGHT_BITS), "copy": (*ALL, *EIGHT_BITS), "add": (*REAL, *COMPLEX, *INTEGERS)}
 DTYPES_OF |= {"max": (*REAL, *INTEGERS), "min": (*REAL, *INTEGERS)}
 CASES = [(name, dtype) for name, those in DTYPES_OF.items() for dtype in those]
@@ -56,7 +57,7 @@ def twin(name: str, c: list[float], arrays: list[torch.Tensor], incoming: torch.
     if dtype in INTEGERS:
         a, b = value.numpy(), incoming.numpy()  # torch does not add or compare all of them
         return [torch.from_numpy(a + b if name == "add" else (b > a if name == "max" else b < a).choose([a, b]))]
-    wide = rules.state_dtype(dtype)
+    wide = server_rules.state_dtype(dtype)
     v, g, states = value.to(wide), incoming.to(wide), arrays[1:]
     if name == "add":
         return [(v + g).to(dtype)]
@@ -135,7 +136,9 @@ def applied(
 
 def fresh(name: str, value: torch.Tensor) -> list[torch.Tensor]:
     """The arrays of a rule that was not applied yet."""
-    states = [torch.zeros(value.numel(), dtype=rules.state_dtype(value.dtype))] * rules.BUILT_IN[name].num_states
+    states = [torch.zeros(value.numel(), dtype=server_rules.state_dtype(value.dtype))] * server_rules.BUILT_IN[
+        name
+    ].num_states
     return [value, *states]
 
 
@@ -156,7 +159,7 @@ def check_equal(results: list[torch.Tensor], expected: list[torch.Tensor], what:
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_every_rule_and_size_for_several_steps(name, dtype):
-    address = rules.address(dtype, name)
+    address = server_rules.address(dtype, name)
     for given_here, numel in itertools.product(runs(name), NUMELS):
         arrays = fresh(name, numbers(dtype, numel, seeded(numel)))
         for step in range(1, 4 if len(arrays) > 1 else 2):
@@ -175,28 +178,30 @@ def test_any_size_offset_and_coefficients(data):
     generator = seeded(data.draw(st.integers(0, 1 << 20)))
     factor, decay = st.floats(-2, 2, width=16), st.floats(0, 0.96875, width=16)
     kinds = {"beta1": decay, "beta2": decay, "eps": st.floats(2**-14, 1, width=16), "nesterov": st.sampled_from([0, 1])}
-    given_here = tuple(data.draw(kinds.get(key, factor)) for key in rules.BUILT_IN[name].coefficients)
+    given_here = tuple(data.draw(kinds.get(key, factor)) for key in server_rules.BUILT_IN[name].coefficients)
     c = full(name, given_here, data.draw(st.integers(1, 1000)))
     arrays = fresh(name, numbers(dtype, numel, generator))
     arrays[1:] = [values(state.dtype, numel, generator).square() for state in arrays[1:]]
     incoming = numbers(dtype, numel, generator)
-    check_equal(applied(rules.address(dtype, name), c, arrays, incoming, offset), twin(name, c, arrays, incoming), name)
+    check_equal(
+        applied(server_rules.address(dtype, name), c, arrays, incoming, offset), twin(name, c, arrays, incoming), name
+    )
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=dtypes.short_name)
 def test_special_values(dtype):
     specials = special_values(dtype)
     v, g = (part.reshape(-1).contiguous() for part in torch.meshgrid(specials, specials, indexing="ij"))
-    for name in rules.BUILT_IN:
+    for name in server_rules.BUILT_IN:
         for given_here in runs(name):
             arrays, c = fresh(name, v), full(name, given_here, 1)
-            check_equal(applied(rules.address(dtype, name), c, arrays, g, 1), twin(name, c, arrays, g), name)
+            check_equal(applied(server_rules.address(dtype, name), c, arrays, g, 1), twin(name, c, arrays, g), name)
 
 
 def test_copy_keeps_every_bit_of_a_nan():
     everything = torch.arange(1 << 16).to(torch.uint16)
     for dtype in (torch.float16, torch.bfloat16):
-        address = rules.address(dtype, "copy")
+        address = server_rules.address(dtype, "copy")
         (result,) = applied(address, [0.0] * 8, [torch.zeros_like(everything.view(dtype))], everything.view(dtype))
         assert torch.equal(result.view(torch.uint16), everything)
 
@@ -226,7 +231,7 @@ def test_the_optimizers_of_torch(name, given_here, make, dtype, tolerance):
     for step in range(1, 11):
         parameter.grad = values(dtype, 999, seeded(step))
         optimizer.step()
-        arrays = applied(rules.address(dtype, name), full(name, given_here, step), arrays, parameter.grad)
+        arrays = applied(server_rules.address(dtype, name), full(name, given_here, step), arrays, parameter.grad)
         torch.testing.assert_close(arrays[0], parameter.detach(), rtol=tolerance, atol=tolerance)
 
 
@@ -248,12 +253,12 @@ def undefined_symbols(image: bytes) -> list[str]:
 
 def test_half_precision_without_the_processors_help(monkeypatch):
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")  # which on x86 has none
-    compiler = native.Compiler()
+    compiler = native_code.Compiler()
     everything = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
     for name in ("max", "axpby", "sgd"):
-        code = rules.BUILT_IN[name]
+        code = server_rules.BUILT_IN[name]
         sizes = (code.num_coefficients, code.num_states)
-        text_of = partial(rule_ir.module_text, "f16", name, 1, sizes, has_half=False)
+        text_of = partial(server_rule_ir.module_text, "f16", name, 1, sizes, has_half=False)
         assert undefined_symbols(compiler._compile(text_of())) == []
         address = compiler.function(f"test_{name}", lambda text_of=text_of, **_: text_of())
         for other in (1.0, 6e-8, 60000.0):
@@ -267,12 +272,12 @@ def test_no_rule_calls_anything(processor, tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     if processor == "generic":
         monkeypatch.setenv("NUMBA_CPU_NAME", processor)
-    compiler = native.Compiler()
+    compiler = native_code.Compiler()
     cases = CASES if processor == "this" else [case for case in CASES if case[1] in REAL]
-    keys = {(rules._function_key(dtype, name), rules.BUILT_IN[name]) for name, dtype in cases}
+    keys = {(server_rules._function_key(dtype, name), server_rules.BUILT_IN[name]) for name, dtype in cases}
     for (lane, op, num_parts), code in keys:
         sizes = (code.num_coefficients, code.num_states)
-        compiler.function(f"{lane}_{op}_{num_parts}", partial(rule_ir.module_text, lane, op, num_parts, sizes))
+        compiler.function(f"{lane}_{op}_{num_parts}", partial(server_rule_ir.module_text, lane, op, num_parts, sizes))
     kept = list(tmp_path.iterdir())
     assert len(kept) == len(keys)
     assert {path.name: undefined_symbols(path.read_bytes()[32:]) for path in kept} == {path.name: [] for path in kept}
@@ -281,7 +286,7 @@ def test_no_rule_calls_anything(processor, tmp_path, monkeypatch):
 
 
 def test_dtypes_whose_bits_are_treated_alike_share_a_function():
-    address = rules.address
+    address = server_rules.address
     assert address(torch.int32, "add") == address(torch.uint32, "add") != address(torch.int64, "add")
     assert address(torch.int8, "max") != address(torch.uint8, "max") != address(torch.uint8, "min")
     assert address(torch.float16, "copy") == address(torch.bfloat16, "copy") == address(torch.int16, "copy")
@@ -289,12 +294,12 @@ def test_dtypes_whose_bits_are_treated_alike_share_a_function():
 
 
 def test_threads_that_ask_at_once_compile_once():
-    compiler, compiled, found = native.Compiler(), [], []
+    compiler, compiled, found = native_code.Compiler(), [], []
 
     def text_of(**_: bool) -> str:
         compiled.append(1)
         time.sleep(0.05)
-        return rule_ir.module_text("f32", "sum", 1)
+        return server_rule_ir.module_text("f32", "sum", 1)
 
     def ask() -> None:
         found.append(compiler.function("test_threads", text_of))
@@ -321,17 +326,19 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "dtype", "remedy"), REFUSED, ids=str)
 def test_what_makes_no_sense_is_refused_with_the_remedy(name, dtype, remedy):
     with pytest.raises(errors.DtypeError, match=remedy):
-        rules.address(dtype, name)
+        server_rules.address(dtype, name)
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones():
     with pytest.raises(errors.ArgumentError, match="scaled_add, axpby, sgd, adagrad, adam"):
-        rules.address(torch.float32, "nadam")
+        server_rules.address(torch.float32, "nadam")
 
 
 def test_what_a_caller_knows_of_a_rule():
-    codes = {name: (code.num_coefficients, code.num_states, code.floats_only) for name, code in rules.BUILT_IN.items()}
+    codes = {
+        name: (code.num_coefficients, code.num_states, code.floats_only) for name, code in server_rules.BUILT_IN.items()
+    }
     assert codes["add"] == codes["copy"] == (0, 0, False)
     assert codes["axpby"] == (2, 0, True) and codes["sgd"] == (4, 1, True) and codes["adam"] == (5, 2, True)
-    assert rules.state_dtype(torch.float64) is torch.float64
-    assert rules.state_dtype(torch.float16) is rules.state_dtype(torch.float32) is torch.float32
+    assert server_rules.state_dtype(torch.float64) is torch.float64
+    assert server_rules.state_dtype(torch.float16) is server_rules.state_dtype(torch.float32) is torch.float32

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmpi.backends import nccl_library as nccl
+from torchmpi.backends.nccl import bindings as nccl
 from torchmpi.errors import TransportError
 
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import dtypes
-from torchmpi.backends import nccl_library, nccl_values
-from torchmpi.backends.nccl_library import DTYPES, OPS
-from torchmpi.backends.nccl_values import flat, lacks, recipe
+from torchmpi.backends.nccl import bindings, constants
+from torchmpi.backends.nccl.bindings import DTYPES, OPS
+from torchmpi.backends.nccl.constants import flat, lacks, recipe
+from torchmpi.tensors import dtypes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
 import contract
@@ -114,7 +114,7 @@ def test_everything_is_carried_by_what_nccl_has_or_lacking():
                 assert op in ("band", "bor", "bxor", "prod")
 
 
-@pytest.mark.parametrize("module", [nccl_library, nccl_values], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [bindings, constants], ids=lambda module: module.__name__)
 def test_docstring_examples(module):
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from shard_rig import Rig, Twin, fork
 
-from torchmpi.kernels import shard_plan as words
-from torchmpi.kernels.rules import state_dtype
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
 from torchmpi.parameterserver.arena import CLIENT, SERVER
+from torchmpi.shared_memory.kernels import shard_layout as words
+from torchmpi.shared_memory.kernels.server_rules import state_dtype
 
 PLAIN_RULES = ("zero", "copy", "add", "max", "min")
 FLOAT_RULES = (*PLAIN_RULES, scaled_add(-0.3), axpby(0.25, 0.7))

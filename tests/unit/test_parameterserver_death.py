@@ -21,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from shard_rig import Rig, Twin, dead_process, fork
 
-from torchmpi.kernels import shard_plan as words
 from torchmpi.parameterserver import adam, arena, register_rule, rules, sgd
 from torchmpi.parameterserver.actor import Actor
+from torchmpi.shared_memory.kernels import shard_layout as words
 
 NUMEL = 11  # two stores for the C library's memcpy: there is a half
 STEPPED_RULES = ("add", sgd(0.1, 0.9), adam(0.1))

@@ -15,11 +15,12 @@ from torch import nn
 import torchmpi.parameterserver as ps
 from torchmpi.errors import ArgumentError, CheckpointError, NotStartedError
 from torchmpi.parameterserver import tensors
-from torchmpi.parameterserver.easgd import _attract
-from torchmpi.parameterserver.periodic import Schedule, check_whole
 from torchmpi.parameterserver.tensors import FlatViews, pieces
+from torchmpi.parameterserver.updates.easgd import _attract
+from torchmpi.parameterserver.updates.periodic import Schedule, check_whole
 
-MODULES = ("diloco", "downpour", "easgd", "localsgd", "periodic", "staleness", "tensors", "update")
+UPDATES = ("diloco", "downpour", "easgd", "localsgd", "periodic", "update")
+MODULES = ("staleness", "tensors", *(f"updates.{name}" for name in UPDATES))
 
 
 @pytest.mark.parametrize("name", MODULES)

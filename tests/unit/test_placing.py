@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import layout
-from torchmpi.kernels import context, placing, rounds
+from torchmpi.shared_memory import memory_layout
+from torchmpi.shared_memory.kernels import chunk_loop, context, copying
 
 CHUNK_BYTES = 512 << 10
 FAST, SLOW = 100, 600  # nanoseconds for a KB
@@ -19,7 +19,7 @@ class Rank:
     """One of two: its words, and the rows of both."""
 
     def __init__(self, num_slots: int = 2) -> None:
-        self.rows = np.zeros((2, layout.ROW_WORDS), np.int64)
+        self.rows = np.zeros((2, memory_layout.ROW_WORDS), np.int64)
         self.words = np.zeros(context.context_words(2), np.int64)
         self.words[context.SIZE], self.words[context.ROWS] = 2, self.rows.ctypes.data
         self.words[context.CHUNKS], self.words[context.NUM_SLOTS] = MANY, num_slots
@@ -28,18 +28,18 @@ class Rank:
     def call(self, *paces: int, sequence: int = 1, always_past: bool = False) -> list[int]:
         """A call whose chunks are put into the slot at these paces, and the way that each of them went."""
         self.words[context.SEQUENCE] = sequence
-        placing.choose_way(self.address, len(paces), always_past)
+        copying.choose_way(self.address, len(paces), always_past)
         ways = []
         for index, pace in enumerate(paces):
             ways.append(int(self.words[context.IS_PAST]))
-            placing.note_best(self.address, context.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
-            placing.note_chunk(self.address, index, 0)
-        placing.end_chunks(self.address)
+            copying.note_best(self.address, context.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
+            copying.note_chunk(self.address, index, 0)
+        copying.end_chunks(self.address)
         return ways
 
     @property
     def says_slow(self) -> bool:
-        return bool(self.rows[0, layout.FETCHES_SLOWLY])
+        return bool(self.rows[0, memory_layout.FETCHES_SLOWLY])
 
 
 @pytest.mark.parametrize("num_slots", (2, 4))
@@ -74,11 +74,11 @@ def test_the_pace_of_many_short_pieces_says_nothing():
     """Most of it is the way from one to the next."""
     rank = Rank()
     rank.words[context.SEQUENCE] = 1
-    placing.choose_way(rank.address, 1, False)
+    copying.choose_way(rank.address, 1, False)
     rank.words[context.FRAGMENTED] = 1
-    placing.note_best(rank.address, context.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
-    placing.note_chunk(rank.address, 0, CHUNK_BYTES)
-    placing.end_chunks(rank.address)
+    copying.note_best(rank.address, context.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
+    copying.note_chunk(rank.address, 0, CHUNK_BYTES)
+    copying.end_chunks(rank.address)
     assert not rank.says_slow
     rank.call(SLOW)
     assert rank.says_slow, "the next call may be judged"
@@ -103,7 +103,7 @@ def test_a_trial_takes_the_word_back():
 def test_how_often_it_is_tried_again(num_chunks, every):
     """So that trying costs about as large a share of all sizes."""
     rank = Rank()
-    rank.rows[1, layout.FETCHES_SLOWLY] = 7
+    rank.rows[1, memory_layout.FETCHES_SLOWLY] = 7
     assert trials_of(rank, num_chunks) == pytest.approx(128 * 64 / every, rel=0.2)
 
 
@@ -111,7 +111,7 @@ def trials_of(rank: Rank, num_chunks: int) -> int:
     trials = 0
     for sequence in range(128 * 64):
         rank.words[context.SEQUENCE] = sequence
-        placing.choose_way(rank.address, num_chunks, False)
+        copying.choose_way(rank.address, num_chunks, False)
         trials += int(rank.words[context.IS_PAST] == 0)
     return trials
 
@@ -121,7 +121,7 @@ def test_once_slow_is_tried_again_soon():
     rank, tried = Rank(), []
     for times in range(1, 9):
         sequence = next(number for number in range(1, 10_000) if rank.call(*[SLOW] * 4, sequence=number)[0] == 0)
-        assert rank.rows[0, layout.FETCHES_SLOWLY] == min(times, 7), sequence
+        assert rank.rows[0, memory_layout.FETCHES_SLOWLY] == min(times, 7), sequence
         tried.append(128 * 64 / trials_of(rank, 1))
     assert tried == pytest.approx([2, 4, 8, 16, 32, 64, 128, 128], rel=0.2)
     next(number for number in range(1, 10_000) if rank.call(*[FAST] * 4, sequence=number)[0] == 0)
@@ -167,7 +167,7 @@ def test_a_better_way_ends_the_doubts():
 
 def test_who_is_fast_follows_those_who_are_not():
     rank = Rank()
-    rank.rows[1, layout.FETCHES_SLOWLY] = 1
+    rank.rows[1, memory_layout.FETCHES_SLOWLY] = 1
     assert rank.call(*[FAST] * 20)[6:] == [1] * 14
     assert not rank.says_slow and rank.words[context.REJECTED] == 0
 
@@ -197,7 +197,7 @@ def test_what_always_goes_past_the_caches_does_whatever_the_ranks_say():
 def test_a_stream_is_cut_into_pieces_that_fit_into_a_slot(size, slot_bytes, num_bytes, most_bytes):
     words = np.zeros(context.context_words(size), np.int64)
     words[context.SIZE], words[context.SLOT_BYTES] = size, slot_bytes // 64 * 64
-    num_rounds = rounds.cut_stream(words.ctypes.data, num_bytes, most_bytes)
+    num_rounds = chunk_loop.cut_stream(words.ctypes.data, num_bytes, most_bytes)
     piece = words[context.CHUNK_BYTES]
     assert 0 < piece <= min(slot_bytes, most_bytes) and piece % 64 == 0
     assert (num_rounds - 1) * piece < num_bytes <= num_rounds * piece
@@ -210,8 +210,8 @@ def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
     """Whatever verbs they belong to; of chunk c - 2 and before nothing is left when chunk c is put."""
     words = np.zeros(context.context_words(size), np.int64)
     words[context.SIZE], words[context.SLOT_BYTES] = size, 1
-    words[context.NUM_SLOTS] = num_slots = layout.num_slots(size)
-    ways = placing.slot, placing.moving_slot
+    words[context.NUM_SLOTS] = num_slots = memory_layout.num_slots(size)
+    ways = copying.slot, copying.moving_slot
     for chunk in range(MANY, MANY + 4 * num_slots):
         before, now = (
             [{where(words.ctypes.data, rank, number) for rank in range(size)} for where in ways]
@@ -226,8 +226,8 @@ def test_what_a_rank_has_read_it_writes_to_next_where_there_are_two():
     rank = Rank(4)
     rank.words[context.SLOT_BYTES] = 1
     for chunk in range(MANY, MANY + 8):
-        read_by_rank_0 = placing.moving_slot(rank.address, 1, chunk)
-        assert placing.moving_slot(rank.address, 0, chunk + 4) == read_by_rank_0
+        read_by_rank_0 = copying.moving_slot(rank.address, 1, chunk)
+        assert copying.moving_slot(rank.address, 0, chunk + 4) == read_by_rank_0
 
 
 def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call():
@@ -241,6 +241,6 @@ def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call
     plan = np.zeros(context.PLAN_WORDS, np.int64)
     plan[context.CONTEXT] = rank.address
     arguments = plan.ctypes.data, table.ctypes.data, 0, 4 * CHUNK_BYTES, 1
-    assert rounds.exchange(*arguments) == context.LATE and not slots.any()
-    rank.rows[1, layout.REDUCED] = MANY
-    assert rounds.exchange(*arguments) == context.LATE and slots.any(), "everybody had fetched"
+    assert chunk_loop.exchange(*arguments) == context.LATE and not slots.any()
+    rank.rows[1, memory_layout.REDUCED] = MANY
+    assert chunk_loop.exchange(*arguments) == context.LATE and slots.any(), "everybody had fetched"

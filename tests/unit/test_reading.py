@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import layout, peers
-from torchmpi.kernels import context, reading
+from torchmpi.shared_memory import memory_layout, process_vm
+from torchmpi.shared_memory.kernels import context, direct_read
 
 LEAST, TOO_MANY = 32 << 10, 16 << 20
 SLOTS, DIRECTLY, CALLS = 0, 1, 2
 PACES = context.ALLGATHER_PACES
 SEQUENCE = 5
 must_be_allowed = pytest.mark.skipif(
-    not peers.can_read([peers.ticket()]), reason="this system lets no process read another one's memory"
+    not process_vm.can_read([process_vm.ticket()]), reason="this system lets no process read another one's memory"
 )
 
 
@@ -25,7 +25,7 @@ class Rank:
     """Rank 0 of two, of which the other is this process as well."""
 
     def __init__(self) -> None:
-        self.rows = np.zeros((2, layout.ROW_WORDS), np.int64)
+        self.rows = np.zeros((2, memory_layout.ROW_WORDS), np.int64)
         self.words = np.zeros(context.context_words(2), np.int64)
         self.processes = np.full(2, os.getpid(), np.int64)
         self.words[context.SIZE], self.words[context.ROWS] = 2, self.rows.ctypes.data
@@ -38,7 +38,7 @@ class Rank:
         answers = []
         for sequence in range(1, 4097):
             self.words[context.SEQUENCE] = sequence
-            answers.append(reading.would_read(self.address, PACES, num_bytes))
+            answers.append(direct_read.would_read(self.address, PACES, num_bytes))
         return sum(answers) / len(answers)
 
     def read(self, theirs: np.ndarray, *, refuses: bool = False) -> tuple[int, np.ndarray]:
@@ -46,18 +46,18 @@ class Rank:
         chunk = int(self.words[context.CHUNKS])
         mine, target = np.zeros_like(theirs), np.zeros(2 * len(theirs), theirs.dtype)
         for rank, tensor in enumerate((mine, theirs)):
-            start = layout.entry(0, SEQUENCE)
+            start = memory_layout.entry(0, SEQUENCE)
             self.rows[rank, start : start + 4] = SEQUENCE, 7, tensor.nbytes, tensor.ctypes.data
-        self.rows[1, layout.REDUCED] = chunk + 1
-        self.rows[1, layout.REFUSED] = SEQUENCE if refuses else 0
+        self.rows[1, memory_layout.REDUCED] = chunk + 1
+        self.rows[1, memory_layout.REFUSED] = SEQUENCE if refuses else 0
         arguments = self.address, SEQUENCE, mine.ctypes.data, 0, mine.nbytes, target.ctypes.data
-        return reading.read_all(*arguments), target[len(theirs) :]
+        return direct_read.read_all(*arguments), target[len(theirs) :]
 
 
 def test_what_is_short_or_long_is_never_read_directly():
     rank = Rank()
     for num_bytes in (0, LEAST - 1, TOO_MANY, 1 << 40):
-        reading.note_pace(rank.address, PACES, num_bytes, DIRECTLY, 1)
+        direct_read.note_pace(rank.address, PACES, num_bytes, DIRECTLY, 1)
         assert rank.is_for_it(num_bytes) == 0
     rank.words[context.PROCESSES] = 0
     assert rank.is_for_it(LEAST) == 0
@@ -66,29 +66,34 @@ def test_what_is_short_or_long_is_never_read_directly():
 @given(st.integers(LEAST, TOO_MANY - 1), st.integers(LEAST, TOO_MANY - 1))
 def test_about_equal_lengths_share_what_is_known(first, second):
     rank = Rank()
-    one, other = reading.known(rank.address, PACES, first, SLOTS), reading.known(rank.address, PACES, second, SLOTS)
+    one, other = (
+        direct_read.known(rank.address, PACES, first, SLOTS),
+        direct_read.known(rank.address, PACES, second, SLOTS),
+    )
     assert (one == other) == ((first // LEAST).bit_length() == (second // LEAST).bit_length())
     begin = rank.address + PACES * 8
-    assert begin <= one < reading.known(rank.address, PACES, first, CALLS) < rank.address + context.ALLTOALL_PACES * 8
+    assert (
+        begin <= one < direct_read.known(rank.address, PACES, first, CALLS) < rank.address + context.ALLTOALL_PACES * 8
+    )
 
 
 def test_both_ways_are_tried_and_the_faster_one_is_taken():
     rank = Rank()
     assert 0.4 < rank.is_for_it(LEAST) < 0.6
-    reading.note_pace(rank.address, PACES, LEAST, SLOTS, 1000)
+    direct_read.note_pace(rank.address, PACES, LEAST, SLOTS, 1000)
     assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the other way is not known yet"
     for _ in range(14):
-        reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
+        direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the first calls count for little: memory may have been new"
-    reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
+    direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0 < rank.is_for_it(LEAST) < 0.02
-    reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 500)
+    direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 500)
     assert 0.98 < rank.is_for_it(LEAST) < 1, "the faster call counts at once"
     for _ in range(3):
-        reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
+        direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert rank.is_for_it(LEAST) > 0.98, "slow ones may have been disturbed"
     for _ in range(30):
-        reading.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
+        direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert rank.is_for_it(LEAST) < 0.02
     assert 0.4 < rank.is_for_it(4 * LEAST) < 0.6, "other lengths have their own paces"
 
@@ -98,7 +103,7 @@ def test_what_a_process_shows_is_read():
     rank, theirs = Rank(), np.random.default_rng(1).integers(0, 255, LEAST, np.uint8)
     status, found = rank.read(theirs)
     assert status == 0 and (found == theirs).all()
-    assert rank.words[context.CHUNKS] == rank.rows[0, layout.REDUCED] == 1
+    assert rank.words[context.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
     assert rank.words[context.PROCESSES] != 0
 
 
@@ -108,14 +113,14 @@ def test_a_refused_read_is_told_to_the_others_and_not_tried_again(process):
     rank.processes[1] = process
     status, _ = rank.read(np.ones(LEAST, np.uint8))
     assert status == context.UNREAD
-    assert rank.rows[0, layout.UNREAD] == rank.words[context.CHUNKS] == rank.rows[0, layout.REDUCED] == 1
+    assert rank.rows[0, memory_layout.UNREAD] == rank.words[context.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
     assert rank.words[context.PROCESSES] == 0
 
 
 @must_be_allowed
 def test_a_refused_read_elsewhere_counts_as_well():
     rank = Rank()
-    rank.rows[1, layout.UNREAD] = 1
+    rank.rows[1, memory_layout.UNREAD] = 1
     status, _ = rank.read(np.ones(LEAST, np.uint8))
     assert status == context.UNREAD
     assert rank.words[context.PROCESSES] != 0, "this rank may; the other one will not be for it again"
@@ -129,8 +134,8 @@ def test_what_has_been_read_from_a_rank_that_gave_up_is_not_believed():
 
 @must_be_allowed
 def test_the_trial_at_the_start_is_not_content_with_any_memory():
-    own = peers.ticket()
-    assert peers.can_read([own, own]) and peers.can_read([])
-    assert not peers.can_read([own, own._replace(value=own.value ^ 1)])
-    assert not peers.can_read([own._replace(address=8)])
-    assert not peers.can_read([own._replace(process=1 << 22)])
+    own = process_vm.ticket()
+    assert process_vm.can_read([own, own]) and process_vm.can_read([])
+    assert not process_vm.can_read([own, own._replace(value=own.value ^ 1)])
+    assert not process_vm.can_read([own._replace(address=8)])
+    assert not process_vm.can_read([own._replace(process=1 << 22)])

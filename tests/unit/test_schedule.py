@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import schedule
+from torchmpi.backends import schedule
 from torchmpi.errors import TorchMPIError
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from torchmpi import schedule
-from torchmpi.schedule import Round
+from torchmpi.backends import schedule
+from torchmpi.backends.schedule import Round
 
 SIZES = range(1, 65)
 Held = dict[int, set[tuple[int, int]]]

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmpi import segments
 from torchmpi.distributed import torch_names
-from torchmpi.heap import SharedHeap
-from torchmpi.kernels import context
-from torchmpi.segments import Segment, Ticket
+from torchmpi.shared_memory import segments
+from torchmpi.shared_memory.kernels import context
+from torchmpi.shared_memory.segments import Segment, Ticket
+from torchmpi.shared_memory.shared_tensors import SharedHeap
 
 PAGE = 4096
 

@@ -9,10 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import errors, rules
+from torchmpi import errors
+from torchmpi.backends import selection_table
+from torchmpi.backends.selection_table import (
+    HIERARCHICAL,
+    Key,
+    Table,
+    at,
+    checked,
+    default_transport,
+    format_rule,
+    keys,
+    with_limit,
+)
+from torchmpi.backends.selector import Selector
 from torchmpi.config import Config
-from torchmpi.rules import HIERARCHICAL, Key, Table, at, checked, default_transport, format_rule, keys, with_limit
-from torchmpi.selector import Selector
 
 ALLREDUCE = Key("allreduce", "cpu", "host", "sync")
 limits = st.lists(st.integers(1, 1 << 40), unique=True, max_size=5).map(sorted)
@@ -78,7 +89,7 @@ def test_there_is_a_key_for_every_combination_but_an_asynchronous_barrier():
 
 
 def test_sizes_are_printed_as_people_write_them():
-    assert [rules.format_bytes(n) for n in (1, 1023, 1024, 3 << 20, 5 << 40)] == [
+    assert [selection_table.format_bytes(n) for n in (1, 1023, 1024, 3 << 20, 5 << 40)] == [
         "1 B", "1023 B", "1 KiB", "3 MiB", "5120 GiB",
     ]  # fmt: skip
 
@@ -138,9 +149,9 @@ def test_the_default_for_tensors_on_a_gpu(verb, span, able, options, expected):
 def test_what_is_staged_between_many_hosts_goes_the_long_way_too():
     key = Key("allreduce", "cuda", "across", "sync")
     by_size = ((65536, "mpi"), (None, "p2p"))
-    assert rules.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3) == by_size
-    assert rules.default_rule(key, {"mpi", "p2p", "nccl"}.__contains__, num_hosts=3) == ((None, "nccl"),)
-    assert rules.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3, aware=True) == ((None, "mpi"),)
+    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3) == by_size
+    assert selection_table.default_rule(key, {"mpi", "p2p", "nccl"}.__contains__, num_hosts=3) == ((None, "nccl"),)
+    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3, aware=True) == ((None, "mpi"),)
 
 
 # --- the selector
@@ -149,7 +160,7 @@ def test_what_is_staged_between_many_hosts_goes_the_long_way_too():
 class Able:
     """Says what a backend of its reach would."""
 
-    def __init__(self, name, *, spans=rules.SPANS, verbs=rules.VERBS, devices=("cpu",)):
+    def __init__(self, name, *, spans=selection_table.SPANS, verbs=selection_table.VERBS, devices=("cpu",)):
         self.name, self.spans, self.verbs, self.devices = name, spans, verbs, devices
 
     def takes(self, device_type):
@@ -160,7 +171,7 @@ class Able:
             return f"no {device_type} here"
         if verb not in self.verbs:
             return f"it has no {verb}"
-        span = None if group is None else rules.span_of(group)
+        span = None if group is None else selection_table.span_of(group)
         return None if span is None or span in self.spans else "its ranks are on several hosts"
 
 

@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from sockets_rig import on_all, world
 
-from torchmpi.sockets.datatypes import DATATYPES, IN_PLACE, OPS
-from torchmpi.sockets.requests import UNDEFINED
+from torchmpi.distributed.sockets.datatypes import DATATYPES, IN_PLACE, OPS
+from torchmpi.distributed.sockets.requests import UNDEFINED
 
 SIZES = (1, 2, 3, 4, 5)
 FLOAT, INT64, BYTE = DATATYPES["FLOAT"], DATATYPES["INT64_T"], DATATYPES["BYTE"]
@@ -168,9 +168,10 @@ def test_movement_of_uneven_blocks(comms, scale):
 
 def test_objects(comms):
     size = len(comms)
-    assert on_all(comms, lambda comm: comm.allgather({"rank": comm.rank, "b": b"x" * comm.rank})) == [
-        [{"rank": rank, "b": b"x" * rank} for rank in range(size)]
-    ] * size
+    assert (
+        on_all(comms, lambda comm: comm.allgather({"rank": comm.rank, "b": b"x" * comm.rank}))
+        == [[{"rank": rank, "b": b"x" * rank} for rank in range(size)]] * size
+    )
     assert on_all(comms, lambda comm: comm.bcast(["root", comm.rank], root=size - 1)) == [["root", size - 1]] * size
     assert on_all(comms, lambda comm: comm.allreduce(comm.rank, OPS["MAX"])) == [size - 1] * size
 

@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
-from torchmpi.sockets import wire
-from torchmpi.sockets.connection import Connection, StreamError
-from torchmpi.sockets.endpoint import Endpoint
-from torchmpi.sockets.requests import CommunicationError, Request
+from torchmpi.distributed.sockets import wire
+from torchmpi.distributed.sockets.connection import Connection, StreamError
+from torchmpi.distributed.sockets.endpoint import Endpoint
+from torchmpi.distributed.sockets.requests import CommunicationError, Request
 
 CONTEXT = 8
 

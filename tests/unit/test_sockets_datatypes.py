@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchmpi import dtypes
-from torchmpi.sockets.datatypes import DATATYPES, OPS, blocks_of, buffer, buffer_of, combine
-from torchmpi.sockets.requests import CommunicationError
+from torchmpi.distributed.sockets.datatypes import DATATYPES, OPS, blocks_of, buffer, buffer_of, combine
+from torchmpi.distributed.sockets.requests import CommunicationError
+from torchmpi.tensors import dtypes
 
 BYTE, INT64 = DATATYPES["BYTE"], DATATYPES["INT64_T"]
 

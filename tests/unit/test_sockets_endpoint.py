@@ -17,10 +17,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from sockets_rig import mesh, on_all, world
 
-from torchmpi.sockets.communicator import Communicator
-from torchmpi.sockets.datatypes import DATATYPES
-from torchmpi.sockets.endpoint import Endpoint
-from torchmpi.sockets.requests import ANY, NOBODY, UNDEFINED, CommunicationError, Request, Status
+from torchmpi.distributed.sockets.communicator import Communicator
+from torchmpi.distributed.sockets.datatypes import DATATYPES
+from torchmpi.distributed.sockets.endpoint import Endpoint
+from torchmpi.distributed.sockets.requests import ANY, NOBODY, UNDEFINED, CommunicationError, Request, Status
 
 BYTE = DATATYPES["BYTE"]
 BIG = 20_000_000

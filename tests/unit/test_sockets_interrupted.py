@@ -16,8 +16,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from sockets_rig import on_all, world
 
-from torchmpi.sockets.datatypes import DATATYPES
-from torchmpi.sockets.requests import CommunicationError
+from torchmpi.distributed.sockets.datatypes import DATATYPES
+from torchmpi.distributed.sockets.requests import CommunicationError
 
 BYTE = DATATYPES["BYTE"]
 BIG = 20_000_000

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from torchmpi.sockets.endpoint import Endpoint
-from torchmpi.sockets.requests import ANY, CommunicationError, Receive, Status
+from torchmpi.distributed.sockets.endpoint import Endpoint
+from torchmpi.distributed.sockets.requests import ANY, CommunicationError, Receive, Status
 
 CONTEXT = 4
 WORLD = {rank: rank for rank in range(4)}

@@ -15,10 +15,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from sockets_rig import on_all
 
+from torchmpi.distributed.sockets import addresses, enter, wire
+from torchmpi.distributed.sockets.addresses import Place
+from torchmpi.distributed.sockets.rendezvous_store import _TABLE, Meeting
 from torchmpi.errors import LaunchError
-from torchmpi.sockets import addresses, enter, wire
-from torchmpi.sockets.addresses import Place
-from torchmpi.sockets.meeting import _TABLE, Meeting
 
 ONE_HOST = [Place("a", "a")] * 3
 TWO_HOSTS = [Place("a", "a"), Place("b", "b"), Place("a", "a")]

@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 import torchmpi
-from torchmpi import mpi_library, sockets
+from torchmpi.distributed import sockets
 from torchmpi.errors import LaunchError
+from torchmpi.session import mpi_library
 
 PACKAGE = Path(torchmpi.__file__).parent
 # What only the code does that starts the library itself.

@@ -12,27 +12,30 @@ import pytest
 import torch
 from device_model import DEVICE, DeviceTensor, Model, compute, plain
 
-from torchmpi import errors, handle, staging, streams, turns
-from torchmpi.handle import DeviceHandle
-from torchmpi.lane import Lane
-from torchmpi.progress import Ledger
+from torchmpi import errors
+from torchmpi.collectives import staging
+from torchmpi.communicators import device_calls, handle
+from torchmpi.communicators.call_log import Ledger
+from torchmpi.communicators.call_queue import Lane
+from torchmpi.communicators.handle import DeviceHandle
+from torchmpi.tensors import streams
 
 SEEDS = range(8)
 _PIECE_BYTES = 64
 
 
 def test_examples_in_docstrings():
-    for module in (streams, handle, staging, turns):
+    for module in (streams, handle, staging, device_calls):
         assert doctest.testmod(module).failed == 0, module.__name__
 
 
 def test_nothing_is_queued_for_tensors_of_the_host():
     lane = Lane("host")
     group = types.SimpleNamespace(lane=lane)
-    queued = turns.queue(group, lambda: 7, "call", torch.ones(2))
+    queued = device_calls.queue(group, lambda: 7, "call", torch.ones(2))
     assert not isinstance(queued, DeviceHandle)
     assert queued.wait() == 7
-    assert turns.take(group, lambda: 8, "call", torch.ones(2)) == 8
+    assert device_calls.take(group, lambda: 8, "call", torch.ones(2)) == 8
     lane.close()
 
 
@@ -84,7 +87,7 @@ def test_a_call_in_the_background_sees_what_was_queued_before_it_and_is_seen_aft
     user = model.stream()
     with model.use(user):
         compute(tensor, lambda values: values.copy_(torch.arange(float(NUMEL))))
-        call = turns.queue(group, partial(doubled, group, pool, tensor), "call", tensor)
+        call = device_calls.queue(group, partial(doubled, group, pool, tensor), "call", tensor)
         result = call.wait()
         compute(tensor, lambda values: values.add_(1))
         found = seen(tensor)
@@ -99,7 +102,7 @@ def test_a_call_in_the_callers_thread_is_in_the_order_of_its_stream(model):
     tensor, out = model.tensor(torch.zeros(NUMEL)), model.tensor(torch.zeros(NUMEL))
     with model.use(model.stream()):
         compute(tensor, lambda values: values.fill_(3))
-        turns.take(group, partial(doubled, group, pool, tensor, out), "call", tensor)
+        device_calls.take(group, partial(doubled, group, pool, tensor, out), "call", tensor)
         compute(tensor, lambda values: values.fill_(5))
         assert seen(out) == [6.0] * NUMEL
         assert seen(tensor) == [5.0] * NUMEL
@@ -112,11 +115,11 @@ def test_a_synchronous_call_behind_asynchronous_ones_keeps_their_order(model):
     held = threading.Event()
     with model.use(model.stream()):
         blocked = group.lane.submit(held.wait, "something slow")
-        first = turns.queue(group, partial(doubled, group, pool, tensor), "first", tensor)
+        first = device_calls.queue(group, partial(doubled, group, pool, tensor), "first", tensor)
         threading.Timer(0.001, held.set).start()
         first_result = first.wait()
         compute(tensor, lambda values: values.add_(1))
-        turns.take(group, partial(doubled, group, pool, tensor), "second", tensor)
+        device_calls.take(group, partial(doubled, group, pool, tensor), "second", tensor)
         assert seen(tensor) == [6.0] * NUMEL
     assert first_result is tensor and blocked.wait()
     group.lane.close()
@@ -128,7 +131,7 @@ def test_two_lanes_share_the_buffers(model):
     groups = [group_of_one() for _ in range(2)]
     tensors = [model.tensor(torch.full((NUMEL,), float(index + 1))) for index in range(6)]
     calls = [
-        turns.queue(groups[index % 2], partial(doubled, groups[index % 2], pool, tensor), "call", tensor)
+        device_calls.queue(groups[index % 2], partial(doubled, groups[index % 2], pool, tensor), "call", tensor)
         for index, tensor in enumerate(tensors)
     ]
     for call in calls:
@@ -145,7 +148,7 @@ def test_a_buffer_whose_last_copy_is_still_queued_is_not_overwritten_by_another_
     tensors = [model.tensor(torch.full((5,), float(index + 1))) for index in range(6)]
     for tensor in tensors:
         with model.use(model.stream()):
-            turns.take(group, partial(doubled, group, pool, tensor), "call", tensor)
+            device_calls.take(group, partial(doubled, group, pool, tensor), "call", tensor)
     for stream in list(model._streams):
         stream.synchronize()
     group.lane.close()
@@ -169,7 +172,7 @@ def test_callbacks_run_behind_the_call_and_not_on_the_default_stream(model):
         model.current_stream().synchronize()
         called.set()
 
-    call = turns.queue(group, task, "call", tensor)
+    call = device_calls.queue(group, task, "call", tensor)
     call.when_done(callback)
     assert called.wait(10)
     group.lane.close()
@@ -188,7 +191,7 @@ def test_done_is_about_the_device_too(model):
         model.current_stream().queue.append(opened.is_set)
         return tensor
 
-    call = turns.queue(group, task, "call", tensor)
+    call = device_calls.queue(group, task, "call", tensor)
     assert call.wait() is tensor  # queued: nobody waits for the device
     before = call.done()
     opened.set()
@@ -204,7 +207,7 @@ def test_errors_arrive_and_count_as_seen(model):
     def fail() -> None:
         raise errors.MismatchError("different")
 
-    call = turns.queue(group, fail, "call", tensor)
+    call = device_calls.queue(group, fail, "call", tensor)
     called = threading.Event()
     call.when_done(called.set)
     assert called.wait(10)
@@ -232,7 +235,7 @@ def test_what_the_device_uses_lives_until_it_has_finished(model, elsewhere):
     def task(kept: Kept) -> None:
         model.current_stream().queue.append(opened.is_set)
 
-    call = turns.queue(group, partial(task, Kept()), "call", tensor)
+    call = device_calls.queue(group, partial(task, Kept()), "call", tensor)
     if elsewhere:
         with model.use(model.stream()):
             call.wait()

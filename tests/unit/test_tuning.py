@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi import tuning_file
-from torchmpi.rules import BY_SIZE, HIERARCHICAL, REDUCING, VERBS, Key, Table, at, checked, keys
-from torchmpi.tuning.decision import best, decide, speedup
+from torchmpi.backends import saved_tables
+from torchmpi.backends.selection_table import BY_SIZE, HIERARCHICAL, REDUCING, VERBS, Key, Table, at, checked, keys
+from torchmpi.collectives.tuning.decision import best, decide, speedup
 
 MPI = ((None, "mpi"),)
 
@@ -111,7 +111,7 @@ def test_decisions_are_valid_rules(verb, sizes):
 
 # --- the file
 
-JOB = tuning_file.describe_job([0, 0, 1], 4, 2, "Open MPI 5.0.11")
+JOB = saved_tables.describe_job([0, 0, 1], 4, 2, "Open MPI 5.0.11")
 OTHER_SHAPE = JOB._replace(shape={**JOB.shape, "ranks_per_host": [4]})
 OTHER_VERSION = JOB._replace(versions={**JOB.versions, "mpi": "MPICH 5.0.2"})
 
@@ -126,21 +126,21 @@ tables = st.dictionaries(
 def test_a_table_comes_back(tmp_path_factory, table):
     path = tmp_path_factory.mktemp("tuning") / "deep" / "tuning.json"
     table[Key("allreduce", "cpu", "host", "sync")] = ((4096, "mpi"), (None, "shm"))
-    tuning_file.save(path, JOB, table)
-    assert tuning_file.load(path, JOB) == (table, "")
+    saved_tables.save(path, JOB, table)
+    assert saved_tables.load(path, JOB) == (table, "")
     assert os.listdir(path.parent) == ["tuning.json"]
 
 
 def test_each_shape_of_job_has_a_place_and_a_newer_table_takes_it(tmp_path):
     path = tmp_path / "tuning.json"
     first, second = (Table({Key("reduce", "cpu", "host", "sync"): ((None, name),)}) for name in ("shm", "p2p"))
-    tuning_file.save(path, JOB, first)
-    tuning_file.save(path, OTHER_SHAPE, second)
-    assert tuning_file.load(path, JOB)[0] == first
-    assert tuning_file.load(path, OTHER_SHAPE)[0] == second
-    tuning_file.save(path, OTHER_VERSION, second)
-    assert tuning_file.load(path, OTHER_VERSION)[0] == second
-    found, problem = tuning_file.load(path, JOB)
+    saved_tables.save(path, JOB, first)
+    saved_tables.save(path, OTHER_SHAPE, second)
+    assert saved_tables.load(path, JOB)[0] == first
+    assert saved_tables.load(path, OTHER_SHAPE)[0] == second
+    saved_tables.save(path, OTHER_VERSION, second)
+    assert saved_tables.load(path, OTHER_VERSION)[0] == second
+    found, problem = saved_tables.load(path, JOB)
     assert found is None and "mpi MPICH 5.0.2, not Open MPI 5.0.11" in problem
 
 
@@ -167,30 +167,30 @@ def first_row(content):
         (damage(lambda content: first_row(content).pop("span") and content), "damaged"),
         (damage(lambda content: content["entries"][0].update(table="x") or content), "damaged"),
         (damage(lambda content: content["entries"][0].update(versions=None) or content), "measured with"),
-        (damage(lambda content: content["entries"][0].update(shape=0) or content), tuning_file.NO_ENTRY),
+        (damage(lambda content: content["entries"][0].update(shape=0) or content), saved_tables.NO_ENTRY),
     ],
 )
 def test_a_file_that_cannot_be_used_says_why_and_can_be_written_again(tmp_path, damaged, reason):
     path = tmp_path / "tuning.json"
     table = Table({Key("reduce", "cpu", "host", "sync"): MPI})
-    tuning_file.save(path, JOB, table)
+    saved_tables.save(path, JOB, table)
     path.write_bytes(damaged(path.read_text()).encode("latin-1"))
-    found, problem = tuning_file.load(path, JOB)
+    found, problem = saved_tables.load(path, JOB)
     assert found is None and reason in problem and "\n" not in problem
-    tuning_file.save(path, JOB, table)
-    assert tuning_file.load(path, JOB) == (table, "")
+    saved_tables.save(path, JOB, table)
+    assert saved_tables.load(path, JOB) == (table, "")
 
 
 def test_no_file_is_no_problem_of_the_program(tmp_path):
-    assert tuning_file.load(tmp_path / "none.json", JOB) == (None, tuning_file.NO_FILE)
-    assert "cannot be read" in tuning_file.load(tmp_path, JOB)[1]  # a folder
+    assert saved_tables.load(tmp_path / "none.json", JOB) == (None, saved_tables.NO_FILE)
+    assert "cannot be read" in saved_tables.load(tmp_path, JOB)[1]  # a folder
 
 
 def test_a_table_that_cannot_be_saved_leaves_nothing_behind(tmp_path, monkeypatch):
     path = tmp_path / "tuning.json"
     path.mkdir()
     with pytest.raises(OSError):
-        tuning_file.save(path, JOB, Table())
+        saved_tables.save(path, JOB, Table())
     assert os.listdir(tmp_path) == ["tuning.json"]
 
 
@@ -205,7 +205,7 @@ def test_a_table_that_cannot_be_saved_leaves_nothing_behind(tmp_path, monkeypatc
     ],
 )
 def test_where_the_file_is(setting, environment, expected):
-    path = tuning_file.path_for(setting, environment)
+    path = saved_tables.path_for(setting, environment)
     assert (None if path is None else str(path)) == expected
 
 

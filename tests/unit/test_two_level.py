@@ -7,18 +7,18 @@ import itertools
 import pytest
 import torch
 
-from torchmpi import topology
-from torchmpi.hierarchy import steps
+from torchmpi.backends.hierarchical import steps
+from torchmpi.communicators import splits
 
 
-def carry_out(verb: str, split: topology.Split, root: int) -> list[str]:
+def carry_out(verb: str, split: splits.Split, root: int) -> list[str]:
     """Run the steps of all ranks on strings that tell how they were added."""
     size = len(split.members)
     values = [str(rank) for rank in range(size)]
     plans = [
-        topology.reduce_group_by_group(rank, split, root)
+        splits.reduce_group_by_group(rank, split, root)
         if verb == "reduce"
-        else topology.steps_for("allreduce", rank, [split])
+        else splits.steps_for("allreduce", rank, [split])
         for rank in range(size)
     ]
     done = [0] * size
@@ -48,7 +48,7 @@ def carry_out(verb: str, split: topology.Split, root: int) -> list[str]:
 @pytest.mark.parametrize("size", range(2, 6))
 def test_reduce_adds_as_allreduce_does(size: int) -> None:
     for keys in itertools.product("abc", repeat=size):
-        split = topology.plan_split(keys, cartesian=False)
+        split = splits.plan_split(keys, cartesian=False)
         if len(split.groups) == 1:
             continue
         everywhere = carry_out("allreduce", split, 0)
@@ -58,9 +58,9 @@ def test_reduce_adds_as_allreduce_does(size: int) -> None:
 
 
 def test_on_a_grid_nothing_is_handed_over() -> None:
-    split = topology.plan_split("abab", cartesian=True)
+    split = splits.plan_split("abab", cartesian=True)
     for root, rank in itertools.product(range(4), repeat=2):
-        verbs = [step.verb for step in topology.reduce_group_by_group(rank, split, root)]
+        verbs = [step.verb for step in splits.reduce_group_by_group(rank, split, root)]
         assert set(verbs) == {"reduce"} and len(verbs) <= 2
 
 

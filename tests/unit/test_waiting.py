@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from torchmpi import layout
-from torchmpi.kernels import context, meeting
+from torchmpi.shared_memory import memory_layout
+from torchmpi.shared_memory.kernels import arrival, context
 
 CALL = 7
 ELSEWHERE = -5  # no core has this number
@@ -17,8 +17,8 @@ ELSEWHERE = -5  # no core has this number
 @pytest.fixture
 def words() -> tuple[np.ndarray, np.ndarray]:
     """Of rank 0 of 3, which has no time to wait, and the rows of all: nobody has come yet."""
-    rows = np.zeros((3, layout.ROW_WORDS), np.int64)
-    rows[:, layout.CORE] = ELSEWHERE
+    rows = np.zeros((3, memory_layout.ROW_WORDS), np.int64)
+    rows[:, memory_layout.CORE] = ELSEWHERE
     own = np.zeros(context.context_words(3), np.int64)
     own[context.SIZE], own[context.ROWS] = 3, rows.ctypes.data
     own[context.SEQUENCE] = own[context.EXPIRED] = CALL
@@ -27,7 +27,7 @@ def words() -> tuple[np.ndarray, np.ndarray]:
 
 
 def wait_beside(own: np.ndarray) -> int:
-    return int(meeting.wait_beside(own.ctypes.data, layout.READY * 8, 1))
+    return int(arrival.wait_beside(own.ctypes.data, memory_layout.READY * 8, 1))
 
 
 def test_a_rank_on_this_core_is_waited_for(words):
@@ -35,26 +35,26 @@ def test_a_rank_on_this_core_is_waited_for(words):
     assert wait_beside(own) == 0, "all are elsewhere"
     late = []
     for _ in range(100):  # until both looks find the same core
-        rows[2, layout.CORE] = ctypes.CDLL(None).sched_getcpu()
+        rows[2, memory_layout.CORE] = ctypes.CDLL(None).sched_getcpu()
         late.append(wait_beside(own))
         if late[-1]:
             break
     assert late[-1] == context.LATE
-    rows[2, layout.READY] = 1
+    rows[2, memory_layout.READY] = 1
     assert wait_beside(own) == 0, "it has come"
 
 
 def test_the_own_core_is_told(words):
     own, rows = words
-    rows[0, layout.CORE] = ELSEWHERE
+    rows[0, memory_layout.CORE] = ELSEWHERE
     wait_beside(own)
-    assert rows[0, layout.CORE] >= 0
+    assert rows[0, memory_layout.CORE] >= 0
 
 
 def test_where_each_rank_has_its_core_nobody_looks(words):
     own, rows = words
     own[context.CROWDED] = 0
-    rows[:, layout.CORE] = ctypes.CDLL(None).sched_getcpu()
+    rows[:, memory_layout.CORE] = ctypes.CDLL(None).sched_getcpu()
     before = rows.copy()
     assert wait_beside(own) == 0 and (rows == before).all()
 
@@ -63,7 +63,7 @@ class Crowd:
     """Rank 0 of 2 in a call, without time to wait, and the rows of both."""
 
     def __init__(self) -> None:
-        self.rows = np.zeros((2, layout.ROW_WORDS), np.int64)
+        self.rows = np.zeros((2, memory_layout.ROW_WORDS), np.int64)
         self.own = np.zeros(context.context_words(2), np.int64)
         self.own[context.SIZE], self.own[context.ROWS] = 2, self.rows.ctypes.data
         self.own[context.SEQUENCE] = self.own[context.EXPIRED] = CALL
@@ -71,20 +71,20 @@ class Crowd:
         self.address = self.own.ctypes.data
 
     def announce(self, rank: int, signature: int) -> None:
-        at = layout.entry(rank, CALL & (layout.RING_LENGTH - 1)) - rank * layout.ROW_WORDS
-        self.rows[rank, at + layout.SEQUENCE], self.rows[rank, at + layout.SIGNATURE] = CALL, signature
+        at = memory_layout.entry(rank, CALL & (memory_layout.RING_LENGTH - 1)) - rank * memory_layout.ROW_WORDS
+        self.rows[rank, at + memory_layout.SEQUENCE], self.rows[rank, at + memory_layout.SIGNATURE] = CALL, signature
 
 
 def test_after_a_call_was_given_up_the_slots_are_left_alone_until_all_are_past_it():
     """Who was still in the call before it read what had been put for the call after it, and returned that."""
     ranks = Crowd()
-    assert meeting.begin(ranks.address, CALL) == 0
+    assert arrival.begin(ranks.address, CALL) == 0
     ranks.own[context.GAVE_UP] = CALL - 1
-    ranks.rows[1, layout.ENTERED] = CALL - 1
-    assert meeting.begin(ranks.address, CALL) == context.LATE, "it is still in that call"
-    assert ranks.rows[0, layout.ENTERED] == CALL, "two who gave up wait for each other"
-    ranks.rows[1, layout.ENTERED] = CALL
-    assert meeting.begin(ranks.address, CALL) == 0
+    ranks.rows[1, memory_layout.ENTERED] = CALL - 1
+    assert arrival.begin(ranks.address, CALL) == context.LATE, "it is still in that call"
+    assert ranks.rows[0, memory_layout.ENTERED] == CALL, "two who gave up wait for each other"
+    ranks.rows[1, memory_layout.ENTERED] = CALL
+    assert arrival.begin(ranks.address, CALL) == 0
     assert ranks.own[context.GAVE_UP] == 0, "once is enough"
 
 
@@ -98,5 +98,5 @@ def test_who_gives_up_two_calls_in_a_row(refused, signature, is_over):
     ranks.announce(0, 5)
     if signature is not None:
         ranks.announce(1, signature)
-    ranks.rows[1, layout.REFUSED] = refused
-    assert bool(meeting.has_given_up(ranks.address, 1)) is is_over
+    ranks.rows[1, memory_layout.REFUSED] = refused
+    assert bool(arrival.has_given_up(ranks.address, 1)) is is_over

@@ -1,7 +1,7 @@
 """The backend every rank has: the MPI library's own collectives.
 
 Movement (broadcast, gathers, alltoall) goes as bytes. A reduction goes to MPI where any order of adding gives the same
-bits, and otherwise to :mod:`torchmpi.backends.ordered`. Messages longer than MPI's 32-bit counts go in pieces.
+bits, and otherwise to :mod:`torchmpi.backends.rank_order`. Messages longer than MPI's 32-bit counts go in pieces.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import buffers, dtypes, mpi_library, schedule
 from ..config import Config
 from ..errors import MismatchError
-from . import Operation
-from .ordered import OrderedReduction
+from ..tensors import buffers, dtypes
+from . import schedule
+from .base import Operation
+from .rank_order import OrderedReduction
 
 _MPI_OPS = {
     "sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX",
@@ -35,12 +36,12 @@ class MPIBackend:
     announces = False
     enqueues = False
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, *, is_cuda_aware: bool = False) -> None:
+        self.config, self.is_cuda_aware = config, is_cuda_aware
 
     def takes(self, device_type: str) -> bool:
         """Host memory always; device memory if the library says so."""
-        return device_type == "cpu" or (device_type == "cuda" and mpi_library.is_cuda_aware())
+        return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware)
 
     def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
         """It has every verb; CUDA tensors are staged if need be."""

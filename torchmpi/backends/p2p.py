@@ -3,7 +3,8 @@
 What the library sends along rings and adds on the way, its order depending on the size, goes straight from rank to
 rank here: whoever owns a part of the vector gets everybody's version of it and combines them in rank order. The bytes
 are those of a ring, and the bits depend on the rank order alone. Who sends what to whom is planned in
-:mod:`torchmpi.schedule`; this file carries it out, piece by piece, so that one piece is combined while the next ones
+:mod:`torchmpi.backends.schedule`; this file carries it out, piece by piece, so that one piece is combined while the
+next ones
 are on the wire.
 
 The messages use the communicator of the group itself under a tag of their own: calls on a group run one at a time and
@@ -21,12 +22,13 @@ from typing import Any
 
 import torch
 
-from .. import buffers, schedule
 from ..config import Config
-from ..kernels import reduction
-from ..schedule import Message, Round
-from . import Operation
+from ..shared_memory.kernels import reduction
+from ..tensors import buffers
+from . import schedule
+from .base import Operation
 from .mpi import Movement, ReduceScatter, destination_for
+from .schedule import Message, Round
 
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 _MOVEMENTS = ("allgather", "broadcast")

@@ -1,6 +1,7 @@
 """The backend within a host: collectives in memory that all ranks share.
 
-The kernels (:mod:`torchmpi.kernels`) do the work without the GIL; here each verb becomes addresses, lengths and one or
+The kernels (:mod:`torchmpi.shared_memory.kernels`) do the work without the GIL; here each verb becomes addresses,
+lengths and one or
 two calls of them. The first call compares what the ranks called, from what they publish on arrival anyway.
 """
 
@@ -14,15 +15,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import dtypes, gates, kernels, layout, schedule
+from ..communicators.call_log import GIVEN_UP, NATIVE, call_code
 from ..config import Config
 from ..errors import ArgumentError
-from ..heap import SharedHeap
-from ..kernels import context, reduction
-from ..layout import ENTRY_WORDS, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, WORD_BYTES, entry
-from ..pieces import Pieces
-from ..progress import GIVEN_UP, NATIVE, call_code
-from . import Operation
+from ..shared_memory import fast_path, kernels, memory_layout
+from ..shared_memory.kernels import context, reduction
+from ..shared_memory.memory_layout import (
+    ENTRY_WORDS,
+    PAYLOAD,
+    REFUSED,
+    RING_LENGTH,
+    SEQUENCE,
+    SIGNATURE,
+    WORD_BYTES,
+    entry,
+)
+from ..shared_memory.shared_tensors import SharedHeap
+from ..tensors import dtypes
+from ..tensors.tensor_lists import Pieces
+from . import schedule
+from .base import Operation
 from .mpi import destination_for, longest_part, rows_of
 from .shm_group import SharedGroup
 
@@ -74,7 +86,7 @@ class SharedMemoryBackend:
         operation: Operation = getattr(calls, verb)
         if verb != "barrier":
             operation = _or_give_up(operation, group.shared)
-        if verb not in gates.VERBS or dtype is None:
+        if verb not in fast_path.VERBS or dtype is None:
             return operation
         return Entered(calls, verb, call_code(verb, op, dtypes.info(dtype).code if verb != "scatter" else 0), operation)
 
@@ -218,7 +230,7 @@ class Reduction(Calls):
 
 
 class Entered:
-    """An operation that can also be entered through a gate (see :mod:`torchmpi.gates`)."""
+    """An operation that can also be entered through a gate (see :mod:`torchmpi.shared_memory.fast_path`)."""
 
     def __init__(self, calls: Calls, verb: str, code: int, operation: Operation) -> None:
         self._calls, self._code, self._operation = calls, code, operation
@@ -229,14 +241,14 @@ class Entered:
     def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
         return self._operation(source, destination, root)
 
-    def door(self, root: int) -> gates.Door | None:
+    def door(self, root: int) -> fast_path.Door | None:
         """The way in for one root, if there is one."""
         calls = self._calls
         if calls.group.is_strict:
             return None
         code, plan = self._code | root << 32, calls.plan(root if self._is_rooted else -1)
         settle = partial(self._settle, root)
-        return gates.Door(plan, calls.ledger, calls.lane.turn, code, code ^ NATIVE, settle, self._give_up)
+        return fast_path.Door(plan, calls.ledger, calls.lane.turn, code, code ^ NATIVE, settle, self._give_up)
 
     def _give_up(self) -> None:
         """End a call that nobody has settled."""
@@ -387,7 +399,7 @@ class Movement(Calls):
         self._send([part.data_ptr() for part in sources], sizes[0].tolist())
         self.table[:, 2], self.table[:, 3] = [part.data_ptr() for part in destinations], sizes[1]
         # With seven ranks and more the sizes do not fit into the announcements.
-        has_sent = sizes.nbytes + WORD_BYTES > layout.PAYLOAD_BYTES
+        has_sent = sizes.nbytes + WORD_BYTES > memory_layout.PAYLOAD_BYTES
         self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:

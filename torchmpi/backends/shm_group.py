@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import layout
-from ..heap import SharedHeap
-from ..kernels import context
-from ..layout import MEMORY, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, entry, num_slots
-from ..progress import GIVEN_UP, NATIVE
+from ..communicators.call_log import GIVEN_UP, NATIVE
+from ..shared_memory import memory_layout
+from ..shared_memory.kernels import context
+from ..shared_memory.memory_layout import MEMORY, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, entry, num_slots
+from ..shared_memory.shared_tensors import SharedHeap
 
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or beside the computation of its own rank, whoever waits is in the way.
@@ -32,11 +32,11 @@ class SharedGroup:
         self.mappings = np.zeros((size, context.MAPPINGS_PER_RANK, 2), np.int64)
         self._num_mapped = [0] * size
         slots = num_slots(size)
-        self.slot_bytes = (page.segment.ticket.num_bytes - layout.slots_begin(size)) // (slots * size)
+        self.slot_bytes = (page.segment.ticket.num_bytes - memory_layout.slots_begin(size)) // (slots * size)
         words = self.words
         words[context.RANK], words[context.SIZE] = group.rank, size
         words[context.ROWS] = page.segment.address
-        words[context.SLOTS] = page.segment.address + layout.slots_begin(size)
+        words[context.SLOTS] = page.segment.address + memory_layout.slots_begin(size)
         is_crowded = group.context.is_crowded
         words[context.NUM_SLOTS], words[context.CROWDED] = slots, is_crowded
         words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(WHOLE_BYTES, self.slot_bytes)
@@ -65,7 +65,7 @@ class SharedGroup:
             self.page.words[own + SIGNATURE] ^= GIVEN_UP if self.page.words[own + SEQUENCE] == seq else 0
         self.words[context.GAVE_UP] = seq
         self.page.set(self._rank, REFUSED, seq)
-        self.words[context.CHUNKS] = seq << layout.CHUNK_BITS
+        self.words[context.CHUNKS] = seq << memory_layout.CHUNK_BITS
         self.heap.note_failed_call()
 
     def expire(self, seq: int) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import affinity, mpi_library, runtime
 from ..errors import ArgumentError, TorchMPIError
+from ..session import affinity, mpi_library, runtime
 from .benching import collective_table, ps_plan, ps_table, train_table, usage_table
 from .benching import options as defaults
 from .benching.arguments import sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..topology import ipc_groups
+from ..backends.devices import ipc_groups
 from .facts import Facts, ProcessFacts
 from .finding import Finding
 from .layout import counted, shortened

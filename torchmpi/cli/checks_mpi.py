@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..mpi_library import are_foreign
+from ..session.mpi_library import are_foreign
 from .facts import Facts, Launch, MPIFacts, Program
 from .finding import Finding
 from .layout import counted

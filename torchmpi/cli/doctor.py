@@ -8,7 +8,7 @@ import faulthandler
 import json
 
 from ..errors import MissingMPIError
-from ..mpi_library import are_foreign
+from ..session.mpi_library import are_foreign
 from . import checks_gpu, checks_host, checks_mpi, checks_software
 from .facts import Facts
 from .finding import Check, Finding

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from .. import affinity, devices, mpi_library
 from .._version import __version__
-from ..backends import nccl_library
+from ..backends import devices
+from ..backends.nccl import bindings
 from ..config import PREFIX, Config
 from ..errors import ConfigError, LaunchError, TransportError
+from ..session import affinity, mpi_library
 from .facts import MPIFacts, ProcessFacts, RankFacts
 
 PACKAGES = ("torch", "numpy", "numba", "llvmlite", "mpi4py")
@@ -110,7 +111,7 @@ def _cuda() -> dict[str, Any]:
 def nccl() -> dict[str, str | None]:
     """The version of the NCCL that can be loaded, or why none can."""
     try:
-        version = nccl_library.load().version
+        version = bindings.load().version
     except TransportError as error:
         return {"nccl": None, "nccl_error": str(error)}
     return {"nccl": ".".join(map(str, version)), "nccl_error": None}

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from .. import affinity, collectives, mpi_library, runtime
+from .. import collectives
+from ..backends.selection_table import VERBS, Table
+from ..backends.selector import Availability
 from ..config import PREFIX, Config
 from ..errors import ConfigError, LaunchError, MissingMPIError, TorchMPIError
-from ..rules import VERBS, Table
-from ..selector import Availability
+from ..session import affinity, mpi_library, runtime
 from .gathering import mpi_facts, nccl, versions
 from .layout import core_list, counted, section, table
 from .probe import leave
@@ -129,7 +130,7 @@ def backends(availability: Availability) -> list[dict[str, Any]]:
 def transports(table: Table, spans: Sequence[str]) -> list[dict[str, Any]]:
     """What the selector takes, by span and rule.
 
-    >>> from ..rules import keys
+    >>> from torchmpi.backends.selection_table import keys
     >>> transports(Table({key: ((None, "mpi"),) for key in keys("reduce")}), ["host"])
     [{'span': 'host', 'transport': 'mpi', 'verbs': ['reduce']}]
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..devices import Devices
+from ..backends.devices import Devices
 
 
 def try_opening(comm: Any, devices: Devices, device: torch.device) -> str | None:

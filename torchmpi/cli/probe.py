@@ -13,8 +13,8 @@ import os
 import sys
 from typing import Any
 
-from .. import mpi_library, runtime
 from ..errors import MissingMPIError
+from ..session import mpi_library, runtime
 
 _MARK = "torchmpi-probe:"
 BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from torchmpi.cli import probe; probe.main(float(sys.argv[2]))"

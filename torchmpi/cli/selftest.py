@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import collectives, mpi_library, runtime
+from .. import collectives
 from ..config import Config
 from ..errors import ConfigError, NotStartedError, TorchMPIError
+from ..session import mpi_library, runtime
 from .facts import SelfTest
 from .opening import try_opening
 

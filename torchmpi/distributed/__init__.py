@@ -14,7 +14,7 @@ __all__ = ["monitored_barrier", "register"]
 def __getattr__(name: str) -> Any:
     # Loaded with torch itself, into every process: nothing more than a script asks for.
     if name == "monitored_barrier":
-        from .monitored import monitored_barrier
+        from .process_group import monitored_barrier
 
         return monitored_barrier
     if name == "register":

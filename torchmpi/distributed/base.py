@@ -16,10 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import buffers, calls, runtime, turns
+from ..collectives import dispatch
+from ..collectives.prepared import Plan
+from ..communicators import device_calls
+from ..communicators.handle import Handle
 from ..errors import ArgumentError
-from ..handle import Handle
-from ..plans import Plan
+from ..session import runtime
+from ..tensors import buffers
 from . import membership, torch_names
 from .work import ENDED, Pending
 
@@ -137,14 +140,14 @@ class BaseGroup(dist.ProcessGroup):
     def _plan(
         self, verb: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, op: str | None = None
     ) -> Plan:
-        return calls.plan_of(self._communicator, verb, tensor, out, op=op)
+        return dispatch.plan_of(self._communicator, verb, tensor, out, op=op)
 
     def _plan_into(self, verb: str, source: torch.Tensor, output: torch.Tensor, op: str | None = None) -> Plan:
         """That of a call which fills rows of `output`, and whose source is put in order when its turn comes."""
         what = f"{self._group.where}: {verb}"
         buffers.check(source, what)
         buffers.check(output, what, written=True)
-        return calls.plan_for(self._communicator, (verb, op, source.dtype, source.device.type, False, None, False))
+        return dispatch.plan_for(self._communicator, (verb, op, source.dtype, source.device.type, False, None, False))
 
     def _run(
         self,
@@ -175,12 +178,12 @@ class BaseGroup(dist.ProcessGroup):
             elif subject is None:
                 self._group.lane.run(task)
             else:
-                turns.take(self._group, task, f"{self._group.where}: {verb}", subject)
+                device_calls.take(self._group, task, f"{self._group.where}: {verb}", subject)
         return ENDED
 
     def _submit(self, task: Callable[[], Any], verb: str, subject: torch.Tensor | None) -> Handle:
         """In the background, and in the order of the device that `subject` is on."""
-        return turns.queue(self._group, task, f"{self._group.where}: {verb}", subject)
+        return device_calls.queue(self._group, task, f"{self._group.where}: {verb}", subject)
 
     # --- what several verbs share -------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class BaseGroup(dist.ProcessGroup):
 
     def _checked_root(self, options: Any, verb: str) -> int:
         """torch looks at a rank of the world, but not at one given as a rank of the group."""
-        return calls.check_root(self._group, options.rootRank, verb)
+        return dispatch.check_root(self._group, options.rootRank, verb)
 
     def _check_sizes(self, verb: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import runtime
+from ..session import runtime
 from . import torch_names
 
 LEAST_BYTES = 256 << 10

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import buffers, dtypes, runtime
-from ..backends.binding import bind
+from ..backends.base import bind
+from ..collectives.prepared import Plan
+from ..communicators.call_log import call_code
+from ..communicators.group import Group
 from ..errors import ArgumentError
-from ..groups import Group
-from ..plans import Plan
-from ..progress import call_code
+from ..session import runtime
+from ..tensors import buffers, dtypes
 
 _ABLE = ("shm", "mpi")
 

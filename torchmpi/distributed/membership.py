@@ -12,9 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import mpi_library, runtime, topology
+from ..communicators import splits
+from ..communicators.communicator import Communicator
+from ..communicators.group import Group
+from ..communicators.release import release
 from ..errors import ArgumentError, LaunchError
-from ..groups import Communicator, Group
+from ..session import mpi_library, runtime
 
 _TAG_BITS = 14  # of what MPI guarantees for tags
 
@@ -46,7 +49,7 @@ class Membership:
         self._base = world.Split(0, rank)
 
     def _meet(self, options: Any, rank: int, size: int) -> None:
-        from .. import sockets
+        from . import sockets
 
         self._stand_in = sockets.connect(options.store, rank, size, timeout_seconds=options.timeout.total_seconds())
         mpi_library.adopt(self._stand_in)
@@ -64,7 +67,7 @@ class Membership:
             comm, name = self._base.Dup(), "process group"
         running = runtime.current()
         group = Group(comm, name, tuple(self._world_ranks[rank] for rank in ranks), running.context)
-        split = topology.plan_split([name] * group.size, cartesian=True)
+        split = splits.plan_split([name] * group.size, cartesian=True)
         self._num_groups += 1
         return Communicator(-1, name, group, None, split=split, parent=None)
 
@@ -79,7 +82,7 @@ class Membership:
         if self._num_groups:
             return
         _membership = None
-        mpi_library.give_back(self._base)
+        release(self._base)
         if self._started:
             runtime.stop()
         if self._stand_in is not None:

@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
-from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
-from .. import runtime
-from ..errors import ArgumentError, StallError
-from ..groups import Group
+from ..communicators.group import Group
+from ..errors import StallError
+from ..session import runtime
 from .transfers import ANSWER_TAG, ARRIVED_TAG, check_open
 
 _NAP_SECONDS = 0.0005
-
-
-def monitored_barrier(
-    group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
-) -> None:
-    """``torch.distributed.monitored_barrier``, which torch itself allows for gloo only.
-
-    Rank 0 of the group waits for all others and raises an error that names the first rank which does not come in time,
-    or all of them with `wait_all_ranks`; ranks that have come raise too.
-
-        from torchmpi.distributed import monitored_barrier
-        monitored_barrier(timeout=timedelta(seconds=30))
-    """
-    from .process_group import ProcessGroup
-
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return  # as for every collective of torch
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
-    chosen = group or dist.group.WORLD
-    if not isinstance(chosen, ProcessGroup):
-        raise ArgumentError("monitored_barrier needs a group with the backend 'torchmpi'; torch has one for gloo.")
-    chosen.monitored_barrier(timeout, wait_all_ranks)
 
 
 def meet(group: Group, seconds: float, number: int, *, wait_all_ranks: bool) -> None:

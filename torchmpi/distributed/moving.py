@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import buffers
 from ..errors import ArgumentError
+from ..tensors import buffers
 from . import exchange, torch_names
 from .base import BaseGroup, Tensors
 from .rows import as_rows, deliver, deliver_each, one_of, result_rows, same_lengths, stacked
@@ -28,9 +28,7 @@ class Moving(BaseGroup):
         tensor, opts = one_of(tensors), torch_names.broadcast_options(opts)
         return self._run("broadcast", tensor, None, opts, outputs=[tensor], root=self._checked_root(opts, "broadcast"))
 
-    def allgather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = torch_names.ALLGATHER
-    ) -> dist.Work:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = torch_names.ALLGATHER) -> dist.Work:
         """Everybody's tensor to everybody, into a list; they may differ in length."""
         parts, tensor = list(one_of(outputs)), one_of(inputs)
         exchange.check(self._group, [tensor] * self.size(), parts, "all_gather")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import calls
+from ..collectives import dispatch
 from ..errors import ArgumentError
 from . import torch_names, transfers
 from .monitored import meet
@@ -44,7 +44,7 @@ class ProcessGroup(Reducing, Moving):
 
     def barrier(self, opts: Any = torch_names.BARRIER) -> dist.Work:
         """Return when everybody has come."""
-        plan = calls.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
+        plan = dispatch.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
         limit = opts.timeout.total_seconds() if opts.timeout.total_seconds() > 0 else self._group.timeout_seconds
 
         def task() -> None:
@@ -80,3 +80,24 @@ class ProcessGroup(Reducing, Moving):
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
         transfer = transfers.receive(self._group, tensor, peer, tag)
         return PendingMessage(transfer, [tensor], self._group.timeout_seconds)
+
+
+def monitored_barrier(
+    group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """``torch.distributed.monitored_barrier``, which torch itself allows for gloo only.
+
+    Rank 0 of the group waits for all others and raises an error that names the first rank which does not come in time,
+    or all of them with `wait_all_ranks`; ranks that have come raise too.
+
+        from torchmpi.distributed import monitored_barrier
+        monitored_barrier(timeout=timedelta(seconds=30))
+    """
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return  # as for every collective of torch
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    chosen = group or dist.group.WORLD
+    if not isinstance(chosen, ProcessGroup):
+        raise ArgumentError("monitored_barrier needs a group with the backend 'torchmpi'; torch has one for gloo.")
+    chosen.monitored_barrier(timeout, wait_all_ranks)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import buffers, collectives, dtypes, fusion, runtime, sparse
+from .. import collectives
 from ..errors import ArgumentError
+from ..session import runtime
+from ..tensors import buffers, dtypes, fusion, sparse
 from . import bucket_memory, reductions, torch_names
 from .base import BaseGroup, Tensors
 from .rows import as_rows, deliver, one_of, result_rows, same_lengths

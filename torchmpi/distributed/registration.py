@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-NAME = "torchmpi"
 SCHEME = "mpi"
 DEVICES = ["cpu", "cuda"]
 _AS_MPI = "TORCHMPI_AS_MPI"
@@ -28,20 +27,21 @@ def register() -> None:
     try:
         _register()
     except Exception as error:
-        warnings.warn(f'torchmpi cannot be used as a torch.distributed backend here: {error!r}', stacklevel=2)
+        warnings.warn(f"torchmpi cannot be used as a torch.distributed backend here: {error!r}", stacklevel=2)
 
 
 def _register() -> None:
     import torch.distributed as dist
 
-    if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
-        return
     from . import torch_names
 
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
+    if not dist.is_available() or hasattr(dist.Backend, torch_names.NAME.upper()):
+        return
+
+    dist.Backend.register_backend(torch_names.NAME, _create, extended_api=True, devices=DEVICES)
     dist.register_rendezvous_handler(SCHEME, _meet_through_mpi)
     torch_names.wrap_rendezvous("env", _environment_or_mpi)
-    torch_names.keep_dynamo_out(NAME)
+    torch_names.keep_dynamo_out(torch_names.NAME)
     if os.environ.get(_AS_MPI, "") not in ("", "0"):
         torch_names.take_name_of_mpi(_create)
 

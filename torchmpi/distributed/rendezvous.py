@@ -18,10 +18,9 @@ from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
 
-from .. import mpi_library
 from ..errors import ArgumentError, LaunchError
+from ..session import mpi_library
 from . import torch_names
-from .registration import NAME
 
 _LOOPBACK = "127.0.0.1"
 _PATIENCE_SECONDS = 3.0
@@ -53,7 +52,7 @@ def through_environment(original: Any, url: str, **options: Any) -> Found:
         return through_mpi(url, **options)
     backend = torch_names.variable_of_caller("init_process_group", "backend")
     alone = not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not _numbers(url)
-    if backend == NAME and alone:
+    if backend == torch_names.NAME and alone:
         return iter([(dist.HashStore(), 0, 1)])
     return original(url, **options)  # type: ignore[no-any-return]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .. import buffers
 from ..errors import ArgumentError
+from ..tensors import buffers
 
 
 def one_of(values: Any) -> Any:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+NAME = "torchmpi"
+"""The name of the backend."""
 TESTED = ("2.13",)
 """Minor versions of torch with which the whole test-suite was run."""
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from .. import buffers, dtypes, runtime, streams
+from ..communicators.group import Group
+from ..communicators.handle import Handle
 from ..errors import ArgumentError, CommunicatorError, MismatchError, StallError, TorchMPIError
-from ..groups import Group
-from ..handle import Handle
+from ..session import runtime
+from ..tensors import buffers, dtypes, streams
 
 _EAGER_LOOKS = 2000
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 50e-6, 1e-3

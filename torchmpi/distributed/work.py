@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..communicators.handle import Handle
 from ..errors import StallError
-from ..handle import Handle
 from .transfers import Transfer
 
 

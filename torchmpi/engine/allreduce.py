@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import torchmpi.nn as mpinn
-from torchmpi import lifecycle
 from torchmpi.errors import DeviceError
+from torchmpi.session import api
 
 from .evaluate import TestResult
 from .ranks import AllRanks
@@ -46,12 +46,12 @@ class AllReduceSGDEngine(SGDEngine):
         self._registered: list[tuple[nn.Module, list[nn.Parameter]]] = []
 
     def _pick_device(self, network: nn.Module) -> torch.device:
-        device = lifecycle.device()
+        device = api.device()
         if self._use_gpu is False:
             return torch.device("cpu")
         if self._use_gpu and device.type != "cuda":
             raise DeviceError(
-                f"rank {lifecycle.rank()}: use_gpu=True, but the device of this rank is the {device}. "
+                f"rank {api.rank()}: use_gpu=True, but the device of this rank is the {device}. "
                 "Use start(with_cuda=True) on hosts with GPUs, or use_gpu=None to take what there is."
             )
         return device
@@ -74,8 +74,8 @@ class AllReduceSGDEngine(SGDEngine):
                 mpinn.check_with_allreduce(module, buffers=False)
 
     def _settle(self) -> None:
-        if self._device_sync and lifecycle.device().type == "cuda" and self._use_gpu is not False:
-            torch.cuda.synchronize(lifecycle.device())
+        if self._device_sync and api.device().type == "cuda" and self._use_gpu is not False:
+            torch.cuda.synchronize(api.device())
 
     def _synchronize(self, state: State, num_active: int) -> None:
         if isinstance(state.optimizer, mpinn.DistributedOptimizer):

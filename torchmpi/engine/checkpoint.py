@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from torchmpi import archive as archive_file
 from torchmpi.errors import CheckpointError
+from torchmpi.tensors import archive as archive_file
 
 from .ranks import Ranks
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from torchmpi import collectives, lifecycle
+from torchmpi import collectives
+from torchmpi.session import api
 
 
 class Ranks(Protocol):
@@ -54,11 +55,11 @@ class AllRanks:
 
     @property
     def rank(self) -> int:
-        return lifecycle.rank()
+        return api.rank()
 
     @property
     def size(self) -> int:
-        return lifecycle.size()
+        return api.size()
 
     def count(self, flag: bool) -> int:
         return int(collectives.allreduce(int(flag)))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import collectives
-from ..dtypes import short_name
+from ..communicators.communicator import Communicator
 from ..errors import GradientError, ReplicaError
-from ..groups import Communicator
+from ..tensors.dtypes import short_name
 from .replica import Replica
 
 _DENSE, _SPARSE, _FAILED, _SCATTERED = 1, 2, 4, 8

@@ -7,8 +7,9 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
-from .. import fusion, runtime
 from ..errors import ArgumentError, GradientError
+from ..session import runtime
+from ..tensors import fusion
 
 _ALIGN_BYTES = 64  # views that live long begin on a cache line
 

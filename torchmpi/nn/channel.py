@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .. import runtime
-from ..groups import Communicator
+from ..communicators.communicator import Communicator
+from ..session import runtime
 
 
 def resolve(comm: int | Communicator | None) -> Communicator:

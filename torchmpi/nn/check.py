@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import collectives
+from ..communicators.communicator import Communicator
 from ..errors import ReplicaError
-from ..groups import Communicator
 from .agreement import check_same_layout
 from .channel import resolve
 from .replica import Net, Replica

@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .. import collectives, fusion, streams
+from .. import collectives
+from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
-from ..groups import Communicator
+from ..tensors import fusion, streams
 from .agreement import Presence, agree_on_gradients, check_same_layout
 from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from .. import collectives
+from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
-from ..groups import Communicator
 from .channel import resolve
 from .hooks import AsyncBackward
 from .replica import SHARDED, Net, Replica, attach, attached

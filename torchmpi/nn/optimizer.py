@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
+from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
-from ..groups import Communicator
 from .channel import resolve
 from .hooks import register_async_backward, synchronize_gradients_async
 from .sync import synchronize_gradients

@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import collectives, many, streams
-from ..groups import Communicator
+from .. import collectives
+from ..collectives import fused
+from ..communicators.communicator import Communicator
+from ..tensors import streams
 
 
 class Reduction(NamedTuple):
@@ -28,10 +30,10 @@ class Reduction(NamedTuple):
     def run_many(self, tensors: Sequence[Tensor], comm: Communicator) -> None:
         """Reduce them in place, in few calls."""
         if self.divisor in (self.size, 1):
-            many.allreduce_many(tensors, op="avg" if self.divisor == self.size else "sum", comm=comm)
+            fused.allreduce_many(tensors, op="avg" if self.divisor == self.size else "sum", comm=comm)
             return
         wide = [_widened(tensor) for tensor in tensors]
-        many.allreduce_many(wide, comm=comm)
+        fused.allreduce_many(wide, comm=comm)
         for tensor, total in zip(tensors, wide, strict=True):
             torch.div(total, self.divisor, out=total)
             if total is not tensor:

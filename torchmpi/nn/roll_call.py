@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from .. import collectives
+from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, MismatchError
-from ..groups import Communicator
 from .reduction import Reduction
 from .replica import Attachment, Net, attached
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .. import fusion, runtime
+from ..session import runtime
+from ..tensors import fusion
 from .buckets import aligned_offsets, allocate_flat, dense_view
 from .replica import Attachment, attach, attached
 

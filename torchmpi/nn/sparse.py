@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import collectives, sparse
-from ..groups import Communicator
+from .. import collectives
+from ..communicators.communicator import Communicator
+from ..tensors import sparse
 from .reduction import Reduction
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import buffers, collectives, fusion, many
+from .. import collectives
+from ..collectives import fused
+from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
-from ..groups import Communicator
+from ..tensors import buffers, fusion
 from .agreement import Presence, agree_on_gradients, check_same_layout
 from .blocksequential import gradient_buckets_of, parameter_blocks_of
 from .buckets import CopiedBucket, SeatedBucket
@@ -128,7 +130,7 @@ def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, 
     if shared is not None and len(dense) == len(parameters):
         shared.move(dense)
     blocks, rest = _blocks_and_rest(replica, dense)
-    if is_within_host and many.takes_as_they_lie(rest, comm):
+    if is_within_host and fused.takes_as_they_lie(rest, comm):
         _reduce_within_host(blocks, rest, reduction, comm)
     else:
         _reduce_over_wire(_buckets(blocks, rest, bucket_bytes), reduction, comm)

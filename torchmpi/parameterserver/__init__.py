@@ -9,16 +9,16 @@ Nobody has to enter a matching call::
     weights = ps.receive(server).wait()
 """
 
-from .diloco import DiLoCoUpdate
-from .downpour import DownpourUpdate
-from .easgd import EAMSGDUpdate, EASGDUpdate
-from .localsgd import LocalSGDUpdate
 from .rules import Rule, adagrad, adam, axpby, register_rule, scaled_add, sgd
 from .saving import load, save
 from .servers import Server, free, free_all, init, receive, send
 from .staleness import Clock, StalenessMeter
 from .tensors import free_tensors, init_tensors, integrate_tensors, prefetch_tensors, send_tensors, sync_handles
-from .update import Update
+from .updates.diloco import DiLoCoUpdate
+from .updates.downpour import DownpourUpdate
+from .updates.easgd import EAMSGDUpdate, EASGDUpdate
+from .updates.localsgd import LocalSGDUpdate
+from .updates.update import Update
 
 __all__ = [
     "Clock",

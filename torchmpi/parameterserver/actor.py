@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .. import kernels
-from ..kernels import shard_plan as words
+from ..shared_memory import kernels
+from ..shared_memory.kernels import shard_layout as words
 from .arena import Arena, Memory
 from .rules import Prepared
 from .shards import Layout, chunk_numel

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels import shard_plan as words
-from ..segments import Segment
+from ..shared_memory.kernels import shard_layout as words
+from ..shared_memory.segments import Segment
 
 ACTORS_PER_RANK = 2
 CLIENT, SERVER = range(ACTORS_PER_RANK)

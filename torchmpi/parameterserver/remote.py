@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..buffers import as_bytes
+from ..communicators.call_queue import Lane
 from ..errors import ArgumentError, TorchMPIError
-from ..lane import Lane
+from ..tensors.buffers import as_bytes
 from .actor import Actor
 from .rules import MOST_COEFFICIENTS, MOST_NAME_BYTES, Prepared, Rule
 from .shards import PIECE_BYTES, pieces

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ArgumentError
-from ..kernels import rules as native
-from ..kernels.shard_plan import MOST_STATES, NUM_COEFFICIENTS
+from ..shared_memory.kernels import server_rules as native
+from ..shared_memory.kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
 
 Function = Callable[..., object]
 MOST_COEFFICIENTS = NUM_COEFFICIENTS - 2

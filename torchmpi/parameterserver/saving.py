@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import archive, runtime
-from ..dtypes import short_name
+from ..backends.schedule import even_partition
+from ..communicators.group import Group
+from ..communicators.levels import Comm
 from ..errors import CheckpointError
-from ..groups import Group
-from ..kernels.shard_plan import MOST_STATES, STEPS, VERSION
-from ..schedule import even_partition
-from ..stack import Comm
+from ..session import runtime
+from ..shared_memory.kernels.shard_layout import MOST_STATES, STEPS, VERSION
+from ..tensors import archive
+from ..tensors.dtypes import short_name
 from .servers import Server
 from .service import Service, Step, service_of
 

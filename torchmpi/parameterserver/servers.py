@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from .. import buffers, runtime, streams
-from .. import dtypes as dtype_table
-from ..calls import is_simple
+from ..backends.schedule import even_partition
+from ..collectives.dispatch import is_simple
+from ..communicators.group import Group
+from ..communicators.handle import Handle
+from ..communicators.levels import Comm
 from ..errors import ArgumentError, CommunicatorError, DtypeError
-from ..groups import Group
-from ..handle import Handle
-from ..kernels.rules import state_dtype
-from ..schedule import even_partition
-from ..stack import Comm
+from ..session import runtime
+from ..shared_memory.kernels.server_rules import state_dtype
+from ..tensors import buffers, streams
+from ..tensors import dtypes as dtype_table
 from .actor import Shards
 from .rules import Prepared, Rule, prepare
 from .service import Service, Step, require_threads, service_of

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from .. import runtime
+from ..communicators.call_log import call_code
+from ..communicators.call_queue import Lane
+from ..communicators.group import Group, share
 from ..errors import CommunicatorError, MismatchError, TorchMPIError
-from ..groups import Group, share
-from ..lane import Lane
-from ..progress import call_code
+from ..session import runtime
 from . import remote
 from .actor import Actor, Shards
 from .arena import CLIENT, SERVER, Arena, Memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..kernels.shard_plan import CHUNK_BYTES, HEADER_BYTES, NUM_ARRAYS
+from ..shared_memory.kernels.shard_layout import CHUNK_BYTES, HEADER_BYTES, NUM_ARRAYS
 
 _PAGE_BYTES = 4096
 PIECE_BYTES = 1 << 20

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from .. import collectives, runtime
+from .. import collectives
+from ..communicators.levels import Comm
 from ..errors import ArgumentError, StallError
-from ..stack import Comm
+from ..session import runtime
 from .servers import init, receive, send
 
 _FINISHED = torch.iinfo(torch.int64).max

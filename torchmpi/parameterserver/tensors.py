@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import collectives, runtime
+from .. import collectives
+from ..communicators.handle import Handle
+from ..communicators.levels import Comm
 from ..errors import ArgumentError
-from ..handle import Handle
 from ..nn.agreement import check_same_layout
 from ..nn.replica import Replica
-from ..stack import Comm
+from ..session import runtime
 from .servers import Server, free, init, prepared_for, receive, send
 
 Allocate = Callable[[int, torch.dtype], Tensor]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ... import mpi_library
+from ...session import mpi_library
 from .job import started_job
 from .jobs import relay_to
 

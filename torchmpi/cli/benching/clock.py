@@ -124,6 +124,6 @@ def _largest(times: Sequence[float], comm: Any) -> list[float]:
 
 
 def _maximum() -> Any:
-    from ... import mpi_library
+    from ...session import mpi_library
 
     return mpi_library.load().MAX

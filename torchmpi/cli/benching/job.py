@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ... import affinity, mpi_library, runtime
 from ...config import PREFIX
+from ...session import affinity, mpi_library, runtime
 from ..gathering import versions
 from ..layout import core_list, counted
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ... import affinity, mpi_library
 from ...errors import JobError
+from ...session import affinity, mpi_library
 from .. import launching
 from ..facts import Program
 from ..trial import Ended, find_programs, run_limited

@@ -64,8 +64,7 @@ def resnet18() -> nn.Module:
     """
     widths = (64, 64, 128, 128, 256, 256, 512, 512)
     blocks = [
-        Basic(before, width, 1 if before == width else 2)
-        for before, width in zip((64, *widths), widths, strict=False)
+        Basic(before, width, 1 if before == width else 2) for before, width in zip((64, *widths), widths, strict=False)
     ]
     return nn.Sequential(
         *_convolution(3, 64, 3, 1), nn.ReLU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ...backends import NAMES
+from ...backends.base import NAMES
 from . import arguments as read
 from .ps_plan import PARTS
 

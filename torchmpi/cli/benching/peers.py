@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ... import mpi_library, runtime
 from ...distributed.registration import register
+from ...session import mpi_library, runtime
 from .contestants import Call, Contestant
 from .job import Job
 from .workload import Allocate, Shape, Workload

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ... import parameterserver as ps
-from ... import runtime
+from ...session import runtime
 from .job import Job
 from .ps_patience import Patient
 

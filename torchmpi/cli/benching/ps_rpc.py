@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ... import affinity, runtime
 from ...errors import JobError
+from ...session import affinity, runtime
 from .jobs import PACKAGE_PARENT
 from .ps_patience import Patient
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from ... import mpi_library
 from ... import nn as mpinn
+from ...session import mpi_library
 from . import ddp_way
 from .clock import Entrant, measure
 from .device_clock import timed_on

@@ -1,0 +1,152 @@
+"""Where measured tables are kept between runs: a JSON file with one entry per shape of job.
+
+An entry is good for the shape it was measured on (hosts, ranks, cores, processor) and for those versions of the
+software. A file that cannot be used is never an error: the run goes on with the default table, and says why in a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .._version import __version__
+from .selection_table import Key, Table, checked, keys
+
+_FORMAT = 1
+NO_FILE = "there is no such file"
+NO_ENTRY = "it has nothing for a job of this shape"
+
+
+class Job(NamedTuple):
+    """What a measured table depends on."""
+
+    shape: dict[str, Any]
+    versions: dict[str, str]
+
+
+def describe_job(hosts: Sequence[int], num_cores: int, num_local_ranks: int, mpi: str) -> Job:
+    """The shape of a job, from the host of each rank, and the cores and ranks of this host.
+
+    >>> describe_job([0, 0, 1, 1], 8, 2, "Open MPI 5.0.11").shape["ranks_per_host"]
+    [2, 2]
+    """
+    ranks = Counter(hosts)
+    shape = {
+        "ranks_per_host": [ranks[host] for host in sorted(ranks)],
+        "cores_per_rank": round(num_cores / num_local_ranks, 3),
+        "cpu": cpu_model(),
+    }
+    return Job(shape, {"mpi": mpi, "torch": torch.__version__, "torchmpi": __version__})
+
+
+def cpu_model() -> str:
+    """The processor's name for itself, or the architecture where Linux does not say.
+
+    >>> cpu_model() != ""
+    True
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
+
+
+def path_for(setting: str, environment: Mapping[str, str] | None = None) -> Path | None:
+    """The file that the setting ``tuning_file`` means; None for ``none``.
+
+    >>> path_for("", {"XDG_CACHE_HOME": "/tmp/cache"})
+    PosixPath('/tmp/cache/torchmpi/tuning.json')
+    """
+    if setting == "none":
+        return None
+    if setting:
+        return Path(setting).expanduser()
+    environment = os.environ if environment is None else environment
+    cache = environment.get("XDG_CACHE_HOME", "")
+    # The convention has it that a relative path there does not count.
+    folder = Path(cache) if os.path.isabs(cache) else Path(environment.get("HOME") or "~").expanduser() / ".cache"
+    return folder / "torchmpi" / "tuning.json"
+
+
+def load(path: Path, job: Job) -> tuple[Table | None, str]:
+    """The table measured on a job like this, and what is wrong with the file or missing from it ('' = nothing)."""
+    try:
+        entries = _entries(path)
+    except FileNotFoundError:
+        return None, NO_FILE
+    except (OSError, ValueError) as error:
+        return None, f"it cannot be read ({_first_line(error)})"
+    alike = [entry for entry in entries if entry.get("shape") == job.shape]
+    if not alike:
+        return None, NO_ENTRY
+    found = alike[-1]
+    if found.get("versions") != job.versions:
+        return None, f"it was measured with {_difference(found.get('versions'), job.versions)}"
+    try:
+        return _table_from(found["table"]), ""
+    except (KeyError, TypeError, ValueError) as error:
+        return None, f"its entry for this job is damaged ({_first_line(error)})"
+
+
+def save(path: Path, job: Job, table: Table) -> None:
+    """Put the table in the place of an older one for this shape. Others see the old file or the new one, no half."""
+    try:
+        entries = [entry for entry in _entries(path) if entry.get("shape") != job.shape]
+    except (OSError, ValueError):
+        entries = []  # a damaged file is of no use to anybody
+    rows = [{**key._asdict(), "rule": rule} for key, rule in table.items()]
+    saved = time.strftime("%Y-%m-%d %H:%M:%S")
+    entries.append({"shape": job.shape, "versions": job.versions, "saved": saved, "table": rows})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"format": _FORMAT, "entries": entries}, file, indent=1)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError("not a file of this version")
+    entries = content.get("entries")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError("no list of entries")
+    return entries
+
+
+def _table_from(rows: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for row in rows:
+        (key,) = keys(*(str(row[part]) for part in Key._fields))
+        table[key] = checked(key, [(limit, str(transport)) for limit, transport in row["rule"]])
+    return table
+
+
+def _difference(theirs: Any, ours: dict[str, str]) -> str:
+    """Which versions differ, in words.
+
+    >>> _difference({"mpi": "MPICH 5.0.2", "torch": "2.13"}, {"mpi": "Open MPI 5.0.11", "torch": "2.13"})
+    'mpi MPICH 5.0.2, not Open MPI 5.0.11'
+    """
+    theirs = theirs if isinstance(theirs, dict) else {}
+    differences = [f"{name} {theirs.get(name)}, not {ours[name]}" for name in ours if theirs.get(name) != ours[name]]
+    return "; ".join(differences)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

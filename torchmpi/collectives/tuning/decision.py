@@ -1,0 +1,92 @@
+"""From samples to rules: what is faster beyond the noise, and for which sizes. Nothing here measures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from ...backends.selection_table import BY_SIZE, HIERARCHICAL, REDUCING, Key, Rule, at, checked
+
+_MARGIN = 1.05
+"""A change of transport must pay this much in seven of eight rounds."""
+
+Samples = dict[str, list[float]]
+"""Seconds per call by transport, one for each round; those of the slowest rank."""
+
+
+def decide(
+    verb: str, measured: dict[str, dict[int, Samples]], current: dict[str, Rule], *, margin: float = _MARGIN
+) -> dict[str, Rule]:
+    """Rules by mode, from samples by mode and size. What is not faster beyond the noise does not change.
+
+    >>> slow, fast = [2.0] * 4, [1.0] * 4
+    >>> measured = {"sync": {64: {"mpi": fast, "shm": slow}, 4096: {"mpi": slow, "shm": fast}}}
+    >>> decide("allreduce", measured, {"sync": ((None, "mpi"),)})
+    {'sync': ((512, 'mpi'), (None, 'shm'))}
+    """
+    if not measured:
+        return dict(current)
+    if verb in REDUCING:
+        everything = [samples for sizes in measured.values() for samples in sizes.values()]
+        in_steps = _adds_in_steps(everything, any(name == HIERARCHICAL for _, name in current["sync"]), margin)
+        measured = {
+            mode: {size: _only(samples, in_steps) for size, samples in sizes.items()}
+            for mode, sizes in measured.items()
+        }
+    spare = next(iter(measured.values()))  # a mode for which there was no time does as the other one
+    return {mode: _rule(verb, mode, measured.get(mode, spare), rule, margin) for mode, rule in current.items()}
+
+
+def _rule(verb: str, mode: str, sizes: dict[int, Samples], current: Rule, margin: float) -> Rule:
+    key = Key(verb, "cpu", "host", mode)
+    if verb not in BY_SIZE:
+        return checked(key, best(list(sizes.values()), current[0][1], margin))
+    ordered = sorted(sizes)
+    # Between two sizes that were measured nobody knows: half way, as factors go.
+    limits = [math.isqrt(small * large) for small, large in zip(ordered, ordered[1:], strict=False)]
+    winners = [best([sizes[size]], at(current, size), margin) for size in ordered]
+    return checked(key, zip([*limits, None], winners, strict=True))
+
+
+def _adds_in_steps(everything: list[Samples], does_now: bool, margin: float) -> bool:
+    """Whether a reduction goes group by group: at all sizes and in both modes or in none, for the sake of its bits."""
+    known = [samples for samples in everything if HIERARCHICAL in samples and len(samples) > 1]
+    if not known:
+        return does_now
+    flat = [_only(samples, False) for samples in known]
+    flat_best = [min(samples.values(), key=median) for samples in flat]
+    in_steps = [samples[HIERARCHICAL] for samples in known]
+    if does_now:
+        return speedup(in_steps, flat_best) <= margin
+    return speedup(flat_best, in_steps) > margin
+
+
+def _only(samples: Samples, in_steps: bool) -> Samples:
+    kept = {name: times for name, times in samples.items() if (name == HIERARCHICAL) == in_steps}
+    return kept or samples
+
+
+def best(sizes: Sequence[Samples], current: str, margin: float = _MARGIN) -> str:
+    """The fastest transport over some sizes together, or the current one if that is as good within the noise."""
+    names = [name for name in sizes[0] if all(name in samples for samples in sizes)]
+    fastest = min(names, key=lambda name: sum(math.log(median(samples[name])) for samples in sizes))
+    if current not in names:
+        return fastest
+    gain = speedup([samples[current] for samples in sizes], [samples[fastest] for samples in sizes])
+    return fastest if gain > margin else current
+
+
+def speedup(base: Sequence[list[float]], other: Sequence[list[float]]) -> float:
+    """How many times faster the other one is in seven of eight rounds, geometric mean over the sizes.
+
+    >>> speedup([[2.0] * 8], [[1.0] * 7 + [9.0]])
+    2.0
+    """
+    pairs = list(zip(base, other, strict=True))
+    num_rounds = min(len(times) for pair in pairs for times in pair)
+    ratios = sorted(
+        math.exp(sum(math.log(one[index] / two[index]) for one, two in pairs) / len(pairs))
+        for index in range(num_rounds)
+    )
+    return ratios[num_rounds // 8]

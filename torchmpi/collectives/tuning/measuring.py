@@ -1,0 +1,137 @@
+"""Measurements on real ranks.
+
+The transports take turns, forwards and backwards, so that a disturbance hits all of them; the buffers are written
+between batches, as a program would; what counts is the slowest rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import collectives
+from ...backends.selection_table import MODES, Key
+from ...communicators.communicator import Communicator
+from ...session import runtime
+from ...tensors import streams
+from .. import prepared
+from .decision import Samples
+
+_BATCH_SECONDS = 0.002
+_MOST_CALLS = 50
+_FEWEST_ROUNDS, _MOST_ROUNDS = 8, 24
+
+
+class Subject(NamedTuple):
+    """What one rule is sought for, and who competes."""
+
+    verb: str
+    device: str
+    span: str
+    communicator: Communicator
+    names: tuple[str, ...]
+
+    def keys(self) -> list[Key]:
+        return [Key(*self[:3], mode) for mode in (MODES if self.verb != "barrier" else MODES[:1])]
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.device} {self.span}"
+
+
+class Session:
+    """The measurements of one autotune(), and the time that is left for them."""
+
+    def __init__(self, running: runtime.Runtime, sizes: Sequence[int], seconds: float) -> None:
+        self._running, self._sizes, self._seconds = running, sizes, seconds
+        self._begin = time.perf_counter()
+        self._spent = 0.0  # as all ranks know it
+        self.num_left = 0
+
+    def measure(self, subject: Subject) -> dict[str, dict[int, Samples]]:
+        """Samples by mode and size, as far as the time goes."""
+        found: dict[str, dict[int, Samples]] = defaultdict(dict)
+        modes = [key.mode for key in subject.keys()]
+        sizes = self._sizes if subject.verb != "barrier" else self._sizes[:1]
+        for mode in modes:
+            for size in sizes:
+                samples = self._compete(Work(self._running, subject, size, mode), subject.names)
+                if samples is not None:
+                    found[mode][size] = samples
+                self.num_left -= 1
+        self.num_left -= len(MODES) * len(self._sizes) - len(modes) * len(sizes)
+        # Of small tensors alone nothing follows for large ones.
+        return {mode: samples for mode, samples in found.items() if len(samples) == len(sizes)}
+
+    def _compete(self, work: Work, names: Sequence[str]) -> Samples | None:
+        if self._spent >= self._seconds:
+            return None
+        for name in names:
+            work.time(name, 1)  # compiles, connects, allocates
+        begin = time.perf_counter()
+        once = [work.time(name, 1) for name in names]
+        end = time.perf_counter()
+        *once, round_seconds, self._spent = self._slowest([*once, end - begin, end - self._begin])
+        counts = [min(_MOST_CALLS, max(1, int(_BATCH_SECONDS / seconds))) for seconds in once]
+        round_seconds += sum((count - 1) * seconds for count, seconds in zip(counts, once, strict=True))
+        remaining = self._seconds - self._spent
+        num_rounds = min(_MOST_ROUNDS, int(remaining / max(1, self.num_left) / round_seconds))
+        num_rounds = max(_FEWEST_ROUNDS, num_rounds // 2 * 2)  # as often forwards as backwards
+        if num_rounds * round_seconds > remaining:
+            return None
+        times = []
+        for index in range(num_rounds):
+            order = range(len(names))[:: -1 if index % 2 else 1]
+            row = {which: work.time(names[which], counts[which]) for which in order}
+            times += [row[which] for which in range(len(names))]
+        *times, self._spent = self._slowest([*times, time.perf_counter() - self._begin])
+        return {name: times[which :: len(names)] for which, name in enumerate(names)}
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        """The largest of all ranks, one by one."""
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
+        world = self._running.communicators.levels[0]
+        slowest: list[float] = collectives.allreduce(tensor, op="max", comm=world, backend="mpi").tolist()
+        return slowest
+
+
+class Work:
+    """One verb on tensors of one size, as a user would call it."""
+
+    def __init__(self, running: runtime.Runtime, subject: Subject, size: int, mode: str) -> None:
+        verb, device, _, communicator, _ = subject
+        group = communicator.intra
+        self._communicator, self._is_async = communicator, mode == "async"
+        # The size is that of the largest tensor of the call: for a gather, of its result.
+        numel = max(1, size // torch.float32.itemsize // (group.size if verb in ("allgather", "gather") else 1))
+        self._tensor = torch.zeros(numel, device=running.device if device != "cpu" else "cpu")
+        given = None if verb == "scatter" and group.rank != 0 else self._tensor
+        self._call: Callable[[str], Any]
+        if verb == "barrier":
+            self._call = partial(self._barrier, running, {})
+        else:
+            function = getattr(collectives, f"{verb}_async" if self._is_async else verb)
+            self._call = lambda name: function(given, comm=communicator, backend=name)
+
+    def _barrier(self, running: runtime.Runtime, known: dict[str, prepared.Plan], name: str) -> None:
+        if name not in known:  # barrier() itself has no backend=
+            key = ("barrier", None, None, "cpu", True, name, False)
+            known[name] = prepared.prepare(running, self._communicator, key)
+        self._communicator.intra.call(known[name], None, None, 0)
+
+    def time(self, name: str, count: int) -> float:
+        """Seconds per call."""
+        self._tensor.zero_()  # a program has just written its gradients
+        streams.settle(self._tensor)
+        collectives.barrier(self._communicator)
+        begin = time.perf_counter()
+        for _ in range(count):
+            result = self._call(name)
+            if self._is_async:
+                result.wait()
+        streams.settle(self._tensor)  # some transports return when their work is queued
+        return (time.perf_counter() - begin) / count

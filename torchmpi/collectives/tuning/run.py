@@ -1,0 +1,179 @@
+"""``autotune()``: what there is to choose, the decisions, and the file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+from ... import collectives
+from ...backends import saved_tables
+from ...backends.selection_table import (
+    MODES,
+    OF_THE_HOST,
+    SPANS,
+    VERBS,
+    Key,
+    Rule,
+    Table,
+    format_rule,
+    out_of_reach,
+    span_of,
+)
+from ...communicators import splits
+from ...communicators.communicator import Communicator
+from ...communicators.group import Group
+from ...communicators.levels import Comm
+from ...errors import ArgumentError
+from ...session import runtime
+from .decision import decide
+from .measuring import Session, Subject
+
+SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+_ORDER = ("allreduce", *(verb for verb in VERBS if verb != "allreduce"))  # should the time not suffice for all
+
+
+def autotune(
+    verbs: str | Iterable[str] | None = None,
+    sizes: Iterable[int] | None = None,
+    *,
+    comm: Comm = None,
+    seconds: float = 10.0,
+    save: bool = True,
+) -> Table:
+    """Measure the transports there are, and take the fastest from now on. Collective over all ranks of the job.
+
+    Fills :data:`collective_selector` for `verbs` (all) from calls with `sizes` bytes on the communicator (if that is on
+    several hosts, first within and across them), in about so many `seconds`; gives the table. Saved, it is there after
+    the next ``start()`` of a job of the same shape on the same software.
+
+        print(mpi.autotune())
+        mpi.autotune("allreduce", sizes=[1 << 20], seconds=2, save=False)
+    """
+    running = runtime.current()
+    chosen, numbers = _checked_arguments(running, verbs, sizes, seconds)
+    say = _sayer(running)
+    session = Session(running, numbers, seconds)
+    subjects = _subjects(running, chosen, comm)
+    if not subjects:
+        say("nothing to measure: there is no second transport for any of these verbs")
+        return Table(running.selector.table)
+    say(f"{len(subjects)} rules to find, in at most about {seconds:g} s")
+    session.num_left = len(subjects) * len(MODES) * len(numbers)
+    for subject in subjects:
+        current = {key.mode: running.selector.table[key] for key in subject.keys()}
+        measured = session.measure(subject)
+        # All ranks have the same samples, and would decide alike, but for a last bit perhaps: rank 0 does.
+        rules = decide(subject.verb, measured, current) if running.world.rank == 0 else {}
+        rules = collectives.broadcast_object(rules, comm=running.communicators.levels[0])
+        if measured:
+            running.selector.adopt(Table({Key(*subject[:3], mode): rule for mode, rule in rules.items()}))
+        say(f"{subject}: {_news(rules, current) if measured else 'not measured, the time was up'}")
+    if save and running.world.rank == 0:
+        _save(running, say)
+    return Table(running.selector.table)
+
+
+def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> list[Subject]:
+    """What there is to choose, the same on all ranks."""
+    selector, world = running.selector, running.communicators.levels[0]
+    targets = _targets(running, comm)
+    devices = dict.fromkeys(("cpu", running.device.type))
+    possible = {
+        (verb, device, span): {
+            name
+            for name, backend in selector.backends.items()
+            if out_of_reach(name, span) is None and backend.why_not(verb, device, communicator.intra) is None
+        }
+        for device in devices
+        for span, communicator in targets.items()
+        for verb in verbs
+        if device == "cpu" or verb not in OF_THE_HOST
+    }
+    everywhere = collectives.allgather_object(possible, comm=world)
+    subjects = []
+    for key in possible:
+        able = set.intersection(*(theirs.get(key, set()) for theirs in everywhere))
+        names = tuple(name for name in selector.backends if name in able)
+        if len(names) > 1:
+            subjects.append(Subject(*key, targets[key[2]], names))
+    return subjects
+
+
+def _targets(running: runtime.Runtime, comm: Comm) -> dict[str, Communicator]:
+    """The communicators to measure on, by span: the one given, after those of its steps if it can go in steps."""
+    given = runtime.communicator(comm)
+    span = span_of(given.intra)
+    targets = {span: given}
+    if span == "hosts":
+        parts = {"host": given.intra.local, "across": given.intra.across}
+        targets |= {part: _communicator_of(group) for part, group in parts.items() if group is not None}
+    everywhere = collectives.allgather_object((span, list(targets)), comm=running.communicators.levels[0])
+    if any(theirs != span for theirs, _ in everywhere):
+        raise ArgumentError(
+            f"{running.world.where}: autotune(comm={comm!r}): the groups of this communicator differ between ranks in "
+            f"how they are spread over hosts ({', '.join(theirs for theirs, _ in everywhere)}). Use one where they do "
+            "not, such as 0."
+        )
+    return {part: targets[part] for part in SPANS if all(part in theirs for _, theirs in everywhere)}
+
+
+def _communicator_of(group: Group) -> Communicator:
+    """A group by itself, as verbs take it."""
+    split = splits.plan_split([0] * group.size, cartesian=True)
+    return Communicator(-1, group.name, group, None, split=split, parent=None)
+
+
+def _checked_arguments(
+    running: runtime.Runtime, verbs: str | Iterable[str] | None, sizes: Iterable[int] | None, seconds: float
+) -> tuple[list[str], list[int]]:
+    where = f"{running.world.where}: autotune"
+    chosen = [verbs] if isinstance(verbs, str) else list(verbs or _ORDER)
+    numbers = sorted(set(SIZES if sizes is None else sizes))
+    for verb in chosen:
+        if verb not in VERBS:
+            raise ArgumentError(f"{where}: verb {verb!r} is unknown. Use some of: {', '.join(VERBS)}.")
+    if not numbers or not all(type(size) is int and size > 0 for size in numbers):
+        raise ArgumentError(f"{where}: sizes={sizes!r} must be whole numbers of bytes above 0, at least one.")
+    if not seconds > 0:
+        raise ArgumentError(f"{where}: seconds={seconds!r} must be greater than zero.")
+    for name in ("backend", "hierarchical"):
+        value = getattr(running.config, name)
+        if value != "auto":
+            raise ArgumentError(f"{where}: the setting {name}={value!r} has decided already. Leave it at 'auto'.")
+    if len(running.communicators.span.levels) > 1:
+        raise ArgumentError(
+            f"{where}: a collective span is set, and its steps would be measured in the place of whole calls. Call "
+            "set_collective_span(level, level) first."
+        )
+    return chosen, numbers
+
+
+def _sayer(running: runtime.Runtime) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if running.world.rank == 0 and running.config.verbose:
+            print(f"torchmpi autotune: {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _news(rules: dict[str, Rule], current: dict[str, Rule]) -> str:
+    """What was found for each mode, and what it replaces."""
+    texts = {
+        mode: format_rule(rule) + (f" (was {format_rule(current[mode])})" if rule != current[mode] else "")
+        for mode, rule in rules.items()
+    }
+    if len(set(texts.values())) == 1:
+        return texts["sync"]
+    return "; ".join(f"{mode}: {text}" for mode, text in texts.items())
+
+
+def _save(running: runtime.Runtime, say: Callable[[str], None]) -> None:
+    path = saved_tables.path_for(running.config.tuning_file)
+    if path is None:
+        return
+    try:
+        saved_tables.save(path, running.job, running.selector.tuned)
+    except OSError as error:
+        say(f"could not be saved ({error}); it holds until stop()")
+    else:
+        say(f"saved in {path}")

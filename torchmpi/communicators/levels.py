@@ -1,0 +1,168 @@
+"""The levels of communicators of this process, which of them is current, and the span over which verbs run in steps."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..errors import ArgumentError, CommunicatorError
+from ..shared_memory import fast_path
+from . import splits
+from .call_log import Ledger, call_code
+from .communicator import Communicator
+from .group import Group, GroupContext
+
+used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torchmpi communicator", default=None)
+
+
+Comm = int | Communicator | None
+"""What verbs take as ``comm=``."""
+
+
+class _SplitPlan:
+    """Making a communicator, as a call like others: in order, and noticed if a rank does something else."""
+
+    verb = "split"
+    code = call_code("split")
+    is_whole = False
+
+    def __init__(self, ledger: Ledger, split: Callable[..., int], *arguments: Any) -> None:
+        self.shape_of = lambda tensor: ()
+        self._ledger = ledger
+        self._split = partial(split, *arguments)
+
+    def run(self, tensor: Any, out: Any, root: int) -> int:
+        self._ledger.announce()
+        return self._split()
+
+
+class Span(NamedTuple):
+    """Nested levels over which collectives on the first one are composed, and the groups in which the steps run."""
+
+    levels: list[Communicator]
+    groups: dict[tuple[int, str], Group]
+    """By number of the level and ``intra`` or ``inter``."""
+
+
+class CommunicatorStack:
+    """The levels of this process, outermost first, and the current one."""
+
+    def __init__(self, world: Any, context: GroupContext) -> None:
+        self.context = context
+        everyone = tuple(range(world.size))
+        split = splits.plan_split(["world"] * world.size, cartesian=True)
+        intra = Group(world.Dup(), "world", everyone, context)
+        self.levels = [Communicator(0, "world", intra, None, split=split, parent=None)]
+        self.default = self.levels[0]
+        self.span = Span(self.levels[:1], {})
+
+    @property
+    def current(self) -> Communicator:
+        """The one named by the innermost ``use()`` of this thread or task, else by ``set_communicator()``."""
+        chosen = used.get()
+        return self.default if chosen is None or chosen.intra.lane.closed else chosen
+
+    def find(self, communicator: Comm) -> Communicator:
+        """The communicator meant by a ``comm=`` argument."""
+        if communicator is None:
+            return self.current
+        if isinstance(communicator, Communicator):
+            if communicator.intra.lane.closed:
+                raise CommunicatorError(f"{communicator!r} has been closed; it belongs to an earlier start().")
+            return communicator
+        if type(communicator) is int and 0 <= communicator < len(self.levels):
+            return self.levels[communicator]
+        raise CommunicatorError(
+            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, or a "
+            f"level from 0 to {len(self.levels) - 1}:\n{self.names()}"
+        )
+
+    def push(self, key: str, name: str | None = None) -> int:
+        """Split the current intra group by key; the new level becomes current."""
+        if not isinstance(key, (str, int)):
+            raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
+        parent = self.current
+        plan = _SplitPlan(parent.intra.ledger, self._split, parent, str(key), name or str(key))
+        return int(parent.intra.call(plan, None, None, 0))
+
+    def _split(self, parent: Communicator, key: str, name: str) -> int:
+        """What `push` does in its turn, under the eyes of the watchdog."""
+        comm = parent.intra.comm
+        keys = comm.allgather(key)
+        split = splits.plan_split(keys, cartesian=True)
+        member = split.members[parent.rank]
+        level = len(self.levels)
+        world_ranks = parent.intra.world_ranks
+        intra = Group(
+            comm.Split(member.group, parent.rank), name, tuple(world_ranks[rank] for rank in member.intra), self.context
+        )
+        # Who is in no inter group still takes part in the split: it is collective over the parent.
+        color = member.intra_rank if member.inter is not None else self.context.MPI.UNDEFINED
+        inter_comm = comm.Split(color, member.group)  # ordered as the plan numbers the groups
+        inter = None
+        if member.inter is not None:
+            inter = Group(inter_comm, f"{name} inter", tuple(world_ranks[rank] for rank in member.inter), self.context)
+        self.levels.append(Communicator(level, name, intra, inter, split=split, parent=parent))
+        self._make_default(self.levels[level])
+        return level
+
+    def set_current(self, level: int) -> None:
+        """Make a level the default of this process."""
+        self._make_default(self.find(level))
+
+    def _make_default(self, communicator: Communicator) -> None:
+        self.default = communicator
+        fast_path.shut()
+
+    @contextmanager
+    def use(self, communicator: int | Communicator) -> Iterator[Communicator]:
+        """Make a communicator current within a block, for this thread or task only."""
+        found = self.find(communicator)
+        token = used.set(found)
+        try:
+            yield found
+        finally:
+            used.reset(token)
+
+    def set_span(self, begin: int, end: int) -> None:
+        """Let collectives on level `begin` run in steps over the levels down to `end`. Collective."""
+        last = len(self.levels) - 1
+        where = f"rank {self.levels[0].rank}: set_collective_span({begin}, {end})"
+        if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= last):
+            raise CommunicatorError(f"{where}: need 0 <= begin <= end <= {last}, the levels there are:\n{self.names()}")
+        nested = [self.levels[end]]
+        while nested[0].level > begin and nested[0].parent is not None:
+            nested.insert(0, nested[0].parent)
+        if nested[0].level != begin:
+            raise CommunicatorError(f"{where}: level {end} was not split from level {begin}, so they do not nest.")
+        # Queued calls may take steps over the groups of the old span; those of the new one are about to be duplicated.
+        for level in (*self.span.levels, *nested):
+            for group in level.groups.values():
+                group.lane.drain()
+        for group in self.span.groups.values():
+            group.free()
+        for level in (self.span.levels[0], nested[0]):
+            level.intra.forget_plans()  # they were made for the old span
+        # Groups of its own: a step may run in a worker thread while the user is in a call on the same level.
+        pairs = [(level, kind, group) for level in nested[1:] for kind, group in level.groups.items()]
+        groups = {(level.level, kind): group.duplicate(f"{group.name} in span") for level, kind, group in pairs}
+        self.span = Span(nested, groups)
+
+    def names(self) -> str:
+        """All levels, one a line, the current one marked."""
+        lines = []
+        for communicator in self.levels:
+            mark = "*" if communicator is self.current else " "
+            lines.append(
+                f"{mark} {communicator!r}"[:-1].replace("<Communicator ", "")
+                + f", ranks {communicator.intra.world_ranks}"
+            )
+        return "\n".join(lines)
+
+    def free(self) -> None:
+        """Give all groups back, in reverse order of their making."""
+        while self.context.groups:
+            self.context.groups[-1].free()  # and its parts with it

@@ -1,0 +1,255 @@
+"""Plans of who talks to whom: groups of ranks, steps of hierarchical collectives, cores and devices.
+
+Everything here is a pure function of its arguments. Every rank calls it with the same gathered facts
+(keys, host names, affinity masks) and therefore arrives at the same plan without talking again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ArgumentError
+
+GroupKind = Literal["intra", "inter"]
+Verb = Literal["allreduce", "reduce", "broadcast", "barrier"]
+
+
+# --- splitting a group by keys ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """The place of one parent rank in a `Split`. Groups hold parent ranks.
+
+    `group` is the number of its intra group, `intra` that group and `intra_rank` its rank there. `inter` is
+    its inter group, None if it is in none; its rank there is `group`, since each group sends one member.
+    """
+
+    group: int
+    intra: tuple[int, ...]
+    intra_rank: int
+    inter: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """A parent group split into intra groups by key, and the inter groups across them.
+
+    `groups` are in order of their smallest parent rank, `members` is indexed by parent rank.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    members: tuple[Member, ...]
+    is_cartesian: bool
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """The parent rank of the first member of each group.
+
+        >>> plan_split("abba", cartesian=False).roots
+        (0, 1)
+        """
+        return tuple(group[0] for group in self.groups)
+
+
+def plan_split(keys: Sequence[Hashable], *, cartesian: bool) -> Split:
+    """Group the ranks of a parent by the key each of them gave; index = rank in the parent.
+
+    With `cartesian` and equal group sizes, rank i of every group forms an inter group: a grid. Otherwise only
+    the roots (intra rank 0) form one: a tree. A single group is a grid of one row either way.
+
+    >>> split = plan_split(["left", "right", "left", "right"], cartesian=True)
+    >>> split.groups, split.is_cartesian
+    (((0, 2), (1, 3)), True)
+    >>> split.members[3]
+    Member(group=1, intra=(1, 3), intra_rank=1, inter=(2, 3))
+    >>> split = plan_split(["left", "right", "left"], cartesian=True)     # uneven, therefore a tree
+    >>> [member.inter for member in split.members]
+    [(0, 1), (0, 1), None]
+    """
+    by_key: dict[Hashable, list[int]] = {}
+    for rank, key in enumerate(keys):
+        by_key.setdefault(key, []).append(rank)
+    groups = tuple(tuple(ranks) for ranks in by_key.values())
+    even = len({len(group) for group in groups}) == 1
+    is_cartesian = even and (cartesian or len(groups) == 1)
+    num_inter_groups = len(groups[0]) if is_cartesian else min(1, len(groups))
+    inter_groups = [tuple(group[i] for group in groups) for i in range(num_inter_groups)]
+    placed = {
+        rank: Member(number, group, i, inter_groups[i] if i < num_inter_groups else None)
+        for number, group in enumerate(groups)
+        for i, rank in enumerate(group)
+    }
+    return Split(groups, tuple(placed[rank] for rank in range(len(keys))), is_cartesian)
+
+
+# --- steps of a collective over several levels -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One flat collective that a rank takes part in: on the intra or inter group of a level.
+
+    `root` is a rank in that group; None for verbs without a root.
+    """
+
+    level: int
+    group: GroupKind
+    verb: Verb
+    root: int | None = None
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The group of one level as seen by one of its members, with the splits that lie below it."""
+
+    level: int
+    rank: int
+    size: int | None  # None: not known, which only happens for a flat collective
+    splits: tuple[Split, ...]
+
+    @property
+    def split(self) -> Split:
+        return self.splits[0]
+
+    @property
+    def member(self) -> Member:
+        return self.split.members[self.rank]
+
+    def below(self) -> _Span:
+        return _Span(self.level + 1, self.member.intra_rank, len(self.member.intra), self.splits[1:])
+
+    def inter_step(self, verb: Verb, root: int | None = None) -> Iterator[Step]:
+        """The step across the groups one level down, if this rank is in it and it has anybody to talk to."""
+        if self.member.inter is not None and len(self.split.groups) > 1:
+            yield Step(self.level + 1, "inter", verb, root)
+
+
+def _allreduce(span: _Span, root: int) -> Iterator[Step]:
+    if span.split.is_cartesian:
+        yield from _steps("allreduce", span.below(), 0)
+        yield from span.inter_step("allreduce")
+    else:
+        yield from _steps("reduce", span.below(), 0)
+        yield from span.inter_step("allreduce")
+        yield from _steps("broadcast", span.below(), 0)
+
+
+def _reduce(span: _Span, root: int) -> Iterator[Step]:
+    home = span.split.members[root]
+    if span.split.is_cartesian:
+        # The grid has an inter group through the root itself: collect in that one.
+        yield from _steps("reduce", span.below(), home.intra_rank)
+        if span.member.intra_rank == home.intra_rank:
+            yield from span.inter_step("reduce", home.group)
+    elif span.member.group == home.group:
+        # The root's own group goes last: its first member brings in the partial results of the other groups
+        # together with its own value, so that any member can be the root without a hand-over.
+        yield from span.inter_step("reduce", home.group)
+        yield from _steps("reduce", span.below(), home.intra_rank)
+    else:
+        yield from _steps("reduce", span.below(), 0)
+        yield from span.inter_step("reduce", home.group)
+
+
+def _broadcast(span: _Span, root: int) -> Iterator[Step]:
+    home = span.split.members[root]
+    if span.split.is_cartesian:
+        if span.member.intra_rank == home.intra_rank:
+            yield from span.inter_step("broadcast", home.group)
+        yield from _steps("broadcast", span.below(), home.intra_rank)
+    elif span.member.group == home.group:
+        yield from _steps("broadcast", span.below(), home.intra_rank)
+        yield from span.inter_step("broadcast", home.group)
+    else:
+        yield from span.inter_step("broadcast", home.group)
+        yield from _steps("broadcast", span.below(), 0)
+
+
+def _barrier(span: _Span, root: int) -> Iterator[Step]:
+    yield from _steps("barrier", span.below(), 0)
+    yield from span.inter_step("barrier")
+    if not span.split.is_cartesian:  # the members that are not roots wait for theirs to come back
+        yield from _steps("barrier", span.below(), 0)
+
+
+_HIERARCHICAL: dict[Verb, Callable[[_Span, int], Iterator[Step]]] = {
+    "allreduce": _allreduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "barrier": _barrier,
+}
+_ROOTED = ("reduce", "broadcast")
+
+
+def _steps(verb: Verb, span: _Span, root: int) -> Iterator[Step]:
+    if span.size == 1:
+        return
+    if span.splits:
+        yield from _HIERARCHICAL[verb](span, root)
+    else:
+        yield Step(span.level, "intra", verb, root if verb in _ROOTED else None)
+
+
+def steps_for(verb: Verb, rank: int, splits: Sequence[Split], *, root: int = 0, begin: int = 0) -> tuple[Step, ...]:
+    """The steps `rank` takes for a collective on its group of level `begin`, in their order.
+
+    `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so
+    on to the end of the span; none of them means a flat collective. `rank` and `root` are ranks in the group
+    of `begin`. A `reduce` step leaves its partial result in the root's buffer and nothing useful in the
+    others'; the input of the next step is what the last one left. Groups with a single member take no step.
+
+    >>> tree = plan_split(["a", "a", "b"], cartesian=False)
+    >>> for step in steps_for("allreduce", 0, [tree]): print(step)
+    Step(level=1, group='intra', verb='reduce', root=0)
+    Step(level=1, group='inter', verb='allreduce', root=None)
+    Step(level=1, group='intra', verb='broadcast', root=0)
+    >>> steps_for("allreduce", 2, [tree])         # alone in its group
+    (Step(level=1, group='inter', verb='allreduce', root=None),)
+    >>> grid = plan_split(["a", "b", "a", "b"], cartesian=True)
+    >>> for step in steps_for("broadcast", 2, [grid], root=2): print(step)
+    Step(level=1, group='inter', verb='broadcast', root=0)
+    Step(level=1, group='intra', verb='broadcast', root=1)
+    """
+    if verb not in _HIERARCHICAL:
+        raise ArgumentError(f"no hierarchical plan for {verb!r}; use one of: {', '.join(_HIERARCHICAL)}.")
+    size = len(splits[0].members) if splits else None
+    return tuple(_steps(verb, _Span(begin, rank, size, tuple(splits)), root))
+
+
+def reduce_group_by_group(rank: int, split: Split, root: int) -> tuple[Step, ...]:
+    """The steps of a reduce over one level that adds up the groups in their order, as an allreduce does.
+
+    On a tree `steps_for` spares the hand-over to a root that is not the first of its group by adding the other groups
+    before the own one; that gives other bits. Here the group of the root passes the result on.
+
+    >>> for step in reduce_group_by_group(1, plan_split("aab", cartesian=False), 1): print(step)
+    Step(level=1, group='intra', verb='reduce', root=0)
+    Step(level=1, group='intra', verb='broadcast', root=0)
+    """
+    if split.is_cartesian:
+        return steps_for("reduce", rank, [split], root=root)
+    member, home = split.members[rank], split.members[root]
+    steps = []
+    if len(member.intra) > 1:
+        steps.append(Step(1, "intra", "reduce", 0))
+    if member.inter is not None:
+        steps.append(Step(1, "inter", "reduce", home.group))
+    if len(member.intra) > 1 and member.group == home.group and home.intra_rank != 0:
+        steps.append(Step(1, "intra", "broadcast", 0))
+    return tuple(steps)
+
+
+# --- hosts -----------------------------------------------------------------------------------------------
+
+
+def host_keys(names: Sequence[str]) -> list[int]:
+    """Number the hosts in order of first appearance; `names` are the host names by rank.
+
+    >>> host_keys(["node7", "node7", "node2", "node7"])
+    [0, 0, 1, 0]
+    """
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(name, len(numbers)) for name in names]

@@ -1,0 +1,183 @@
+"""Gates: how a short call gets from a verb into a kernel without Python looking at anything.
+
+A *gate* is a function of machine code for a verb. It is given what the verb was given, and if that is the plain case,
+contiguous host tensors on a communicator with an idle lane, it makes the call and returns its result; otherwise it
+returns None, and the verb goes on in Python. Behind a gate are *doors*, one for each prepared call that has been made
+before. All of them are forgotten when anything changes on which they rely: :func:`shut`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sysconfig
+import threading
+from array import array
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..tensors import buffers, dlpack
+from . import kernels, memory_layout
+from .kernels import context
+
+_EXAMPLE = torch.empty(0, device="cpu")
+VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter")
+# Those of a rank that gathers nothing and only gives, and of one that scatters nothing and only receives.
+_GATES = (*VERBS, "give", "receive")
+# The first dimension that has to be the same on all ranks, if not number 0.
+_FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
+_FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MOST_NOTED_DIMS)  # only the root knows any
+
+
+def _always_shut(*arguments: object) -> None:
+    """What stands for a gate before there is one."""
+
+
+allreduce: Callable[..., Any] = _always_shut
+reduce: Callable[..., Any] = _always_shut
+broadcast: Callable[..., Any] = _always_shut
+allgather: Callable[..., Any] = _always_shut
+reduce_scatter: Callable[..., Any] = _always_shut
+alltoall: Callable[..., Any] = _always_shut
+gather: Callable[..., Any] = _always_shut
+give: Callable[..., Any] = _always_shut
+scatter: Callable[..., Any] = _always_shut
+receive: Callable[..., Any] = _always_shut
+
+
+Name = tuple[Hashable, torch.dtype, Any]
+"""How callers name a call: operation, root, or `both`, dtype, and communicator, None for the default one."""
+
+
+@lru_cache(maxsize=1024, typed=True)
+def both(op: str, root: int) -> tuple[str, int]:
+    """Operation and root as one object, always the same one: gates know names by their address."""
+    return op, root
+
+
+class Door(NamedTuple):
+    """A prepared call, as its transport describes it."""
+
+    plan: int
+    """Address of what the kernel knows of the call."""
+    ledger: Any
+    turn: Any
+    code: int
+    """What the ledger writes down of it, but for the shape."""
+    signed_code: int
+    settle: Callable[[int, torch.Tensor, Any], Any]
+    """``settle(status, source, destination)`` goes on where the kernel could not finish."""
+    give_up: Callable[[], None]
+    """Ends the call on this rank without a result, and lets the others know."""
+
+
+class _Gate:
+    """The words of one gate, and what they point at."""
+
+    def __init__(self, name: str, chosen: Any) -> None:
+        self.name = name
+        self.doors: dict[Name, tuple[Door, array[int]]] = {}
+        self._retired: dict[int, tuple[Door, array[int]]] = {}
+        self.words = array("q", bytes(8 * context.GATE_WORDS))
+        # The gate keeps alive what it calls: all of it lives as long as the process.
+        self._objects = {
+            context.CHOSEN: chosen,
+            context.NONE: None,
+            context.TENSOR_TYPE: torch.Tensor,
+            context.IS_NEG: torch.Tensor.is_neg,
+            context.FALSE: False,
+            context.INCREMENT_VERSION: buffers.increment_version,
+            context.SETTLE: self._settle,
+            context.TOUCH: buffers.touch,
+            context.GIVE_UP: self._give_up,
+        }
+        for index, item in self._objects.items():
+            self.words[index] = id(item)
+        self.words[context.EXCHANGE] = dlpack.describer()
+        self.function = kernels.gate(name, self.words.buffer_info()[0])
+
+    def shut(self) -> None:
+        self.words[context.FIRST] = 0
+        known = {**self._retired, **{words.buffer_info()[0]: (door, words) for door, words in self.doors.values()}}
+        # Another thread may be in a call that it began before.
+        self._retired = {at: item for at, item in known.items() if item[0].turn.words[memory_layout.TURN_ENTERED]}
+        self.doors.clear()
+
+    def _door_at(self, address: int) -> Door:
+        known = [door for door, words in list(self.doors.values()) if words.buffer_info()[0] == address]
+        return known[0] if known else self._retired[address][0]
+
+    def add(self, name: Name, door: Door) -> None:
+        key, dtype, comm = name
+        words = array("q", bytes(8 * context.DOOR_WORDS))
+        words[context.NEXT] = self.words[context.FIRST]
+        words[context.KEY], words[context.COMM] = id(key), id(comm)
+        words[context.DLPACK_DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), door.plan
+        words[context.LEDGER] = door.ledger.notes.buffer_info()[0]
+        words[context.TURN] = door.turn.address
+        words[context.CODE], words[context.SIGNED_CODE] = door.code, door.signed_code
+        words[context.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
+        self.doors[name] = door, words
+        self.words[context.FIRST] = words.buffer_info()[0]
+
+    def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
+        """Go on in Python with a call that machine code has entered, and leave in its place."""
+        door = self._door_at(address)
+        try:
+            result = door.settle(status, tensor, out)
+        finally:
+            door.turn.words[memory_layout.TURN_ENTERED] = 0
+        if result is None:  # it has only given
+            return tensor
+        if out is not None and result is not out:
+            buffers.copy_result(result, out)
+        buffers.touch(tensor if out is None else out)
+        return tensor if out is None else out
+
+    def _give_up(self, address: int) -> None:
+        """A KeyboardInterrupt came before :meth:`_settle` had begun."""
+        self._door_at(address).give_up()
+
+
+_gates: dict[str, _Gate] = {}
+_changing = threading.Lock()
+
+
+def build(chosen: Any) -> None:
+    """Put up the gates, once per process; `chosen` is the context variable for a communicator chosen by a thread."""
+    # Machine code looks for the type of an object where CPython has it, if it is not built for debugging.
+    knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
+    if _gates or not dlpack.describer() or not knows_type or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return
+    for name in _GATES:
+        _gates[name] = _Gate(name, chosen)
+        globals()[name] = _gates[name].function
+
+
+def open_to(which: str, name: Name, find: Callable[[], Door | None]) -> None:
+    """Open a gate for calls like one that is about to be made; `find` gives no door if that cannot be."""
+    gate = _gates.get(which)
+    if gate is None or name in gate.doors:
+        return
+    with _changing:
+        if name in gate.doors:  # another thread was here first, and machine code has the address of its door
+            return
+        door = find()
+        if door is not None:
+            gate.add(name, door)
+
+
+def shut() -> None:
+    """Forget all doors: they rely on something that has changed. They open again by themselves."""
+    with _changing:
+        for gate in _gates.values():
+            gate.shut()
+
+
+def shut_in_child() -> None:
+    """The same in a process that was forked, perhaps while another thread of its parent was changing something."""
+    global _changing
+    _changing = threading.Lock()
+    shut()

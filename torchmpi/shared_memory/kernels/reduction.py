@@ -1,0 +1,103 @@
+"""Reductions as native code: for each dtype and operation a function that combines any number of sources.
+
+Its signature, in C (see `address`)::
+
+    void reduce(uint8_t **outs, int64_t num_outs, uint8_t **sources, int64_t num_sources, int64_t numel);
+
+* Element by element, `(s0 op s1) op s2 ...` in the order of `sources`, into each of `outs`. Each source is read once
+  and each out is written once, with the accumulators in vector registers. The bits are those of
+  `backends.ordered.combine`, wherever in the buffer an element is.
+* `num_sources` is at least 1; `numel` counts elements, 0 is allowed. No address needs an alignment.
+* An out may be one of the sources, exactly; it must not overlap one in part. `outs` may be `sources`.
+* It neither allocates nor calls anything, never fails, and needs no GIL: any thread may call it, also from nopython
+  code through its address.
+
+16-bit floats are widened to float32 and rounded once, at the end. Integers wrap around. `avg` divides the sum by
+`num_sources`. Complex products are those of the definition, nothing fused. `land`, `lor` and everything on bool give 0
+or 1, for any byte that is not 0 is true. `min` and `max` give NaN where there is one, the first; of two zeros also the
+first. Of several NaNs that are added or multiplied, which one's sign and payload are kept is up to the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from ...tensors import dtypes
+
+LANES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.complex128: "f64",
+    torch.complex64: "f32",
+    torch.complex32: "f16",
+    torch.bool: "i8",
+    **{getattr(torch, f"{sign}int{bits}"): f"i{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+"""What an element is made of, by its name in lanes_ir; complex numbers have two."""
+_BOOL_OPS = {"min": "land", "band": "land", "land": "land", "max": "lor", "bor": "lor", "lor": "lor", "bxor": "lxor"}
+
+_addresses: dict[tuple[str, str, int], int] = {}
+
+
+def address(dtype: torch.dtype, op: str) -> int:
+    """The address of the function that reduces `dtype` with `op`, valid until the process ends.
+
+    The first call for a combination compiles it, or loads what an earlier process compiled.
+
+    >>> address(torch.int32, "sum") == address(torch.uint32, "sum")
+    True
+    """
+    dtypes.check_reduction(dtype, op)
+    key = function_key(dtype, op)
+    if key not in _addresses:
+        _addresses[key] = _compiled(key)  # threads wait for each other there
+    return _addresses[key]
+
+
+def called(address: int) -> Callable[[Sequence[int], Sequence[int], int], None]:
+    """Such a function for Python, of the addresses of outs and sources.
+
+    >>> a, b = torch.ones(3), torch.ones(3)
+    >>> add = called(address(torch.float32, "sum"))
+    >>> add([a.data_ptr()], [a.data_ptr(), b.data_ptr()], 3); a
+    tensor([2., 2., 2.])
+    """
+    words, number = ctypes.POINTER(ctypes.c_int64), ctypes.c_int64
+    function = ctypes.CFUNCTYPE(None, words, number, words, number, number)(address)
+
+    def run(outs: Sequence[int], sources: Sequence[int], numel: int) -> None:
+        num_outs, num_sources = len(outs), len(sources)
+        function((number * num_outs)(*outs), num_outs, (number * num_sources)(*sources), num_sources, numel)
+
+    return run
+
+
+def function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:
+    """(lane, operation on it, lanes per element): what dtypes whose bits are treated alike have in common.
+
+    >>> function_key(torch.uint8, "max"), function_key(torch.complex64, "prod")
+    (('i8', 'umax', 1), ('f32', 'cprod', 2))
+    """
+    lane = LANES[dtype]
+    if dtype.is_complex:
+        return lane, "cprod" if op == "prod" else op, 2
+    if dtype is torch.bool:
+        return lane, _BOOL_OPS[op], 1
+    if not dtype.is_floating_point and op in ("min", "max"):
+        return lane, ("s" if dtype.is_signed else "u") + op, 1
+    return lane, op, 1
+
+
+def _compiled(key: tuple[str, str, int]) -> int:
+    # Imported here: whoever never reduces through shared memory need not load LLVM.
+    from . import native_code, reduction_ir
+
+    lane, op, num_parts = key
+    name = f"torchmpi_reduce_{lane}_{op}_{num_parts}"
+    return native_code.compiler().function(name, partial(reduction_ir.module_text, lane, op, num_parts))

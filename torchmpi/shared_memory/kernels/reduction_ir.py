@@ -1,0 +1,115 @@
+"""The LLVM code of a reduction: vectors of elements in the outer loop, sources in the inner one.
+
+The vectors are written out here (see `lanes_ir`): reductions are done in place, where LLVM would not make any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from .simd_ir import BYTE, I64, Lanes, constant, in_vectors, loop, pick, spread
+
+# Bytes of accumulators in flight: four of the widest registers there are, eight of AVX2.
+_BLOCK_BYTES = 256
+
+
+def module_text(lane: str, op: str, num_parts: int, *, has_half: bool = True) -> str:
+    """A module with the one function `function`; `num_parts` lanes make an element (2 for complex numbers).
+
+    Without `has_half`, 16-bit floats are converted by integer arithmetic: for processors that cannot.
+
+    >>> "fadd <64 x float>" in module_text("f32", "sum", 1)
+    True
+    """
+    module = ir.Module(name="reduction")
+    pointer = BYTE.as_pointer()
+    pointers = pointer.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointers, I64, pointers, I64, I64])
+    function = ir.Function(module, kind, "function")
+    function.attributes.add("nounwind")
+    _Reduction(function, (lane, op, num_parts), has_half).emit()
+    return str(module)
+
+
+class _Reduction:
+    """One function in the making."""
+
+    def __init__(self, function: Any, key: tuple[str, str, int], has_half: bool) -> None:
+        lane, self.op, self.num_parts = key
+        self.outs, self.num_outs, self.sources, self.num_sources, self.numel = function.args
+        self.builder = ir.IRBuilder(function.append_basic_block("entry"))
+        self.numbers = Lanes(self.builder, lane, has_half)
+        self.is_pairwise = self.op == "cprod"
+        self.lanes = 0  # of the vectors being emitted
+
+    def emit(self) -> None:
+        """All of it."""
+        b, kind = self.builder, self.numbers.kind
+        if self.op == "avg":
+            self.divisor = b.sitofp(self.num_sources, kind.wide_type)
+        num_bytes = b.mul(self.numel, ir.Constant(I64, kind.itemsize * self.num_parts))
+        each = 2 if self.is_pairwise else 1
+        in_vectors(b, num_bytes, (kind.itemsize * each, _BLOCK_BYTES // kind.wide_itemsize // each), self._block)
+        b.ret_void()
+
+    def _block(self, lanes: int, offset: Any) -> None:
+        """One vector of elements over all sources. It is stored after everything was read: an out may be a source."""
+        self.lanes = lanes
+        one = ir.Constant(I64, 1)
+        first = self._load(ir.Constant(I64, 0), offset)
+        _, total = loop(
+            self.builder,
+            (one, self.num_sources, one),
+            first,
+            lambda source, values: self._combine(values, self._load(source, offset)),
+        )
+        self._store(self._finish(total), offset)
+
+    # Memory. Of a list of two vectors the first has the even places or the real parts, the other the rest.
+
+    def _load(self, source: Any, offset: Any) -> list[Any]:
+        b = self.builder
+        count = self.lanes * (2 if self.is_pairwise else 1)
+        values = self.numbers.load(b.load(b.gep(self.sources, [source])), offset, count)
+        if self.op == "lxor":
+            return [self._truth(values[0])]
+        if self.is_pairwise:
+            return [pick(b, values[0], values[0], range(part, count, 2)) for part in (0, 1)]
+        return values
+
+    def _store(self, values: list[Any], offset: Any) -> None:
+        if self.is_pairwise:
+            order = [part * self.lanes + index for index in range(self.lanes) for part in (0, 1)]
+            values = [pick(self.builder, values[0], values[1], order)]
+
+        def store(index: Any, _: list[Any]) -> list[Any]:
+            self.numbers.store(values, self.builder.load(self.builder.gep(self.outs, [index])), offset)
+            return []
+
+        loop(self.builder, (ir.Constant(I64, 0), self.num_outs, ir.Constant(I64, 1)), [], store)
+
+    # Operations.
+
+    def _combine(self, values: list[Any], others: list[Any]) -> list[Any]:
+        if self.is_pairwise:
+            return self._complex_product(values, others)
+        return [self.numbers.combine(self.op, value, other) for value, other in zip(values, others, strict=True)]
+
+    def _complex_product(self, a: list[Any], other: list[Any]) -> list[Any]:
+        b = self.builder
+        real = b.fsub(b.fmul(a[0], other[0]), b.fmul(a[1], other[1]))
+        return [real, b.fadd(b.fmul(a[0], other[1]), b.fmul(a[1], other[0]))]
+
+    def _finish(self, values: list[Any]) -> list[Any]:
+        if self.op == "avg":
+            divisor = spread(self.builder, self.divisor, values[0].type)
+            return [self.builder.fdiv(value, divisor) for value in values]
+        if self.op in ("land", "lor"):
+            return [self._truth(values[0])]
+        return values
+
+    def _truth(self, value: Any) -> Any:
+        b = self.builder
+        return b.zext(b.icmp_unsigned("!=", value, constant(value.type, 0)), value.type)

@@ -1,0 +1,1 @@
+"""Tensors: dtypes, memory, streams, and lists of them. Nothing here knows of ranks."""

@@ -1,0 +1,61 @@
+"""Files that hold tensors: written whole or not at all, and checked when read."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+
+
+def write(path: Path, archive: dict[str, Any]) -> None:
+    """Write plain values and tensors; whoever looks sees the old file or the new one."""
+    # In the same directory, because a rename is atomic only within one file system.
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(archive, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp() makes files only their owner can read
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def parse(path: Path, raw: bytes, *, mark: tuple[str, int], what: str) -> dict[str, Any]:
+    """What a file held, given its bytes; a CheckpointError if it is damaged, or does not bear the `mark` of `what`."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            damaged = archive.testzip()  # torch.load() does not compare the checksums
+        if damaged is None:
+            loaded = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        EOFError,
+        RuntimeError,
+        ValueError,
+        NotImplementedError,
+    ) as error:
+        raise CheckpointError(f"{path} ({len(raw)} bytes) is no checkpoint, or is truncated: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged!r} is wrong")
+    key, version = mark
+    if not isinstance(loaded, dict) or loaded.get(key) != version:
+        raise CheckpointError(f"{path} is a file of torch.save(), but no {what} (format {version})")
+    return loaded

@@ -1,0 +1,176 @@
+"""Memory: what MPI is shown of a tensor, and the copies around it where it cannot be shown.
+
+Everything below a verb works on *plain* tensors: contiguous, without autograd, on a device the backend takes. This
+file makes them so, and brings the results back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, DeviceError, DtypeError
+from . import streams
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def as_bytes(MPI: Any, tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor as mpi4py takes it, untyped.
+
+    The only place where an address leaves torch. mpi4py checks no bounds on it, so the length is taken from the
+    tensor itself, and the caller must keep the tensor alive for the length of the call.
+    """
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Whether the memory of the tensor is exactly its values, in order.
+
+    >>> is_direct(torch.ones(3, 4)), is_direct(torch.ones(3, 4).t())
+    (True, False)
+    """
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
+    """Refuse what cannot be sent (or, if `written`, received into), with the remedy.
+
+    >>> check([1.0], "allreduce")
+    Traceback (most recent call last):
+    torchmpi.errors.DtypeError: allreduce: a list is not a tensor. Pass a torch.Tensor or a number.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        hint = " (torch.from_numpy shares the memory)" if kind == "ndarray" else ""
+        raise DtypeError(f"{what}: a {kind} is not a tensor. Pass a torch.Tensor or a number{hint}.")
+    if tensor.is_nested:
+        raise ArgumentError(f"{what}: the tensor is nested. Send its parts one by one (tensor.unbind()).")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(
+            f"{what}: the tensor is {str(tensor.layout).removeprefix('torch.')}. Pass .to_dense(), or its indices "
+            "and values "
+            "one by one (torchmpi.nn does so for sparse gradients)."
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"{what}: tensors on device {tensor.device} cannot be sent. Use .cpu() or .cuda().")
+    if tensor.is_cpu and not tensor.data_ptr() and tensor.numel():
+        raise ArgumentError(
+            f"{what}: the tensor has no memory (a freed storage, a zero of forward-mode autograd, or a wrapper of "
+            "torch.func.functionalize). Pass .clone(), or the tensor inside."
+        )
+    if type(tensor) not in _PLAIN_TYPES and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        raise DtypeError(f"{what}: a {type(tensor).__name__} wraps other tensors. Pass the local one.")
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    if written and tensor.numel() and any(stride == 0 and size > 1 for stride, size in strides):
+        raise ArgumentError(
+            f"{what}: the tensor is expanded, several elements share memory. Use .contiguous() or out=."
+        )
+    return tensor
+
+
+def plain(tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
+    """The tensor itself where it can be shown as it is, else a contiguous copy (pinned, for CUDA to the host)."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if to_host and tensor.is_cuda:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        streams.wait(streams.end_of(tensor))
+        return host
+    return tensor.contiguous()
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may share memory without being the same.
+
+    >>> base = torch.zeros(4)
+    >>> overlap(base[:3], base[1:]), overlap(base[:2], base[2:])
+    (True, False)
+    """
+    first, second = a.data_ptr(), b.data_ptr()
+    if not (first and second) or a.device != b.device:  # nothing is at address 0
+        return False
+    return first <= _last_byte(b) and second <= _last_byte(a)
+
+
+def _last_byte(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes - 1
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (reach + 1) * tensor.element_size() - 1
+
+
+def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy into a tensor whatever autograd thinks of it: a leaf, part of a graph, or made in inference mode.
+
+    >>> leaf = torch.zeros(2, requires_grad=True)
+    >>> overwrite(leaf, torch.ones(2)); leaf
+    tensor([1., 1.], requires_grad=True)
+    """
+    with torch.inference_mode(target.is_inference()):
+        target.detach().copy_(values)
+    touch(target)
+
+
+def copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
+    """Into an `out` that the backend did not take, or a refusal: all ranks have made the call by now."""
+    if out.dtype != result.dtype:
+        raise DtypeError(f"out is {out.dtype}, but the result is {result.dtype}. Pass out=None to have it made.")
+    if out.shape != result.shape:
+        raise ArgumentError(
+            f"out has shape {list(out.shape)}, but the result has {list(result.shape)}. Pass out=None to have it made."
+        )
+    overwrite(out, result)
+
+
+def touch(tensor: torch.Tensor) -> None:
+    """Tell autograd that the tensor was written, so that a stale saved value is an error and not a wrong gradient."""
+    try:
+        increment_version((tensor,))
+    except RuntimeError:
+        if not tensor.is_inference():  # those have no version, and no backward either
+            raise
+
+
+def touch_all(tensors: Sequence[torch.Tensor]) -> None:
+    """The same for many, in one call if none of them was made in inference mode."""
+    try:
+        increment_version(tuple(tensors))
+    except RuntimeError:
+        for tensor in tensors:
+            touch(tensor)
+
+
+def _find_increment_version() -> Callable[[tuple[torch.Tensor, ...]], None]:
+    """The function behind torch.autograd.graph.increment_version, which looks at its argument for 0.2 us first."""
+    try:
+        torch._C._increment_version((torch.empty(0, device="cpu"),))
+    except (AttributeError, TypeError):  # another torch: take the public one
+        return torch.autograd.graph.increment_version
+    return torch._C._increment_version  # type: ignore[no-any-return]
+
+
+increment_version = _find_increment_version()
+
+
+class Scratch:
+    """One reusable piece of memory, which grows to what is asked for."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor over the memory; valid until the next call.
+
+        >>> Scratch().take(3, torch.float64).shape
+        torch.Size([3])
+        """
+        num_bytes = numel * dtype.itemsize
+        if self._memory.numel() < num_bytes:
+            with torch.inference_mode(False):  # or no call outside of inference mode could write to it
+                self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return self._memory[:num_bytes].view(dtype)

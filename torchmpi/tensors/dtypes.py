@@ -1,0 +1,134 @@
+"""What a data type may do: its MPI type, what it is summed in, and which operations make sense for it.
+
+Nothing here talks to MPI: types and operations are named as mpi4py names them and looked up by the backend.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ArgumentError, DtypeError
+
+OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
+_ARITHMETIC = ("sum", "prod")
+_ORDER = ("min", "max")
+_BITWISE = ("band", "bor", "bxor")
+_LOGICAL = ("land", "lor")
+
+
+class DtypeInfo(NamedTuple):
+    """One row of the table below."""
+
+    code: int  # stable number that ranks compare
+    mpi_name: str | None  # type in which MPI itself can reduce it
+    accumulator: torch.dtype | None  # type in which sums are carried; None = no reductions
+    ops: tuple[str, ...]
+
+
+_INTEGER_OPS = (*_ARITHMETIC, *_ORDER, *_BITWISE, *_LOGICAL)
+_FLOAT_OPS = ("sum", "avg", "prod", *_ORDER)
+_COMPLEX_OPS = ("sum", "avg", "prod")
+_BOOL_OPS = (*_ORDER, *_BITWISE, *_LOGICAL)
+
+_TABLE: dict[torch.dtype, DtypeInfo] = {
+    torch.float32: DtypeInfo(1, "FLOAT", torch.float32, _FLOAT_OPS),
+    torch.float64: DtypeInfo(2, "DOUBLE", torch.float64, _FLOAT_OPS),
+    torch.float16: DtypeInfo(3, None, torch.float32, _FLOAT_OPS),
+    torch.bfloat16: DtypeInfo(4, None, torch.float32, _FLOAT_OPS),
+    torch.complex64: DtypeInfo(5, "C_FLOAT_COMPLEX", torch.complex64, _COMPLEX_OPS),
+    torch.complex128: DtypeInfo(6, "C_DOUBLE_COMPLEX", torch.complex128, _COMPLEX_OPS),
+    torch.int8: DtypeInfo(7, "INT8_T", torch.int8, _INTEGER_OPS),
+    torch.int16: DtypeInfo(8, "INT16_T", torch.int16, _INTEGER_OPS),
+    torch.int32: DtypeInfo(9, "INT32_T", torch.int32, _INTEGER_OPS),
+    torch.int64: DtypeInfo(10, "INT64_T", torch.int64, _INTEGER_OPS),
+    torch.uint8: DtypeInfo(11, "UINT8_T", torch.uint8, _INTEGER_OPS),
+    torch.uint16: DtypeInfo(12, "UINT16_T", torch.uint16, _INTEGER_OPS),
+    torch.uint32: DtypeInfo(13, "UINT32_T", torch.uint32, _INTEGER_OPS),
+    torch.uint64: DtypeInfo(14, "UINT64_T", torch.uint64, _INTEGER_OPS),
+    torch.bool: DtypeInfo(15, "UINT8_T", torch.bool, _BOOL_OPS),  # one byte, 0 or 1: logical and bitwise agree
+    torch.complex32: DtypeInfo(16, None, torch.complex64, _COMPLEX_OPS),
+    # Eight-bit floats are moved but not summed: nobody agrees on how they should be.
+    torch.float8_e4m3fn: DtypeInfo(17, None, None, ()),
+    torch.float8_e5m2: DtypeInfo(18, None, None, ()),
+    torch.float8_e4m3fnuz: DtypeInfo(19, None, None, ()),
+    torch.float8_e5m2fnuz: DtypeInfo(20, None, None, ()),
+}
+_BY_CODE = {info.code: dtype for dtype, info in _TABLE.items()}
+
+
+def info(dtype: torch.dtype) -> DtypeInfo:
+    """The row of `dtype`, or a refusal.
+
+    >>> info(torch.bfloat16).accumulator
+    torch.float32
+    """
+    try:
+        return _TABLE[dtype]
+    except KeyError:
+        known = ", ".join(short_name(known) for known in _TABLE)
+        raise DtypeError(f"{dtype} cannot be sent. Convert the tensor to one of: {known}.") from None
+
+
+def from_code(code: int) -> torch.dtype | None:
+    """The dtype of a code read from another rank.
+
+    >>> from_code(info(torch.int16).code)
+    torch.int16
+    """
+    return _BY_CODE.get(code)
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``.
+
+    >>> short_name(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def check_reduction(dtype: torch.dtype, op: str) -> DtypeInfo:
+    """The row of `dtype` if `op` makes sense for it, or a refusal that says what would.
+
+    >>> check_reduction(torch.int32, "sum").mpi_name
+    'INT32_T'
+    """
+    if op not in OPS:
+        raise ArgumentError(f"op={op!r} is unknown. Use one of: {', '.join(OPS)}.")
+    row = info(dtype)
+    if op in row.ops:
+        return row
+    name = short_name(dtype)
+    if not row.ops:
+        raise DtypeError(f"op={op!r} cannot be computed on {name}. Convert the tensor to bfloat16 or float32 first.")
+    if op == "avg":
+        remedy = "An average of integers is not an integer: use op='sum' and divide, or convert to a floating dtype."
+    elif dtype is torch.bool:
+        remedy = "Use op='land' or 'lor', or convert to an integer dtype."
+    elif op in _ORDER:
+        remedy = "Complex numbers have no order: reduce .abs(), or use op='sum'."
+    else:
+        remedy = "Bitwise and logical operations need integers or bool: pass (tensor != 0), or an integer view."
+    raise DtypeError(f"op={op!r} is not defined for {name}. {remedy}")
+
+
+def may_use_mpi(dtype: torch.dtype, op: str, size: int) -> bool:
+    """Whether MPI itself may reduce `size` values, because every order of combining them gives the same bits.
+
+    Integer operations always do, since they wrap around; but not in 8 and 16 bits, where Open MPI's vector code
+    (op/avx, 5.0) saturates sums instead. Two floating values do for a sum, since a + b and b + a are the same; not for
+    min and max (which of two NaN or zeros is kept?) nor for a complex product (fused multiply).
+
+    >>> may_use_mpi(torch.float32, "sum", 2), may_use_mpi(torch.float32, "sum", 3)
+    (True, False)
+    """
+    row = info(dtype)
+    if row.mpi_name is None:
+        return False
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return dtype.itemsize > 2 or op not in _ARITHMETIC
+    if size == 1:
+        return True
+    return size == 2 and (op in ("sum", "avg") or (op == "prod" and not dtype.is_complex))

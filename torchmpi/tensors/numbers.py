@@ -1,0 +1,60 @@
+"""Python numbers on their way through the verbs: there as 0-dim tensors, back as numbers."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import DtypeError
+
+_ARITHMETIC = ("sum", "avg", "prod")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value goes through :func:`as_tensor` (numpy's scalars do too).
+
+    >>> is_number(1.5), is_number(torch.ones(()))
+    (True, False)
+    """
+    return isinstance(value, (numbers.Complex, np.bool_))
+
+
+def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
+    """The 0-dim tensor that holds a number exactly: bool, int64, float64 or complex128.
+
+    Truth values are counted when they are added.
+
+    >>> as_tensor(3), as_tensor(True, "sum"), as_tensor(True, "lor")
+    (tensor(3), tensor(1), tensor(True))
+    """
+    if isinstance(value, (bool, np.bool_)):
+        value = bool(value)
+        return _cpu(int(value) if op in _ARITHMETIC else value)
+    if isinstance(value, numbers.Integral):
+        if not -(1 << 63) <= int(value) < 1 << 63:
+            raise DtypeError(
+                f"The integer {value} does not fit into 64 bits. Send it with broadcast_object or allgather_object."
+            )
+        if op == "avg":
+            return _cpu(float(value), torch.float64)
+        return _cpu(int(value))
+    if isinstance(value, numbers.Real):
+        return _cpu(float(value), torch.float64)
+    return _cpu(complex(value), torch.complex128)
+
+
+def _cpu(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """On the host, whatever the default device is."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def restore(result: torch.Tensor) -> Any:
+    """The number, or for a gathering verb the list of numbers, in a result.
+
+    >>> restore(torch.tensor(3)), restore(torch.tensor([3, 4]))
+    (3, [3, 4])
+    """
+    return result.tolist()
