@@ -410,7 +410,7 @@ def test_the_watchdog_sees_a_call_behind_a_gate(agree):
     agree.equal(group.ledger.current, None, "after all calls")
 
 
-def test_an_interrupt_leaves_the_lane_to_others(agree):
+def test_an_interrupt_leaves_the_queue_usable(agree):
     """Ctrl-C while the kernel waits, and the kernel then ends without result: nobody has taken the call over yet."""
     if mpi.size() == 1:
         pytest.skip("nobody to wait for")
@@ -446,5 +446,5 @@ def test_an_interrupt_leaves_the_lane_to_others(agree):
         is_over.set()
     finally:
         signal.signal(signal.SIGINT, before)
-    agree(not own.intra.lane.turn.locked(), "the lane is locked")
+    agree(not own.intra.call_queue.turn.locked(), "the lane is locked")
     agree.equal(own.intra.ledger.current, None, "after the call")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from torchmpi import errors
 from torchmpi.communicators import call_log
-from torchmpi.communicators.call_queue import Lane
+from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import Handle
 from torchmpi.config import Config
 from torchmpi.session import affinity, mpi_library
@@ -84,53 +84,53 @@ def test_an_unknown_op_is_refused_with_the_known_ones():
 # --- lanes and handles
 
 
-def test_a_lane_runs_in_order_of_submission():
-    lane, seen = Lane("test"), []
-    handles = [lane.submit(lambda i=i: seen.append(i), "task") for i in range(100)]
-    lane.run(lambda: seen.append("sync"))
+def test_a_queue_runs_in_order_of_submission():
+    call_queue, seen = CallQueue("test"), []
+    handles = [call_queue.submit(lambda i=i: seen.append(i), "task") for i in range(100)]
+    call_queue.run(lambda: seen.append("sync"))
     assert seen == [*range(100), "sync"]
     assert all(handle.done() for handle in handles)
-    lane.close()
+    call_queue.close()
 
 
-def test_a_synchronous_call_on_an_idle_lane_stays_in_its_thread():
-    lane = Lane("test")
-    assert lane.run(threading.get_ident) == threading.get_ident()
-    assert lane.submit(threading.get_ident, "task").wait() != threading.get_ident()
-    assert lane.run(threading.get_ident) == threading.get_ident()
-    lane.close()
+def test_a_synchronous_call_on_an_idle_queue_stays_in_its_thread():
+    call_queue = CallQueue("test")
+    assert call_queue.run(threading.get_ident) == threading.get_ident()
+    assert call_queue.submit(threading.get_ident, "task").wait() != threading.get_ident()
+    assert call_queue.run(threading.get_ident) == threading.get_ident()
+    call_queue.close()
 
 
-def test_an_error_belongs_to_the_one_who_waits_and_the_lane_goes_on():
-    lane = Lane("test")
-    handle = lane.submit(lambda: 1 / 0, "division")
-    assert lane.submit(lambda: "next", "task").wait() == "next"
+def test_an_error_is_raised_by_wait_and_the_queue_continues():
+    call_queue = CallQueue("test")
+    handle = call_queue.submit(lambda: 1 / 0, "division")
+    assert call_queue.submit(lambda: "next", "task").wait() == "next"
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             handle.wait()
-    lane.close()
+    call_queue.close()
 
 
-def test_a_closed_lane_refuses():
-    lane = Lane("test")
-    lane.close()
+def test_a_closed_queue_refuses():
+    call_queue = CallQueue("test")
+    call_queue.close()
     with pytest.raises(errors.NotStartedError, match="closed"):
-        lane.submit(lambda: None, "task")
+        call_queue.submit(lambda: None, "task")
 
 
-def test_what_another_thread_submits_while_a_lane_is_closed_is_refused_or_runs():
+def test_a_call_submitted_while_the_queue_closes_is_refused_or_runs():
     """It was queued behind the end of the queue, and whoever waited for it waited for ever."""
     for _ in range(100):
-        lane, handles = Lane("test"), []
+        call_queue, handles = CallQueue("test"), []
 
-        def submit(lane=lane, handles=handles):
+        def submit(call_queue=call_queue, handles=handles):
             with contextlib.suppress(errors.NotStartedError):
                 while True:
-                    handles.append(lane.submit(lambda: None, "task"))
+                    handles.append(call_queue.submit(lambda: None, "task"))
 
         thread = threading.Thread(target=submit)
         thread.start()
-        lane.close()
+        call_queue.close()
         thread.join()
         for handle in handles:
             handle.wait(timeout=10)
@@ -139,20 +139,20 @@ def test_what_another_thread_submits_while_a_lane_is_closed_is_refused_or_runs()
 def test_a_worker_keeps_no_tensor_alive():
     import weakref
 
-    lane, tensor = Lane("test"), torch.ones(3)
+    call_queue, tensor = CallQueue("test"), torch.ones(3)
     reference = weakref.ref(tensor)
-    lane.submit(lambda tensor=tensor: None, "task").wait()
+    call_queue.submit(lambda tensor=tensor: None, "task").wait()
     del tensor
     limit = time.monotonic() + 5
     while reference() is not None and time.monotonic() < limit:
         time.sleep(0.01)
     assert reference() is None
-    lane.close()
+    call_queue.close()
 
 
-def test_without_threads_a_lane_runs_at_submission():
-    lane = Lane("test", threaded=False)
-    handle = lane.submit(threading.get_ident, "task")
+def test_without_threads_a_queue_runs_at_submission():
+    call_queue = CallQueue("test", threaded=False)
+    handle = call_queue.submit(threading.get_ident, "task")
     assert handle.done() and handle.wait() == threading.get_ident()
 
 

@@ -16,7 +16,7 @@ from torchmpi import errors
 from torchmpi.collectives import staging
 from torchmpi.communicators import device_calls, handle
 from torchmpi.communicators.call_log import Ledger
-from torchmpi.communicators.call_queue import Lane
+from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import DeviceHandle
 from torchmpi.tensors import streams
 
@@ -30,13 +30,13 @@ def test_examples_in_docstrings():
 
 
 def test_nothing_is_queued_for_tensors_of_the_host():
-    lane = Lane("host")
-    group = types.SimpleNamespace(lane=lane)
+    call_queue = CallQueue("host")
+    group = types.SimpleNamespace(call_queue=call_queue)
     queued = device_calls.queue(group, lambda: 7, "call", torch.ones(2))
     assert not isinstance(queued, DeviceHandle)
     assert queued.wait() == 7
     assert device_calls.take(group, lambda: 8, "call", torch.ones(2)) == 8
-    lane.close()
+    call_queue.close()
 
 
 @pytest.fixture(params=SEEDS)
@@ -49,7 +49,7 @@ def model(request, monkeypatch):
 
 
 def group_of_one() -> types.SimpleNamespace:
-    return types.SimpleNamespace(lane=Lane("model"), rank=0, ledger=Ledger("model", rank=0, size=1))
+    return types.SimpleNamespace(call_queue=CallQueue("model"), rank=0, ledger=Ledger("model", rank=0, size=1))
 
 
 def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) -> DeviceTensor:
@@ -91,7 +91,7 @@ def test_a_call_in_the_background_sees_what_was_queued_before_it_and_is_seen_aft
         result = call.wait()
         compute(tensor, lambda values: values.add_(1))
         found = seen(tensor)
-    group.lane.close()
+    group.call_queue.close()
     assert result is tensor
     assert found == [2.0 * index + 1 for index in range(NUMEL)]
     assert call.done()
@@ -106,7 +106,7 @@ def test_a_call_in_the_callers_thread_is_in_the_order_of_its_stream(model):
         compute(tensor, lambda values: values.fill_(5))
         assert seen(out) == [6.0] * NUMEL
         assert seen(tensor) == [5.0] * NUMEL
-    group.lane.close()
+    group.call_queue.close()
 
 
 def test_a_synchronous_call_behind_asynchronous_ones_keeps_their_order(model):
@@ -114,7 +114,7 @@ def test_a_synchronous_call_behind_asynchronous_ones_keeps_their_order(model):
     tensor = model.tensor(torch.ones(NUMEL))
     held = threading.Event()
     with model.use(model.stream()):
-        blocked = group.lane.submit(held.wait, "something slow")
+        blocked = group.call_queue.submit(held.wait, "something slow")
         first = device_calls.queue(group, partial(doubled, group, pool, tensor), "first", tensor)
         threading.Timer(0.001, held.set).start()
         first_result = first.wait()
@@ -122,10 +122,10 @@ def test_a_synchronous_call_behind_asynchronous_ones_keeps_their_order(model):
         device_calls.take(group, partial(doubled, group, pool, tensor), "second", tensor)
         assert seen(tensor) == [6.0] * NUMEL
     assert first_result is tensor and blocked.wait()
-    group.lane.close()
+    group.call_queue.close()
 
 
-def test_two_lanes_share_the_buffers(model):
+def test_two_queues_share_the_buffers(model):
     """A buffer given back while its last copy is still queued is used by another stream next."""
     pool = host_pool()
     groups = [group_of_one() for _ in range(2)]
@@ -138,7 +138,7 @@ def test_two_lanes_share_the_buffers(model):
         call.wait()
     found = [seen(tensor) for tensor in tensors]
     for group in groups:
-        group.lane.close()
+        group.call_queue.close()
     assert found == [[2.0 * (index + 1)] * NUMEL for index in range(6)]
     assert pool.num_made <= 6
 
@@ -151,7 +151,7 @@ def test_a_buffer_whose_last_copy_is_still_queued_is_not_overwritten_by_another_
             device_calls.take(group, partial(doubled, group, pool, tensor), "call", tensor)
     for stream in list(model._streams):
         stream.synchronize()
-    group.lane.close()
+    group.call_queue.close()
     assert [plain(tensor).tolist() for tensor in tensors] == [[2.0 * (index + 1)] * 5 for index in range(6)]
     assert pool.num_made == 1
 
@@ -175,7 +175,7 @@ def test_callbacks_run_behind_the_call_and_not_on_the_default_stream(model):
     call = device_calls.queue(group, task, "call", tensor)
     call.when_done(callback)
     assert called.wait(10)
-    group.lane.close()
+    group.call_queue.close()
     assert plain(copy).tolist() == [9.0] * 4
     assert current[0] is not model.default
 
@@ -196,7 +196,7 @@ def test_done_is_about_the_device_too(model):
     before = call.done()
     opened.set()
     model.current_stream().synchronize()
-    group.lane.close()
+    group.call_queue.close()
     assert (before, call.done()) == (False, True)
 
 
@@ -215,7 +215,7 @@ def test_errors_arrive_and_count_as_seen(model):
     with pytest.raises(errors.MismatchError, match="different"):
         call.wait()
     assert call.done() and call.unseen_error is None
-    group.lane.close()
+    group.call_queue.close()
 
 
 @pytest.mark.parametrize("elsewhere", (False, True), ids=("nobody waits", "waited for on another stream"))
@@ -240,7 +240,7 @@ def test_what_the_device_uses_lives_until_it_has_finished(model, elsewhere):
         with model.use(model.stream()):
             call.wait()
     del call
-    group.lane.drain()
+    group.call_queue.drain()
     gc.collect()
     early = list(alive)
     opened.set()
@@ -248,7 +248,7 @@ def test_what_the_device_uses_lives_until_it_has_finished(model, elsewhere):
         stream.synchronize()
     streams._abandoned.sweep()
     gc.collect()
-    group.lane.close()
+    group.call_queue.close()
     assert early == [] and alive == [True]
 
 

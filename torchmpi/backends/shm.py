@@ -108,7 +108,7 @@ class Calls:
     """One verb on one group: runs kernels, and sees to what they cannot do themselves."""
 
     def __init__(self, group: Any, kernels: Kernels, dtype: torch.dtype | None, op: str | None) -> None:
-        self.group, self.ledger, self.lane, self.kernels = group, group.ledger, group.lane, kernels
+        self.group, self.ledger, self.call_queue, self.kernels = group, group.ledger, group.call_queue, kernels
         self.shared: SharedGroup = group.shared
         self.rank, self.size = group.rank, group.size
         self.table = np.zeros((self.size, _PAIR_WORDS), np.int64)
@@ -141,7 +141,7 @@ class Calls:
         return status
 
     def _in_kernel(self, kernel: str, *arguments: int) -> int:
-        if self.lane.pending == 0:
+        if self.call_queue.pending == 0:
             return self.kernels[kernel](*arguments)
         self.shared.be_patient(polite=True)
         try:
@@ -248,7 +248,7 @@ class Entered:
             return None
         code, plan = self._code | root << 32, calls.plan(root if self._is_rooted else -1)
         settle = partial(self._settle, root)
-        return fast_path.Door(plan, calls.ledger, calls.lane.turn, code, code ^ NATIVE, settle, self._give_up)
+        return fast_path.Door(plan, calls.ledger, calls.call_queue.turn, code, code ^ NATIVE, settle, self._give_up)
 
     def _give_up(self) -> None:
         """End a call that nobody has settled."""

@@ -109,7 +109,7 @@ def _door(group: Group, plan: prepared.Plan, root: int, comm: Comm, key: Any) ->
     """The way past Python into a call like this one."""
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table since
-    return plan.door(root) if is_meant and not group.lane.closed else None
+    return plan.door(root) if is_meant and not group.call_queue.closed else None
 
 
 def call(
@@ -188,7 +188,7 @@ def _submit(
     def number() -> Any:
         return finish(group.perform(plan, *arguments))
 
-    return group.lane.submit(number, f"{group.where}: {plan.verb}")
+    return group.call_queue.submit(number, f"{group.where}: {plan.verb}")
 
 
 def _subject(tensor: Any, out: Any) -> Any:

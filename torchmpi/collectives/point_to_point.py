@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..backends import schedule
-from ..communicators.call_queue import Lane
+from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
@@ -39,7 +39,7 @@ def send(tensor: Any, dst: int, *, comm: Comm = None) -> None:
     message = _Message("send", tensor, dst, comm)
     if dst == message.group.rank:
         raise ArgumentError(f"{message.what}: a blocking send to oneself never ends. Use send_async, or sendreceive.")
-    message.lane.run(message.in_order(message.send))
+    message.call_queue.run(message.in_order(message.send))
 
 
 def send_async(tensor: Any, dst: int, *, comm: Comm = None) -> Handle:
@@ -58,7 +58,7 @@ def recv(tensor: Any, src: int, *, comm: Comm = None) -> Any:
         raise ArgumentError(
             f"{message.what}: a blocking receive from oneself never ends. Use recv_async, or sendreceive."
         )
-    return message.result(message.lane.run(message.in_order(message.receive)))
+    return message.result(message.call_queue.run(message.in_order(message.receive)))
 
 
 def recv_async(tensor: Any, src: int, *, comm: Comm = None) -> Handle:
@@ -75,14 +75,14 @@ def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Any:
     """
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
-    return message.result(message.lane_to(dst).run(partial(message.lane.run, exchange)))
+    return message.result(message.queue_to(dst).run(partial(message.call_queue.run, exchange)))
 
 
 def sendreceive_async(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Handle:
     """:func:`sendreceive` in the background."""
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
-    return message.submit(partial(message.lane.run, exchange), message.lane_to(dst))
+    return message.submit(partial(message.call_queue.run, exchange), message.queue_to(dst))
 
 
 class _Message:
@@ -99,7 +99,7 @@ class _Message:
         self.backend = running.selector.choose(verb, self.tensor.device.type, "mpi", self.group)
         self.message_bytes = running.config.message_bytes
         self.MPI, self.comm = self.group.context.MPI, self.group.side_comm
-        self.lane: Lane = self.group.side_lane("send" if verb == "send" else "receive", peer)
+        self.call_queue: CallQueue = self.group.peer_queue("send" if verb == "send" else "receive", peer)
 
     def _checked_peer(self, peer: Any) -> int:
         if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < self.group.size:
@@ -109,8 +109,8 @@ class _Message:
             )
         return peer
 
-    def lane_to(self, dst: int) -> Lane:
-        return self.group.side_lane("send", self._checked_peer(dst))
+    def queue_to(self, dst: int) -> CallQueue:
+        return self.group.peer_queue("send", self._checked_peer(dst))
 
     def result(self, value: Any) -> Any:
         return restore(value) if self.is_number else value
@@ -119,10 +119,10 @@ class _Message:
         """For whichever thread runs the task: after what is queued on the tensor's device now."""
         return streams.in_order(self.tensor, task)
 
-    def submit(self, task: Callable[[], Any], lane: Lane | None = None) -> Handle:
+    def submit(self, task: Callable[[], Any], call_queue: CallQueue | None = None) -> Handle:
         mark = streams.fence(self.tensor)
         device = None if mark is None else self.tensor.device
-        return (lane or self.lane).submit(lambda: self.result(streams.run_after(mark, device, task)), self.what)
+        return (call_queue or self.call_queue).submit(lambda: self.result(streams.run_after(mark, device, task)), self.what)
 
     # What runs in the queue.
 
@@ -140,13 +140,13 @@ class _Message:
     @contextmanager
     def _watched(self, peer: str) -> Iterator[None]:
         """Tell the watchdog what this queue is doing, and name the call if MPI fails in it."""
-        self.lane.doing = self._description(peer)
+        self.call_queue.doing = self._description(peer)
         try:
             yield
         except self.MPI.Exception as error:
             raise TorchMPIError(f"{self.what}: {self.lane.doing} failed in MPI: {error}.") from error
         finally:
-            self.lane.doing = None
+            self.call_queue.doing = None
 
     def _receive(self) -> torch.Tensor:
         self._check_header()

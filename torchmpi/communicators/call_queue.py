@@ -81,7 +81,7 @@ class Turn:
         self.release()
 
 
-class Lane:
+class CallQueue:
     """A queue and the right to run.
 
     >>> lane = Lane("example")

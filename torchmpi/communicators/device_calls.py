@@ -21,18 +21,18 @@ def queue(group: Any, task: Task, description: str, tensor: object) -> Handle:
     """Run `task` in its turn, in the background; if `tensor` is on a device, its work there comes after the present."""
     mark = streams.fence(tensor)
     if mark is None:
-        handle: Handle = group.lane.submit(task, description)
+        handle: Handle = group.call_queue.submit(task, description)
         return handle
-    queued = group.lane.submit(partial(streams.queue, mark, mark.stream.device, task, task), description)
+    queued = group.call_queue.submit(partial(streams.queue, mark, mark.stream.device, task, task), description)
     return DeviceHandle(queued, description)
 
 
 def take(group: Any, task: Task, description: str, tensor: object) -> Any:
     """Run `task` in its turn, and return its result: in this thread if nothing is queued before it."""
-    lane = group.lane
-    if lane.pending == 0 and lane.turn.acquire(False):
+    call_queue = group.call_queue
+    if call_queue.pending == 0 and call_queue.turn.acquire(False):
         try:
             return task()
         finally:
-            lane.turn.release()
+            call_queue.turn.release()
     return queue(group, task, description, tensor).wait()

@@ -22,7 +22,7 @@ from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from . import splits
 from .call_log import Board, Call, Ledger, mismatch_message
-from .call_queue import Lane
+from .call_queue import CallQueue
 from .handle import Handle
 from .release import release
 
@@ -58,8 +58,8 @@ class Group:
         self.binding = threading.Lock()
         """Held while a backend makes what it keeps of this group: a call is prepared by its caller's thread or by the
         lane's, and two that did so at the same time would count the calls for themselves."""
-        self.lane = Lane(name, threaded=context.threaded)
-        self.side_lanes: dict[tuple[str, int], Lane] = {}
+        self.call_queue = CallQueue(name, threaded=context.threaded)
+        self.peer_queues: dict[tuple[str, int], CallQueue] = {}
         twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
         self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
         """The same number on all its ranks, and on no other group."""
@@ -80,23 +80,23 @@ class Group:
 
     def call(self, plan: Any, tensor: Any, out: Any, root: int) -> Any:
         """Run a prepared call now, in the caller's thread if nothing is queued."""
-        lane = self.lane
+        call_queue = self.call_queue
         # Positional arguments and no context manager: each is a tenth of a microsecond on every call.
-        if lane.pending == 0 and lane.turn.acquire(False):
+        if call_queue.pending == 0 and call_queue.turn.acquire(False):
             try:
                 return self.perform(plan, tensor, out, root)
             finally:
-                lane.turn.release()
+                call_queue.turn.release()
         self._check_open()
-        return lane.run(partial(self.perform, plan, tensor, out, root))
+        return call_queue.run(partial(self.perform, plan, tensor, out, root))
 
     def submit(self, plan: Any, *arguments: Any) -> Handle:
         """Queue a prepared call."""
         self._check_open()
-        return self.lane.submit(partial(self.perform, plan, *arguments), f"{self.where}: {plan.verb}")
+        return self.call_queue.submit(partial(self.perform, plan, *arguments), f"{self.where}: {plan.verb}")
 
     def _check_open(self) -> None:
-        if self.lane.closed:
+        if self.call_queue.closed:
             raise CommunicatorError(f"{self.where}: communicator {self.name} has been closed.")
 
     def perform(self, plan: Any, tensor: Any, out: Any, root: int) -> Any:
@@ -129,13 +129,13 @@ class Group:
         """``rank 3``: the rank in the world, with which messages begin."""
         return f"rank {self.world_ranks[self.rank]}"
 
-    def side_lane(self, direction: str, peer: int) -> Lane:
+    def peer_queue(self, direction: str, peer: int) -> CallQueue:
         """The queue of messages to (``send``) or from (``receive``) one rank: messages of a pair keep their order."""
-        lane = self.side_lanes.get((direction, peer))
-        if lane is None:
-            lane = Lane(f"{self.name} {direction} {peer}", threaded=self.context.threaded)
-            lane = self.side_lanes.setdefault((direction, peer), lane)
-        return lane
+        call_queue = self.peer_queues.get((direction, peer))
+        if call_queue is None:
+            call_queue = CallQueue(f"{self.name} {direction} {peer}", threaded=self.context.threaded)
+            call_queue = self.peer_queues.setdefault((direction, peer), call_queue)
+        return call_queue
 
     def _compare_headers(self, code: int, shape: tuple[int, ...]) -> None:
         """Tell each other what is being called, and raise on all ranks if it is not the same."""
@@ -164,14 +164,14 @@ class Group:
 
     def drain(self) -> None:
         """Finish everything that is queued."""
-        for lane in (self.lane, *self.side_lanes.values()):
-            lane.drain()
+        for call_queue in (self.call_queue, *self.peer_queues.values()):
+            call_queue.drain()
 
     def free(self) -> None:
         """Give everything back. Collective, since MPI's is."""
-        for lane in (self.lane, *self.side_lanes.values()):
-            lane.close()
-            for error in filter(None, (handle.unseen_error for handle in lane.failed)):
+        for call_queue in (self.call_queue, *self.peer_queues.values()):
+            call_queue.close()
+            for error in filter(None, (handle.unseen_error for handle in call_queue.failed)):
                 print(f"torchmpi: an asynchronous call failed and nobody waited for it: {error}", file=sys.stderr)
         for attachment in reversed(self.attachments):
             attachment.close()
@@ -211,7 +211,7 @@ class GroupContext:
     def finish_collectives(self) -> None:
         """Return when the collectives queued on any group have ended; a message may wait for what comes after this."""
         for group in list(self.groups):
-            group.lane.drain()
+            group.call_queue.drain()
 
 
 def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:

@@ -63,14 +63,14 @@ class CommunicatorStack:
     def current(self) -> Communicator:
         """The one named by the innermost ``use()`` of this thread or task, else by ``set_communicator()``."""
         chosen = used.get()
-        return self.default if chosen is None or chosen.intra.lane.closed else chosen
+        return self.default if chosen is None or chosen.intra.call_queue.closed else chosen
 
     def find(self, communicator: Comm) -> Communicator:
         """The communicator meant by a ``comm=`` argument."""
         if communicator is None:
             return self.current
         if isinstance(communicator, Communicator):
-            if communicator.intra.lane.closed:
+            if communicator.intra.call_queue.closed:
                 raise CommunicatorError(f"{communicator!r} has been closed; it belongs to an earlier start().")
             return communicator
         if type(communicator) is int and 0 <= communicator < len(self.levels):
@@ -141,7 +141,7 @@ class CommunicatorStack:
         # Queued calls may take steps over the groups of the old span; those of the new one are about to be duplicated.
         for level in (*self.span.levels, *nested):
             for group in level.groups.values():
-                group.lane.drain()
+                group.call_queue.drain()
         for group in self.span.groups.values():
             group.free()
         for level in (self.span.levels[0], nested[0]):

@@ -121,7 +121,7 @@ class BaseGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """The same without waiting for calls that wait in shared memory: one after the other ends with an error."""
         group = self._group
-        while (group.lane.pending or group.lane.turn.locked()) and not group.lane.closed and group.page is not None:
+        while (group.call_queue.pending or group.call_queue.turn.locked()) and not group.call_queue.closed and group.page is not None:
             current, shared = group.ledger.current, group.shared
             if current is not None and shared is not None:
                 shared.expire(current[0])
@@ -176,7 +176,7 @@ class BaseGroup(dist.ProcessGroup):
             if self._by_messages:
                 self._submit(task, verb, subject).wait(self._limit_seconds or None)
             elif subject is None:
-                self._group.lane.run(task)
+                self._group.call_queue.run(task)
             else:
                 device_calls.take(self._group, task, f"{self._group.where}: {verb}", subject)
         return ENDED

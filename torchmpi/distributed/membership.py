@@ -76,7 +76,7 @@ class Membership:
         global _membership
         if os.getpid() != self._pid or not runtime.is_running():
             return
-        if not communicator.intra.lane.closed:
+        if not communicator.intra.call_queue.closed:
             communicator.intra.free()
         self._num_groups -= 1
         if self._num_groups:

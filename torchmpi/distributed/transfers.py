@@ -30,7 +30,7 @@ ARRIVED_TAG, ANSWER_TAG = MOST_TAG + 1, MOST_TAG + 2
 class Transfer(Handle):
     """One message under way, in one direction."""
 
-    __slots__ = ("_doing", "_group", "_is_receive", "_lane", "_looking", "_request", "_settle", "_waited_for", "source")
+    __slots__ = ("_doing", "_group", "_is_receive", "_call_queue", "_looking", "_request", "_settle", "_waited_for", "source")
 
     def __init__(self, group: Group, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
         what = f"{verb}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
@@ -38,7 +38,7 @@ class Transfer(Handle):
         super().__init__(f"{group.where}: {self._doing}")
         self._group = group
         self._is_receive = verb != "send"
-        self._lane = group.side_lane("receive" if self._is_receive else "send", -1 if peer is None else peer)
+        self._call_queue = group.peer_queue("receive" if self._is_receive else "send", -1 if peer is None else peer)
         self._request: Any = None
         self._settle: Callable[[Any], object] = lambda status: None
         """Called with the status of the request when MPI has ended it."""
@@ -81,13 +81,13 @@ class Transfer(Handle):
             if num_looks < _EAGER_LOOKS:
                 time.sleep(0)  # lets other threads and other ranks run
                 continue
-            self._lane.doing = self._doing  # for the watchdog
+            self._call_queue.doing = self._doing  # for the watchdog
             time.sleep(nap)
             nap = min(nap * 1.25, _LONGEST_NAP_SECONDS)
             if timeout is not None and time.monotonic() - begin > timeout:
-                self._waited_for, self._lane.doing = False, None
+                self._waited_for, self._call_queue.doing = False, None
                 raise StallError(f"{self._description} has not ended after {timeout:g} s. It goes on; wait() again.")
-        self._lane.doing = None
+        self._call_queue.doing = None
         return super().wait(timeout)
 
     def give_up(self, error: TorchMPIError) -> None:
@@ -177,7 +177,7 @@ def _checked(group: Group, tensor: torch.Tensor, verb: str, peer: int | None, ta
 
 def check_open(group: Group, what: str) -> None:
     """Refuse messages on a group that has been destroyed."""
-    if group.lane.closed:
+    if group.call_queue.closed:
         raise CommunicatorError(f"{what}: {group.name} has been destroyed. Make a new one.")
 
 

@@ -27,5 +27,5 @@ def open_private(communicator: Communicator, name: str) -> Communicator:
 
 def close_private(communicator: Communicator) -> None:
     """Give a private communicator back. Collective."""
-    if not communicator.intra.lane.closed:
+    if not communicator.intra.call_queue.closed:
         communicator.intra.free()

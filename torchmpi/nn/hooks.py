@@ -135,7 +135,7 @@ class AsyncBackward(Attachment):
         """Finish what is under way and take the hooks away."""
         for hook in self._hooks:
             hook.remove()
-        if self.comm.intra.lane.closed:
+        if self.comm.intra.call_queue.closed:
             return  # stop() came first
         # Who has sent nothing must still take part in what others have sent. Asked on the other communicator:
         # on the private one the buckets are next.

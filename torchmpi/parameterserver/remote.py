@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..communicators.call_queue import Lane
+from ..communicators.call_queue import CallQueue
 from ..errors import ArgumentError, TorchMPIError
 from ..tensors.buffers import as_bytes
 from .actor import Actor
@@ -72,8 +72,8 @@ class _Header(NamedTuple):
 class Requests:
     """What a client asks of servers that it does not reach through memory; used in the lane's turn."""
 
-    def __init__(self, MPI: Any, comm: Any, lane: Lane, far_ranks: tuple[int, ...]) -> None:
-        self._MPI, self._comm, self._lane, self._far_ranks = MPI, comm, lane, far_ranks
+    def __init__(self, MPI: Any, comm: Any, call_queue: CallQueue, far_ranks: tuple[int, ...]) -> None:
+        self._MPI, self._comm, self._call_queue, self._far_ranks = MPI, comm, call_queue, far_ranks
 
     def send(self, server: Any, data: torch.Tensor, prepared: Prepared) -> tuple[int, int]:
         """Have all far ranks apply a rule; how many rules their chunks had seen in sum, and how many there are."""
@@ -88,7 +88,7 @@ class Requests:
         verb = "send" if header.verb == _SEND else "receive"
         ranks = [rank for rank in self._far_ranks if server.parts[rank][1]]
         names = ", ".join(str(server.group.world_ranks[rank]) for rank in ranks)
-        self._lane.doing = f"parameterserver.{verb} ({server.name}, for which rank {names} must answer)"
+        self._call_queue.doing = f"parameterserver.{verb} ({server.name}, for which rank {names} must answer)"
         exchanges = [_Exchange(self._MPI, self._comm, rank, server, flat, header=header) for rank in ranks]
         waiting, naps = list(exchanges), _Naps()
         while waiting:

@@ -235,17 +235,17 @@ def _check_fits(server: Server, tensor: torch.Tensor, what: str) -> None:
 
 def _run(server: Server, task: Any, description: str, num_bytes: int) -> Handle:
     """Now, if it is small and nothing is queued before it; otherwise in the lane's turn."""
-    lane = server.service.lane
-    if not (server.is_local and num_bytes <= INLINE_BYTES and lane.pending == 0 and lane.turn.acquire(False)):
-        return lane.submit(partial(_in_turn, server, task, description), description)
+    call_queue = server.service.call_queue
+    if not (server.is_local and num_bytes <= INLINE_BYTES and call_queue.pending == 0 and call_queue.turn.acquire(False)):
+        return call_queue.submit(partial(_in_turn, server, task, description), description)
     handle = Handle(description)
     try:
         handle.set_result(_in_turn(server, task, description))
     except Exception as error:  # which belongs to the one who waits, as in the lane
-        lane.failed = [*(other for other in lane.failed if other.unseen_error is not None), handle]
+        call_queue.failed = [*(other for other in call_queue.failed if other.unseen_error is not None), handle]
         handle.set_error(error)
     finally:
-        lane.turn.release()
+        call_queue.turn.release()
     return handle
 
 
@@ -255,7 +255,7 @@ def _in_turn(server: Server, task: Any, description: str) -> Any:
             raise _freed(server, description)
         return task()
     finally:
-        server.service.lane.doing = None
+        server.service.call_queue.doing = None
 
 
 def free(server: Server) -> None:
@@ -270,7 +270,7 @@ def free(server: Server) -> None:
 
 def _free(server: Server) -> None:
     service = server.service
-    service.lane.drain()
+    service.call_queue.drain()
     service.refuse_calls(server)
     service.comm.Barrier()
     del service.servers[server.number]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..communicators.call_log import call_code
-from ..communicators.call_queue import Lane
+from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, share
 from ..errors import CommunicatorError, MismatchError, TorchMPIError
 from ..session import runtime
@@ -30,15 +30,15 @@ class Service:
         self.client = Actor(self.arena, CLIENT, is_crowded=context.is_crowded)
         self.client.on_wait = self._note_wait
         # Where all is done in memory, MPI need not allow threads for calls to have one.
-        lane = Lane(f"{group.name} parameter server", threaded=context.threaded or not self.far_ranks)
-        self.lane = group.side_lanes.setdefault(("parameter server", 0), lane)
+        call_queue = CallQueue(f"{group.name} parameter server", threaded=context.threaded or not self.far_ranks)
+        self.call_queue = group.peer_queues.setdefault(("parameter server", 0), call_queue)
         self.servers: dict[int, Any] = {}
         """Those that have not been freed, by number."""
         self.num_made = 0
         self.requests: remote.Requests | None = None
         self._thread: remote.ServingThread | None = None
         if self.far_ranks:
-            self.requests = remote.Requests(context.MPI, self.comm, self.lane, self.far_ranks)
+            self.requests = remote.Requests(context.MPI, self.comm, self.call_queue, self.far_ranks)
             serving = Actor(self.arena, SERVER, is_crowded=context.is_crowded)
             end_job = runtime.current().failures.end_job
             self._thread = remote.ServingThread(
@@ -61,14 +61,14 @@ class Service:
 
     def refuse_calls(self, server: Any) -> None:
         """From now on, also of other threads that are about to make one: what it looks at will go."""
-        with self.lane.turn:
+        with self.call_queue.turn:
             server.is_open = False
 
     def _note_wait(self, holder: int) -> None:
         """Let the watchdog see that, and for whom, this rank waits."""
-        if self.lane.doing is None:
+        if self.call_queue.doing is None:
             rank = self.group.world_ranks[self.near_ranks[self.arena.rank_of(holder)]]
-            self.lane.doing = f"a call of the parameter server, for a chunk that rank {rank} has locked,"
+            self.call_queue.doing = f"a call of the parameter server, for a chunk that rank {rank} has locked,"
 
     def close(self) -> None:
         """Meet the others, who until then may still send something here, and give everything back. Collective."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..communicators import call_log
-from ..communicators.call_queue import Lane
+from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, GroupContext
 from ..config import Config
 from ..shared_memory import memory_layout
@@ -46,7 +46,7 @@ class Watchdog(threading.Thread):
         self._reported: dict[Group, int] = {}
         self._answered: dict[Group, int] = {}
         self._refused: dict[tuple[Group, int], float] = {}
-        self._lanes: dict[Lane, tuple[str | None, float, bool]] = {}
+        self._queues: dict[CallQueue, tuple[str | None, float, bool]] = {}
 
     def run(self) -> None:
         """Look until told to stop."""
@@ -57,8 +57,8 @@ class Watchdog(threading.Thread):
                 try:
                     self._answer(group)
                     self._look_at(group)
-                    for lane in list(group.side_lanes.values()):
-                        self._look_at_lane(group, lane)
+                    for call_queue in list(group.peer_queues.values()):
+                        self._look_at_queue(group, call_queue)
                 except (ValueError, KeyError):
                     continue  # the group was freed under our eyes: its board is unmapped
 
@@ -123,22 +123,22 @@ class Watchdog(threading.Thread):
             for ender in enders:
                 ender.expire(current[0])
 
-    def _look_at_lane(self, group: Group, lane: Lane) -> None:
+    def _look_at_queue(self, group: Group, call_queue: CallQueue) -> None:
         """Point-to-point: the peer is named in the call, so there is nothing to ask."""
-        doing = lane.doing
+        doing = call_queue.doing
         if doing is None:
-            self._lanes.pop(lane, None)
+            self._queues.pop(call_queue, None)
             return
-        known, since, reported = self._lanes.get(lane, (None, 0.0, False))
+        known, since, reported = self._queues.get(call_queue, (None, 0.0, False))
         now = time.monotonic()
         if known is not doing:  # the very same string: the next call makes its own
-            self._lanes[lane] = (doing, now, False)
+            self._queues[call_queue] = (doing, now, False)
             return
         message = f"torchmpi: {group.where} has waited {now - since:.0f} s in {doing} on communicator {group.name}."
         if now - since >= self.config.stall_abort_seconds > 0:
             self.end_job(f"{message} Giving up (stall_abort_seconds).", 1)
         elif now - since >= self.config.stall_warning_seconds and not reported:
-            self._lanes[lane] = (doing, since, True)
+            self._queues[call_queue] = (doing, since, True)
             print(message, file=sys.stderr, flush=True)
 
     def _check_refused(self, group: Group, current: tuple[int, int, tuple[int, ...]]) -> None:

@@ -47,8 +47,8 @@ class OverHosts:
         across = self.group.across
         assert across is not None
         if num_pieces > 1:
-            return across.lane.submit(task, f"{across.where}: {across.name}")
-        across.lane.run(task)
+            return across.call_queue.submit(task, f"{across.where}: {across.name}")
+        across.call_queue.run(task)
         return None
 
 
