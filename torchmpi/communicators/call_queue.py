@@ -18,14 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import NotStartedError
-from ..shared_memory.memory_layout import TURN_ENTERED, TURN_HELD, TURN_PENDING, TURN_WORDS
+from ..shared_memory.memory_layout import RUN_LOCK_ENTERED, RUN_LOCK_HELD, RUN_LOCK_PENDING, RUN_LOCK_FIELDS
 from .handle import Handle
 
 Task = Callable[[], Any]
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 20e-6, 1e-3
 
 
-class Turn:
+class RunLock:
     """The right to run, held by whoever runs a call: a lock, beside words by which machine code takes it too.
 
     That code (see :mod:`torchmpi.shared_memory.fast_path`) looks at the words and writes them while it has the GIL: it
@@ -39,7 +39,7 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.words = array("q", bytes(8 * TURN_WORDS))
+        self.words = array("q", bytes(8 * RUN_LOCK_FIELDS))
         self.address, _ = self.words.buffer_info()
 
     def acquire(self, blocking: bool = True) -> bool:
@@ -47,8 +47,8 @@ class Turn:
         if not self._lock.acquire(blocking):
             return False
         words = self.words
-        words[TURN_HELD] = 1
-        if words[TURN_ENTERED]:
+        words[RUN_LOCK_HELD] = 1
+        if words[RUN_LOCK_ENTERED]:
             if not blocking:
                 self.release()
                 return False
@@ -61,16 +61,16 @@ class Turn:
 
     def release(self) -> None:
         """Give it back."""
-        self.words[TURN_HELD] = 0
+        self.words[RUN_LOCK_HELD] = 0
         self._lock.release()
 
     def locked(self) -> bool:
         """Whether anybody holds it."""
-        return self._lock.locked() or self.words[TURN_ENTERED] != 0
+        return self._lock.locked() or self.words[RUN_LOCK_ENTERED] != 0
 
     def _wait_for_machine_code(self) -> None:
         nap = _SHORTEST_NAP_SECONDS
-        while self.words[TURN_ENTERED]:
+        while self.words[RUN_LOCK_ENTERED]:
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)
 
@@ -92,7 +92,7 @@ class CallQueue:
 
     def __init__(self, name: str, *, threaded: bool = True) -> None:
         self.name = name
-        self.turn = Turn()
+        self.run_lock = RunLock()
         """Held by whoever runs a call."""
         self.closed = False
         self.doing: str | None = None
@@ -107,15 +107,15 @@ class CallQueue:
     @property
     def pending(self) -> int:
         """Submitted calls that have not ended."""
-        return self.turn.words[TURN_PENDING]
+        return self.run_lock.words[RUN_LOCK_PENDING]
 
     def run(self, task: Task) -> Any:
         """Run `task` in its turn and return its result."""
-        if self.pending == 0 and self.turn.acquire(False):
+        if self.pending == 0 and self.run_lock.acquire(False):
             try:
                 return task()
             finally:
-                self.turn.release()
+                self.run_lock.release()
         if not self._threaded or self._worker is threading.current_thread():
             return task()
         return self.submit(task, self.name).wait()
@@ -129,7 +129,7 @@ class CallQueue:
             return handle
         with self._counting:
             self._check_open(description)  # another thread may have closed it: then nobody looks at the queue any more
-            self.turn.words[TURN_PENDING] += 1
+            self.run_lock.words[RUN_LOCK_PENDING] += 1
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
                 self._worker.start()
@@ -152,19 +152,19 @@ class CallQueue:
             self.drain()
             with self._counting:
                 self.closed = True
-                self.turn.words[TURN_PENDING] += 1  # never idle again: callers look no further
+                self.run_lock.words[RUN_LOCK_PENDING] += 1  # never idle again: callers look no further
                 if self._worker is not None:
                     self._tasks.put(None)
             if self._worker is not None:
                 self._worker.join()
-            self.turn.acquire()  # for good: who found the lane idle just before must not begin any more
+            self.run_lock.acquire()  # for good: who found the lane idle just before must not begin any more
 
     def _work(self) -> None:
         while (entry := self._tasks.get()) is not None:
-            with self.turn:
+            with self.run_lock:
                 self._finish(*entry)
                 with self._counting:
-                    self.turn.words[TURN_PENDING] -= 1
+                    self.run_lock.words[RUN_LOCK_PENDING] -= 1
             del entry  # or the last tensor would live until the next call
 
     def _finish(self, task: Task, handle: Handle) -> None:

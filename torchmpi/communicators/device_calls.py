@@ -30,9 +30,9 @@ def queue(group: Any, task: Task, description: str, tensor: object) -> Handle:
 def take(group: Any, task: Task, description: str, tensor: object) -> Any:
     """Run `task` in its turn, and return its result: in this thread if nothing is queued before it."""
     call_queue = group.call_queue
-    if call_queue.pending == 0 and call_queue.turn.acquire(False):
+    if call_queue.pending == 0 and call_queue.run_lock.acquire(False):
         try:
             return task()
         finally:
-            call_queue.turn.release()
+            call_queue.run_lock.release()
     return queue(group, task, description, tensor).wait()

@@ -121,7 +121,7 @@ class BaseGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """The same without waiting for calls that wait in shared memory: one after the other ends with an error."""
         group = self._group
-        while (group.call_queue.pending or group.call_queue.turn.locked()) and not group.call_queue.closed and group.page is not None:
+        while (group.call_queue.pending or group.call_queue.run_lock.locked()) and not group.call_queue.closed and group.page is not None:
             current, shared = group.ledger.current, group.shared
             if current is not None and shared is not None:
                 shared.expire(current[0])

@@ -66,7 +66,7 @@ def _collectively(group: Group, verb: str, action: Callable[[Service], None]) ->
 
 def _undisturbed(service: Service, action: Callable[[Service], None]) -> None:
     service.call_queue.drain()
-    with service.call_queue.turn:  # other threads of this rank wait until it is done
+    with service.call_queue.run_lock:  # other threads of this rank wait until it is done
         service.comm.Barrier()  # nobody has anything under way
         try:
             action(service)

@@ -236,7 +236,7 @@ def _check_fits(server: Server, tensor: torch.Tensor, what: str) -> None:
 def _run(server: Server, task: Any, description: str, num_bytes: int) -> Handle:
     """Now, if it is small and nothing is queued before it; otherwise in the lane's turn."""
     call_queue = server.service.call_queue
-    if not (server.is_local and num_bytes <= INLINE_BYTES and call_queue.pending == 0 and call_queue.turn.acquire(False)):
+    if not (server.is_local and num_bytes <= INLINE_BYTES and call_queue.pending == 0 and call_queue.run_lock.acquire(False)):
         return call_queue.submit(partial(_in_turn, server, task, description), description)
     handle = Handle(description)
     try:
@@ -245,7 +245,7 @@ def _run(server: Server, task: Any, description: str, num_bytes: int) -> Handle:
         call_queue.failed = [*(other for other in call_queue.failed if other.unseen_error is not None), handle]
         handle.set_error(error)
     finally:
-        call_queue.turn.release()
+        call_queue.run_lock.release()
     return handle
 
 

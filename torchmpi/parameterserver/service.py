@@ -61,7 +61,7 @@ class Service:
 
     def refuse_calls(self, server: Any) -> None:
         """From now on, also of other threads that are about to make one: what it looks at will go."""
-        with self.call_queue.turn:
+        with self.call_queue.run_lock:
             server.is_open = False
 
     def _note_wait(self, holder: int) -> None:

@@ -63,7 +63,7 @@ class Door(NamedTuple):
     plan: int
     """Address of what the kernel knows of the call."""
     ledger: Any
-    turn: Any
+    run_lock: Any
     code: int
     """What the ledger writes down of it, but for the shape."""
     signed_code: int
@@ -102,7 +102,7 @@ class _Gate:
         self.words[context.FIRST] = 0
         known = {**self._retired, **{words.buffer_info()[0]: (door, words) for door, words in self.doors.values()}}
         # Another thread may be in a call that it began before.
-        self._retired = {at: item for at, item in known.items() if item[0].turn.words[memory_layout.TURN_ENTERED]}
+        self._retired = {at: item for at, item in known.items() if item[0].run_lock.words[memory_layout.RUN_LOCK_ENTERED]}
         self.doors.clear()
 
     def _door_at(self, address: int) -> Door:
@@ -116,7 +116,7 @@ class _Gate:
         words[context.KEY], words[context.COMM] = id(key), id(comm)
         words[context.DLPACK_DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), door.plan
         words[context.LEDGER] = door.ledger.notes.buffer_info()[0]
-        words[context.TURN] = door.turn.address
+        words[context.RUN_LOCK] = door.run_lock.address
         words[context.CODE], words[context.SIGNED_CODE] = door.code, door.signed_code
         words[context.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
         self.doors[name] = door, words
@@ -128,7 +128,7 @@ class _Gate:
         try:
             result = door.settle(status, tensor, out)
         finally:
-            door.turn.words[memory_layout.TURN_ENTERED] = 0
+            door.run_lock.words[memory_layout.RUN_LOCK_ENTERED] = 0
         if result is None:  # it has only given
             return tensor
         if out is not None and result is not out:

@@ -147,7 +147,7 @@ DLPACK_DTYPE = 3
 PLAN = 4
 LEDGER = 5
 """Address of the words of the group's ledger."""
-TURN = 6
+RUN_LOCK = 6
 """Address of the words of the lane's right to run."""
 CODE = 7
 """What the ledger knows of the call beside the shape: verb, operation, dtype, root."""

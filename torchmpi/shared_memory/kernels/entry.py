@@ -93,11 +93,11 @@ def plain_numel(door, tensor):  # type: ignore[no-untyped-def]
 @inner
 def begin_call(door, tensor, call):  # type: ignore[no-untyped-def]
     """Enter the next call into the ledger, and its number and signature into `call`; OTHERWISE if others go before."""
-    turn = own(door, context.TURN)
-    for word in (memory_layout.TURN_HELD, memory_layout.TURN_ENTERED, memory_layout.TURN_PENDING):
-        if load(turn + word * 8) != 0:
+    run_lock = own(door, context.RUN_LOCK)
+    for word in (memory_layout.RUN_LOCK_HELD, memory_layout.RUN_LOCK_ENTERED, memory_layout.RUN_LOCK_PENDING):
+        if load(run_lock + word * 8) != 0:
             return context.OTHERWISE
-    store(turn + memory_layout.TURN_ENTERED * 8, 1)
+    store(run_lock + memory_layout.RUN_LOCK_ENTERED * 8, 1)
     ledger, code, first = own(door, context.LEDGER), own(door, context.CODE), own(door, context.FIRST_DIM)
     seq, length, total = load(ledger) + 1, max(num_dims(tensor) - first, 0), _PRIME_5
     for index in range(length):

@@ -105,7 +105,7 @@ class _Gate(Wrapper):
     def _leave(self, door: Any) -> None:
         """Give the right to run back, tell autograd what was written, and return it."""
         self.builder.store(WORD(0), self.place(self.word(door, context.LEDGER), memory_layout.NOTED_BUSY))
-        self.builder.store(WORD(0), self.place(self.word(door, context.TURN), memory_layout.TURN_ENTERED))
+        self.builder.store(WORD(0), self.place(self.word(door, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED))
         written = self.tensors[-1]
         if not self.writes:
             self._give(written)
@@ -137,7 +137,7 @@ class _Gate(Wrapper):
     def _settled(self, status: Any, door: Any, seq: Any) -> Any:
         """What Python makes of a call that could not be finished here; null with an error, as Python wants it."""
         busy = self.place(self.word(door, context.LEDGER), memory_layout.NOTED_BUSY)
-        entered = self.place(self.word(door, context.TURN), memory_layout.TURN_ENTERED)
+        entered = self.place(self.word(door, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED)
         numbers = [self.as_number(status), self.as_number(door)]
         result = self._call_python(context.SETTLE, numbers[0], self.tensor, self.out, numbers[1])
         for number in numbers:
