@@ -81,9 +81,9 @@ def test_a_span_of_three_levels_and_its_steps(agree):
     mpi.set_communicator(0)
     mpi.set_collective_span(0, inner)
     groups = runtime.current().communicators.span.groups
-    before = {key: group.ledger.seq for key, group in groups.items()}
+    before = {key: group.call_log.seq for key, group in groups.items()}
     result = mpi.allreduce(torch.ones(3))
-    steps = sum(group.ledger.seq - before[key] for key, group in groups.items())
+    steps = sum(group.call_log.seq - before[key] for key, group in groups.items())
     agree.equal(result, torch.full((3,), float(size)))
     agree((steps > 0) == (size > 1), f"{steps} steps")
     agree({level for level, _ in groups} == {outer, inner}, str(groups))

@@ -389,7 +389,7 @@ def test_the_watchdog_sees_a_call_behind_a_gate(agree):
 
     def look() -> None:
         while not (stop.is_set() or seen):
-            current = group.ledger.current
+            current = group.call_log.current
             if current is not None:
                 seen.append(current)
 
@@ -397,17 +397,17 @@ def test_the_watchdog_sees_a_call_behind_a_gate(agree):
     watcher.start()
     if mpi.rank() == 0:  # so that the others wait for this rank
         limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.board is not None else ()
-        while any(group.board.get(row, ENTERED) <= group.ledger.seq for row in others) and time.monotonic() < limit:
+        while any(group.board.get(row, ENTERED) <= group.call_log.seq for row in others) and time.monotonic() < limit:
             time.sleep(0.001)
         watcher.join(0.3)
     mpi.allreduce(torch.ones(6))
-    seq = group.ledger.seq
+    seq = group.call_log.seq
     stop.set()
     watcher.join()
     mpi.barrier()
     if mpi.rank() != 0:
         agree.equal([(number, shape) for number, _, shape in seen], [(seq, (6,))], "while it waited")
-    agree.equal(group.ledger.current, None, "after all calls")
+    agree.equal(group.call_log.current, None, "after all calls")
 
 
 def test_an_interrupt_leaves_the_queue_usable(agree):
@@ -425,7 +425,7 @@ def test_an_interrupt_leaves_the_queue_usable(agree):
     main, is_over = threading.main_thread().ident, threading.Event()
 
     def interrupt() -> None:
-        while own.intra.ledger.current is None and not is_over.wait(0.001):
+        while own.intra.call_log.current is None and not is_over.wait(0.001):
             pass
         if not is_over.is_set():
             signal.pthread_kill(main, signal.SIGINT)
@@ -447,4 +447,4 @@ def test_an_interrupt_leaves_the_queue_usable(agree):
     finally:
         signal.signal(signal.SIGINT, before)
     agree(not own.intra.call_queue.run_lock.locked(), "the lane is locked")
-    agree.equal(own.intra.ledger.current, None, "after the call")
+    agree.equal(own.intra.call_log.current, None, "after the call")

@@ -23,7 +23,7 @@ def blocks_and_plain(
 
 def num_calls() -> int:
     """Collectives so far on the current communicator."""
-    return mpi.communicator().intra.ledger.seq
+    return mpi.communicator().intra.call_log.seq
 
 
 def test_parameters_travel_in_blocks(agree):

@@ -353,11 +353,11 @@ def kept_net(convolution_format: torch.memory_format = torch.contiguous_format) 
 
 def synchronized_as(net: nn.Module) -> list[bool]:
     """Synchronise the gradients; for each call that this took, whether it was given a list of tensors."""
-    ledger = mpi.communicator().intra.ledger
-    before = ledger.seq
+    call_log = mpi.communicator().intra.call_log
+    before = call_log.seq
     mpinn.synchronize_gradients(net)
-    entered = {call[0]: call_log.VERBS[call[1] & 0xFF] for call in ledger.history if call is not None}
-    return [entered.get(seq) == "allreduce_many" for seq in range(before + 1, ledger.seq + 1)]
+    entered = {call[0]: call_log.VERBS[call[1] & 0xFF] for call in call_log.history if call is not None}
+    return [entered.get(seq) == "allreduce_many" for seq in range(before + 1, call_log.seq + 1)]
 
 
 REASONS_FOR_A_LIST = {
@@ -434,9 +434,9 @@ def test_buckets_are_as_large_as_asked_where_shared_memory_is_not_made_use_of(ag
         for bucket_bytes, num_calls in ((None, 2), (1, 1 + len(list(net.parameters())))):
             net.zero_grad()
             expected = averages(net, 0)
-            before = mpi.communicator().intra.ledger.seq
+            before = mpi.communicator().intra.call_log.seq
             mpinn.synchronize_gradients(net, bucket_bytes=bucket_bytes)
-            agree.equal(mpi.communicator().intra.ledger.seq - before, num_calls, f"calls with {bucket_bytes}")
+            agree.equal(mpi.communicator().intra.call_log.seq - before, num_calls, f"calls with {bucket_bytes}")
             for parameter, average in zip(net.parameters(), expected, strict=True):
                 agree.bits(parameter.grad, average, f"{bucket_bytes}")
     finally:

@@ -57,7 +57,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_refused_with_rank_and_remedy(agree, name):
     call, kind, remedy = CASES[name]
-    before = mpi.communicator(0).intra.ledger.seq
+    before = mpi.communicator(0).intra.call_log.seq
     try:
         result = call()
     except errors.TorchMPIError as error:
@@ -66,7 +66,7 @@ def test_refused_with_rank_and_remedy(agree, name):
         agree(remedy in str(error), f"no remedy: {error}")
     else:
         agree(False, f"accepted, gave {result!r}")
-    agree.equal(mpi.communicator(0).intra.ledger.seq, before, "it communicated")
+    agree.equal(mpi.communicator(0).intra.call_log.seq, before, "it communicated")
     agree.equal(mpi.allreduce(1), mpi.size(), "the next call")
 
 

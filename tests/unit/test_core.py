@@ -183,14 +183,14 @@ def board_of_two():
     first = Segment.create("test", 2 * memory_layout.ROW_BYTES)
     boards = [call_log.Board(first, 2), call_log.Board(Segment.open(first.ticket), 2)]
     first.withdraw()
-    yield [call_log.Ledger("test", rank, 2, boards[rank]) for rank in range(2)]
+    yield [call_log.CallLog("test", rank, 2, boards[rank]) for rank in range(2)]
     for board in boards:
         board.close()
 
 
-def arrive(ledger, code, shape):
-    ledger.enter(code, shape)
-    ledger.announce()
+def arrive(call_log, code, shape):
+    call_log.enter(code, shape)
+    call_log.announce()
 
 
 ALLREDUCE, BARRIER = call_log.call_code("allreduce", "sum", 1), call_log.call_code("barrier")
@@ -226,15 +226,15 @@ def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
     segment = Segment.create("test", 4 * memory_layout.ROW_BYTES)
     board = call_log.Board(segment, 4)
     segment.withdraw()
-    ledgers = [call_log.Ledger("test", rank, 4, board) for rank in range(4)]
+    call_logs = [call_log.CallLog("test", rank, 4, board) for rank in range(4)]
     for round_ in range(2):
-        for ledger in ledgers:
-            ledger.enter(call_log.call_code("barrier"), ())
-        ledgers[2 * round_].abandon()  # in both rounds another one
+        for call_log in call_logs:
+            call_log.enter(call_log.call_code("barrier"), ())
+        call_logs[2 * round_].abandon()  # in both rounds another one
         first = 2 * round_
         for rank, told_by in ((1, first), (3, 1)):
             with pytest.raises(errors.MismatchError, match=f"cannot end on rank {rank}: rank {first} has given it up"):
-                ledgers[rank].given_up(told_by)
+                call_logs[rank].given_up(told_by)
     board.close()
 
 

@@ -15,7 +15,7 @@ from device_model import DEVICE, DeviceTensor, Model, compute, plain
 from torchmpi import errors
 from torchmpi.collectives import staging
 from torchmpi.communicators import device_calls, handle
-from torchmpi.communicators.call_log import Ledger
+from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import DeviceHandle
 from torchmpi.tensors import streams
@@ -49,7 +49,7 @@ def model(request, monkeypatch):
 
 
 def group_of_one() -> types.SimpleNamespace:
-    return types.SimpleNamespace(call_queue=CallQueue("model"), rank=0, ledger=Ledger("model", rank=0, size=1))
+    return types.SimpleNamespace(call_queue=CallQueue("model"), rank=0, call_log=CallLog("model", rank=0, size=1))
 
 
 def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) -> DeviceTensor:
@@ -59,11 +59,11 @@ def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) 
         assert type(piece) is torch.Tensor, "the transport was shown memory of the device"
         piece.mul_(2)
 
-    group.ledger.enter(0, (1,))
+    group.call_log.enter(0, (1,))
     try:
         return staging.Staged("allreduce", operation, group, pool)(tensor, out, 0)
     finally:
-        group.ledger.leave()
+        group.call_log.leave()
 
 
 def host_pool() -> staging.Pool:

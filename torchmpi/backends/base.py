@@ -49,7 +49,7 @@ def bind(backend: Backend, group: Any, verb: str, dtype: torch.dtype | None, op:
 
 def announced(group: Any, operation: Operation) -> Operation:
     """Show the others the call that the ledger has entered, and run it."""
-    announce = group.ledger.announce
+    announce = group.call_log.announce
 
     def run(tensor: Any, out: Any, root: int) -> Any:
         announce()

@@ -108,7 +108,7 @@ class Calls:
     """One verb on one group: runs kernels, and sees to what they cannot do themselves."""
 
     def __init__(self, group: Any, kernels: Kernels, dtype: torch.dtype | None, op: str | None) -> None:
-        self.group, self.ledger, self.call_queue, self.kernels = group, group.ledger, group.call_queue, kernels
+        self.group, self.call_log, self.call_queue, self.kernels = group, group.call_log, group.call_queue, kernels
         self.shared: SharedGroup = group.shared
         self.rank, self.size = group.rank, group.size
         self.table = np.zeros((self.size, _PAIR_WORDS), np.int64)
@@ -132,7 +132,7 @@ class Calls:
 
     def run(self, kernel: str, plan: int, *arguments: int) -> int:
         """The call that the ledger has entered: 0, or UNEVEN; anything else is mended or raised."""
-        seq, code, shape = self.ledger.current
+        seq, code, shape = self.call_log.current
         signature = (code ^ hash(shape)) ^ NATIVE
         status = self._in_kernel(kernel, plan, seq, signature, *arguments)
         while status and status & context.KINDS != context.UNEVEN:
@@ -156,24 +156,24 @@ class Calls:
             if kind == context.UNMAPPED:
                 self._map(rank)
             elif kind == context.MISMATCH and self._difference_to(rank) != GIVEN_UP:
-                self.ledger.refuse(rank)
+                self.call_log.refuse(rank)
             elif kind == context.LATE:
-                self.ledger.expired()
+                self.call_log.expired()
             elif (other := self._differing()) is not None:
-                self.ledger.refuse(other)
+                self.call_log.refuse(other)
             else:
-                self.ledger.given_up(rank)
+                self.call_log.given_up(rank)
         except BaseException:
             self.shared.give_up()
             raise
 
     def _map(self, rank: int) -> None:
-        seq = self.ledger.current[0]
+        seq = self.call_log.current[0]
         try:
             self.shared.map_segment(rank, seq)
         except OSError:
             if self.shared.page.get(rank, REFUSED) >= seq:
-                self.ledger.given_up(rank)  # and so its tensor may be gone
+                self.call_log.given_up(rank)  # and so its tensor may be gone
             raise
 
     def _differing(self) -> int | None:
@@ -182,7 +182,7 @@ class Calls:
 
     def _difference_to(self, rank: int) -> int:
         """Between the signatures of this and another rank in the current call; 0 if one of them has not arrived."""
-        words, seq = self.shared.page.words, self.ledger.current[0]
+        words, seq = self.shared.page.words, self.call_log.current[0]
         own, other = (entry(row, seq & (RING_LENGTH - 1)) for row in (self.rank, rank))
         if words[own + SEQUENCE] != seq or words[other + SEQUENCE] != seq:
             return 0
@@ -203,7 +203,7 @@ class Calls:
 
     def payloads(self, index: int = 0) -> list[int]:
         """A word of everybody's payload of the current call."""
-        seq = self.ledger.current[0]
+        seq = self.call_log.current[0]
         return [self.shared.page.words[self.shared.payload(rank, seq) + index] for rank in range(self.size)]
 
 
@@ -248,27 +248,27 @@ class Entered:
             return None
         code, plan = self._code | root << 32, calls.plan(root if self._is_rooted else -1)
         settle = partial(self._settle, root)
-        return fast_path.Door(plan, calls.ledger, calls.call_queue.turn, code, code ^ NATIVE, settle, self._give_up)
+        return fast_path.Door(plan, calls.call_log, calls.call_queue.turn, code, code ^ NATIVE, settle, self._give_up)
 
     def _give_up(self) -> None:
         """End a call that nobody has settled."""
         calls = self._calls
-        calls.ledger.take_over()
+        calls.call_log.take_over()
         calls.shared.give_up()
-        calls.ledger.abandon()
+        calls.call_log.abandon()
 
     def _settle(self, root: int, status: int, source: torch.Tensor, destination: Any) -> Any:
         """Go on after a kernel that could not finish, or end the call with an error."""
         calls = self._calls
-        calls.ledger.take_over()
+        calls.call_log.take_over()
         try:
             if status & context.KINDS != context.UNEVEN:
                 calls.settle(status)
             result = self._operation(source, destination, root)
         except BaseException:
-            calls.ledger.abandon()
+            calls.call_log.abandon()
             raise
-        calls.ledger.leave()
+        calls.call_log.leave()
         return result
 
 
@@ -357,7 +357,7 @@ class Movement(Calls):
         self.message[: len(message)] = message
         plan = self.plan(root)
         self.run("offer", plan, self.message.ctypes.data, len(message) * WORD_BYTES, address, num_rows, row_bytes)
-        seq = self.ledger.current[0]
+        seq = self.call_log.current[0]
         at = self.shared.payload(root, seq)
         code, num_dims, *dims = self.shared.page.words[at : at + 2 + _MOST_DIMS].tolist()
         dtype, shape = dtypes.from_code(code), tuple(dims[:num_dims]) or (1,)

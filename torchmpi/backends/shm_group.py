@@ -48,18 +48,18 @@ class SharedGroup:
         words[context.PROCESSES] = self._processes.ctypes.data if all(processes) else 0
         self._eager = (_CROWDED_SPINS if is_crowded else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
-        self._rank, self._ledger = group.rank, group.ledger
+        self._rank, self._call_log = group.rank, group.call_log
 
     def give_up(self) -> None:
         """Tell the others that this rank does not finish a call, and count chunks from a number that all can agree on.
 
         It is greater than all before, so that what a failed call left in the slots and counters is not taken for new.
         """
-        if self._ledger.current is None:
+        if self._call_log.current is None:
             return
-        seq = self._ledger.current[0]
-        if self._ledger.board is not None:
-            self._ledger.spoil_entry(NATIVE ^ int(self.words[context.CHUNKS]))
+        seq = self._call_log.current[0]
+        if self._call_log.board is not None:
+            self._call_log.spoil_entry(NATIVE ^ int(self.words[context.CHUNKS]))
         elif self.words[context.GAVE_UP] != seq:
             own = self.payload(self._rank, seq) - PAYLOAD
             self.page.words[own + SIGNATURE] ^= GIVEN_UP if self.page.words[own + SEQUENCE] == seq else 0

@@ -117,7 +117,7 @@ class Staged:
 
     def _pump(self, source: torch.Tensor | None, target: torch.Tensor | None, like: torch.Tensor, root: int) -> None:
         """Each piece down, through the transport, and up again."""
-        ledger, dtype = self._group.ledger, like.dtype
+        call_log, dtype = self._group.call_log, like.dtype
         piece_numel = max(1, self._pool.piece_bytes // dtype.itemsize)
         spans = schedule.chunks(like.numel(), piece_numel) or [(0, 0)]
         with self._pool.lend(min(_NUM_BUFFERS, len(spans))) as ring:
@@ -131,9 +131,9 @@ class Staged:
                 buffer = ring[k % len(ring)]
                 buffer.wait()
                 if k > 0:  # to the transport and to the other ranks each piece is a call
-                    _, code, shape = ledger.current
-                    ledger.leave()
-                    ledger.enter(code, shape)
+                    _, code, shape = call_log.current
+                    call_log.leave()
+                    call_log.enter(code, shape)
                 piece = buffer.view(numel, dtype)
                 self._operation(piece, None, root)
                 if target is not None:

@@ -26,12 +26,12 @@ from ..shared_memory.memory_layout import (
     CLOSED,
     ENTERED,
     LEFT,
-    NOTED_BUSY,
-    NOTED_CODE,
-    NOTED_DIMS,
-    NOTED_NUM_DIMS,
-    NOTED_SEQUENCE,
-    NOTED_WORDS,
+    LOG_ACTIVE,
+    LOG_CODE,
+    LOG_DIMS,
+    LOG_NUM_DIMS,
+    LOG_SEQUENCE,
+    LOG_FIELDS,
     REFUSED,
     RING_LENGTH,
     ROW_BYTES,
@@ -147,7 +147,7 @@ class Board:
         self.segment.close()
 
 
-class Ledger:
+class CallLog:
     """The calls of this rank on one group, in order.
 
     >>> ledger = Ledger("example", rank=0, size=1)
@@ -159,12 +159,12 @@ class Ledger:
 
     __slots__ = (
         "_current", "_missing", "_neighbours", "_slots", "_spoiled", "_words",
-        "board", "free", "history", "name", "notes", "rank", "report_when_late", "size",
+        "board", "free", "history", "name", "log_fields", "rank", "report_when_late", "size",
     )  # fmt: skip
 
     def __init__(self, name: str, rank: int, size: int, board: Board | None = None) -> None:
         self.name, self.rank, self.size, self.board = name, rank, size, board
-        self.notes = array("q", bytes(8 * NOTED_WORDS))
+        self.log_fields = array("q", bytes(8 * LOG_FIELDS))
         """The number of the last call, and what machine code writes down of a call that it enters."""
         self._current: tuple[int, int, tuple[int, ...]] | None = None
         self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
@@ -184,31 +184,31 @@ class Ledger:
     @property
     def seq(self) -> int:
         """The number of the last call that was entered."""
-        return self.notes[NOTED_SEQUENCE]
+        return self.log_fields[LOG_SEQUENCE]
 
     @property
     def current(self) -> tuple[int, int, tuple[int, ...]] | None:
         """What this rank is in the middle of: sequence number, code, shape."""
-        return self._current or self._noted()
+        return self._current or self._fast_path_call()
 
-    def _noted(self) -> tuple[int, int, tuple[int, ...]] | None:
+    def _fast_path_call(self) -> tuple[int, int, tuple[int, ...]] | None:
         """The call that was entered the shortest way, perhaps by another thread, which may write meanwhile."""
-        notes = self.notes
-        while seq := notes[NOTED_BUSY]:
-            first, code = NOTED_DIMS, notes[NOTED_CODE]
-            shape = tuple(notes[first : first + notes[NOTED_NUM_DIMS]])
-            if notes[NOTED_BUSY] == seq:
+        log_fields = self.log_fields
+        while seq := log_fields[LOG_ACTIVE]:
+            first, code = LOG_DIMS, log_fields[LOG_CODE]
+            shape = tuple(log_fields[first : first + log_fields[LOG_NUM_DIMS]])
+            if log_fields[LOG_ACTIVE] == seq:
                 return seq, code, shape
         return None
 
     def take_over(self) -> None:
         """Go on in Python with the call that was entered the shortest way."""
-        self._current = self._noted()
-        self.notes[NOTED_BUSY] = 0
+        self._current = self._fast_path_call()
+        self.log_fields[LOG_ACTIVE] = 0
 
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
         """Note that this rank has arrived at its next call, which still has to be announced to the others."""
-        seq = self.notes[0] = self.notes[0] + 1
+        seq = self.log_fields[0] = self.log_fields[0] + 1
         if seq > self.free:
             self.wait_for_room(seq, code, shape)
         self.history[seq & (RING_LENGTH - 1)] = self._current = (seq, code, shape)
@@ -248,7 +248,7 @@ class Ledger:
             self.compare()
             self._missing = ()
         if self._words is not None:
-            self._words[self.rank * ROW_WORDS + LEFT] = self.notes[0]
+            self._words[self.rank * ROW_WORDS + LEFT] = self.log_fields[0]
         self._current = None
 
     def compare(self) -> None:

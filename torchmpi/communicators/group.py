@@ -21,7 +21,7 @@ from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from . import splits
-from .call_log import Board, Call, Ledger, mismatch_message
+from .call_log import Board, Call, CallLog, mismatch_message
 from .call_queue import CallQueue
 from .handle import Handle
 from .release import release
@@ -52,7 +52,7 @@ class Group:
         self.checking = _how_to_check(self, context.check if check is None else check)
         self.is_strict = self.checking == "strict"
         self.board = self.page if self.checking == "board" else None
-        self.ledger = Ledger(name, self.rank, self.size, self.board)
+        self.call_log = CallLog(name, self.rank, self.size, self.board)
         self.shared: Any = None
         """What kernels know of this group; made by the backend that runs them."""
         self.binding = threading.Lock()
@@ -101,22 +101,22 @@ class Group:
 
     def perform(self, plan: Any, tensor: Any, out: Any, root: int) -> Any:
         """Run a prepared call in its turn, under the eyes of the ledger."""
-        ledger = self.ledger
+        call_log = self.call_log
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.is_whole else plan.shape_of(tensor)
-        ledger.enter(code, shape)
+        call_log.enter(code, shape)
         try:
             if self.is_strict:
                 self._compare_headers(code, shape)
             result = plan.run(tensor, out, root)
         except self.context.MPI.Exception as error:
-            ledger.compare()  # raises MismatchError if that is the reason
-            ledger.abandon()
+            call_log.compare()  # raises MismatchError if that is the reason
+            call_log.abandon()
             raise TorchMPIError(f"{self.where}: {Call(ledger.seq, code, shape)} failed in MPI: {error}.") from error
         except BaseException:
-            ledger.abandon()
+            call_log.abandon()
             raise
-        ledger.leave()
+        call_log.leave()
         return result
 
     @property
@@ -141,7 +141,7 @@ class Group:
         """Tell each other what is being called, and raise on all ranks if it is not the same."""
         MPI = self.context.MPI
         header = np.zeros(3 + _HEADER_DIMS, np.int64)
-        header[:3] = self.ledger.seq, code, len(shape)
+        header[:3] = self.call_log.seq, code, len(shape)
         header[3 : 3 + len(shape)] = shape[:_HEADER_DIMS]
         headers = np.empty((self.size, header.size), np.int64)
         self.comm.Allgather((header, MPI.INT64_T), (headers, MPI.INT64_T))
@@ -180,7 +180,7 @@ class Group:
             if part is not None:
                 part.free()
         self.context.groups.remove(self)
-        self.ledger.close()
+        self.call_log.close()
         if self.page is not None:
             self.page.close()
         release(self.side_comm)

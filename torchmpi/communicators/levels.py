@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..errors import ArgumentError, CommunicatorError
 from ..shared_memory import fast_path
 from . import splits
-from .call_log import Ledger, call_code
+from .call_log import CallLog, call_code
 from .communicator import Communicator
 from .group import Group, GroupContext
 
@@ -29,13 +29,13 @@ class _SplitPlan:
     code = call_code("split")
     is_whole = False
 
-    def __init__(self, ledger: Ledger, split: Callable[..., int], *arguments: Any) -> None:
+    def __init__(self, call_log: CallLog, split: Callable[..., int], *arguments: Any) -> None:
         self.shape_of = lambda tensor: ()
-        self._ledger = ledger
+        self._call_log = call_log
         self._split = partial(split, *arguments)
 
     def run(self, tensor: Any, out: Any, root: int) -> int:
-        self._ledger.announce()
+        self._call_log.announce()
         return self._split()
 
 
@@ -85,7 +85,7 @@ class CommunicatorStack:
         if not isinstance(key, (str, int)):
             raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
         parent = self.current
-        plan = _SplitPlan(parent.intra.ledger, self._split, parent, str(key), name or str(key))
+        plan = _SplitPlan(parent.intra.call_log, self._split, parent, str(key), name or str(key))
         return int(parent.intra.call(plan, None, None, 0))
 
     def _split(self, parent: Communicator, key: str, name: str) -> int:

@@ -109,7 +109,7 @@ class BaseGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._group.ledger.seq
+        return self._group.call_log.seq
 
     def _set_sequence_number_for_group(self) -> None:
         """Calls are counted in any case."""
@@ -122,7 +122,7 @@ class BaseGroup(dist.ProcessGroup):
         """The same without waiting for calls that wait in shared memory: one after the other ends with an error."""
         group = self._group
         while (group.call_queue.pending or group.call_queue.run_lock.locked()) and not group.call_queue.closed and group.page is not None:
-            current, shared = group.ledger.current, group.shared
+            current, shared = group.call_log.current, group.shared
             if current is not None and shared is not None:
                 shared.expire(current[0])
             time.sleep(_ABORT_NAP_SECONDS)

@@ -132,8 +132,8 @@ class Step:
     def run(self, tensor: Any, out: Any, root: int) -> Any:
         """Called by the group in its turn."""
         group = self._group
-        group.ledger.announce()
-        calls = group.comm.allgather((group.ledger.seq, self._subject))
+        group.call_log.announce()
+        calls = group.comm.allgather((group.call_log.seq, self._subject))
         if calls != [calls[0]] * group.size:
             listing = "; ".join(
                 f"rank {rank}: {subject}, call #{seq}"

@@ -239,7 +239,7 @@ class _StopPlan:
         return ()
 
     def run(self, tensor: Any, out: Any, root: int) -> None:
-        self._world.ledger.announce()
+        self._world.call_log.announce()
         self._world.comm.Barrier()
 
 

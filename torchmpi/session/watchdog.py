@@ -70,7 +70,7 @@ class Watchdog(threading.Thread):
         self._since.clear()
 
     def _look_at(self, group: Group) -> None:
-        current = group.ledger.current
+        current = group.call_log.current
         seq, since = self._since.get(group, (0, 0.0))
         now = time.monotonic()
         if current is None:
@@ -78,7 +78,7 @@ class Watchdog(threading.Thread):
             return
         if current[0] != seq:
             self._since[group] = (current[0], now)
-            group.ledger.report_when_late = ""
+            group.call_log.report_when_late = ""
             return
         waited = now - since
         self._check_refused(group, current)
@@ -114,12 +114,12 @@ class Watchdog(threading.Thread):
     def _expire(self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float, late: str) -> None:
         """End the wait of a call in shared memory that has taken too long; it raises what this says."""
         enders = [item for item in (group.shared, *group.attachments) if hasattr(item, "expire")]
-        if not enders or group.ledger.report_when_late:
+        if not enders or group.call_log.report_when_late:
             return  # it cannot be ended, or is on its way out
         late = f"That is more {late}."
         report = self._report(group, current, waited, all_speak=True)
-        group.ledger.report_when_late = f"{report}\n{late}" if report else late
-        if group.ledger.current == current:
+        group.call_log.report_when_late = f"{report}\n{late}" if report else late
+        if group.call_log.current == current:
             for ender in enders:
                 ender.expire(current[0])
 
@@ -210,7 +210,7 @@ class Watchdog(threading.Thread):
         """This rank's own state, for another host."""
         for group in list(self.context.groups):
             if group.key == key:
-                return Answer(key, group.ledger.seq, group.ledger.current is not None, whereabouts())
+                return Answer(key, group.call_log.seq, group.call_log.current is not None, whereabouts())
         return Answer(key, 0, False, f"it has no such communicator; {whereabouts()}")
 
     def _answer_all(self) -> None:
@@ -225,7 +225,7 @@ class Watchdog(threading.Thread):
         asked = sum(board.get(row, memory_layout.ASKED) for row in range(group.size) if row != group.rank)
         if asked != self._answered.get(group, 0):
             self._answered[group] = asked
-            board.write_text(group.rank, "\n".join([whereabouts(), *group.ledger.recent_in_words()]))
+            board.write_text(group.rank, "\n".join([whereabouts(), *group.call_log.recent_in_words()]))
             board.set(group.rank, memory_layout.ANSWERED, board.get(group.rank, memory_layout.ANSWERED) + 1)
 
 

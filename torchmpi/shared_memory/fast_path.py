@@ -28,7 +28,7 @@ VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "all
 _GATES = (*VERBS, "give", "receive")
 # The first dimension that has to be the same on all ranks, if not number 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
-_FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MOST_NOTED_DIMS)  # only the root knows any
+_FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows any
 
 
 def _always_shut(*arguments: object) -> None:
@@ -62,7 +62,7 @@ class Door(NamedTuple):
 
     plan: int
     """Address of what the kernel knows of the call."""
-    ledger: Any
+    call_log: Any
     run_lock: Any
     code: int
     """What the ledger writes down of it, but for the shape."""
@@ -115,7 +115,7 @@ class _Gate:
         words[context.NEXT] = self.words[context.FIRST]
         words[context.KEY], words[context.COMM] = id(key), id(comm)
         words[context.DLPACK_DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), door.plan
-        words[context.LEDGER] = door.ledger.notes.buffer_info()[0]
+        words[context.CALL_LOG] = door.call_log.log_fields.buffer_info()[0]
         words[context.RUN_LOCK] = door.run_lock.address
         words[context.CODE], words[context.SIGNED_CODE] = door.code, door.signed_code
         words[context.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)

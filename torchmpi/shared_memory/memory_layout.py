@@ -38,9 +38,9 @@ MEMORY = 2  # the word of the payload of a long call from which a rank says wher
 
 # What a rank keeps of a group for machine code, in private memory. Of the ledger: number of the last call, and of the
 # one that machine code has entered and that is under way (0 if none is), its code, its shape as far as it is signed.
-NOTED_SEQUENCE, NOTED_BUSY, NOTED_CODE, NOTED_NUM_DIMS, NOTED_DIMS = range(5)
-MOST_NOTED_DIMS = 12
-NOTED_WORDS = NOTED_DIMS + MOST_NOTED_DIMS
+LOG_SEQUENCE, LOG_ACTIVE, LOG_CODE, LOG_NUM_DIMS, LOG_DIMS = range(5)
+MAX_LOG_DIMS = 12
+LOG_FIELDS = LOG_DIMS + MAX_LOG_DIMS
 # Of the right to run: whether Python holds it, whether machine code has entered, and how many calls are pending.
 RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING = range(3)
 RUN_LOCK_FIELDS = 3

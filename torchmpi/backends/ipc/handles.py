@@ -22,7 +22,7 @@ class Meeting:
     """The meetings of one rank on one group. The words of the page are written by their rank alone."""
 
     def __init__(self, group: Any) -> None:
-        self._page, self._ledger = group.page, group.ledger
+        self._page, self._call_log = group.page, group.call_log
         self._rank, self.size = group.rank, group.size
         self._words = group.page.words
         self._own = group.rank * ROW_WORDS + ENQUEUED
@@ -33,7 +33,7 @@ class Meeting:
 
     def begin(self, stage: int) -> None:
         """Be in the call that the ledger has entered: all that belongs to earlier ones is enqueued."""
-        self.seq = self._ledger.current[0]
+        self.seq = self._call_log.current[0]
         self.publish(stage)
 
     def publish(self, stage: int) -> None:
@@ -71,7 +71,7 @@ class Meeting:
         while missing:
             self._check(range(self.size))
             if self.late >= self.seq:
-                self._ledger.expired()
+                self._call_log.expired()
             time.sleep(seconds)
             seconds = min(2 * seconds, _MOST_SLEEP_SECONDS)
             missing = [rank for rank in missing if self._words[rank * ROW_WORDS + ENQUEUED] < number]
@@ -80,11 +80,11 @@ class Meeting:
         """Raise if one of the ranks has given this call up, or a later one."""
         for rank in ranks:
             if rank != self._rank and self._page.get(rank, REFUSED) >= self.seq:
-                self._ledger.compare()  # says it better, if this rank and a neighbor called different things
-                self._ledger.given_up(rank)
+                self._call_log.compare()  # says it better, if this rank and a neighbor called different things
+                self._call_log.given_up(rank)
 
     def give_up(self) -> None:
         """Tell the others that this rank does not finish its call."""
-        current = self._ledger.current
+        current = self._call_log.current
         if current is not None:
             self._page.set(self._rank, REFUSED, current[0])

@@ -145,7 +145,7 @@ COMM = 2
 DLPACK_DTYPE = 3
 """The dtype as DLPack has it: code, bits, and lanes."""
 PLAN = 4
-LEDGER = 5
+CALL_LOG = 5
 """Address of the words of the group's ledger."""
 RUN_LOCK = 6
 """Address of the words of the lane's right to run."""

@@ -76,7 +76,7 @@ def plain_numel(door, tensor):  # type: ignore[no-untyped-def]
     """The number of elements of a contiguous tensor of the host with the right dtype; OTHERWISE if it is not that."""
     if load(tensor + _DEVICE) != _HOST or load(tensor + _DIMS_AND_DTYPE) >> 32 != own(door, context.DLPACK_DTYPE):
         return context.OTHERWISE
-    if num_dims(tensor) > memory_layout.MOST_NOTED_DIMS:
+    if num_dims(tensor) > memory_layout.MAX_LOG_DIMS:
         return context.OTHERWISE
     numel, strides = 1, load(tensor + _STRIDES)
     for index in range(num_dims(tensor) - 1, -1, -1):
@@ -98,16 +98,16 @@ def begin_call(door, tensor, call):  # type: ignore[no-untyped-def]
         if load(run_lock + word * 8) != 0:
             return context.OTHERWISE
     store(run_lock + memory_layout.RUN_LOCK_ENTERED * 8, 1)
-    ledger, code, first = own(door, context.LEDGER), own(door, context.CODE), own(door, context.FIRST_DIM)
-    seq, length, total = load(ledger) + 1, max(num_dims(tensor) - first, 0), _PRIME_5
+    call_log, code, first = own(door, context.CALL_LOG), own(door, context.CODE), own(door, context.FIRST_DIM)
+    seq, length, total = load(call_log) + 1, max(num_dims(tensor) - first, 0), _PRIME_5
     for index in range(length):
         number = dim(tensor, first + index)
-        store(ledger + (memory_layout.NOTED_DIMS + index) * 8, number)
+        store(call_log + (memory_layout.LOG_DIMS + index) * 8, number)
         total = hash_step(total, number)
-    store(ledger + memory_layout.NOTED_NUM_DIMS * 8, length)
-    store(ledger + memory_layout.NOTED_CODE * 8, code)
-    store(ledger + memory_layout.NOTED_BUSY * 8, seq)
-    store(ledger, seq)
+    store(call_log + memory_layout.LOG_NUM_DIMS * 8, length)
+    store(call_log + memory_layout.LOG_CODE * 8, code)
+    store(call_log + memory_layout.LOG_ACTIVE * 8, seq)
+    store(call_log, seq)
     store(call, seq)
     store(call + 8, own(door, context.SIGNED_CODE) ^ hash_end(total, length))
     return 0

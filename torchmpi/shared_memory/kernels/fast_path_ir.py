@@ -104,7 +104,7 @@ class _Gate(Wrapper):
 
     def _leave(self, door: Any) -> None:
         """Give the right to run back, tell autograd what was written, and return it."""
-        self.builder.store(WORD(0), self.place(self.word(door, context.LEDGER), memory_layout.NOTED_BUSY))
+        self.builder.store(WORD(0), self.place(self.word(door, context.CALL_LOG), memory_layout.LOG_ACTIVE))
         self.builder.store(WORD(0), self.place(self.word(door, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED))
         written = self.tensors[-1]
         if not self.writes:
@@ -136,7 +136,7 @@ class _Gate(Wrapper):
 
     def _settled(self, status: Any, door: Any, seq: Any) -> Any:
         """What Python makes of a call that could not be finished here; null with an error, as Python wants it."""
-        busy = self.place(self.word(door, context.LEDGER), memory_layout.NOTED_BUSY)
+        busy = self.place(self.word(door, context.CALL_LOG), memory_layout.LOG_ACTIVE)
         entered = self.place(self.word(door, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED)
         numbers = [self.as_number(status), self.as_number(door)]
         result = self._call_python(context.SETTLE, numbers[0], self.tensor, self.out, numbers[1])
