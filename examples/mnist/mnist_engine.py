@@ -51,7 +51,7 @@ def main() -> None:
     @engine.on("on_forward_criterion")
     def count(state):
         if state.training:
-            loss.add(state.loss, num=state.sample.num_rows)
+            loss.add(state.loss, num=state.sample.num_blocks)
             error.add(state.output.cpu(), state.sample.target.cpu())
 
     @engine.on("on_end_epoch")

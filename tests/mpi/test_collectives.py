@@ -412,8 +412,8 @@ def test_a_root_that_runs_ahead_is_held_back_so_that_every_call_is_compared(agre
     for _ in range(200):
         mpi.reduce(torch.ones(4), root=mpi.size() - 1)
         mpi.broadcast(torch.ones(4), root=0)
-    if world.board is not None:
-        ahead = max(world.board.get(row, 0) for row in range(mpi.size())) - world.call_log.seq
+    if world.log_board is not None:
+        ahead = max(world.log_board.get(row, 0) for row in range(mpi.size())) - world.call_log.seq
         agree(ahead <= 64, f"{ahead} calls ahead")
 
 

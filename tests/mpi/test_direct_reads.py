@@ -69,8 +69,8 @@ def test_everybody_gets_everything(reads, agree, dtype, num_bytes):
 @pytest.mark.parametrize("num_bytes", (33_000, 50_000, 256 << 10, 1_500_000))
 def test_everybody_gets_what_is_for_it(reads, agree, dtype, num_bytes):
     rank, size = mpi.rank(), mpi.size()
-    num_rows = num_bytes * size // dtype.itemsize // 3 + size - 1  # not as many for each rank
-    inputs = inputs_of((num_rows, 3), dtype)
+    num_blocks = num_bytes * size // dtype.itemsize // 3 + size - 1  # not as many for each rank
+    inputs = inputs_of((num_blocks, 3), dtype)
     expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
     for _ in range(3):
         agree.bits(mpi.alltoall(inputs[rank], backend="shm"), expected, f"{num_bytes} {dtype}")
@@ -177,7 +177,7 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
         total = mpi.allreduce(inputs[rank].clone(), op="max")
         agree.bits(total, torch.stack(inputs).amax(0), "and the slots are in order")
         agree.bits(mpi.broadcast(inputs[rank].clone(), mpi.size() - 1), inputs[-1], "for all verbs")
-    assert runtime.current().world.board.get(rank, memory_layout.REFUSED) == 0
+    assert runtime.current().world.log_board.get(rank, memory_layout.REFUSED) == 0
 
 
 def test_it_can_be_switched_off(stopped, agree):

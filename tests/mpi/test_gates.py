@@ -396,8 +396,8 @@ def test_the_watchdog_sees_a_call_behind_a_gate(agree):
     watcher = threading.Thread(target=look)
     watcher.start()
     if mpi.rank() == 0:  # so that the others wait for this rank
-        limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.board is not None else ()
-        while any(group.board.get(row, ENTERED) <= group.call_log.seq for row in others) and time.monotonic() < limit:
+        limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.log_board is not None else ()
+        while any(group.log_board.get(row, ENTERED) <= group.call_log.seq for row in others) and time.monotonic() < limit:
             time.sleep(0.001)
         watcher.join(0.3)
     mpi.allreduce(torch.ones(6))

@@ -85,7 +85,7 @@ def test_shared_memory_has_no_name_in_the_file_system(agree):
     with mpi.started(config=quiet()):
         names = [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")]
         maps = Path("/proc/self/maps").read_text()
-        is_shared = mpi.communicator(0).intra.page is not None
+        is_shared = mpi.communicator(0).intra.status_board is not None
         mpi.barrier()
     agree(not names, str(names))
     agree(is_shared == ("torchmpi-group-" in maps))

@@ -305,7 +305,7 @@ def test_kept_gradients_move_into_shared_memory_and_stay_the_same_objects(agree)
     rank, size = mpi.rank(), mpi.size()
     net = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 50))
     mpinn.synchronize_parameters(net)
-    heap, is_shared = runtime.current().heap, mpi.communicator().intra.page is not None
+    heap, is_shared = runtime.current().heap, mpi.communicator().intra.status_board is not None
     objects, bits = [], []
     for step in range(4):
         for index, parameter in enumerate(net.parameters()):
@@ -377,7 +377,7 @@ def test_kept_gradients_travel_in_one_piece(agree):
         calls.append(synchronized_as(net))
         for parameter, average in zip(net.parameters(), expected, strict=True):
             agree.bits(parameter.grad, average, f"step {step}")
-    if mpi.communicator().intra.page is not None:
+    if mpi.communicator().intra.status_board is not None:
         agree.equal(calls, [[False, True], [False, True], [False, False], [False, False]], "calls")
     versions = [parameter.grad._version for parameter in net.parameters()]
     mpinn.synchronize_gradients(net)
@@ -414,7 +414,7 @@ def test_kept_gradients_of_two_dtypes_travel_in_two_pieces(agree):
         calls = synchronized_as(net)
         for parameter, average in zip(net.parameters(), expected, strict=True):
             agree.bits(parameter.grad, average, f"step {step}")
-    if mpi.communicator().intra.page is not None:
+    if mpi.communicator().intra.status_board is not None:
         agree.equal(calls, [False, False, False], "a list")
 
 

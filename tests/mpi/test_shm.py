@@ -88,8 +88,8 @@ def test_short_lengths_that_differ_again_and_again(agree, stopped):
 def test_rows_of_odd_length(slots, agree):
     """A row of 3 elements lies across the borders of slots and of lines."""
     rank, size = mpi.rank(), mpi.size()
-    for num_rows in (1, 2, size + 1, 500, slots // 4 + 1):
-        inputs = inputs_of((num_rows, 3), torch.float32)
+    for num_blocks in (1, 2, size + 1, 500, slots // 4 + 1):
+        inputs = inputs_of((num_blocks, 3), torch.float32)
         expected = contract.reduced(inputs, "sum")
         result = mpi.reduce_scatter(inputs[rank].clone(), backend="shm")
         agree.bits(result, contract.rows(expected, rank, size), f"reduce_scatter of {num_rows} rows")
@@ -186,24 +186,24 @@ def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
     for numel in (5_003, 70_001):
         inputs = [contract.values((numel,), torch.float32, r) for r in range(size)]
         expected = contract.reduced(inputs, "sum")
-        group.page.set(rank, memory_layout.FETCHES_SLOWLY, int(who == "all" or rank == 0))
+        group.status_board.set(rank, memory_layout.FETCHES_SLOWLY, int(who == "all" or rank == 0))
         agree.bits(mpi.allreduce(inputs[rank].clone(), backend="shm"), expected, f"allreduce {numel}")
         agree.bits(mpi.broadcast(inputs[rank].clone(), size - 1, backend="shm"), inputs[-1], "broadcast")
         agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), f"allgather {numel}")
         mine = contract.rows(expected, rank, size)
         agree.bits(mpi.reduce_scatter(inputs[rank].clone(), backend="shm"), mine, "reduce_scatter")
-        group.page.set(rank, memory_layout.FETCHES_SLOWLY, 0)
+        group.status_board.set(rank, memory_layout.FETCHES_SLOWLY, 0)
 
 
 def test_ranks_that_change_the_way_in_the_middle_of_calls(agree, slots):
     """Some find results in the others' slots, and some in their own, from one chunk to the next."""
     rank, size = mpi.rank(), mpi.size()
-    page, over = mpi.communicator().intra.page, threading.Event()
+    status_board, over = mpi.communicator().intra.status_board, threading.Event()
 
     def change() -> None:
         way = random.Random(rank)
         while not over.wait(0.0002):
-            page.set(rank, memory_layout.FETCHES_SLOWLY, way.randrange(2))
+            status_board.set(rank, memory_layout.FETCHES_SLOWLY, way.randrange(2))
 
     inputs = [contract.values((5 * slots + 1,), torch.float32, r) for r in range(size)]  # twenty slots
     expected = contract.reduced(inputs, "sum")
@@ -214,7 +214,7 @@ def test_ranks_that_change_the_way_in_the_middle_of_calls(agree, slots):
         finally:
             over.set()
         changing.result()
-    page.set(rank, memory_layout.FETCHES_SLOWLY, 0)
+    status_board.set(rank, memory_layout.FETCHES_SLOWLY, 0)
     agree(all(contract.same_bits(result, expected) for result in results), "allreduce")
 
 
@@ -226,8 +226,8 @@ def test_long_streams_by_either_way(agree, stopped, slow):
     numel = (4 << 20) // 8 + 3
     inputs = [torch.arange(numel, dtype=torch.int64) * size + r for r in range(size)]
     root = size - 1
-    if mpi.communicator().intra.page is not None:
-        mpi.communicator().intra.page.set(rank, memory_layout.FETCHES_SLOWLY, slow)
+    if mpi.communicator().intra.status_board is not None:
+        mpi.communicator().intra.status_board.set(rank, memory_layout.FETCHES_SLOWLY, slow)
     agree.bits(mpi.broadcast(inputs[rank].clone(), root, backend="shm"), inputs[root], "broadcast")
     agree.bits(mpi.allgather(inputs[rank], backend="shm"), torch.cat(inputs), "allgather")
     room = torch.zeros(numel * size + 2, dtype=torch.int64)

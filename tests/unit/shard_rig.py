@@ -45,7 +45,7 @@ class Rig:
 
     def row(self, number: int) -> np.ndarray:
         """The words of an actor in the arena."""
-        start = (number - 1) * words.ROW_BYTES
+        start = (number - 1) * words.BLOCK_BYTES
         return np.frombuffer(self.arena.bytes, np.int64, 16, start)
 
     def apply(self, actor: Actor, rule: str | Rule, data: torch.Tensor, span: tuple[int, int] | None = None) -> None:

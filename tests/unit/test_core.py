@@ -180,12 +180,12 @@ def test_many_threads_may_wait_on_one_handle():
 
 @pytest.fixture
 def board_of_two():
-    first = Segment.create("test", 2 * memory_layout.ROW_BYTES)
-    boards = [call_log.Board(first, 2), call_log.Board(Segment.open(first.ticket), 2)]
+    first = Segment.create("test", 2 * memory_layout.BLOCK_BYTES)
+    boards = [call_log.StatusBoard(first, 2), call_log.StatusBoard(Segment.open(first.ticket), 2)]
     first.withdraw()
     yield [call_log.CallLog("test", rank, 2, boards[rank]) for rank in range(2)]
-    for board in boards:
-        board.close()
+    for log_board in boards:
+        log_board.close()
 
 
 def arrive(call_log, code, shape):
@@ -223,10 +223,10 @@ def test_whoever_comes_later_sees_the_difference(board_of_two, monkeypatch, code
 
 def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
     """Who was slow to look found others that had given the call up because of the first, and named one of those."""
-    segment = Segment.create("test", 4 * memory_layout.ROW_BYTES)
-    board = call_log.Board(segment, 4)
+    segment = Segment.create("test", 4 * memory_layout.BLOCK_BYTES)
+    log_board = call_log.StatusBoard(segment, 4)
     segment.withdraw()
-    call_logs = [call_log.CallLog("test", rank, 4, board) for rank in range(4)]
+    call_logs = [call_log.CallLog("test", rank, 4, log_board) for rank in range(4)]
     for round_ in range(2):
         for call_log in call_logs:
             call_log.enter(call_log.call_code("barrier"), ())
@@ -235,7 +235,7 @@ def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
         for rank, told_by in ((1, first), (3, 1)):
             with pytest.raises(errors.MismatchError, match=f"cannot end on rank {rank}: rank {first} has given it up"):
                 call_logs[rank].given_up(told_by)
-    board.close()
+    log_board.close()
 
 
 def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):

@@ -41,8 +41,8 @@ class Memory:
         base, first = rig.shards.memory.address, rig.shards.table[0]
         starts = [int(start) - base for start in first[words.SHARD_ARRAYS : words.SHARD_BEGIN]]
         self.parts = [chunk[:24], *(chunk[start : start + 4 * NUMEL] for start in starts)]
-        for row in range(0, 6 * words.ROW_BYTES, words.ROW_BYTES):
-            scratches = range(row + words.SCRATCH_START, row + words.ROW_BYTES, words.CHUNK_BYTES)
+        for row in range(0, 6 * words.BLOCK_BYTES, words.BLOCK_BYTES):
+            scratches = range(row + words.SCRATCH_START, row + words.BLOCK_BYTES, words.CHUNK_BYTES)
             self.parts += [actors[row : row + 72], *(actors[start : start + 4 * NUMEL] for start in scratches)]
 
     def keep(self) -> list[bytes]:
@@ -211,7 +211,7 @@ def write_row(rig: Rig, number: int, *, process: int, redo: float | None = None,
     row[:9] = 0
     row[words.PROCESS], row[words.STARTED], row[words.TAKING] = process, 12345, taking
     if redo is not None:
-        start = (number - 1) * words.ROW_BYTES + words.SCRATCH_START
+        start = (number - 1) * words.BLOCK_BYTES + words.SCRATCH_START
         np.frombuffer(rig.arena.bytes, np.float32, NUMEL, start)[:] = redo
         row[words.REDO], row[words.NEW_VERSION], row[words.NEW_STEPS] = 1, 8, 3
         row[words.NEW_BYTES] = 4 * NUMEL

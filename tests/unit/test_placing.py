@@ -19,7 +19,7 @@ class Rank:
     """One of two: its words, and the rows of both."""
 
     def __init__(self, num_slots: int = 2) -> None:
-        self.rows = np.zeros((2, memory_layout.ROW_WORDS), np.int64)
+        self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
         self.words = np.zeros(context.context_words(2), np.int64)
         self.words[context.SIZE], self.words[context.ROWS] = 2, self.rows.ctypes.data
         self.words[context.CHUNKS], self.words[context.NUM_SLOTS] = MANY, num_slots

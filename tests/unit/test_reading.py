@@ -25,7 +25,7 @@ class Rank:
     """Rank 0 of two, of which the other is this process as well."""
 
     def __init__(self) -> None:
-        self.rows = np.zeros((2, memory_layout.ROW_WORDS), np.int64)
+        self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
         self.words = np.zeros(context.context_words(2), np.int64)
         self.processes = np.full(2, os.getpid(), np.int64)
         self.words[context.SIZE], self.words[context.ROWS] = 2, self.rows.ctypes.data

@@ -17,7 +17,7 @@ ELSEWHERE = -5  # no core has this number
 @pytest.fixture
 def words() -> tuple[np.ndarray, np.ndarray]:
     """Of rank 0 of 3, which has no time to wait, and the rows of all: nobody has come yet."""
-    rows = np.zeros((3, memory_layout.ROW_WORDS), np.int64)
+    rows = np.zeros((3, memory_layout.BLOCK_FIELDS), np.int64)
     rows[:, memory_layout.CORE] = ELSEWHERE
     own = np.zeros(context.context_words(3), np.int64)
     own[context.SIZE], own[context.ROWS] = 3, rows.ctypes.data
@@ -63,7 +63,7 @@ class Crowd:
     """Rank 0 of 2 in a call, without time to wait, and the rows of both."""
 
     def __init__(self) -> None:
-        self.rows = np.zeros((2, memory_layout.ROW_WORDS), np.int64)
+        self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
         self.own = np.zeros(context.context_words(2), np.int64)
         self.own[context.SIZE], self.own[context.ROWS] = 2, self.rows.ctypes.data
         self.own[context.SEQUENCE] = self.own[context.EXPIRED] = CALL
@@ -71,7 +71,7 @@ class Crowd:
         self.address = self.own.ctypes.data
 
     def announce(self, rank: int, signature: int) -> None:
-        at = memory_layout.entry(rank, CALL & (memory_layout.RING_LENGTH - 1)) - rank * memory_layout.ROW_WORDS
+        at = memory_layout.entry(rank, CALL & (memory_layout.RING_LENGTH - 1)) - rank * memory_layout.BLOCK_FIELDS
         self.rows[rank, at + memory_layout.SEQUENCE], self.rows[rank, at + memory_layout.SIGNATURE] = CALL, signature
 
 

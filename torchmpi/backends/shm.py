@@ -72,7 +72,7 @@ class SharedMemoryBackend:
             return "this torch or this host has no CUDA"
         if self.problem:
             return self.problem
-        if group is not None and group.page is None:
+        if group is not None and group.status_board is None:
             return "its ranks are on several hosts" if len(group.hosts) > 1 else "its ranks could not share memory"
         return None
 
@@ -172,7 +172,7 @@ class Calls:
         try:
             self.shared.map_segment(rank, seq)
         except OSError:
-            if self.shared.page.get(rank, REFUSED) >= seq:
+            if self.shared.status_board.get(rank, REFUSED) >= seq:
                 self.call_log.given_up(rank)  # and so its tensor may be gone
             raise
 
@@ -182,7 +182,7 @@ class Calls:
 
     def _difference_to(self, rank: int) -> int:
         """Between the signatures of this and another rank in the current call; 0 if one of them has not arrived."""
-        words, seq = self.shared.page.words, self.call_log.current[0]
+        words, seq = self.shared.status_board.words, self.call_log.current[0]
         own, other = (entry(row, seq & (RING_LENGTH - 1)) for row in (self.rank, rank))
         if words[own + SEQUENCE] != seq or words[other + SEQUENCE] != seq:
             return 0
@@ -204,7 +204,7 @@ class Calls:
     def payloads(self, index: int = 0) -> list[int]:
         """A word of everybody's payload of the current call."""
         seq = self.call_log.current[0]
-        return [self.shared.page.words[self.shared.payload(rank, seq) + index] for rank in range(self.size)]
+        return [self.shared.status_board.words[self.shared.payload(rank, seq) + index] for rank in range(self.size)]
 
 
 class Reduction(Calls):
@@ -277,10 +277,10 @@ class ReduceScatter(Calls):
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
-        num_rows, row_numel = rows_of(source)
-        destination = destination_for(source, schedule.part_of(num_rows, self.size, self.rank)[1], destination)
+        num_blocks, row_numel = rows_of(source)
+        destination = destination_for(source, schedule.part_of(num_blocks, self.size, self.rank)[1], destination)
         row_bytes = row_numel * source.element_size()
-        self.run("reduce_scatter", self.plan(), source.data_ptr(), num_rows, row_bytes, destination.data_ptr())
+        self.run("reduce_scatter", self.plan(), source.data_ptr(), num_blocks, row_bytes, destination.data_ptr())
         return destination
 
 
@@ -298,13 +298,13 @@ class Movement(Calls):
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Everybody's rows in rank order, to everybody."""
-        num_rows, row_numel = rows_of(source)
+        num_blocks, row_numel = rows_of(source)
         num_bytes = source.numel() * source.element_size()
         if row_numel == 0:  # nothing to move, but the rows count
-            self.meet(num_rows)
+            self.meet(num_blocks)
             return destination_for(source, sum(self.payloads()), destination)
         # Most often all have as many rows: then there is nothing to ask before the result can be made.
-        target = destination_for(source, num_rows * self.size, destination)
+        target = destination_for(source, num_blocks * self.size, destination)
         arguments = source.data_ptr(), num_bytes, target.data_ptr()
         if not self.run("allgather", self.plan(), *arguments):
             return target
@@ -317,14 +317,14 @@ class Movement(Calls):
 
     def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
         """Everybody's rows in rank order, to the root."""
-        num_rows, row_numel = rows_of(source)
+        num_blocks, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
         if row_numel == 0:  # nothing to move, but the rows count
-            self.meet(num_rows)
+            self.meet(num_blocks)
             rows, lengths = self.payloads(), [0] * self.size
         else:
-            target = destination_for(source, num_rows * self.size, destination) if self.rank == root else None
-            arguments = source.data_ptr(), num_rows * row_bytes, 0 if target is None else target.data_ptr()
+            target = destination_for(source, num_blocks * self.size, destination) if self.rank == root else None
+            arguments = source.data_ptr(), num_blocks * row_bytes, 0 if target is None else target.data_ptr()
             if not self.run("allgather", self.plan(root), *arguments):
                 return target
             lengths = self.payloads()
@@ -348,18 +348,18 @@ class Movement(Calls):
             )
         if self.rank != root:  # what another rank passes is of no concern
             source = None
-        num_rows, row_bytes, address = 0, 0, 0
+        num_blocks, row_bytes, address = 0, 0, 0
         message: tuple[int, ...] = ()
         if source is not None:
             message = dtypes.info(source.dtype).code, source.dim(), *source.shape
-            num_rows, row_numel = rows_of(source)
+            num_blocks, row_numel = rows_of(source)
             row_bytes, address = row_numel * source.element_size(), source.data_ptr()
         self.message[: len(message)] = message
         plan = self.plan(root)
-        self.run("offer", plan, self.message.ctypes.data, len(message) * WORD_BYTES, address, num_rows, row_bytes)
+        self.run("offer", plan, self.message.ctypes.data, len(message) * WORD_BYTES, address, num_blocks, row_bytes)
         seq = self.call_log.current[0]
         at = self.shared.payload(root, seq)
-        code, num_dims, *dims = self.shared.page.words[at : at + 2 + _MOST_DIMS].tolist()
+        code, num_dims, *dims = self.shared.status_board.words[at : at + 2 + _MOST_DIMS].tolist()
         dtype, shape = dtypes.from_code(code), tuple(dims[:num_dims]) or (1,)
         assert dtype is not None
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -372,19 +372,19 @@ class Movement(Calls):
 
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Part j of everybody's rows goes to rank j."""
-        num_rows, row_numel = rows_of(source)
+        num_blocks, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
         if row_numel == 0:  # nothing to move, but the rows count
-            self.meet(num_rows)
+            self.meet(num_blocks)
         else:  # most often all have as many rows: then there is nothing to ask before the result can be made
-            num_received = schedule.part_of(num_rows, self.size, self.rank)[1] * self.size
+            num_received = schedule.part_of(num_blocks, self.size, self.rank)[1] * self.size
             target = destination_for(source, num_received, destination)
-            if not self.run("alltoall", self.plan(), source.data_ptr(), num_rows, row_bytes, target.data_ptr()):
+            if not self.run("alltoall", self.plan(), source.data_ptr(), num_blocks, row_bytes, target.data_ptr()):
                 return target
         rows = self.payloads()
         received = [schedule.part_of(count, self.size, self.rank)[1] for count in rows]
         destination = destination_for(source, sum(received), destination)
-        spans = schedule.rows(num_rows, self.size)
+        spans = schedule.rows(num_blocks, self.size)
         self._send([source.data_ptr() + first * row_bytes for first, _ in spans], [n * row_bytes for _, n in spans])
         self._receive(destination, [count * row_bytes for count in received])
         self.exchange(is_stream=False, longest=max(-(-count // self.size) for count in rows) * row_bytes)

@@ -25,18 +25,18 @@ class SharedGroup:
     """What the kernels know of a group."""
 
     def __init__(self, group: Any, heap: SharedHeap) -> None:
-        size, page = group.size, group.page
-        self.heap, self.page, self.size = heap, page, size
+        size, status_board = group.size, group.status_board
+        self.heap, self.status_board, self.size = heap, status_board, size
         self.words = np.zeros(context.context_words(size), np.int64)
         self.address = int(self.words.ctypes.data)
         self.mappings = np.zeros((size, context.MAPPINGS_PER_RANK, 2), np.int64)
         self._num_mapped = [0] * size
         slots = num_slots(size)
-        self.slot_bytes = (page.segment.ticket.num_bytes - memory_layout.slots_begin(size)) // (slots * size)
+        self.slot_bytes = (status_board.segment.ticket.num_bytes - memory_layout.slots_begin(size)) // (slots * size)
         words = self.words
         words[context.RANK], words[context.SIZE] = group.rank, size
-        words[context.ROWS] = page.segment.address
-        words[context.SLOTS] = page.segment.address + memory_layout.slots_begin(size)
+        words[context.ROWS] = status_board.segment.address
+        words[context.SLOTS] = status_board.segment.address + memory_layout.slots_begin(size)
         is_crowded = group.context.is_crowded
         words[context.NUM_SLOTS], words[context.CROWDED] = slots, is_crowded
         words[context.SLOT_BYTES], words[context.WHOLE_BYTES] = self.slot_bytes, min(WHOLE_BYTES, self.slot_bytes)
@@ -58,13 +58,13 @@ class SharedGroup:
         if self._call_log.current is None:
             return
         seq = self._call_log.current[0]
-        if self._call_log.board is not None:
+        if self._call_log.log_board is not None:
             self._call_log.spoil_entry(NATIVE ^ int(self.words[context.CHUNKS]))
         elif self.words[context.GAVE_UP] != seq:
             own = self.payload(self._rank, seq) - PAYLOAD
-            self.page.words[own + SIGNATURE] ^= GIVEN_UP if self.page.words[own + SEQUENCE] == seq else 0
+            self.status_board.words[own + SIGNATURE] ^= GIVEN_UP if self.status_board.words[own + SEQUENCE] == seq else 0
         self.words[context.GAVE_UP] = seq
-        self.page.set(self._rank, REFUSED, seq)
+        self.status_board.set(self._rank, REFUSED, seq)
         self.words[context.CHUNKS] = seq << memory_layout.CHUNK_BITS
         self.heap.note_failed_call()
 
@@ -84,7 +84,7 @@ class SharedGroup:
     def map_segment(self, rank: int, seq: int) -> None:
         """Map the segment in which a rank says that its tensor is."""
         at = self.payload(rank, seq) + MEMORY
-        key, file, num_bytes = self.page.words[at : at + 3]
+        key, file, num_bytes = self.status_board.words[at : at + 3]
         place = self._num_mapped[rank] % context.MAPPINGS_PER_RANK
         self._num_mapped[rank] += 1
         self.mappings[rank, place] = 0, self.heap.map(key, file, num_bytes)

@@ -34,8 +34,8 @@ from ..shared_memory.memory_layout import (
     LOG_FIELDS,
     REFUSED,
     RING_LENGTH,
-    ROW_BYTES,
-    ROW_WORDS,
+    BLOCK_BYTES,
+    BLOCK_FIELDS,
     SEQUENCE,
     SIGNATURE,
     TEXT_START_BYTES,
@@ -113,33 +113,33 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
     return f"{verb}({', '.join(parts)})"
 
 
-class Board:
+class StatusBoard:
     """The rows of a group, in memory that the ranks of one host share (see
     :mod:`torchmpi.shared_memory.memory_layout`)."""
 
-    def __init__(self, segment: Segment, num_rows: int) -> None:
+    def __init__(self, segment: Segment, num_blocks: int) -> None:
         self.segment = segment
         self.words = memoryview(segment.memory).cast("q")
-        self.num_rows = num_rows
+        self.num_blocks = num_blocks
 
     def get(self, row: int, word: int) -> int:
         """One word of the head of a row."""
-        return self.words[row * ROW_WORDS + word]
+        return self.words[row * BLOCK_FIELDS + word]
 
     def set(self, row: int, word: int, value: int) -> None:
         """Write one word of the head of a row; only its owner does."""
-        self.words[row * ROW_WORDS + word] = value
+        self.words[row * BLOCK_FIELDS + word] = value
 
     def write_text(self, row: int, text: str) -> None:
         """Leave a message for the others."""
-        data = text.encode(errors="replace")[: ROW_BYTES - TEXT_START_BYTES - 1]
-        start = row * ROW_BYTES + TEXT_START_BYTES
+        data = text.encode(errors="replace")[: BLOCK_BYTES - TEXT_START_BYTES - 1]
+        start = row * BLOCK_BYTES + TEXT_START_BYTES
         self.segment.memory[start : start + len(data) + 1] = data + b"\0"
 
     def read_text(self, row: int) -> str:
         """The message of another rank."""
-        start = row * ROW_BYTES + TEXT_START_BYTES
-        return self.segment.memory[start : (row + 1) * ROW_BYTES].split(b"\0", 1)[0].decode(errors="replace")
+        start = row * BLOCK_BYTES + TEXT_START_BYTES
+        return self.segment.memory[start : (row + 1) * BLOCK_BYTES].split(b"\0", 1)[0].decode(errors="replace")
 
     def close(self) -> None:
         """Unmap."""
@@ -159,18 +159,18 @@ class CallLog:
 
     __slots__ = (
         "_current", "_missing", "_neighbours", "_slots", "_spoiled", "_words",
-        "board", "free", "history", "name", "log_fields", "rank", "report_when_late", "size",
+        "log_board", "free", "history", "name", "log_fields", "rank", "report_when_late", "size",
     )  # fmt: skip
 
-    def __init__(self, name: str, rank: int, size: int, board: Board | None = None) -> None:
-        self.name, self.rank, self.size, self.board = name, rank, size, board
+    def __init__(self, name: str, rank: int, size: int, log_board: StatusBoard | None = None) -> None:
+        self.name, self.rank, self.size, self.log_board = name, rank, size, log_board
         self.log_fields = array("q", bytes(8 * LOG_FIELDS))
         """The number of the last call, and what machine code writes down of a call that it enters."""
         self._current: tuple[int, int, tuple[int, ...]] | None = None
         self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
-        self.free = RING_LENGTH if board is not None else sys.maxsize
+        self.free = RING_LENGTH if log_board is not None else sys.maxsize
         """Calls up to this number may be entered without covering one that another rank has not compared."""
-        self._words = board.words if board is not None else None
+        self._words = log_board.words if log_board is not None else None
         self._neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
         self._slots = [(entry(rank, i), tuple(entry(row, i) for row in self._neighbours)) for i in range(RING_LENGTH)]
         """Where each entry of the ring is: this rank's own, and those of the neighbours."""
@@ -224,7 +224,7 @@ class CallLog:
         signature = code ^ hash(shape)
         words[own + SIGNATURE] = signature
         words[own + SEQUENCE] = seq  # last: until then the slot still bears the number of a call long past
-        words[self.rank * ROW_WORDS + ENTERED] = seq
+        words[self.rank * BLOCK_FIELDS + ENTERED] = seq
         for slot in others:
             if words[slot + SEQUENCE] != seq:
                 self._missing += (slot,)
@@ -233,12 +233,12 @@ class CallLog:
 
     def wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
         """Let ranks that are a whole ring behind catch up: a root waits for nobody, and may run far ahead."""
-        assert self.board is not None
+        assert self.log_board is not None
         self._current = (seq, code, shape)  # for the watchdog
         others = [row for row in range(self.size) if row != self.rank]
         while seq > self.free:
             # One less than the ring: a rank that has entered a call may still be about to compare it.
-            self.free = min((self.board.get(row, ENTERED) for row in others), default=seq) + RING_LENGTH - 1
+            self.free = min((self.log_board.get(row, ENTERED) for row in others), default=seq) + RING_LENGTH - 1
             if seq > self.free:
                 time.sleep(_CATCH_UP_SECONDS)
 
@@ -248,7 +248,7 @@ class CallLog:
             self.compare()
             self._missing = ()
         if self._words is not None:
-            self._words[self.rank * ROW_WORDS + LEFT] = self.log_fields[0]
+            self._words[self.rank * BLOCK_FIELDS + LEFT] = self.log_fields[0]
         self._current = None
 
     def compare(self) -> None:
@@ -277,8 +277,8 @@ class CallLog:
         difference = self._words[slot + SIGNATURE] ^ code ^ hash(shape)
         if self._words[slot + SEQUENCE] == seq and difference:
             if difference == GIVEN_UP:
-                self.given_up(slot // ROW_WORDS)
-            self.refuse(slot // ROW_WORDS)
+                self.given_up(slot // BLOCK_FIELDS)
+            self.refuse(slot // BLOCK_FIELDS)
 
     def refuse(self, other: int) -> None:
         """Raise because another rank called something else under the number of the current call."""
@@ -297,10 +297,10 @@ class CallLog:
         assert self.current is not None
         call = Call(*self.current)
         self.history[call.seq & (RING_LENGTH - 1)] = self.current  # the shortest way into the kernels does not
-        if self.board is not None:
+        if self.log_board is not None:
             if not has_done_its_part:
                 self.spoil_entry()
-            self.board.set(self.rank, REFUSED, call.seq)
+            self.log_board.set(self.rank, REFUSED, call.seq)
         return call
 
     def spoil_entry(self, kernel: int = 0) -> None:
@@ -331,12 +331,12 @@ class CallLog:
 
     def _first_to_give_up(self, other: int) -> int:
         """Whom another rank blames for giving up the current call, or that rank; known to those who look here."""
-        if self.board is None or self.current is None:
+        if self.log_board is None or self.current is None:
             return other
         seq = self.current[0]
-        blamed = self.board.get(other, BLAMES)
+        blamed = self.log_board.get(other, BLAMES)
         first = blamed & (1 << BLAMED_RANK_BITS) - 1 if blamed >> BLAMED_RANK_BITS == seq else other
-        self.board.set(self.rank, BLAMES, seq << BLAMED_RANK_BITS | first)
+        self.log_board.set(self.rank, BLAMES, seq << BLAMED_RANK_BITS | first)
         return first
 
     def expired(self) -> None:
@@ -349,9 +349,9 @@ class CallLog:
 
     def _ask_call(self, other: int, seq: int) -> str:
         """The other rank's call in words, from its watchdog: the board has only a signature."""
-        if self.board is None:
+        if self.log_board is None:
             return f"something else, call #{seq}"
-        answer = ask(self.board, self.rank, other, patience_seconds=_ASK_SECONDS)
+        answer = ask(self.log_board, self.rank, other, patience_seconds=_ASK_SECONDS)
         marker = f"#{seq}: "
         for line in answer.splitlines():
             if line.startswith(marker):
@@ -370,19 +370,19 @@ class CallLog:
 
     def close(self) -> None:
         """Leave word for ranks that are still in a call which this one has refused, and ask when it has gone."""
-        if self.board is not None:
-            self.board.write_text(self.rank, "\n".join(["has given this group up", *self.recent_in_words()]))
-            self.board.set(self.rank, CLOSED, 1)
+        if self.log_board is not None:
+            self.log_board.write_text(self.rank, "\n".join(["has given this group up", *self.recent_in_words()]))
+            self.log_board.set(self.rank, CLOSED, 1)
 
 
 def is_stopping(world: Any, rank: int) -> bool:
     """Whether a rank of this host has come to ``stop()``, as the board of the world shows."""
-    entered = world.board.get(rank, ENTERED)
+    entered = world.log_board.get(rank, ENTERED)
     at = entry(rank, entered & (RING_LENGTH - 1))
     return bool(
-        entered > world.board.get(rank, LEFT)
-        and world.board.words[at + SEQUENCE] == entered
-        and world.board.words[at + SIGNATURE] == call_code("stop") ^ hash(())
+        entered > world.log_board.get(rank, LEFT)
+        and world.log_board.words[at + SEQUENCE] == entered
+        and world.log_board.words[at + SIGNATURE] == call_code("stop") ^ hash(())
     )
 
 
@@ -402,19 +402,19 @@ def mismatch_message(name: str, calls: dict[int, str]) -> str:
 
 
 def ask(
-    board: Board, rank: int, other: int, *, patience_seconds: float, meanwhile: Callable[[], object] = lambda: None
+    log_board: StatusBoard, rank: int, other: int, *, patience_seconds: float, meanwhile: Callable[[], object] = lambda: None
 ) -> str:
     """Have the watchdog of another rank on this host write down what that rank is doing; '' if it does not answer.
 
     A watchdog that asks passes as `meanwhile` how it answers: the other may be asking it at this very moment.
     """
-    ticket = board.get(rank, ASKED) + 1
-    before = board.get(other, ANSWERED)
-    board.set(rank, ASKED, ticket)
+    ticket = log_board.get(rank, ASKED) + 1
+    before = log_board.get(other, ANSWERED)
+    log_board.set(rank, ASKED, ticket)
     limit = time.monotonic() + patience_seconds
-    while board.get(other, ANSWERED) == before and not board.get(other, CLOSED):
+    while log_board.get(other, ANSWERED) == before and not log_board.get(other, CLOSED):
         if time.monotonic() > limit:
             return ""
         meanwhile()
         time.sleep(0.02)
-    return board.read_text(other)
+    return log_board.read_text(other)

@@ -21,7 +21,7 @@ from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from . import splits
-from .call_log import Board, Call, CallLog, mismatch_message
+from .call_log import StatusBoard, Call, CallLog, mismatch_message
 from .call_queue import CallQueue
 from .handle import Handle
 from .release import release
@@ -47,12 +47,12 @@ class Group:
         """For point-to-point messages, which must not meet those of a collective."""
         self.plans: dict[Any, Any] = {}
         """Prepared calls by everything that selects them; filled by the verbs."""
-        self.page = _make_page(self)
+        self.status_board = _make_status_board(self)
         """Memory shared by the ranks, if they are on one host and there is any."""
         self.checking = _how_to_check(self, context.check if check is None else check)
         self.is_strict = self.checking == "strict"
-        self.board = self.page if self.checking == "board" else None
-        self.call_log = CallLog(name, self.rank, self.size, self.board)
+        self.log_board = self.status_board if self.checking == "board" else None
+        self.call_log = CallLog(name, self.rank, self.size, self.log_board)
         self.shared: Any = None
         """What kernels know of this group; made by the backend that runs them."""
         self.binding = threading.Lock()
@@ -181,8 +181,8 @@ class Group:
                 part.free()
         self.context.groups.remove(self)
         self.call_log.close()
-        if self.page is not None:
-            self.page.close()
+        if self.status_board is not None:
+            self.status_board.close()
         release(self.side_comm)
         release(self.comm)
 
@@ -236,7 +236,7 @@ def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
     return local, across
 
 
-def _make_page(group: Group) -> Board | None:
+def _make_status_board(group: Group) -> StatusBoard | None:
     """The shared memory of a group whose ranks are on one host: a row for each, and the slots for their data."""
     context, comm = group.context, group.comm
     if len(group.hosts) > 1 or not context.slot_bytes:
@@ -245,7 +245,7 @@ def _make_page(group: Group) -> Board | None:
     num_bytes = slots_begin(group.size) + slots
     segment = share(comm, "group", num_bytes)
     if segment is not None:
-        return Board(segment, group.size)
+        return StatusBoard(segment, group.size)
     reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"
     context.problems.add(f"the system gives none ({reason})")
     return None
@@ -282,7 +282,7 @@ def _how_to_check(group: Group, check: str) -> str:
         return "off"
     if check == "strict":
         return "strict"
-    if group.page is not None:
+    if group.status_board is not None:
         return "board"
     return "off" if check == "board" else "strict"
 

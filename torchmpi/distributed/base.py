@@ -43,7 +43,7 @@ class BaseGroup(dist.ProcessGroup):
         self._communicator = self._membership.open(options)
         self._group = self._communicator.intra
         # A wait for messages cannot be ended: it happens in the group's thread, and the caller's wait for that can.
-        self._by_messages = self._group.size > 1 and self._group.page is None
+        self._by_messages = self._group.size > 1 and self._group.status_board is None
         self._limit_seconds = 0.0
         self.set_timeout(options.timeout)
         self._known: dict[Any, str] = {}
@@ -121,7 +121,7 @@ class BaseGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """The same without waiting for calls that wait in shared memory: one after the other ends with an error."""
         group = self._group
-        while (group.call_queue.pending or group.call_queue.run_lock.locked()) and not group.call_queue.closed and group.page is not None:
+        while (group.call_queue.pending or group.call_queue.run_lock.locked()) and not group.call_queue.closed and group.status_board is not None:
             current, shared = group.call_log.current, group.shared
             if current is not None and shared is not None:
                 shared.expire(current[0])

@@ -114,7 +114,7 @@ def synchronize_gradients(
 def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, comm: Communicator) -> None:
     """What `synchronize_gradients` does once it is clear how: agree, then bucket after bucket."""
     parameters = replica.trainable
-    is_within_host = comm.intra.page is not None and all(parameter.is_cpu for parameter in parameters)
+    is_within_host = comm.intra.status_board is not None and all(parameter.is_cpu for parameter in parameters)
     shared = shared_gradients(replica.net) if is_within_host else None
     whole = shared.whole(parameters) if shared is not None else None
     presence = agree_on_gradients(replica, parameters, comm, scattered=whole is None)

@@ -53,7 +53,7 @@ class Arena:
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
         """Size for so many ranks."""
-        return num_ranks * ACTORS_PER_RANK * words.ROW_BYTES
+        return num_ranks * ACTORS_PER_RANK * words.BLOCK_BYTES
 
     def enter(self, kind: int) -> int:
         """The number of this rank's client or server, whose row then says which process it is."""
@@ -76,7 +76,7 @@ class Arena:
             return False
 
     def _row(self, actor: int) -> Any:
-        start = (actor - 1) * words.ROW_BYTES
+        start = (actor - 1) * words.BLOCK_BYTES
         return memoryview(self.memory.bytes)[start : start + 64].cast("B").cast("q")
 
 

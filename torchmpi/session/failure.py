@@ -131,8 +131,8 @@ class FailureHandling:
         self._terminate(frame)
 
     def _terminate(self, frame: FrameType | None) -> None:
-        board, rank = self.neighbours.board, self.neighbours.rank
-        if (board is not None and board.get(rank, DYING)) or not self._claim():
+        log_board, rank = self.neighbours.log_board, self.neighbours.rank
+        if (log_board is not None and log_board.get(rank, DYING)) or not self._claim():
             # The launcher clears up after a rank that failed and has said why: no need for more noise.
             self._abort(_TERMINATED)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
@@ -187,15 +187,15 @@ class FailureHandling:
 
     def _claim(self) -> bool:
         """Mark this rank as failing; whether no other on this host has before, so that it is ours to explain."""
-        board, rank = self.neighbours.board, self.neighbours.rank
-        if board is None or board.get(rank, DYING):
+        log_board, rank = self.neighbours.log_board, self.neighbours.rank
+        if log_board is None or log_board.get(rank, DYING):
             return True
-        board.set(rank, DYING, _WOULD_EXPLAIN)
-        others = {row: board.get(row, DYING) for row in range(board.num_rows) if row != rank}
+        log_board.set(rank, DYING, _WOULD_EXPLAIN)
+        others = {row: log_board.get(row, DYING) for row in range(log_board.num_blocks) if row != rank}
         # Ranks that fail within the same microseconds see each other: then it is up to the lowest.
         if any(state == _EXPLAINS or (state and row < rank) for row, state in others.items()):
             return False
-        board.set(rank, DYING, _EXPLAINS)
+        log_board.set(rank, DYING, _EXPLAINS)
         return True
 
     def _abort(self, status: int) -> None:

@@ -100,12 +100,12 @@ class Watchdog(threading.Thread):
     def _who_stops(self, group: Group, seq: int) -> str:
         """A rank of this host that has not come to a call and never will, in words; '' if there is none."""
         world = self.context.groups[0]
-        if group is world or group.board is None or world.board is None:
+        if group is world or group.log_board is None or world.log_board is None:
             return ""
         for row, rank in enumerate(group.world_ranks):
             if (
                 row != group.rank
-                and group.board.get(row, memory_layout.ENTERED) < seq
+                and group.log_board.get(row, memory_layout.ENTERED) < seq
                 and call_log.is_stopping(world, rank)
             ):
                 return f"rank {rank} is"
@@ -142,11 +142,11 @@ class Watchdog(threading.Thread):
             print(message, file=sys.stderr, flush=True)
 
     def _check_refused(self, group: Group, current: tuple[int, int, tuple[int, ...]]) -> None:
-        board = group.board
-        if board is None or board.get(group.rank, memory_layout.REFUSED) == current[0]:  # it is on its way out
+        log_board = group.log_board
+        if log_board is None or log_board.get(group.rank, memory_layout.REFUSED) == current[0]:  # it is on its way out
             return
         for row in range(group.size):
-            if row != group.rank and board.get(row, memory_layout.REFUSED) == current[0]:
+            if row != group.rank and log_board.get(row, memory_layout.REFUSED) == current[0]:
                 # This rank's own wait may be about to end because of it.
                 since = self._refused.setdefault((group, current[0]), time.monotonic())
                 if time.monotonic() - since < _REFUSAL_GRACE_SECONDS:
@@ -163,7 +163,7 @@ class Watchdog(threading.Thread):
         """What to tell the user; None if a lower rank waits for the same and will tell, unless all shall."""
         call = call_log.Call(*current)
         text = f"torchmpi: {group.where} has waited {waited:.0f} s in {call} on communicator {group.name}."
-        states = self._from_board(group, call.seq) if group.board is not None else self._from_messages(group)
+        states = self._from_status_board(group, call.seq) if group.log_board is not None else self._from_messages(group)
         if states is None:
             return f"{text} Who is missing is not known: calls are not compared (check='off')."
         own_rank = group.world_ranks[group.rank]
@@ -182,17 +182,17 @@ class Watchdog(threading.Thread):
             return f"{text} All ranks have arrived: the MPI library is still at it."
         return "\n".join([f"{text} Not arrived:", *lines])
 
-    def _from_board(self, group: Group, seq: int) -> dict[int, Answer | None]:
+    def _from_status_board(self, group: Group, seq: int) -> dict[int, Answer | None]:
         """The state of the other ranks of this host; those that are missing are asked where they are."""
-        board = group.board
-        assert board is not None
+        log_board = group.log_board
+        assert log_board is not None
         states: dict[int, Answer | None] = {}
         for row, rank in enumerate(group.world_ranks):
-            entered, left = board.get(row, memory_layout.ENTERED), board.get(row, memory_layout.LEFT)
+            entered, left = log_board.get(row, memory_layout.ENTERED), log_board.get(row, memory_layout.LEFT)
             text = ""
             if entered < seq:
                 text = call_log.ask(
-                    board, group.rank, row, patience_seconds=_ANSWER_PATIENCE_SECONDS, meanwhile=self._answer_all
+                    log_board, group.rank, row, patience_seconds=_ANSWER_PATIENCE_SECONDS, meanwhile=self._answer_all
                 )
             if row != group.rank:
                 answered = entered >= seq or text
@@ -219,14 +219,14 @@ class Watchdog(threading.Thread):
 
     def _answer(self, group: Group) -> None:
         """Write down what this rank is doing, if somebody has asked since the last look."""
-        board = group.board
-        if board is None:
+        log_board = group.log_board
+        if log_board is None:
             return
-        asked = sum(board.get(row, memory_layout.ASKED) for row in range(group.size) if row != group.rank)
+        asked = sum(log_board.get(row, memory_layout.ASKED) for row in range(group.size) if row != group.rank)
         if asked != self._answered.get(group, 0):
             self._answered[group] = asked
-            board.write_text(group.rank, "\n".join([whereabouts(), *group.call_log.recent_in_words()]))
-            board.set(group.rank, memory_layout.ANSWERED, board.get(group.rank, memory_layout.ANSWERED) + 1)
+            log_board.write_text(group.rank, "\n".join([whereabouts(), *group.call_log.recent_in_words()]))
+            log_board.set(group.rank, memory_layout.ANSWERED, log_board.get(group.rank, memory_layout.ANSWERED) + 1)
 
 
 def whereabouts() -> str:

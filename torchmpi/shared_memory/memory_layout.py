@@ -46,8 +46,8 @@ RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING = range(3)
 RUN_LOCK_FIELDS = 3
 
 TEXT_START_BYTES = (RING_START + RING_LENGTH * ENTRY_WORDS) * WORD_BYTES
-ROW_BYTES = 8192
-ROW_WORDS = ROW_BYTES // WORD_BYTES
+BLOCK_BYTES = 8192
+BLOCK_FIELDS = BLOCK_BYTES // WORD_BYTES
 
 # Processors copy at half their speed to a place that has nearly the same offset in its page as what they copy. Pages
 # begin where slots would, and 16 bytes later large NumPy arrays do: so the slots begin in the middle of a page.
@@ -60,7 +60,7 @@ def slots_begin(size: int) -> int:
     >>> slots_begin(2) - 2 * ROW_BYTES
     2048
     """
-    return size * ROW_BYTES + _PAGE_BYTES // 2
+    return size * BLOCK_BYTES + _PAGE_BYTES // 2
 
 
 def num_slots(size: int) -> int:
@@ -81,4 +81,4 @@ def entry(row: int, index: int) -> int:
     >>> entry(0, 1) - entry(0, 0), entry(1, 0) - entry(0, 0)
     (16, 1024)
     """
-    return row * ROW_WORDS + RING_START + index * ENTRY_WORDS
+    return row * BLOCK_FIELDS + RING_START + index * ENTRY_WORDS

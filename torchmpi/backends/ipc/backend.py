@@ -79,7 +79,7 @@ class IpcBackend:
             for other in ranks[:index]:
                 if not (devices.reaches(rank, other) and devices.reaches(other, rank)):
                     return f"the GPUs of ranks {other} and {rank} cannot reach each other"
-        if group.page is None:
+        if group.status_board is None:
             return "its ranks have no shared memory to meet in (slot_bytes=0, or the system gives none)"
         return self.refused.get(group.key)
 
@@ -292,9 +292,9 @@ class Calls:
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Everybody's rows in rank order, to everybody."""
-        num_rows, row_numel = rows_of(source)
+        num_blocks, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        rows = self.staged.lengths(num_rows)
+        rows = self.staged.lengths(num_blocks)
         destination = destination_for(source, sum(rows), destination)
         lengths = [count * row_bytes for count in rows]
         if source.nbytes:
@@ -306,9 +306,9 @@ class Calls:
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
-        num_rows, row_numel = rows_of(source)
+        num_blocks, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        rows = schedule.rows(num_rows, self.size)
+        rows = schedule.rows(num_blocks, self.size)
         destination = destination_for(source, rows[self.rank][1], destination)
         spans = [(first * row_bytes, count * row_bytes) for first, count in rows]
         plan = chunk_plan.reduce_scatter(self.rank, self.size, spans, self.half)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ...shared_memory.memory_layout import BROUGHT, ENQUEUED, REFUSED, ROW_WORDS
+from ...shared_memory.memory_layout import BROUGHT, ENQUEUED, REFUSED, BLOCK_FIELDS
 from .chunk_plan import STAGE_BITS
 
 # A look takes a fraction of a microsecond, a turn to the other threads about one. The device needs longer for a chunk.
@@ -22,10 +22,10 @@ class Meeting:
     """The meetings of one rank on one group. The words of the page are written by their rank alone."""
 
     def __init__(self, group: Any) -> None:
-        self._page, self._call_log = group.page, group.call_log
+        self._status_board, self._call_log = group.status_board, group.call_log
         self._rank, self.size = group.rank, group.size
-        self._words = group.page.words
-        self._own = group.rank * ROW_WORDS + ENQUEUED
+        self._words = group.status_board.words
+        self._own = group.rank * BLOCK_FIELDS + ENQUEUED
         self.seq = 0
         """The call that this rank is in."""
         self.late = 0
@@ -46,24 +46,24 @@ class Meeting:
 
     def bring(self, number: int) -> None:
         """Leave a number for the others to read, once they know that it is there."""
-        self._words[self._rank * ROW_WORDS + BROUGHT] = number
+        self._words[self._rank * BLOCK_FIELDS + BROUGHT] = number
 
     def brought(self) -> list[int]:
         """The numbers of all ranks."""
-        return [self._words[rank * ROW_WORDS + BROUGHT] for rank in range(self.size)]
+        return [self._words[rank * BLOCK_FIELDS + BROUGHT] for rank in range(self.size)]
 
     def wait_for(self, ranks: Sequence[int], number: int) -> None:
         """Return when these ranks have published this or more. Raises when one of them never will."""
         words, missing = self._words, ranks
         for look in range(_NUM_LOOKS + _NUM_TURNS):
-            missing = [rank for rank in missing if words[rank * ROW_WORDS + ENQUEUED] < number]
+            missing = [rank for rank in missing if words[rank * BLOCK_FIELDS + ENQUEUED] < number]
             if not missing:
                 break
             if look >= _NUM_LOOKS:
                 time.sleep(0)  # lets other threads have the interpreter, unlike a loop
         else:
             self._wait_long(missing, number)
-        if any(words[rank * ROW_WORDS + ENQUEUED] >> STAGE_BITS > self.seq for rank in ranks):
+        if any(words[rank * BLOCK_FIELDS + ENQUEUED] >> STAGE_BITS > self.seq for rank in ranks):
             self._check(ranks)  # gone on to a later call: having ended this one, or having given it up
 
     def _wait_long(self, missing: Sequence[int], number: int) -> None:
@@ -74,12 +74,12 @@ class Meeting:
                 self._call_log.expired()
             time.sleep(seconds)
             seconds = min(2 * seconds, _MOST_SLEEP_SECONDS)
-            missing = [rank for rank in missing if self._words[rank * ROW_WORDS + ENQUEUED] < number]
+            missing = [rank for rank in missing if self._words[rank * BLOCK_FIELDS + ENQUEUED] < number]
 
     def _check(self, ranks: Sequence[int]) -> None:
         """Raise if one of the ranks has given this call up, or a later one."""
         for rank in ranks:
-            if rank != self._rank and self._page.get(rank, REFUSED) >= self.seq:
+            if rank != self._rank and self._status_board.get(rank, REFUSED) >= self.seq:
                 self._call_log.compare()  # says it better, if this rank and a neighbor called different things
                 self._call_log.given_up(rank)
 
@@ -87,4 +87,4 @@ class Meeting:
         """Tell the others that this rank does not finish its call."""
         current = self._call_log.current
         if current is not None:
-            self._page.set(self._rank, REFUSED, current[0])
+            self._status_board.set(self._rank, REFUSED, current[0])

@@ -29,7 +29,7 @@ def kernel(function: Any) -> Any:
     return inner(function)
 
 
-_ROW = memory_layout.ROW_BYTES
+_ROW = memory_layout.BLOCK_BYTES
 _ENTERED, _LEFT, _REFUSED = (word * 8 for word in (memory_layout.ENTERED, memory_layout.LEFT, memory_layout.REFUSED))
 _CORE, _SIGNATURE, _REDUCED = (
     word * 8 for word in (memory_layout.CORE, memory_layout.SIGNATURE, memory_layout.REDUCED)

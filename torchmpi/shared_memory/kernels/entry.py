@@ -123,10 +123,10 @@ def row_numel(tensor):  # type: ignore[no-untyped-def]
 
 
 @inner
-def is_made_for(door, source, target, num_rows):  # type: ignore[no-untyped-def]
+def is_made_for(door, source, target, num_blocks):  # type: ignore[no-untyped-def]
     """Whether the target has that many rows like the source's, and no memory in common with it."""
     dims = max(num_dims(source), 1)
-    if plain_numel(door, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_rows:
+    if plain_numel(door, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_blocks:
         return False
     for index in range(1, dims):
         if dim(target, index) != dim(source, index):
@@ -166,8 +166,8 @@ def enter_allgather(door, source, target, call):  # type: ignore[no-untyped-def]
     plan, numel = own(door, context.PLAN), plain_numel(door, source)
     if numel < 0 or row_numel(source) == 0:
         return context.OTHERWISE
-    num_rows = dim(source, 0) if num_dims(source) > 0 else 1
-    if not is_made_for(door, source, target, num_rows * own(own(plan, context.CONTEXT), context.SIZE)):
+    num_blocks = dim(source, 0) if num_dims(source) > 0 else 1
+    if not is_made_for(door, source, target, num_blocks * own(own(plan, context.CONTEXT), context.SIZE)):
         return context.OTHERWISE
     store(call + 16, data(source))
     store(call + 24, numel * own(plan, context.ITEM_BYTES))
@@ -188,11 +188,11 @@ def enter_give(door, source, _, call):  # type: ignore[no-untyped-def]
 
 
 @inner
-def own_rows(plan, num_rows):  # type: ignore[no-untyped-def]
+def own_rows(plan, num_blocks):  # type: ignore[no-untyped-def]
     """How many of so many rows are this rank's."""
     ctx = own(plan, context.CONTEXT)
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)
+    return rows_before(num_blocks, size, rank + 1) - rows_before(num_blocks, size, rank)
 
 
 @inner
@@ -201,11 +201,11 @@ def enter_with_rows(door, source, target, times, call):  # type: ignore[no-untyp
     plan, numel = own(door, context.PLAN), plain_numel(door, source)
     if numel < 0 or num_dims(source) == 0:
         return context.OTHERWISE
-    num_rows = dim(source, 0)
-    if not is_made_for(door, source, target, own_rows(plan, num_rows) * times):
+    num_blocks = dim(source, 0)
+    if not is_made_for(door, source, target, own_rows(plan, num_blocks) * times):
         return context.OTHERWISE
     store(call + 16, data(source))
-    store(call + 24, num_rows)
+    store(call + 24, num_blocks)
     store(call + 32, row_numel(source) * own(plan, context.ITEM_BYTES))
     store(call + 40, data(target))
     return begin_call(door, source, call)
@@ -251,11 +251,11 @@ def enter_scatter(door, source, target, call):  # type: ignore[no-untyped-def]
         return context.OTHERWISE
     if plain_numel(door, source) < 0 or num_dims(source) == 0:
         return context.OTHERWISE
-    num_rows = dim(source, 0)
-    if not is_made_for(door, source, target, own_rows(plan, num_rows)):
+    num_blocks = dim(source, 0)
+    if not is_made_for(door, source, target, own_rows(plan, num_blocks)):
         return context.OTHERWISE
     store(call + 32, data(source))
-    store(call + 40, num_rows)
+    store(call + 40, num_blocks)
     store(call + 56, data(target))
     return enter_scattering(door, source, call)
 

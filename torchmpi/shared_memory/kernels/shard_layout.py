@@ -27,7 +27,7 @@ PROCESS, STARTED, REDO, TAKING, NEW_VERSION, NEW_STEPS, NEW_BYTES = range(7)
 """Who it is; whether what follows is to be done again if it dies; the dead actor whose lock it is taking over; what the
 chunk's words become; how many bytes of each array."""
 SCRATCH_START = 4096
-ROW_BYTES = SCRATCH_START + NUM_ARRAYS * CHUNK_BYTES
+BLOCK_BYTES = SCRATCH_START + NUM_ARRAYS * CHUNK_BYTES
 
 # A shard that can be reached, as its process knows it: addresses, and which elements it has.
 SHARD_HEADERS = 0

@@ -33,7 +33,7 @@ _MOST_NAPS = 120  # a tenth of a second
 @inner
 def row(plan, actor):  # type: ignore[no-untyped-def]
     """Address of the row of an actor."""
-    return own(plan, words.ARENA) + (actor - 1) * words.ROW_BYTES
+    return own(plan, words.ARENA) + (actor - 1) * words.BLOCK_BYTES
 
 
 @inner
