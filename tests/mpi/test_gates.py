@@ -27,8 +27,8 @@ SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (9000,))
 
 
 @pytest.fixture(autouse=True)
-def _need_gates() -> None:
-    if fast_path.allreduce is fast_path._always_shut:
+def _need_fast_paths() -> None:
+    if fast_path.allreduce is fast_path._not_built:
         pytest.skip("this Python or this PyTorch has no gates")
     if mpi.collective_availability()["shm", "allreduce", "cpu", "sync"] != "available":
         pytest.skip("no shared memory here")
@@ -58,7 +58,7 @@ def test_verbs_in_place_equal_those_through_python(agree, shape, dtype):
     sent = values(shape, dtype, rank)
     went_too = entered("broadcast", sent, None, root)
     reduced, as_before = values(shape, dtype, rank), values(shape, dtype, rank)
-    went_as_well = entered("reduce", reduced, None, fast_path.both("sum", root))
+    went_as_well = entered("reduce", reduced, None, fast_path.joint_key("sum", root))
     mpi.reduce(as_before, root, backend="shm")
     agree(went and went_too and went_as_well, "a gate was shut")
     agree.bits(reduced, as_before, "reduce")
@@ -233,8 +233,8 @@ def test_what_is_not_plain_goes_through_python(agree):
         "out": ("allreduce", torch.ones(4), torch.ones(4), "sum"),
         "a number": ("allreduce", 3.0, None, "sum"),
         "a bool for a root": ("broadcast", torch.ones(4), None, True),
-        "another root": ("reduce", torch.ones(4), None, fast_path.both("sum", size)),
-        "a bool with an operation": ("reduce", torch.ones(4), None, fast_path.both("sum", False)),
+        "another root": ("reduce", torch.ones(4), None, fast_path.joint_key("sum", size)),
+        "a bool with an operation": ("reduce", torch.ones(4), None, fast_path.joint_key("sum", False)),
         "no out": ("allgather", ones, None, 0),
         "out of another shape": ("allgather", ones, torch.empty(4 * size + 1), 0),
         "out of another dtype": ("allgather", ones, torch.empty(4 * size, dtype=torch.float64), 0),
@@ -288,18 +288,18 @@ def test_another_communicator_and_another_table(agree):
             went, inside = entered("allreduce", torch.ones(2), None, "sum"), mpi.allreduce(torch.ones(2))
         outside = mpi.allreduce(torch.ones(2))
         mpi.set_communicator(alone)
-        shut, default = not entered("allreduce", torch.ones(2), None, "sum"), mpi.allreduce(torch.ones(2))
+        invalidate, default = not entered("allreduce", torch.ones(2), None, "sum"), mpi.allreduce(torch.ones(2))
         mpi.set_communicator(0)
         for _ in range(2):
             mpi.allreduce(torch.ones(2))
         mpi.collective_selector.set("allreduce", "mpi", span="host")
-        shut = shut and not entered("allreduce", torch.ones(2), None, "sum")
+        invalidate = invalidate and not entered("allreduce", torch.ones(2), None, "sum")
         by_mpi = mpi.allreduce(torch.ones(2))
     finally:
         mpi.collective_selector.reset()
         mpi.set_communicator(0)
     agree(not went, "a gate ignored use()")
-    agree(shut, "a gate ignored another default or table")
+    agree(invalidate, "a gate ignored another default or table")
     agree.equal(inside, torch.ones(2), "inside use()")
     agree.equal(default, torch.ones(2), "on another default")
     for result in (outside, by_mpi):

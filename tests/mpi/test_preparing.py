@@ -50,17 +50,17 @@ def test_a_gate_is_opened_once_for_a_call_that_two_threads_make_at_once(agree):
     def find():
         asked.append(1)
         time.sleep(0.05)
-        return calls.door(0)
+        return calls.cached_call(0)
 
     threads = [
-        threading.Thread(target=fast_path.open_to, args=("broadcast", (0, torch.float32, nobody), find))
+        threading.Thread(target=fast_path.cache_call, args=("broadcast", (0, torch.float32, nobody), find))
         for _ in range(3)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    fast_path.shut()
+    fast_path.invalidate()
     agree(len(asked) <= 1, f"{len(asked)} doors")
 
 
@@ -79,7 +79,7 @@ def test_threads_that_open_doors_at_once_are_given_the_same_plan(agree, monkeypa
 
     monkeypatch.setattr(shm.np, "zeros", slowly)
     plans = []
-    threads = [threading.Thread(target=lambda: plans.append(calls.door(0).plan)) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: plans.append(calls.cached_call(0).plan)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -241,14 +241,14 @@ class Entered:
     def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
         return self._operation(source, destination, root)
 
-    def door(self, root: int) -> fast_path.Door | None:
+    def cached_call(self, root: int) -> fast_path.CachedCall | None:
         """The way in for one root, if there is one."""
         calls = self._calls
         if calls.group.is_strict:
             return None
         code, plan = self._code | root << 32, calls.plan(root if self._is_rooted else -1)
         settle = partial(self._settle, root)
-        return fast_path.Door(plan, calls.call_log, calls.call_queue.turn, code, code ^ NATIVE, settle, self._give_up)
+        return fast_path.CachedCall(plan, calls.call_log, calls.call_queue.turn, code, code ^ NATIVE, settle, self._give_up)
 
     def _give_up(self) -> None:
         """End a call that nobody has settled."""

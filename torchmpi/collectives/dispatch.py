@@ -55,7 +55,7 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
     if plan is None or type(root) is not int or not 0 <= root < group.size or (dtype is None and root == group.rank):
         return _OTHERWISE
     if verb in fast_path.VERBS and backend is None and (comm is None or type(comm) is Communicator):
-        _open_gate(group, verb, (tensor, out, root), op, comm)
+        _cache_call(group, verb, (tensor, out, root), op, comm)
     if out is None:
         result = group.call(plan, tensor, None, root)
         if result is tensor:
@@ -81,7 +81,7 @@ def _is_apart(out: Any, tensor: _Tensor, verb: str) -> bool:
     return is_like_it and verb not in prepared.IN_PLACE and not buffers.overlap(out, tensor)
 
 
-def _open_gate(group: Group, verb: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
+def _cache_call(group: Group, verb: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
     """Let the next call like this one go past Python, if there is a gate for what this rank does in it."""
     tensor, out, root = arguments
     which, is_root, given = verb, group.rank == root, out if tensor is None else tensor
@@ -93,7 +93,7 @@ def _open_gate(group: Group, verb: str, arguments: tuple[Any, Any, int], op: str
         return
     if which == "scatter" and not is_root:  # what it has passed is of no concern
         return
-    name = root if op is None else fast_path.both(op, root) if which == "reduce" else op, given.dtype, comm
+    name = root if op is None else fast_path.joint_key(op, root) if which == "reduce" else op, given.dtype, comm
     key = verb, op, given.dtype, None
     if which == "receive" and key not in group.plans:  # the plan of a call with None knows of no dtype
         try:
@@ -102,14 +102,14 @@ def _open_gate(group: Group, verb: str, arguments: tuple[Any, Any, int], op: str
             return
     plan = group.plans.get(key)
     if plan is not None:
-        fast_path.open_to(which, name, partial(_door, group, plan, root, comm, key))
+        fast_path.cache_call(which, name, partial(_cached_call, group, plan, root, comm, key))
 
 
-def _door(group: Group, plan: prepared.Plan, root: int, comm: Comm, key: Any) -> fast_path.Door | None:
+def _cached_call(group: Group, plan: prepared.Plan, root: int, comm: Comm, key: Any) -> fast_path.CachedCall | None:
     """The way past Python into a call like this one."""
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
     is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table since
-    return plan.door(root) if is_meant and not group.call_queue.closed else None
+    return plan.cached_call(root) if is_meant and not group.call_queue.closed else None
 
 
 def call(

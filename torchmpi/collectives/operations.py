@@ -65,7 +65,7 @@ def reduce(
     total = mpi.reduce(torch.ones(3), root=0)
     """
     if type(root) is int and type(op) is str:
-        result = fast_path.reduce(tensor, out, fast_path.both(op, root), comm, backend)
+        result = fast_path.reduce(tensor, out, fast_path.joint_key(op, root), comm, backend)
         if result is not None:
             return result
     return call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend)
@@ -130,8 +130,8 @@ def gather(
 
     everything = mpi.gather(torch.full((2,), mpi.rank()), root=0)
     """
-    gate = fast_path.give if out is None else fast_path.gather
-    if gate(tensor, out, root, comm, backend) is not None:
+    cached = fast_path.give if out is None else fast_path.gather
+    if cached(tensor, out, root, comm, backend) is not None:
         return out
     return call("gather", tensor, out, root=root, comm=comm, backend=backend)
 
@@ -152,8 +152,8 @@ def scatter(
 
         part = mpi.scatter(torch.arange(10) if mpi.rank() == 0 else None, root=0)
     """
-    gate = fast_path.receive if tensor is None else fast_path.scatter
-    if out is not None and gate(tensor, out, root, comm, backend) is not None:
+    cached = fast_path.receive if tensor is None else fast_path.scatter
+    if out is not None and cached(tensor, out, root, comm, backend) is not None:
         return out
     return call("scatter", tensor, out, root=root, comm=comm, backend=backend)
 

@@ -34,7 +34,7 @@ IN_PLACE = ("allreduce", "reduce", "broadcast")
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("bare", "code", "door", "is_on_device", "many", "is_simple", "is_whole", "run", "shape_of", "verb")
+    __slots__ = ("bare", "code", "cached_call", "is_on_device", "many", "is_simple", "is_whole", "run", "shape_of", "verb")
 
     def __init__(self, verb: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         self.verb, self.code, self.run = verb, code, run
@@ -44,7 +44,7 @@ class Plan:
         """Whether its tensors are on a device, so that the caller's stream matters."""
         self.is_simple = False
         """Whether `bare` will do for contiguous memory of the host that is no part of a graph."""
-        self.door: Callable[[int], Any] = _no_door
+        self.cached_call: Callable[[int], Any] = _no_cached_call
         """What contiguous memory of the host needs to enter the kernel by itself, for a root; None if it cannot."""
         self.many: Callable[[Any, Any, int], Any] | None = None
         """The same for :class:`~torchmpi.tensors.tensor_lists.Pieces`, if the transport need not have them packed."""
@@ -83,7 +83,7 @@ def _nothing(tensor: Any) -> tuple[int, ...]:
     return ()
 
 
-def _no_door(root: int) -> None:
+def _no_cached_call(root: int) -> None:
     return None
 
 
@@ -119,7 +119,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     is_known = verb == "scatter" if dtype is None else not dtype.is_complex  # who gets a part need not know it
     if device_type == "cpu" and is_known and not asynchronous:
         plan.is_simple = plan.bare is not plan
-        plan.bare.door = getattr(plan.bare.run, "door", _no_door)
+        plan.bare.cached_call = getattr(plan.bare.run, "door", _no_cached_call)
     return plan
 
 

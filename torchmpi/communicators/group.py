@@ -160,7 +160,7 @@ class Group:
     def forget_plans(self) -> None:
         """Prepare every call anew, because something has changed that was taken into account."""
         self.plans.clear()
-        fast_path.shut()  # last: doors are opened for plans that are there
+        fast_path.invalidate()  # last: doors are opened for plans that are there
 
     def drain(self) -> None:
         """Finish everything that is queued."""

@@ -115,7 +115,7 @@ class CommunicatorStack:
 
     def _make_default(self, communicator: Communicator) -> None:
         self.default = communicator
-        fast_path.shut()
+        fast_path.invalidate()
 
     @contextmanager
     def use(self, communicator: int | Communicator) -> Iterator[Communicator]:

@@ -314,7 +314,7 @@ def is_running() -> bool:
 
 def _forget_in_forked_child() -> None:
     global _runtime, _why_not
-    fast_path.shut_in_child()
+    fast_path.invalidate_in_child()
     if _runtime is not None:
         _runtime = None
         _why_not = (

@@ -25,26 +25,26 @@ from .kernels import context
 _EXAMPLE = torch.empty(0, device="cpu")
 VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter")
 # Those of a rank that gathers nothing and only gives, and of one that scatters nothing and only receives.
-_GATES = (*VERBS, "give", "receive")
+_FAST_PATHS = (*VERBS, "give", "receive")
 # The first dimension that has to be the same on all ranks, if not number 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows any
 
 
-def _always_shut(*arguments: object) -> None:
+def _not_built(*arguments: object) -> None:
     """What stands for a gate before there is one."""
 
 
-allreduce: Callable[..., Any] = _always_shut
-reduce: Callable[..., Any] = _always_shut
-broadcast: Callable[..., Any] = _always_shut
-allgather: Callable[..., Any] = _always_shut
-reduce_scatter: Callable[..., Any] = _always_shut
-alltoall: Callable[..., Any] = _always_shut
-gather: Callable[..., Any] = _always_shut
-give: Callable[..., Any] = _always_shut
-scatter: Callable[..., Any] = _always_shut
-receive: Callable[..., Any] = _always_shut
+allreduce: Callable[..., Any] = _not_built
+reduce: Callable[..., Any] = _not_built
+broadcast: Callable[..., Any] = _not_built
+allgather: Callable[..., Any] = _not_built
+reduce_scatter: Callable[..., Any] = _not_built
+alltoall: Callable[..., Any] = _not_built
+gather: Callable[..., Any] = _not_built
+give: Callable[..., Any] = _not_built
+scatter: Callable[..., Any] = _not_built
+receive: Callable[..., Any] = _not_built
 
 
 Name = tuple[Hashable, torch.dtype, Any]
@@ -52,12 +52,12 @@ Name = tuple[Hashable, torch.dtype, Any]
 
 
 @lru_cache(maxsize=1024, typed=True)
-def both(op: str, root: int) -> tuple[str, int]:
+def joint_key(op: str, root: int) -> tuple[str, int]:
     """Operation and root as one object, always the same one: gates know names by their address."""
     return op, root
 
 
-class Door(NamedTuple):
+class CachedCall(NamedTuple):
     """A prepared call, as its transport describes it."""
 
     plan: int
@@ -73,14 +73,14 @@ class Door(NamedTuple):
     """Ends the call on this rank without a result, and lets the others know."""
 
 
-class _Gate:
+class _FastPath:
     """The words of one gate, and what they point at."""
 
     def __init__(self, name: str, chosen: Any) -> None:
         self.name = name
-        self.doors: dict[Name, tuple[Door, array[int]]] = {}
-        self._retired: dict[int, tuple[Door, array[int]]] = {}
-        self.words = array("q", bytes(8 * context.GATE_WORDS))
+        self.cached_calls: dict[Name, tuple[CachedCall, array[int]]] = {}
+        self._retired: dict[int, tuple[CachedCall, array[int]]] = {}
+        self.words = array("q", bytes(8 * context.FAST_PATH_FIELDS))
         # The gate keeps alive what it calls: all of it lives as long as the process.
         self._objects = {
             context.CHOSEN: chosen,
@@ -96,39 +96,39 @@ class _Gate:
         for index, item in self._objects.items():
             self.words[index] = id(item)
         self.words[context.EXCHANGE] = dlpack.describer()
-        self.function = kernels.gate(name, self.words.buffer_info()[0])
+        self.function = kernels.fast_path(name, self.words.buffer_info()[0])
 
-    def shut(self) -> None:
+    def invalidate(self) -> None:
         self.words[context.FIRST] = 0
-        known = {**self._retired, **{words.buffer_info()[0]: (door, words) for door, words in self.doors.values()}}
+        known = {**self._retired, **{words.buffer_info()[0]: (cached_call, words) for cached_call, words in self.cached_calls.values()}}
         # Another thread may be in a call that it began before.
         self._retired = {at: item for at, item in known.items() if item[0].run_lock.words[memory_layout.RUN_LOCK_ENTERED]}
-        self.doors.clear()
+        self.cached_calls.clear()
 
-    def _door_at(self, address: int) -> Door:
-        known = [door for door, words in list(self.doors.values()) if words.buffer_info()[0] == address]
+    def _cached_call_at(self, address: int) -> CachedCall:
+        known = [cached_call for cached_call, words in list(self.cached_calls.values()) if words.buffer_info()[0] == address]
         return known[0] if known else self._retired[address][0]
 
-    def add(self, name: Name, door: Door) -> None:
+    def add(self, name: Name, cached_call: CachedCall) -> None:
         key, dtype, comm = name
-        words = array("q", bytes(8 * context.DOOR_WORDS))
+        words = array("q", bytes(8 * context.CACHED_CALL_FIELDS))
         words[context.NEXT] = self.words[context.FIRST]
         words[context.KEY], words[context.COMM] = id(key), id(comm)
-        words[context.DLPACK_DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), door.plan
-        words[context.CALL_LOG] = door.call_log.log_fields.buffer_info()[0]
-        words[context.RUN_LOCK] = door.run_lock.address
-        words[context.CODE], words[context.SIGNED_CODE] = door.code, door.signed_code
+        words[context.DLPACK_DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), cached_call.plan
+        words[context.CALL_LOG] = cached_call.call_log.log_fields.buffer_info()[0]
+        words[context.RUN_LOCK] = cached_call.run_lock.address
+        words[context.CODE], words[context.SIGNED_CODE] = cached_call.code, cached_call.signed_code
         words[context.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
-        self.doors[name] = door, words
+        self.cached_calls[name] = cached_call, words
         self.words[context.FIRST] = words.buffer_info()[0]
 
     def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
         """Go on in Python with a call that machine code has entered, and leave in its place."""
-        door = self._door_at(address)
+        cached_call = self._cached_call_at(address)
         try:
-            result = door.settle(status, tensor, out)
+            result = cached_call.settle(status, tensor, out)
         finally:
-            door.run_lock.words[memory_layout.RUN_LOCK_ENTERED] = 0
+            cached_call.run_lock.words[memory_layout.RUN_LOCK_ENTERED] = 0
         if result is None:  # it has only given
             return tensor
         if out is not None and result is not out:
@@ -138,10 +138,10 @@ class _Gate:
 
     def _give_up(self, address: int) -> None:
         """A KeyboardInterrupt came before :meth:`_settle` had begun."""
-        self._door_at(address).give_up()
+        self._cached_call_at(address).give_up()
 
 
-_gates: dict[str, _Gate] = {}
+_fast_paths: dict[str, _FastPath] = {}
 _changing = threading.Lock()
 
 
@@ -149,35 +149,35 @@ def build(chosen: Any) -> None:
     """Put up the gates, once per process; `chosen` is the context variable for a communicator chosen by a thread."""
     # Machine code looks for the type of an object where CPython has it, if it is not built for debugging.
     knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
-    if _gates or not dlpack.describer() or not knows_type or sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if _fast_paths or not dlpack.describer() or not knows_type or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return
-    for name in _GATES:
-        _gates[name] = _Gate(name, chosen)
-        globals()[name] = _gates[name].function
+    for name in _FAST_PATHS:
+        _fast_paths[name] = _FastPath(name, chosen)
+        globals()[name] = _fast_paths[name].function
 
 
-def open_to(which: str, name: Name, find: Callable[[], Door | None]) -> None:
+def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:
     """Open a gate for calls like one that is about to be made; `find` gives no door if that cannot be."""
-    gate = _gates.get(which)
-    if gate is None or name in gate.doors:
+    fast_path = _fast_paths.get(which)
+    if fast_path is None or name in fast_path.cached_calls:
         return
     with _changing:
-        if name in gate.doors:  # another thread was here first, and machine code has the address of its door
+        if name in fast_path.cached_calls:  # another thread was here first, and machine code has the address of its door
             return
-        door = find()
-        if door is not None:
-            gate.add(name, door)
+        cached_call = find()
+        if cached_call is not None:
+            fast_path.add(name, cached_call)
 
 
-def shut() -> None:
+def invalidate() -> None:
     """Forget all doors: they rely on something that has changed. They open again by themselves."""
     with _changing:
-        for gate in _gates.values():
-            gate.shut()
+        for fast_path in _fast_paths.values():
+            fast_path.invalidate()
 
 
-def shut_in_child() -> None:
+def invalidate_in_child() -> None:
     """The same in a process that was forked, perhaps while another thread of its parent was changing something."""
     global _changing
     _changing = threading.Lock()
-    shut()
+    invalidate()

@@ -45,14 +45,14 @@ def _build(compiler: Any, recipe: str, which: str, announce: Callable[[str], obj
             fcntl.flock(lock, fcntl.LOCK_EX)  # one compiles, the other ranks wait for it instead of doing the same
     except OSError:  # without locks, or another user's
         lock = None
-    modules, names, what, gates = SETS[which]
+    modules, names, what, fast_paths = SETS[which]
     try:
         if lock is not None and compiler.load(f"torchmpi_{which}", recipe):
             return
         announce(f"compiling the {what}, once per machine: some seconds")
         from . import compilation
 
-        compiler.build(f"torchmpi_{which}", recipe, compilation.module_text(_PREFIX, modules, names, gates))
+        compiler.build(f"torchmpi_{which}", recipe, compilation.module_text(_PREFIX, modules, names, fast_paths))
     finally:
         if lock is not None:
             lock.close()
@@ -73,7 +73,7 @@ _definitions: dict[str, _Definition] = {}
 """They must live as long as the functions."""
 
 
-def gate(which: str, words: int) -> Callable[..., Any]:
+def fast_path(which: str, words: int) -> Callable[..., Any]:
     """The function that enters a kernel with tensors; `words` is where what it looks at is (see context)."""
     from . import native_code
 

@@ -133,7 +133,7 @@ TOUCH = 9
 """Of the function that notes a write where INCREMENT_VERSION cannot."""
 GIVE_UP = 10
 """Of the function that tells the others of a call with which SETTLE could not even begin: address of the door."""
-GATE_WORDS = 11
+FAST_PATH_FIELDS = 11
 
 # Of a door: a prepared call behind a gate.
 NEXT = 0
@@ -155,7 +155,7 @@ SIGNED_CODE = 8
 """The same as it goes into the signature."""
 FIRST_DIM = 9
 """The first dimension that is part of the signature."""
-DOOR_WORDS = 10
+CACHED_CALL_FIELDS = 10
 
 # What a kernel returns, if not 0. Plus the rank that it is about.
 MISMATCH = 1 << 20

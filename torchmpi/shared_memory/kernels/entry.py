@@ -60,21 +60,21 @@ def data(tensor):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def find_door(first, tensor, key, comm):  # type: ignore[no-untyped-def]
+def find_cached_call(first, tensor, key, comm):  # type: ignore[no-untyped-def]
     """The door for this dtype, key and communicator, or 0."""
-    dtype, door = load(tensor + _DIMS_AND_DTYPE) >> 32, first
-    while door != 0:
-        is_for_it = own(door, context.KEY) == key and own(door, context.COMM) == comm
-        if is_for_it and own(door, context.DLPACK_DTYPE) == dtype:
+    dtype, cached_call = load(tensor + _DIMS_AND_DTYPE) >> 32, first
+    while cached_call != 0:
+        is_for_it = own(cached_call, context.KEY) == key and own(cached_call, context.COMM) == comm
+        if is_for_it and own(cached_call, context.DLPACK_DTYPE) == dtype:
             break
-        door = own(door, context.NEXT)
-    return door
+        cached_call = own(cached_call, context.NEXT)
+    return cached_call
 
 
 @inner
-def plain_numel(door, tensor):  # type: ignore[no-untyped-def]
+def plain_numel(cached_call, tensor):  # type: ignore[no-untyped-def]
     """The number of elements of a contiguous tensor of the host with the right dtype; OTHERWISE if it is not that."""
-    if load(tensor + _DEVICE) != _HOST or load(tensor + _DIMS_AND_DTYPE) >> 32 != own(door, context.DLPACK_DTYPE):
+    if load(tensor + _DEVICE) != _HOST or load(tensor + _DIMS_AND_DTYPE) >> 32 != own(cached_call, context.DLPACK_DTYPE):
         return context.OTHERWISE
     if num_dims(tensor) > memory_layout.MAX_LOG_DIMS:
         return context.OTHERWISE
@@ -91,14 +91,14 @@ def plain_numel(door, tensor):  # type: ignore[no-untyped-def]
 
 
 @inner
-def begin_call(door, tensor, call):  # type: ignore[no-untyped-def]
+def begin_call(cached_call, tensor, call):  # type: ignore[no-untyped-def]
     """Enter the next call into the ledger, and its number and signature into `call`; OTHERWISE if others go before."""
-    run_lock = own(door, context.RUN_LOCK)
+    run_lock = own(cached_call, context.RUN_LOCK)
     for word in (memory_layout.RUN_LOCK_HELD, memory_layout.RUN_LOCK_ENTERED, memory_layout.RUN_LOCK_PENDING):
         if load(run_lock + word * 8) != 0:
             return context.OTHERWISE
     store(run_lock + memory_layout.RUN_LOCK_ENTERED * 8, 1)
-    call_log, code, first = own(door, context.CALL_LOG), own(door, context.CODE), own(door, context.FIRST_DIM)
+    call_log, code, first = own(cached_call, context.CALL_LOG), own(cached_call, context.CODE), own(cached_call, context.FIRST_DIM)
     seq, length, total = load(call_log) + 1, max(num_dims(tensor) - first, 0), _PRIME_5
     for index in range(length):
         number = dim(tensor, first + index)
@@ -109,7 +109,7 @@ def begin_call(door, tensor, call):  # type: ignore[no-untyped-def]
     store(call_log + memory_layout.LOG_ACTIVE * 8, seq)
     store(call_log, seq)
     store(call, seq)
-    store(call + 8, own(door, context.SIGNED_CODE) ^ hash_end(total, length))
+    store(call + 8, own(cached_call, context.SIGNED_CODE) ^ hash_end(total, length))
     return 0
 
 
@@ -123,68 +123,68 @@ def row_numel(tensor):  # type: ignore[no-untyped-def]
 
 
 @inner
-def is_made_for(door, source, target, num_blocks):  # type: ignore[no-untyped-def]
+def is_made_for(cached_call, source, target, num_blocks):  # type: ignore[no-untyped-def]
     """Whether the target has that many rows like the source's, and no memory in common with it."""
     dims = max(num_dims(source), 1)
-    if plain_numel(door, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_blocks:
+    if plain_numel(cached_call, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_blocks:
         return False
     for index in range(1, dims):
         if dim(target, index) != dim(source, index):
             return False
-    item = own(own(door, context.PLAN), context.ITEM_BYTES)
+    item = own(own(cached_call, context.PLAN), context.ITEM_BYTES)
     here, there = data(source), data(target)
-    here_end, there_end = here + plain_numel(door, source) * item, there + plain_numel(door, target) * item
+    here_end, there_end = here + plain_numel(cached_call, source) * item, there + plain_numel(cached_call, target) * item
     return here_end <= there or there_end <= here
 
 
 @inner
-def enter_in_place(door, tensor, unit, call):  # type: ignore[no-untyped-def]
+def enter_in_place(cached_call, tensor, unit, call):  # type: ignore[no-untyped-def]
     """A kernel that wants one address, and a length of so many units for each element."""
-    numel = plain_numel(door, tensor)
+    numel = plain_numel(cached_call, tensor)
     if numel < 0:
         return context.OTHERWISE
     store(call + 16, data(tensor))
     store(call + 24, numel * unit)
-    return begin_call(door, tensor, call)
+    return begin_call(cached_call, tensor, call)
 
 
 @kernel
-def enter_allreduce(door, tensor, _, call):  # type: ignore[no-untyped-def]
+def enter_allreduce(cached_call, tensor, _, call):  # type: ignore[no-untyped-def]
     """Length in elements."""
-    return enter_in_place(door, tensor, 1, call)
+    return enter_in_place(cached_call, tensor, 1, call)
 
 
 @kernel
-def enter_broadcast(door, tensor, _, call):  # type: ignore[no-untyped-def]
+def enter_broadcast(cached_call, tensor, _, call):  # type: ignore[no-untyped-def]
     """Length in bytes."""
-    return enter_in_place(door, tensor, own(own(door, context.PLAN), context.ITEM_BYTES), call)
+    return enter_in_place(cached_call, tensor, own(own(cached_call, context.PLAN), context.ITEM_BYTES), call)
 
 
 @kernel
-def enter_allgather(door, source, target, call):  # type: ignore[no-untyped-def]
+def enter_allgather(cached_call, source, target, call):  # type: ignore[no-untyped-def]
     """Rows that all hope to be as many on every rank."""
-    plan, numel = own(door, context.PLAN), plain_numel(door, source)
+    plan, numel = own(cached_call, context.PLAN), plain_numel(cached_call, source)
     if numel < 0 or row_numel(source) == 0:
         return context.OTHERWISE
     num_blocks = dim(source, 0) if num_dims(source) > 0 else 1
-    if not is_made_for(door, source, target, num_blocks * own(own(plan, context.CONTEXT), context.SIZE)):
+    if not is_made_for(cached_call, source, target, num_blocks * own(own(plan, context.CONTEXT), context.SIZE)):
         return context.OTHERWISE
     store(call + 16, data(source))
     store(call + 24, numel * own(plan, context.ITEM_BYTES))
     store(call + 32, data(target))
-    return begin_call(door, source, call)
+    return begin_call(cached_call, source, call)
 
 
 @kernel
-def enter_give(door, source, _, call):  # type: ignore[no-untyped-def]
+def enter_give(cached_call, source, _, call):  # type: ignore[no-untyped-def]
     """The same for one who gets nothing."""
-    plan, numel = own(door, context.PLAN), plain_numel(door, source)
+    plan, numel = own(cached_call, context.PLAN), plain_numel(cached_call, source)
     if numel < 0 or row_numel(source) == 0:
         return context.OTHERWISE
     store(call + 16, data(source))
     store(call + 24, numel * own(plan, context.ITEM_BYTES))
     store(call + 32, 0)
-    return begin_call(door, source, call)
+    return begin_call(cached_call, source, call)
 
 
 @inner
@@ -196,42 +196,42 @@ def own_rows(plan, num_blocks):  # type: ignore[no-untyped-def]
 
 
 @inner
-def enter_with_rows(door, source, target, times, call):  # type: ignore[no-untyped-def]
+def enter_with_rows(cached_call, source, target, times, call):  # type: ignore[no-untyped-def]
     """A kernel that wants rows of the source, and a target for so many times this rank's part of them."""
-    plan, numel = own(door, context.PLAN), plain_numel(door, source)
+    plan, numel = own(cached_call, context.PLAN), plain_numel(cached_call, source)
     if numel < 0 or num_dims(source) == 0:
         return context.OTHERWISE
     num_blocks = dim(source, 0)
-    if not is_made_for(door, source, target, own_rows(plan, num_blocks) * times):
+    if not is_made_for(cached_call, source, target, own_rows(plan, num_blocks) * times):
         return context.OTHERWISE
     store(call + 16, data(source))
     store(call + 24, num_blocks)
     store(call + 32, row_numel(source) * own(plan, context.ITEM_BYTES))
     store(call + 40, data(target))
-    return begin_call(door, source, call)
+    return begin_call(cached_call, source, call)
 
 
 @kernel
-def enter_reduce_scatter(door, source, target, call):  # type: ignore[no-untyped-def]
+def enter_reduce_scatter(cached_call, source, target, call):  # type: ignore[no-untyped-def]
     """Rows of which each rank gets its part."""
-    return enter_with_rows(door, source, target, 1, call)
+    return enter_with_rows(cached_call, source, target, 1, call)
 
 
 @kernel
-def enter_alltoall(door, source, target, call):  # type: ignore[no-untyped-def]
+def enter_alltoall(cached_call, source, target, call):  # type: ignore[no-untyped-def]
     """Rows that all hope to be as many on every rank: each gets its part of everybody's."""
     if row_numel(source) == 0:
         return context.OTHERWISE
-    return enter_with_rows(door, source, target, own(own(own(door, context.PLAN), context.CONTEXT), context.SIZE), call)
+    return enter_with_rows(cached_call, source, target, own(own(own(cached_call, context.PLAN), context.CONTEXT), context.SIZE), call)
 
 
 @inner
-def enter_scattering(door, tensor, call):  # type: ignore[no-untyped-def]
+def enter_scattering(cached_call, tensor, call):  # type: ignore[no-untyped-def]
     """Enter a scatter, and write down what this rank says of a tensor: what it offers, or what it expects."""
-    status = begin_call(door, tensor, call)
+    status = begin_call(cached_call, tensor, call)
     if status != 0:
         return status
-    plan = own(door, context.PLAN)
+    plan = own(cached_call, context.PLAN)
     message, length = own(plan, context.MESSAGE), num_dims(tensor)
     store(message, own(plan, context.DTYPE))
     store(message + 8, length)
@@ -244,28 +244,28 @@ def enter_scattering(door, tensor, call):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def enter_scatter(door, source, target, call):  # type: ignore[no-untyped-def]
+def enter_scatter(cached_call, source, target, call):  # type: ignore[no-untyped-def]
     """The root's rows, of which it gets its part."""
-    plan = own(door, context.PLAN)
+    plan = own(cached_call, context.PLAN)
     if own(own(plan, context.CONTEXT), context.RANK) != own(plan, context.ROOT):
         return context.OTHERWISE
-    if plain_numel(door, source) < 0 or num_dims(source) == 0:
+    if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
         return context.OTHERWISE
     num_blocks = dim(source, 0)
-    if not is_made_for(door, source, target, own_rows(plan, num_blocks)):
+    if not is_made_for(cached_call, source, target, own_rows(plan, num_blocks)):
         return context.OTHERWISE
     store(call + 32, data(source))
     store(call + 40, num_blocks)
     store(call + 56, data(target))
-    return enter_scattering(door, source, call)
+    return enter_scattering(cached_call, source, call)
 
 
 @kernel
-def enter_receive(door, target, _, call):  # type: ignore[no-untyped-def]
+def enter_receive(cached_call, target, _, call):  # type: ignore[no-untyped-def]
     """The part of one who hopes that the root's rows are like its target's, and as many as fit."""
-    if plain_numel(door, target) < 0 or num_dims(target) == 0:
+    if plain_numel(cached_call, target) < 0 or num_dims(target) == 0:
         return context.OTHERWISE
     store(call + 32, 0)
     store(call + 40, 0)
     store(call + 56, data(target))
-    return enter_scattering(door, target, call)
+    return enter_scattering(cached_call, target, call)

@@ -19,27 +19,27 @@ _TENSOR_WORDS = 6  # DLPack's description of one
 _TYPE = 1  # the word of an object that tells its type
 
 
-def gate_text(name: str, find: Native, enter: Native, native: Native, entrance: Entrance) -> str:
+def fast_path_text(name: str, find: Native, enter: Native, native: Native, entrance: Entrance) -> str:
     """``name(tensor, out, key, comm, backend)``: the result, or None if the call must take the way through Python."""
-    return _Gate(name, native, entrance).text(find, enter)
+    return _FastPath(name, native, entrance).text(find, enter)
 
 
-class _Gate(Wrapper):
+class _FastPath(Wrapper):
     def __init__(self, name: str, native: Native, entrance: Entrance) -> None:
         super().__init__(name)
         self.native, self.writes = native, entrance.writes
         self.refused = self.function.append_basic_block("refused")
         self.otherwise = self.function.append_basic_block("otherwise")
         self.tensor, self.out, self.key, self.comm, backend = (self.argument(index) for index in range(5))
-        self.gate = self.number(self.function.args[0])
-        self.none = self.word(self.gate, context.NONE)
+        self.fast_path = self.number(self.function.args[0])
+        self.none = self.word(self.fast_path, context.NONE)
         self.unused, self.tensors = [backend], list[Any]()
         for item, is_taken in ((self.tensor, entrance.takes_tensor), (self.out, entrance.takes_out)):
             (self.tensors if is_taken else self.unused).append(item)
 
     def text(self, find: Native, enter: Native) -> str:
         builder = self.builder
-        first = self.word(self.gate, context.FIRST)
+        first = self.word(self.fast_path, context.FIRST)
         self._go_on_if(builder.icmp_signed("!=", first, WORD(0)), self.otherwise)
         self._look_at_arguments()
         # This gives the GIL away, or runs Python: other threads may shut the gate. Nothing after it does, until the
@@ -48,19 +48,19 @@ class _Gate(Wrapper):
         self._look_at_context()
         described = self._described()
         names = [builder.ptrtoint(item, WORD) for item in (self.key, self.comm)]
-        door = self.call(find, [self.word(self.gate, context.FIRST), described[0], *names])
-        self._go_on_if(builder.icmp_signed("!=", door, WORD(0)), self.otherwise)
+        cached_call = self.call(find, [self.word(self.fast_path, context.FIRST), described[0], *names])
+        self._go_on_if(builder.icmp_signed("!=", cached_call, WORD(0)), self.otherwise)
         call = self.room(self.native.num_arguments - 1)
-        status = self.call(enter, [door, described[0], described[-1], call])
+        status = self.call(enter, [cached_call, described[0], described[-1], call])
         self._go_on_if(builder.icmp_signed("==", status, WORD(0)), self.otherwise)
         arguments = [self.word(call, index) for index in range(self.native.num_arguments - 1)]
-        status = self.without_gil(self.native, [self.word(door, context.PLAN), *arguments])
+        status = self.without_gil(self.native, [self.word(cached_call, context.PLAN), *arguments])
         unsettled = self.function.append_basic_block("unsettled")
         self._go_on_if(builder.icmp_signed("==", status, WORD(0)), unsettled)
-        self._leave(door)
+        self._leave(cached_call)
         self._end_otherwise()
         builder.position_at_end(unsettled)
-        return self.finish(self._settled(status, door, arguments[0]))
+        return self.finish(self._settled(status, cached_call, arguments[0]))
 
     # --- before the call -------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class _Gate(Wrapper):
             self._go_on_if(self._is_at(item, self.none), self.otherwise)
         for tensor in self.tensors:
             kind = self.word(self.builder.ptrtoint(tensor, WORD), _TYPE)
-            is_tensor = self.builder.icmp_signed("==", kind, self.word(self.gate, context.TENSOR_TYPE))
+            is_tensor = self.builder.icmp_signed("==", kind, self.word(self.fast_path, context.TENSOR_TYPE))
             self._go_on_if(is_tensor, self.otherwise)
 
     def _look_at_context(self) -> None:
@@ -85,7 +85,7 @@ class _Gate(Wrapper):
     def _described(self) -> list[Any]:
         """What the tensors are, in DLPack's terms."""
         kind = ir.FunctionType(INT, [BYTES, WORD]).as_pointer()
-        describe = self.builder.inttoptr(self.word(self.gate, context.EXCHANGE), kind)
+        describe = self.builder.inttoptr(self.word(self.fast_path, context.EXCHANGE), kind)
         places = [self.room(_TENSOR_WORDS) for _ in self.tensors]
         for tensor, place in zip(self.tensors, places, strict=True):
             status = self.builder.call(describe, [tensor, place])
@@ -98,14 +98,14 @@ class _Gate(Wrapper):
             answer = self._call_python(context.IS_NEG, tensor)
             self._go_on_if(self.builder.icmp_signed("!=", answer, BYTES(None)), self.refused)
             self._take_away(answer)
-            self._go_on_if(self._is_at(answer, self.word(self.gate, context.FALSE)), self.otherwise)
+            self._go_on_if(self._is_at(answer, self.word(self.fast_path, context.FALSE)), self.otherwise)
 
     # --- after it --------------------------------------------------------------------------------------------
 
-    def _leave(self, door: Any) -> None:
+    def _leave(self, cached_call: Any) -> None:
         """Give the right to run back, tell autograd what was written, and return it."""
-        self.builder.store(WORD(0), self.place(self.word(door, context.CALL_LOG), memory_layout.LOG_ACTIVE))
-        self.builder.store(WORD(0), self.place(self.word(door, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED))
+        self.builder.store(WORD(0), self.place(self.word(cached_call, context.CALL_LOG), memory_layout.LOG_ACTIVE))
+        self.builder.store(WORD(0), self.place(self.word(cached_call, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED))
         written = self.tensors[-1]
         if not self.writes:
             self._give(written)
@@ -134,11 +134,11 @@ class _Gate(Wrapper):
         self._give(written)
         self.builder.ret(written)
 
-    def _settled(self, status: Any, door: Any, seq: Any) -> Any:
+    def _settled(self, status: Any, cached_call: Any, seq: Any) -> Any:
         """What Python makes of a call that could not be finished here; null with an error, as Python wants it."""
-        busy = self.place(self.word(door, context.CALL_LOG), memory_layout.LOG_ACTIVE)
-        entered = self.place(self.word(door, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED)
-        numbers = [self.as_number(status), self.as_number(door)]
+        busy = self.place(self.word(cached_call, context.CALL_LOG), memory_layout.LOG_ACTIVE)
+        entered = self.place(self.word(cached_call, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED)
+        numbers = [self.as_number(status), self.as_number(cached_call)]
         result = self._call_python(context.SETTLE, numbers[0], self.tensor, self.out, numbers[1])
         for number in numbers:
             self._take_away(number)
@@ -148,17 +148,17 @@ class _Gate(Wrapper):
             builder.icmp_signed("==", result, BYTES(None)), builder.icmp_signed("==", builder.load(busy), seq)
         )
         with builder.if_then(is_lost, likely=False):
-            self._give_up(door)
+            self._give_up(cached_call)
             builder.store(WORD(0), busy)
             builder.store(WORD(0), entered)
         return result
 
-    def _give_up(self, door: Any) -> None:
+    def _give_up(self, cached_call: Any) -> None:
         """Let the others know, and keep the error that there is."""
         places = [self.builder.alloca(BYTES) for _ in range(3)]
         fetch = self.declared("PyErr_Fetch", ir.VoidType(), *[BYTES.as_pointer()] * 3)
         self.builder.call(fetch, places)
-        number = self.as_number(door)
+        number = self.as_number(cached_call)
         answer = self._call_python(context.GIVE_UP, number)
         self._take_away(number)
         with self.builder.if_then(self.builder.icmp_signed("!=", answer, BYTES(None))):
@@ -179,7 +179,7 @@ class _Gate(Wrapper):
 
     def _object(self, index: int) -> Any:
         """An object that the gate knows."""
-        return self.builder.inttoptr(self.word(self.gate, index), BYTES)
+        return self.builder.inttoptr(self.word(self.fast_path, index), BYTES)
 
     def _call_python(self, index: int, *arguments: Any) -> Any:
         call = self.declared("PyObject_CallFunctionObjArgs", BYTES, BYTES, takes_any=True)

@@ -25,7 +25,7 @@ class KernelSet(NamedTuple):
     modules: tuple[str, ...]
     names: tuple[str, ...]
     words: str
-    gates: Mapping[str, Entrance] = MappingProxyType({})
+    fast_paths: Mapping[str, Entrance] = MappingProxyType({})
     """How kernels can also be entered with tensors."""
 
 
