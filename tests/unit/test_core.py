@@ -234,7 +234,7 @@ def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
         first = 2 * round_
         for rank, told_by in ((1, first), (3, 1)):
             with pytest.raises(errors.MismatchError, match=f"cannot end on rank {rank}: rank {first} has given it up"):
-                call_logs[rank].given_up(told_by)
+                call_logs[rank].raise_aborted(told_by)
     log_board.close()
 
 

@@ -17,12 +17,12 @@ def raised(error: BaseException, cause: BaseException | None) -> BaseException:
 
 
 def test_whether_another_rank_knows_the_reason():
-    mismatch, given_up = MismatchError("calls differ"), MismatchError("rank 0 has given it up")
-    given_up.reason_is_elsewhere = True
+    mismatch, raise_aborted = MismatchError("calls differ"), MismatchError("rank 0 has given it up")
+    raise_aborted.reason_is_elsewhere = True
     assert not failure._reason_is_elsewhere(None)
     assert not failure._reason_is_elsewhere(raised(ValueError(), mismatch))
-    assert failure._reason_is_elsewhere(given_up)
-    assert failure._reason_is_elsewhere(raised(ValueError(), raised(KeyError(), given_up)))
+    assert failure._reason_is_elsewhere(raise_aborted)
+    assert failure._reason_is_elsewhere(raised(ValueError(), raised(KeyError(), raise_aborted)))
 
 
 def test_an_error_may_be_its_own_cause():

@@ -79,13 +79,13 @@ def test_after_a_call_was_given_up_the_slots_are_left_alone_until_all_are_past_i
     """Who was still in the call before it read what had been put for the call after it, and returned that."""
     ranks = Crowd()
     assert arrival.begin(ranks.address, CALL) == 0
-    ranks.own[context.GAVE_UP] = CALL - 1
+    ranks.own[context.LAST_ABORTED] = CALL - 1
     ranks.rows[1, memory_layout.ENTERED] = CALL - 1
     assert arrival.begin(ranks.address, CALL) == context.LATE, "it is still in that call"
     assert ranks.rows[0, memory_layout.ENTERED] == CALL, "two who gave up wait for each other"
     ranks.rows[1, memory_layout.ENTERED] = CALL
     assert arrival.begin(ranks.address, CALL) == 0
-    assert ranks.own[context.GAVE_UP] == 0, "once is enough"
+    assert ranks.own[context.LAST_ABORTED] == 0, "once is enough"
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_who_gives_up_two_calls_in_a_row(refused, signature, is_over):
     if signature is not None:
         ranks.announce(1, signature)
     ranks.rows[1, memory_layout.REFUSED] = refused
-    assert bool(arrival.has_given_up(ranks.address, 1)) is is_over
+    assert bool(arrival.has_aborted(ranks.address, 1)) is is_over

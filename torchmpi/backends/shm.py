@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..communicators.call_log import GIVEN_UP, NATIVE, call_code
+from ..communicators.call_log import ABORTED, NATIVE, call_code
 from ..config import Config
 from ..errors import ArgumentError
 from ..shared_memory import fast_path, kernels, memory_layout
@@ -85,20 +85,20 @@ class SharedMemoryBackend:
         calls = kind(group, self.kernels, dtype, op)
         operation: Operation = getattr(calls, verb)
         if verb != "barrier":
-            operation = _or_give_up(operation, group.shared)
+            operation = _or_abort(operation, group.shared)
         if verb not in fast_path.VERBS or dtype is None:
             return operation
         return Entered(calls, verb, call_code(verb, op, dtypes.info(dtype).code if verb != "scatter" else 0), operation)
 
 
-def _or_give_up(operation: Operation, shared: SharedGroup) -> Operation:
+def _or_abort(operation: Operation, shared: SharedGroup) -> Operation:
     """What may fail on its own between two kernels, or be interrupted there, and then lets the others know."""
 
     def run(source: Any, destination: Any, root: int) -> Any:
         try:
             return operation(source, destination, root)
         except BaseException:
-            shared.give_up()
+            shared.abort()
             raise
 
     return run
@@ -155,16 +155,16 @@ class Calls:
         try:
             if kind == context.UNMAPPED:
                 self._map(rank)
-            elif kind == context.MISMATCH and self._difference_to(rank) != GIVEN_UP:
+            elif kind == context.MISMATCH and self._difference_to(rank) != ABORTED:
                 self.call_log.refuse(rank)
             elif kind == context.LATE:
                 self.call_log.expired()
             elif (other := self._differing()) is not None:
                 self.call_log.refuse(other)
             else:
-                self.call_log.given_up(rank)
+                self.call_log.raise_aborted(rank)
         except BaseException:
-            self.shared.give_up()
+            self.shared.abort()
             raise
 
     def _map(self, rank: int) -> None:
@@ -173,12 +173,12 @@ class Calls:
             self.shared.map_segment(rank, seq)
         except OSError:
             if self.shared.status_board.get(rank, REFUSED) >= seq:
-                self.call_log.given_up(rank)  # and so its tensor may be gone
+                self.call_log.raise_aborted(rank)  # and so its tensor may be gone
             raise
 
     def _differing(self) -> int | None:
         """A rank that has arrived with something else: the one that gave up may have met it before this rank did."""
-        return next((rank for rank in range(self.size) if self._difference_to(rank) not in (0, GIVEN_UP)), None)
+        return next((rank for rank in range(self.size) if self._difference_to(rank) not in (0, ABORTED)), None)
 
     def _difference_to(self, rank: int) -> int:
         """Between the signatures of this and another rank in the current call; 0 if one of them has not arrived."""
@@ -236,7 +236,7 @@ class Entered:
         self._calls, self._code, self._operation = calls, code, operation
         self._is_rooted = verb in ("broadcast", "reduce", "gather", "scatter")
         many: Operation | None = getattr(calls, f"{verb}_many", None)
-        self.many = None if many is None else _or_give_up(many, calls.shared)
+        self.many = None if many is None else _or_abort(many, calls.shared)
 
     def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
         return self._operation(source, destination, root)
@@ -248,13 +248,13 @@ class Entered:
             return None
         code, plan = self._code | root << 32, calls.plan(root if self._is_rooted else -1)
         settle = partial(self._settle, root)
-        return fast_path.CachedCall(plan, calls.call_log, calls.call_queue.turn, code, code ^ NATIVE, settle, self._give_up)
+        return fast_path.CachedCall(plan, calls.call_log, calls.call_queue.turn, code, code ^ NATIVE, settle, self._abort)
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         """End a call that nobody has settled."""
         calls = self._calls
         calls.call_log.take_over()
-        calls.shared.give_up()
+        calls.shared.abort()
         calls.call_log.abandon()
 
     def _settle(self, root: int, status: int, source: torch.Tensor, destination: Any) -> Any:

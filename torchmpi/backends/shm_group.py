@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..communicators.call_log import GIVEN_UP, NATIVE
+from ..communicators.call_log import ABORTED, NATIVE
 from ..shared_memory import memory_layout
 from ..shared_memory.kernels import context
 from ..shared_memory.memory_layout import MEMORY, PAYLOAD, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE, entry, num_slots
@@ -50,7 +50,7 @@ class SharedGroup:
         self.be_patient(polite=False)
         self._rank, self._call_log = group.rank, group.call_log
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Tell the others that this rank does not finish a call, and count chunks from a number that all can agree on.
 
         It is greater than all before, so that what a failed call left in the slots and counters is not taken for new.
@@ -60,10 +60,10 @@ class SharedGroup:
         seq = self._call_log.current[0]
         if self._call_log.log_board is not None:
             self._call_log.spoil_entry(NATIVE ^ int(self.words[context.CHUNKS]))
-        elif self.words[context.GAVE_UP] != seq:
+        elif self.words[context.LAST_ABORTED] != seq:
             own = self.payload(self._rank, seq) - PAYLOAD
-            self.status_board.words[own + SIGNATURE] ^= GIVEN_UP if self.status_board.words[own + SEQUENCE] == seq else 0
-        self.words[context.GAVE_UP] = seq
+            self.status_board.words[own + SIGNATURE] ^= ABORTED if self.status_board.words[own + SEQUENCE] == seq else 0
+        self.words[context.LAST_ABORTED] = seq
         self.status_board.set(self._rank, REFUSED, seq)
         self.words[context.CHUNKS] = seq << memory_layout.CHUNK_BITS
         self.heap.note_failed_call()

@@ -57,7 +57,7 @@ NATIVE = 1 << 61
 """Set in the signature of calls that kernels run, so that ranks which chose different transports notice."""
 ON_DEVICE = 1 << 31
 """Set in the code of calls on tensors of a device: they are cut elsewhere, and may take other transports."""
-GIVEN_UP = 1 << 60
+ABORTED = 1 << 60
 """Turned in the signature of a call that a rank has given up, so that nobody who comes later takes it for valid."""
 
 
@@ -267,7 +267,7 @@ class CallLog:
         This rank may have done its part in it before, so what it has said of it stays.
         """
         if self.current is not None:
-            self._give_up(has_done_its_part=True)
+            self._abort(has_done_its_part=True)
         self._current, self._missing = None, ()
 
     def _refuse_entry(self, slot: int) -> None:
@@ -276,13 +276,13 @@ class CallLog:
         time.sleep(0.001)  # processors may show another core's writes out of order: look again before accusing
         difference = self._words[slot + SIGNATURE] ^ code ^ hash(shape)
         if self._words[slot + SEQUENCE] == seq and difference:
-            if difference == GIVEN_UP:
-                self.given_up(slot // BLOCK_FIELDS)
+            if difference == ABORTED:
+                self.raise_aborted(slot // BLOCK_FIELDS)
             self.refuse(slot // BLOCK_FIELDS)
 
     def refuse(self, other: int) -> None:
         """Raise because another rank called something else under the number of the current call."""
-        call = self._give_up()
+        call = self._abort()
         theirs = self._ask_call(other, call.seq)
         message = mismatch_message(self.name, {self.rank: str(call), other: theirs})
         if theirs == str(call):
@@ -293,7 +293,7 @@ class CallLog:
             )
         raise MismatchError(message)
 
-    def _give_up(self, *, has_done_its_part: bool = False) -> Call:
+    def _abort(self, *, has_done_its_part: bool = False) -> Call:
         assert self.current is not None
         call = Call(*self.current)
         self.history[call.seq & (RING_LENGTH - 1)] = self.current  # the shortest way into the kernels does not
@@ -312,16 +312,16 @@ class CallLog:
         call = Call(*self.current)
         own, _ = self._slots[call.seq & (RING_LENGTH - 1)]
         if self._words[own + SEQUENCE] != call.seq:
-            self._words[own + SIGNATURE] = call.code ^ hash(call.shape) ^ kernel ^ GIVEN_UP
+            self._words[own + SIGNATURE] = call.code ^ hash(call.shape) ^ kernel ^ ABORTED
             self._words[own + SEQUENCE] = call.seq
         elif call.seq != self._spoiled:
-            self._words[own + SIGNATURE] ^= GIVEN_UP
+            self._words[own + SIGNATURE] ^= ABORTED
         self._spoiled = call.seq
 
-    def given_up(self, other: int) -> None:
+    def raise_aborted(self, other: int) -> None:
         """Raise because another rank will not finish the current call."""
-        first = self._first_to_give_up(other)
-        call = self._give_up()
+        first = self._first_to_abort(other)
+        call = self._abort()
         error = MismatchError(
             f"{call} on communicator {self.name} cannot end on rank {self.rank}: rank {first} has given it up, after "
             "an error there or because a third rank called something else. Its own message says what was wrong."
@@ -329,7 +329,7 @@ class CallLog:
         error.reason_is_elsewhere = True
         raise error
 
-    def _first_to_give_up(self, other: int) -> int:
+    def _first_to_abort(self, other: int) -> int:
         """Whom another rank blames for giving up the current call, or that rank; known to those who look here."""
         if self.log_board is None or self.current is None:
             return other
@@ -342,7 +342,7 @@ class CallLog:
     def expired(self) -> None:
         """Raise because the current call has taken longer than the group allows."""
         report = self.report_when_late
-        call = self._give_up()
+        call = self._abort()
         raise StallError(
             report or f"rank {self.rank} of communicator {self.name} has waited longer than allowed in {call}."
         )

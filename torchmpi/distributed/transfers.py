@@ -90,7 +90,7 @@ class Transfer(Handle):
         self._call_queue.doing = None
         return super().wait(timeout)
 
-    def give_up(self, error: TorchMPIError) -> None:
+    def abort(self, error: TorchMPIError) -> None:
         """End a receive that has taken too long, so that it does not swallow the next message."""
         with self._looking:
             if self._is_receive and not self._is_done:

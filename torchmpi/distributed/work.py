@@ -124,7 +124,7 @@ class PendingMessage(Pending):
         except StallError:
             limit = f"the timeout of {self._limit_seconds:g} s that this group has"
             late = StallError(f"{self._transfer.what} has not ended within {limit}.")
-            self._transfer.give_up(late)
+            self._transfer.abort(late)
             raise late from None
         return True
 

@@ -69,7 +69,7 @@ class CachedCall(NamedTuple):
     signed_code: int
     settle: Callable[[int, torch.Tensor, Any], Any]
     """``settle(status, source, destination)`` goes on where the kernel could not finish."""
-    give_up: Callable[[], None]
+    abort: Callable[[], None]
     """Ends the call on this rank without a result, and lets the others know."""
 
 
@@ -91,7 +91,7 @@ class _FastPath:
             context.INCREMENT_VERSION: buffers.increment_version,
             context.SETTLE: self._settle,
             context.TOUCH: buffers.touch,
-            context.GIVE_UP: self._give_up,
+            context.ABORT: self._abort,
         }
         for index, item in self._objects.items():
             self.words[index] = id(item)
@@ -136,9 +136,9 @@ class _FastPath:
         buffers.touch(tensor if out is None else out)
         return tensor if out is None else out
 
-    def _give_up(self, address: int) -> None:
+    def _abort(self, address: int) -> None:
         """A KeyboardInterrupt came before :meth:`_settle` had begun."""
-        self._cached_call_at(address).give_up()
+        self._cached_call_at(address).abort()
 
 
 _fast_paths: dict[str, _FastPath] = {}

@@ -97,7 +97,7 @@ class IpcBackend:
                 staged.begin(source)
                 return operation(source, destination, root)
             except BaseException:
-                staged.give_up()
+                staged.abort()
                 raise
 
         return run
@@ -129,9 +129,9 @@ class StagedGroup:
             )
         self.meeting.begin(ARRIVED)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """After an error: let the others know, and let later calls on any stream come after what was enqueued."""
-        self.meeting.give_up()
+        self.meeting.abort()
         if self.staging is not None:
             with suppress(CudaError):  # the device may be what has failed
                 self._record_emptied(self.staging)

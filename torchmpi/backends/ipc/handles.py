@@ -81,9 +81,9 @@ class Meeting:
         for rank in ranks:
             if rank != self._rank and self._status_board.get(rank, REFUSED) >= self.seq:
                 self._call_log.compare()  # says it better, if this rank and a neighbor called different things
-                self._call_log.given_up(rank)
+                self._call_log.raise_aborted(rank)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Tell the others that this rank does not finish its call."""
         current = self._call_log.current
         if current is not None:

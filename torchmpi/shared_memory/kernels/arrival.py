@@ -57,7 +57,7 @@ def entry(ctx, rank, seq):  # type: ignore[no-untyped-def]
 
 
 @inner
-def has_given_up(ctx, rank):  # type: ignore[no-untyped-def]
+def has_aborted(ctx, rank):  # type: ignore[no-untyped-def]
     """Whether a rank will not finish the current call: it says so, or says so of a later one, and never was in this."""
     seq = own(ctx, context.SEQUENCE)
     refused = load_acquire(row(ctx, rank) + _REFUSED)
@@ -75,7 +75,7 @@ def check_reads(ctx):  # type: ignore[no-untyped-def]
     """
     fence()
     for rank in range(own(ctx, context.SIZE)):
-        if rank != own(ctx, context.RANK) and has_given_up(ctx, rank):
+        if rank != own(ctx, context.RANK) and has_aborted(ctx, rank):
             return context.REFUSED + rank
     return 0
 
@@ -90,7 +90,7 @@ def wait_long(ctx, address, value):  # type: ignore[no-untyped-def]
     nap = _SHORTEST_NAP_MICROSECONDS
     while load_acquire(address) < value:
         for rank in range(own(ctx, context.SIZE)):
-            if has_given_up(ctx, rank):
+            if has_aborted(ctx, rank):
                 return context.REFUSED + rank
         if load_acquire(ctx + context.EXPIRED * 8) == own(ctx, context.SEQUENCE):
             return context.LATE
@@ -175,12 +175,12 @@ def begin(ctx, seq):  # type: ignore[no-untyped-def]
     """
     store(ctx + context.SEQUENCE * 8, seq)
     store_release(row(ctx, own(ctx, context.RANK)) + _ENTERED, seq)
-    given_up = own(ctx, context.GAVE_UP)
-    if given_up != 0:
-        status = wait_all(ctx, _ENTERED, given_up + 1)
+    raise_aborted = own(ctx, context.LAST_ABORTED)
+    if raise_aborted != 0:
+        status = wait_all(ctx, _ENTERED, raise_aborted + 1)
         if status != 0:
             return status
-        store(ctx + context.GAVE_UP * 8, 0)
+        store(ctx + context.LAST_ABORTED * 8, 0)
     return wait_all(ctx, _ENTERED, seq - _LAST) if seq > own(ctx, context.FREE) else 0
 
 

@@ -53,7 +53,7 @@ NUM_SLOTS = 27
 """Slots of each rank: a power of two, at least two."""
 CROWDED = 28
 """Whether there are more ranks than cores, so that some of them share one."""
-GAVE_UP = 29
+LAST_ABORTED = 29
 """Number of the last call that this rank has given up, until all others have left it; then 0."""
 OUT = 30
 """Where something is combined to, if to one place only."""
@@ -131,7 +131,7 @@ SETTLE = 8
 """Of the function that goes on where a kernel could not finish: status, tensor, out, address of the door."""
 TOUCH = 9
 """Of the function that notes a write where INCREMENT_VERSION cannot."""
-GIVE_UP = 10
+ABORT = 10
 """Of the function that tells the others of a call with which SETTLE could not even begin: address of the door."""
 FAST_PATH_FIELDS = 11
 

@@ -148,18 +148,18 @@ class _FastPath(Wrapper):
             builder.icmp_signed("==", result, BYTES(None)), builder.icmp_signed("==", builder.load(busy), seq)
         )
         with builder.if_then(is_lost, likely=False):
-            self._give_up(cached_call)
+            self._abort(cached_call)
             builder.store(WORD(0), busy)
             builder.store(WORD(0), entered)
         return result
 
-    def _give_up(self, cached_call: Any) -> None:
+    def _abort(self, cached_call: Any) -> None:
         """Let the others know, and keep the error that there is."""
         places = [self.builder.alloca(BYTES) for _ in range(3)]
         fetch = self.declared("PyErr_Fetch", ir.VoidType(), *[BYTES.as_pointer()] * 3)
         self.builder.call(fetch, places)
         number = self.as_number(cached_call)
-        answer = self._call_python(context.GIVE_UP, number)
+        answer = self._call_python(context.ABORT, number)
         self._take_away(number)
         with self.builder.if_then(self.builder.icmp_signed("!=", answer, BYTES(None))):
             self._take_away(answer)
