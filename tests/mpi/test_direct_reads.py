@@ -24,23 +24,23 @@ pytestmark = pytest.mark.once
 SLOTS, DIRECTLY = 0, 1
 
 
-def words() -> np.ndarray:
+def fields() -> np.ndarray:
     """What the kernels know of the world."""
     mpi.barrier()
-    return runtime.current().world.shared.words
+    return runtime.current().world.shared.fields
 
 
 def prefer(way: int) -> None:
     """From now on this rank finds this way faster, but for the calls in which both are tried anyway."""
-    known = words()[context.ALLGATHER_PACES : context.SPENT_BEFORE]
+    known = fields()[context.ALLGATHER_PACES : context.SPENT_BEFORE]
     known[way::3], known[1 - way :: 3], known[2::3] = 1, 1 << 40, 1000  # calls
 
 
 def chunks_in(call) -> tuple[torch.Tensor, int]:
     """The result, and how many chunks were counted: a direct call counts one, whatever its length."""
-    before = int(words()[context.CHUNKS])
+    before = int(fields()[context.CHUNKS])
     result = call()
-    return result, int(words()[context.CHUNKS]) - before
+    return result, int(fields()[context.CHUNKS]) - before
 
 
 def often(call) -> set[int]:
@@ -51,7 +51,7 @@ def often(call) -> set[int]:
 @pytest.fixture
 def reads(stopped):
     start(slot_bytes=64 << 10)
-    if not words()[context.PROCESSES]:
+    if not fields()[context.PROCESSES]:
         pytest.skip("this system lets no process read another one's memory")
     prefer(DIRECTLY)
 
@@ -138,12 +138,12 @@ def test_what_a_rank_may_not_read_comes_through_the_slots(reads, agree, verb):
 def test_what_a_gather_takes_says_nothing_of_an_allgather(reads, agree):
     """A rank that sends and fetches nothing is done in half the time, and kept the others from reading."""
     known = slice(context.ALLGATHER_PACES, context.ALLTOALL_PACES)
-    before = words()[known].copy()
+    before = fields()[known].copy()
     for root in range(mpi.size()):
         mpi.gather(inputs_of((100_000,), torch.float32)[mpi.rank()], root)
-    agree(np.array_equal(before, words()[known]), "nothing is noted")
+    agree(np.array_equal(before, fields()[known]), "nothing is noted")
     mpi.allgather(inputs_of((100_000,), torch.float32)[mpi.rank()])
-    agree(not np.array_equal(before, words()[known]), "of an allgather it is")
+    agree(not np.array_equal(before, fields()[known]), "of an allgather it is")
 
 
 def test_all_read_or_none_does(reads, agree):
@@ -169,10 +169,10 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
         result, num_chunks = chunks_in(lambda: mpi.allgather(inputs[rank]))
         agree.bits(result, torch.cat(inputs), "all the same")
         agree(num_chunks > 1, "through the slots")
-    known = words()
+    known = fields()
     agree((known[context.PROCESSES] == 0) == (rank == mpi.size() - 1), "the one that could not is against it now")
     for numel in (8 << 10, 100_000):  # of one round, and of several
-        runtime.current().world.shared.words[context.PROCESSES] = runtime.current().world.shared._processes.ctypes.data
+        runtime.current().world.shared.fields[context.PROCESSES] = runtime.current().world.shared._processes.ctypes.data
         agree.bits(mpi.allgather(inputs[rank][:numel]), torch.cat([each[:numel] for each in inputs]), f"{numel} again")
         total = mpi.allreduce(inputs[rank].clone(), op="max")
         agree.bits(total, torch.stack(inputs).amax(0), "and the slots are in order")
@@ -182,6 +182,6 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
 
 def test_it_can_be_switched_off(stopped, agree):
     start(read_directly=False)
-    agree(words()[context.PROCESSES] == 0, "not even tried")
+    agree(fields()[context.PROCESSES] == 0, "not even tried")
     inputs = inputs_of((100_000,), torch.float32)
     agree.bits(mpi.allgather(inputs[mpi.rank()]), torch.cat(inputs), "through the slots")

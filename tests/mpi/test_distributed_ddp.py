@@ -116,15 +116,15 @@ class Words(nn.Module):
         self.phases = nn.Parameter(torch.randn(4, dtype=torch.complex128))
         self.out = nn.Linear(4, 2).double()
 
-    def forward(self, words: Tensor) -> Tensor:
-        result: Tensor = self.out((self.table(words).mean(1) * self.phases).abs())
+    def forward(self, fields: Tensor) -> Tensor:
+        result: Tensor = self.out((self.table(fields).mean(1) * self.phases).abs())
         return result
 
 
 def test_sparse_and_complex_gradients(agree):
-    words = torch.randint(20, (12, 3), generator=torch.Generator().manual_seed(3))
+    fields = torch.randint(20, (12, 3), generator=torch.Generator().manual_seed(3))
     model, alone = DDP(Words()), Words()
-    for module, rows in ((model, words[share()]), (alone, words)):
+    for module, rows in ((model, fields[share()]), (alone, fields)):
         module(rows).square().mean().backward()
     table = model.module.table.weight.grad
     agree(table.is_sparse, "the gradient of the table is dense")

@@ -374,11 +374,11 @@ def test_servers_that_differ_are_an_error_on_all_ranks(way, agree, kind):
     """Otherwise a rank that goes on after the error would meet the others in the middle of the first server."""
     if mpi.size() == 1:
         return
-    call, words = MISMATCHES[kind]
+    call, fields = MISMATCHES[kind]
     try:
         call(mpi.rank() == 0)
     except errors.MismatchError as error:
-        agree(words in str(error) and "rank 1: " in str(error), str(error))
+        agree(fields in str(error) and "rank 1: " in str(error), str(error))
     else:
         agree(False, "accepted")
     server = ps.init(torch.ones(10), name="same")

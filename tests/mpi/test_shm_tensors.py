@@ -99,10 +99,10 @@ def test_shared_tensors_in_every_verb(slots, agree, who):
 def chunks_of(call) -> int:
     """How many chunks a call counts: one if tensors were read where they are, whatever its length."""
     mpi.barrier()
-    words = runtime.current().world.shared.words
-    before = int(words[context.CHUNKS])
+    fields = runtime.current().world.shared.fields
+    before = int(fields[context.CHUNKS])
     call()
-    return int(words[context.CHUNKS]) - before
+    return int(fields[context.CHUNKS]) - before
 
 
 def test_what_all_share_goes_through_no_slot(slots, agree):

@@ -55,7 +55,7 @@ class Model:
 
     def __init__(self, size: int, half: int, seed: int) -> None:
         self.size, self.half, self.random = size, half, random.Random(seed)
-        self.words = [0] * size
+        self.fields = [0] * size
         self.areas = np.full((size, 2, half), 255, np.uint8)
         self.events: dict[tuple[int, int, int], list[Recorded]] = {}
         self.queues: dict[tuple[int, int], list[Any]] = {}
@@ -93,7 +93,7 @@ class Model:
         for seq, call in enumerate(calls, start=1):
             base = seq << chunk_plan.STAGE_BITS
             yield None
-            self.words[rank] = base + chunk_plan.ARRIVED
+            self.fields[rank] = base + chunk_plan.ARRIVED
             stream = (rank, call.streams[rank])
             for index, steps in enumerate(call.chunks[rank]):
                 half = seq + index & 1
@@ -108,17 +108,17 @@ class Model:
                 yield None
                 self._record(rank, stream, step.event, (seq, index, half))
             yield None
-            self.words[rank] = base + chunk_plan.stage(index, step.event)
+            self.fields[rank] = base + chunk_plan.stage(index, step.event)
         elif isinstance(step, Room):
             target = self.last_use[rank][half]
             others = chunk_plan.others(rank, self.size)
-            yield lambda: all(self.words[other] >= target for other in others)
+            yield lambda: all(self.fields[other] >= target for other in others)
             for other in range(self.size):
                 yield None
                 self._wait(stream, (other, chunk_plan.EMPTIED, half), None, seq, index)
         elif isinstance(step, Await):
             target = base + chunk_plan.stage(index, step.event)
-            yield lambda: all(self.words[other] >= target for other in step.ranks)
+            yield lambda: all(self.fields[other] >= target for other in step.ranks)
             for other in step.ranks:
                 yield None
                 self._wait(stream, (other, step.event, half), (seq, index), seq, index)

@@ -16,10 +16,10 @@ from torchmpi.parameterserver.arena import CLIENT, Arena, Memory
 from torchmpi.parameterserver.rules import Rule
 from torchmpi.parameterserver.shards import layout
 from torchmpi.shared_memory.kernels import server_rules as native
-from torchmpi.shared_memory.kernels import shard_layout as words
+from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.segments import Segment
 
-WORDS_PER_HEADER = words.HEADER_BYTES // 8
+WORDS_PER_HEADER = fields.HEADER_BYTES // 8
 
 
 class Rig:
@@ -36,7 +36,7 @@ class Rig:
         self.arena = memory_of(Arena.num_bytes(4), shared)
         self.shards = Shards(memory_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
         if chunk:
-            assert max(numels) <= chunk * 4096 // words.HEADER_BYTES, "a page of headers"
+            assert max(numels) <= chunk * 4096 // fields.HEADER_BYTES, "a page of headers"
             self.shards.chunk_numel = chunk
 
     def actor(self, index: int, kind: int = CLIENT) -> Actor:
@@ -45,7 +45,7 @@ class Rig:
 
     def row(self, number: int) -> np.ndarray:
         """The words of an actor in the arena."""
-        start = (number - 1) * words.BLOCK_BYTES
+        start = (number - 1) * fields.BLOCK_BYTES
         return np.frombuffer(self.arena.bytes, np.int64, 16, start)
 
     def apply(self, actor: Actor, rule: str | Rule, data: torch.Tensor, span: tuple[int, int] | None = None) -> None:
@@ -140,9 +140,9 @@ class Twin:
     def agrees(self, rig: Rig) -> None:
         """Every bit, and every word."""
         header = rig.headers()
-        assert header[:, words.LOCK].count_nonzero() == 0
-        assert header[:, words.VERSION].tolist() == self.versions
-        assert header[:, words.STEPS].tolist() == self.steps
+        assert header[:, fields.LOCK].count_nonzero() == 0
+        assert header[:, fields.VERSION].tolist() == self.versions
+        assert header[:, fields.STEPS].tolist() == self.steps
         for which, expected in enumerate((self.values, *self.states)):
             assert torch.equal(rig.arrays(which), expected)
 

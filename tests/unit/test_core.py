@@ -59,7 +59,7 @@ def test_every_dtype_and_op_is_either_in_the_table_or_refused_with_a_remedy():
         try:
             row = dtypes.check_reduction(dtype, op)
         except errors.DtypeError as error:
-            assert any(word in str(error) for word in ("Use", "Convert", "convert", "reduce", "pass"))
+            assert any(field in str(error) for field in ("Use", "Convert", "convert", "reduce", "pass"))
         else:
             assert row.accumulator is not None
             assert row.accumulator.itemsize >= min(4, dtype.itemsize) or not dtype.is_floating_point

@@ -19,7 +19,7 @@ from shard_rig import Rig, Twin, fork
 
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
 from torchmpi.parameterserver.arena import CLIENT, SERVER
-from torchmpi.shared_memory.kernels import shard_layout as words
+from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.kernels.server_rules import state_dtype
 
 PLAIN_RULES = ("zero", "copy", "add", "max", "min")
@@ -112,7 +112,7 @@ def test_a_span_without_elements_does_nothing():
     for span in ((0, 0), (5, 5)):
         rig.apply(actor, "add", torch.empty(0), span)
         assert (actor.num_chunks, actor.versions) == (0, 0)
-    assert rig.headers()[:, words.VERSION].tolist() == [0]
+    assert rig.headers()[:, fields.VERSION].tolist() == [0]
 
 
 # --- at the same time
@@ -225,7 +225,7 @@ def test_a_rule_that_raises_leaves_the_chunk_as_it_was_and_no_lock():
     assert rig.read(rig.actor(1)).tolist() == [1.0] * 10 + [0.0] * 10
     assert rig.headers().tolist() == [[0, 1, 0]] * 2 + [[0, 0, 0]] * 2
     rig.apply(actor, "picky", torch.ones(20))
-    assert rig.headers()[:, words.VERSION].tolist() == [2, 2, 1, 1]
+    assert rig.headers()[:, fields.VERSION].tolist() == [2, 2, 1, 1]
 
 
 def test_an_interrupt_anywhere_in_a_rule_in_python_leaves_no_lock():
@@ -255,8 +255,8 @@ def test_an_interrupt_anywhere_in_a_rule_in_python_leaves_no_lock():
         finally:
             sys.settrace(before)
         header = rig.headers()
-        assert header[:, words.LOCK].tolist() == [0, 0], f"before instruction {place}"
-        expected = header[:, words.VERSION].to(torch.float32).repeat_interleave(5)
+        assert header[:, fields.LOCK].tolist() == [0, 0], f"before instruction {place}"
+        expected = header[:, fields.VERSION].to(torch.float32).repeat_interleave(5)
         assert torch.equal(rig.arrays(), expected), f"before instruction {place}"
         if countdown > 0:
             break

@@ -23,7 +23,7 @@ from shard_rig import Rig, Twin, dead_process, fork
 
 from torchmpi.parameterserver import adam, arena, register_rule, rules, sgd
 from torchmpi.parameterserver.actor import Actor
-from torchmpi.shared_memory.kernels import shard_layout as words
+from torchmpi.shared_memory.kernels import shard_layout as fields
 
 NUMEL = 11  # two stores for the C library's memcpy: there is a half
 STEPPED_RULES = ("add", sgd(0.1, 0.9), adam(0.1))
@@ -39,10 +39,10 @@ class Memory:
         chunk = np.frombuffer(rig.shards.memory.bytes, np.uint8)
         actors = np.frombuffer(rig.arena.bytes, np.uint8)
         base, first = rig.shards.memory.address, rig.shards.table[0]
-        starts = [int(start) - base for start in first[words.SHARD_ARRAYS : words.SHARD_BEGIN]]
+        starts = [int(start) - base for start in first[fields.SHARD_ARRAYS : fields.SHARD_BEGIN]]
         self.parts = [chunk[:24], *(chunk[start : start + 4 * NUMEL] for start in starts)]
-        for row in range(0, 6 * words.BLOCK_BYTES, words.BLOCK_BYTES):
-            scratches = range(row + words.SCRATCH_START, row + words.BLOCK_BYTES, words.CHUNK_BYTES)
+        for row in range(0, 6 * fields.BLOCK_BYTES, fields.BLOCK_BYTES):
+            scratches = range(row + fields.SCRATCH_START, row + fields.BLOCK_BYTES, fields.CHUNK_BYTES)
             self.parts += [actors[row : row + 72], *(actors[start : start + 4 * NUMEL] for start in scratches)]
 
     def keep(self) -> list[bytes]:
@@ -105,12 +105,12 @@ def ready(rig: Rig, actor: Actor, rule, sent: torch.Tensor) -> int:
 
 def rescue(rig: Rig, actor: Actor, sent: torch.Tensor) -> None:
     """What a pass does that has waited for a lock in vain, without the tenth of a second that it waits."""
-    holder = int(rig.headers()[0, words.LOCK])
+    holder = int(rig.headers()[0, fields.LOCK])
     if holder:
         ready(rig, actor, "add", sent)
-        actor._plan[words.HOLDER] = holder
+        actor._plan[fields.HOLDER] = holder
         actor._look_after_holder()
-    assert rig.headers()[0, words.LOCK] == 0
+    assert rig.headers()[0, fields.LOCK] == 0
 
 
 needs_stepping = pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors lose a lock by a step")
@@ -134,7 +134,7 @@ def one_pass(rig: Rig, rule, sent: torch.Tensor):
 
 
 def is_held(state: list[bytes]) -> bool:
-    return np.frombuffer(state[0], np.int64)[words.LOCK] != 0
+    return np.frombuffer(state[0], np.int64)[fields.LOCK] != 0
 
 
 @needs_stepping
@@ -160,7 +160,7 @@ def test_death_after_any_instruction_of_one_who_takes_over():
     def take_over():
         actor = rig.actor(1)
         ready(rig, actor, "add", sent)
-        actor._plan[words.HOLDER] = rig.headers()[0, words.LOCK]
+        actor._plan[fields.HOLDER] = rig.headers()[0, fields.LOCK]
         return actor._kernels["take_over"], (actor._address,)
 
     held = [state for state in states if is_held(state)]
@@ -187,7 +187,7 @@ def test_death_after_any_instruction_that_ends_a_rule_in_python(monkeypatch):
     def end_of_pass():
         actor = rig.actor(0)
         address = ready(rig, actor, "plus", sent)
-        assert actor._kernels["take_chunk"](address) == words.TAKEN
+        assert actor._kernels["take_chunk"](address) == fields.TAKEN
         actor._call_function(rig.shards, sent.data_ptr(), rules.prepare("plus", rig.dtype))
         return actor._kernels["end_chunk"], (address, 1)
 
@@ -209,12 +209,12 @@ def write_row(rig: Rig, number: int, *, process: int, redo: float | None = None,
     """The row of an actor that has died; with `redo`, about to make all values of its chunk that number."""
     row = rig.row(number)
     row[:9] = 0
-    row[words.PROCESS], row[words.STARTED], row[words.TAKING] = process, 12345, taking
+    row[fields.PROCESS], row[fields.STARTED], row[fields.TAKING] = process, 12345, taking
     if redo is not None:
-        start = (number - 1) * words.BLOCK_BYTES + words.SCRATCH_START
+        start = (number - 1) * fields.BLOCK_BYTES + fields.SCRATCH_START
         np.frombuffer(rig.arena.bytes, np.float32, NUMEL, start)[:] = redo
-        row[words.REDO], row[words.NEW_VERSION], row[words.NEW_STEPS] = 1, 8, 3
-        row[words.NEW_BYTES] = 4 * NUMEL
+        row[fields.REDO], row[fields.NEW_VERSION], row[fields.NEW_STEPS] = 1, 8, 3
+        row[fields.NEW_BYTES] = 4 * NUMEL
 
 
 def dead_states():
@@ -251,7 +251,7 @@ def test_states_of_several_deaths(case, in_python, monkeypatch):
 def test_a_process_id_that_is_used_again_is_another_process():
     rig = Rig((NUMEL,))
     write_row(rig, 1, process=os.getpid())  # alive, but not since then
-    rig.shards.headers(0)[0, words.LOCK] = 1
+    rig.shards.headers(0)[0, fields.LOCK] = 1
     assert rig.read(rig.actor(2)).tolist() == [0.0] * NUMEL
 
 
@@ -259,7 +259,7 @@ def test_a_process_that_nobody_has_waited_for_yet_is_dead():
     rig = Rig((NUMEL,), shared=True)
     process = fork(lambda: (rig.actor(0), os.kill(os.getpid(), signal.SIGKILL)))
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-    rig.shards.headers(0)[0, words.LOCK] = 1
+    rig.shards.headers(0)[0, fields.LOCK] = 1
     assert rig.read(rig.actor(2)).tolist() == [0.0] * NUMEL
     os.waitpid(process, 0)
 
@@ -267,12 +267,12 @@ def test_a_process_that_nobody_has_waited_for_yet_is_dead():
 def test_whoever_lives_keeps_the_lock_and_is_named():
     rig = Rig((NUMEL,))
     holder, other, seen = rig.actor(0), rig.actor(2), []
-    rig.shards.headers(0)[0, words.LOCK] = holder.number
+    rig.shards.headers(0)[0, fields.LOCK] = holder.number
 
     def on_wait(number: int) -> None:
         seen.append(number)
         if len(seen) == 2:
-            rig.shards.headers(0)[0, words.LOCK] = 0
+            rig.shards.headers(0)[0, fields.LOCK] = 0
 
     other.on_wait = on_wait
     rig.apply(other, "add", torch.ones(NUMEL))
@@ -329,12 +329,12 @@ def test_killed_at_random_while_others_go_on(rule):
             os.waitpid(child, 0)
         rig.read(own)  # whatever lock was left is taken
         header, arrays = rig.headers().tolist(), [rig.arrays(which) for which in range(3)]
-        numbers += itertools.islice(series, max(0, max(row[words.VERSION] for row in header) + 1 - len(numbers)))
+        numbers += itertools.islice(series, max(0, max(row[fields.VERSION] for row in header) + 1 - len(numbers)))
         for (lock, version, steps), (begin, end) in zip(header, rig.chunks(), strict=True):
             found = [array[begin:end].unique().tolist() for array in arrays]
             assert [len(several) for several in found] == [1, 1, 1], f"the chunk at {begin} is not whole"
             if rule != "copy":
                 assert [several[0] for several in found] == numbers[version], f"chunk at {begin}, version {version}"
             assert (lock, steps) == (0, 0 if rule == "copy" else version)
-    assert min(row[words.VERSION] for row in header) > 10
+    assert min(row[fields.VERSION] for row in header) > 10
     rig.close()

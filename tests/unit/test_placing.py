@@ -20,18 +20,18 @@ class Rank:
 
     def __init__(self, num_slots: int = 2) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
-        self.words = np.zeros(context.context_words(2), np.int64)
-        self.words[context.SIZE], self.words[context.ROWS] = 2, self.rows.ctypes.data
-        self.words[context.CHUNKS], self.words[context.NUM_SLOTS] = MANY, num_slots
-        self.address = self.words.ctypes.data
+        self.fields = np.zeros(context.context_words(2), np.int64)
+        self.fields[context.SIZE], self.fields[context.ROWS] = 2, self.rows.ctypes.data
+        self.fields[context.CHUNKS], self.fields[context.NUM_SLOTS] = MANY, num_slots
+        self.address = self.fields.ctypes.data
 
     def call(self, *paces: int, sequence: int = 1, always_past: bool = False) -> list[int]:
         """A call whose chunks are put into the slot at these paces, and the way that each of them went."""
-        self.words[context.SEQUENCE] = sequence
+        self.fields[context.SEQUENCE] = sequence
         copying.choose_way(self.address, len(paces), always_past)
         ways = []
         for index, pace in enumerate(paces):
-            ways.append(int(self.words[context.IS_PAST]))
+            ways.append(int(self.fields[context.IS_PAST]))
             copying.note_best(self.address, context.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
             copying.note_chunk(self.address, index, 0)
         copying.end_chunks(self.address)
@@ -73,9 +73,9 @@ def test_one_quick_chunk_shows_that_the_others_were_interrupted(paces):
 def test_the_pace_of_many_short_pieces_says_nothing():
     """Most of it is the way from one to the next."""
     rank = Rank()
-    rank.words[context.SEQUENCE] = 1
+    rank.fields[context.SEQUENCE] = 1
     copying.choose_way(rank.address, 1, False)
-    rank.words[context.FRAGMENTED] = 1
+    rank.fields[context.FRAGMENTED] = 1
     copying.note_best(rank.address, context.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
     copying.note_chunk(rank.address, 0, CHUNK_BYTES)
     copying.end_chunks(rank.address)
@@ -110,9 +110,9 @@ def test_how_often_it_is_tried_again(num_chunks, every):
 def trials_of(rank: Rank, num_chunks: int) -> int:
     trials = 0
     for sequence in range(128 * 64):
-        rank.words[context.SEQUENCE] = sequence
+        rank.fields[context.SEQUENCE] = sequence
         copying.choose_way(rank.address, num_chunks, False)
-        trials += int(rank.words[context.IS_PAST] == 0)
+        trials += int(rank.fields[context.IS_PAST] == 0)
     return trials
 
 
@@ -136,7 +136,7 @@ def test_past_the_caches_may_be_no_better():
     assert ways == [0] * 6 + [1] * 7 + [0] * 7 and not rank.says_slow
     judged = [sequence for sequence in range(2, 1000) if calls_it_slow(rank, sequence)]
     assert len(judged) == pytest.approx(500, rel=0.2), "not in every call from now on"
-    while rank.words[context.REJECTED] < 7:
+    while rank.fields[context.REJECTED] < 7:
         sequence = next(number for number in range(1, 10_000) if calls_it_slow(rank, number))
         assert rank.call(*[SLOW] * 6, *[SLOW + 100] * 14, sequence=sequence)[-1] == 0
     rank.call(*[FAST] * 8)
@@ -147,7 +147,7 @@ def test_past_the_caches_may_be_no_better():
 def test_a_rank_that_was_wrong_about_memory_finds_cores_apart_in_short_calls():
     """What it did not believe took its word back each time, and calls too short to compare went through slow caches."""
     rank = Rank()
-    rank.words[context.REJECTED] = 7
+    rank.fields[context.REJECTED] = 7
     ways = [way for sequence in range(4000) for way in rank.call(*[SLOW] * 4, sequence=sequence)]
     assert sum(ways) > 0.9 * len(ways)
 
@@ -159,25 +159,25 @@ def test_past_the_caches_must_be_clearly_better():
 
 def test_a_better_way_ends_the_doubts():
     rank = Rank()
-    rank.words[context.REJECTED] = 3
+    rank.fields[context.REJECTED] = 3
     sequence = next(number for number in range(1, 1000) if calls_it_slow(rank, number))
     assert rank.call(*[SLOW] * 7, *[FAST] * 6, sequence=sequence)[-1] == 1
-    assert rank.words[context.REJECTED] == 0
+    assert rank.fields[context.REJECTED] == 0
 
 
 def test_who_is_fast_follows_those_who_are_not():
     rank = Rank()
     rank.rows[1, memory_layout.FETCHES_SLOWLY] = 1
     assert rank.call(*[FAST] * 20)[6:] == [1] * 14
-    assert not rank.says_slow and rank.words[context.REJECTED] == 0
+    assert not rank.says_slow and rank.fields[context.REJECTED] == 0
 
 
 def calls_it_slow(rank: Rank, sequence: int) -> bool:
     """Whether it would, with nothing changed by that."""
-    words, rows = rank.words.copy(), rank.rows.copy()
+    fields, rows = rank.fields.copy(), rank.rows.copy()
     rank.call(*[SLOW] * 8, sequence=sequence)
     says_slow = rank.says_slow
-    rank.words[:], rank.rows[:] = words, rows
+    rank.fields[:], rank.rows[:] = fields, rows
     return says_slow
 
 
@@ -195,26 +195,26 @@ def test_what_always_goes_past_the_caches_does_whatever_the_ranks_say():
 
 @given(st.integers(1, 64), st.integers(64, 1 << 20), st.integers(1, 1 << 26), st.sampled_from((128 << 10, 384 << 10)))
 def test_a_stream_is_cut_into_pieces_that_fit_into_a_slot(size, slot_bytes, num_bytes, most_bytes):
-    words = np.zeros(context.context_words(size), np.int64)
-    words[context.SIZE], words[context.SLOT_BYTES] = size, slot_bytes // 64 * 64
-    num_rounds = chunk_loop.cut_stream(words.ctypes.data, num_bytes, most_bytes)
-    piece = words[context.CHUNK_BYTES]
+    fields = np.zeros(context.context_words(size), np.int64)
+    fields[context.SIZE], fields[context.SLOT_BYTES] = size, slot_bytes // 64 * 64
+    num_rounds = chunk_loop.cut_stream(fields.ctypes.data, num_bytes, most_bytes)
+    piece = fields[context.CHUNK_BYTES]
     assert 0 < piece <= min(slot_bytes, most_bytes) and piece % 64 == 0
     assert (num_rounds - 1) * piece < num_bytes <= num_rounds * piece
-    assert words[context.SPACING] == 0
-    assert piece in (words[context.SLOT_BYTES], most_bytes) or num_rounds <= 8
+    assert fields[context.SPACING] == 0
+    assert piece in (fields[context.SLOT_BYTES], most_bytes) or num_rounds <= 8
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 4, 64))
 def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
     """Whatever verbs they belong to; of chunk c - 2 and before nothing is left when chunk c is put."""
-    words = np.zeros(context.context_words(size), np.int64)
-    words[context.SIZE], words[context.SLOT_BYTES] = size, 1
-    words[context.NUM_SLOTS] = num_slots = memory_layout.num_slots(size)
+    fields = np.zeros(context.context_words(size), np.int64)
+    fields[context.SIZE], fields[context.SLOT_BYTES] = size, 1
+    fields[context.NUM_SLOTS] = num_slots = memory_layout.num_slots(size)
     ways = copying.slot, copying.moving_slot
     for chunk in range(MANY, MANY + 4 * num_slots):
         before, now = (
-            [{where(words.ctypes.data, rank, number) for rank in range(size)} for where in ways]
+            [{where(fields.ctypes.data, rank, number) for rank in range(size)} for where in ways]
             for number in (chunk, chunk + 1)
         )
         for slots in (*before, *now):
@@ -224,7 +224,7 @@ def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
 
 def test_what_a_rank_has_read_it_writes_to_next_where_there_are_two():
     rank = Rank(4)
-    rank.words[context.SLOT_BYTES] = 1
+    rank.fields[context.SLOT_BYTES] = 1
     for chunk in range(MANY, MANY + 8):
         read_by_rank_0 = copying.moving_slot(rank.address, 1, chunk)
         assert copying.moving_slot(rank.address, 0, chunk + 4) == read_by_rank_0
@@ -236,9 +236,9 @@ def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call
     slots, table = np.zeros(4 * CHUNK_BYTES, np.uint8), np.zeros((2, 4), np.int64)
     sent, received = np.ones(4 * CHUNK_BYTES, np.uint8), np.zeros(4 * CHUNK_BYTES, np.uint8)
     table[1] = sent.ctypes.data, sent.nbytes, received.ctypes.data, received.nbytes
-    rank.words[context.SLOTS], rank.words[context.SLOT_BYTES] = slots.ctypes.data, CHUNK_BYTES
-    rank.words[context.SEQUENCE] = rank.words[context.EXPIRED] = 5  # nobody comes, and there is no time to wait
-    plan = np.zeros(context.PLAN_WORDS, np.int64)
+    rank.fields[context.SLOTS], rank.fields[context.SLOT_BYTES] = slots.ctypes.data, CHUNK_BYTES
+    rank.fields[context.SEQUENCE] = rank.fields[context.EXPIRED] = 5  # nobody comes, and there is no time to wait
+    plan = np.zeros(context.PLAN_FIELDS, np.int64)
     plan[context.CONTEXT] = rank.address
     arguments = plan.ctypes.data, table.ctypes.data, 0, 4 * CHUNK_BYTES, 1
     assert chunk_loop.exchange(*arguments) == context.LATE and not slots.any()

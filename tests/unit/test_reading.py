@@ -26,24 +26,24 @@ class Rank:
 
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
-        self.words = np.zeros(context.context_words(2), np.int64)
+        self.fields = np.zeros(context.context_words(2), np.int64)
         self.processes = np.full(2, os.getpid(), np.int64)
-        self.words[context.SIZE], self.words[context.ROWS] = 2, self.rows.ctypes.data
-        self.words[context.PROCESSES] = self.processes.ctypes.data
-        self.words[context.SEQUENCE] = SEQUENCE
-        self.address = self.words.ctypes.data
+        self.fields[context.SIZE], self.fields[context.ROWS] = 2, self.rows.ctypes.data
+        self.fields[context.PROCESSES] = self.processes.ctypes.data
+        self.fields[context.SEQUENCE] = SEQUENCE
+        self.address = self.fields.ctypes.data
 
     def is_for_it(self, num_bytes: int) -> float:
         """In what share of the calls."""
         answers = []
         for sequence in range(1, 4097):
-            self.words[context.SEQUENCE] = sequence
+            self.fields[context.SEQUENCE] = sequence
             answers.append(direct_read.would_read(self.address, PACES, num_bytes))
         return sum(answers) / len(answers)
 
     def read(self, theirs: np.ndarray, *, refuses: bool = False) -> tuple[int, np.ndarray]:
         """A call in which the other rank shows this, and has read already."""
-        chunk = int(self.words[context.CHUNKS])
+        chunk = int(self.fields[context.CHUNKS])
         mine, target = np.zeros_like(theirs), np.zeros(2 * len(theirs), theirs.dtype)
         for rank, tensor in enumerate((mine, theirs)):
             start = memory_layout.entry(0, SEQUENCE)
@@ -59,7 +59,7 @@ def test_what_is_short_or_long_is_never_read_directly():
     for num_bytes in (0, LEAST - 1, TOO_MANY, 1 << 40):
         direct_read.note_pace(rank.address, PACES, num_bytes, DIRECTLY, 1)
         assert rank.is_for_it(num_bytes) == 0
-    rank.words[context.PROCESSES] = 0
+    rank.fields[context.PROCESSES] = 0
     assert rank.is_for_it(LEAST) == 0
 
 
@@ -103,8 +103,8 @@ def test_what_a_process_shows_is_read():
     rank, theirs = Rank(), np.random.default_rng(1).integers(0, 255, LEAST, np.uint8)
     status, found = rank.read(theirs)
     assert status == 0 and (found == theirs).all()
-    assert rank.words[context.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
-    assert rank.words[context.PROCESSES] != 0
+    assert rank.fields[context.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
+    assert rank.fields[context.PROCESSES] != 0
 
 
 @pytest.mark.parametrize("process", (-1, 1 << 22))
@@ -113,8 +113,8 @@ def test_a_refused_read_is_told_to_the_others_and_not_tried_again(process):
     rank.processes[1] = process
     status, _ = rank.read(np.ones(LEAST, np.uint8))
     assert status == context.UNREAD
-    assert rank.rows[0, memory_layout.UNREAD] == rank.words[context.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
-    assert rank.words[context.PROCESSES] == 0
+    assert rank.rows[0, memory_layout.UNREAD] == rank.fields[context.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
+    assert rank.fields[context.PROCESSES] == 0
 
 
 @must_be_allowed
@@ -123,7 +123,7 @@ def test_a_refused_read_elsewhere_counts_as_well():
     rank.rows[1, memory_layout.UNREAD] = 1
     status, _ = rank.read(np.ones(LEAST, np.uint8))
     assert status == context.UNREAD
-    assert rank.words[context.PROCESSES] != 0, "this rank may; the other one will not be for it again"
+    assert rank.fields[context.PROCESSES] != 0, "this rank may; the other one will not be for it again"
 
 
 def test_what_has_been_read_from_a_rank_that_gave_up_is_not_believed():

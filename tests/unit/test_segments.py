@@ -155,8 +155,8 @@ def test_another_process_opens_it_by_its_ticket():
 
 def entries(heap: SharedHeap) -> list[list[int]]:
     """The rows of the table that are in use: begin, end, key, file."""
-    words = heap.table[1:].reshape(-1, context.SEGMENT_WORDS)[: heap.table[0]]
-    return [row.tolist() for row in words if row[context.SEGMENT_END]]
+    fields = heap.table[1:].reshape(-1, context.SEGMENT_FIELDS)[: heap.table[0]]
+    return [row.tolist() for row in fields if row[context.SEGMENT_END]]
 
 
 def test_the_table_tells_where_tensors_are():

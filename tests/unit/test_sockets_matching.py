@@ -58,8 +58,8 @@ def counted(request):
 @pytest.mark.parametrize("posted_first", (True, False))
 def test_messages_of_a_pair_keep_their_order(inbox, receive, posted_first):
     requests = [receive(0, 1) for _ in range(3)] if posted_first else []
-    for word in ("one", "two", "three"):
-        arrive(inbox, 0, 1, word)
+    for field in ("one", "two", "three"):
+        arrive(inbox, 0, 1, field)
     requests = requests or [receive(0, 1) for _ in range(3)]
     assert [text(request) for request in requests] == ["one", "two", "three"]
 
@@ -85,16 +85,16 @@ def test_any_takes_the_first_to_come(inbox, receive):
 
 def test_the_receive_posted_first_gets_the_message(inbox, receive):
     requests = [receive(ANY, 1), receive(0, 1), receive(0, ANY)]
-    for word in ("a", "b", "c"):
-        arrive(inbox, 0, 1, word)
+    for field in ("a", "b", "c"):
+        arrive(inbox, 0, 1, field)
     assert [text(request) for request in requests] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("posted_first", (True, False))
 def test_a_short_message_is_counted_and_a_long_one_refused(inbox, receive, posted_first):
     requests = [receive(0, 1), receive(0, 1), receive(0, 1)] if posted_first else []
-    for word in ("abc", "too long for it", "next"):
-        arrive(inbox, 0, 1, word)
+    for field in ("abc", "too long for it", "next"):
+        arrive(inbox, 0, 1, field)
     short, long, following = requests or [receive(0, 1), receive(0, 1), receive(0, 1)]
     assert counted(short) == (0, 1, 3) and bytes(short.view) == b"abc....."
     with pytest.raises(CommunicationError, match="truncated: rank 0 sent 15 bytes, for which there are 8"):
@@ -276,10 +276,10 @@ def test_half_a_message_fails_its_receive(inbox, receive, posted_first):
 def test_every_order_of_posting_and_arriving_gives_the_same(endpoint, receive):
     """All interleavings of three messages and three receives, in contexts of their own."""
     for context, pattern in enumerate(set(itertools.permutations("pppaaa"))):
-        words, requests = iter("abc"), []
+        fields, requests = iter("abc"), []
         for step in pattern:
             if step == "p":
                 requests.append(receive(0, 1, context=100 + context))
             else:
-                arrive(endpoint.inbox, 0, 1, next(words), 100 + context)
+                arrive(endpoint.inbox, 0, 1, next(fields), 100 + context)
         assert [text(request) for request in requests] == ["a", "b", "c"], pattern

@@ -96,9 +96,9 @@ def test_a_stranger_is_dropped(tmp_path):
     store.wait([f"{_TABLE} 0"])
     name = store.get(f"{_TABLE} 0").decode().split('"name": "')[1].split('"')[0]
     strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
-    for stranger, words in zip(strangers, (wire.GREETING.pack(b"x" * 16, 1), b"hello", b""), strict=True):
+    for stranger, fields in zip(strangers, (wire.GREETING.pack(b"x" * 16, 1), b"hello", b""), strict=True):
         stranger.connect("\0" + name)
-        stranger.sendall(words)
+        stranger.sendall(fields)
     come(1)
     first.join(30)
     assert results[0].COMM_WORLD.size == 2

@@ -15,7 +15,7 @@ ELSEWHERE = -5  # no core has this number
 
 
 @pytest.fixture
-def words() -> tuple[np.ndarray, np.ndarray]:
+def fields() -> tuple[np.ndarray, np.ndarray]:
     """Of rank 0 of 3, which has no time to wait, and the rows of all: nobody has come yet."""
     rows = np.zeros((3, memory_layout.BLOCK_FIELDS), np.int64)
     rows[:, memory_layout.CORE] = ELSEWHERE
@@ -30,8 +30,8 @@ def wait_beside(own: np.ndarray) -> int:
     return int(arrival.wait_beside(own.ctypes.data, memory_layout.READY * 8, 1))
 
 
-def test_a_rank_on_this_core_is_waited_for(words):
-    own, rows = words
+def test_a_rank_on_this_core_is_waited_for(fields):
+    own, rows = fields
     assert wait_beside(own) == 0, "all are elsewhere"
     late = []
     for _ in range(100):  # until both looks find the same core
@@ -44,15 +44,15 @@ def test_a_rank_on_this_core_is_waited_for(words):
     assert wait_beside(own) == 0, "it has come"
 
 
-def test_the_own_core_is_told(words):
-    own, rows = words
+def test_the_own_core_is_told(fields):
+    own, rows = fields
     rows[0, memory_layout.CORE] = ELSEWHERE
     wait_beside(own)
     assert rows[0, memory_layout.CORE] >= 0
 
 
-def test_where_each_rank_has_its_core_nobody_looks(words):
-    own, rows = words
+def test_where_each_rank_has_its_core_nobody_looks(fields):
+    own, rows = fields
     own[context.CROWDED] = 0
     rows[:, memory_layout.CORE] = ctypes.CDLL(None).sched_getcpu()
     before = rows.copy()

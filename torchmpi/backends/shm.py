@@ -21,13 +21,13 @@ from ..errors import ArgumentError
 from ..shared_memory import fast_path, kernels, memory_layout
 from ..shared_memory.kernels import context, reduction
 from ..shared_memory.memory_layout import (
-    ENTRY_WORDS,
+    ENTRY_FIELDS,
     PAYLOAD,
     REFUSED,
     RING_LENGTH,
     SEQUENCE,
     SIGNATURE,
-    WORD_BYTES,
+    FIELD_BYTES,
     entry,
 )
 from ..shared_memory.shared_tensors import SharedHeap
@@ -38,8 +38,8 @@ from .base import Operation
 from .mpi import destination_for, longest_part, rows_of
 from .shm_group import SharedGroup
 
-_MOST_DIMS = ENTRY_WORDS - PAYLOAD - 2
-_PAIR_WORDS = 4
+_MOST_DIMS = ENTRY_FIELDS - PAYLOAD - 2
+_PAIR_FIELDS = 4
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -111,8 +111,8 @@ class Calls:
         self.group, self.call_log, self.call_queue, self.kernels = group, group.call_log, group.call_queue, kernels
         self.shared: SharedGroup = group.shared
         self.rank, self.size = group.rank, group.size
-        self.table = np.zeros((self.size, _PAIR_WORDS), np.int64)
-        self.message = np.zeros(ENTRY_WORDS - PAYLOAD, np.int64)
+        self.table = np.zeros((self.size, _PAIR_FIELDS), np.int64)
+        self.message = np.zeros(ENTRY_FIELDS - PAYLOAD, np.int64)
         self._item_bytes, self._dtype = (dtype.itemsize, dtypes.info(dtype).code) if dtype is not None else (1, 0)
         self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
         self._plans: dict[int, tuple[np.ndarray, int]] = {}
@@ -121,13 +121,13 @@ class Calls:
         """Address of what the kernels know of this verb, for a root."""
         known = self._plans.get(root)
         if known is None:
-            words = np.zeros(context.PLAN_WORDS, np.int64)
-            words[context.CONTEXT], words[context.ITEM_BYTES] = self.shared.address, self._item_bytes
-            words[context.REDUCER], words[context.ROOT] = self._reducer, root
-            words[context.TABLE], words[context.MESSAGE] = self.table.ctypes.data, self.message.ctypes.data
-            words[context.DTYPE] = self._dtype
+            fields = np.zeros(context.PLAN_FIELDS, np.int64)
+            fields[context.CONTEXT], fields[context.ITEM_BYTES] = self.shared.address, self._item_bytes
+            fields[context.REDUCER], fields[context.ROOT] = self._reducer, root
+            fields[context.TABLE], fields[context.MESSAGE] = self.table.ctypes.data, self.message.ctypes.data
+            fields[context.DTYPE] = self._dtype
             # Another thread may be here as well: what it was given must stay.
-            known = self._plans.setdefault(root, (words, int(words.ctypes.data)))
+            known = self._plans.setdefault(root, (fields, int(fields.ctypes.data)))
         return known[1]
 
     def run(self, kernel: str, plan: int, *arguments: int) -> int:
@@ -182,11 +182,11 @@ class Calls:
 
     def _difference_to(self, rank: int) -> int:
         """Between the signatures of this and another rank in the current call; 0 if one of them has not arrived."""
-        words, seq = self.shared.status_board.words, self.call_log.current[0]
+        fields, seq = self.shared.status_board.fields, self.call_log.current[0]
         own, other = (entry(row, seq & (RING_LENGTH - 1)) for row in (self.rank, rank))
-        if words[own + SEQUENCE] != seq or words[other + SEQUENCE] != seq:
+        if fields[own + SEQUENCE] != seq or fields[other + SEQUENCE] != seq:
             return 0
-        difference: int = words[own + SIGNATURE] ^ words[other + SIGNATURE]
+        difference: int = fields[own + SIGNATURE] ^ fields[other + SIGNATURE]
         return difference
 
     def exchange(self, *, is_stream: bool, longest: int, has_sent: bool = False) -> None:
@@ -199,12 +199,12 @@ class Calls:
     def meet(self, *payload: int) -> None:
         """Arrive with some words for the others, and wait for everybody."""
         self.message[: len(payload)] = payload
-        self.run("meet", self.plan(), self.message.ctypes.data, len(payload) * WORD_BYTES)
+        self.run("meet", self.plan(), self.message.ctypes.data, len(payload) * FIELD_BYTES)
 
     def payloads(self, index: int = 0) -> list[int]:
         """A word of everybody's payload of the current call."""
         seq = self.call_log.current[0]
-        return [self.shared.status_board.words[self.shared.payload(rank, seq) + index] for rank in range(self.size)]
+        return [self.shared.status_board.fields[self.shared.payload(rank, seq) + index] for rank in range(self.size)]
 
 
 class Reduction(Calls):
@@ -356,10 +356,10 @@ class Movement(Calls):
             row_bytes, address = row_numel * source.element_size(), source.data_ptr()
         self.message[: len(message)] = message
         plan = self.plan(root)
-        self.run("offer", plan, self.message.ctypes.data, len(message) * WORD_BYTES, address, num_blocks, row_bytes)
+        self.run("offer", plan, self.message.ctypes.data, len(message) * FIELD_BYTES, address, num_blocks, row_bytes)
         seq = self.call_log.current[0]
         at = self.shared.payload(root, seq)
-        code, num_dims, *dims = self.shared.status_board.words[at : at + 2 + _MOST_DIMS].tolist()
+        code, num_dims, *dims = self.shared.status_board.fields[at : at + 2 + _MOST_DIMS].tolist()
         dtype, shape = dtypes.from_code(code), tuple(dims[:num_dims]) or (1,)
         assert dtype is not None
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -399,7 +399,7 @@ class Movement(Calls):
         self._send([part.data_ptr() for part in sources], sizes[0].tolist())
         self.table[:, 2], self.table[:, 3] = [part.data_ptr() for part in destinations], sizes[1]
         # With seven ranks and more the sizes do not fit into the announcements.
-        has_sent = sizes.nbytes + WORD_BYTES > memory_layout.PAYLOAD_BYTES
+        has_sent = sizes.nbytes + FIELD_BYTES > memory_layout.PAYLOAD_BYTES
         self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:

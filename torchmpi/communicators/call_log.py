@@ -119,16 +119,16 @@ class StatusBoard:
 
     def __init__(self, segment: Segment, num_blocks: int) -> None:
         self.segment = segment
-        self.words = memoryview(segment.memory).cast("q")
+        self.fields = memoryview(segment.memory).cast("q")
         self.num_blocks = num_blocks
 
-    def get(self, row: int, word: int) -> int:
+    def get(self, row: int, field: int) -> int:
         """One word of the head of a row."""
-        return self.words[row * BLOCK_FIELDS + word]
+        return self.fields[row * BLOCK_FIELDS + field]
 
-    def set(self, row: int, word: int, value: int) -> None:
+    def set(self, row: int, field: int, value: int) -> None:
         """Write one word of the head of a row; only its owner does."""
-        self.words[row * BLOCK_FIELDS + word] = value
+        self.fields[row * BLOCK_FIELDS + field] = value
 
     def write_text(self, row: int, text: str) -> None:
         """Leave a message for the others."""
@@ -143,7 +143,7 @@ class StatusBoard:
 
     def close(self) -> None:
         """Unmap."""
-        self.words.release()
+        self.fields.release()
         self.segment.close()
 
 
@@ -158,7 +158,7 @@ class CallLog:
     """
 
     __slots__ = (
-        "_current", "_missing", "_neighbours", "_slots", "_spoiled", "_words",
+        "_current", "_missing", "_neighbours", "_slots", "_spoiled", "_fields",
         "log_board", "free", "history", "name", "log_fields", "rank", "report_when_late", "size",
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ class CallLog:
         self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
         self.free = RING_LENGTH if log_board is not None else sys.maxsize
         """Calls up to this number may be entered without covering one that another rank has not compared."""
-        self._words = log_board.words if log_board is not None else None
+        self._fields = log_board.fields if log_board is not None else None
         self._neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
         self._slots = [(entry(rank, i), tuple(entry(row, i) for row in self._neighbours)) for i in range(RING_LENGTH)]
         """Where each entry of the ring is: this rank's own, and those of the neighbours."""
@@ -216,19 +216,19 @@ class CallLog:
     def announce(self) -> None:
         """Show the others what was entered, and look at the neighbours. Kernels do that by themselves."""
         # On the path of every call: no helper functions here, and each look at the board is 40 ns.
-        words = self._words
-        if words is None or self._current is None:
+        fields = self._fields
+        if fields is None or self._current is None:
             return
         seq, code, shape = self._current
         own, others = self._slots[seq & (RING_LENGTH - 1)]
         signature = code ^ hash(shape)
-        words[own + SIGNATURE] = signature
-        words[own + SEQUENCE] = seq  # last: until then the slot still bears the number of a call long past
-        words[self.rank * BLOCK_FIELDS + ENTERED] = seq
+        fields[own + SIGNATURE] = signature
+        fields[own + SEQUENCE] = seq  # last: until then the slot still bears the number of a call long past
+        fields[self.rank * BLOCK_FIELDS + ENTERED] = seq
         for slot in others:
-            if words[slot + SEQUENCE] != seq:
+            if fields[slot + SEQUENCE] != seq:
                 self._missing += (slot,)
-            elif words[slot + SIGNATURE] != signature:
+            elif fields[slot + SIGNATURE] != signature:
                 self._refuse_entry(slot)
 
     def wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
@@ -247,18 +247,18 @@ class CallLog:
         if self._missing:
             self.compare()
             self._missing = ()
-        if self._words is not None:
-            self._words[self.rank * BLOCK_FIELDS + LEFT] = self.log_fields[0]
+        if self._fields is not None:
+            self._fields[self.rank * BLOCK_FIELDS + LEFT] = self.log_fields[0]
         self._current = None
 
     def compare(self) -> None:
         """Look once more at those that were not there when the call began."""
-        words, call = self._words, self.current
-        if words is None or call is None:
+        fields, call = self._fields, self.current
+        if fields is None or call is None:
             return
         seq, code, shape = call
         for slot in self._missing:
-            if words[slot + SEQUENCE] == seq and words[slot + SIGNATURE] != code ^ hash(shape):
+            if fields[slot + SEQUENCE] == seq and fields[slot + SIGNATURE] != code ^ hash(shape):
                 self._refuse_entry(slot)
 
     def abandon(self) -> None:
@@ -271,11 +271,11 @@ class CallLog:
         self._current, self._missing = None, ()
 
     def _refuse_entry(self, slot: int) -> None:
-        assert self._words is not None and self.current is not None
+        assert self._fields is not None and self.current is not None
         seq, code, shape = self.current
         time.sleep(0.001)  # processors may show another core's writes out of order: look again before accusing
-        difference = self._words[slot + SIGNATURE] ^ code ^ hash(shape)
-        if self._words[slot + SEQUENCE] == seq and difference:
+        difference = self._fields[slot + SIGNATURE] ^ code ^ hash(shape)
+        if self._fields[slot + SEQUENCE] == seq and difference:
             if difference == ABORTED:
                 self.raise_aborted(slot // BLOCK_FIELDS)
             self.refuse(slot // BLOCK_FIELDS)
@@ -308,14 +308,14 @@ class CallLog:
 
         `kernel`: what kernels add to a signature; this rank's may not have come so far.
         """
-        assert self._words is not None and self.current is not None
+        assert self._fields is not None and self.current is not None
         call = Call(*self.current)
         own, _ = self._slots[call.seq & (RING_LENGTH - 1)]
-        if self._words[own + SEQUENCE] != call.seq:
-            self._words[own + SIGNATURE] = call.code ^ hash(call.shape) ^ kernel ^ ABORTED
-            self._words[own + SEQUENCE] = call.seq
+        if self._fields[own + SEQUENCE] != call.seq:
+            self._fields[own + SIGNATURE] = call.code ^ hash(call.shape) ^ kernel ^ ABORTED
+            self._fields[own + SEQUENCE] = call.seq
         elif call.seq != self._spoiled:
-            self._words[own + SIGNATURE] ^= ABORTED
+            self._fields[own + SIGNATURE] ^= ABORTED
         self._spoiled = call.seq
 
     def raise_aborted(self, other: int) -> None:
@@ -381,8 +381,8 @@ def is_stopping(world: Any, rank: int) -> bool:
     at = entry(rank, entered & (RING_LENGTH - 1))
     return bool(
         entered > world.log_board.get(rank, LEFT)
-        and world.log_board.words[at + SEQUENCE] == entered
-        and world.log_board.words[at + SIGNATURE] == call_code("stop") ^ hash(())
+        and world.log_board.fields[at + SEQUENCE] == entered
+        and world.log_board.fields[at + SIGNATURE] == call_code("stop") ^ hash(())
     )
 
 

@@ -39,16 +39,16 @@ class RunLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.words = array("q", bytes(8 * RUN_LOCK_FIELDS))
-        self.address, _ = self.words.buffer_info()
+        self.fields = array("q", bytes(8 * RUN_LOCK_FIELDS))
+        self.address, _ = self.fields.buffer_info()
 
     def acquire(self, blocking: bool = True) -> bool:
         """Take the right, and say whether it could be had."""
         if not self._lock.acquire(blocking):
             return False
-        words = self.words
-        words[RUN_LOCK_HELD] = 1
-        if words[RUN_LOCK_ENTERED]:
+        fields = self.fields
+        fields[RUN_LOCK_HELD] = 1
+        if fields[RUN_LOCK_ENTERED]:
             if not blocking:
                 self.release()
                 return False
@@ -61,16 +61,16 @@ class RunLock:
 
     def release(self) -> None:
         """Give it back."""
-        self.words[RUN_LOCK_HELD] = 0
+        self.fields[RUN_LOCK_HELD] = 0
         self._lock.release()
 
     def locked(self) -> bool:
         """Whether anybody holds it."""
-        return self._lock.locked() or self.words[RUN_LOCK_ENTERED] != 0
+        return self._lock.locked() or self.fields[RUN_LOCK_ENTERED] != 0
 
     def _wait_for_machine_code(self) -> None:
         nap = _SHORTEST_NAP_SECONDS
-        while self.words[RUN_LOCK_ENTERED]:
+        while self.fields[RUN_LOCK_ENTERED]:
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)
 
@@ -107,7 +107,7 @@ class CallQueue:
     @property
     def pending(self) -> int:
         """Submitted calls that have not ended."""
-        return self.run_lock.words[RUN_LOCK_PENDING]
+        return self.run_lock.fields[RUN_LOCK_PENDING]
 
     def run(self, task: Task) -> Any:
         """Run `task` in its turn and return its result."""
@@ -129,7 +129,7 @@ class CallQueue:
             return handle
         with self._counting:
             self._check_open(description)  # another thread may have closed it: then nobody looks at the queue any more
-            self.run_lock.words[RUN_LOCK_PENDING] += 1
+            self.run_lock.fields[RUN_LOCK_PENDING] += 1
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
                 self._worker.start()
@@ -152,7 +152,7 @@ class CallQueue:
             self.drain()
             with self._counting:
                 self.closed = True
-                self.run_lock.words[RUN_LOCK_PENDING] += 1  # never idle again: callers look no further
+                self.run_lock.fields[RUN_LOCK_PENDING] += 1  # never idle again: callers look no further
                 if self._worker is not None:
                     self._tasks.put(None)
             if self._worker is not None:
@@ -164,7 +164,7 @@ class CallQueue:
             with self.run_lock:
                 self._finish(*entry)
                 with self._counting:
-                    self.run_lock.words[RUN_LOCK_PENDING] -= 1
+                    self.run_lock.fields[RUN_LOCK_PENDING] -= 1
             del entry  # or the last tensor would live until the next call
 
     def _finish(self, task: Task, handle: Handle) -> None:

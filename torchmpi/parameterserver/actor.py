@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..shared_memory import kernels
-from ..shared_memory.kernels import shard_layout as words
+from ..shared_memory.kernels import shard_layout as fields
 from .arena import Arena, Memory
 from .rules import Prepared
 from .shards import Layout, chunk_numel
@@ -28,21 +28,21 @@ class Shards:
         self.dtype, self.state_dtype = dtypes
         self.chunk_numel = chunk_numel(self.dtype.itemsize, self.state_dtype.itemsize)
         self.parts = parts
-        self.table = np.zeros((len(parts), words.SHARD_WORDS), np.int64)
+        self.table = np.zeros((len(parts), fields.SHARD_FIELDS), np.int64)
         for row, (begin, numel), headers, arrays in zip(self.table, parts, layout.headers, layout.arrays, strict=True):
-            row[words.SHARD_HEADERS] = memory.address + headers
-            row[words.SHARD_ARRAYS : words.SHARD_BEGIN] = [memory.address + array for array in arrays]
-            row[words.SHARD_BEGIN], row[words.SHARD_NUMEL] = begin, numel
+            row[fields.SHARD_HEADERS] = memory.address + headers
+            row[fields.SHARD_ARRAYS : fields.SHARD_BEGIN] = [memory.address + array for array in arrays]
+            row[fields.SHARD_BEGIN], row[fields.SHARD_NUMEL] = begin, numel
 
     def array(self, index: int, which: int = 0) -> torch.Tensor:
         """The values (0) or a state of one shard, as they are in memory: for while nobody uses it, and not for long."""
         row, (_, numel) = self.table[index], self.parts[index]
-        return tensor_at(int(row[words.SHARD_ARRAYS + which]), numel, self.state_dtype if which else self.dtype)
+        return tensor_at(int(row[fields.SHARD_ARRAYS + which]), numel, self.state_dtype if which else self.dtype)
 
     def headers(self, index: int) -> torch.Tensor:
         """The words of the chunks of one shard: LOCK, VERSION, STEPS, and nothing, for each."""
         num_chunks = -(-self.parts[index][1] // self.chunk_numel)
-        flat = tensor_at(int(self.table[index, words.SHARD_HEADERS]), num_chunks * 8, torch.int64)
+        flat = tensor_at(int(self.table[index, fields.SHARD_HEADERS]), num_chunks * 8, torch.int64)
         return flat.view(num_chunks, 8)
 
     def close(self) -> None:
@@ -64,25 +64,25 @@ class Actor:
         self.arena, self.number = arena, arena.enter(kind)
         self._kernels = kernels.load(which="sharding")
         self._pass_over = self._kernels["pass_over"]
-        self._plan = np.zeros(words.PLAN_WORDS, np.int64)
-        self._coefficients = np.zeros(words.NUM_COEFFICIENTS, np.float64)
+        self._plan = np.zeros(fields.PLAN_FIELDS, np.int64)
+        self._coefficients = np.zeros(fields.NUM_COEFFICIENTS, np.float64)
         self._address = int(self._plan.ctypes.data)
         plan = self._plan
-        plan[words.ARENA], plan[words.ACTOR] = arena.address, self.number
-        plan[words.COEFFICIENTS] = self._coefficients.ctypes.data
-        plan[words.SPINS], plan[words.YIELDS] = _CROWDED_SPINS if is_crowded else _SPINS, _YIELDS
+        plan[fields.ARENA], plan[fields.ACTOR] = arena.address, self.number
+        plan[fields.COEFFICIENTS] = self._coefficients.ctypes.data
+        plan[fields.SPINS], plan[fields.YIELDS] = _CROWDED_SPINS if is_crowded else _SPINS, _YIELDS
         self.on_wait: Callable[[int], None] = lambda holder: None
         """Called again and again with the actor that holds a lock for long."""
 
     @property
     def versions(self) -> int:
         """Sum of the VERSIONs that the last pass found in its chunks."""
-        return int(self._plan[words.VERSIONS])
+        return int(self._plan[fields.VERSIONS])
 
     @property
     def num_chunks(self) -> int:
         """Chunks of the last pass."""
-        return int(self._plan[words.POSITION])
+        return int(self._plan[fields.POSITION])
 
     def apply(self, shards: Shards, data: int, span: tuple[int, int], prepared: Prepared) -> None:
         """Apply a rule to the elements in `span` that the shards have; `data` is the address of what is sent."""
@@ -101,7 +101,7 @@ class Actor:
         plan, num_shards = self._plan, len(shards.parts)
         if prepared is not None and prepared.coefficients:
             self._coefficients[: len(prepared.coefficients)] = prepared.coefficients
-        plan[words.SHARDS : words.RULE + 1] = (
+        plan[fields.SHARDS : fields.RULE + 1] = (
             shards.table.ctypes.data,
             num_shards,
             self.arena.rank_of(self.number) % num_shards,
@@ -111,14 +111,14 @@ class Actor:
             0 if prepared is None else prepared.num_states,
             0 if prepared is None else prepared.address,
         )
-        plan[words.DATA : words.VERSIONS + 1] = data, *span, 0, 0
+        plan[fields.DATA : fields.VERSIONS + 1] = data, *span, 0, 0
 
     def _run(self) -> None:
-        while self._pass_over(self._address) == words.HELD:
+        while self._pass_over(self._address) == fields.HELD:
             self._look_after_holder()
 
     def _look_after_holder(self) -> None:
-        holder = int(self._plan[words.HOLDER])
+        holder = int(self._plan[fields.HOLDER])
         if self.arena.is_dead(holder):
             self._kernels["take_over"](self._address)
         else:
@@ -127,8 +127,8 @@ class Actor:
     def _run_in_python(self, shards: Shards, data: int, span: tuple[int, int], prepared: Prepared) -> None:
         kernel = self._kernels
         try:
-            while (status := kernel["take_chunk"](self._address)) != words.DONE:
-                if status == words.HELD:
+            while (status := kernel["take_chunk"](self._address)) != fields.DONE:
+                if status == fields.HELD:
                     self._look_after_holder()
                 else:
                     self._call_function(shards, data - span[0] * shards.dtype.itemsize, prepared)
@@ -140,10 +140,10 @@ class Actor:
         """Have a rule in Python change the scratch; `data` is where element 0 would be."""
         plan, function = self._plan, prepared.function
         assert function is not None
-        begin, end = int(plan[words.CHUNK_BEGIN]), int(plan[words.CHUNK_END])
+        begin, end = int(plan[fields.CHUNK_BEGIN]), int(plan[fields.CHUNK_END])
         sent = tensor_at(data + begin * shards.dtype.itemsize, end - begin, shards.dtype)
         arrays = [
-            tensor_at(int(plan[words.TARGETS + array]), end - begin, shards.state_dtype if array else shards.dtype)
+            tensor_at(int(plan[fields.TARGETS + array]), end - begin, shards.state_dtype if array else shards.dtype)
             for array in range(1 + prepared.num_states)
         ]
         with torch.no_grad():

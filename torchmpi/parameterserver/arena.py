@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..shared_memory.kernels import shard_layout as words
+from ..shared_memory.kernels import shard_layout as fields
 from ..shared_memory.segments import Segment
 
 ACTORS_PER_RANK = 2
@@ -53,13 +53,13 @@ class Arena:
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
         """Size for so many ranks."""
-        return num_ranks * ACTORS_PER_RANK * words.BLOCK_BYTES
+        return num_ranks * ACTORS_PER_RANK * fields.BLOCK_BYTES
 
     def enter(self, kind: int) -> int:
         """The number of this rank's client or server, whose row then says which process it is."""
         actor = self.index * ACTORS_PER_RANK + kind + 1
         row = self._row(actor)
-        row[words.PROCESS], row[words.STARTED] = os.getpid(), start_of(os.getpid())
+        row[fields.PROCESS], row[fields.STARTED] = os.getpid(), start_of(os.getpid())
         return actor
 
     def rank_of(self, actor: int) -> int:
@@ -69,14 +69,14 @@ class Arena:
     def is_dead(self, actor: int) -> bool:
         """Whether its process has ended, killed for instance. Not if this one cannot look, being out of descriptors."""
         row = self._row(actor)
-        process, started = int(row[words.PROCESS]), int(row[words.STARTED])
+        process, started = int(row[fields.PROCESS]), int(row[fields.STARTED])
         try:
             return process != 0 and start_of(process) != started
         except OSError:
             return False
 
     def _row(self, actor: int) -> Any:
-        start = (actor - 1) * words.BLOCK_BYTES
+        start = (actor - 1) * fields.BLOCK_BYTES
         return memoryview(self.memory.bytes)[start : start + 64].cast("B").cast("q")
 
 

@@ -80,7 +80,7 @@ class _FastPath:
         self.name = name
         self.cached_calls: dict[Name, tuple[CachedCall, array[int]]] = {}
         self._retired: dict[int, tuple[CachedCall, array[int]]] = {}
-        self.words = array("q", bytes(8 * context.FAST_PATH_FIELDS))
+        self.fields = array("q", bytes(8 * context.FAST_PATH_FIELDS))
         # The gate keeps alive what it calls: all of it lives as long as the process.
         self._objects = {
             context.CHOSEN: chosen,
@@ -94,33 +94,33 @@ class _FastPath:
             context.ABORT: self._abort,
         }
         for index, item in self._objects.items():
-            self.words[index] = id(item)
-        self.words[context.EXCHANGE] = dlpack.describer()
-        self.function = kernels.fast_path(name, self.words.buffer_info()[0])
+            self.fields[index] = id(item)
+        self.fields[context.EXCHANGE] = dlpack.describer()
+        self.function = kernels.fast_path(name, self.fields.buffer_info()[0])
 
     def invalidate(self) -> None:
-        self.words[context.FIRST] = 0
-        known = {**self._retired, **{words.buffer_info()[0]: (cached_call, words) for cached_call, words in self.cached_calls.values()}}
+        self.fields[context.FIRST] = 0
+        known = {**self._retired, **{fields.buffer_info()[0]: (cached_call, fields) for cached_call, fields in self.cached_calls.values()}}
         # Another thread may be in a call that it began before.
-        self._retired = {at: item for at, item in known.items() if item[0].run_lock.words[memory_layout.RUN_LOCK_ENTERED]}
+        self._retired = {at: item for at, item in known.items() if item[0].run_lock.fields[memory_layout.RUN_LOCK_ENTERED]}
         self.cached_calls.clear()
 
     def _cached_call_at(self, address: int) -> CachedCall:
-        known = [cached_call for cached_call, words in list(self.cached_calls.values()) if words.buffer_info()[0] == address]
+        known = [cached_call for cached_call, fields in list(self.cached_calls.values()) if fields.buffer_info()[0] == address]
         return known[0] if known else self._retired[address][0]
 
     def add(self, name: Name, cached_call: CachedCall) -> None:
         key, dtype, comm = name
-        words = array("q", bytes(8 * context.CACHED_CALL_FIELDS))
-        words[context.NEXT] = self.words[context.FIRST]
-        words[context.KEY], words[context.COMM] = id(key), id(comm)
-        words[context.DLPACK_DTYPE], words[context.PLAN] = dlpack.dtype_number(dtype), cached_call.plan
-        words[context.CALL_LOG] = cached_call.call_log.log_fields.buffer_info()[0]
-        words[context.RUN_LOCK] = cached_call.run_lock.address
-        words[context.CODE], words[context.SIGNED_CODE] = cached_call.code, cached_call.signed_code
-        words[context.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
-        self.cached_calls[name] = cached_call, words
-        self.words[context.FIRST] = words.buffer_info()[0]
+        fields = array("q", bytes(8 * context.CACHED_CALL_FIELDS))
+        fields[context.NEXT] = self.fields[context.FIRST]
+        fields[context.KEY], fields[context.COMM] = id(key), id(comm)
+        fields[context.DLPACK_DTYPE], fields[context.PLAN] = dlpack.dtype_number(dtype), cached_call.plan
+        fields[context.CALL_LOG] = cached_call.call_log.log_fields.buffer_info()[0]
+        fields[context.RUN_LOCK] = cached_call.run_lock.address
+        fields[context.CODE], fields[context.SIGNED_CODE] = cached_call.code, cached_call.signed_code
+        fields[context.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
+        self.cached_calls[name] = cached_call, fields
+        self.fields[context.FIRST] = fields.buffer_info()[0]
 
     def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
         """Go on in Python with a call that machine code has entered, and leave in its place."""
@@ -128,7 +128,7 @@ class _FastPath:
         try:
             result = cached_call.settle(status, tensor, out)
         finally:
-            cached_call.run_lock.words[memory_layout.RUN_LOCK_ENTERED] = 0
+            cached_call.run_lock.fields[memory_layout.RUN_LOCK_ENTERED] = 0
         if result is None:  # it has only given
             return tensor
         if out is not None and result is not out:

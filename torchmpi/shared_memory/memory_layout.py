@@ -7,8 +7,8 @@ processors fetch lines in pairs.
 
 from __future__ import annotations
 
-WORD_BYTES = 8
-_LINE_WORDS = 16  # 128 bytes
+FIELD_BYTES = 8
+_LINE_FIELDS = 16  # 128 bytes
 
 # The head: number of the last call entered and left, of the one refused, questions asked and answered, the end,
 # whether this rank is slow with what goes through the caches (see torchmpi.shared_memory.kernels.copying), whether it
@@ -21,19 +21,19 @@ BLAMED_RANK_BITS = 24
 
 # Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read; for the last
 # two of those, by turns, whether what it has combined is in its own slot instead of those of the others.
-READY = 1 * _LINE_WORDS
-REDUCED = 2 * _LINE_WORDS
+READY = 1 * _LINE_FIELDS
+REDUCED = 2 * _LINE_FIELDS
 KEPT = REDUCED + 1
 # Of the last call in which ranks read each other's memory: REDUCED if this one could not, otherwise 0.
 UNREAD = REDUCED + 3
 CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
 # The ring: of each call its number, its signature, and up to PAYLOAD_BYTES that travel with them.
-RING_START = 3 * _LINE_WORDS
+RING_START = 3 * _LINE_FIELDS
 RING_LENGTH = 32  # calls remembered; a power of two
-ENTRY_WORDS = _LINE_WORDS
+ENTRY_FIELDS = _LINE_FIELDS
 SEQUENCE, SIGNATURE, PAYLOAD = range(3)
-PAYLOAD_BYTES = (ENTRY_WORDS - PAYLOAD) * WORD_BYTES
+PAYLOAD_BYTES = (ENTRY_FIELDS - PAYLOAD) * FIELD_BYTES
 MEMORY = 2  # the word of the payload of a long call from which a rank says where its tensor is, if that is shared
 
 # What a rank keeps of a group for machine code, in private memory. Of the ledger: number of the last call, and of the
@@ -45,9 +45,9 @@ LOG_FIELDS = LOG_DIMS + MAX_LOG_DIMS
 RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING = range(3)
 RUN_LOCK_FIELDS = 3
 
-TEXT_START_BYTES = (RING_START + RING_LENGTH * ENTRY_WORDS) * WORD_BYTES
+TEXT_START_BYTES = (RING_START + RING_LENGTH * ENTRY_FIELDS) * FIELD_BYTES
 BLOCK_BYTES = 8192
-BLOCK_FIELDS = BLOCK_BYTES // WORD_BYTES
+BLOCK_FIELDS = BLOCK_BYTES // FIELD_BYTES
 
 # Processors copy at half their speed to a place that has nearly the same offset in its page as what they copy. Pages
 # begin where slots would, and 16 bytes later large NumPy arrays do: so the slots begin in the middle of a page.
@@ -81,4 +81,4 @@ def entry(row: int, index: int) -> int:
     >>> entry(0, 1) - entry(0, 0), entry(1, 0) - entry(0, 0)
     (16, 1024)
     """
-    return row * BLOCK_FIELDS + RING_START + index * ENTRY_WORDS
+    return row * BLOCK_FIELDS + RING_START + index * ENTRY_FIELDS

@@ -28,7 +28,7 @@ class SharedHeap:
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
-        self.table = np.zeros(1 + _MOST_SEGMENTS * context.SEGMENT_WORDS, np.int64)
+        self.table = np.zeros(1 + _MOST_SEGMENTS * context.SEGMENT_FIELDS, np.int64)
         """For the kernels: which addresses are shared."""
         self._most = _affordable(num_ranks)
         self._process = os.getpid()
@@ -87,13 +87,13 @@ class SharedHeap:
     def _announce(self, place: int, segment: Segment, address: int) -> None:
         self._num_made += 1
         self._own[place] = segment
-        words = self._words(place)
+        fields = self._fields(place)
         file = int(segment.ticket.path.rsplit("/", 1)[1])
-        words[context.SEGMENT_BEGIN] = address
-        words[context.SEGMENT_KEY] = os.getpid() << 32 | self._num_made
-        words[context.SEGMENT_FILE] = os.getpid() << 32 | file
+        fields[context.SEGMENT_BEGIN] = address
+        fields[context.SEGMENT_KEY] = os.getpid() << 32 | self._num_made
+        fields[context.SEGMENT_FILE] = os.getpid() << 32 | file
         # Last, since a kernel may be reading: until now the entry holds no address at all.
-        words[context.SEGMENT_END] = address + segment.ticket.num_bytes
+        fields[context.SEGMENT_END] = address + segment.ticket.num_bytes
         self.table[0] = max(self.table[0], place + 1)
 
     def _release(self, place: int, segment: Segment) -> None:
@@ -109,14 +109,14 @@ class SharedHeap:
         """Take a segment out of the table, if it is still there."""
         if segment is None or self._own.get(place) is not segment:
             return False
-        self._words(place)[context.SEGMENT_END] = 0
+        self._fields(place)[context.SEGMENT_END] = 0
         self._adopted.pop(place, None)
         del self._own[place]
         return True
 
-    def _words(self, place: int) -> Any:
-        begin = 1 + place * context.SEGMENT_WORDS
-        return self.table[begin : begin + context.SEGMENT_WORDS]
+    def _fields(self, place: int) -> Any:
+        begin = 1 + place * context.SEGMENT_FIELDS
+        return self.table[begin : begin + context.SEGMENT_FIELDS]
 
     def holds(self, address: int) -> bool:
         """Whether this is an address within one of the own segments.
@@ -124,7 +124,7 @@ class SharedHeap:
         >>> SharedHeap().holds(4096)
         False
         """
-        segments = self.table[1:].reshape(-1, context.SEGMENT_WORDS)[: int(self.table[0])]
+        segments = self.table[1:].reshape(-1, context.SEGMENT_FIELDS)[: int(self.table[0])]
         begins, ends = segments[:, context.SEGMENT_BEGIN], segments[:, context.SEGMENT_END]
         return bool(((begins <= address) & (address < ends)).any())
 

@@ -11,7 +11,7 @@ _NAME = b"dlpack_exchange_api"
 _MAJOR = 1
 # struct DLPackExchangeAPI: version, predecessor, then functions; the fourth fills in a DLTensor and owns nothing.
 _DESCRIBE = 5
-_TENSOR_WORDS, _DTYPE_WORD = 6, 2
+_TENSOR_FIELDS, _DTYPE_WORD = 6, 2
 
 
 @lru_cache(maxsize=1)
@@ -38,7 +38,7 @@ def dtype_number(dtype: torch.dtype) -> int:
     >>> dtype_number(torch.float32) == dtype_number(torch.float64) or describer() == 0
     False
     """
-    words = (ctypes.c_int64 * _TENSOR_WORDS)()
+    words = (ctypes.c_int64 * _TENSOR_FIELDS)()
     describe = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(describer())
     describe(torch.empty(0, dtype=dtype, device="cpu"), ctypes.addressof(words))
     return words[_DTYPE_WORD] >> 32

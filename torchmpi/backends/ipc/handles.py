@@ -24,7 +24,7 @@ class Meeting:
     def __init__(self, group: Any) -> None:
         self._status_board, self._call_log = group.status_board, group.call_log
         self._rank, self.size = group.rank, group.size
-        self._words = group.status_board.words
+        self._fields = group.status_board.fields
         self._own = group.rank * BLOCK_FIELDS + ENQUEUED
         self.seq = 0
         """The call that this rank is in."""
@@ -38,7 +38,7 @@ class Meeting:
 
     def publish(self, stage: int) -> None:
         """Tell the others that this rank has come to a stage of its call."""
-        self._words[self._own] = self.number(stage)
+        self._fields[self._own] = self.number(stage)
 
     def number(self, stage: int) -> int:
         """What is published for a stage of the current call."""
@@ -46,24 +46,24 @@ class Meeting:
 
     def bring(self, number: int) -> None:
         """Leave a number for the others to read, once they know that it is there."""
-        self._words[self._rank * BLOCK_FIELDS + BROUGHT] = number
+        self._fields[self._rank * BLOCK_FIELDS + BROUGHT] = number
 
     def brought(self) -> list[int]:
         """The numbers of all ranks."""
-        return [self._words[rank * BLOCK_FIELDS + BROUGHT] for rank in range(self.size)]
+        return [self._fields[rank * BLOCK_FIELDS + BROUGHT] for rank in range(self.size)]
 
     def wait_for(self, ranks: Sequence[int], number: int) -> None:
         """Return when these ranks have published this or more. Raises when one of them never will."""
-        words, missing = self._words, ranks
+        fields, missing = self._fields, ranks
         for look in range(_NUM_LOOKS + _NUM_TURNS):
-            missing = [rank for rank in missing if words[rank * BLOCK_FIELDS + ENQUEUED] < number]
+            missing = [rank for rank in missing if fields[rank * BLOCK_FIELDS + ENQUEUED] < number]
             if not missing:
                 break
             if look >= _NUM_LOOKS:
                 time.sleep(0)  # lets other threads have the interpreter, unlike a loop
         else:
             self._wait_long(missing, number)
-        if any(words[rank * BLOCK_FIELDS + ENQUEUED] >> STAGE_BITS > self.seq for rank in ranks):
+        if any(fields[rank * BLOCK_FIELDS + ENQUEUED] >> STAGE_BITS > self.seq for rank in ranks):
             self._check(ranks)  # gone on to a later call: having ended this one, or having given it up
 
     def _wait_long(self, missing: Sequence[int], number: int) -> None:
@@ -74,7 +74,7 @@ class Meeting:
                 self._call_log.expired()
             time.sleep(seconds)
             seconds = min(2 * seconds, _MOST_SLEEP_SECONDS)
-            missing = [rank for rank in missing if self._words[rank * BLOCK_FIELDS + ENQUEUED] < number]
+            missing = [rank for rank in missing if self._fields[rank * BLOCK_FIELDS + ENQUEUED] < number]
 
     def _check(self, ranks: Sequence[int]) -> None:
         """Raise if one of the ranks has given this call up, or a later one."""

@@ -73,12 +73,12 @@ _definitions: dict[str, _Definition] = {}
 """They must live as long as the functions."""
 
 
-def fast_path(which: str, words: int) -> Callable[..., Any]:
+def fast_path(which: str, fields: int) -> Callable[..., Any]:
     """The function that enters a kernel with tensors; `words` is where what it looks at is (see context)."""
     from . import native_code
 
     name = f"enter_{which}"
-    return _callable(name, native_code.compiler().find(_PREFIX + name), words)
+    return _callable(name, native_code.compiler().find(_PREFIX + name), fields)
 
 
 def _callable(name: str, address: int, owner: int | None = None) -> Callable[..., int]:

@@ -30,18 +30,18 @@ def kernel(function: Any) -> Any:
 
 
 _ROW = memory_layout.BLOCK_BYTES
-_ENTERED, _LEFT, _REFUSED = (word * 8 for word in (memory_layout.ENTERED, memory_layout.LEFT, memory_layout.REFUSED))
+_ENTERED, _LEFT, _REFUSED = (field * 8 for field in (memory_layout.ENTERED, memory_layout.LEFT, memory_layout.REFUSED))
 _CORE, _SIGNATURE, _REDUCED = (
-    word * 8 for word in (memory_layout.CORE, memory_layout.SIGNATURE, memory_layout.REDUCED)
+    field * 8 for field in (memory_layout.CORE, memory_layout.SIGNATURE, memory_layout.REDUCED)
 )
-_RING, _ENTRY, _LAST = memory_layout.RING_START * 8, memory_layout.ENTRY_WORDS * 8, memory_layout.RING_LENGTH - 1
+_RING, _ENTRY, _LAST = memory_layout.RING_START * 8, memory_layout.ENTRY_FIELDS * 8, memory_layout.RING_LENGTH - 1
 PAYLOAD = memory_layout.PAYLOAD * 8
 
 
 @inner
-def own(ctx, word):  # type: ignore[no-untyped-def]
+def own(ctx, field):  # type: ignore[no-untyped-def]
     """A word of the context."""
-    return load(ctx + word * 8)
+    return load(ctx + field * 8)
 
 
 @inner
@@ -110,7 +110,7 @@ def wait(ctx, address, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def wait_beside(ctx, word, value):  # type: ignore[no-untyped-def]
+def wait_beside(ctx, field, value):  # type: ignore[no-untyped-def]
     """Where ranks share cores: wait for this word in the rows of those on this core, and look for nothing meanwhile.
 
     They go on as soon as this rank gives way, and not before.
@@ -122,7 +122,7 @@ def wait_beside(ctx, word, value):  # type: ignore[no-untyped-def]
     for shift in range(1, size):
         other = rank + shift - size if rank + shift >= size else rank + shift
         if load(row(ctx, other) + _CORE) == core:
-            status = wait_long(ctx, row(ctx, other) + word, value)
+            status = wait_long(ctx, row(ctx, other) + field, value)
             if status != 0:
                 return status
     return 0

@@ -94,11 +94,11 @@ def context_words(size: int) -> int:
 
 
 # Of a piece: where it begins in the stream, in whole lines; its address; its length.
-PIECE_WORDS = 3
+PIECE_FIELDS = 3
 
 # Of a segment.
 SEGMENT_BEGIN, SEGMENT_END, SEGMENT_KEY, SEGMENT_FILE = range(4)
-SEGMENT_WORDS = 4
+SEGMENT_FIELDS = 4
 MAPPINGS_PER_RANK = 64
 
 # Of a prepared call.
@@ -113,7 +113,7 @@ MESSAGE = 5
 """Address of room for what the root of a scatter says of its tensor: DTYPE, number of dimensions, shape."""
 DTYPE = 6
 """The number of the dtype, for all ranks the same; 0 where it is not known."""
-PLAN_WORDS = 7
+PLAN_FIELDS = 7
 
 # Of a gate, through which tensors enter kernels (see torchmpi.shared_memory.fast_path): addresses.
 FIRST = 0

@@ -127,8 +127,8 @@ def choose_way(ctx, num_chunks, always_past):  # type: ignore[no-untyped-def]
     way = trials > 0 and not is_turn(ctx, min(every, 1 << trials))
     store(ctx + context.IS_PAST * 8, _PAST_ALWAYS if always_past else way)
     store(ctx + context.CALL_CHUNKS * 8, num_chunks)
-    for word in (context.FRAGMENTED, context.NEAR_PACE, context.TRIED, context.SPENT, context.SPENT + 1):
-        store(ctx + word * 8, 0)  # also what a call that failed has left
+    for field in (context.FRAGMENTED, context.NEAR_PACE, context.TRIED, context.SPENT, context.SPENT + 1):
+        store(ctx + field * 8, 0)  # also what a call that failed has left
     forget_paces(ctx)
     return 0
 
@@ -187,7 +187,7 @@ def note_time(ctx, chunk, since):  # type: ignore[no-untyped-def]
 
 
 @inner
-def note_best(ctx, word, index, nanoseconds, num_bytes):  # type: ignore[no-untyped-def]
+def note_best(ctx, field, index, nanoseconds, num_bytes):  # type: ignore[no-untyped-def]
     """Keep the pace of a chunk if it is the best one of the call so far: others may have been interrupted.
 
     In a call of four chunks and more the first use of each slot does not count, or half of the chunks. If the program
@@ -199,9 +199,9 @@ def note_best(ctx, word, index, nanoseconds, num_bytes):  # type: ignore[no-unty
     num_first = min(own(ctx, context.NUM_SLOTS), own(ctx, context.CALL_CHUNKS) // 2)
     if num_bytes < _LEAST_BYTES or (index < num_first and own(ctx, context.CALL_CHUNKS) >= _LEAST_CHUNKS):
         return 0
-    pace, best = nanoseconds * 1024 // num_bytes + 1, own(ctx, word)
+    pace, best = nanoseconds * 1024 // num_bytes + 1, own(ctx, field)
     if best == 0 or pace < best:
-        store(ctx + word * 8, pace)
+        store(ctx + field * 8, pace)
     return 0
 
 
@@ -223,9 +223,9 @@ def judge(ctx):  # type: ignore[no-untyped-def]
     is_warm = own(ctx, context.CHUNKS) >= _WARM_CHUNKS or own(ctx, context.TRIED) >= _TRIAL_CHUNKS
     if pace + put_pace != 0 and is_warm and own(ctx, context.IS_PAST) == 0:
         is_slow = pace > _SLOW_NANOSECONDS or put_pace > _SLOW_PUT_NANOSECONDS
-        word = row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY
-        is_believed = is_slow and (is_turn(ctx, 1 << own(ctx, context.REJECTED)) or load(word) > 0)
-        store(word, min(load(word) + 1, _MOST_TRIALS) if is_believed else 0)
+        field = row(ctx, own(ctx, context.RANK)) + _FETCHES_SLOWLY
+        is_believed = is_slow and (is_turn(ctx, 1 << own(ctx, context.REJECTED)) or load(field) > 0)
+        store(field, min(load(field) + 1, _MOST_TRIALS) if is_believed else 0)
         store(ctx + context.NEAR_PACE * 8, pace + put_pace if is_believed else 0)
         if not is_slow:
             store(ctx + context.REJECTED * 8, 0)

@@ -16,7 +16,7 @@ from .intrinsics import load, store
 from .partitioning import rows_before
 
 # DLPack's description of a tensor.
-_DATA, _DEVICE, _DIMS_AND_DTYPE, _SHAPE, _STRIDES, _OFFSET = (word * 8 for word in range(6))
+_DATA, _DEVICE, _DIMS_AND_DTYPE, _SHAPE, _STRIDES, _OFFSET = (field * 8 for field in range(6))
 _HOST = 1  # and device number 0 above it
 _LOW_BITS = (1 << 32) - 1
 _MOST_BITS = 60  # greater numbers are not their own hash
@@ -94,8 +94,8 @@ def plain_numel(cached_call, tensor):  # type: ignore[no-untyped-def]
 def begin_call(cached_call, tensor, call):  # type: ignore[no-untyped-def]
     """Enter the next call into the ledger, and its number and signature into `call`; OTHERWISE if others go before."""
     run_lock = own(cached_call, context.RUN_LOCK)
-    for word in (memory_layout.RUN_LOCK_HELD, memory_layout.RUN_LOCK_ENTERED, memory_layout.RUN_LOCK_PENDING):
-        if load(run_lock + word * 8) != 0:
+    for field in (memory_layout.RUN_LOCK_HELD, memory_layout.RUN_LOCK_ENTERED, memory_layout.RUN_LOCK_PENDING):
+        if load(run_lock + field * 8) != 0:
             return context.OTHERWISE
     store(run_lock + memory_layout.RUN_LOCK_ENTERED * 8, 1)
     call_log, code, first = own(cached_call, context.CALL_LOG), own(cached_call, context.CODE), own(cached_call, context.FIRST_DIM)

@@ -15,7 +15,7 @@ from . import context
 from .kernel_sets import Entrance
 from .wrappers import BYTES, INT, WORD, Native, Wrapper
 
-_TENSOR_WORDS = 6  # DLPack's description of one
+_TENSOR_FIELDS = 6  # DLPack's description of one
 _TYPE = 1  # the word of an object that tells its type
 
 
@@ -32,14 +32,14 @@ class _FastPath(Wrapper):
         self.otherwise = self.function.append_basic_block("otherwise")
         self.tensor, self.out, self.key, self.comm, backend = (self.argument(index) for index in range(5))
         self.fast_path = self.number(self.function.args[0])
-        self.none = self.word(self.fast_path, context.NONE)
+        self.none = self.field(self.fast_path, context.NONE)
         self.unused, self.tensors = [backend], list[Any]()
         for item, is_taken in ((self.tensor, entrance.takes_tensor), (self.out, entrance.takes_out)):
             (self.tensors if is_taken else self.unused).append(item)
 
     def text(self, find: Native, enter: Native) -> str:
         builder = self.builder
-        first = self.word(self.fast_path, context.FIRST)
+        first = self.field(self.fast_path, context.FIRST)
         self._go_on_if(builder.icmp_signed("!=", first, WORD(0)), self.otherwise)
         self._look_at_arguments()
         # This gives the GIL away, or runs Python: other threads may shut the gate. Nothing after it does, until the
@@ -48,13 +48,13 @@ class _FastPath(Wrapper):
         self._look_at_context()
         described = self._described()
         names = [builder.ptrtoint(item, WORD) for item in (self.key, self.comm)]
-        cached_call = self.call(find, [self.word(self.fast_path, context.FIRST), described[0], *names])
+        cached_call = self.call(find, [self.field(self.fast_path, context.FIRST), described[0], *names])
         self._go_on_if(builder.icmp_signed("!=", cached_call, WORD(0)), self.otherwise)
         call = self.room(self.native.num_arguments - 1)
         status = self.call(enter, [cached_call, described[0], described[-1], call])
         self._go_on_if(builder.icmp_signed("==", status, WORD(0)), self.otherwise)
-        arguments = [self.word(call, index) for index in range(self.native.num_arguments - 1)]
-        status = self.without_gil(self.native, [self.word(cached_call, context.PLAN), *arguments])
+        arguments = [self.field(call, index) for index in range(self.native.num_arguments - 1)]
+        status = self.without_gil(self.native, [self.field(cached_call, context.PLAN), *arguments])
         unsettled = self.function.append_basic_block("unsettled")
         self._go_on_if(builder.icmp_signed("==", status, WORD(0)), unsettled)
         self._leave(cached_call)
@@ -69,8 +69,8 @@ class _FastPath(Wrapper):
         for item in self.unused:
             self._go_on_if(self._is_at(item, self.none), self.otherwise)
         for tensor in self.tensors:
-            kind = self.word(self.builder.ptrtoint(tensor, WORD), _TYPE)
-            is_tensor = self.builder.icmp_signed("==", kind, self.word(self.fast_path, context.TENSOR_TYPE))
+            kind = self.field(self.builder.ptrtoint(tensor, WORD), _TYPE)
+            is_tensor = self.builder.icmp_signed("==", kind, self.field(self.fast_path, context.TENSOR_TYPE))
             self._go_on_if(is_tensor, self.otherwise)
 
     def _look_at_context(self) -> None:
@@ -85,8 +85,8 @@ class _FastPath(Wrapper):
     def _described(self) -> list[Any]:
         """What the tensors are, in DLPack's terms."""
         kind = ir.FunctionType(INT, [BYTES, WORD]).as_pointer()
-        describe = self.builder.inttoptr(self.word(self.fast_path, context.EXCHANGE), kind)
-        places = [self.room(_TENSOR_WORDS) for _ in self.tensors]
+        describe = self.builder.inttoptr(self.field(self.fast_path, context.EXCHANGE), kind)
+        places = [self.room(_TENSOR_FIELDS) for _ in self.tensors]
         for tensor, place in zip(self.tensors, places, strict=True):
             status = self.builder.call(describe, [tensor, place])
             self._go_on_if(self.builder.icmp_signed("==", status, INT(0)), self.refused)
@@ -98,14 +98,14 @@ class _FastPath(Wrapper):
             answer = self._call_python(context.IS_NEG, tensor)
             self._go_on_if(self.builder.icmp_signed("!=", answer, BYTES(None)), self.refused)
             self._take_away(answer)
-            self._go_on_if(self._is_at(answer, self.word(self.fast_path, context.FALSE)), self.otherwise)
+            self._go_on_if(self._is_at(answer, self.field(self.fast_path, context.FALSE)), self.otherwise)
 
     # --- after it --------------------------------------------------------------------------------------------
 
     def _leave(self, cached_call: Any) -> None:
         """Give the right to run back, tell autograd what was written, and return it."""
-        self.builder.store(WORD(0), self.place(self.word(cached_call, context.CALL_LOG), memory_layout.LOG_ACTIVE))
-        self.builder.store(WORD(0), self.place(self.word(cached_call, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED))
+        self.builder.store(WORD(0), self.place(self.field(cached_call, context.CALL_LOG), memory_layout.LOG_ACTIVE))
+        self.builder.store(WORD(0), self.place(self.field(cached_call, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED))
         written = self.tensors[-1]
         if not self.writes:
             self._give(written)
@@ -116,7 +116,7 @@ class _FastPath(Wrapper):
         noted = self._call_python(context.INCREMENT_VERSION, alone)
         self._take_away(alone)
         noted_block, unnoted, failed, done = (
-            self.function.append_basic_block(word) for word in ("noted", "unnoted", "failed", "done")
+            self.function.append_basic_block(field) for field in ("noted", "unnoted", "failed", "done")
         )
         self.builder.cbranch(self.builder.icmp_signed("!=", noted, BYTES(None)), noted_block, unnoted)
         self.builder.position_at_end(noted_block)
@@ -136,8 +136,8 @@ class _FastPath(Wrapper):
 
     def _settled(self, status: Any, cached_call: Any, seq: Any) -> Any:
         """What Python makes of a call that could not be finished here; null with an error, as Python wants it."""
-        busy = self.place(self.word(cached_call, context.CALL_LOG), memory_layout.LOG_ACTIVE)
-        entered = self.place(self.word(cached_call, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED)
+        busy = self.place(self.field(cached_call, context.CALL_LOG), memory_layout.LOG_ACTIVE)
+        entered = self.place(self.field(cached_call, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED)
         numbers = [self.as_number(status), self.as_number(cached_call)]
         result = self._call_python(context.SETTLE, numbers[0], self.tensor, self.out, numbers[1])
         for number in numbers:
@@ -179,7 +179,7 @@ class _FastPath(Wrapper):
 
     def _object(self, index: int) -> Any:
         """An object that the gate knows."""
-        return self.builder.inttoptr(self.word(self.fast_path, index), BYTES)
+        return self.builder.inttoptr(self.field(self.fast_path, index), BYTES)
 
     def _call_python(self, index: int, *arguments: Any) -> Any:
         call = self.declared("PyObject_CallFunctionObjArgs", BYTES, BYTES, takes_any=True)

@@ -141,9 +141,9 @@ def now(typing_context):  # type: ignore[no-untyped-def]
         kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _WORD.as_pointer()])
         function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
         time = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
-        words = builder.bitcast(time, _WORD.as_pointer())
-        builder.call(function, [ir.Constant(ir.IntType(32), 1), words])  # CLOCK_MONOTONIC
-        seconds, rest = (builder.load(builder.gep(words, [_WORD(index)])) for index in range(2))
+        fields = builder.bitcast(time, _WORD.as_pointer())
+        builder.call(function, [ir.Constant(ir.IntType(32), 1), fields])  # CLOCK_MONOTONIC
+        seconds, rest = (builder.load(builder.gep(fields, [_WORD(index)])) for index in range(2))
         return builder.add(builder.mul(seconds, _WORD(1_000_000_000)), rest)
 
     return types.int64(), generate
@@ -247,14 +247,14 @@ def read_memory(typing_context, process, target, source, num_bytes):  # type: ig
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         process, target, source, num_bytes = arguments
         vector = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 4))  # two of address and length: here, and there
-        words = builder.bitcast(vector, _WORD.as_pointer())
+        fields = builder.bitcast(vector, _WORD.as_pointer())
         for index, value in enumerate((target, num_bytes, source, num_bytes)):
-            builder.store(value, builder.gep(words, [_WORD(index)]))
+            builder.store(value, builder.gep(fields, [_WORD(index)]))
         number = ir.IntType(32)
-        kind = ir.FunctionType(_WORD, [number, words.type, _WORD, words.type, _WORD, _WORD])
+        kind = ir.FunctionType(_WORD, [number, fields.type, _WORD, fields.type, _WORD, _WORD])
         function = cgutils.get_or_insert_function(builder.module, kind, "process_vm_readv")
-        there = builder.gep(words, [_WORD(2)])
-        return builder.call(function, [builder.trunc(process, number), words, _WORD(1), there, _WORD(1), _WORD(0)])
+        there = builder.gep(fields, [_WORD(2)])
+        return builder.call(function, [builder.trunc(process, number), fields, _WORD(1), there, _WORD(1), _WORD(0)])
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 

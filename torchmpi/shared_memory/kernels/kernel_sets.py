@@ -24,7 +24,7 @@ class KernelSet(NamedTuple):
 
     modules: tuple[str, ...]
     names: tuple[str, ...]
-    words: str
+    fields: str
     fast_paths: Mapping[str, Entrance] = MappingProxyType({})
     """How kernels can also be entered with tensors."""
 

@@ -16,7 +16,7 @@ def shared_segment(ctx, address, num_bytes):  # type: ignore[no-untyped-def]
     """The own shared segment that holds all these bytes, as the address of its words; 0 if none does."""
     segments = own(ctx, context.OWN_SEGMENTS)
     for index in range(load(segments)):
-        segment = segments + 8 + index * context.SEGMENT_WORDS * 8
+        segment = segments + 8 + index * context.SEGMENT_FIELDS * 8
         end = load_acquire(segment + context.SEGMENT_END * 8)
         is_there = load_acquire(segment + context.SEGMENT_BEGIN * 8) <= address and address + num_bytes <= end
         # Another thread may have put another segment into this place between the two looks.
@@ -37,15 +37,15 @@ def announce_memory(ctx, seq, address, num_bytes):  # type: ignore[no-untyped-de
 
     What takes but one meeting through a slot stays there: of a tensor all must know that all have read it.
     """
-    words = announced(ctx, own(ctx, context.RANK), seq)
+    fields = announced(ctx, own(ctx, context.RANK), seq)
     segment = shared_segment(ctx, address, num_bytes) if num_bytes > own(ctx, context.WHOLE_BYTES) else 0
     if segment == 0:
-        store(words, 0)
+        store(fields, 0)
         return False
-    store(words, load(segment + context.SEGMENT_KEY * 8))
-    store(words + 8, load(segment + context.SEGMENT_FILE * 8))
-    store(words + 16, load(segment + context.SEGMENT_END * 8) - load(segment + context.SEGMENT_BEGIN * 8))
-    store(words + 24, address - load(segment + context.SEGMENT_BEGIN * 8))
+    store(fields, load(segment + context.SEGMENT_KEY * 8))
+    store(fields + 8, load(segment + context.SEGMENT_FILE * 8))
+    store(fields + 16, load(segment + context.SEGMENT_END * 8) - load(segment + context.SEGMENT_BEGIN * 8))
+    store(fields + 24, address - load(segment + context.SEGMENT_BEGIN * 8))
     return True
 
 
@@ -62,11 +62,11 @@ def mapped(ctx, rank, key):  # type: ignore[no-untyped-def]
 @inner
 def find_of(ctx, seq, rank):  # type: ignore[no-untyped-def]
     """Note where another rank's shared tensor is: 0, or UNMAPPED and that rank."""
-    words = announced(ctx, rank, seq)
-    base = mapped(ctx, rank, load(words))
+    fields = announced(ctx, rank, seq)
+    base = mapped(ctx, rank, load(fields))
     if base == 0:
         return context.UNMAPPED + rank
-    store(ctx + (context.POINTERS + own(ctx, context.SIZE) + rank) * 8, base + load(words + 24))
+    store(ctx + (context.POINTERS + own(ctx, context.SIZE) + rank) * 8, base + load(fields + 24))
     return 0
 
 

@@ -18,7 +18,7 @@ _READY, _REDUCED, _KEPT = memory_layout.READY * 8, memory_layout.REDUCED * 8, me
 _LINE_BYTES = 64
 _NUM_UNDER_WAY = 2  # chunks, each in a slot of its own
 _BLOCK_BYTES = 16 << 10  # combined, then copied on while it is in the first cache
-_PIECE_BYTES = context.PIECE_WORDS * 8
+_PIECE_BYTES = context.PIECE_FIELDS * 8
 _FRAGMENT_BYTES = 4 << 10  # of shorter pieces on average, the way from one to the next is part of the pace
 
 

@@ -68,8 +68,8 @@ def called(address: int) -> Callable[[Sequence[int], Sequence[int], int], None]:
     >>> add([a.data_ptr()], [a.data_ptr(), b.data_ptr()], 3); a
     tensor([2., 2., 2.])
     """
-    words, number = ctypes.POINTER(ctypes.c_int64), ctypes.c_int64
-    function = ctypes.CFUNCTYPE(None, words, number, words, number, number)(address)
+    fields, number = ctypes.POINTER(ctypes.c_int64), ctypes.c_int64
+    function = ctypes.CFUNCTYPE(None, fields, number, fields, number, number)(address)
 
     def run(outs: Sequence[int], sources: Sequence[int], numel: int) -> None:
         num_outs, num_sources = len(outs), len(sources)

@@ -34,7 +34,7 @@ SHARD_HEADERS = 0
 SHARD_ARRAYS = 1
 SHARD_BEGIN = SHARD_ARRAYS + NUM_ARRAYS
 SHARD_NUMEL = SHARD_BEGIN + 1
-SHARD_WORDS = SHARD_NUMEL + 1
+SHARD_FIELDS = SHARD_NUMEL + 1
 
 # A pass over elements of a tensor.
 (
@@ -66,7 +66,7 @@ their chunks; the rule (an address, or 0 for reading) and its coefficients; addr
 has; chunks done so far, and the sum of the VERSIONs found; patience; the holder of a lock that is not to be had; the
 elements of the chunk that `take_chunk` took; room for NUM_ARRAYS addresses twice: where the rule writes and reads."""
 SOURCES = TARGETS + NUM_ARRAYS
-PLAN_WORDS = SOURCES + NUM_ARRAYS
+PLAN_FIELDS = SOURCES + NUM_ARRAYS
 
 # What a kernel returns.
 DONE = 0

@@ -5,7 +5,7 @@ What is stored when, and why, is told in docs/design/parameterserver.md.
 
 from __future__ import annotations
 
-from . import shard_layout as words
+from . import shard_layout as fields
 from .arrival import inner, kernel, own
 from .copying import copy_past
 from .intrinsics import (
@@ -33,32 +33,32 @@ _MOST_NAPS = 120  # a tenth of a second
 @inner
 def row(plan, actor):  # type: ignore[no-untyped-def]
     """Address of the row of an actor."""
-    return own(plan, words.ARENA) + (actor - 1) * words.BLOCK_BYTES
+    return own(plan, fields.ARENA) + (actor - 1) * fields.BLOCK_BYTES
 
 
 @inner
 def lock(plan, header):  # type: ignore[no-untyped-def]
     """Take the lock of a chunk: DONE, or HELD."""
-    actor = own(plan, words.ACTOR)
+    actor = own(plan, fields.ACTOR)
     if compare_and_swap(header, 0, actor) == 0:
-        return words.DONE
-    for _ in range(own(plan, words.SPINS)):
+        return fields.DONE
+    for _ in range(own(plan, fields.SPINS)):
         if load_acquire(header) == 0 and compare_and_swap(header, 0, actor) == 0:
-            return words.DONE
+            return fields.DONE
         pause()
-    for _ in range(own(plan, words.YIELDS)):
+    for _ in range(own(plan, fields.YIELDS)):
         if load_acquire(header) == 0 and compare_and_swap(header, 0, actor) == 0:
-            return words.DONE
+            return fields.DONE
         give_way()
     nap = _NAP_MICROSECONDS
     for _ in range(_MOST_NAPS):
         holder = compare_and_swap(header, 0, actor)
         if holder == 0:
-            return words.DONE
-        store(plan + words.HOLDER * 8, holder)
+            return fields.DONE
+        store(plan + fields.HOLDER * 8, holder)
         sleep(nap)
         nap = min(nap + nap // 4, _LONGEST_NAP_MICROSECONDS)
-    return words.HELD
+    return fields.HELD
 
 
 @inner
@@ -71,24 +71,24 @@ def unlock(header):  # type: ignore[no-untyped-def]
 @inner
 def begin_of(plan, shard):  # type: ignore[no-untyped-def]
     """The first element of the data in a shard, counted from the shard's first: at a boundary of chunks."""
-    return max(own(plan, words.DATA_BEGIN) - own(shard, words.SHARD_BEGIN), 0)
+    return max(own(plan, fields.DATA_BEGIN) - own(shard, fields.SHARD_BEGIN), 0)
 
 
 @inner
 def end_of(plan, shard):  # type: ignore[no-untyped-def]
     """Where the data in a shard ends."""
-    return min(own(plan, words.DATA_END) - own(shard, words.SHARD_BEGIN), own(shard, words.SHARD_NUMEL))
+    return min(own(plan, fields.DATA_END) - own(shard, fields.SHARD_BEGIN), own(shard, fields.SHARD_NUMEL))
 
 
 @inner
 def point_at(plan, shard, begin):  # type: ignore[no-untyped-def]
     """Note where the arrays of a chunk are, and the scratch for what becomes of them."""
-    scratch = row(plan, own(plan, words.ACTOR)) + words.SCRATCH_START
-    for array in range(words.NUM_ARRAYS):
-        item = own(plan, words.ITEM_BYTES) if array == 0 else own(plan, words.STATE_BYTES)
-        address = load(shard + (words.SHARD_ARRAYS + array) * 8) + begin * item
-        store(plan + (words.SOURCES + array) * 8, address)
-        store(plan + (words.TARGETS + array) * 8, scratch + array * words.CHUNK_BYTES)
+    scratch = row(plan, own(plan, fields.ACTOR)) + fields.SCRATCH_START
+    for array in range(fields.NUM_ARRAYS):
+        item = own(plan, fields.ITEM_BYTES) if array == 0 else own(plan, fields.STATE_BYTES)
+        address = load(shard + (fields.SHARD_ARRAYS + array) * 8) + begin * item
+        store(plan + (fields.SOURCES + array) * 8, address)
+        store(plan + (fields.TARGETS + array) * 8, scratch + array * fields.CHUNK_BYTES)
     return 0
 
 
@@ -96,22 +96,22 @@ def point_at(plan, shard, begin):  # type: ignore[no-untyped-def]
 def bytes_of(plan, array, numel):  # type: ignore[no-untyped-def]
     """Size of so many elements of an array; 0 if the rule does not use it."""
     if array == 0:
-        return numel * own(plan, words.ITEM_BYTES)
-    return numel * own(plan, words.STATE_BYTES) if array <= own(plan, words.NUM_STATES) else 0
+        return numel * own(plan, fields.ITEM_BYTES)
+    return numel * own(plan, fields.STATE_BYTES) if array <= own(plan, fields.NUM_STATES) else 0
 
 
 @inner
 def commit(plan, header, numel):  # type: ignore[no-untyped-def]
     """The scratch becomes the chunk: whoever finds this actor dead from the redo record on does the same."""
-    mine = row(plan, own(plan, words.ACTOR))
-    version, steps = load(header + words.VERSION * 8) + 1, load(header + words.STEPS * 8)
-    if own(plan, words.NUM_STATES) > 0:
+    mine = row(plan, own(plan, fields.ACTOR))
+    version, steps = load(header + fields.VERSION * 8) + 1, load(header + fields.STEPS * 8)
+    if own(plan, fields.NUM_STATES) > 0:
         steps += 1
-    store(mine + words.NEW_VERSION * 8, version)
-    store(mine + words.NEW_STEPS * 8, steps)
-    for array in range(words.NUM_ARRAYS):
-        store(mine + (words.NEW_BYTES + array) * 8, bytes_of(plan, array, numel))
-    store_release(mine + words.REDO * 8, 1)
+    store(mine + fields.NEW_VERSION * 8, version)
+    store(mine + fields.NEW_STEPS * 8, steps)
+    for array in range(fields.NUM_ARRAYS):
+        store(mine + (fields.NEW_BYTES + array) * 8, bytes_of(plan, array, numel))
+    store_release(mine + fields.REDO * 8, 1)
     fence()  # nothing of what follows before that
     redo(plan, mine, header)
     return 0
@@ -120,14 +120,14 @@ def commit(plan, header, numel):  # type: ignore[no-untyped-def]
 @inner
 def redo(plan, who, header):  # type: ignore[no-untyped-def]
     """Carry out the redo record of an actor on a chunk whose arrays are noted in the plan."""
-    for array in range(words.NUM_ARRAYS):
-        num_bytes = load(who + (words.NEW_BYTES + array) * 8)
+    for array in range(fields.NUM_ARRAYS):
+        num_bytes = load(who + (fields.NEW_BYTES + array) * 8)
         if num_bytes > 0:
-            scratch = who + words.SCRATCH_START + array * words.CHUNK_BYTES
-            copy(load(plan + (words.SOURCES + array) * 8), scratch, num_bytes)
-    store(header + words.VERSION * 8, load(who + words.NEW_VERSION * 8))
-    store(header + words.STEPS * 8, load(who + words.NEW_STEPS * 8))
-    store_release(who + words.REDO * 8, 0)
+            scratch = who + fields.SCRATCH_START + array * fields.CHUNK_BYTES
+            copy(load(plan + (fields.SOURCES + array) * 8), scratch, num_bytes)
+    store(header + fields.VERSION * 8, load(who + fields.NEW_VERSION * 8))
+    store(header + fields.STEPS * 8, load(who + fields.NEW_STEPS * 8))
+    store_release(who + fields.REDO * 8, 0)
     return 0
 
 
@@ -146,14 +146,14 @@ def power(base, exponent):  # type: ignore[no-untyped-def]
 @inner
 def apply_to_chunk(plan, header, begin, numel):  # type: ignore[no-untyped-def]
     """The rule, from the chunk and the data into the scratch, and from there into the chunk."""
-    coefficients = own(plan, words.COEFFICIENTS)
-    if own(plan, words.NUM_STATES) == 2:
-        steps = load(header + words.STEPS * 8) + 1
+    coefficients = own(plan, fields.COEFFICIENTS)
+    if own(plan, fields.NUM_STATES) == 2:
+        steps = load(header + fields.STEPS * 8) + 1
         for decay in range(2):
             value = 1.0 - power(load_number(coefficients + (1 + decay) * 8), steps)
-            store_number(coefficients + (words.NUM_COEFFICIENTS - 2 + decay) * 8, value)
+            store_number(coefficients + (fields.NUM_COEFFICIENTS - 2 + decay) * 8, value)
     call_rule(
-        own(plan, words.RULE), plan + words.TARGETS * 8, plan + words.SOURCES * 8, begin, numel, coefficients
+        own(plan, fields.RULE), plan + fields.TARGETS * 8, plan + fields.SOURCES * 8, begin, numel, coefficients
     )  # fmt: skip
     commit(plan, header, numel)
     return 0
@@ -162,59 +162,59 @@ def apply_to_chunk(plan, header, begin, numel):  # type: ignore[no-untyped-def]
 @inner
 def read_chunk(plan, target, num_bytes):  # type: ignore[no-untyped-def]
     """Out of the chunk; past the caches if it is part of something long."""
-    total = (own(plan, words.DATA_END) - own(plan, words.DATA_BEGIN)) * own(plan, words.ITEM_BYTES)
+    total = (own(plan, fields.DATA_END) - own(plan, fields.DATA_BEGIN)) * own(plan, fields.ITEM_BYTES)
     if total >= _LONG_BYTES:
-        copy_past(target, load(plan + words.SOURCES * 8), num_bytes)
+        copy_past(target, load(plan + fields.SOURCES * 8), num_bytes)
     else:
-        copy(target, load(plan + words.SOURCES * 8), num_bytes)
+        copy(target, load(plan + fields.SOURCES * 8), num_bytes)
     return 0
 
 
 @kernel
 def pass_over(plan):  # type: ignore[no-untyped-def]
     """Apply the rule to the elements of the data, or read them: DONE, or HELD with everything before POSITION done."""
-    chunk_numel, num_shards = own(plan, words.CHUNK_NUMEL), own(plan, words.NUM_SHARDS)
-    position, done = 0, own(plan, words.POSITION)
+    chunk_numel, num_shards = own(plan, fields.CHUNK_NUMEL), own(plan, fields.NUM_SHARDS)
+    position, done = 0, own(plan, fields.POSITION)
     for shift in range(num_shards):
-        shard = own(plan, words.SHARDS) + (own(plan, words.FIRST_SHARD) + shift) % num_shards * words.SHARD_WORDS * 8
+        shard = own(plan, fields.SHARDS) + (own(plan, fields.FIRST_SHARD) + shift) % num_shards * fields.SHARD_FIELDS * 8
         begin, end = begin_of(plan, shard), end_of(plan, shard)
         while begin < end:
             numel = min(chunk_numel, end - begin)
             if position >= done:
-                header = own(shard, words.SHARD_HEADERS) + begin // chunk_numel * words.HEADER_BYTES
-                if lock(plan, header) != words.DONE:
-                    store(plan + words.POSITION * 8, position)
-                    return words.HELD
-                store(plan + words.VERSIONS * 8, own(plan, words.VERSIONS) + load(header + words.VERSION * 8))
+                header = own(shard, fields.SHARD_HEADERS) + begin // chunk_numel * fields.HEADER_BYTES
+                if lock(plan, header) != fields.DONE:
+                    store(plan + fields.POSITION * 8, position)
+                    return fields.HELD
+                store(plan + fields.VERSIONS * 8, own(plan, fields.VERSIONS) + load(header + fields.VERSION * 8))
                 point_at(plan, shard, begin)
-                element = begin + own(shard, words.SHARD_BEGIN) - own(plan, words.DATA_BEGIN)
-                data = own(plan, words.DATA) + element * own(plan, words.ITEM_BYTES)
-                if own(plan, words.RULE) != 0:
+                element = begin + own(shard, fields.SHARD_BEGIN) - own(plan, fields.DATA_BEGIN)
+                data = own(plan, fields.DATA) + element * own(plan, fields.ITEM_BYTES)
+                if own(plan, fields.RULE) != 0:
                     apply_to_chunk(plan, header, data, numel)
                 else:
-                    read_chunk(plan, data, numel * own(plan, words.ITEM_BYTES))
+                    read_chunk(plan, data, numel * own(plan, fields.ITEM_BYTES))
                 unlock(header)
             position += 1
             begin += numel
-    store(plan + words.POSITION * 8, position)
-    return words.DONE
+    store(plan + fields.POSITION * 8, position)
+    return fields.DONE
 
 
 @inner
 def header_at(plan, wanted):  # type: ignore[no-untyped-def]
     """Address of the header of the chunk with that number in the pass, its elements noted in the plan; 0 after all."""
-    chunk_numel, num_shards = own(plan, words.CHUNK_NUMEL), own(plan, words.NUM_SHARDS)
+    chunk_numel, num_shards = own(plan, fields.CHUNK_NUMEL), own(plan, fields.NUM_SHARDS)
     for shift in range(num_shards):
-        shard = own(plan, words.SHARDS) + (own(plan, words.FIRST_SHARD) + shift) % num_shards * words.SHARD_WORDS * 8
+        shard = own(plan, fields.SHARDS) + (own(plan, fields.FIRST_SHARD) + shift) % num_shards * fields.SHARD_FIELDS * 8
         begin, end = begin_of(plan, shard), end_of(plan, shard)
         num_chunks = max(end - begin + chunk_numel - 1, 0) // chunk_numel
         if wanted < num_chunks:
             begin += wanted * chunk_numel
-            element = begin + own(shard, words.SHARD_BEGIN)
-            store(plan + words.CHUNK_BEGIN * 8, element)
-            store(plan + words.CHUNK_END * 8, element + min(chunk_numel, end - begin))
+            element = begin + own(shard, fields.SHARD_BEGIN)
+            store(plan + fields.CHUNK_BEGIN * 8, element)
+            store(plan + fields.CHUNK_END * 8, element + min(chunk_numel, end - begin))
             point_at(plan, shard, begin)
-            return own(shard, words.SHARD_HEADERS) + begin // chunk_numel * words.HEADER_BYTES
+            return own(shard, fields.SHARD_HEADERS) + begin // chunk_numel * fields.HEADER_BYTES
         wanted -= num_chunks
     return 0
 
@@ -222,29 +222,29 @@ def header_at(plan, wanted):  # type: ignore[no-untyped-def]
 @kernel
 def take_chunk(plan):  # type: ignore[no-untyped-def]
     """For a rule in Python: lock the chunk at POSITION and copy it into the scratch: TAKEN, HELD, or DONE after all."""
-    header = header_at(plan, own(plan, words.POSITION))
+    header = header_at(plan, own(plan, fields.POSITION))
     if header == 0:
-        return words.DONE
-    if lock(plan, header) != words.DONE:
-        return words.HELD
-    store(plan + words.VERSIONS * 8, own(plan, words.VERSIONS) + load(header + words.VERSION * 8))
-    numel = own(plan, words.CHUNK_END) - own(plan, words.CHUNK_BEGIN)
-    for array in range(words.NUM_ARRAYS):
+        return fields.DONE
+    if lock(plan, header) != fields.DONE:
+        return fields.HELD
+    store(plan + fields.VERSIONS * 8, own(plan, fields.VERSIONS) + load(header + fields.VERSION * 8))
+    numel = own(plan, fields.CHUNK_END) - own(plan, fields.CHUNK_BEGIN)
+    for array in range(fields.NUM_ARRAYS):
         num_bytes = bytes_of(plan, array, numel)
         if num_bytes > 0:
-            copy(load(plan + (words.TARGETS + array) * 8), load(plan + (words.SOURCES + array) * 8), num_bytes)
-    return words.TAKEN
+            copy(load(plan + (fields.TARGETS + array) * 8), load(plan + (fields.SOURCES + array) * 8), num_bytes)
+    return fields.TAKEN
 
 
 @kernel
 def end_chunk(plan, is_good):  # type: ignore[no-untyped-def]
     """After that rule: the scratch becomes the chunk, or (`is_good` 0) is forgotten. Nothing if no chunk is taken."""
-    header = header_at(plan, own(plan, words.POSITION))
-    if header == 0 or load(header) != own(plan, words.ACTOR):
+    header = header_at(plan, own(plan, fields.POSITION))
+    if header == 0 or load(header) != own(plan, fields.ACTOR):
         return 0
     if is_good != 0:
-        commit(plan, header, own(plan, words.CHUNK_END) - own(plan, words.CHUNK_BEGIN))
-        store(plan + words.POSITION * 8, own(plan, words.POSITION) + 1)
+        commit(plan, header, own(plan, fields.CHUNK_END) - own(plan, fields.CHUNK_BEGIN))
+        store(plan + fields.POSITION * 8, own(plan, fields.POSITION) + 1)
     unlock(header)
     return 0
 
@@ -252,20 +252,20 @@ def end_chunk(plan, is_good):  # type: ignore[no-untyped-def]
 @kernel
 def take_over(plan):  # type: ignore[no-untyped-def]
     """The HOLDER of the chunk at POSITION is dead: finish what it had begun, and unlock. 1 if somebody was faster."""
-    actor, holder = own(plan, words.ACTOR), own(plan, words.HOLDER)
-    mine, header = row(plan, actor), header_at(plan, own(plan, words.POSITION))
+    actor, holder = own(plan, fields.ACTOR), own(plan, fields.HOLDER)
+    mine, header = row(plan, actor), header_at(plan, own(plan, fields.POSITION))
     # First: should this actor die in the middle, the next one finds here whose record it was about.
-    store(mine + words.TAKING * 8, holder)
+    store(mine + fields.TAKING * 8, holder)
     fence()
     if compare_and_swap(header, holder, actor) != holder:
-        store(mine + words.TAKING * 8, 0)
+        store(mine + fields.TAKING * 8, 0)
         return 1
     while holder != 0:
         who = row(plan, holder)
-        if load_acquire(who + words.REDO * 8) != 0:
+        if load_acquire(who + fields.REDO * 8) != 0:
             redo(plan, who, header)
             break
-        holder = load(who + words.TAKING * 8)
+        holder = load(who + fields.TAKING * 8)
     unlock(header)
-    store_release(mine + words.TAKING * 8, 0)
+    store_release(mine + fields.TAKING * 8, 0)
     return 0

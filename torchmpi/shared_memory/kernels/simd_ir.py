@@ -161,8 +161,8 @@ class Lanes:
             bits = _like(value, I32)
             return [b.bitcast(b.shl(b.zext(value, bits), constant(bits, 16)), _like(value, FLOAT))]
         bits, number = (ir.VectorType(element, value.type.count // 2) for element in (I32, FLOAT))
-        words = b.bitcast(value, bits)
-        halves = b.shl(words, constant(bits, 16)), b.and_(words, constant(bits, 0xFFFF0000))
+        fields = b.bitcast(value, bits)
+        halves = b.shl(fields, constant(bits, 16)), b.and_(fields, constant(bits, 0xFFFF0000))
         return [b.bitcast(half, number) for half in halves]
 
     def _narrow_bfloat(self, values: list[Any]) -> Any:
@@ -179,8 +179,8 @@ class Lanes:
         even = b.lshr(rounded[0], constant(bits, 16))
         if len(values) == 1:
             return b.trunc(even, _like(even, I16))
-        words = b.or_(even, b.and_(rounded[1], constant(bits, 0xFFFF0000)))
-        return b.bitcast(words, ir.VectorType(I16, 2 * words.type.count))
+        fields = b.or_(even, b.and_(rounded[1], constant(bits, 0xFFFF0000)))
+        return b.bitcast(fields, ir.VectorType(I16, 2 * fields.type.count))
 
     # Half precision by hand. An infinity's exponent stays an infinity's; powers of two scale all others.
 

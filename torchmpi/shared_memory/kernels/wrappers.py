@@ -65,7 +65,7 @@ class Wrapper:
         """A word in memory."""
         return self.builder.inttoptr(self.builder.add(base, WORD(8 * index)), WORD.as_pointer())
 
-    def word(self, base: Any, index: int) -> Any:
+    def field(self, base: Any, index: int) -> Any:
         """Its value."""
         return self.builder.load(self.place(base, index))
 
