@@ -14,7 +14,7 @@ import pytest
 from conftest import Result, job_environment, launcher
 
 BENCH = ["-m", "torchmpi", "bench"]
-VERBS = "allreduce,broadcast,allgather,reduce_scatter,reduce,alltoall,gather,scatter"
+COLLECTIVES = "allreduce,broadcast,allgather,reduce_scatter,reduce,alltoall,gather,scatter"
 
 
 def environment(path: Path | None = None) -> dict[str, str]:
@@ -51,11 +51,11 @@ def rows_of(path: Path, result: Result) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_every_verb_and_contestant(tmp_path):
+def test_every_collective_and_contestant(tmp_path):
     file = tmp_path / "a.json"
-    rows = rows_of(file, alone("--verbs", VERBS, "--sizes", "4,4K", "--seconds", "1", "-n", "3", "--json", file))
+    rows = rows_of(file, alone("--verbs", COLLECTIVES, "--sizes", "4,4K", "--seconds", "1", "-n", "3", "--json", file))
     found = {(row["verb"], row["bytes"]) for row in rows}
-    assert found == {(verb, size) for verb in VERBS.split(",") for size in (4, 4096)}
+    assert found == {(collective, size) for collective in COLLECTIVES.split(",") for size in (4, 4096)}
     for cell in found:
         here = {row["contestant"]: row for row in rows if (row["verb"], row["bytes"]) == cell}
         assert {"auto", "mpi", "auto shared", "mpi4py", "gloo", "horovod", "copy"} <= set(here)

@@ -49,11 +49,11 @@ class Refused:
     """Instead of a result: this backend has no such call on this device."""
 
 
-def call(verb, *arguments, asynchronous, **options):
+def call(collective, *arguments, asynchronous, **options):
     try:
         if asynchronous:
             return getattr(mpi, f"{verb}_async")(*arguments, **options).wait()
-        return getattr(mpi, verb)(*arguments, **options)
+        return getattr(mpi, collective)(*arguments, **options)
     except (errors.BackendUnavailableError, errors.DtypeError):
         if all(argument.is_cpu for argument in arguments if isinstance(argument, torch.Tensor)):
             raise  # the two backends of the host have everything
@@ -280,8 +280,8 @@ def test_pieces_for_messages_longer_than_mpi_counts(agree):
     group = mpi.communicator().intra
     rank, size = mpi.rank(), mpi.size()
 
-    def run(verb, tensor, root=0, op=None, dtype=torch.float32):
-        return backend.bind(group, verb, dtype, op)(tensor, None, root)
+    def run(collective, tensor, root=0, op=None, dtype=torch.float32):
+        return backend.bind(group, collective, dtype, op)(tensor, None, root)
 
     inputs = [contract.values((101, 3), torch.float32, r) for r in range(size)]
     mine, total = inputs[rank], contract.reduced(inputs, "avg")
@@ -297,8 +297,8 @@ def test_pieces_for_messages_longer_than_mpi_counts(agree):
         "alltoall": (run("alltoall", mine), torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])),
     }
     integers = [contract.values((101,), torch.int32, r) for r in range(size)]
-    for verb, wanted in (("allreduce", contract.reduced(integers, "sum")),):
-        results[f"{verb} int32"] = (run(verb, integers[rank].clone(), op="sum", dtype=torch.int32), wanted)
+    for collective, wanted in (("allreduce", contract.reduced(integers, "sum")),):
+        results[f"{verb} int32"] = (run(collective, integers[rank].clone(), op="sum", dtype=torch.int32), wanted)
     part = run("reduce_scatter", integers[rank].clone(), op="sum", dtype=torch.int32)
     results["reduce_scatter int32"] = (part, contract.rows(contract.reduced(integers, "sum"), rank, size))
     for name, (actual, expected) in results.items():

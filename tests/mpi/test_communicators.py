@@ -49,23 +49,23 @@ def test_ranks_with_one_key_form_a_group(agree, name):
     agree(name in mpi.communicator_names())
 
 
-@pytest.mark.parametrize("verb", ("allreduce", "reduce", "broadcast", "barrier"))
+@pytest.mark.parametrize("collective", ("allreduce", "reduce", "broadcast", "barrier"))
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_span_gives_what_the_flat_verb_gives(agree, name, verb):
+def test_a_span_gives_what_the_flat_collective_gives(agree, name, collective):
     rank, size = mpi.rank(), mpi.size()
     level = mpi.push_communicator(PATTERNS[name](rank))
     mpi.set_communicator(0)
     mpi.set_collective_span(0, level)
-    if verb == "barrier":
+    if collective == "barrier":
         mpi.barrier()
     for root in range(size):
         value = torch.full((5,), 1.0 + rank)
-        if verb == "broadcast":
+        if collective == "broadcast":
             agree.equal(mpi.broadcast(value, root), torch.full((5,), 1.0 + root), f"root {root}")
-        elif verb == "reduce":
+        elif collective == "reduce":
             expected = torch.full((5,), size * (size + 1) / 2) if rank == root else torch.full((5,), 1.0 + rank)
             agree.equal(mpi.reduce(value, root), expected, f"root {root}")
-        elif verb == "allreduce":
+        elif collective == "allreduce":
             agree.equal(mpi.allreduce(value, op="avg"), torch.full((5,), (size + 1) / 2))
             half = mpi.allreduce(torch.full((5,), 256.0 if rank == root else 0.75, dtype=torch.bfloat16))
             exact = torch.tensor(256.0 + 0.75 * (size - 1)).bfloat16()

@@ -116,17 +116,17 @@ def test_the_root_alone_decides(reads, agree, num_bytes):
                 agree(max(gathered) > 1 and max(scattered) > 1, f"through the slots, root {root}")
 
 
-@pytest.mark.parametrize("verb", ("gather", "scatter"))
-def test_what_a_rank_may_not_read_comes_through_the_slots(reads, agree, verb):
+@pytest.mark.parametrize("collective", ("gather", "scatter"))
+def test_what_a_rank_may_not_read_comes_through_the_slots(reads, agree, collective):
     if mpi.size() == 1:
         pytest.skip("alone there is nobody to read from")
     rank, size = mpi.rank(), mpi.size()
     inputs, rows = inputs_of((100_000,), torch.float32), inputs_of((100_000 * size,), torch.float32)
     # The root of a gather reads from all, and from the root of a scatter all read.
-    if rank == (0 if verb == "gather" else size - 1):
+    if rank == (0 if collective == "gather" else size - 1):
         runtime.current().world.shared._processes[:] = -1
     for _ in range(6):
-        if verb == "gather":
+        if collective == "gather":
             result = mpi.gather(inputs[rank], 0)
             agree.bits(result, torch.cat(inputs), "gathered") if rank == 0 else agree(result is None)
         else:

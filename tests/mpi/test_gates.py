@@ -34,9 +34,9 @@ def _need_fast_paths() -> None:
         pytest.skip("no shared memory here")
 
 
-def entered(verb: str, *arguments: Any) -> bool:
+def entered(collective: str, *arguments: Any) -> bool:
     """Whether a call goes through its gate; it is made if so."""
-    return getattr(fast_path, verb)(*arguments, None, None) is not None
+    return getattr(fast_path, collective)(*arguments, None, None) is not None
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tenso
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_verbs_in_place_equal_those_through_python(agree, shape, dtype):
+def test_collectives_in_place_equal_those_through_python(agree, shape, dtype):
     rank, root = mpi.rank(), mpi.size() - 1
     for _ in range(2):  # the first opens the gates
         mpi.allreduce(values(shape, dtype, rank))
@@ -67,7 +67,7 @@ def test_verbs_in_place_equal_those_through_python(agree, shape, dtype):
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape and 0 not in shape], ids=str)
-def test_verbs_with_a_target_equal_those_through_python(agree, shape):
+def test_collectives_with_a_target_equal_those_through_python(agree, shape):
     rank, size = mpi.rank(), mpi.size()
     source = values(shape, torch.float32, rank)
     rows = values((size * shape[0] + 1, *shape[1:]), torch.float32, rank)
@@ -91,7 +91,7 @@ def test_verbs_with_a_target_equal_those_through_python(agree, shape):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8), ids=str)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape and 0 not in shape], ids=str)
-def test_verbs_with_a_root_equal_those_through_python(agree, shape, dtype):
+def test_collectives_with_a_root_equal_those_through_python(agree, shape, dtype):
     rank, size = mpi.rank(), mpi.size()
     source = values(shape, dtype, rank)
     rows = values((size * shape[0] + size - 1, *shape[1:]), dtype, rank + 1)

@@ -29,13 +29,13 @@ import contract
 from ipc_rig import HostDevice
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
-VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
+COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 
 
-def ops_for(verb: str, dtype: torch.dtype) -> tuple[str, ...]:
+def ops_for(collective: str, dtype: torch.dtype) -> tuple[str, ...]:
     """With which operations to call a verb; one that reduces nothing is called once."""
-    return contract.OPS_OF.get(dtype, ()) if verb in REDUCING else ("sum",)
+    return contract.OPS_OF.get(dtype, ()) if collective in REDUCING else ("sum",)
 
 
 class Devices:
@@ -63,14 +63,14 @@ class Rig:
         self._kept: list[torch.Tensor] = []
         """Memory of the host may go as soon as nobody has it; the streams run late."""
 
-    def start(self, verb: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
+    def start(self, collective: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
         """Enqueue a call."""
-        op_of_verb = op if verb in REDUCING else None
-        key = verb, tensor.dtype, op_of_verb
+        op_of_collective = op if collective in REDUCING else None
+        key = collective, tensor.dtype, op_of_collective
         if key not in self._plans:
-            code = call_code(verb, op_of_verb, dtypes.info(tensor.dtype).code)
-            operation = announced(self.group, self.backend.bind(self.group, verb, tensor.dtype, op_of_verb))
-            self._plans[key] = prepared.Plan(verb, code, operation)
+            code = call_code(collective, op_of_collective, dtypes.info(tensor.dtype).code)
+            operation = announced(self.group, self.backend.bind(self.group, collective, tensor.dtype, op_of_collective))
+            self._plans[key] = prepared.Plan(collective, code, operation)
         self._kept.append(tensor)
         result: torch.Tensor = self.group.call(self._plans[key], tensor, None, root)
         self._kept.append(result)
@@ -96,27 +96,27 @@ def rig() -> Iterator[Rig]:
 class Call:
     """A call with what must come of it."""
 
-    def __init__(self, rig: Rig, verb: str, dtype: torch.dtype, op: str, shape: tuple[int, ...], root: int) -> None:
-        self.verb, self.dtype, self.op, self.root = verb, dtype, op, root % rig.size
+    def __init__(self, rig: Rig, collective: str, dtype: torch.dtype, op: str, shape: tuple[int, ...], root: int) -> None:
+        self.collective, self.dtype, self.op, self.root = collective, dtype, op, root % rig.size
         self.what = f"{verb} {op} {dtype} {shape} root {self.root}"
         rank, size = rig.rank, rig.size
         shapes = [shape] * size
-        if verb == "allgather" and shape:
+        if collective == "allgather" and shape:
             shapes = [((shape[0] * (r + root)) % (2 * shape[0] + 1), *shape[1:]) for r in range(size)]
         inputs = [contract.values(shape, dtype, r, seed=root) for r, shape in enumerate(shapes)]
         self.tensor = inputs[rank].clone()
         self.expected = inputs[rank]
-        if verb == "broadcast":
+        if collective == "broadcast":
             self.expected = inputs[self.root]
-        elif verb == "allgather":
+        elif collective == "allgather":
             self.expected = torch.cat([part.reshape(1) if part.dim() == 0 else part for part in inputs])
-        elif verb == "reduce_scatter":
+        elif collective == "reduce_scatter":
             self.expected = contract.rows(contract.reduced(inputs, op), rank, size)
-        elif verb == "allreduce" or rank == self.root:
+        elif collective == "allreduce" or rank == self.root:
             self.expected = contract.reduced(inputs, op)
 
     def start(self, rig: Rig) -> None:
-        self.result = rig.start(self.verb, self.tensor, root=self.root, op=self.op)
+        self.result = rig.start(self.collective, self.tensor, root=self.root, op=self.op)
 
     def check(self, agree: Any) -> None:
         agree.bits(self.result, self.expected, self.what)
@@ -126,12 +126,12 @@ class Call:
 
 
 @pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
-def test_every_verb_and_operation(rig, agree, dtype):
+def test_every_collective_and_operation(rig, agree, dtype):
     calls = []
-    for number, (verb, shape) in enumerate(itertools.product(VERBS, (*contract.SHAPES, (70_001,)))):
-        ops = ops_for(verb, dtype)
-        for op in ops if verb == "allreduce" else ops[number % max(1, len(ops)) :][:1]:
-            calls.append(Call(rig, verb, dtype, op, shape, number))
+    for number, (collective, shape) in enumerate(itertools.product(COLLECTIVES, (*contract.SHAPES, (70_001,)))):
+        ops = ops_for(collective, dtype)
+        for op in ops if collective == "allreduce" else ops[number % max(1, len(ops)) :][:1]:
+            calls.append(Call(rig, collective, dtype, op, shape, number))
             calls[-1].start(rig)
     rig.finish()
     for call in calls:
@@ -147,7 +147,7 @@ def test_more_than_fits_into_a_half(agree, several):
     calls = []
     for number in range(24):
         numel = choice.choice((5, 100_000, 700_001, 1_500_000))
-        call = Call(rig, choice.choice(VERBS), torch.float32, "sum", (numel,), number)
+        call = Call(rig, choice.choice(COLLECTIVES), torch.float32, "sum", (numel,), number)
         call.start(rig)
         calls.append(call)
     rig.finish()
@@ -238,7 +238,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
             message = str(error)
             agree("has given it up" in message, message)
     agree(message, "this rank was not told")
-    calls = [Call(rig, verb, torch.float32, "sum", (600_000,), 1) for verb in VERBS]
+    calls = [Call(rig, collective, torch.float32, "sum", (600_000,), 1) for collective in COLLECTIVES]
     for call in calls:
         call.start(rig)
     rig.finish()
@@ -301,7 +301,7 @@ def test_groups_in_threads_do_not_mix(agree):
         choice = random.Random(seed)
         try:
             calls = [
-                Call(rig, choice.choice(VERBS), torch.int32, "max", (choice.choice((0, 3, 5000, 400_000)),), number)
+                Call(rig, choice.choice(COLLECTIVES), torch.int32, "max", (choice.choice((0, 3, 5000, 400_000)),), number)
                 for number in range(30)
             ]
             for call in calls:
@@ -329,13 +329,13 @@ def test_reasons_against_it(rig, agree, monkeypatch):
     monkeypatch.setattr(ipc.importlib.util, "find_spec", lambda name: object())
     size, group, config = rig.size, rig.group, Config(staging_bytes=1 << 20)
 
-    def reason(devices: Any = None, verb: str = "allreduce", device: str = "cuda", **settings: Any) -> str | None:
+    def reason(devices: Any = None, collective: str = "allreduce", device: str = "cuda", **settings: Any) -> str | None:
         made = ipc.IpcBackend(settings.pop("config", config), devices or Devices(size), **settings)
-        return made.why_not(verb, device, group)
+        return made.why_not(collective, device, group)
 
     agree.equal(reason(), None)
     agree.equal(reason(device="cpu"), "it is for CUDA tensors")
-    agree.equal(reason(verb="alltoall"), "it has no alltoall")
+    agree.equal(reason(collective="alltoall"), "it has no alltoall")
     agree.equal(reason(config=Config(staging_bytes=0)), "it is switched off (staging_bytes=0)")
     agree.equal(reason(problem="no IPC in this container"), "no IPC in this container")
     agree("has no GPU" in str(reason(Devices(size, uuids=("GPU-0",) * (size - 1) + ("",)))))
@@ -346,7 +346,7 @@ def test_reasons_against_it(rig, agree, monkeypatch):
     agree.equal(reason(several), "its ranks are on several hosts" if size > 1 else None)
     monkeypatch.setattr(ipc.importlib.util, "find_spec", lambda name: None)
     agree("numba-cuda" in str(reason()))
-    agree.equal(reason(verb="broadcast"), None)
+    agree.equal(reason(collective="broadcast"), None)
 
 
 def test_a_trial_leaves_nothing_behind(rig, agree):
@@ -369,9 +369,9 @@ def gpu_group() -> None:
 
 
 def on_gpu(call: Call, **options: Any) -> torch.Tensor:
-    options |= {"op": call.op} if call.verb in REDUCING else {}
-    options |= {"root": call.root} if call.verb in ("reduce", "broadcast") else {}
-    result: torch.Tensor = getattr(mpi, call.verb)(call.tensor.to(mpi.device()), backend="ipc", **options)
+    options |= {"op": call.op} if call.collective in REDUCING else {}
+    options |= {"root": call.root} if call.collective in ("reduce", "broadcast") else {}
+    result: torch.Tensor = getattr(mpi, call.collective)(call.tensor.to(mpi.device()), backend="ipc", **options)
     return result
 
 
@@ -384,11 +384,11 @@ class World:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
-def test_every_verb_and_operation_on_the_gpu(agree, dtype):
+def test_every_collective_and_operation_on_the_gpu(agree, dtype):
     gpu_group()
-    for number, (verb, shape) in enumerate(itertools.product(VERBS, (*contract.SHAPES, (300_001,)))):
-        for op in ops_for(verb, dtype):
-            call = Call(World(), verb, dtype, op, shape, number)
+    for number, (collective, shape) in enumerate(itertools.product(COLLECTIVES, (*contract.SHAPES, (300_001,)))):
+        for op in ops_for(collective, dtype):
+            call = Call(World(), collective, dtype, op, shape, number)
             agree.bits(on_gpu(call).cpu(), call.expected, call.what)
 
 

@@ -46,11 +46,11 @@ def close(agree, actual, expected, case):
 def test_reductions(agree, dtype, op, asynchronous):
     rank, size = mpi.rank(), mpi.size()
 
-    def call(verb, *arguments):
+    def call(collective, *arguments):
         options = {"op": op, "backend": "nccl"}
         if asynchronous:
             return getattr(mpi, f"{verb}_async")(*arguments, **options).wait()
-        return getattr(mpi, verb)(*arguments, **options)
+        return getattr(mpi, collective)(*arguments, **options)
 
     for shape in contract.SHAPES:
         inputs = [contract.values(shape, dtype, r) for r in range(size)]

@@ -179,11 +179,11 @@ def fake_devices(*uuids):
 
 
 def test_why_not():
-    def why(devices, offers, ranks=None, verb="allreduce", device_type="cuda"):
+    def why(devices, offers, ranks=None, collective="allreduce", device_type="cuda"):
         backend = NcclBackend(Config(), devices)
         backend.agree(offers)
         among = None if ranks is None else SimpleNamespace(world_ranks=ranks)
-        return backend.why_not(verb, device_type, among)
+        return backend.why_not(collective, device_type, among)
 
     apart, shared = fake_devices("a", "b"), fake_devices("a", "a", "b", "")
     fine = [("", False)] * 4
@@ -196,8 +196,8 @@ def test_why_not():
     assert why(shared, fine, (2, 3)).startswith("rank 3 cannot: its device is the CPU")
     assert why(apart, [("", False), ("no NCCL", False)], (0, 1)) == "rank 1 cannot: no NCCL"
     assert why(apart, [("no NCCL", False)] * 2) == "no NCCL"
-    assert why(apart, fine[:2], (0, 1), verb="scatter") is None
-    assert "meeting of the hosts" in why(apart, fine[:2], (0, 1), verb="barrier")
+    assert why(apart, fine[:2], (0, 1), collective="scatter") is None
+    assert "meeting of the hosts" in why(apart, fine[:2], (0, 1), collective="barrier")
 
 
 def test_here_it_is_in_the_table_with_its_reason(agree):

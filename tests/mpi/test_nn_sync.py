@@ -356,7 +356,7 @@ def synchronized_as(net: nn.Module) -> list[bool]:
     call_log = mpi.communicator().intra.call_log
     before = call_log.seq
     mpinn.synchronize_gradients(net)
-    entered = {call[0]: call_log.VERBS[call[1] & 0xFF] for call in call_log.history if call is not None}
+    entered = {call[0]: call_log.COLLECTIVES[call[1] & 0xFF] for call in call_log.history if call is not None}
     return [entered.get(seq) == "allreduce_many" for seq in range(before + 1, call_log.seq + 1)]
 
 

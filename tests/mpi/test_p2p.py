@@ -34,9 +34,9 @@ DTYPES = (
 SMALL_PIECES = config.Config(pipeline_bytes=4096, message_bytes=3000)
 
 
-def bound(verb, dtype=None, op=None, settings=SMALL_PIECES):
+def bound(collective, dtype=None, op=None, settings=SMALL_PIECES):
     """The operation itself, with pieces that make a short vector a long one."""
-    return p2p.P2PBackend(settings).bind(runtime.current().world, verb, dtype, op)
+    return p2p.P2PBackend(settings).bind(runtime.current().world, collective, dtype, op)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,7 +73,7 @@ def test_movements_bring_every_bit(agree, dtype):
 def test_operations_are_reused_for_any_size(agree):
     """Memory of an earlier, longer call must not show in a later one."""
     rank, size = mpi.rank(), mpi.size()
-    operations = {verb: bound(verb, torch.bfloat16, "avg") for verb in ("allreduce", "reduce", "reduce_scatter")}
+    operations = {collective: bound(collective, torch.bfloat16, "avg") for collective in ("allreduce", "reduce", "reduce_scatter")}
     for numel in (20_011, 3, 5000, 0, 20_011, 1):
         inputs = [contract.values((numel,), torch.bfloat16, r, seed=numel) for r in range(size)]
         expected = contract.reduced(inputs, "avg")

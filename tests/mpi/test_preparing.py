@@ -31,7 +31,7 @@ def test_threads_that_prepare_calls_at_once_share_what_is_known_of_the_group(agr
     group, backend = mpi.communicator(level).intra, runtime.current().selector.backends["shm"]
     if backend.why_not("allreduce", "cpu", group) is None:
         verbs = (("allreduce", torch.float32, "sum"), ("barrier", None, None), ("alltoall", torch.float32, None))
-        threads = [threading.Thread(target=backend.bind, args=(group, *verb)) for verb in verbs]
+        threads = [threading.Thread(target=backend.bind, args=(group, *collective)) for collective in verbs]
         for thread in threads:
             thread.start()
         for thread in threads:

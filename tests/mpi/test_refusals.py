@@ -81,12 +81,12 @@ def test_layouts_are_refused_on_the_short_way_of_calls_that_are_known(agree):
     }
     if torch.backends.mkldnn.is_available():
         kinds["mkldnn"] = square.to_mkldnn()
-    for verb in ("allreduce", "broadcast", "allgather", "reduce_scatter"):
+    for collective in ("allreduce", "broadcast", "allgather", "reduce_scatter"):
         for _ in range(2):
-            getattr(mpi, verb)(square.clone())
+            getattr(mpi, collective)(square.clone())
         for kind, tensor in kinds.items():
             try:
-                getattr(mpi, verb)(tensor)
+                getattr(mpi, collective)(tensor)
             except errors.ArgumentError:
                 pass
             else:

@@ -32,16 +32,16 @@ class Recording:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def why_not(self, verb, device_type, group=None):
+    def why_not(self, collective, device_type, group=None):
         if group is not None and group.size == 1 and self.name == "lonely":
             return "it needs company"
-        return self.inner.why_not(verb, device_type, group)
+        return self.inner.why_not(collective, device_type, group)
 
-    def bind(self, group, verb, dtype, op):
-        operation = self.inner.bind(group, verb, dtype, op)
+    def bind(self, group, collective, dtype, op):
+        operation = self.inner.bind(group, collective, dtype, op)
 
         def run(source, destination, root):
-            self.ran.append((self.name, verb))
+            self.ran.append((self.name, collective))
             time.sleep(self.seconds)
             return operation(source, destination, root)
 
@@ -121,19 +121,19 @@ def test_what_cannot_be_had_is_refused_with_the_reason_and_changes_nothing(agree
 
 
 def test_the_size_decides_what_runs(agree, on_one_host, ran):
-    for verb in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
+    for collective in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
         for mode in ("sync", "async"):
-            mpi.collective_selector[verb, "cpu", "host", mode] = [(64, "small"), (None, "large")]
+            mpi.collective_selector[collective, "cpu", "host", mode] = [(64, "small"), (None, "large")]
     for dtype, limit in ((torch.float32, 16), (torch.bfloat16, 32), (torch.int8, 64)):
         for numel in (0, 1, limit, limit + 1, 10 * limit):
             expected = "small" if numel <= limit else "large"
-            for verb in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
+            for collective in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
                 ran.clear()
                 tensor = torch.ones(numel, dtype=dtype)
                 for _ in range(2):  # the second time there is a plan
-                    getattr(mpi, verb)(tensor.clone())
+                    getattr(mpi, collective)(tensor.clone())
                 getattr(mpi, f"{verb}_async")(tensor.clone()).wait()
-                agree.equal(ran, [(expected, verb)] * 3, f"{verb} of {numel} {dtype}")
+                agree.equal(ran, [(expected, collective)] * 3, f"{verb} of {numel} {dtype}")
 
 
 @pytest.mark.parametrize("layout", ("out", "strided"))
@@ -147,18 +147,18 @@ def test_the_size_decides_also_around_copies(agree, on_one_host, ran, layout):
         agree.equal(result.contiguous(), torch.full((numel,), float(mpi.size())))
 
 
-def test_verbs_without_a_common_size_and_barriers_go_by_one_transport(agree, on_one_host, ran):
+def test_collectives_without_a_common_size_and_barriers_go_by_one_transport(agree, on_one_host, ran):
     verbs = {
         "allgather": torch.ones(mpi.rank() + 1),
         "gather": torch.ones(mpi.rank() + 1),
         "scatter": torch.ones(5) if mpi.rank() == 0 else None,
         "alltoall": torch.ones(mpi.rank() + 3),
     }
-    for verb, tensor in verbs.items():
-        mpi.collective_selector.set(verb, "large")
-        getattr(mpi, verb)(tensor)
+    for collective, tensor in verbs.items():
+        mpi.collective_selector.set(collective, "large")
+        getattr(mpi, collective)(tensor)
         getattr(mpi, f"{verb}_async")(tensor).wait()
-        agree.equal(ran, [("large", verb)] * 2)
+        agree.equal(ran, [("large", collective)] * 2)
         ran.clear()
     mpi.collective_selector.set("barrier", "small")
     mpi.barrier()
@@ -217,8 +217,8 @@ def test_the_steps_of_a_span_choose_for_themselves(agree, on_one_host, ran):
     level = mpi.push_communicator(mpi.rank() // 2)
     mpi.set_communicator(0)
     mpi.set_collective_span(0, level)
-    for verb in ("allreduce", "reduce", "broadcast"):
-        mpi.collective_selector[verb, "cpu", "host", "sync"] = [(64, "small"), (None, "large")]
+    for collective in ("allreduce", "reduce", "broadcast"):
+        mpi.collective_selector[collective, "cpu", "host", "sync"] = [(64, "small"), (None, "large")]
     for numel, expected in ((4, "small"), (400, "large")):
         ran.clear()
         result = mpi.allreduce(torch.ones(numel))
@@ -235,11 +235,11 @@ def test_what_is_queued_over_a_span_keeps_its_backend_in_every_step(agree, on_on
     mpi.set_communicator(0)
     mpi.set_collective_span(0, level)
     verbs = ("allreduce", "reduce", "broadcast")
-    for verb in verbs:
-        mpi.collective_selector.set(verb, "slow")
+    for collective in verbs:
+        mpi.collective_selector.set(collective, "slow")
     handles = [mpi.allreduce_async(torch.ones(1)) for _ in range(3)]
-    for verb in verbs:
-        mpi.collective_selector.set(verb, "small")
+    for collective in verbs:
+        mpi.collective_selector.set(collective, "small")
     for handle in handles:
         agree.equal(handle.wait(), torch.full((1,), float(mpi.size())))
     agree({name for name, _ in ran} == ({"slow"} if mpi.size() > 1 else set()), str(ran))
@@ -264,15 +264,15 @@ def test_autotune_leaves_what_is_slow_and_all_ranks_agree(agree, on_one_host, ra
     agree(("slow", "allreduce") not in ran, str(ran))
 
 
-def test_autotune_measures_every_verb(agree, on_one_host, ran):
+def test_autotune_measures_every_collective(agree, on_one_host, ran):
     selector = runtime.current().selector
     others = {name: selector.backends.pop(name) for name in list(selector.backends) if name not in ("mpi", "small")}
     selector.reset()
     mpi.autotune(sizes=[100], seconds=60, save=False)
     selector.backends.update(others)
-    measured = {(verb, name) for name, verb in ran}
-    agree(measured >= {(key.verb, "small") for key in keys(device="cpu", span="host")}, str(measured))
-    agree.equal({key.verb for key in selector.tuned}, {key.verb for key in keys()})
+    measured = {(collective, name) for name, collective in ran}
+    agree(measured >= {(key.collective, "small") for key in keys(device="cpu", span="host")}, str(measured))
+    agree.equal({key.collective for key in selector.tuned}, {key.collective for key in keys()})
 
 
 def test_autotune_ends_when_the_time_is_up(agree, on_one_host, ran):

@@ -74,14 +74,14 @@ def test_short_lengths_that_differ_again_and_again(agree, stopped):
     rank, size = mpi.rank(), mpi.size()
     wrong = []
     for number in range(60):
-        for verb, unit in (("allgather", 1), ("alltoall", size), ("allgather", 3000)):
+        for collective, unit in (("allgather", 1), ("alltoall", size), ("allgather", 3000)):
             numbers = [(100 + (other + number) % 3) * unit for other in range(size)]
             inputs = [torch.arange(float(numbers[other])) + 1000 * other + number for other in range(size)]
             everything = torch.cat(inputs)
-            if verb == "alltoall":
+            if collective == "alltoall":
                 everything = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
-            if not torch.equal(getattr(mpi, verb)(inputs[rank], backend="shm"), everything):
-                wrong.append((number, verb, unit))
+            if not torch.equal(getattr(mpi, collective)(inputs[rank], backend="shm"), everything):
+                wrong.append((number, collective, unit))
     agree.equal(wrong, [], "calls with wrong numbers")
 
 

@@ -25,15 +25,15 @@ from shm_rig import PAGE_SLOTS, shared, start
 
 # --- calls in any order
 
-VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall", "barrier")
+COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall", "barrier")
 KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), (torch.uint8, "bxor"))
 
 
 class Call:
     """One call of one verb, with what must come of it. Numbers beyond what there is are taken modulo."""
 
-    def __init__(self, verb: str, numel: int, kind: int, root: int, comm: object = None) -> None:
-        self.verb, self.comm = verb, comm
+    def __init__(self, collective: str, numel: int, kind: int, root: int, comm: object = None) -> None:
+        self.collective, self.comm = collective, comm
         group = mpi.communicator(comm).intra if comm is not None else mpi.communicator().intra
         self.rank, self.size = group.rank, group.size
         self.root, (self.dtype, self.op) = root % self.size, KINDS[kind % len(KINDS)]
@@ -41,35 +41,35 @@ class Call:
 
     def make(self, *, backend: str | None = None, asynchronous: bool = False, is_shared: bool = False):
         """Its result, or the handle."""
-        if self.verb == "barrier":
+        if self.collective == "barrier":
             return mpi.barrier(comm=self.comm)
         mine = self.inputs[self.rank]
         tensor = shared(mine, 1) if is_shared else mine.clone()
-        if self.verb == "scatter" and self.rank != self.root:
+        if self.collective == "scatter" and self.rank != self.root:
             tensor = None
-        options = {"op": self.op} if self.verb in ("allreduce", "reduce", "reduce_scatter") else {}
-        if self.verb in ("reduce", "broadcast", "gather", "scatter"):
+        options = {"op": self.op} if self.collective in ("allreduce", "reduce", "reduce_scatter") else {}
+        if self.collective in ("reduce", "broadcast", "gather", "scatter"):
             options["root"] = self.root
-        name = f"{self.verb}_async" if asynchronous else self.verb
+        name = f"{self.verb}_async" if asynchronous else self.collective
         return getattr(mpi, name)(tensor, comm=self.comm, backend=backend, **options)
 
     def expected(self) -> torch.Tensor | None:
         rank, root, inputs = self.rank, self.root, self.inputs
-        if self.verb in ("allreduce", "reduce", "reduce_scatter"):
+        if self.collective in ("allreduce", "reduce", "reduce_scatter"):
             total = contract.reduced(inputs, self.op)
-            if self.verb == "reduce_scatter":
+            if self.collective == "reduce_scatter":
                 return contract.rows(total, rank, self.size)
-            return total if self.verb == "allreduce" or rank == root else inputs[rank]
-        if self.verb == "broadcast":
+            return total if self.collective == "allreduce" or rank == root else inputs[rank]
+        if self.collective == "broadcast":
             return inputs[root]
-        if self.verb == "scatter":
+        if self.collective == "scatter":
             return contract.rows(inputs[root], rank, self.size)
-        if self.verb == "alltoall":
+        if self.collective == "alltoall":
             return torch.cat([contract.rows(theirs, rank, self.size) for theirs in inputs])
-        return torch.cat(inputs) if self.verb == "allgather" or rank == root else None
+        return torch.cat(inputs) if self.collective == "allgather" or rank == root else None
 
     def fits(self, result: torch.Tensor | None) -> bool:
-        if self.verb == "barrier":
+        if self.collective == "barrier":
             return result is None
         expected = self.expected()
         return result is None if expected is None else contract.same_bits(result, expected)
@@ -84,22 +84,22 @@ WAYS = strategies.fixed_dictionaries(
 )
 LENGTHS = strategies.sampled_from((0, 1, 3, 27, 28, 29, 112, 113, 1000, 1025, 4097, 20_001))
 CALLS = strategies.tuples(
-    strategies.sampled_from(VERBS), LENGTHS, strategies.integers(0, 3), strategies.integers(0, 11), WAYS
+    strategies.sampled_from(COLLECTIVES), LENGTHS, strategies.integers(0, 3), strategies.integers(0, 11), WAYS
 )
 
 
 def test_any_sequence_of_calls(slots):
     def play(calls):
         made = []
-        for verb, numel, kind, root, way in calls:
-            call = Call(verb, numel, kind, root)
+        for collective, numel, kind, root, way in calls:
+            call = Call(collective, numel, kind, root)
             result = call.make(**way)
             made.append((call, way, result))
             if random.Random(numel + root).random() < 0.3:
-                result.wait() if way["asynchronous"] and verb != "barrier" else None
+                result.wait() if way["asynchronous"] and collective != "barrier" else None
         problems = []
         for call, way, result in made:
-            if way["asynchronous"] and call.verb != "barrier":
+            if way["asynchronous"] and call.collective != "barrier":
                 result = result.wait()
             if not call.fits(result):
                 problems.append(f"{call.verb} of {call.inputs[0].numel()} {call.dtype} root {call.root} {way}")
@@ -121,8 +121,8 @@ def test_four_communicators_from_four_threads(slots, agree):
         choice = random.Random(level)
         try:
             for number in range(60):
-                call = Call(choice.choice(VERBS), choice.choice((0, 5, 29, 500, 5000)), number, number, comm=level)
-                way = {"asynchronous": choice.random() < 0.3 and call.verb != "barrier", "is_shared": number % 5 == 0}
+                call = Call(choice.choice(COLLECTIVES), choice.choice((0, 5, 29, 500, 5000)), number, number, comm=level)
+                way = {"asynchronous": choice.random() < 0.3 and call.collective != "barrier", "is_shared": number % 5 == 0}
                 result = call.make(backend=choice.choice(("shm", None)), **way)
                 if not call.fits(result.wait() if way["asynchronous"] else result):
                     problems.append(f"level {level}, call {number}: {call.verb} {way}")
@@ -152,7 +152,7 @@ def test_a_sync_call_keeps_its_place_behind_asynchronous_ones(slots, agree):
 
 LONG = 20_000
 DISAGREEMENTS = {
-    "verb": (
+    "collective": (
         lambda: mpi.broadcast(torch.ones(LONG)),
         lambda: mpi.allreduce(torch.ones(LONG)),
         ("broadcast(float32 [20000], root=0)", "allreduce(float32 [20000], sum)"),
@@ -202,8 +202,8 @@ def test_a_disagreement_is_an_error_on_all_ranks_and_the_next_calls_are_right(sl
     except MismatchError as error:
         message = str(error)
     agree(all(name in message for name in names), f"instead of {names}: {message!r}")
-    for verb in VERBS:
-        call = Call(verb, 3 * slots, 0, 1)
+    for collective in COLLECTIVES:
+        call = Call(collective, 3 * slots, 0, 1)
         agree(call.fits(call.make(backend="shm")), f"the next {verb}")
 
 
@@ -240,13 +240,13 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
     except MismatchError as error:
         refused = "an earlier call failed" in str(error)
     agree(refused is not everybody_knows, "ranks went on as if nothing had happened")
-    for verb in VERBS:
-        call = Call(verb, 3 * slots, 0, 1)
+    for collective in COLLECTIVES:
+        call = Call(collective, 3 * slots, 0, 1)
         agree(call.fits(call.make(backend="shm")), f"the next {verb}")
 
 
-@pytest.mark.parametrize("verb", ("allgather", "alltoall", "gather"))
-def test_what_a_rank_puts_after_it_gave_up_is_not_taken_for_the_call_before(stopped, agree, monkeypatch, verb):
+@pytest.mark.parametrize("collective", ("allgather", "alltoall", "gather"))
+def test_what_a_rank_puts_after_it_gave_up_is_not_taken_for_the_call_before(stopped, agree, monkeypatch, collective):
     """It puts the first piece of its next call before it meets anybody, and counts chunks from a greater number: ranks
     still in the call that it gave up took that piece, and returned it without an error."""
     start()
@@ -266,14 +266,14 @@ def test_what_a_rank_puts_after_it_gave_up_is_not_taken_for_the_call_before(stop
 
         inputs = [torch.full((count,), 1000.0 * number + other) for other, count in enumerate(numbers)]
         expected = torch.cat(inputs)
-        if verb == "alltoall":
+        if collective == "alltoall":
             expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
-        call = getattr(mpi, verb)
+        call = getattr(mpi, collective)
         with monkeypatch.context() as patch:
-            if rank == (root if verb == "gather" else 0):
+            if rank == (root if collective == "gather" else 0):
                 patch.setattr(shm, "destination_for", fail_second)
             try:
-                where = (root,) if verb == "gather" else ()
+                where = (root,) if collective == "gather" else ()
                 result = call(inputs[rank], *where, backend="shm")
                 if result is not None and not torch.equal(result, expected):
                     wrong.append((number, result.unique().tolist()))
@@ -293,8 +293,8 @@ def test_kernels_among_other_transports_whatever_is_compared(stopped, agree, che
     start(slot_bytes=PAGE_SLOTS, check=check)
     size = mpi.size()
     for number_of_others in (1, 31, 32, 100):
-        for verb in VERBS:
-            call = Call(verb, 3000, number_of_others, 1)
+        for collective in COLLECTIVES:
+            call = Call(collective, 3000, number_of_others, 1)
             agree(call.fits(call.make(backend="shm")), f"{verb} after {number_of_others} others")
         for _ in range(number_of_others):
             mpi.broadcast(torch.ones(3), 0, backend="mpi")

@@ -80,7 +80,7 @@ def calls_of(inputs: list[torch.Tensor], bring) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("who", ("all", "the first", "the last", "all but the first"))
-def test_shared_tensors_in_every_verb(slots, agree, who):
+def test_shared_tensors_in_every_collective(slots, agree, who):
     rank, size = mpi.rank(), mpi.size()
     chosen = {"all": range(size), "the first": [0], "the last": [size - 1], "all but the first": range(1, size)}[who]
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
@@ -136,17 +136,17 @@ def test_a_long_broadcast_writes_what_it_should_and_nothing_else(slots, agree):
         agree(bool((around == -1.0).all()), f"beside the tensor, from {root}")
 
 
-@pytest.mark.parametrize("verb", ("allreduce", "broadcast", "reduce", "allgather"))
+@pytest.mark.parametrize("collective", ("allreduce", "broadcast", "reduce", "allgather"))
 @pytest.mark.parametrize("backend", (None, "shm"), ids=("gate", "python"))
-def test_an_interrupt_when_segments_meet_for_the_first_time_ends_the_call_everywhere(slots, agree, verb, backend):
+def test_an_interrupt_when_segments_meet_for_the_first_time_ends_the_call_everywhere(slots, agree, collective, backend):
     """A kernel had gone back to have a segment mapped; the others waited for a rank that had left the call."""
     rank, size = mpi.rank(), mpi.size()
     if size == 1:
         pytest.skip("nobody to wait for")
-    out = torch.empty(size * 9 * slots) if verb == "allgather" else None
+    out = torch.empty(size * 9 * slots) if collective == "allgather" else None
 
     def call(tensor: torch.Tensor) -> None:
-        getattr(mpi, verb)(tensor, **({"out": out} if verb == "allgather" else {}), backend=backend)
+        getattr(mpi, collective)(tensor, **({"out": out} if collective == "allgather" else {}), backend=backend)
 
     for _ in range(2):  # the gate is open now
         call(torch.ones(9 * slots))

@@ -31,12 +31,12 @@ def pool(*, shared: bool = True) -> staging.Pool:
     return staging.Pool(_PIECE_BYTES, lambda num_bytes: allocate((num_bytes,), torch.uint8), pinned=False)
 
 
-def staged(name: str, verb: str, dtype: torch.dtype, op: str | None, buffers: staging.Pool):
+def staged(name: str, collective: str, dtype: torch.dtype, op: str | None, buffers: staging.Pool):
     """The verb through a backend in pieces, as a call of the group."""
     running, group = runtime.current(), mpi.communicator(0).intra
     backend = running.selector.backends[name]
-    run = staging.Staged(verb, bind(backend, group, verb, dtype, op), group, buffers)
-    plan = Plan(verb, call_code(verb, op, info(dtype).code) | ON_DEVICE, run)
+    run = staging.Staged(collective, bind(backend, group, collective, dtype, op), group, buffers)
+    plan = Plan(collective, call_code(collective, op, info(dtype).code) | ON_DEVICE, run)
 
     def call(tensor: torch.Tensor, out: torch.Tensor | None = None, root: int = 0) -> torch.Tensor:
         return group.call(plan, tensor, out, root)
@@ -71,7 +71,7 @@ def test_pieces_have_the_bits_of_the_whole(agree, name):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_rooted_verbs_in_pieces(agree, name):
+def test_rooted_collectives_in_pieces(agree, name):
     if not usable(name):
         pytest.skip(f"{name} cannot be had here")
     rank, size = mpi.rank(), mpi.size()

@@ -109,40 +109,40 @@ def test_without_a_gpu_no_job_is_started_for_one(capsys):
 # --- workloads
 
 
-def results(works: list[Workload], verb: str, root: int) -> None:
+def results(works: list[Workload], collective: str, root: int) -> None:
     """What the verb does, without any communication."""
     sources = [work.source.clone() for work in works]
     size = len(works)
-    total = torch.stack([source.to(torch.int64) for source in sources]).sum(0) if verb in SUMS else None
+    total = torch.stack([source.to(torch.int64) for source in sources]).sum(0) if collective in SUMS else None
     for rank, work in enumerate(works):
-        if verb == "allreduce" or (verb == "reduce" and rank == root):
+        if collective == "allreduce" or (collective == "reduce" and rank == root):
             work.target.copy_(total)
-        elif verb == "broadcast":
+        elif collective == "broadcast":
             work.target.copy_(sources[root])
-        elif verb == "allgather" or (verb == "gather" and rank == root):
+        elif collective == "allgather" or (collective == "gather" and rank == root):
             work.target.copy_(torch.cat(sources))
-        elif verb == "reduce_scatter":
+        elif collective == "reduce_scatter":
             work.target.copy_(total.chunk(size)[rank])
-        elif verb == "scatter":
+        elif collective == "scatter":
             work.target.copy_(sources[root].chunk(size)[rank])
-        elif verb == "alltoall":
+        elif collective == "alltoall":
             work.target.copy_(torch.cat([source.chunk(size)[rank] for source in sources]))
 
 
 SUMS = ("allreduce", "reduce", "reduce_scatter")
 
 
-@pytest.mark.parametrize("verb", arguments.VERBS)
+@pytest.mark.parametrize("verb", arguments.COLLECTIVES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_right_results_pass_and_wrong_ones_do_not(verb, dtype, size):
-    works = [Workload(Shape(verb, dtype, 20_000), rank=rank, size=size) for rank in range(size)]
-    for root in range(size if verb in ROOTED else 1):
+def test_right_results_pass_and_wrong_ones_do_not(collective, dtype, size):
+    works = [Workload(Shape(collective, dtype, 20_000), rank=rank, size=size) for rank in range(size)]
+    for root in range(size if collective in ROOTED else 1):
         for work in works:
             work.fill()
-        results(works, verb, root)
+        results(works, collective, root)
         assert all(work.is_right(root) for work in works)
-        checked = works[root] if verb in ("reduce", "gather") else works[-1]
+        checked = works[root] if collective in ("reduce", "gather") else works[-1]
         for position in (0, checked.target.numel() // 2, -1):
             right = checked.target[position].item()
             checked.target[position] = right + 1
@@ -151,24 +151,24 @@ def test_right_results_pass_and_wrong_ones_do_not(verb, dtype, size):
 
 
 def test_nothing_done_is_wrong():
-    for verb in arguments.VERBS:
-        works = [Workload(Shape(verb, "float32", 4096), rank=rank, size=2) for rank in range(2)]
+    for collective in arguments.COLLECTIVES:
+        works = [Workload(Shape(collective, "float32", 4096), rank=rank, size=2) for rank in range(2)]
         for work in works:
             work.fill()
-        assert not all(work.is_right(0) for work in works), verb
+        assert not all(work.is_right(0) for work in works), collective
 
 
 def test_sums_are_exact_for_64_ranks_in_16_bits():
     assert 64 * 3 <= 256, "whole numbers up to here are exact in bfloat16"
 
 
-@pytest.mark.parametrize("verb", arguments.VERBS)
-def test_the_larger_tensor_has_the_size_asked_for(verb):
-    work = Workload(Shape(verb, "float32", 4096), rank=0, size=4)
+@pytest.mark.parametrize("verb", arguments.COLLECTIVES)
+def test_the_larger_tensor_has_the_size_asked_for(collective):
+    work = Workload(Shape(collective, "float32", 4096), rank=0, size=4)
     assert work.payload_bytes == 4096 == 4 * max(work.source.numel(), work.target.numel())
-    assert (work.source is work.target) == (verb in IN_PLACE)
-    tiny = Workload(Shape(verb, "float64", 4), rank=0, size=4)  # nothing is smaller than an element, or one per part
-    assert tiny.payload_bytes == (8 if verb in IN_PLACE else 32)
+    assert (work.source is work.target) == (collective in IN_PLACE)
+    tiny = Workload(Shape(collective, "float64", 4), rank=0, size=4)  # nothing is smaller than an element, or one per part
+    assert tiny.payload_bytes == (8 if collective in IN_PLACE else 32)
 
 
 def test_copy_copies_the_payload():

@@ -85,13 +85,13 @@ def test_jobs_for_each_part():
 # --- figures
 
 
-def speed(contestant: str, median: float | None, *, verb: str = ALL, num_bytes: int = 4096) -> dict:
+def speed(contestant: str, median: float | None, *, collective: str = ALL, num_bytes: int = 4096) -> dict:
     figures = {"why_not": "not today"}
     if median is not None:
         figures = {"median_us": median, "low_us": median * 0.9, "high_us": median * 1.1, "num_batches": 9,
                    "calls_per_batch": 3}  # fmt: skip
     moved = (1 if contestant == "copy" else 2) * num_bytes
-    head = {"part": "speed", "ranks": 2, "verb": verb, "dtype": "float32", "mode": "sync", "bytes": num_bytes}
+    head = {"part": "speed", "ranks": 2, "verb": collective, "dtype": "float32", "mode": "sync", "bytes": num_bytes}
     return head | {"contestant": contestant, "payload_bytes": moved} | figures
 
 

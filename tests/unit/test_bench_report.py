@@ -151,7 +151,7 @@ def test_plot_is_a_png(tmp_path):
     rows = [
         row(name, time, num_bytes=size) for size, time in ((4, 1.0), (64, 2.0)) for name in ("auto", "gloo", "copy")
     ]
-    rows += [row("auto", 3.0, ranks=4), row("auto", 3.0, verb="broadcast"), row("horovod", None)]
+    rows += [row("auto", 3.0, ranks=4), row("auto", 3.0, collective="broadcast"), row("horovod", None)]
     draw(collectives(*rows), str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -251,12 +251,12 @@ def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
 
 
 @given(
-    st.sampled_from([verb for verb in call_log.VERBS if verb != "allreduce_many"]),
+    st.sampled_from([collective for collective in call_log.COLLECTIVES if collective != "allreduce_many"]),
     st.sampled_from([*dtypes.OPS, None]),
     st.integers(0, 63),
 )
-def test_signatures_can_be_read(verb, op, root):
-    text = call_log.describe(call_log.call_code(verb, op, 1) | root << 32, (2, 3))
+def test_signatures_can_be_read(collective, op, root):
+    text = call_log.describe(call_log.call_code(collective, op, 1) | root << 32, (2, 3))
     assert text.startswith(f"{verb}(float32 [2, 3]")
     assert op is None or op in text
 

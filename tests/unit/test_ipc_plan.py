@@ -18,12 +18,12 @@ from torchmpi.backends.ipc.chunk_plan import ALIGNMENT, Await, Fill, Publish, Re
 sys.path.insert(0, str(Path(__file__).parent))
 from ipc_rig import Call, Model, Problem
 
-VERBS = ("allreduce 1", "allreduce 2", "reduce 1", "reduce 2", "broadcast", "allgather", "reduce_scatter")
+COLLECTIVES = ("allreduce 1", "allreduce 2", "reduce 1", "reduce 2", "broadcast", "allgather", "reduce_scatter")
 
 
-def make(verb: str, size: int, half: int, lengths: list[int], root: int, choice: random.Random) -> tuple[Call, list]:
+def make(collective: str, size: int, half: int, lengths: list[int], root: int, choice: random.Random) -> tuple[Call, list]:
     """A call, and what its outputs must be (None: untouched). `lengths` holds one number, or one for each rank."""
-    name, _, shots = verb.partition(" ")
+    name, _, shots = collective.partition(" ")
     if name == "allgather":
         own = lengths
     elif name == "reduce_scatter":
@@ -64,10 +64,10 @@ def make(verb: str, size: int, half: int, lengths: list[int], root: int, choice:
 def play(size: int, half: int, specifications: list, seed: int) -> None:
     choice = random.Random(seed)
     made = []
-    for verb, lengths, root in specifications:
-        if verb in ("allgather", "reduce_scatter"):
+    for collective, lengths, root in specifications:
+        if collective in ("allgather", "reduce_scatter"):
             lengths = [lengths[rank % len(lengths)] for rank in range(size)]
-        made.append(make(verb, size, half, lengths, root % size, choice))
+        made.append(make(collective, size, half, lengths, root % size, choice))
     Model(size, half, seed).play([call for call, _ in made])
     for number, ((call, expected), specification) in enumerate(zip(made, specifications, strict=True)):
         for rank in range(size):
@@ -76,7 +76,7 @@ def play(size: int, half: int, specifications: list, seed: int) -> None:
 
 LENGTH = st.one_of(st.integers(0, 5000), st.sampled_from((0, 1, 511, 512, 513, 4096)))
 LENGTHS = st.lists(LENGTH, min_size=1, max_size=9)
-SPECIFICATIONS = st.lists(st.tuples(st.sampled_from(VERBS), LENGTHS, st.integers(0, 99)), min_size=1, max_size=7)
+SPECIFICATIONS = st.lists(st.tuples(st.sampled_from(COLLECTIVES), LENGTHS, st.integers(0, 99)), min_size=1, max_size=7)
 
 
 @settings(max_examples=250, deadline=None)
@@ -86,13 +86,13 @@ def test_any_sequence_of_calls_in_any_interleaving(size, factor, specifications,
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 33, 64])
-def test_every_verb_on_many_ranks(size):
+def test_every_collective_on_many_ranks(size):
     """Three chunks of each, so that both halves are used again, or two where the model would take seconds."""
     choice = random.Random(size)
     half = size * ALIGNMENT
     least = 2 * half if size <= 16 else half
-    lengths = [[least + choice.randrange(1, 700)] for _ in VERBS[:5]] + [[700, 0, 1300], [0, 512, 1025]]
-    play(size, half, list(zip(VERBS, lengths, range(len(VERBS)), strict=True)), seed=size)
+    lengths = [[least + choice.randrange(1, 700)] for _ in COLLECTIVES[:5]] + [[700, 0, 1300], [0, 512, 1025]]
+    play(size, half, list(zip(COLLECTIVES, lengths, range(len(COLLECTIVES)), strict=True)), seed=size)
 
 
 @settings(max_examples=300, deadline=None)
@@ -157,12 +157,12 @@ BREAKAGES = {
 
 @pytest.mark.parametrize("what", BREAKAGES)
 def test_the_model_notices_a_broken_protocol(what):
-    verb, change = BREAKAGES[what]
+    collective, change = BREAKAGES[what]
     size, half = 3, 3 * ALIGNMENT
     noticed = 0
     for seed in range(20):
-        lengths = [half] * size if verb in ("allgather", "reduce_scatter") else [7 * half]
-        call, expected = make(verb, size, half, lengths, 0, random.Random(seed))
+        lengths = [half] * size if collective in ("allgather", "reduce_scatter") else [7 * half]
+        call, expected = make(collective, size, half, lengths, 0, random.Random(seed))
         calls = [call._replace(chunks=[broken(steps, change) for steps in call.chunks])] * 5
         try:
             Model(size, half, seed).play(calls)

@@ -57,7 +57,7 @@ def test_a_limit_changes_what_is_below_and_nothing_above(given_entries, up_to_by
 
 
 @pytest.mark.parametrize(
-    ("verb", "wrong", "reason"),
+    ("collective", "wrong", "reason"),
     [
         ("allreduce", [], "must end with"),
         ("allreduce", [(64, "mpi")], "must end with"),
@@ -70,9 +70,9 @@ def test_a_limit_changes_what_is_below_and_nothing_above(given_entries, up_to_by
         ("allreduce", [(64, "mpi"), (None, HIERARCHICAL)], "bits of a sum"),
     ],
 )
-def test_wrong_rules_are_refused_with_the_reason(verb, wrong, reason):
+def test_wrong_rules_are_refused_with_the_reason(collective, wrong, reason):
     with pytest.raises(errors.ArgumentError, match=reason):
-        checked(Key(verb, "cpu", "hosts", "sync"), wrong)
+        checked(Key(collective, "cpu", "hosts", "sync"), wrong)
 
 
 def test_what_adds_nothing_may_go_in_steps_from_some_size_on():
@@ -94,7 +94,7 @@ def test_sizes_are_printed_as_people_write_them():
     ]  # fmt: skip
 
 
-def test_the_table_has_one_line_per_verb_and_span():
+def test_the_table_has_one_line_per_collective_and_span():
     table = Table({key: ((None, "mpi"),) for key in keys()})
     assert len(str(table).splitlines()) == 27
     assert len(table.text(["host"]).splitlines()) == 9
@@ -129,7 +129,7 @@ EVERYTHING = {"mpi", "shm", "p2p", HIERARCHICAL}
 
 
 @pytest.mark.parametrize(
-    ("verb", "span", "able", "options", "expected"),
+    ("collective", "span", "able", "options", "expected"),
     [
         ("allreduce", "host", {"nccl", "ipc"}, {}, "nccl"),
         ("allreduce", "host", {"ipc"}, {"aware": True}, "ipc"),
@@ -141,8 +141,8 @@ EVERYTHING = {"mpi", "shm", "p2p", HIERARCHICAL}
         ("allreduce", "host", {"ipc"}, {"forced": "nccl"}, "ipc"),
     ],
 )
-def test_the_default_for_tensors_on_a_gpu(verb, span, able, options, expected):
-    key, can = Key(verb, "cuda", span, "sync"), (EVERYTHING | able).__contains__
+def test_the_default_for_tensors_on_a_gpu(collective, span, able, options, expected):
+    key, can = Key(collective, "cuda", span, "sync"), (EVERYTHING | able).__contains__
     assert default_transport(key, can, **options) == expected
 
 
@@ -160,16 +160,16 @@ def test_what_is_staged_between_many_hosts_goes_the_long_way_too():
 class Able:
     """Says what a backend of its reach would."""
 
-    def __init__(self, name, *, spans=selection_table.SPANS, verbs=selection_table.VERBS, devices=("cpu",)):
+    def __init__(self, name, *, spans=selection_table.SPANS, verbs=selection_table.COLLECTIVES, devices=("cpu",)):
         self.name, self.spans, self.verbs, self.devices = name, spans, verbs, devices
 
     def takes(self, device_type):
         return device_type == "cpu"
 
-    def why_not(self, verb, device_type, group=None):
+    def why_not(self, collective, device_type, group=None):
         if device_type not in self.devices:
             return f"no {device_type} here"
-        if verb not in self.verbs:
+        if collective not in self.verbs:
             return f"it has no {verb}"
         span = None if group is None else selection_table.span_of(group)
         return None if span is None or span in self.spans else "its ranks are on several hosts"
@@ -194,8 +194,8 @@ def job(*hosts, backends=None, **settings):
     return selector, world, group
 
 
-def chosen(selector, verb, group, **options):
-    return [(limit, backend.name) for limit, backend in selector.select(verb, "cpu", group, **options)]
+def chosen(selector, collective, group, **options):
+    return [(limit, backend.name) for limit, backend in selector.select(collective, "cpu", group, **options)]
 
 
 def test_each_group_gets_what_reaches_it():
@@ -290,7 +290,7 @@ def test_where_a_group_cannot_have_what_the_table_says_it_gets_its_default():
     selector, world, group = job(0, 0, 1, 1, backends=[Able("mpi"), Able("p2p"), steps])
     assert chosen(selector, "allreduce", world) == [(None, HIERARCHICAL)]
     crowded = group(0, 1, 2)
-    steps.why_not = lambda verb, device, asked=None: "no room" if asked is crowded else None
+    steps.why_not = lambda collective, device, asked=None: "no room" if asked is crowded else None
     assert chosen(selector, "allreduce", crowded) == [(None, "mpi")]
     selector.set("allreduce", "p2p", span="across")
     assert chosen(selector, "allreduce", group(0, 2)) == [(None, "p2p")]
@@ -306,12 +306,12 @@ class OnDevice(Able):
     def takes(self, device_type):
         return device_type == "cuda"
 
-    def why_not(self, verb, device_type, group=None):
-        reason = super().why_not(verb, device_type)
+    def why_not(self, collective, device_type, group=None):
+        reason = super().why_not(collective, device_type)
         is_apart = group is not None and not set(group.world_ranks) <= set(self.ranks)
         return reason or ("ranks share a GPU" if is_apart else None)
 
-    def lacks(self, verb, dtype, op):
+    def lacks(self, collective, dtype, op):
         return None if op is None or op in self.ops else f"it has no {op}"
 
 

@@ -98,12 +98,12 @@ class World:
                     if member.inter is not None:
                         self.groups[rank][level, "inter"] = tuple(parent[i] for i in member.inter)
 
-    def plan(self, verb: splits.Verb, root: int = 0) -> list[tuple[Step, ...]]:
-        return [steps_for(verb, rank, own, root=root) for rank, own in enumerate(self.splits)]
+    def plan(self, collective: splits.CollectiveName, root: int = 0) -> list[tuple[Step, ...]]:
+        return [steps_for(collective, rank, own, root=root) for rank, own in enumerate(self.splits)]
 
-    def run(self, verb: splits.Verb, values: list[object], root: int = 0) -> list[object]:
+    def run(self, collective: splits.CollectiveName, values: list[object], root: int = 0) -> list[object]:
         """Execute the plan; a step runs once all members of its group stand before that same step."""
-        plan = [list(steps) for steps in self.plan(verb, root)]
+        plan = [list(steps) for steps in self.plan(collective, root)]
         ready = list(range(len(plan)))
         while ready:
             rank = ready.pop()
@@ -130,18 +130,18 @@ def contribution(rank: int) -> int:
 
 def execute(step: Step, group: Group, values: list[object]) -> None:
     assert len(group) > 1, "a step with nobody to talk to"
-    assert (step.root is not None) == (step.verb in ("reduce", "broadcast"))
-    if step.verb == "broadcast":
+    assert (step.root is not None) == (step.collective in ("reduce", "broadcast"))
+    if step.collective == "broadcast":
         for rank in group:
             values[rank] = values[group[step.root]]
-    elif step.verb == "barrier":
+    elif step.collective == "barrier":
         arrived = reduce(or_, (values[rank] for rank in group))
         for rank in group:
             values[rank] = arrived
     else:
         total = sum(values[rank] for rank in group)
         for rank in group:
-            if step.verb == "allreduce":
+            if step.collective == "allreduce":
                 values[rank] = total
             else:
                 values[rank] = total if rank == group[step.root] else None  # using it again would fail
@@ -203,25 +203,25 @@ def test_a_grid_takes_two_steps_and_a_tree_three() -> None:
     keys = [rank // 4 for rank in range(16)]
     for cartesian, num_steps in ((True, 2), (False, 3)):
         world = World([keys], [cartesian])
-        for verb in ("allreduce", "barrier"):
-            assert len(world.plan(verb)[0]) == num_steps
+        for collective in ("allreduce", "barrier"):
+            assert len(world.plan(collective)[0]) == num_steps
         for root in range(16):  # no hand-over, wherever the root is
-            for verb in ("reduce", "broadcast"):
-                assert max(len(steps) for steps in world.plan(verb, root)) == 2
+            for collective in ("reduce", "broadcast"):
+                assert max(len(steps) for steps in world.plan(collective, root)) == 2
 
 
 def test_the_simulation_notices_a_wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World([[0, 0, 1, 1]], [False])
     right = world.plan("allreduce")
-    monkeypatch.setattr(world, "plan", lambda verb, root: [steps[:-1] for steps in right])
+    monkeypatch.setattr(world, "plan", lambda collective, root: [steps[:-1] for steps in right])
     each = [contribution(rank) for rank in range(4)]
     assert world.run("allreduce", list(each)) != [sum(each)] * 4
-    monkeypatch.setattr(world, "plan", lambda verb, root: [right[0][::-1], *right[1:]])
+    monkeypatch.setattr(world, "plan", lambda collective, root: [right[0][::-1], *right[1:]])
     with pytest.raises(AssertionError, match="deadlock"):
         world.run("allreduce", list(each))
 
 
-def test_unknown_verb_is_refused() -> None:
+def test_unknown_collective_is_refused() -> None:
     with pytest.raises(TorchMPIError, match="alltoall"):
         steps_for("alltoall", 0, [])  # type: ignore[arg-type]
 

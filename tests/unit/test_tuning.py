@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi.backends import saved_tables
-from torchmpi.backends.selection_table import BY_SIZE, HIERARCHICAL, REDUCING, VERBS, Key, Table, at, checked, keys
+from torchmpi.backends.selection_table import BY_SIZE, HIERARCHICAL, REDUCING, COLLECTIVES, Key, Table, at, checked, keys
 from torchmpi.collectives.tuning.decision import best, decide, speedup
 
 MPI = ((None, "mpi"),)
@@ -68,7 +68,7 @@ def test_without_measurements_nothing_changes():
     assert decide("allreduce", {}, {"sync": MPI}) == {"sync": MPI}
 
 
-def test_verbs_with_uneven_lengths_get_one_transport():
+def test_collectives_with_uneven_lengths_get_one_transport():
     sizes = {64: steady(mpi=1.0, shm=2.0), 4096: steady(mpi=4.0, shm=1.0), 1 << 20: steady(mpi=4.0, shm=1.0)}
     assert decide("allgather", {"sync": sizes}, {"sync": MPI})["sync"] == ((None, "shm"),)
 
@@ -96,15 +96,15 @@ samples = st.dictionaries(st.sampled_from(["mpi", "p2p", HIERARCHICAL]), times, 
 
 
 @given(
-    st.sampled_from(VERBS),
+    st.sampled_from(COLLECTIVES),
     st.lists(st.integers(1, 1 << 30), min_size=1, max_size=4, unique=True).flatmap(
         lambda sizes: st.fixed_dictionaries({size: samples for size in sizes})
     ),
 )
-def test_decisions_are_valid_rules(verb, sizes):
-    for mode, rule in decide(verb, {"sync": sizes}, {"sync": MPI, "async": MPI}).items():
-        assert checked(Key(verb, "cpu", "hosts", mode), rule) == rule
-        if verb in BY_SIZE and verb not in REDUCING:
+def test_decisions_are_valid_rules(collective, sizes):
+    for mode, rule in decide(collective, {"sync": sizes}, {"sync": MPI, "async": MPI}).items():
+        assert checked(Key(collective, "cpu", "hosts", mode), rule) == rule
+        if collective in BY_SIZE and collective not in REDUCING:
             for size in sizes:
                 assert at(rule, size) in ("mpi", best([sizes[size]], "mpi"))
 
@@ -161,7 +161,7 @@ def first_row(content):
         (damage(lambda content: [1, 2]), "not a file of this version"),
         (damage(lambda content: content | {"format": 99}), "not a file of this version"),
         (damage(lambda content: content | {"entries": 5}), "no list of entries"),
-        (damage(lambda content: first_row(content).update(verb="sing") or content), "damaged"),
+        (damage(lambda content: first_row(content).update(collective="sing") or content), "damaged"),
         (damage(lambda content: first_row(content).update(rule=[[5, "mpi"]]) or content), "damaged"),
         (damage(lambda content: first_row(content).update(rule=7) or content), "damaged"),
         (damage(lambda content: first_row(content).pop("span") and content), "damaged"),

@@ -11,13 +11,13 @@ from torchmpi.backends.hierarchical import steps
 from torchmpi.communicators import splits
 
 
-def carry_out(verb: str, split: splits.Split, root: int) -> list[str]:
+def carry_out(collective: str, split: splits.Split, root: int) -> list[str]:
     """Run the steps of all ranks on strings that tell how they were added."""
     size = len(split.members)
     values = [str(rank) for rank in range(size)]
     plans = [
         splits.reduce_group_by_group(rank, split, root)
-        if verb == "reduce"
+        if collective == "reduce"
         else splits.steps_for("allreduce", rank, [split])
         for rank in range(size)
     ]
@@ -33,9 +33,9 @@ def carry_out(verb: str, split: splits.Split, root: int) -> list[str]:
             if all(done[other] < len(plans[other]) and plans[other][done[other]] == step for other in group):
                 total = "(" + "+".join(values[other] for other in group) + ")"
                 for place, other in enumerate(group):
-                    if step.verb == "broadcast":
+                    if step.collective == "broadcast":
                         values[other] = values[group[step.root or 0]]
-                    elif step.verb == "allreduce" or place == step.root:
+                    elif step.collective == "allreduce" or place == step.root:
                         values[other] = total
                     else:
                         values[other] = "nothing useful"
@@ -60,7 +60,7 @@ def test_reduce_adds_as_allreduce_does(size: int) -> None:
 def test_on_a_grid_nothing_is_handed_over() -> None:
     split = splits.plan_split("abab", cartesian=True)
     for root, rank in itertools.product(range(4), repeat=2):
-        verbs = [step.verb for step in splits.reduce_group_by_group(rank, split, root)]
+        verbs = [step.collective for step in splits.reduce_group_by_group(rank, split, root)]
         assert set(verbs) == {"reduce"} and len(verbs) <= 2
 
 

@@ -30,20 +30,20 @@ class Backend(Protocol):
     def takes(self, device_type: str) -> bool:
         """Whether tensors of this device are handed over as they are; others are staged through the host."""
 
-    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
+    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
         """None if the verb can run on such tensors, staged or not, or the reason why it cannot.
 
         With a group: whether it can among these ranks; the answer must be the same on all of them, without asking them.
         Without: whether it can among any.
         """
 
-    def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb for repeated use on a group."""
 
 
-def bind(backend: Backend, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+def bind(backend: Backend, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
     """A verb on a group, which shows the others what it is if the backend itself does not."""
-    operation = backend.bind(group, verb, dtype, op)
+    operation = backend.bind(group, collective, dtype, op)
     return operation if backend.announces else announced(group, operation)
 
 

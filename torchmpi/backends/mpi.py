@@ -43,25 +43,25 @@ class MPIBackend:
         """Host memory always; device memory if the library says so."""
         return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware)
 
-    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
+    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
         """It has every verb; CUDA tensors are staged if need be."""
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
         return None
 
-    def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb on a group."""
-        if verb not in _REDUCTIONS:
-            operation: Operation = getattr(Movement(group, self.config.message_bytes), verb)
+        if collective not in _REDUCTIONS:
+            operation: Operation = getattr(Movement(group, self.config.message_bytes), collective)
             return operation
         assert dtype is not None and op is not None
         if dtypes.may_use_mpi(dtype, op, group.size):
             reduction: Any = NativeReduction(group, dtype, op, self.config)
         else:
             reduction = OrderedReduction(group, dtype, op, pipeline_bytes=self.config.pipeline_bytes)
-        if verb == "reduce_scatter":
+        if collective == "reduce_scatter":
             return ReduceScatter(group, reduction).run
-        bound: Operation = getattr(reduction, verb)
+        bound: Operation = getattr(reduction, collective)
         return bound if reduction.is_all_mpi else _outside_autograd(bound)
 
 

@@ -59,24 +59,24 @@ class P2PBackend:
         """Host memory; what is on a device is staged."""
         return device_type == "cpu"
 
-    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
+    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
         """It has the verbs that training needs between hosts; CUDA tensors are staged."""
-        if verb not in _REDUCTIONS + _MOVEMENTS:
+        if collective not in _REDUCTIONS + _MOVEMENTS:
             return f"it has no {verb}, only {', '.join(_REDUCTIONS + _MOVEMENTS)}"
-        if verb in _REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
+        if collective in _REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
             return "its reductions are compiled by llvmlite (a part of numba), which is not installed"
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
         return None
 
-    def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb on a group."""
-        if verb in _MOVEMENTS:
-            operation: Operation = getattr(DirectMovement(group, self.config.message_bytes), verb)
+        if collective in _MOVEMENTS:
+            operation: Operation = getattr(DirectMovement(group, self.config.message_bytes), collective)
             return operation
         assert dtype is not None and op is not None
         direct = DirectReduction(group, dtype, op, self.config)
-        bound: Operation = ReduceScatter(group, direct).run if verb == "reduce_scatter" else getattr(direct, verb)
+        bound: Operation = ReduceScatter(group, direct).run if collective == "reduce_scatter" else getattr(direct, collective)
         return bound
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 
-VERBS = (
+COLLECTIVES = (
     "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
@@ -37,28 +37,28 @@ Rule = tuple[tuple[int | None, str], ...]
 class Key(NamedTuple):
     """What a rule is for."""
 
-    verb: str
+    collective: str
     device: str
     span: str
     mode: str
 
 
 def keys(
-    verb: str | None = None, device: str | None = None, span: str | None = None, mode: str | None = None
+    collective: str | None = None, device: str | None = None, span: str | None = None, mode: str | None = None
 ) -> Iterator[Key]:
     """All keys there are, or those with the given parts.
 
     >>> list(keys("barrier", "cpu", "host"))
     [Key(verb='barrier', device='cpu', span='host', mode='sync')]
     """
-    wanted = {"verb": (verb, VERBS), "device": (device, DEVICES), "span": (span, SPANS), "mode": (mode, MODES)}
+    wanted = {"verb": (collective, COLLECTIVES), "device": (device, DEVICES), "span": (span, SPANS), "mode": (mode, MODES)}
     for name, (part, known) in wanted.items():
         if part is not None and part not in known:
             raise ArgumentError(f"{name}={part!r} is unknown. Use one of: {', '.join(known)}.")
     for found in product(*([part] if part is not None else known for part, known in wanted.values())):
         key = Key(*found)
-        is_known = key.device == "cpu" or key.verb not in OF_THE_HOST
-        if is_known and (key.verb != "barrier" or key.mode == "sync"):  # there is no barrier_async()
+        is_known = key.device == "cpu" or key.collective not in OF_THE_HOST
+        if is_known and (key.collective != "barrier" or key.mode == "sync"):  # there is no barrier_async()
             yield key
 
 
@@ -134,7 +134,7 @@ def default_rule(
     """
     transport = default_transport(key, can, forced=forced, hierarchical=hierarchical, aware=aware)
     is_staged = device_transport(key, can, forced=forced, aware=aware) is None
-    is_long_way = key.span == "across" and is_staged and key.verb in REDUCING and num_hosts > 2
+    is_long_way = key.span == "across" and is_staged and key.collective in REDUCING and num_hosts > 2
     if is_long_way and forced == "auto" and can("p2p"):
         return ((_SHORT_BYTES, transport), (None, "p2p"))
     return ((None, transport),)
@@ -142,7 +142,7 @@ def default_rule(
 
 def is_all_or_nothing(key: Key, rule: Rule) -> bool:
     """Whether a rule may not be changed for some sizes only: see `checked`."""
-    return key.verb in REDUCING and any(transport == HIERARCHICAL for _, transport in rule)
+    return key.collective in REDUCING and any(transport == HIERARCHICAL for _, transport in rule)
 
 
 def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
@@ -161,7 +161,7 @@ def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
         raise ArgumentError(f"{rule}: sizes are whole numbers of bytes above 0; only the last one is None.")
     if limits != sorted(set(limits)):  # type: ignore[type-var]
         raise ArgumentError(f"{rule}: the sizes must increase.")
-    if len(rule) > 1 and key.verb not in BY_SIZE:
+    if len(rule) > 1 and key.collective not in BY_SIZE:
         raise ArgumentError(
             f"{key.verb} takes one transport for all sizes, since its ranks may differ in length; by size go "
             f"{', '.join(BY_SIZE)}."
@@ -226,11 +226,11 @@ def format_rule(rule: Rule) -> str:
 class Table(dict[Key, Rule]):
     """A rule for every key. Printed, it has one line per verb and span."""
 
-    def variants(self, verb: str, span: str) -> str:
+    def variants(self, collective: str, span: str) -> str:
         """The rules of a verb and span in words: one where all are the same, else by device and mode."""
         texts: dict[str, str] = {}
         for device in DEVICES:
-            modes = {key.mode: format_rule(self[key]) for key in keys(verb, device, span) if key in self}
+            modes = {key.mode: format_rule(self[key]) for key in keys(collective, device, span) if key in self}
             if len(set(modes.values())) == 1:
                 texts[device] = next(iter(modes.values()))
             else:
@@ -241,8 +241,8 @@ class Table(dict[Key, Rule]):
 
     def text(self, spans: Sequence[str] = SPANS) -> str:
         """The lines of some spans."""
-        known = dict.fromkeys((key.verb, key.span) for key in self if key.span in spans)
-        return "\n".join(f"{verb:14} {span:6}  {self.variants(verb, span)}" for verb, span in known)
+        known = dict.fromkeys((key.collective, key.span) for key in self if key.span in spans)
+        return "\n".join(f"{verb:14} {span:6}  {self.variants(verb, span)}" for collective, span in known)
 
     def __str__(self) -> str:
         return self.text()

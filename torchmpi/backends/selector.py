@@ -40,9 +40,9 @@ class Availability(dict[tuple[str, str, str, str], str]):
 
     def __str__(self) -> str:
         lines: dict[tuple[str, str, str], list[str]] = {}
-        for (backend, verb, device, mode), verdict in self.items():
+        for (backend, collective, device, mode), verdict in self.items():
             verbs = lines.setdefault((backend, device, verdict), [])
-            entry = verb if mode == "sync" else f"{verb}_async"
+            entry = collective if mode == "sync" else f"{verb}_async"
             verbs.append(entry)
         width = max(len(backend) for backend, *_ in self)
         return "\n".join(
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
 class Call(NamedTuple):
     """What a backend is asked for."""
 
-    verb: str
+    collective: str
     device_type: str
     dtype: torch.dtype | None = None
     op: str | None = None
@@ -84,7 +84,7 @@ class Selector:
 
     def choose(
         self,
-        verb: str,
+        collective: str,
         device_type: str,
         name: str,
         group: Any,
@@ -93,7 +93,7 @@ class Selector:
         op: str | None = None,
     ) -> Backend:
         """The backend of this name, or a refusal with the reason."""
-        call, where = Call(verb, device_type, dtype, op), f"{group.where}: {verb}: backend={name!r}"
+        call, where = Call(collective, device_type, dtype, op), f"{group.where}: {verb}: backend={name!r}"
         self._check_known(name, where)
         reason = self._why_not(name, call, group)
         if reason is not None:
@@ -105,7 +105,7 @@ class Selector:
 
     def select(
         self,
-        verb: str,
+        collective: str,
         device_type: str,
         group: Any,
         *,
@@ -118,12 +118,12 @@ class Selector:
 
         Where the table names a transport that cannot take such a call on this group, the default takes its place.
         """
-        call = Call(verb, device_type, dtype, op)
+        call = Call(collective, device_type, dtype, op)
         if wanted is not None:
-            return [Choice(None, self.choose(verb, device_type, wanted, group, dtype=dtype, op=op))]
-        key = Key(verb, "cpu" if verb in selection_table.OF_THE_HOST else device_type, span_of(group), mode)
+            return [Choice(None, self.choose(collective, device_type, wanted, group, dtype=dtype, op=op))]
+        key = Key(collective, "cpu" if collective in selection_table.OF_THE_HOST else device_type, span_of(group), mode)
         if key not in self.table:  # nothing takes such tensors here: refused with the reason
-            return [Choice(None, self.choose(verb, device_type, "mpi", group))]
+            return [Choice(None, self.choose(collective, device_type, "mpi", group))]
 
         def can(name: str) -> bool:
             return self._why_not(name, call, group) is None
@@ -148,7 +148,7 @@ class Selector:
     def bind(
         self,
         group: Any,
-        verb: str,
+        collective: str,
         dtype: torch.dtype | None,
         op: str | None,
         *,
@@ -157,18 +157,18 @@ class Selector:
         mode: str = "sync",
     ) -> Operation:
         """A verb on a group, ready to run on plain tensors: a step of something larger, as :meth:`select` has it."""
-        choices = self.select(verb, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
-        return by_size([(limit, bind(backend, group, verb, dtype, op)) for limit, backend in choices], dtype)
+        choices = self.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
+        return by_size([(limit, bind(backend, group, collective, dtype, op)) for limit, backend in choices], dtype)
 
     def _why_not(self, name: str, call: Call, group: Any) -> str | None:
         if name not in self.backends:
             return "it is not part of this version"
         backend = self.backends[name]
-        reason = backend.why_not(call.verb, call.device_type, group)
+        reason = backend.why_not(call.collective, call.device_type, group)
         lacks = getattr(backend, "lacks", None)
         if reason is not None or lacks is None:
             return reason
-        what: str | None = lacks(call.verb, call.dtype, call.op)
+        what: str | None = lacks(call.collective, call.dtype, call.op)
         return what
 
     @property
@@ -189,7 +189,7 @@ class Selector:
 
     def set(
         self,
-        verb: str,
+        collective: str,
         backend: str,
         *,
         device: str | None = "cpu",
@@ -199,14 +199,14 @@ class Selector:
     ) -> None:
         """Change the rules of a verb; see :class:`torchmpi.session.api.CollectiveSelector`."""
         changed = Table()
-        for key in self._keys(verb, device, span, mode):
+        for key in self._keys(collective, device, span, mode):
             if (span is None or device is None) and not self._is_possible(key, backend):
                 continue  # wherever the backend reaches
             if span is None and up_to_bytes is not None and is_all_or_nothing(key, self.table[key]):
                 continue  # and wherever sizes may differ in their transport
             changed[key] = self._changed_rule(key, backend, up_to_bytes)
         if not changed:
-            self._check_possible(self._keys(verb, device, span, mode)[0], backend)
+            self._check_possible(self._keys(collective, device, span, mode)[0], backend)
         self._change(changed)
 
     def _changed_rule(self, key: Key, backend: str, up_to_bytes: int | None) -> Rule:
@@ -255,8 +255,8 @@ class Selector:
         with _about(f"{self._world.where}: collective_selector"):
             found = list(keys(*parts))
             if not found:
-                verb, device, *_ = parts
-                if verb in selection_table.OF_THE_HOST and device == "cuda":
+                collective, device, *_ = parts
+                if collective in selection_table.OF_THE_HOST and device == "cuda":
                     raise ArgumentError(f"{verb} goes by the rules of device 'cpu' wherever its tensor is: set those.")
                 raise ArgumentError("barrier has the mode 'sync' only.")
             return found
@@ -296,7 +296,7 @@ class Selector:
         if name not in self.backends:
             return "it is not part of this version"
         among = self._world if span_of(self._world) == key.span else None
-        return selection_table.out_of_reach(name, key.span) or self.backends[name].why_not(key.verb, key.device, among)
+        return selection_table.out_of_reach(name, key.span) or self.backends[name].why_not(key.collective, key.device, among)
 
     def _is_possible(self, key: Key, name: str) -> bool:
         return self.reason_against(key, name) is None
@@ -342,19 +342,19 @@ class Selector:
         table = Availability()
         for name in dict.fromkeys((*NAMES, *self.backends)):
             for device in selection_table.DEVICES:
-                for verb in selection_table.VERBS:
-                    verdict = self._verdict(name, verb, device)
+                for collective in selection_table.COLLECTIVES:
+                    verdict = self._verdict(name, collective, device)
                     for mode in selection_table.MODES:
-                        if verb != "barrier" or mode == "sync":
-                            table[name, verb, device, mode] = verdict
+                        if collective != "barrier" or mode == "sync":
+                            table[name, collective, device, mode] = verdict
         return table
 
-    def _verdict(self, name: str, verb: str, device: str) -> str:
+    def _verdict(self, name: str, collective: str, device: str) -> str:
         if name not in self.backends:
             return "unimplemented"
         widest = span_of(self._world)
         spans = ("host", "hosts") if widest == "hosts" else (widest,)
-        reasons = {span: self.reason_against(Key(verb, device, span, "sync"), name) for span in spans}
+        reasons = {span: self.reason_against(Key(collective, device, span, "sync"), name) for span in spans}
         able = [span for span, reason in reasons.items() if reason is None]
         against = reasons[widest]
         if len(able) == len(reasons):

@@ -66,7 +66,7 @@ class SharedMemoryBackend:
         """Host memory."""
         return device_type == "cpu"
 
-    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
+    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
         """It has every verb, among ranks that share memory."""
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
@@ -76,19 +76,19 @@ class SharedMemoryBackend:
             return "its ranks are on several hosts" if len(group.hosts) > 1 else "its ranks could not share memory"
         return None
 
-    def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb on a group."""
         with group.binding:
             if group.shared is None:
                 group.shared = SharedGroup(group, self.heap)
-        kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(verb, Movement)
+        kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(collective, Movement)
         calls = kind(group, self.kernels, dtype, op)
-        operation: Operation = getattr(calls, verb)
-        if verb != "barrier":
+        operation: Operation = getattr(calls, collective)
+        if collective != "barrier":
             operation = _or_abort(operation, group.shared)
-        if verb not in fast_path.VERBS or dtype is None:
+        if collective not in fast_path.COLLECTIVES or dtype is None:
             return operation
-        return Entered(calls, verb, call_code(verb, op, dtypes.info(dtype).code if verb != "scatter" else 0), operation)
+        return Entered(calls, collective, call_code(collective, op, dtypes.info(dtype).code if collective != "scatter" else 0), operation)
 
 
 def _or_abort(operation: Operation, shared: SharedGroup) -> Operation:
@@ -232,9 +232,9 @@ class Reduction(Calls):
 class Entered:
     """An operation that can also be entered through a gate (see :mod:`torchmpi.shared_memory.fast_path`)."""
 
-    def __init__(self, calls: Calls, verb: str, code: int, operation: Operation) -> None:
+    def __init__(self, calls: Calls, collective: str, code: int, operation: Operation) -> None:
         self._calls, self._code, self._operation = calls, code, operation
-        self._is_rooted = verb in ("broadcast", "reduce", "gather", "scatter")
+        self._is_rooted = collective in ("broadcast", "reduce", "gather", "scatter")
         many: Operation | None = getattr(calls, f"{verb}_many", None)
         self.many = None if many is None else _or_abort(many, calls.shared)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import collectives
-from ..backends.selection_table import VERBS, Table
+from ..backends.selection_table import COLLECTIVES, Table
 from ..backends.selector import Availability
 from ..config import PREFIX, Config
 from ..errors import ConfigError, LaunchError, MissingMPIError, TorchMPIError
@@ -119,8 +119,8 @@ def backends(availability: Availability) -> list[dict[str, Any]]:
     [{'backend': 'mpi', 'device': 'cpu', 'verdict': 'available', 'verbs': ['reduce_async']}]
     """
     grouped: dict[tuple[str, str, str], list[str]] = {}
-    for (backend, verb, device, mode), verdict in availability.items():
-        grouped.setdefault((backend, device, verdict), []).append(verb if mode == "sync" else f"{verb}_async")
+    for (backend, collective, device, mode), verdict in availability.items():
+        grouped.setdefault((backend, device, verdict), []).append(collective if mode == "sync" else f"{verb}_async")
     return [
         {"backend": backend, "device": device, "verdict": verdict, "verbs": verbs}
         for (backend, device, verdict), verbs in grouped.items()
@@ -136,9 +136,9 @@ def transports(table: Table, spans: Sequence[str]) -> list[dict[str, Any]]:
     """
     grouped: dict[tuple[str, str], list[str]] = {}
     for span in spans:
-        for verb in VERBS:
-            if any((key.verb, key.span) == (verb, span) for key in table):
-                grouped.setdefault((span, table.variants(verb, span)), []).append(verb)
+        for collective in COLLECTIVES:
+            if any((key.collective, key.span) == (collective, span) for key in table):
+                grouped.setdefault((span, table.variants(collective, span)), []).append(collective)
     return [{"span": span, "transport": text, "verbs": verbs} for (span, text), verbs in grouped.items()]
 
 
@@ -241,6 +241,6 @@ def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
 def _transport_section(entries: list[dict[str, Any]], *, is_tuned: bool) -> list[str]:
     lines = [("table", "measured by autotune()" if is_tuned else "default")]
     for entry in entries:
-        verbs = "all verbs" if len(entry["verbs"]) == len(VERBS) else ", ".join(entry["verbs"])
+        verbs = "all verbs" if len(entry["verbs"]) == len(COLLECTIVES) else ", ".join(entry["verbs"])
         lines.append((entry["span"], f"{verbs}: {entry['transport']}"))
     return section("transports", lines)

@@ -41,27 +41,27 @@ def is_simple(tensor: Any) -> bool:
     )
 
 
-def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: tuple[Comm, str | None]) -> Any:
+def _simple(collective: str, tensor: Any, out: Any, root: Any, op: str | None, where: tuple[Comm, str | None]) -> Any:
     """A call like one before, on simple tensors: the short way past all checks. _OTHERWISE if it is not that."""
     comm, backend = where
     if is_simple(tensor):
         dtype = tensor.dtype
-    elif tensor is None and verb == "scatter" and (out is None or (is_simple(out) and not out.dtype.is_complex)):
+    elif tensor is None and collective == "scatter" and (out is None or (is_simple(out) and not out.dtype.is_complex)):
         dtype = None
     else:
         return _OTHERWISE
     group = runtime.communicator(comm).intra
-    plan = group.plans.get((verb, op, dtype, backend))
+    plan = group.plans.get((collective, op, dtype, backend))
     if plan is None or type(root) is not int or not 0 <= root < group.size or (dtype is None and root == group.rank):
         return _OTHERWISE
-    if verb in fast_path.VERBS and backend is None and (comm is None or type(comm) is Communicator):
-        _cache_call(group, verb, (tensor, out, root), op, comm)
+    if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) is Communicator):
+        _cache_call(group, collective, (tensor, out, root), op, comm)
     if out is None:
         result = group.call(plan, tensor, None, root)
         if result is tensor:
             buffers.touch(tensor)
         return result
-    if tensor is not None and not _is_apart(out, tensor, verb):
+    if tensor is not None and not _is_apart(out, tensor, collective):
         return _OTHERWISE
     result = group.call(plan, tensor, out, root)
     if result is None:  # gathered by another rank
@@ -75,16 +75,16 @@ def _simple(verb: str, tensor: Any, out: Any, root: Any, op: str | None, where: 
 _OTHERWISE = object()
 
 
-def _is_apart(out: Any, tensor: _Tensor, verb: str) -> bool:
+def _is_apart(out: Any, tensor: _Tensor, collective: str) -> bool:
     """Whether this is as simple a place for the result, which has no memory in common with the tensor."""
     is_like_it = is_simple(out) and out.dtype is tensor.dtype
-    return is_like_it and verb not in prepared.IN_PLACE and not buffers.overlap(out, tensor)
+    return is_like_it and collective not in prepared.IN_PLACE and not buffers.overlap(out, tensor)
 
 
-def _cache_call(group: Group, verb: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
+def _cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
     """Let the next call like this one go past Python, if there is a gate for what this rank does in it."""
     tensor, out, root = arguments
-    which, is_root, given = verb, group.rank == root, out if tensor is None else tensor
+    which, is_root, given = collective, group.rank == root, out if tensor is None else tensor
     if which == "gather" and not is_root:
         which = "give"
     elif which == "scatter" and tensor is None:
@@ -94,10 +94,10 @@ def _cache_call(group: Group, verb: str, arguments: tuple[Any, Any, int], op: st
     if which == "scatter" and not is_root:  # what it has passed is of no concern
         return
     name = root if op is None else fast_path.joint_key(op, root) if which == "reduce" else op, given.dtype, comm
-    key = verb, op, given.dtype, None
+    key = collective, op, given.dtype, None
     if which == "receive" and key not in group.plans:  # the plan of a call with None knows of no dtype
         try:
-            plan_for(runtime.communicator(comm), (verb, op, given.dtype, "cpu", False, None, False))
+            plan_for(runtime.communicator(comm), (collective, op, given.dtype, "cpu", False, None, False))
         except DtypeError:  # to be refused when the call has ended on all ranks
             return
     plan = group.plans.get(key)
@@ -113,7 +113,7 @@ def _cached_call(group: Group, plan: prepared.Plan, root: int, comm: Comm, key: 
 
 
 def call(
-    verb: str,
+    collective: str,
     tensor: Any,
     out: _Tensor | None,
     *,
@@ -126,7 +126,7 @@ def call(
 ) -> Any:
     """`packed`: the shapes of what a flat tensor carries, always asynchronous."""
     if not (asynchronous or packed):
-        result = _simple(verb, tensor, out, root, op, (comm, backend))
+        result = _simple(collective, tensor, out, root, op, (comm, backend))
         if result is not _OTHERWISE:
             return result
     communicator = runtime.communicator(comm)
@@ -135,13 +135,13 @@ def call(
     asynchronous = asynchronous or bool(packed)
     finish: Callable[[Any], Any] | None = None
     if is_number(tensor):
-        _refuse_number(verb, out, what)
+        _refuse_number(collective, out, what)
         tensor, finish = as_tensor(tensor, op), _number_result
-    if verb in _ROOTED:
-        root = check_root(group, root, verb)
-    if tensor is None and not (verb == "scatter" and group.rank != root):
+    if collective in _ROOTED:
+        root = check_root(group, root, collective)
+    if tensor is None and not (collective == "scatter" and group.rank != root):
         buffers.check(tensor, what)
-    plan = plan_of(communicator, verb, tensor, out, op=op, backend=backend, asynchronous=asynchronous)
+    plan = plan_of(communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous)
     if packed:
         return _submit(group, plan.for_many(packed), (tensor, out, root), None)
     if plan.is_on_device and not asynchronous:
@@ -154,7 +154,7 @@ def call(
 
 def plan_of(
     communicator: Communicator,
-    verb: str,
+    collective: str,
     tensor: _Tensor | None,
     out: _Tensor | None = None,
     *,
@@ -166,13 +166,13 @@ def plan_of(
     what = f"{communicator.intra.where}: {verb}"
     if tensor is None:
         device_type = "cpu" if out is None else out.device.type
-        key: tuple[Any, ...] = (verb, op, None, device_type, False, backend, asynchronous)
+        key: tuple[Any, ...] = (collective, op, None, device_type, False, backend, asynchronous)
     else:
-        buffers.check(tensor, what, written=out is None and verb in prepared.IN_PLACE)
+        buffers.check(tensor, what, written=out is None and collective in prepared.IN_PLACE)
         direct = out is None and buffers.is_direct(tensor)
-        key = (verb, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
+        key = (collective, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
     if out is not None:
-        _check_out(verb, tensor, out, what)
+        _check_out(collective, tensor, out, what)
     return plan_for(communicator, key)
 
 
@@ -203,16 +203,16 @@ def plan_for(communicator: Communicator, key: tuple[Any, ...]) -> prepared.Plan:
     plan: prepared.Plan | None = known.get(key)
     if plan is None:
         plan = known[key] = prepared.prepare(runtime.current(), communicator, key)
-        verb, op, dtype, _, _, backend, _ = key
+        collective, op, dtype, _, _, backend, _ = key
         if plan.is_simple:
-            known[verb, op, dtype, backend] = plan.bare
+            known[collective, op, dtype, backend] = plan.bare
     return plan
 
 
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
-def check_root(group: Group, root: Any, verb: str) -> int:
+def check_root(group: Group, root: Any, collective: str) -> int:
     try:
         number = -1 if isinstance(root, bool) else operator.index(root)  # numpy's integers too
     except TypeError:
@@ -225,7 +225,7 @@ def check_root(group: Group, root: Any, verb: str) -> int:
     return number
 
 
-def _check_out(verb: str, tensor: Any, out: Any, what: str) -> None:
+def _check_out(collective: str, tensor: Any, out: Any, what: str) -> None:
     buffers.check(out, f"{what}: out", written=True)
     if tensor is None:
         return
@@ -233,14 +233,14 @@ def _check_out(verb: str, tensor: Any, out: Any, what: str) -> None:
         raise DtypeError(f"{what}: out is {out.dtype}, the tensor {tensor.dtype}. Make out of the same dtype.")
     if out.device != tensor.device:
         raise DeviceError(f"{what}: out is on {out.device}, the tensor on {tensor.device}. Put both on one device.")
-    if verb in prepared.IN_PLACE and out.shape != tensor.shape:
+    if collective in prepared.IN_PLACE and out.shape != tensor.shape:
         raise ArgumentError(
             f"{what}: out has shape {list(out.shape)}, the tensor {list(tensor.shape)}. They must be equal."
         )
 
 
-def _refuse_number(verb: str, out: Any, what: str) -> None:
-    if verb in ("scatter", "reduce_scatter", "alltoall"):
+def _refuse_number(collective: str, out: Any, what: str) -> None:
+    if collective in ("scatter", "reduce_scatter", "alltoall"):
         raise DtypeError(f"{what}: a number cannot be split over ranks. Pass a tensor with one row per rank.")
     if out is not None:
         raise ArgumentError(f"{what}: a number has no out=. Use the returned value, or pass a tensor.")

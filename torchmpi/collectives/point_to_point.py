@@ -88,18 +88,18 @@ def sendreceive_async(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> 
 class _Message:
     """One call: a tensor, a peer, and the queue between."""
 
-    def __init__(self, verb: str, tensor: Any, peer: int, comm: Comm) -> None:
+    def __init__(self, collective: str, tensor: Any, peer: int, comm: Comm) -> None:
         running = runtime.current()
         self.group: Group = runtime.communicator(comm).intra
         self.what = f"{self.group.where}: {verb}"
-        self.verb, self.peer, self.is_number = verb, self._checked_peer(peer), is_number(tensor)
+        self.collective, self.peer, self.is_number = collective, self._checked_peer(peer), is_number(tensor)
         given = as_tensor(tensor) if self.is_number else tensor
-        self.tensor = buffers.check(given, self.what, written=verb != "send")
+        self.tensor = buffers.check(given, self.what, written=collective != "send")
         self.code = dtypes.info(self.tensor.dtype).code
-        self.backend = running.selector.choose(verb, self.tensor.device.type, "mpi", self.group)
+        self.backend = running.selector.choose(collective, self.tensor.device.type, "mpi", self.group)
         self.message_bytes = running.config.message_bytes
         self.MPI, self.comm = self.group.context.MPI, self.group.side_comm
-        self.call_queue: CallQueue = self.group.peer_queue("send" if verb == "send" else "receive", peer)
+        self.call_queue: CallQueue = self.group.peer_queue("send" if collective == "send" else "receive", peer)
 
     def _checked_peer(self, peer: Any) -> int:
         if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < self.group.size:

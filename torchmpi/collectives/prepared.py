@@ -34,10 +34,10 @@ IN_PLACE = ("allreduce", "reduce", "broadcast")
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("bare", "code", "cached_call", "is_on_device", "many", "is_simple", "is_whole", "run", "shape_of", "verb")
+    __slots__ = ("bare", "code", "cached_call", "is_on_device", "many", "is_simple", "is_whole", "run", "shape_of", "collective")
 
-    def __init__(self, verb: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
-        self.verb, self.code, self.run = verb, code, run
+    def __init__(self, collective: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
+        self.collective, self.code, self.run = collective, code, run
         self.bare = self
         """The same call without what is around the backend's operation, for callers who see to that themselves."""
         self.is_on_device = False
@@ -48,14 +48,14 @@ class Plan:
         """What contiguous memory of the host needs to enter the kernel by itself, for a root; None if it cannot."""
         self.many: Callable[[Any, Any, int], Any] | None = None
         """The same for :class:`~torchmpi.tensors.tensor_lists.Pieces`, if the transport need not have them packed."""
-        self.is_whole = verb in BY_SIZE
+        self.is_whole = collective in BY_SIZE
         """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
-        self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if verb in ("scatter", "barrier") else _row_shape
+        self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if collective in ("scatter", "barrier") else _row_shape
 
     def for_many(self, shapes: tuple[tuple[int, ...], ...]) -> Plan:
         """An allreduce with a signature that tells what is packed into the flat tensor."""
         plan = copy.copy(self)
-        plan.verb, plan.code = "allreduce_many", as_many(self.code)
+        plan.collective, plan.code = "allreduce_many", as_many(self.code)
         checksum = hash(shapes) % 1_000_000
         plan.is_whole, plan.shape_of = False, lambda tensor: (tensor.numel(), len(shapes), checksum)
         return plan
@@ -70,7 +70,7 @@ class Plan:
     def announcing(self, dtype: torch.dtype, *shape: int) -> Plan:
         """The same call with a signature that tells what this rank expects, where the plan itself leaves it open."""
         plan = copy.copy(self)
-        plan.code = call_code(self.verb, None, dtypes.info(dtype).code)
+        plan.code = call_code(self.collective, None, dtypes.info(dtype).code)
         plan.is_whole, plan.shape_of = False, lambda tensor: shape
         return plan
 
@@ -89,34 +89,34 @@ def _no_cached_call(root: int) -> None:
 
 def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) -> Plan:
     """Make the plan for a key ``(verb, op, dtype, device type, direct, backend, asynchronous)``, or refuse."""
-    verb, op, dtype, device_type, direct, wanted, asynchronous = key
+    collective, op, dtype, device_type, direct, wanted, asynchronous = key
     group, mode = communicator.intra, "async" if asynchronous else "sync"
-    chosen_by = _chosen_by(runtime, verb, device_type, wanted)
+    chosen_by = _chosen_by(runtime, collective, device_type, wanted)
     device_type = chosen_by if dtype is None and device_type == "cpu" else device_type
     where = f"{group.where}: {verb}"
     if dtype is not None:
         row = _checked(dtype, op, where)
-    choices = runtime.selector.select(verb, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
+    choices = runtime.selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     bound: list[tuple[int | None, Operation, Backend]]
-    if wanted != HIERARCHICAL and hierarchical.is_composed(runtime.communicators, communicator, verb):
-        composed = _composition(runtime, verb, op, wanted=wanted, mode=mode)
+    if wanted != HIERARCHICAL and hierarchical.is_composed(runtime.communicators, communicator, collective):
+        composed = _composition(runtime, collective, op, wanted=wanted, mode=mode)
         # Each step chooses anew; this one decides what is staged.
         bound = [(None, announced(group, composed), choices[-1].backend)]
     else:
-        bound = [(limit, bind(backend, group, verb, dtype, op), backend) for limit, backend in choices]
+        bound = [(limit, bind(backend, group, collective, dtype, op), backend) for limit, backend in choices]
     operations = [(limit, operation) for limit, operation, _ in bound]
-    around = partial(_runner, runtime, verb, group=group, device_type=device_type, direct=direct)
+    around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=direct)
     runners = [(limit, around(operation, backend)) for limit, operation, backend in bound]
     # Only the root knows what it scatters, so dtype and device are no part of that signature.
-    code = call_code(verb, op, row.code if dtype is not None and verb != "scatter" else 0)
-    code |= ON_DEVICE if device_type != "cpu" and verb != "scatter" else 0
-    plan = Plan(verb, code, by_size(runners, dtype))
+    code = call_code(collective, op, row.code if dtype is not None and collective != "scatter" else 0)
+    code |= ON_DEVICE if device_type != "cpu" and collective != "scatter" else 0
+    plan = Plan(collective, code, by_size(runners, dtype))
     plan.is_on_device = device_type != "cpu"
-    if direct or verb not in IN_PLACE:
-        plan.bare = Plan(verb, code, by_size(operations, dtype))
-        if direct and verb == "allreduce" and device_type == "cpu":
+    if direct or collective not in IN_PLACE:
+        plan.bare = Plan(collective, code, by_size(operations, dtype))
+        if direct and collective == "allreduce" and device_type == "cpu":
             plan.many = _of_many(operations, dtype)
-    is_known = verb == "scatter" if dtype is None else not dtype.is_complex  # who gets a part need not know it
+    is_known = collective == "scatter" if dtype is None else not dtype.is_complex  # who gets a part need not know it
     if device_type == "cpu" and is_known and not asynchronous:
         plan.is_simple = plan.bare is not plan
         plan.bare.cached_call = getattr(plan.bare.run, "door", _no_cached_call)
@@ -139,63 +139,63 @@ def _checked(dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo
         raise type(error)(f"{where}: {error}") from None
 
 
-def _chosen_by(runtime: Runtime, verb: str, device_type: str, wanted: str | None) -> str:
+def _chosen_by(runtime: Runtime, collective: str, device_type: str, wanted: str | None) -> str:
     """The type of device for which the transport is chosen, which must be the same on all ranks."""
-    if verb != "scatter":
+    if collective != "scatter":
         return device_type
     # Those who pass None do not know where the root's tensor is: all go by way of the host, unless the caller knows.
     backend = runtime.selector.backends.get(wanted or "")
     return "cpu" if backend is None or backend.takes("cpu") else "cuda"
 
 
-def _composition(runtime: Runtime, verb: str, op: str | None, *, wanted: str | None, mode: str) -> Operation:
+def _composition(runtime: Runtime, collective: str, op: str | None, *, wanted: str | None, mode: str) -> Operation:
     step_op = "sum" if op == "avg" else op
 
-    def run_step(group: Group, step_verb: str, tensor: torch.Tensor | None, root: int) -> None:
+    def run_step(group: Group, step_collective: str, tensor: torch.Tensor | None, root: int) -> None:
         dtype = tensor.dtype if tensor is not None else None
-        op_of_step = step_op if step_verb in REDUCING else None
+        op_of_step = step_op if step_collective in REDUCING else None
         device_type = "cpu" if tensor is None else tensor.device.type
-        key = ("step", step_verb, op_of_step, dtype, device_type, wanted, mode)
+        key = ("step", step_collective, op_of_step, dtype, device_type, wanted, mode)
         plan = group.plans.get(key)
         if plan is None:
-            operation = _step(runtime, group, step_verb, dtype, op_of_step, (device_type, wanted, mode))
-            step_code = call_code(step_verb, op_of_step, dtypes.info(dtype).code if dtype is not None else 0)
-            plan = group.plans[key] = Plan(step_verb, step_code, operation)
+            operation = _step(runtime, group, step_collective, dtype, op_of_step, (device_type, wanted, mode))
+            step_code = call_code(step_collective, op_of_step, dtypes.info(dtype).code if dtype is not None else 0)
+            plan = group.plans[key] = Plan(step_collective, step_code, operation)
         if device_type == "cpu":
             group.call(plan, tensor, None, root)
         else:
-            device_calls.take(group, partial(group.perform, plan, tensor, None, root), step_verb, tensor)
+            device_calls.take(group, partial(group.perform, plan, tensor, None, root), step_collective, tensor)
 
-    return hierarchical.Composition(runtime.communicators, verb, op, cartesian=runtime.cartesian, run=run_step)
+    return hierarchical.Composition(runtime.communicators, collective, op, cartesian=runtime.cartesian, run=run_step)
 
 
 def _step(
-    runtime: Runtime, group: Group, verb: str, dtype: torch.dtype | None, op: str | None, way: tuple[Any, ...]
+    runtime: Runtime, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, way: tuple[Any, ...]
 ) -> Operation:
     """A verb in place on one of the groups of a span; `way`: type of the device, the backend that is wanted, mode."""
     device_type, wanted, mode = way
-    choices = runtime.selector.select(verb, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
-    around = partial(_runner, runtime, verb, group=group, device_type=device_type, direct=True)
-    parts = [(limit, backend, bind(backend, group, verb, dtype, op)) for limit, backend in choices]
+    choices = runtime.selector.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
+    around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=True)
+    parts = [(limit, backend, bind(backend, group, collective, dtype, op)) for limit, backend in choices]
     if device_type == "cpu":
         return by_size([(limit, operation) for limit, _, operation in parts], dtype)
     return by_size([(limit, around(operation, backend)) for limit, backend, operation in parts], dtype)
 
 
 def _runner(
-    runtime: Runtime, verb: str, operation: Operation, backend: Backend, *, group: Group, device_type: str, direct: bool
+    runtime: Runtime, collective: str, operation: Operation, backend: Backend, *, group: Group, device_type: str, direct: bool
 ) -> Operation:
     """What makes an operation of a backend a verb on the tensors of a user."""
-    if verb == "barrier":
+    if collective == "barrier":
         return operation
     takes = backend.takes(device_type)
-    if not takes and verb in IN_PLACE:
-        return staging.Staged(verb, operation, group, _pool(runtime))
+    if not takes and collective in IN_PLACE:
+        return staging.Staged(collective, operation, group, _pool(runtime))
     if takes and device_type != "cpu":
         operation = _in_order(operation, group) if backend.enqueues else _settled(operation)
-    if verb not in IN_PLACE:
+    if collective not in IN_PLACE:
         return _producing(operation, takes=takes)
-    return _direct(operation) if direct and takes else _copying(verb, operation, group)
+    return _direct(operation) if direct and takes else _copying(collective, operation, group)
 
 
 _pools: weakref.WeakKeyDictionary[Runtime, staging.Pool] = weakref.WeakKeyDictionary()
@@ -253,11 +253,11 @@ def _direct(operation: Operation) -> Operation:
     return run
 
 
-def _copying(verb: str, operation: Operation, group: Group) -> Operation:
+def _copying(collective: str, operation: Operation, group: Group) -> Operation:
     """In place, or into `out`, through a plain copy where one is needed."""
 
     def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
-        receives = verb != "reduce" or group.rank == root
+        receives = collective != "reduce" or group.rank == root
         target = tensor if out is None else out
         work = buffers.plain(tensor, to_host=False)
         if out is not None and receives and work.data_ptr() == tensor.data_ptr():

@@ -93,13 +93,13 @@ class Pool:
 class Staged:
     """A verb in place, or into `out`, by an operation that takes memory of the host."""
 
-    def __init__(self, verb: str, operation: Operation, group: Any, pool: Pool) -> None:
-        self._verb, self._operation, self._group, self._pool = verb, operation, group, pool
+    def __init__(self, collective: str, operation: Operation, group: Any, pool: Pool) -> None:
+        self._collective, self._operation, self._group, self._pool = collective, operation, group, pool
 
     def __call__(self, tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
         is_root = self._group.rank == root
-        reads = self._verb != "broadcast" or is_root
-        writes = {"allreduce": True, "reduce": is_root, "broadcast": out is not None or not is_root}[self._verb]
+        reads = self._collective != "broadcast" or is_root
+        writes = {"allreduce": True, "reduce": is_root, "broadcast": out is not None or not is_root}[self._collective]
         source = buffers.plain(tensor, to_host=False)
         wanted = tensor if out is None else out
         target = source
@@ -107,7 +107,7 @@ class Staged:
             target = out.detach() if buffers.is_direct(out) else torch.empty_like(source)
         with torch.inference_mode(target.is_inference()):
             self._pump(source.view(-1) if reads else None, target.view(-1) if writes else None, source, root)
-        if self._verb == "reduce" and not is_root:
+        if self._collective == "reduce" and not is_root:
             return tensor
         if writes and (target.data_ptr() != wanted.data_ptr() or not buffers.is_direct(wanted)):
             buffers.overwrite(wanted, target)

@@ -44,7 +44,7 @@ from ..shared_memory.memory_layout import (
 from ..shared_memory.segments import Segment
 from ..tensors.dtypes import OPS, from_code, short_name
 
-VERBS = (
+COLLECTIVES = (
     "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
     "stop", "split", "allreduce_many", "server_init", "server_free",
     "server_save", "server_load",
@@ -61,13 +61,13 @@ ABORTED = 1 << 60
 """Turned in the signature of a call that a rank has given up, so that nobody who comes later takes it for valid."""
 
 
-def call_code(verb: str, op: str | None = None, dtype_code: int = 0) -> int:
+def call_code(collective: str, op: str | None = None, dtype_code: int = 0) -> int:
     """The part of a signature that does not change between calls, as one number (the root is added above bit 32).
 
     >>> call_code("barrier") != call_code("allreduce", "sum", 1)
     True
     """
-    return VERBS.index(verb) | (OPS.index(op) if op else _NO_OP) << 8 | dtype_code << 16
+    return COLLECTIVES.index(collective) | (OPS.index(op) if op else _NO_OP) << 8 | dtype_code << 16
 
 
 def as_many(code: int) -> int:
@@ -76,7 +76,7 @@ def as_many(code: int) -> int:
     >>> describe(as_many(call_code("allreduce", "sum", 1)), (5, 2, 77))
     'allreduce_many(2 tensors of 5 float32 in all, shapes #77, sum)'
     """
-    return code & ~0xFF | VERBS.index("allreduce_many")
+    return code & ~0xFF | COLLECTIVES.index("allreduce_many")
 
 
 class Call(NamedTuple):
@@ -96,10 +96,10 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
     >>> describe(call_code("broadcast", None, 1) | 2 << 32, (3, 4))
     'broadcast(float32 [3, 4], root=2)'
     """
-    verb = VERBS[code & 0xFF]
+    collective = COLLECTIVES[code & 0xFF]
     op, dtype, root = (code >> 8) & 0xFF, from_code((code >> 16) & 0x7FFF), code >> 32
     parts = []
-    if verb == "allreduce_many" and shape is not None and dtype is not None:
+    if collective == "allreduce_many" and shape is not None and dtype is not None:
         numel, num_tensors, checksum = shape
         parts.append(f"{num_tensors} tensors of {numel} {short_name(dtype)} in all, shapes #{checksum}")
     elif dtype is not None:
@@ -108,7 +108,7 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
         parts.append(OPS[op])
     if code & ON_DEVICE:
         parts.append("on cuda")
-    if verb in ("broadcast", "reduce", "gather", "scatter"):
+    if collective in ("broadcast", "reduce", "gather", "scatter"):
         parts.append(f"root={root}")
     return f"{verb}({', '.join(parts)})"
 

@@ -25,7 +25,7 @@ Comm = int | Communicator | None
 class _SplitPlan:
     """Making a communicator, as a call like others: in order, and noticed if a rank does something else."""
 
-    verb = "split"
+    collective = "split"
     code = call_code("split")
     is_whole = False
 

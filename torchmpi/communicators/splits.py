@@ -13,7 +13,7 @@ from typing import Literal
 from ..errors import ArgumentError
 
 GroupKind = Literal["intra", "inter"]
-Verb = Literal["allreduce", "reduce", "broadcast", "barrier"]
+CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier"]
 
 
 # --- splitting a group by keys ---------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Step:
 
     level: int
     group: GroupKind
-    verb: Verb
+    collective: CollectiveName
     root: int | None = None
 
 
@@ -121,10 +121,10 @@ class _Span:
     def below(self) -> _Span:
         return _Span(self.level + 1, self.member.intra_rank, len(self.member.intra), self.splits[1:])
 
-    def inter_step(self, verb: Verb, root: int | None = None) -> Iterator[Step]:
+    def inter_step(self, collective: CollectiveName, root: int | None = None) -> Iterator[Step]:
         """The step across the groups one level down, if this rank is in it and it has anybody to talk to."""
         if self.member.inter is not None and len(self.split.groups) > 1:
-            yield Step(self.level + 1, "inter", verb, root)
+            yield Step(self.level + 1, "inter", collective, root)
 
 
 def _allreduce(span: _Span, root: int) -> Iterator[Step]:
@@ -175,7 +175,7 @@ def _barrier(span: _Span, root: int) -> Iterator[Step]:
         yield from _steps("barrier", span.below(), 0)
 
 
-_HIERARCHICAL: dict[Verb, Callable[[_Span, int], Iterator[Step]]] = {
+_HIERARCHICAL: dict[CollectiveName, Callable[[_Span, int], Iterator[Step]]] = {
     "allreduce": _allreduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
@@ -184,16 +184,16 @@ _HIERARCHICAL: dict[Verb, Callable[[_Span, int], Iterator[Step]]] = {
 _ROOTED = ("reduce", "broadcast")
 
 
-def _steps(verb: Verb, span: _Span, root: int) -> Iterator[Step]:
+def _steps(collective: CollectiveName, span: _Span, root: int) -> Iterator[Step]:
     if span.size == 1:
         return
     if span.splits:
-        yield from _HIERARCHICAL[verb](span, root)
+        yield from _HIERARCHICAL[collective](span, root)
     else:
-        yield Step(span.level, "intra", verb, root if verb in _ROOTED else None)
+        yield Step(span.level, "intra", collective, root if collective in _ROOTED else None)
 
 
-def steps_for(verb: Verb, rank: int, splits: Sequence[Split], *, root: int = 0, begin: int = 0) -> tuple[Step, ...]:
+def steps_for(collective: CollectiveName, rank: int, splits: Sequence[Split], *, root: int = 0, begin: int = 0) -> tuple[Step, ...]:
     """The steps `rank` takes for a collective on its group of level `begin`, in their order.
 
     `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so
@@ -213,10 +213,10 @@ def steps_for(verb: Verb, rank: int, splits: Sequence[Split], *, root: int = 0, 
     Step(level=1, group='inter', verb='broadcast', root=0)
     Step(level=1, group='intra', verb='broadcast', root=1)
     """
-    if verb not in _HIERARCHICAL:
+    if collective not in _HIERARCHICAL:
         raise ArgumentError(f"no hierarchical plan for {verb!r}; use one of: {', '.join(_HIERARCHICAL)}.")
     size = len(splits[0].members) if splits else None
-    return tuple(_steps(verb, _Span(begin, rank, size, tuple(splits)), root))
+    return tuple(_steps(collective, _Span(begin, rank, size, tuple(splits)), root))
 
 
 def reduce_group_by_group(rank: int, split: Split, root: int) -> tuple[Step, ...]:

@@ -138,20 +138,20 @@ class BaseGroup(dist.ProcessGroup):
     # --- running a call -----------------------------------------------------------------------------------------
 
     def _plan(
-        self, verb: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, op: str | None = None
+        self, collective: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, op: str | None = None
     ) -> Plan:
-        return dispatch.plan_of(self._communicator, verb, tensor, out, op=op)
+        return dispatch.plan_of(self._communicator, collective, tensor, out, op=op)
 
-    def _plan_into(self, verb: str, source: torch.Tensor, output: torch.Tensor, op: str | None = None) -> Plan:
+    def _plan_into(self, collective: str, source: torch.Tensor, output: torch.Tensor, op: str | None = None) -> Plan:
         """That of a call which fills rows of `output`, and whose source is put in order when its turn comes."""
         what = f"{self._group.where}: {verb}"
         buffers.check(source, what)
         buffers.check(output, what, written=True)
-        return dispatch.plan_for(self._communicator, (verb, op, source.dtype, source.device.type, False, None, False))
+        return dispatch.plan_for(self._communicator, (collective, op, source.dtype, source.device.type, False, None, False))
 
     def _run(
         self,
-        verb: str,
+        collective: str,
         tensor: torch.Tensor | None,
         out: torch.Tensor | None,
         options: Any,
@@ -161,46 +161,46 @@ class BaseGroup(dist.ProcessGroup):
         op: str | None = None,
     ) -> dist.Work:
         """One call on one tensor."""
-        plan = self._plan(verb, tensor, out, op)
+        plan = self._plan(collective, tensor, out, op)
         task = partial(self._group.perform, plan, tensor, out, root)
-        return self._launch(task, outputs, options, "all_reduce" if verb == "allreduce" else verb)
+        return self._launch(task, outputs, options, "all_reduce" if collective == "allreduce" else collective)
 
-    def _launch(self, task: Callable[[], Any], outputs: Tensors, options: Any, verb: str) -> dist.Work:
+    def _launch(self, task: Callable[[], Any], outputs: Tensors, options: Any, collective: str) -> dist.Work:
         """Run a task in its turn: now, or in the background."""
         runtime.current()  # refuses in a forked child, which is no rank
         subject = next((tensor for tensor in outputs if tensor.device.type != "cpu"), None)
         if torch_names.is_asynchronous(options):
             task = torch_names.as_event(f"torchmpi:{verb}", task)
-            return Pending(self._submit(task, verb, subject), outputs, self._limit_seconds)
+            return Pending(self._submit(task, collective, subject), outputs, self._limit_seconds)
         with torch_names.event(f"torchmpi:{verb}"):
             if self._by_messages:
-                self._submit(task, verb, subject).wait(self._limit_seconds or None)
+                self._submit(task, collective, subject).wait(self._limit_seconds or None)
             elif subject is None:
                 self._group.call_queue.run(task)
             else:
                 device_calls.take(self._group, task, f"{self._group.where}: {verb}", subject)
         return ENDED
 
-    def _submit(self, task: Callable[[], Any], verb: str, subject: torch.Tensor | None) -> Handle:
+    def _submit(self, task: Callable[[], Any], collective: str, subject: torch.Tensor | None) -> Handle:
         """In the background, and in the order of the device that `subject` is on."""
         return device_calls.queue(self._group, task, f"{self._group.where}: {verb}", subject)
 
     # --- what several verbs share -------------------------------------------------------------------------------
 
-    def _each(self, verb: Callable[..., dist.Work], arguments: list[Any], outputs: Tensors, opts: Any) -> dist.Work:
+    def _each(self, collective: Callable[..., dist.Work], arguments: list[Any], outputs: Tensors, opts: Any) -> dist.Work:
         """The calls one after the other, as one."""
-        works = [verb(*pair, opts) for pair in arguments]
+        works = [collective(*pair, opts) for pair in arguments]
         if all(work is ENDED for work in works):
             return ENDED
         subject = next((tensor for tensor in outputs if tensor.device.type != "cpu"), None)
         last = self._submit(lambda: [work.wait() for work in works], "coalesced calls", subject)
         return Pending(last, outputs, self._limit_seconds)
 
-    def _checked_root(self, options: Any, verb: str) -> int:
+    def _checked_root(self, options: Any, collective: str) -> int:
         """torch looks at a rank of the world, but not at one given as a rank of the group."""
-        return dispatch.check_root(self._group, options.rootRank, verb)
+        return dispatch.check_root(self._group, options.rootRank, collective)
 
-    def _check_sizes(self, verb: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def _check_sizes(self, collective: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise ArgumentError(
                 f"{self._group.where}: {verb}: one tensor is {whole.dtype} {list(whole.shape)}, the other {part.dtype} "

@@ -38,7 +38,7 @@ def check(
     group: Group,
     sources: Sequence[torch.Tensor],
     destinations: Sequence[torch.Tensor],
-    verb: str,
+    collective: str,
 ) -> None:
     """Refuse what cannot be exchanged, before anything is queued."""
     what = f"{group.where}: {verb}"

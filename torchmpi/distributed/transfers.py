@@ -32,12 +32,12 @@ class Transfer(Handle):
 
     __slots__ = ("_doing", "_group", "_is_receive", "_call_queue", "_looking", "_request", "_settle", "_waited_for", "source")
 
-    def __init__(self, group: Group, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
+    def __init__(self, group: Group, tensor: torch.Tensor, collective: str, peer: int | None) -> None:
         what = f"{verb}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
         self._doing = f"{what} {'to' if verb == 'send' else 'from'} {'any rank' if peer is None else f'rank {peer}'}"
         super().__init__(f"{group.where}: {self._doing}")
         self._group = group
-        self._is_receive = verb != "send"
+        self._is_receive = collective != "send"
         self._call_queue = group.peer_queue("receive" if self._is_receive else "send", -1 if peer is None else peer)
         self._request: Any = None
         self._settle: Callable[[Any], object] = lambda status: None
@@ -164,15 +164,15 @@ def _complete(group: Group, tensor: torch.Tensor, work: torch.Tensor, status: An
         buffers.touch(tensor)
 
 
-def _checked(group: Group, tensor: torch.Tensor, verb: str, peer: int | None, tag: int) -> Transfer:
+def _checked(group: Group, tensor: torch.Tensor, collective: str, peer: int | None, tag: int) -> Transfer:
     what = f"{group.where}: {verb}"
     check_open(group, what)
-    buffers.check(tensor, what, written=verb == "recv")
+    buffers.check(tensor, what, written=collective == "recv")
     if peer is not None and not 0 <= peer < group.size:
         raise ArgumentError(f"{what}: {peer} is not a rank of this group. Use 0 to {group.size - 1}.")
     if not 0 <= tag <= MOST_TAG:
         raise ArgumentError(f"{what}: tag={tag} is out of range. Use 0 to {MOST_TAG}.")
-    return Transfer(group, tensor, verb, peer)
+    return Transfer(group, tensor, collective, peer)
 
 
 def check_open(group: Group, what: str) -> None:

@@ -69,7 +69,7 @@ def _describe(sums: list[int]) -> str:
     others = [rank for group in groups.values() if group is not largest for rank in group]
     if len(largest) == 1 and len(groups) > 1:
         return "all ranks differ"
-    verb = "differs" if len(others) == 1 else "differ"
+    collective = "differs" if len(others) == 1 else "differ"
     return f"ranks {', '.join(largest)} agree; rank{'s' * (len(others) > 1)} {', '.join(others)} {verb}"
 
 

@@ -51,7 +51,7 @@ class _Naps:
 
 
 class _Header(NamedTuple):
-    verb: int
+    collective: int
     server: int
     rule: Rule
     num_pieces: int
@@ -60,13 +60,13 @@ class _Header(NamedTuple):
         coefficients = (*self.rule.coefficients, *[0.0] * MOST_COEFFICIENTS)[:MOST_COEFFICIENTS]
         name = self.rule.name.encode()
         return _HEADER.pack(
-            self.verb, self.server, self.num_pieces, len(self.rule.coefficients), len(name), *coefficients, name
+            self.collective, self.server, self.num_pieces, len(self.rule.coefficients), len(name), *coefficients, name
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> _Header:
-        verb, server, num_pieces, num_coefficients, length, *coefficients, name = _HEADER.unpack(data)
-        return cls(verb, server, Rule(name[:length].decode(), tuple(coefficients[:num_coefficients])), num_pieces)
+        collective, server, num_pieces, num_coefficients, length, *coefficients, name = _HEADER.unpack(data)
+        return cls(collective, server, Rule(name[:length].decode(), tuple(coefficients[:num_coefficients])), num_pieces)
 
 
 class Requests:
@@ -85,7 +85,7 @@ class Requests:
         return self._ask(server, data.view(-1), _Header(_RECEIVE, server.number, Rule(""), 0))
 
     def _ask(self, server: Any, flat: torch.Tensor, header: _Header) -> tuple[int, int]:
-        verb = "send" if header.verb == _SEND else "receive"
+        collective = "send" if header.collective == _SEND else "receive"
         ranks = [rank for rank in self._far_ranks if server.parts[rank][1]]
         names = ", ".join(str(server.group.world_ranks[rank]) for rank in ranks)
         self._call_queue.doing = f"parameterserver.{verb} ({server.name}, for which rank {names} must answer)"
@@ -121,13 +121,13 @@ class _Exchange:
         self._status = comm.Irecv(self._answer, rank, _STATUS)
         begin, numel = server.parts[rank]
         spans = pieces(numel, server.shards.chunk_numel, server.dtype.itemsize)
-        move, tag = (comm.Isend, _DATA_TO_SERVER) if header.verb == _SEND else (comm.Irecv, _DATA_TO_CLIENT)
+        move, tag = (comm.Isend, _DATA_TO_SERVER) if header.collective == _SEND else (comm.Irecv, _DATA_TO_CLIENT)
 
         def start(span: tuple[int, int]) -> Any:
             return move((as_bytes(MPI, flat[begin + span[0] : begin + span[1]]), MPI.BYTE), rank, tag)
 
         self._flat = flat  # lives as long as the requests
-        self._is_reading = header.verb == _RECEIVE
+        self._is_reading = header.collective == _RECEIVE
         self._header = comm.Isend(header._replace(num_pieces=len(spans)).pack(), rank, _REQUEST)
         self._moving: deque[Any] = deque()
         self._left = iter(spans)
@@ -203,7 +203,7 @@ class ServingThread(threading.Thread):
             source, message = status.Get_source(), bytearray(_HEADER.size)
             self._comm.Recv(message, source, _REQUEST)
             header = _Header.unpack(bytes(message))
-            kind = _Sending if header.verb == _SEND else _Receiving
+            kind = _Sending if header.collective == _SEND else _Receiving
             self._sessions.append(kind(self, source, header))
             accepted = True
         return accepted
@@ -233,7 +233,7 @@ class _Session:
         begin, numel = self.server.parts[self.comm.rank]
         cut = pieces(numel, self.server.shards.chunk_numel, self.server.dtype.itemsize)
         self.left = iter([(begin + first, begin + last) for first, last in cut])
-        if header.verb == _SEND:
+        if header.collective == _SEND:
             try:
                 self.prepared = self.server.prepared(header.rule)
             except ArgumentError as error:

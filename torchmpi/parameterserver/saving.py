@@ -55,13 +55,13 @@ def load(folder: str | os.PathLike[str], comm: Comm = None) -> None:
     _collectively(group, "server_load", partial(_load, Path(folder), group))
 
 
-def _collectively(group: Group, verb: str, action: Callable[[Service], None]) -> None:
+def _collectively(group: Group, collective: str, action: Callable[[Service], None]) -> None:
     service = service_of(group)
     if service is None:
         raise CheckpointError(
             f"{group.where}: communicator {group.name} has no servers. Call parameterserver.init first."
         )
-    group.call(Step(group, verb, "all servers", partial(_undisturbed, service, action)), None, None, 0)
+    group.call(Step(group, collective, "all servers", partial(_undisturbed, service, action)), None, None, 0)
 
 
 def _undisturbed(service: Service, action: Callable[[Service], None]) -> None:

@@ -204,7 +204,7 @@ def _receive_staged(
     return tensor
 
 
-def _check_open(server: Any, verb: str) -> str:
+def _check_open(server: Any, collective: str) -> str:
     if not isinstance(server, Server):
         raise ArgumentError(
             f"parameterserver.{verb}: a {type(server).__name__} is no server. Pass what parameterserver.init returned."

@@ -121,8 +121,8 @@ class Step:
 
     is_whole = False
 
-    def __init__(self, group: Group, verb: str, subject: str, action: Any) -> None:
-        self.verb, self.code = verb, call_code(verb)
+    def __init__(self, group: Group, collective: str, subject: str, action: Any) -> None:
+        self.collective, self.code = collective, call_code(collective)
         self._group, self._subject, self._action = group, subject, action
 
     def shape_of(self, tensor: Any) -> tuple[int, ...]:

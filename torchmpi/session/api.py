@@ -187,7 +187,7 @@ class CollectiveSelector(Mapping[Key, Rule]):
 
     def set(
         self,
-        verb: str,
+        collective: str,
         backend: str,
         *,
         device: str | None = "cpu",
@@ -201,7 +201,7 @@ class CollectiveSelector(Mapping[Key, Rule]):
 
             mpi.collective_selector.set("broadcast", "mpi", span="host", mode="sync")
         """
-        runtime.current().selector.set(verb, backend, device=device, span=span, mode=mode, up_to_bytes=up_to_bytes)
+        runtime.current().selector.set(collective, backend, device=device, span=span, mode=mode, up_to_bytes=up_to_bytes)
 
     def reset(self) -> None:
         """Back to the defaults, also from what was measured."""

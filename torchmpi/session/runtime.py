@@ -122,8 +122,8 @@ class Runtime:
         found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
         return found[0] if found else ""
 
-    def _bind_step(self, group: Group, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        return self.selector.bind(group, verb, dtype, op)
+    def _bind_step(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        return self.selector.bind(group, collective, dtype, op)
 
     @property
     def can_share(self) -> bool:
@@ -228,7 +228,7 @@ class Runtime:
 class _StopPlan:
     """The last call: a barrier under a name of its own, so that a rank which is elsewhere is noticed."""
 
-    verb = "stop"
+    collective = "stop"
     code = call_code("stop")
     is_whole = False
 

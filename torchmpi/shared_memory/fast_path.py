@@ -23,9 +23,9 @@ from . import kernels, memory_layout
 from .kernels import context
 
 _EXAMPLE = torch.empty(0, device="cpu")
-VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter")
+COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter")
 # Those of a rank that gathers nothing and only gives, and of one that scatters nothing and only receives.
-_FAST_PATHS = (*VERBS, "give", "receive")
+_FAST_PATHS = (*COLLECTIVES, "give", "receive")
 # The first dimension that has to be the same on all ranks, if not number 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows any

@@ -22,7 +22,7 @@ from .steps import BindStep, Steps
 _REDUCTIONS: dict[str, Callable[..., Operation]] = {
     "allreduce": in_place.Allreduce, "reduce": in_place.Reduce, "reduce_scatter": gathering.ReduceScatter,
 }  # fmt: skip
-VERBS = ("barrier", "broadcast", "allgather", *_REDUCTIONS)
+COLLECTIVES = ("barrier", "broadcast", "allgather", *_REDUCTIONS)
 
 
 class HierarchicalBackend:
@@ -39,9 +39,9 @@ class HierarchicalBackend:
         """Host memory; what is on a device is staged."""
         return device_type == "cpu"
 
-    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
+    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
         """Where there is something to gain: several hosts, and several ranks on one of them."""
-        if verb not in VERBS:
+        if collective not in COLLECTIVES:
             return f"it has no {verb}, only {', '.join(VERBS)}"
         if group is not None:
             num_hosts = len(group.placement.groups)
@@ -53,16 +53,16 @@ class HierarchicalBackend:
             return "this torch or this host has no CUDA"
         return None
 
-    def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb on a group."""
         steps = Steps(op, self._bind_step)
-        if verb == "barrier":
+        if collective == "barrier":
             return in_place.Barrier(group, steps)
-        if verb == "allgather":
+        if collective == "allgather":
             return gathering.Allgather(group, steps)
         assert dtype is not None
         piece_numel = max(1, self._piece_bytes // dtype.itemsize)
-        if verb == "broadcast":
+        if collective == "broadcast":
             return in_place.Broadcast(group, steps, piece_numel)
         assert op is not None
-        return _REDUCTIONS[verb](group, steps, in_place.Totals(dtype, op, group.size), piece_numel)
+        return _REDUCTIONS[collective](group, steps, in_place.Totals(dtype, op, group.size), piece_numel)

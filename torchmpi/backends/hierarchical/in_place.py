@@ -32,15 +32,15 @@ class OverHosts:
     def __init__(self, group: Group, steps: Steps) -> None:
         self.group, self.steps = group, steps
 
-    def inside(self, verb: str, source: Any, destination: Any = None, root: int = 0) -> Any:
+    def inside(self, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
         """A step among the ranks of this host."""
         assert self.group.local is not None
-        return self.steps.run(self.group.local, verb, source, destination, root)
+        return self.steps.run(self.group.local, collective, source, destination, root)
 
-    def between(self, verb: str, source: Any, destination: Any = None, root: int = 0) -> Any:
+    def between(self, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
         """A step between hosts, within a task of `begin_between`."""
         assert self.group.across is not None
-        return self.steps.perform(self.group.across, verb, source, destination, root)
+        return self.steps.perform(self.group.across, collective, source, destination, root)
 
     def begin_between(self, task: Callable[[], Any], num_pieces: int) -> Handle | None:
         """Do something between hosts, in the background if there are other pieces to work on meanwhile."""
@@ -55,25 +55,25 @@ class OverHosts:
 class Planned(OverHosts):
     """A verb whose steps :func:`torchmpi.communicators.splits.steps_for` knows."""
 
-    verb: Any
+    collective: Any
 
     def __init__(self, group: Group, steps: Steps, *, cartesian: bool = True) -> None:
         super().__init__(group, steps)
         split = splits.plan_split([member.group for member in group.placement.members], cartesian=cartesian)
-        self.phases = lru_cache(maxsize=None)(lambda root: _phases(self.verb, group.rank, split, root))
+        self.phases = lru_cache(maxsize=None)(lambda root: _phases(self.collective, group.rank, split, root))
         """By root: the steps inside the host that come first, the one between hosts, and those that come last."""
 
     def take(self, steps: tuple[splits.Step, ...], tensor: torch.Tensor | None) -> None:
         """Steps inside the host."""
         for step in steps:
-            self.inside(step.verb, tensor, root=step.root or 0)
+            self.inside(step.collective, tensor, root=step.root or 0)
 
 
-def _phases(verb: splits.Verb, rank: int, split: splits.Split, root: int) -> Phases:
-    if verb == "reduce":
+def _phases(collective: splits.CollectiveName, rank: int, split: splits.Split, root: int) -> Phases:
+    if collective == "reduce":
         steps = splits.reduce_group_by_group(rank, split, root)
     else:
-        steps = splits.steps_for(verb, rank, [split], root=root)
+        steps = splits.steps_for(collective, rank, [split], root=root)
     for index, step in enumerate(steps):
         if step.group == "inter":
             return steps[:index], step, steps[index + 1 :]
@@ -89,7 +89,7 @@ def pieces_of(buffer: torch.Tensor, piece_numel: int) -> list[torch.Tensor]:
 class Barrier(Planned):
     """Return when everybody has come."""
 
-    verb = "barrier"
+    collective = "barrier"
 
     def __call__(self, source: Any, destination: Any, root: int) -> None:
         """Run the steps."""
@@ -103,7 +103,7 @@ class Barrier(Planned):
 class Broadcast(Planned):
     """The root's values, once to each host, and there to all ranks."""
 
-    verb = "broadcast"
+    collective = "broadcast"
 
     def __init__(self, group: Group, steps: Steps, piece_numel: int) -> None:
         super().__init__(group, steps)
@@ -142,7 +142,7 @@ class Totals:
 class Reduce(Planned):
     """Once from each host, to the root."""
 
-    verb = "reduce"
+    collective = "reduce"
 
     def __init__(self, group: Group, steps: Steps, totals: Totals, piece_numel: int) -> None:
         super().__init__(group, steps)
@@ -180,7 +180,7 @@ class Allreduce(Planned):
     On a tree, and for short ones: a reduce to the first rank, an allreduce between those, a broadcast.
     """
 
-    verb = "allreduce"
+    collective = "allreduce"
 
     def __init__(self, group: Group, steps: Steps, totals: Totals, piece_numel: int) -> None:
         super().__init__(group, steps, cartesian=False)

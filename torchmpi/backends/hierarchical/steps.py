@@ -26,8 +26,8 @@ class _StepPlan:
 
     is_whole = False
 
-    def __init__(self, verb: str, code: int, run: Operation) -> None:
-        self.verb, self.code, self.run = verb, code, run
+    def __init__(self, collective: str, code: int, run: Operation) -> None:
+        self.collective, self.code, self.run = collective, code, run
 
     def shape_of(self, tensor: Any) -> tuple[int, ...]:
         """Nothing to compare."""
@@ -41,23 +41,23 @@ class Steps:
         self._op = "sum" if op == "avg" else op  # divided once, at the end
         self._bind_step = bind_step
 
-    def run(self, group: Group, verb: str, source: Any, destination: Any = None, root: int = 0) -> Any:
+    def run(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
         """One step, in its turn."""
-        return group.call(self._plan(group, verb, source, destination), source, destination, root)
+        return group.call(self._plan(group, collective, source, destination), source, destination, root)
 
-    def perform(self, group: Group, verb: str, source: Any, destination: Any = None, root: int = 0) -> Any:
+    def perform(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
         """One step, by who has the turn on the lane of the group."""
-        return group.perform(self._plan(group, verb, source, destination), source, destination, root)
+        return group.perform(self._plan(group, collective, source, destination), source, destination, root)
 
-    def _plan(self, group: Group, verb: str, source: Any, destination: Any) -> _StepPlan:
+    def _plan(self, group: Group, collective: str, source: Any, destination: Any) -> _StepPlan:
         tensor = destination if source is None else source
         dtype = None if tensor is None else tensor.dtype
-        op = self._op if verb in _REDUCING else None
-        key = ("step", verb, op, dtype)
+        op = self._op if collective in _REDUCING else None
+        key = ("step", collective, op, dtype)
         plan: _StepPlan | None = group.plans.get(key)
         if plan is None:
-            code = call_code(verb, op, dtypes.info(dtype).code if dtype is not None else 0)
-            plan = group.plans[key] = _StepPlan(verb, code, self._bind_step(group, verb, dtype, op))
+            code = call_code(collective, op, dtypes.info(dtype).code if dtype is not None else 0)
+            plan = group.plans[key] = _StepPlan(collective, code, self._bind_step(group, collective, dtype, op))
         return plan
 
 

@@ -26,7 +26,7 @@ from .chunk_plan import ARRIVED, BROUGHT, EMPTIED, Await, Fill, Publish, Record,
 from .handles import Meeting
 from .memory import CudaDevice, Staging, StagingDevice
 
-VERBS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
+COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 _ONE_SHOT_BYTES = 256 << 10  # not measured yet
 
@@ -52,11 +52,11 @@ class IpcBackend:
         """Memory of the GPU, as it is."""
         return device_type == "cuda"
 
-    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
+    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
         """It reduces, broadcasts and gathers, among ranks of one host whose GPUs reach each other."""
         if device_type != "cuda":
             return "it is for CUDA tensors"
-        if verb not in VERBS:
+        if collective not in COLLECTIVES:
             return f"it has no {verb}"
         if not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
@@ -64,7 +64,7 @@ class IpcBackend:
             return "it is switched off (staging_bytes=0)"
         if self.problem:
             return self.problem
-        if verb in _REDUCTIONS and importlib.util.find_spec("numba_cuda") is None:
+        if collective in _REDUCTIONS and importlib.util.find_spec("numba_cuda") is None:
             return "its kernels need numba-cuda, which is not installed (pip install torchmpi[cuda])"
         return None if group is None else self._why_not_among(group)
 
@@ -83,14 +83,14 @@ class IpcBackend:
             return "its ranks have no shared memory to meet in (slot_bytes=0, or the system gives none)"
         return self.refused.get(group.key)
 
-    def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb on a group."""
         with group.binding:
             staged = next((item for item in group.attachments if isinstance(item, StagedGroup)), None)
             if staged is None:
                 staged = StagedGroup(self, group)
                 group.attachments.append(staged)
-        operation: Operation = getattr(Calls(staged, dtype, op), verb)
+        operation: Operation = getattr(Calls(staged, dtype, op), collective)
 
         def run(source: Any, destination: Any, root: int) -> Any:
             try:

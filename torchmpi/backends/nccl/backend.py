@@ -64,13 +64,13 @@ class NcclBackend:
         """Device memory."""
         return device_type == "cuda"
 
-    def why_not(self, verb: str, device_type: str, group: Any = None) -> str | None:
+    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
         """It has what is done on the device, among ranks that have a GPU each."""
         if device_type != "cuda":
             return "it takes CUDA tensors only"
         if self.problem:
             return self.problem
-        if verb == "barrier":
+        if collective == "barrier":
             return "a barrier is a meeting of the hosts, which wait for no GPU"
         return None if group is None else self._why_not_among(group.world_ranks)
 
@@ -83,18 +83,18 @@ class NcclBackend:
             return f"ranks {shared[0]} and {shared[1]} share a GPU, which NCCL refuses"
         return None
 
-    def lacks(self, verb: str, dtype: torch.dtype | None, op: str | None) -> str | None:
+    def lacks(self, collective: str, dtype: torch.dtype | None, op: str | None) -> str | None:
         """What NCCL cannot compute; it moves everything."""
         return lacks(dtype, op) if dtype is not None and op is not None else None
 
-    def bind(self, group: Any, verb: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb on a group."""
         # In one step: threads that bind at the same time must not make two communicators.
         end = self._ends.setdefault(group, End(group, self.devices))
-        if verb in _REDUCTIONS:
+        if collective in _REDUCTIONS:
             assert dtype is not None and op is not None
             calls: Any = Reduction(end, dtype, op)
         else:
             calls = DeviceMovement(group, end)
-        operation: Operation = getattr(calls, verb)
+        operation: Operation = getattr(calls, collective)
         return operation

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 
-VERBS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "reduce", "alltoall", "gather", "scatter")
+COLLECTIVES = ("allreduce", "broadcast", "allgather", "reduce_scatter", "reduce", "alltoall", "gather", "scatter")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 PEERS = ("mpi4py", "gloo", "horovod", "nccl")
 CPU_PEERS = PEERS[:3]

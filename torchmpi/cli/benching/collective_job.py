@@ -31,7 +31,7 @@ def measure_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         *find_peers(peers, job, asynchronous=asynchronous),
         Copy(),
     ]
-    cells = [Shape(verb, dtype, size) for verb in options.verbs for dtype in options.dtypes for size in options.sizes]
+    cells = [Shape(collective, dtype, size) for collective in options.verbs for dtype in options.dtypes for size in options.sizes]
     weights = [_expected_seconds(cell, len(contestants), job.size) for cell in cells]
     rows: list[Row] = []
     end = time.monotonic() + options.seconds
@@ -88,10 +88,10 @@ class Cell:
 
     def _head(self, asynchronous: bool) -> Row:
         on_host = self.job.device.type == "cpu"
-        steps, sent_bytes = cost(self.shape.verb, self.job.size, self._plain.payload_bytes)
+        steps, sent_bytes = cost(self.shape.collective, self.job.size, self._plain.payload_bytes)
         return {
             "ranks": self.job.size,
-            "verb": self.shape.verb,
+            "verb": self.shape.collective,
             "dtype": self.shape.dtype,
             "mode": ("async" if asynchronous else "sync") + ("" if on_host else " on cuda"),
             "bytes": self.shape.num_bytes,
@@ -102,10 +102,10 @@ class Cell:
 
     def _admit(self, contestant: Contestant) -> tuple[Entrant | None, str]:
         """Ready to be timed, once it has given the right result for every root; otherwise the reason."""
-        reason = self.job.agreed(contestant.why_not(self.shape.verb, self.shape.dtype))
+        reason = self.job.agreed(contestant.why_not(self.shape.collective, self.shape.dtype))
         if reason is not None:
             return None, reason
-        roots = range(self.job.size if self.shape.verb in ROOTED else 1)
+        roots = range(self.job.size if self.shape.collective in ROOTED else 1)
         work, calls = self._plain, []
         try:
             if contestant.allocate() is not None:

@@ -17,7 +17,7 @@ _GROUP = ("ranks", "verb", "dtype", "mode")
 def as_text(report: Mapping[str, Any], *, details: bool) -> str:
     """Header, a table for each verb, dtype and number of ranks, and what could not be measured."""
     lines = header(report)
-    for (ranks, verb, dtype, mode), rows in grouped(report["rows"], _GROUP):
+    for (ranks, collective, dtype, mode), rows in grouped(report["rows"], _GROUP):
         lines += [
             "",
             f"{verb} {dtype}, {counted(ranks, 'rank')}{_MODES.get(mode, '')}: us (spread)",

@@ -23,7 +23,7 @@ class Contestant(Protocol):
 
     name: str
 
-    def why_not(self, verb: str, dtype: str) -> str | None:
+    def why_not(self, collective: str, dtype: str) -> str | None:
         """None, or the reason why it cannot run this here."""
 
     def allocate(self) -> Allocate | None:
@@ -42,13 +42,13 @@ class Ours:
         name = f"torchmpi {backend}" if backend in PEERS else backend or AUTO
         self.name = name + ("" if memory == "plain" else f" {memory}")
 
-    def why_not(self, verb: str, dtype: str) -> str | None:
+    def why_not(self, collective: str, dtype: str) -> str | None:
         if self.memory == "shared" and not hasattr(torchmpi, "empty_shared"):
             return "this version has no mpi.empty_shared"
         if self.backend is None:
             return None
         mode = "async" if self.asynchronous else "sync"
-        verdict = torchmpi.collective_availability()[self.backend, verb, self.device, mode]
+        verdict = torchmpi.collective_availability()[self.backend, collective, self.device, mode]
         return None if verdict == "available" else verdict.removeprefix("unavailable: ")
 
     def allocate(self) -> Allocate | None:
@@ -61,14 +61,14 @@ class Ours:
         positional: list[Any] = [work.source]
         named: dict[str, Any] = {} if self.backend is None else {"backend": self.backend}
         is_root = work.rank == root
-        if work.verb == "scatter" and not is_root:
+        if work.collective == "scatter" and not is_root:
             positional[0] = None
-        if work.verb in ROOTED:
+        if work.collective in ROOTED:
             positional.append(root)
-        if work.verb not in IN_PLACE and (work.verb != "gather" or is_root):
+        if work.collective not in IN_PLACE and (work.collective != "gather" or is_root):
             positional.append(work.target)
         if not self.asynchronous:
-            return partial(getattr(torchmpi, work.verb), *positional, **named)
+            return partial(getattr(torchmpi, work.collective), *positional, **named)
         start = partial(getattr(torchmpi, f"{work.verb}_async"), *positional, **named)
         return self._measured(start)
 
@@ -107,8 +107,8 @@ def our_contestants(
 def _available(device_type: str) -> list[str]:
     """The backends that can run some verb on tensors of this device."""
     table = torchmpi.collective_availability()
-    names = {name for (name, verb, device, _), verdict in table.items()
-             if verdict == "available" and device == device_type and verb != "barrier"}  # fmt: skip
+    names = {name for (name, collective, device, _), verdict in table.items()
+             if verdict == "available" and device == device_type and collective != "barrier"}  # fmt: skip
     return [name for name in dict.fromkeys(key[0] for key in table) if name in names]
 
 
@@ -120,7 +120,7 @@ class Copy:
     def __init__(self) -> None:
         self._target = torch.empty(0)
 
-    def why_not(self, verb: str, dtype: str) -> str | None:
+    def why_not(self, collective: str, dtype: str) -> str | None:
         return None
 
     def allocate(self) -> Allocate | None:

@@ -14,7 +14,7 @@ class Cost(NamedTuple):
     sent_bytes: int
 
 
-def cost(verb: str, size: int, payload_bytes: int) -> Cost:
+def cost(collective: str, size: int, payload_bytes: int) -> Cost:
     """The bandwidth-optimal plan: rings for what ends on all ranks, a tree for what has a root and is not divided.
 
     >>> cost("allreduce", 4, 1000)
@@ -27,19 +27,19 @@ def cost(verb: str, size: int, payload_bytes: int) -> Cost:
         "allreduce": 2 * others,
         "broadcast": math.ceil(math.log2(size)),
         "reduce": math.ceil(math.log2(size)),
-    }.get(verb, others)
-    return Cost(steps, round(bus_factor(verb, size) * payload_bytes))
+    }.get(collective, others)
+    return Cost(steps, round(bus_factor(collective, size) * payload_bytes))
 
 
-def bus_factor(verb: str, size: int) -> float:
+def bus_factor(collective: str, size: int) -> float:
     """Bytes the busiest link carries, per byte of payload: what makes speeds of different numbers of ranks comparable.
 
     >>> bus_factor("allreduce", 2), bus_factor("allgather", 4)
     (1.0, 0.75)
     """
-    if verb in ("broadcast", "reduce"):
+    if collective in ("broadcast", "reduce"):
         return 1.0 if size > 1 else 0.0
-    return (2 if verb == "allreduce" else 1) * (size - 1) / size
+    return (2 if collective == "allreduce" else 1) * (size - 1) / size
 
 
 def gigabytes_per_second(num_bytes: float, microseconds: float) -> float:

@@ -83,7 +83,7 @@ def _add_collectives(kinds: Any) -> None:
         "  torchmpi bench --backends mpi,shm --peers none --json shm.json",
     )
     option = parser.add_argument
-    option("--verbs", type=read.names(read.VERBS, "verb"), default=("allreduce",), metavar="LIST",
+    option("--verbs", type=read.names(read.COLLECTIVES, "verb"), default=("allreduce",), metavar="LIST",
            help=f"among {', '.join(read.VERBS)} (default: allreduce)")  # fmt: skip
     option("--sizes", type=read.sizes, default=None, metavar="SIZES",
            help=f"4:256M (powers of 4) or a list such as 4,64K,1M (default: {DEFAULT_SIZES})")  # fmt: skip

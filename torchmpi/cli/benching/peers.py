@@ -49,13 +49,13 @@ class MPI4Py(Peer):
         self._comm, self._asynchronous = comm, asynchronous
         self._in_place, self._sum = MPI.IN_PLACE, MPI.SUM
 
-    def why_not(self, verb: str, dtype: str) -> str | None:
-        if verb in _REDUCING and dtype in ("bfloat16", "float16"):
+    def why_not(self, collective: str, dtype: str) -> str | None:
+        if collective in _REDUCING and dtype in ("bfloat16", "float16"):
             return f"MPI cannot add {dtype}"
         return None
 
     def bind(self, work: Workload, root: int) -> Call:
-        name = _MPI_NAMES[work.verb]
+        name = _MPI_NAMES[work.collective]
         call = getattr(self._comm, f"I{name.lower()}" if self._asynchronous else name)
         arguments = self._arguments(work, root)
         if not self._asynchronous:
@@ -65,15 +65,15 @@ class MPI4Py(Peer):
     def _arguments(self, work: Workload, root: int) -> tuple[Any, ...]:
         source, target = _array(work.source), _array(work.target)
         is_root = work.rank == root
-        if work.verb == "allreduce":
+        if work.collective == "allreduce":
             return self._in_place, source
-        if work.verb == "broadcast":
+        if work.collective == "broadcast":
             return source, root
-        if work.verb == "reduce":
+        if work.collective == "reduce":
             return (self._in_place, source, self._sum, root) if is_root else (source, None, self._sum, root)
-        if work.verb == "gather":
+        if work.collective == "gather":
             return source, target if is_root else None, root
-        if work.verb == "scatter":
+        if work.collective == "scatter":
             return source if is_root else None, target, root
         return source, target
 
@@ -81,12 +81,12 @@ class MPI4Py(Peer):
 class StagedMPI4Py(MPI4Py):
     """The same for tensors on a GPU, as one writes it by hand: copy to pinned memory, communicate, copy back."""
 
-    def why_not(self, verb: str, dtype: str) -> str | None:
-        return f"only allreduce is staged by hand, not {verb}" if verb != "allreduce" else super().why_not(verb, dtype)
+    def why_not(self, collective: str, dtype: str) -> str | None:
+        return f"only allreduce is staged by hand, not {verb}" if collective != "allreduce" else super().why_not(collective, dtype)
 
     def bind(self, work: Workload, root: int) -> Call:
         host = Workload(
-            Shape(work.verb, str(work.dtype).removeprefix("torch."), work.payload_bytes),
+            Shape(work.collective, str(work.dtype).removeprefix("torch."), work.payload_bytes),
             rank=work.rank,
             size=work.size,
             allocate=lambda numel, dtype: torch.empty(numel, dtype=dtype, pin_memory=True),
@@ -112,7 +112,7 @@ class TorchDistributed(Peer):
     def __init__(self, name: str, group: Any, *, asynchronous: bool) -> None:
         self.name, self._group, self._asynchronous = name, group, asynchronous
 
-    def why_not(self, verb: str, dtype: str) -> str | None:
+    def why_not(self, collective: str, dtype: str) -> str | None:
         if dtype == "int16" and self.name == "gloo":
             return "gloo does not know int16"
         return None
@@ -129,18 +129,18 @@ class TorchDistributed(Peer):
     def _function(self, work: Workload, root: int) -> Callable[..., Any]:
         dist, source, target = torch.distributed, work.source, work.target
         is_root = work.rank == root
-        if work.verb == "allreduce":
+        if work.collective == "allreduce":
             return partial(dist.all_reduce, source)
-        if work.verb == "broadcast":
+        if work.collective == "broadcast":
             return partial(dist.broadcast, source, root)
-        if work.verb == "reduce":
+        if work.collective == "reduce":
             return partial(dist.reduce, source, root)
-        if work.verb == "gather":
+        if work.collective == "gather":
             return partial(dist.gather, source, list(target.chunk(work.size)) if is_root else None, root)
-        if work.verb == "scatter":
+        if work.collective == "scatter":
             return partial(dist.scatter, target, list(source.chunk(work.size)) if is_root else None, root)
         names = {"allgather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-        return partial(getattr(dist, names.get(work.verb, "all_to_all_single")), target, source)
+        return partial(getattr(dist, names.get(work.collective, "all_to_all_single")), target, source)
 
 
 class Horovod(Peer):
@@ -152,8 +152,8 @@ class Horovod(Peer):
         self._hvd, self._asynchronous = import_module("horovod.torch"), asynchronous
         self._hvd.init()
 
-    def why_not(self, verb: str, dtype: str) -> str | None:
-        if verb in ("reduce", "gather", "scatter"):
+    def why_not(self, collective: str, dtype: str) -> str | None:
+        if collective in ("reduce", "gather", "scatter"):
             return f"Horovod has no {verb}"
         return None
 
@@ -161,12 +161,12 @@ class Horovod(Peer):
         hvd, name = self._hvd, f"bench.{work.verb}"  # the same name each time: it caches what it negotiated
         mode = "_async" if self._asynchronous else ""
         call: Call
-        if work.verb == "allreduce":
+        if work.collective == "allreduce":
             call = partial(getattr(hvd, f"allreduce{mode}_"), work.source, name=name, op=hvd.Sum)
-        elif work.verb == "broadcast":
+        elif work.collective == "broadcast":
             call = partial(getattr(hvd, f"broadcast{mode}_"), work.source, root, name=f"{name}.{root}")
         else:
-            options = {"op": hvd.Sum} if work.verb == "reduce_scatter" else {}
+            options = {"op": hvd.Sum} if work.collective == "reduce_scatter" else {}
             function = getattr(hvd, f"{work.verb.replace('_', '')}{mode}")
             call = _storing(partial(function, work.source, name=name, **options), hvd, work, mode)
             return call
@@ -189,7 +189,7 @@ class Absent(Peer):
     def __init__(self, name: str, reason: str) -> None:
         self.name, self._reason = name, reason
 
-    def why_not(self, verb: str, dtype: str) -> str | None:
+    def why_not(self, collective: str, dtype: str) -> str | None:
         return self._reason
 
     def bind(self, work: Workload, root: int) -> Call:

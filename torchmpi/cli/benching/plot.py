@@ -44,7 +44,7 @@ def draw(report: Mapping[str, Any], path: str) -> None:
 
 
 def _draw_panel(axis: Any, panel: tuple[Any, ...], rows: Sequence[Row]) -> None:
-    ranks, verb, dtype, mode = panel
+    ranks, collective, dtype, mode = panel
     for index, ((name,), points) in enumerate(grouped(rows, ("contestant",))):
         style = ":" if name == COPY else "--" if name in PEERS else "-"
         times = [row["median_us"] for row in points]

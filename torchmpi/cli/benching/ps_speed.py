@@ -30,7 +30,7 @@ _ASSUMED_BYTES_PER_SECOND = 1e9  # to divide the time among sizes
 def measure_speed(job: Job, options: argparse.Namespace) -> list[Row]:
     """Rows for each size, with all ranks at work and with one. Collective."""
     comm = Patient(job.comm)
-    cells = [(num_bytes, verb) for num_bytes in options.sizes for verb in (ALL, ONE)]
+    cells = [(num_bytes, collective) for num_bytes in options.sizes for collective in (ALL, ONE)]
     weights = [
         _NUM_CONTESTANTS * MIN_BATCHES * max(BATCH_SECONDS, size / _ASSUMED_BYTES_PER_SECOND) for size, _ in cells
     ]
@@ -41,10 +41,10 @@ def measure_speed(job: Job, options: argparse.Namespace) -> list[Row]:
         if "rpc" in options.peers:
             job.show("starting torch.distributed.rpc")
             rpc = RPC(comm, resources)
-        for index, (num_bytes, verb) in enumerate(cells):
+        for index, (num_bytes, collective) in enumerate(cells):
             job.show(f"{index + 1}/{len(cells)} {verb}, {short_size(num_bytes)}")
             left = job.comm.bcast(max(0.0, end - time.monotonic()))
-            rows += Cell(job, comm, rpc, num_bytes).rows(verb, split_seconds(left, weights, index))
+            rows += Cell(job, comm, rpc, num_bytes).rows(collective, split_seconds(left, weights, index))
     return rows
 
 
@@ -57,9 +57,9 @@ class Cell:
         self._gradient, self._received = torch.zeros(self._numel), torch.zeros(self._numel)
         self._head: Row = {"part": "speed", "ranks": job.size, "dtype": "float32", "mode": "sync", "bytes": num_bytes}
 
-    def rows(self, verb: str, seconds: float) -> list[Row]:
+    def rows(self, collective: str, seconds: float) -> list[Row]:
         """One row for each contestant: its figures, or why there are none."""
-        works = verb == ALL or self._job.rank == self._job.size - 1  # not the rank that has the server of RPC
+        works = collective == ALL or self._job.rank == self._job.size - 1  # not the rank that has the server of RPC
         self._rest()
         server = ps.init(torch.zeros(self._numel))
         ours, copy = partial(self._ours, server), partial(self._received.copy_, self._gradient)
@@ -77,11 +77,11 @@ class Cell:
         ps.free(server)
         figures = {entrant.name: dataclasses.asdict(sample) for entrant, sample in zip(entrants, samples, strict=True)}
         names = (OURS, *(FORMS if self._rpc else ()), COPY)
-        return [self._row(verb, name) | figures.get(name, {"why_not": reasons.get(name)}) for name in names]
+        return [self._row(collective, name) | figures.get(name, {"why_not": reasons.get(name)}) for name in names]
 
-    def _row(self, verb: str, name: str) -> Row:
+    def _row(self, collective: str, name: str) -> Row:
         num_moved = 1 if name == COPY else 2  # add and receive move the tensor twice, a copy once
-        return self._head | {"verb": verb, "contestant": name, "payload_bytes": num_moved * 4 * self._numel}
+        return self._head | {"verb": collective, "contestant": name, "payload_bytes": num_moved * 4 * self._numel}
 
     def _ours(self, server: Any) -> None:
         ps.send(server, self._gradient, "add").wait()

@@ -22,7 +22,7 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 class Shape(NamedTuple):
     """What is to be measured: one cell of the table."""
 
-    verb: str
+    collective: str
     dtype: str
     num_bytes: int
     """As asked for; :attr:`Workload.payload_bytes` is what divides evenly."""
@@ -40,17 +40,17 @@ class Workload:
         self, shape: Shape, *, rank: int, size: int, allocate: Allocate | None = None, device: torch.device = _CPU
     ) -> None:
         allocate = allocate or partial(_plain, device)
-        self.verb, self.rank, self.size = shape.verb, rank, size
+        self.collective, self.rank, self.size = shape.collective, rank, size
         self.dtype: torch.dtype = getattr(torch, shape.dtype)
         numel = max(1, shape.num_bytes // self.dtype.itemsize)
-        if self.verb not in IN_PLACE:
+        if self.collective not in IN_PLACE:
             numel = max(1, numel // size) * size
         self.numel, part = numel, numel // size
         self.payload_bytes = numel * self.dtype.itemsize
-        self.source = allocate(part if self.verb in _SMALL_SOURCE else numel, self.dtype)
+        self.source = allocate(part if self.collective in _SMALL_SOURCE else numel, self.dtype)
         self.target = self.source
-        if self.verb not in IN_PLACE:
-            self.target = allocate(part if self.verb in _SMALL_TARGET else numel, self.dtype)
+        if self.collective not in IN_PLACE:
+            self.target = allocate(part if self.collective in _SMALL_TARGET else numel, self.dtype)
         self.touch()
 
     def touch(self) -> None:
@@ -62,7 +62,7 @@ class Workload:
     def fill(self) -> None:
         """Give the source its values, and the target none."""
         self.touch()
-        if self.verb in ("reduce_scatter", "alltoall", "scatter"):
+        if self.collective in ("reduce_scatter", "alltoall", "scatter"):
             for index, part in enumerate(self.source.chunk(self.size)):
                 _write(part, self._pattern(self.rank + index))
         else:
@@ -70,15 +70,15 @@ class Workload:
 
     def is_right(self, root: int) -> bool:
         """Whether the target has what the verb should have made of the sources of all ranks."""
-        if self.verb in ("reduce", "gather") and self.rank != root:
+        if self.collective in ("reduce", "gather") and self.rank != root:
             return True
-        if self.verb in ("allgather", "gather", "alltoall"):
-            shift = self.rank if self.verb == "alltoall" else 0
+        if self.collective in ("allgather", "gather", "alltoall"):
+            shift = self.rank if self.collective == "alltoall" else 0
             parts = self.target.chunk(self.size)
             return all(_equals(part, self._pattern(index + shift)) for index, part in enumerate(parts))
-        if self.verb in ("broadcast", "scatter"):
-            return _equals(self.target, self._pattern(root + (self.rank if self.verb == "scatter" else 0)))
-        shift = self.rank if self.verb == "reduce_scatter" else 0
+        if self.collective in ("broadcast", "scatter"):
+            return _equals(self.target, self._pattern(root + (self.rank if self.collective == "scatter" else 0)))
+        shift = self.rank if self.collective == "reduce_scatter" else 0
         total = torch.stack([self._pattern(rank + shift).to(torch.int64) for rank in range(self.size)]).sum(0)
         return _equals(self.target, total.to(self.dtype))
 

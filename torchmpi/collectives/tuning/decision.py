@@ -16,7 +16,7 @@ Samples = dict[str, list[float]]
 
 
 def decide(
-    verb: str, measured: dict[str, dict[int, Samples]], current: dict[str, Rule], *, margin: float = _MARGIN
+    collective: str, measured: dict[str, dict[int, Samples]], current: dict[str, Rule], *, margin: float = _MARGIN
 ) -> dict[str, Rule]:
     """Rules by mode, from samples by mode and size. What is not faster beyond the noise does not change.
 
@@ -27,7 +27,7 @@ def decide(
     """
     if not measured:
         return dict(current)
-    if verb in REDUCING:
+    if collective in REDUCING:
         everything = [samples for sizes in measured.values() for samples in sizes.values()]
         in_steps = _adds_in_steps(everything, any(name == HIERARCHICAL for _, name in current["sync"]), margin)
         measured = {
@@ -35,12 +35,12 @@ def decide(
             for mode, sizes in measured.items()
         }
     spare = next(iter(measured.values()))  # a mode for which there was no time does as the other one
-    return {mode: _rule(verb, mode, measured.get(mode, spare), rule, margin) for mode, rule in current.items()}
+    return {mode: _rule(collective, mode, measured.get(mode, spare), rule, margin) for mode, rule in current.items()}
 
 
-def _rule(verb: str, mode: str, sizes: dict[int, Samples], current: Rule, margin: float) -> Rule:
-    key = Key(verb, "cpu", "host", mode)
-    if verb not in BY_SIZE:
+def _rule(collective: str, mode: str, sizes: dict[int, Samples], current: Rule, margin: float) -> Rule:
+    key = Key(collective, "cpu", "host", mode)
+    if collective not in BY_SIZE:
         return checked(key, best(list(sizes.values()), current[0][1], margin))
     ordered = sorted(sizes)
     # Between two sizes that were measured nobody knows: half way, as factors go.

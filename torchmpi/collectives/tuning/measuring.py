@@ -30,14 +30,14 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 8, 24
 class Subject(NamedTuple):
     """What one rule is sought for, and who competes."""
 
-    verb: str
+    collective: str
     device: str
     span: str
     communicator: Communicator
     names: tuple[str, ...]
 
     def keys(self) -> list[Key]:
-        return [Key(*self[:3], mode) for mode in (MODES if self.verb != "barrier" else MODES[:1])]
+        return [Key(*self[:3], mode) for mode in (MODES if self.collective != "barrier" else MODES[:1])]
 
     def __str__(self) -> str:
         return f"{self.verb} {self.device} {self.span}"
@@ -56,7 +56,7 @@ class Session:
         """Samples by mode and size, as far as the time goes."""
         found: dict[str, dict[int, Samples]] = defaultdict(dict)
         modes = [key.mode for key in subject.keys()]
-        sizes = self._sizes if subject.verb != "barrier" else self._sizes[:1]
+        sizes = self._sizes if subject.collective != "barrier" else self._sizes[:1]
         for mode in modes:
             for size in sizes:
                 samples = self._compete(Work(self._running, subject, size, mode), subject.names)
@@ -103,18 +103,18 @@ class Work:
     """One verb on tensors of one size, as a user would call it."""
 
     def __init__(self, running: runtime.Runtime, subject: Subject, size: int, mode: str) -> None:
-        verb, device, _, communicator, _ = subject
+        collective, device, _, communicator, _ = subject
         group = communicator.intra
         self._communicator, self._is_async = communicator, mode == "async"
         # The size is that of the largest tensor of the call: for a gather, of its result.
-        numel = max(1, size // torch.float32.itemsize // (group.size if verb in ("allgather", "gather") else 1))
+        numel = max(1, size // torch.float32.itemsize // (group.size if collective in ("allgather", "gather") else 1))
         self._tensor = torch.zeros(numel, device=running.device if device != "cpu" else "cpu")
-        given = None if verb == "scatter" and group.rank != 0 else self._tensor
+        given = None if collective == "scatter" and group.rank != 0 else self._tensor
         self._call: Callable[[str], Any]
-        if verb == "barrier":
+        if collective == "barrier":
             self._call = partial(self._barrier, running, {})
         else:
-            function = getattr(collectives, f"{verb}_async" if self._is_async else verb)
+            function = getattr(collectives, f"{verb}_async" if self._is_async else collective)
             self._call = lambda name: function(given, comm=communicator, backend=name)
 
     def _barrier(self, running: runtime.Runtime, known: dict[str, prepared.Plan], name: str) -> None:

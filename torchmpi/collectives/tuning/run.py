@@ -11,7 +11,7 @@ from ...backends.selection_table import (
     MODES,
     OF_THE_HOST,
     SPANS,
-    VERBS,
+    COLLECTIVES,
     Key,
     Rule,
     Table,
@@ -29,7 +29,7 @@ from .decision import decide
 from .measuring import Session, Subject
 
 SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
-_ORDER = ("allreduce", *(verb for verb in VERBS if verb != "allreduce"))  # should the time not suffice for all
+_ORDER = ("allreduce", *(collective for collective in COLLECTIVES if collective != "allreduce"))  # should the time not suffice for all
 
 
 def autotune(
@@ -63,7 +63,7 @@ def autotune(
         current = {key.mode: running.selector.table[key] for key in subject.keys()}
         measured = session.measure(subject)
         # All ranks have the same samples, and would decide alike, but for a last bit perhaps: rank 0 does.
-        rules = decide(subject.verb, measured, current) if running.world.rank == 0 else {}
+        rules = decide(subject.collective, measured, current) if running.world.rank == 0 else {}
         rules = collectives.broadcast_object(rules, comm=running.communicators.levels[0])
         if measured:
             running.selector.adopt(Table({Key(*subject[:3], mode): rule for mode, rule in rules.items()}))
@@ -79,15 +79,15 @@ def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> lis
     targets = _targets(running, comm)
     devices = dict.fromkeys(("cpu", running.device.type))
     possible = {
-        (verb, device, span): {
+        (collective, device, span): {
             name
             for name, backend in selector.backends.items()
-            if out_of_reach(name, span) is None and backend.why_not(verb, device, communicator.intra) is None
+            if out_of_reach(name, span) is None and backend.why_not(collective, device, communicator.intra) is None
         }
         for device in devices
         for span, communicator in targets.items()
-        for verb in verbs
-        if device == "cpu" or verb not in OF_THE_HOST
+        for collective in verbs
+        if device == "cpu" or collective not in OF_THE_HOST
     }
     everywhere = collectives.allgather_object(possible, comm=world)
     subjects = []
@@ -129,8 +129,8 @@ def _checked_arguments(
     where = f"{running.world.where}: autotune"
     chosen = [verbs] if isinstance(verbs, str) else list(verbs or _ORDER)
     numbers = sorted(set(SIZES if sizes is None else sizes))
-    for verb in chosen:
-        if verb not in VERBS:
+    for collective in chosen:
+        if collective not in COLLECTIVES:
             raise ArgumentError(f"{where}: verb {verb!r} is unknown. Use some of: {', '.join(VERBS)}.")
     if not numbers or not all(type(size) is int and size > 0 for size in numbers):
         raise ArgumentError(f"{where}: sizes={sizes!r} must be whole numbers of bytes above 0, at least one.")
