@@ -59,8 +59,8 @@ finally:
 
 def test_an_asynchronous_error_nobody_waits_for_is_mentioned(job):
     code = """
-lane = mpi.communicator().intra.lane
-lane.submit(lambda: 1 / 0, "division")
+queue = mpi.communicator().intra.call_queue
+queue.submit(lambda: 1 / 0, "division")
 mpi.stop()
 """
     result = job(2, START + code)

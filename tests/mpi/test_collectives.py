@@ -52,7 +52,7 @@ class Refused:
 def call(collective, *arguments, asynchronous, **options):
     try:
         if asynchronous:
-            return getattr(mpi, f"{verb}_async")(*arguments, **options).wait()
+            return getattr(mpi, f"{collective}_async")(*arguments, **options).wait()
         return getattr(mpi, collective)(*arguments, **options)
     except (errors.BackendUnavailableError, errors.DtypeError):
         if all(argument.is_cpu for argument in arguments if isinstance(argument, torch.Tensor)):
@@ -298,7 +298,7 @@ def test_pieces_for_messages_longer_than_mpi_counts(agree):
     }
     integers = [contract.values((101,), torch.int32, r) for r in range(size)]
     for collective, wanted in (("allreduce", contract.reduced(integers, "sum")),):
-        results[f"{verb} int32"] = (run(collective, integers[rank].clone(), op="sum", dtype=torch.int32), wanted)
+        results[f"{collective} int32"] = (run(collective, integers[rank].clone(), op="sum", dtype=torch.int32), wanted)
     part = run("reduce_scatter", integers[rank].clone(), op="sum", dtype=torch.int32)
     results["reduce_scatter int32"] = (part, contract.rows(contract.reduced(integers, "sum"), rank, size))
     for name, (actual, expected) in results.items():

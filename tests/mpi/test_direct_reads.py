@@ -69,8 +69,8 @@ def test_everybody_gets_everything(reads, agree, dtype, num_bytes):
 @pytest.mark.parametrize("num_bytes", (33_000, 50_000, 256 << 10, 1_500_000))
 def test_everybody_gets_what_is_for_it(reads, agree, dtype, num_bytes):
     rank, size = mpi.rank(), mpi.size()
-    num_blocks = num_bytes * size // dtype.itemsize // 3 + size - 1  # not as many for each rank
-    inputs = inputs_of((num_blocks, 3), dtype)
+    num_rows = num_bytes * size // dtype.itemsize // 3 + size - 1  # not as many for each rank
+    inputs = inputs_of((num_rows, 3), dtype)
     expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
     for _ in range(3):
         agree.bits(mpi.alltoall(inputs[rank], backend="shm"), expected, f"{num_bytes} {dtype}")

@@ -121,11 +121,11 @@ def test_ranks_with_and_without_a_target_meet(agree):
     for numel in (1, 5, 5000):
         rows, part = torch.arange(float(size * numel)), torch.zeros(numel)
         expected = rows[rank * numel : (rank + 1) * numel]
-        for run_lock in range(2 * size):
-            out = part.zero_() if run_lock < 2 or run_lock % size != rank else None
+        for turn in range(2 * size):
+            out = part.zero_() if turn < 2 or turn % size != rank else None
             result = mpi.scatter(rows if rank == 0 else None, 0, out)
             agree.equal(result, expected, f"scatter {numel}, turn {turn}")
-            total = torch.zeros(size * numel) if run_lock < 2 or run_lock % 2 else None
+            total = torch.zeros(size * numel) if turn < 2 or turn % 2 else None
             result = mpi.gather(expected, 0, total if rank == 0 else None)
             agree.equal(result, rows if rank == 0 else None, f"gather {numel}, turn {turn}")
 
@@ -170,7 +170,7 @@ def test_what_others_than_the_root_pass_to_a_scatter_is_no_door(agree):
 def test_a_scatter_into_a_conjugated_view(agree):
     rank, size = mpi.rank(), mpi.size()
     rows = torch.full((2 * size,), 1 + 2j)
-    for run_lock in range(3):
+    for turn in range(3):
         out = torch.zeros(2, dtype=torch.complex64).conj()
         mpi.scatter(rows if rank == 0 else None, 0, out)
         agree.equal(out.resolve_conj(), torch.full((2,), 1 + 2j), f"turn {turn}")
@@ -178,7 +178,7 @@ def test_a_scatter_into_a_conjugated_view(agree):
 
 def test_a_target_of_a_dtype_without_a_plan_is_refused_after_the_call(agree):
     rank, size = mpi.rank(), mpi.size()
-    for run_lock in range(3):
+    for turn in range(3):
         out = torch.empty(2) if rank == 0 else torch.empty(2, dtype=torch.float8_e8m0fnu)
         message = ""
         try:
@@ -397,7 +397,9 @@ def test_the_watchdog_sees_a_call_behind_a_gate(agree):
     watcher.start()
     if mpi.rank() == 0:  # so that the others wait for this rank
         limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.log_board is not None else ()
-        while any(group.log_board.get(row, ENTERED) <= group.call_log.seq for row in others) and time.monotonic() < limit:
+        while (
+            any(group.log_board.get(row, ENTERED) <= group.call_log.seq for row in others) and time.monotonic() < limit
+        ):
             time.sleep(0.001)
         watcher.join(0.3)
     mpi.allreduce(torch.ones(6))

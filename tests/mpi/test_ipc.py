@@ -96,9 +96,11 @@ def rig() -> Iterator[Rig]:
 class Call:
     """A call with what must come of it."""
 
-    def __init__(self, rig: Rig, collective: str, dtype: torch.dtype, op: str, shape: tuple[int, ...], root: int) -> None:
+    def __init__(
+        self, rig: Rig, collective: str, dtype: torch.dtype, op: str, shape: tuple[int, ...], root: int
+    ) -> None:
         self.collective, self.dtype, self.op, self.root = collective, dtype, op, root % rig.size
-        self.what = f"{verb} {op} {dtype} {shape} root {self.root}"
+        self.what = f"{collective} {op} {dtype} {shape} root {self.root}"
         rank, size = rig.rank, rig.size
         shapes = [shape] * size
         if collective == "allgather" and shape:
@@ -301,7 +303,9 @@ def test_groups_in_threads_do_not_mix(agree):
         choice = random.Random(seed)
         try:
             calls = [
-                Call(rig, choice.choice(COLLECTIVES), torch.int32, "max", (choice.choice((0, 3, 5000, 400_000)),), number)
+                Call(
+                    rig, choice.choice(COLLECTIVES), torch.int32, "max", (choice.choice((0, 3, 5000, 400_000)),), number
+                )
                 for number in range(30)
             ]
             for call in calls:

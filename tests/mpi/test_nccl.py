@@ -49,7 +49,7 @@ def test_reductions(agree, dtype, op, asynchronous):
     def call(collective, *arguments):
         options = {"op": op, "backend": "nccl"}
         if asynchronous:
-            return getattr(mpi, f"{verb}_async")(*arguments, **options).wait()
+            return getattr(mpi, f"{collective}_async")(*arguments, **options).wait()
         return getattr(mpi, collective)(*arguments, **options)
 
     for shape in contract.SHAPES:

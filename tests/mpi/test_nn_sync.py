@@ -9,7 +9,6 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.communicators import call_log
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 from torchmpi.session import runtime
 
@@ -353,11 +352,11 @@ def kept_net(convolution_format: torch.memory_format = torch.contiguous_format) 
 
 def synchronized_as(net: nn.Module) -> list[bool]:
     """Synchronise the gradients; for each call that this took, whether it was given a list of tensors."""
-    call_log = mpi.communicator().intra.call_log
-    before = call_log.seq
+    log = mpi.communicator().intra.call_log
+    before = log.seq
     mpinn.synchronize_gradients(net)
-    entered = {call[0]: call_log.COLLECTIVES[call[1] & 0xFF] for call in call_log.history if call is not None}
-    return [entered.get(seq) == "allreduce_many" for seq in range(before + 1, call_log.seq + 1)]
+    entered = {call[0]: call_log.COLLECTIVES[call[1] & 0xFF] for call in log.history if call is not None}
+    return [entered.get(seq) == "allreduce_many" for seq in range(before + 1, log.seq + 1)]
 
 
 REASONS_FOR_A_LIST = {

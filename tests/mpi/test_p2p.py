@@ -73,7 +73,9 @@ def test_movements_bring_every_bit(agree, dtype):
 def test_operations_are_reused_for_any_size(agree):
     """Memory of an earlier, longer call must not show in a later one."""
     rank, size = mpi.rank(), mpi.size()
-    operations = {collective: bound(collective, torch.bfloat16, "avg") for collective in ("allreduce", "reduce", "reduce_scatter")}
+    operations = {
+        collective: bound(collective, torch.bfloat16, "avg") for collective in ("allreduce", "reduce", "reduce_scatter")
+    }
     for numel in (20_011, 3, 5000, 0, 20_011, 1):
         inputs = [contract.values((numel,), torch.bfloat16, r, seed=numel) for r in range(size)]
         expected = contract.reduced(inputs, "avg")

@@ -438,7 +438,7 @@ def test_calls_that_fail_or_have_ever_new_coefficients_leave_nothing(way, agree)
             except (ValueError, errors.TorchMPIError):
                 pass
     agree(len(server._rules) <= 100, f"{len(server._rules)} rules")
-    agree(len(server.service.call_queue.failed) <= 1, f"{len(server.service.lane.failed)} failed calls")
+    agree(len(server.service.call_queue.failed) <= 1, f"{len(server.service.call_queue.failed)} failed calls")
 
 
 def test_a_rule_that_raises_fails_the_call_and_nothing_else(way, agree):

@@ -90,7 +90,7 @@ def test_layouts_are_refused_on_the_short_way_of_calls_that_are_known(agree):
             except errors.ArgumentError:
                 pass
             else:
-                agree(False, f"{verb} accepted {kind}")
+                agree(False, f"{collective} accepted {kind}")
     agree.equal(mpi.allreduce(1), mpi.size())
 
 

@@ -132,8 +132,8 @@ def test_the_size_decides_what_runs(agree, on_one_host, ran):
                 tensor = torch.ones(numel, dtype=dtype)
                 for _ in range(2):  # the second time there is a plan
                     getattr(mpi, collective)(tensor.clone())
-                getattr(mpi, f"{verb}_async")(tensor.clone()).wait()
-                agree.equal(ran, [(expected, collective)] * 3, f"{verb} of {numel} {dtype}")
+                getattr(mpi, f"{collective}_async")(tensor.clone()).wait()
+                agree.equal(ran, [(expected, collective)] * 3, f"{collective} of {numel} {dtype}")
 
 
 @pytest.mark.parametrize("layout", ("out", "strided"))
@@ -157,7 +157,7 @@ def test_collectives_without_a_common_size_and_barriers_go_by_one_transport(agre
     for collective, tensor in verbs.items():
         mpi.collective_selector.set(collective, "large")
         getattr(mpi, collective)(tensor)
-        getattr(mpi, f"{verb}_async")(tensor).wait()
+        getattr(mpi, f"{collective}_async")(tensor).wait()
         agree.equal(ran, [("large", collective)] * 2)
         ran.clear()
     mpi.collective_selector.set("barrier", "small")

@@ -88,8 +88,8 @@ def test_short_lengths_that_differ_again_and_again(agree, stopped):
 def test_rows_of_odd_length(slots, agree):
     """A row of 3 elements lies across the borders of slots and of lines."""
     rank, size = mpi.rank(), mpi.size()
-    for num_blocks in (1, 2, size + 1, 500, slots // 4 + 1):
-        inputs = inputs_of((num_blocks, 3), torch.float32)
+    for num_rows in (1, 2, size + 1, 500, slots // 4 + 1):
+        inputs = inputs_of((num_rows, 3), torch.float32)
         expected = contract.reduced(inputs, "sum")
         result = mpi.reduce_scatter(inputs[rank].clone(), backend="shm")
         agree.bits(result, contract.rows(expected, rank, size), f"reduce_scatter of {num_rows} rows")

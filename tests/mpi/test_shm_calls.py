@@ -25,7 +25,17 @@ from shm_rig import PAGE_SLOTS, shared, start
 
 # --- calls in any order
 
-COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall", "barrier")
+COLLECTIVES = (
+    "allreduce",
+    "reduce",
+    "broadcast",
+    "allgather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "alltoall",
+    "barrier",
+)
 KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), (torch.uint8, "bxor"))
 
 
@@ -50,7 +60,7 @@ class Call:
         options = {"op": self.op} if self.collective in ("allreduce", "reduce", "reduce_scatter") else {}
         if self.collective in ("reduce", "broadcast", "gather", "scatter"):
             options["root"] = self.root
-        name = f"{self.verb}_async" if asynchronous else self.collective
+        name = f"{self.collective}_async" if asynchronous else self.collective
         return getattr(mpi, name)(tensor, comm=self.comm, backend=backend, **options)
 
     def expected(self) -> torch.Tensor | None:
@@ -102,7 +112,7 @@ def test_any_sequence_of_calls(slots):
             if way["asynchronous"] and call.collective != "barrier":
                 result = result.wait()
             if not call.fits(result):
-                problems.append(f"{call.verb} of {call.inputs[0].numel()} {call.dtype} root {call.root} {way}")
+                problems.append(f"{call.collective} of {call.inputs[0].numel()} {call.dtype} root {call.root} {way}")
         assert not problems, problems
 
     try_together(play, strategies.lists(CALLS, min_size=8, max_size=30))
@@ -121,11 +131,16 @@ def test_four_communicators_from_four_threads(slots, agree):
         choice = random.Random(level)
         try:
             for number in range(60):
-                call = Call(choice.choice(COLLECTIVES), choice.choice((0, 5, 29, 500, 5000)), number, number, comm=level)
-                way = {"asynchronous": choice.random() < 0.3 and call.collective != "barrier", "is_shared": number % 5 == 0}
+                call = Call(
+                    choice.choice(COLLECTIVES), choice.choice((0, 5, 29, 500, 5000)), number, number, comm=level
+                )
+                way = {
+                    "asynchronous": choice.random() < 0.3 and call.collective != "barrier",
+                    "is_shared": number % 5 == 0,
+                }
                 result = call.make(backend=choice.choice(("shm", None)), **way)
                 if not call.fits(result.wait() if way["asynchronous"] else result):
-                    problems.append(f"level {level}, call {number}: {call.verb} {way}")
+                    problems.append(f"level {level}, call {number}: {call.collective} {way}")
         except Exception as error:
             problems.append(f"level {level}: {error!r}")
 
@@ -204,7 +219,7 @@ def test_a_disagreement_is_an_error_on_all_ranks_and_the_next_calls_are_right(sl
     agree(all(name in message for name in names), f"instead of {names}: {message!r}")
     for collective in COLLECTIVES:
         call = Call(collective, 3 * slots, 0, 1)
-        agree(call.fits(call.make(backend="shm")), f"the next {verb}")
+        agree(call.fits(call.make(backend="shm")), f"the next {collective}")
 
 
 @pytest.mark.parametrize("when", ("before the kernel", "between two kernels"))
@@ -242,7 +257,7 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
     agree(refused is not everybody_knows, "ranks went on as if nothing had happened")
     for collective in COLLECTIVES:
         call = Call(collective, 3 * slots, 0, 1)
-        agree(call.fits(call.make(backend="shm")), f"the next {verb}")
+        agree(call.fits(call.make(backend="shm")), f"the next {collective}")
 
 
 @pytest.mark.parametrize("collective", ("allgather", "alltoall", "gather"))
@@ -295,7 +310,7 @@ def test_kernels_among_other_transports_whatever_is_compared(stopped, agree, che
     for number_of_others in (1, 31, 32, 100):
         for collective in COLLECTIVES:
             call = Call(collective, 3000, number_of_others, 1)
-            agree(call.fits(call.make(backend="shm")), f"{verb} after {number_of_others} others")
+            agree(call.fits(call.make(backend="shm")), f"{collective} after {number_of_others} others")
         for _ in range(number_of_others):
             mpi.broadcast(torch.ones(3), 0, backend="mpi")
     if check == "strict" and size > 1:

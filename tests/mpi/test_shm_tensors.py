@@ -84,12 +84,12 @@ def test_shared_tensors_in_every_collective(slots, agree, who):
     rank, size = mpi.rank(), mpi.size()
     chosen = {"all": range(size), "the first": [0], "the last": [size - 1], "all but the first": range(1, size)}[who]
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        for num_blocks in (1, 2 * size + 1, slots + 3):
+        for num_rows in (1, 2 * size + 1, slots + 3):
 
             def bring(values: torch.Tensor) -> torch.Tensor:
                 return shared(values, rank + 1) if rank in chosen else values.clone()
 
-            calls = calls_of(inputs_of((num_blocks, 6), dtype), bring)
+            calls = calls_of(inputs_of((num_rows, 6), dtype), bring)
             for name, (call, expected) in calls.items():
                 for _ in range(2):
                     result, case = call(), f"{name} of {num_rows} rows of {dtype}"

@@ -71,7 +71,7 @@ class Model:
         while hosts:
             able = [rank for rank in hosts if rank not in waiting or waiting[rank]()]
             if not able:
-                raise Problem(f"the hosts wait for each other: {sorted(hosts)}, words {self.words}")
+                raise Problem(f"the hosts wait for each other: {sorted(hosts)}, words {self.fields}")
             rank = self.random.choice(able)
             # Some hosts come along much faster than others.
             for _ in range(self.random.choice((1, 1, 2, 5, 50))):

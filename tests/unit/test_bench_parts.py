@@ -132,7 +132,7 @@ def results(works: list[Workload], collective: str, root: int) -> None:
 SUMS = ("allreduce", "reduce", "reduce_scatter")
 
 
-@pytest.mark.parametrize("verb", arguments.COLLECTIVES)
+@pytest.mark.parametrize("collective", arguments.COLLECTIVES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_right_results_pass_and_wrong_ones_do_not(collective, dtype, size):
@@ -162,12 +162,14 @@ def test_sums_are_exact_for_64_ranks_in_16_bits():
     assert 64 * 3 <= 256, "whole numbers up to here are exact in bfloat16"
 
 
-@pytest.mark.parametrize("verb", arguments.COLLECTIVES)
+@pytest.mark.parametrize("collective", arguments.COLLECTIVES)
 def test_the_larger_tensor_has_the_size_asked_for(collective):
     work = Workload(Shape(collective, "float32", 4096), rank=0, size=4)
     assert work.payload_bytes == 4096 == 4 * max(work.source.numel(), work.target.numel())
     assert (work.source is work.target) == (collective in IN_PLACE)
-    tiny = Workload(Shape(collective, "float64", 4), rank=0, size=4)  # nothing is smaller than an element, or one per part
+    tiny = Workload(
+        Shape(collective, "float64", 4), rank=0, size=4
+    )  # nothing is smaller than an element, or one per part
     assert tiny.payload_bytes == (8 if collective in IN_PLACE else 32)
 
 

@@ -228,8 +228,8 @@ def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
     segment.withdraw()
     call_logs = [call_log.CallLog("test", rank, 4, log_board) for rank in range(4)]
     for round_ in range(2):
-        for call_log in call_logs:
-            call_log.enter(call_log.call_code("barrier"), ())
+        for own in call_logs:
+            own.enter(call_log.call_code("barrier"), ())
         call_logs[2 * round_].abandon()  # in both rounds another one
         first = 2 * round_
         for rank, told_by in ((1, first), (3, 1)):
@@ -257,7 +257,7 @@ def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
 )
 def test_signatures_can_be_read(collective, op, root):
     text = call_log.describe(call_log.call_code(collective, op, 1) | root << 32, (2, 3))
-    assert text.startswith(f"{verb}(float32 [2, 3]")
+    assert text.startswith(f"{collective}(float32 [2, 3]")
     assert op is None or op in text
 
 

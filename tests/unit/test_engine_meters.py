@@ -40,19 +40,19 @@ def test_empty_meters():
 
 
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**31))
-def test_class_error(num_blocks, num_classes, seed):
+def test_class_error(num_rows, num_classes, seed):
     generator = torch.Generator().manual_seed(seed)
-    output = torch.randn(num_blocks, num_classes, generator=generator)
-    target = torch.randint(num_classes, (num_blocks,), generator=generator)
+    output = torch.randn(num_rows, num_classes, generator=generator)
+    target = torch.randint(num_classes, (num_rows,), generator=generator)
     meter, accuracy = ClassErrorMeter(topk=(5, 1)), ClassErrorMeter(topk=(1, 5), accuracy=True)
-    for rows in range(0, num_blocks, 3):
+    for rows in range(0, num_rows, 3):
         meter.add(output[rows : rows + 3], target[rows : rows + 3])
         accuracy.add(output[rows : rows + 3], target[rows : rows + 3])
     for k in (1, 5):
         ranked = output.argsort(1, descending=True)[:, :k]
         wrong = sum(int(label) not in row.tolist() for label, row in zip(target, ranked, strict=True))
-        assert meter.value(k) == pytest.approx(100 * wrong / num_blocks)
-        assert accuracy.value(k) == pytest.approx(100 - 100 * wrong / num_blocks)
+        assert meter.value(k) == pytest.approx(100 * wrong / num_rows)
+        assert accuracy.value(k) == pytest.approx(100 - 100 * wrong / num_rows)
 
 
 def test_single_row():

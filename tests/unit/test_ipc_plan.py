@@ -21,7 +21,9 @@ from ipc_rig import Call, Model, Problem
 COLLECTIVES = ("allreduce 1", "allreduce 2", "reduce 1", "reduce 2", "broadcast", "allgather", "reduce_scatter")
 
 
-def make(collective: str, size: int, half: int, lengths: list[int], root: int, choice: random.Random) -> tuple[Call, list]:
+def make(
+    collective: str, size: int, half: int, lengths: list[int], root: int, choice: random.Random
+) -> tuple[Call, list]:
     """A call, and what its outputs must be (None: untouched). `lengths` holds one number, or one for each rank."""
     name, _, shots = collective.partition(" ")
     if name == "allgather":
@@ -116,13 +118,13 @@ def test_parts_and_chunks_cover_everything_once(size, num_bytes, most):
 
 
 @given(st.integers(1, 64), st.integers(0, 300), st.integers(1, 16))
-def test_rows_that_are_scattered_never_leave_their_slot(size, num_blocks, row_bytes):
+def test_rows_that_are_scattered_never_leave_their_slot(size, num_rows, row_bytes):
     half = size * ALIGNMENT
-    spans = [(first * row_bytes, count * row_bytes) for first, count in schedule.rows(num_blocks, size)]
+    spans = [(first * row_bytes, count * row_bytes) for first, count in schedule.rows(num_rows, size)]
     for rank in {0, size // 2, size - 1}:
         chunks = chunk_plan.reduce_scatter(rank, size, spans, half)
         fills = [step for steps in chunks for step in steps if type(step) is Fill]
-        assert sum(fill.num_bytes for fill in fills) == num_blocks * row_bytes
+        assert sum(fill.num_bytes for fill in fills) == num_rows * row_bytes
         assert all(fill.area % ALIGNMENT == 0 and fill.area // ALIGNMENT < size for fill in fills)
 
 

@@ -15,7 +15,7 @@ Held = dict[int, set[tuple[int, int]]]
 
 
 def blocks_of(message: schedule.Message, size: int) -> list[int]:
-    return [(message.first + i) % size for i in range(message.num_blocks)]
+    return [(message.first + i) % size for i in range(message.num_rows)]
 
 
 def carry_out(plans: list[list[Round]], held: Held, *, moved_as: Callable[[int, int], int]) -> int:
@@ -57,7 +57,7 @@ def _answers(current: dict[int, Round], rank: int, message: schedule.Message) ->
     if peer is None:
         return False
     others = peer.receives if message in current[rank].sends else peer.sends
-    return any(other == (rank, message.first, message.num_blocks) for other in others)
+    return any(other == (rank, message.first, message.num_rows) for other in others)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -84,7 +84,7 @@ def test_allgathers_bring_everything_once(size: int) -> None:
         carry_out([plan(rank) for rank in range(size)], held, moved_as=lambda _, block: block)
         assert all(held[rank] == {(block, block) for block in range(size)} for rank in range(size))
         # Each block arrives once at each other rank: the least that an allgather can send.
-        assert all(sum(m.num_blocks for step in plan(rank) for m in step.sends) == size - 1 for rank in range(size))
+        assert all(sum(m.num_rows for step in plan(rank) for m in step.sends) == size - 1 for rank in range(size))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -96,7 +96,7 @@ def test_doubling_takes_log2_rounds_and_one_stretch_of_memory(size: int) -> None
         for step in rounds:
             (received,) = step.receives
             assert (received.first - rank) % size == have  # right behind what is there, counted from the own block
-            have += received.num_blocks
+            have += received.num_rows
         assert have == size
 
 

@@ -170,7 +170,7 @@ class Able:
         if device_type not in self.devices:
             return f"no {device_type} here"
         if collective not in self.verbs:
-            return f"it has no {verb}"
+            return f"it has no {collective}"
         span = None if group is None else selection_table.span_of(group)
         return None if span is None or span in self.spans else "its ranks are on several hosts"
 

@@ -116,7 +116,7 @@ class World:
                 for other in group:
                     del plan[other][0]
                 ready.extend(group)
-        assert not any(plan), f"deadlock: {verb}, root {root}: {plan}"
+        assert not any(plan), f"deadlock: {collective}, root {root}: {plan}"
         return values
 
     def stands_before(self, theirs: Step, rank: int, step: Step, group: Group) -> bool:

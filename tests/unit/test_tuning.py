@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi.backends import saved_tables
-from torchmpi.backends.selection_table import BY_SIZE, HIERARCHICAL, REDUCING, COLLECTIVES, Key, Table, at, checked, keys
+from torchmpi.backends.selection_table import (
+    BY_SIZE,
+    COLLECTIVES,
+    HIERARCHICAL,
+    REDUCING,
+    Key,
+    Table,
+    at,
+    checked,
+    keys,
+)
 from torchmpi.collectives.tuning.decision import best, decide, speedup
 
 MPI = ((None, "mpi"),)

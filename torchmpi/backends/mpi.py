@@ -164,7 +164,7 @@ class ReduceScatter:
         rows, row_numel = rows_of(source)
         spans = schedule.rows(rows, self.size)
         destination = destination_for(source, spans[self.rank][1], destination)
-        spans = [(first * row_numel, num_blocks * row_numel) for first, num_blocks in spans]
+        spans = [(first * row_numel, num_rows * row_numel) for first, num_rows in spans]
         with torch.inference_mode(destination.is_inference()):  # or torch would not let its own operations write there
             self.reduction.reduce_scatter(source, destination, spans)
         return destination
@@ -237,13 +237,13 @@ class Movement:
         if shape[0] * row_bytes <= self.message_bytes:
             message = None
             if source is not None:
-                counts, offsets = _spans(np.array([num_blocks for _, num_blocks in spans]) * row_bytes)
+                counts, offsets = _spans(np.array([num_rows for _, num_rows in spans]) * row_bytes)
                 message = (buffers.as_bytes(self.MPI, source), counts, offsets, self.MPI.BYTE)
             self.comm.Scatterv(message, (buffers.as_bytes(self.MPI, destination), self.MPI.BYTE), root)
         elif source is None:
             self._receive(destination, root)
         else:
-            for rank, part in enumerate(source.reshape(shape).split([num_blocks for _, num_blocks in spans])):
+            for rank, part in enumerate(source.reshape(shape).split([num_rows for _, num_rows in spans])):
                 if rank == root:
                     destination.copy_(part)
                 else:
@@ -252,9 +252,9 @@ class Movement:
 
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Part j of everybody's rows goes to rank j."""
-        num_blocks, row_numel = rows_of(source)
+        num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        sent = np.array([count for _, count in schedule.rows(num_blocks, self.size)], np.int64)
+        sent = np.array([count for _, count in schedule.rows(num_rows, self.size)], np.int64)
         received = np.empty(self.size, np.int64)
         self.comm.Alltoall((sent, self.MPI.INT64_T), (received, self.MPI.INT64_T))
         destination = destination_for(source, int(received.sum()), destination)
@@ -265,7 +265,7 @@ class Movement:
                 (buffers.as_bytes(self.MPI, destination), *_spans(received * row_bytes), self.MPI.BYTE),
             )
             return destination
-        outgoing = source.reshape(num_blocks, -1).split(sent.tolist())
+        outgoing = source.reshape(num_rows, -1).split(sent.tolist())
         incoming = destination.view(int(received.sum()), -1).split(received.tolist())
         incoming[self.rank].copy_(outgoing[self.rank])
         for shift in range(1, self.size):
@@ -295,9 +295,9 @@ class Movement:
 
     def _rows(self, source: torch.Tensor) -> tuple[np.ndarray, int]:
         """How many rows each rank has, and the bytes of one."""
-        num_blocks, row_numel = rows_of(source)
+        num_rows, row_numel = rows_of(source)
         rows = np.empty(self.size, np.int64)
-        self.comm.Allgather((np.array([num_blocks], np.int64), self.MPI.INT64_T), (rows, self.MPI.INT64_T))
+        self.comm.Allgather((np.array([num_rows], np.int64), self.MPI.INT64_T), (rows, self.MPI.INT64_T))
         return rows, row_numel * source.element_size()
 
     def _announce(self, source: torch.Tensor | None, root: int) -> tuple[tuple[int, ...], torch.dtype]:
@@ -340,9 +340,9 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.shape[0], math.prod(tensor.shape[1:])
 
 
-def destination_for(source: torch.Tensor, num_blocks: int, given: torch.Tensor | None) -> torch.Tensor:
+def destination_for(source: torch.Tensor, num_rows: int, given: torch.Tensor | None) -> torch.Tensor:
     """The tensor that receives `num_rows` rows like those of `source`: the one given, if it fits, or a new one."""
-    shape = (num_blocks, *source.shape[1:])
+    shape = (num_rows, *source.shape[1:])
     if given is None or given.shape != shape or given.dtype != source.dtype:
         return torch.empty(shape, dtype=source.dtype, device=source.device)
     return given

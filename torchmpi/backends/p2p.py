@@ -62,7 +62,7 @@ class P2PBackend:
     def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
         """It has the verbs that training needs between hosts; CUDA tensors are staged."""
         if collective not in _REDUCTIONS + _MOVEMENTS:
-            return f"it has no {verb}, only {', '.join(_REDUCTIONS + _MOVEMENTS)}"
+            return f"it has no {collective}, only {', '.join(_REDUCTIONS + _MOVEMENTS)}"
         if collective in _REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
             return "its reductions are compiled by llvmlite (a part of numba), which is not installed"
         if device_type == "cuda" and not torch.cuda.is_available():
@@ -76,7 +76,9 @@ class P2PBackend:
             return operation
         assert dtype is not None and op is not None
         direct = DirectReduction(group, dtype, op, self.config)
-        bound: Operation = ReduceScatter(group, direct).run if collective == "reduce_scatter" else getattr(direct, collective)
+        bound: Operation = (
+            ReduceScatter(group, direct).run if collective == "reduce_scatter" else getattr(direct, collective)
+        )
         return bound
 
 
@@ -150,8 +152,8 @@ class Doubling:
             (sent,), (received,) = step
             first = self.places[received.first]
             self.post.swap(
-                memory[: ends[sent.num_blocks - 1]], sent.peer,
-                memory[ends[first - 1] : ends[first + received.num_blocks - 1]], received.peer,
+                memory[: ends[sent.num_rows - 1]], sent.peer,
+                memory[ends[first - 1] : ends[first + received.num_rows - 1]], received.peer,
             )  # fmt: skip
 
 

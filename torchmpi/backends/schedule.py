@@ -66,11 +66,11 @@ def chunks(numel: int, max_numel: int) -> list[tuple[int, int]]:
 
 
 class Message(NamedTuple):
-    """`num_blocks` blocks from `first` on, counted cyclically, that a rank sends to or receives from `peer`."""
+    """`num_rows` blocks from `first` on, counted cyclically, that a rank sends to or receives from `peer`."""
 
     peer: int
     first: int
-    num_blocks: int = 1
+    num_rows: int = 1
 
 
 class Round(NamedTuple):
@@ -87,8 +87,8 @@ def exchange(rank: int, size: int) -> Round:
     them in rank order. Peers come in another order on each rank, so that not all send to the same one.
 
     >>> exchange(1, 3)
-    Round(sends=(Message(peer=2, first=2, num_blocks=1), Message(peer=0, first=0, num_blocks=1)), \
-receives=(Message(peer=0, first=1, num_blocks=1), Message(peer=2, first=1, num_blocks=1)))
+    Round(sends=(Message(peer=2, first=2, num_rows=1), Message(peer=0, first=0, num_rows=1)), \
+receives=(Message(peer=0, first=1, num_rows=1), Message(peer=2, first=1, num_rows=1)))
     """
     return Round(
         tuple(Message(peer, peer) for peer in _peers_after(rank, size)),
@@ -100,7 +100,7 @@ def spread(rank: int, size: int) -> Round:
     """Block j goes from rank j to everybody: an allgather in one round.
 
     >>> spread(1, 2)
-    Round(sends=(Message(peer=0, first=1, num_blocks=1),), receives=(Message(peer=0, first=0, num_blocks=1),))
+    Round(sends=(Message(peer=0, first=1, num_rows=1),), receives=(Message(peer=0, first=0, num_rows=1),))
     """
     return Round(
         tuple(Message(peer, rank) for peer in _peers_after(rank, size)),
@@ -114,8 +114,8 @@ def doubling(rank: int, size: int) -> list[Round]:
     After the round at distance d a rank has the 2 d blocks from its own on, or all of them.
 
     >>> for step in doubling(0, 3): print(*step.sends, *step.receives)
-    Message(peer=2, first=0, num_blocks=1) Message(peer=1, first=1, num_blocks=1)
-    Message(peer=1, first=0, num_blocks=1) Message(peer=2, first=2, num_blocks=1)
+    Message(peer=2, first=0, num_rows=1) Message(peer=1, first=1, num_rows=1)
+    Message(peer=1, first=0, num_rows=1) Message(peer=2, first=2, num_rows=1)
     """
     rounds, distance = [], 1
     while distance < size:
@@ -130,8 +130,8 @@ def tree(rank: int, size: int, root: int) -> list[Round]:
     """A broadcast in log2(size) rounds, the whole payload being block 0: who has it passes it on.
 
     >>> tree(0, 4, 0)
-    [Round(sends=(Message(peer=1, first=0, num_blocks=1),), receives=()), \
-Round(sends=(Message(peer=2, first=0, num_blocks=1),), receives=())]
+    [Round(sends=(Message(peer=1, first=0, num_rows=1),), receives=()), \
+Round(sends=(Message(peer=2, first=0, num_rows=1),), receives=())]
     """
     place, rounds, distance = (rank - root) % size, [], 1
     while distance < size:
@@ -147,7 +147,7 @@ def chain(rank: int, size: int, root: int) -> Round:
     """A broadcast from neighbour to neighbour; cut into many pieces, each rank sends one while it receives the next.
 
     >>> chain(1, 3, 0), chain(2, 3, 0).sends
-    (Round(sends=(Message(peer=2, first=0, num_blocks=1),), receives=(Message(peer=0, first=0, num_blocks=1),)), ())
+    (Round(sends=(Message(peer=2, first=0, num_rows=1),), receives=(Message(peer=0, first=0, num_rows=1),)), ())
     """
     before, after = (rank - 1) % size, (rank + 1) % size
     return Round(
@@ -160,7 +160,7 @@ def collect(rank: int, size: int, root: int) -> Round:
     """Block j goes from rank j to the root: a gather.
 
     >>> collect(1, 2, 0)
-    Round(sends=(Message(peer=0, first=1, num_blocks=1),), receives=())
+    Round(sends=(Message(peer=0, first=1, num_rows=1),), receives=())
     """
     if rank != root:
         return Round(sends=(Message(root, rank),))

@@ -51,7 +51,12 @@ def keys(
     >>> list(keys("barrier", "cpu", "host"))
     [Key(verb='barrier', device='cpu', span='host', mode='sync')]
     """
-    wanted = {"verb": (collective, COLLECTIVES), "device": (device, DEVICES), "span": (span, SPANS), "mode": (mode, MODES)}
+    wanted = {
+        "verb": (collective, COLLECTIVES),
+        "device": (device, DEVICES),
+        "span": (span, SPANS),
+        "mode": (mode, MODES),
+    }
     for name, (part, known) in wanted.items():
         if part is not None and part not in known:
             raise ArgumentError(f"{name}={part!r} is unknown. Use one of: {', '.join(known)}.")
@@ -163,7 +168,7 @@ def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
         raise ArgumentError(f"{rule}: the sizes must increase.")
     if len(rule) > 1 and key.collective not in BY_SIZE:
         raise ArgumentError(
-            f"{key.verb} takes one transport for all sizes, since its ranks may differ in length; by size go "
+            f"{key.collective} takes one transport for all sizes, since its ranks may differ in length; by size go "
             f"{', '.join(BY_SIZE)}."
         )
     rule = tuple(
@@ -173,7 +178,8 @@ def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
     )
     if len(rule) > 1 and is_all_or_nothing(key, rule):
         raise ArgumentError(
-            f"{key.verb}: {HIERARCHICAL} takes all sizes or none. It adds group by group, others in rank order: the "
+            f"{key.collective}: {HIERARCHICAL} takes all sizes or none. It adds group by group, others in rank order: "
+            "the "
             "bits of a sum would depend on the size of the tensor."
         )
     return rule
@@ -242,7 +248,7 @@ class Table(dict[Key, Rule]):
     def text(self, spans: Sequence[str] = SPANS) -> str:
         """The lines of some spans."""
         known = dict.fromkeys((key.collective, key.span) for key in self if key.span in spans)
-        return "\n".join(f"{verb:14} {span:6}  {self.variants(verb, span)}" for collective, span in known)
+        return "\n".join(f"{collective:14} {span:6}  {self.variants(collective, span)}" for collective, span in known)
 
     def __str__(self) -> str:
         return self.text()

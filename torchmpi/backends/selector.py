@@ -42,7 +42,7 @@ class Availability(dict[tuple[str, str, str, str], str]):
         lines: dict[tuple[str, str, str], list[str]] = {}
         for (backend, collective, device, mode), verdict in self.items():
             verbs = lines.setdefault((backend, device, verdict), [])
-            entry = collective if mode == "sync" else f"{verb}_async"
+            entry = collective if mode == "sync" else f"{collective}_async"
             verbs.append(entry)
         width = max(len(backend) for backend, *_ in self)
         return "\n".join(
@@ -93,7 +93,7 @@ class Selector:
         op: str | None = None,
     ) -> Backend:
         """The backend of this name, or a refusal with the reason."""
-        call, where = Call(collective, device_type, dtype, op), f"{group.where}: {verb}: backend={name!r}"
+        call, where = Call(collective, device_type, dtype, op), f"{group.where}: {collective}: backend={name!r}"
         self._check_known(name, where)
         reason = self._why_not(name, call, group)
         if reason is not None:
@@ -257,7 +257,9 @@ class Selector:
             if not found:
                 collective, device, *_ = parts
                 if collective in selection_table.OF_THE_HOST and device == "cuda":
-                    raise ArgumentError(f"{verb} goes by the rules of device 'cpu' wherever its tensor is: set those.")
+                    raise ArgumentError(
+                        f"{collective} goes by the rules of device 'cpu' wherever its tensor is: set those."
+                    )
                 raise ArgumentError("barrier has the mode 'sync' only.")
             return found
 
@@ -296,7 +298,9 @@ class Selector:
         if name not in self.backends:
             return "it is not part of this version"
         among = self._world if span_of(self._world) == key.span else None
-        return selection_table.out_of_reach(name, key.span) or self.backends[name].why_not(key.collective, key.device, among)
+        return selection_table.out_of_reach(name, key.span) or self.backends[name].why_not(
+            key.collective, key.device, among
+        )
 
     def _is_possible(self, key: Key, name: str) -> bool:
         return self.reason_against(key, name) is None

@@ -22,12 +22,12 @@ from ..shared_memory import fast_path, kernels, memory_layout
 from ..shared_memory.kernels import context, reduction
 from ..shared_memory.memory_layout import (
     ENTRY_FIELDS,
+    FIELD_BYTES,
     PAYLOAD,
     REFUSED,
     RING_LENGTH,
     SEQUENCE,
     SIGNATURE,
-    FIELD_BYTES,
     entry,
 )
 from ..shared_memory.shared_tensors import SharedHeap
@@ -81,14 +81,21 @@ class SharedMemoryBackend:
         with group.binding:
             if group.shared is None:
                 group.shared = SharedGroup(group, self.heap)
-        kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(collective, Movement)
+        kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(
+            collective, Movement
+        )
         calls = kind(group, self.kernels, dtype, op)
         operation: Operation = getattr(calls, collective)
         if collective != "barrier":
             operation = _or_abort(operation, group.shared)
         if collective not in fast_path.COLLECTIVES or dtype is None:
             return operation
-        return Entered(calls, collective, call_code(collective, op, dtypes.info(dtype).code if collective != "scatter" else 0), operation)
+        return Entered(
+            calls,
+            collective,
+            call_code(collective, op, dtypes.info(dtype).code if collective != "scatter" else 0),
+            operation,
+        )
 
 
 def _or_abort(operation: Operation, shared: SharedGroup) -> Operation:
@@ -235,7 +242,7 @@ class Entered:
     def __init__(self, calls: Calls, collective: str, code: int, operation: Operation) -> None:
         self._calls, self._code, self._operation = calls, code, operation
         self._is_rooted = collective in ("broadcast", "reduce", "gather", "scatter")
-        many: Operation | None = getattr(calls, f"{verb}_many", None)
+        many: Operation | None = getattr(calls, f"{collective}_many", None)
         self.many = None if many is None else _or_abort(many, calls.shared)
 
     def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
@@ -248,7 +255,9 @@ class Entered:
             return None
         code, plan = self._code | root << 32, calls.plan(root if self._is_rooted else -1)
         settle = partial(self._settle, root)
-        return fast_path.CachedCall(plan, calls.call_log, calls.call_queue.turn, code, code ^ NATIVE, settle, self._abort)
+        return fast_path.CachedCall(
+            plan, calls.call_log, calls.call_queue.run_lock, code, code ^ NATIVE, settle, self._abort
+        )
 
     def _abort(self) -> None:
         """End a call that nobody has settled."""
@@ -277,10 +286,10 @@ class ReduceScatter(Calls):
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
-        num_blocks, row_numel = rows_of(source)
-        destination = destination_for(source, schedule.part_of(num_blocks, self.size, self.rank)[1], destination)
+        num_rows, row_numel = rows_of(source)
+        destination = destination_for(source, schedule.part_of(num_rows, self.size, self.rank)[1], destination)
         row_bytes = row_numel * source.element_size()
-        self.run("reduce_scatter", self.plan(), source.data_ptr(), num_blocks, row_bytes, destination.data_ptr())
+        self.run("reduce_scatter", self.plan(), source.data_ptr(), num_rows, row_bytes, destination.data_ptr())
         return destination
 
 
@@ -298,13 +307,13 @@ class Movement(Calls):
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Everybody's rows in rank order, to everybody."""
-        num_blocks, row_numel = rows_of(source)
+        num_rows, row_numel = rows_of(source)
         num_bytes = source.numel() * source.element_size()
         if row_numel == 0:  # nothing to move, but the rows count
-            self.meet(num_blocks)
+            self.meet(num_rows)
             return destination_for(source, sum(self.payloads()), destination)
         # Most often all have as many rows: then there is nothing to ask before the result can be made.
-        target = destination_for(source, num_blocks * self.size, destination)
+        target = destination_for(source, num_rows * self.size, destination)
         arguments = source.data_ptr(), num_bytes, target.data_ptr()
         if not self.run("allgather", self.plan(), *arguments):
             return target
@@ -317,14 +326,14 @@ class Movement(Calls):
 
     def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
         """Everybody's rows in rank order, to the root."""
-        num_blocks, row_numel = rows_of(source)
+        num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
         if row_numel == 0:  # nothing to move, but the rows count
-            self.meet(num_blocks)
+            self.meet(num_rows)
             rows, lengths = self.payloads(), [0] * self.size
         else:
-            target = destination_for(source, num_blocks * self.size, destination) if self.rank == root else None
-            arguments = source.data_ptr(), num_blocks * row_bytes, 0 if target is None else target.data_ptr()
+            target = destination_for(source, num_rows * self.size, destination) if self.rank == root else None
+            arguments = source.data_ptr(), num_rows * row_bytes, 0 if target is None else target.data_ptr()
             if not self.run("allgather", self.plan(root), *arguments):
                 return target
             lengths = self.payloads()
@@ -348,15 +357,15 @@ class Movement(Calls):
             )
         if self.rank != root:  # what another rank passes is of no concern
             source = None
-        num_blocks, row_bytes, address = 0, 0, 0
+        num_rows, row_bytes, address = 0, 0, 0
         message: tuple[int, ...] = ()
         if source is not None:
             message = dtypes.info(source.dtype).code, source.dim(), *source.shape
-            num_blocks, row_numel = rows_of(source)
+            num_rows, row_numel = rows_of(source)
             row_bytes, address = row_numel * source.element_size(), source.data_ptr()
         self.message[: len(message)] = message
         plan = self.plan(root)
-        self.run("offer", plan, self.message.ctypes.data, len(message) * FIELD_BYTES, address, num_blocks, row_bytes)
+        self.run("offer", plan, self.message.ctypes.data, len(message) * FIELD_BYTES, address, num_rows, row_bytes)
         seq = self.call_log.current[0]
         at = self.shared.payload(root, seq)
         code, num_dims, *dims = self.shared.status_board.fields[at : at + 2 + _MOST_DIMS].tolist()
@@ -372,19 +381,19 @@ class Movement(Calls):
 
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Part j of everybody's rows goes to rank j."""
-        num_blocks, row_numel = rows_of(source)
+        num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
         if row_numel == 0:  # nothing to move, but the rows count
-            self.meet(num_blocks)
+            self.meet(num_rows)
         else:  # most often all have as many rows: then there is nothing to ask before the result can be made
-            num_received = schedule.part_of(num_blocks, self.size, self.rank)[1] * self.size
+            num_received = schedule.part_of(num_rows, self.size, self.rank)[1] * self.size
             target = destination_for(source, num_received, destination)
-            if not self.run("alltoall", self.plan(), source.data_ptr(), num_blocks, row_bytes, target.data_ptr()):
+            if not self.run("alltoall", self.plan(), source.data_ptr(), num_rows, row_bytes, target.data_ptr()):
                 return target
         rows = self.payloads()
         received = [schedule.part_of(count, self.size, self.rank)[1] for count in rows]
         destination = destination_for(source, sum(received), destination)
-        spans = schedule.rows(num_blocks, self.size)
+        spans = schedule.rows(num_rows, self.size)
         self._send([source.data_ptr() + first * row_bytes for first, _ in spans], [n * row_bytes for _, n in spans])
         self._receive(destination, [count * row_bytes for count in received])
         self.exchange(is_stream=False, longest=max(-(-count // self.size) for count in rows) * row_bytes)

@@ -62,7 +62,9 @@ class SharedGroup:
             self._call_log.spoil_entry(NATIVE ^ int(self.fields[context.CHUNKS]))
         elif self.fields[context.LAST_ABORTED] != seq:
             own = self.payload(self._rank, seq) - PAYLOAD
-            self.status_board.fields[own + SIGNATURE] ^= ABORTED if self.status_board.fields[own + SEQUENCE] == seq else 0
+            self.status_board.fields[own + SIGNATURE] ^= (
+                ABORTED if self.status_board.fields[own + SEQUENCE] == seq else 0
+            )
         self.fields[context.LAST_ABORTED] = seq
         self.status_board.set(self._rank, REFUSED, seq)
         self.fields[context.CHUNKS] = seq << memory_layout.CHUNK_BITS

@@ -120,7 +120,9 @@ def backends(availability: Availability) -> list[dict[str, Any]]:
     """
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for (backend, collective, device, mode), verdict in availability.items():
-        grouped.setdefault((backend, device, verdict), []).append(collective if mode == "sync" else f"{verb}_async")
+        grouped.setdefault((backend, device, verdict), []).append(
+            collective if mode == "sync" else f"{collective}_async"
+        )
     return [
         {"backend": backend, "device": device, "verdict": verdict, "verbs": verbs}
         for (backend, device, verdict), verbs in grouped.items()

@@ -131,7 +131,7 @@ def call(
             return result
     communicator = runtime.communicator(comm)
     group = communicator.intra
-    what = f"{group.where}: {verb}"
+    what = f"{group.where}: {collective}"
     asynchronous = asynchronous or bool(packed)
     finish: Callable[[Any], Any] | None = None
     if is_number(tensor):
@@ -163,7 +163,7 @@ def plan_of(
     asynchronous: bool = False,
 ) -> prepared.Plan:
     """The plan of a call with these tensors, or a refusal. None is what others than the root scatter."""
-    what = f"{communicator.intra.where}: {verb}"
+    what = f"{communicator.intra.where}: {collective}"
     if tensor is None:
         device_type = "cpu" if out is None else out.device.type
         key: tuple[Any, ...] = (collective, op, None, device_type, False, backend, asynchronous)
@@ -181,14 +181,14 @@ def _submit(
 ) -> Handle:
     if plan.is_on_device:
         task = partial(group.perform, plan, *arguments)
-        return device_calls.queue(group, task, f"{group.where}: {plan.verb}", _subject(*arguments[:2]))
+        return device_calls.queue(group, task, f"{group.where}: {plan.collective}", _subject(*arguments[:2]))
     if finish is None:
         return group.submit(plan, *arguments)
 
     def number() -> Any:
         return finish(group.perform(plan, *arguments))
 
-    return group.call_queue.submit(number, f"{group.where}: {plan.verb}")
+    return group.call_queue.submit(number, f"{group.where}: {plan.collective}")
 
 
 def _subject(tensor: Any, out: Any) -> Any:
@@ -219,7 +219,7 @@ def check_root(group: Group, root: Any, collective: str) -> int:
         number = -1
     if not 0 <= number < group.size:
         raise ArgumentError(
-            f"{group.where}: {verb}: root={root!r} is not a rank of communicator {group.name}. Use 0 to "
+            f"{group.where}: {collective}: root={root!r} is not a rank of communicator {group.name}. Use 0 to "
             f"{group.size - 1}."
         )
     return number

@@ -91,7 +91,7 @@ class _Message:
     def __init__(self, collective: str, tensor: Any, peer: int, comm: Comm) -> None:
         running = runtime.current()
         self.group: Group = runtime.communicator(comm).intra
-        self.what = f"{self.group.where}: {verb}"
+        self.what = f"{self.group.where}: {collective}"
         self.collective, self.peer, self.is_number = collective, self._checked_peer(peer), is_number(tensor)
         given = as_tensor(tensor) if self.is_number else tensor
         self.tensor = buffers.check(given, self.what, written=collective != "send")
@@ -122,7 +122,9 @@ class _Message:
     def submit(self, task: Callable[[], Any], call_queue: CallQueue | None = None) -> Handle:
         mark = streams.fence(self.tensor)
         device = None if mark is None else self.tensor.device
-        return (call_queue or self.call_queue).submit(lambda: self.result(streams.run_after(mark, device, task)), self.what)
+        return (call_queue or self.call_queue).submit(
+            lambda: self.result(streams.run_after(mark, device, task)), self.what
+        )
 
     # What runs in the queue.
 
@@ -144,7 +146,7 @@ class _Message:
         try:
             yield
         except self.MPI.Exception as error:
-            raise TorchMPIError(f"{self.what}: {self.lane.doing} failed in MPI: {error}.") from error
+            raise TorchMPIError(f"{self.what}: {self.call_queue.doing} failed in MPI: {error}.") from error
         finally:
             self.call_queue.doing = None
 
@@ -214,7 +216,7 @@ class _Message:
         )
 
     def _description(self, peer: str) -> str:
-        return f"{self.verb}({dtypes.short_name(self.tensor.dtype)} {list(self.tensor.shape)}) {peer}"
+        return f"{self.collective}({dtypes.short_name(self.tensor.dtype)} {list(self.tensor.shape)}) {peer}"
 
 
 _HEADER_WORDS = 66  # dtype, number of dims, and up to 64 dims, which is what torch allows

@@ -34,7 +34,18 @@ IN_PLACE = ("allreduce", "reduce", "broadcast")
 class Plan:
     """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = ("bare", "code", "cached_call", "is_on_device", "many", "is_simple", "is_whole", "run", "shape_of", "collective")
+    __slots__ = (
+        "bare",
+        "code",
+        "cached_call",
+        "is_on_device",
+        "many",
+        "is_simple",
+        "is_whole",
+        "run",
+        "shape_of",
+        "collective",
+    )
 
     def __init__(self, collective: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
         self.collective, self.code, self.run = collective, code, run
@@ -50,7 +61,9 @@ class Plan:
         """The same for :class:`~torchmpi.tensors.tensor_lists.Pieces`, if the transport need not have them packed."""
         self.is_whole = collective in BY_SIZE
         """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
-        self.shape_of: Callable[[Any], tuple[int, ...]] = _nothing if collective in ("scatter", "barrier") else _row_shape
+        self.shape_of: Callable[[Any], tuple[int, ...]] = (
+            _nothing if collective in ("scatter", "barrier") else _row_shape
+        )
 
     def for_many(self, shapes: tuple[tuple[int, ...], ...]) -> Plan:
         """An allreduce with a signature that tells what is packed into the flat tensor."""
@@ -93,7 +106,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     group, mode = communicator.intra, "async" if asynchronous else "sync"
     chosen_by = _chosen_by(runtime, collective, device_type, wanted)
     device_type = chosen_by if dtype is None and device_type == "cpu" else device_type
-    where = f"{group.where}: {verb}"
+    where = f"{group.where}: {collective}"
     if dtype is not None:
         row = _checked(dtype, op, where)
     choices = runtime.selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
@@ -119,7 +132,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     is_known = collective == "scatter" if dtype is None else not dtype.is_complex  # who gets a part need not know it
     if device_type == "cpu" and is_known and not asynchronous:
         plan.is_simple = plan.bare is not plan
-        plan.bare.cached_call = getattr(plan.bare.run, "door", _no_cached_call)
+        plan.bare.cached_call = getattr(plan.bare.run, "cached_call", _no_cached_call)
     return plan
 
 
@@ -183,7 +196,14 @@ def _step(
 
 
 def _runner(
-    runtime: Runtime, collective: str, operation: Operation, backend: Backend, *, group: Group, device_type: str, direct: bool
+    runtime: Runtime,
+    collective: str,
+    operation: Operation,
+    backend: Backend,
+    *,
+    group: Group,
+    device_type: str,
+    direct: bool,
 ) -> Operation:
     """What makes an operation of a backend a verb on the tensors of a user."""
     if collective == "barrier":

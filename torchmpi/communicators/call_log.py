@@ -23,19 +23,19 @@ from ..shared_memory.memory_layout import (
     ASKED,
     BLAMED_RANK_BITS,
     BLAMES,
+    BLOCK_BYTES,
+    BLOCK_FIELDS,
     CLOSED,
     ENTERED,
     LEFT,
     LOG_ACTIVE,
     LOG_CODE,
     LOG_DIMS,
+    LOG_FIELDS,
     LOG_NUM_DIMS,
     LOG_SEQUENCE,
-    LOG_FIELDS,
     REFUSED,
     RING_LENGTH,
-    BLOCK_BYTES,
-    BLOCK_FIELDS,
     SEQUENCE,
     SIGNATURE,
     TEXT_START_BYTES,
@@ -110,7 +110,7 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
         parts.append("on cuda")
     if collective in ("broadcast", "reduce", "gather", "scatter"):
         parts.append(f"root={root}")
-    return f"{verb}({', '.join(parts)})"
+    return f"{collective}({', '.join(parts)})"
 
 
 class StatusBoard:
@@ -402,7 +402,12 @@ def mismatch_message(name: str, calls: dict[int, str]) -> str:
 
 
 def ask(
-    log_board: StatusBoard, rank: int, other: int, *, patience_seconds: float, meanwhile: Callable[[], object] = lambda: None
+    log_board: StatusBoard,
+    rank: int,
+    other: int,
+    *,
+    patience_seconds: float,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> str:
     """Have the watchdog of another rank on this host write down what that rank is doing; '' if it does not answer.
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import NotStartedError
-from ..shared_memory.memory_layout import RUN_LOCK_ENTERED, RUN_LOCK_HELD, RUN_LOCK_PENDING, RUN_LOCK_FIELDS
+from ..shared_memory.memory_layout import RUN_LOCK_ENTERED, RUN_LOCK_FIELDS, RUN_LOCK_HELD, RUN_LOCK_PENDING
 from .handle import Handle
 
 Task = Callable[[], Any]

@@ -21,7 +21,7 @@ from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from . import splits
-from .call_log import StatusBoard, Call, CallLog, mismatch_message
+from .call_log import Call, CallLog, StatusBoard, mismatch_message
 from .call_queue import CallQueue
 from .handle import Handle
 from .release import release
@@ -93,7 +93,7 @@ class Group:
     def submit(self, plan: Any, *arguments: Any) -> Handle:
         """Queue a prepared call."""
         self._check_open()
-        return self.call_queue.submit(partial(self.perform, plan, *arguments), f"{self.where}: {plan.verb}")
+        return self.call_queue.submit(partial(self.perform, plan, *arguments), f"{self.where}: {plan.collective}")
 
     def _check_open(self) -> None:
         if self.call_queue.closed:
@@ -112,7 +112,7 @@ class Group:
         except self.context.MPI.Exception as error:
             call_log.compare()  # raises MismatchError if that is the reason
             call_log.abandon()
-            raise TorchMPIError(f"{self.where}: {Call(ledger.seq, code, shape)} failed in MPI: {error}.") from error
+            raise TorchMPIError(f"{self.where}: {Call(call_log.seq, code, shape)} failed in MPI: {error}.") from error
         except BaseException:
             call_log.abandon()
             raise

@@ -193,7 +193,9 @@ def _steps(collective: CollectiveName, span: _Span, root: int) -> Iterator[Step]
         yield Step(span.level, "intra", collective, root if collective in _ROOTED else None)
 
 
-def steps_for(collective: CollectiveName, rank: int, splits: Sequence[Split], *, root: int = 0, begin: int = 0) -> tuple[Step, ...]:
+def steps_for(
+    collective: CollectiveName, rank: int, splits: Sequence[Split], *, root: int = 0, begin: int = 0
+) -> tuple[Step, ...]:
     """The steps `rank` takes for a collective on its group of level `begin`, in their order.
 
     `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so
@@ -203,18 +205,18 @@ def steps_for(collective: CollectiveName, rank: int, splits: Sequence[Split], *,
 
     >>> tree = plan_split(["a", "a", "b"], cartesian=False)
     >>> for step in steps_for("allreduce", 0, [tree]): print(step)
-    Step(level=1, group='intra', verb='reduce', root=0)
-    Step(level=1, group='inter', verb='allreduce', root=None)
-    Step(level=1, group='intra', verb='broadcast', root=0)
+    Step(level=1, group='intra', collective='reduce', root=0)
+    Step(level=1, group='inter', collective='allreduce', root=None)
+    Step(level=1, group='intra', collective='broadcast', root=0)
     >>> steps_for("allreduce", 2, [tree])         # alone in its group
-    (Step(level=1, group='inter', verb='allreduce', root=None),)
+    (Step(level=1, group='inter', collective='allreduce', root=None),)
     >>> grid = plan_split(["a", "b", "a", "b"], cartesian=True)
     >>> for step in steps_for("broadcast", 2, [grid], root=2): print(step)
-    Step(level=1, group='inter', verb='broadcast', root=0)
-    Step(level=1, group='intra', verb='broadcast', root=1)
+    Step(level=1, group='inter', collective='broadcast', root=0)
+    Step(level=1, group='intra', collective='broadcast', root=1)
     """
     if collective not in _HIERARCHICAL:
-        raise ArgumentError(f"no hierarchical plan for {verb!r}; use one of: {', '.join(_HIERARCHICAL)}.")
+        raise ArgumentError(f"no hierarchical plan for {collective!r}; use one of: {', '.join(_HIERARCHICAL)}.")
     size = len(splits[0].members) if splits else None
     return tuple(_steps(collective, _Span(begin, rank, size, tuple(splits)), root))
 
@@ -226,8 +228,8 @@ def reduce_group_by_group(rank: int, split: Split, root: int) -> tuple[Step, ...
     before the own one; that gives other bits. Here the group of the root passes the result on.
 
     >>> for step in reduce_group_by_group(1, plan_split("aab", cartesian=False), 1): print(step)
-    Step(level=1, group='intra', verb='reduce', root=0)
-    Step(level=1, group='intra', verb='broadcast', root=0)
+    Step(level=1, group='intra', collective='reduce', root=0)
+    Step(level=1, group='intra', collective='broadcast', root=0)
     """
     if split.is_cartesian:
         return steps_for("reduce", rank, [split], root=root)

@@ -121,7 +121,11 @@ class BaseGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """The same without waiting for calls that wait in shared memory: one after the other ends with an error."""
         group = self._group
-        while (group.call_queue.pending or group.call_queue.run_lock.locked()) and not group.call_queue.closed and group.status_board is not None:
+        while (
+            (group.call_queue.pending or group.call_queue.run_lock.locked())
+            and not group.call_queue.closed
+            and group.status_board is not None
+        ):
             current, shared = group.call_log.current, group.shared
             if current is not None and shared is not None:
                 shared.expire(current[0])
@@ -144,10 +148,12 @@ class BaseGroup(dist.ProcessGroup):
 
     def _plan_into(self, collective: str, source: torch.Tensor, output: torch.Tensor, op: str | None = None) -> Plan:
         """That of a call which fills rows of `output`, and whose source is put in order when its turn comes."""
-        what = f"{self._group.where}: {verb}"
+        what = f"{self._group.where}: {collective}"
         buffers.check(source, what)
         buffers.check(output, what, written=True)
-        return dispatch.plan_for(self._communicator, (collective, op, source.dtype, source.device.type, False, None, False))
+        return dispatch.plan_for(
+            self._communicator, (collective, op, source.dtype, source.device.type, False, None, False)
+        )
 
     def _run(
         self,
@@ -170,24 +176,26 @@ class BaseGroup(dist.ProcessGroup):
         runtime.current()  # refuses in a forked child, which is no rank
         subject = next((tensor for tensor in outputs if tensor.device.type != "cpu"), None)
         if torch_names.is_asynchronous(options):
-            task = torch_names.as_event(f"torchmpi:{verb}", task)
+            task = torch_names.as_event(f"torchmpi:{collective}", task)
             return Pending(self._submit(task, collective, subject), outputs, self._limit_seconds)
-        with torch_names.event(f"torchmpi:{verb}"):
+        with torch_names.event(f"torchmpi:{collective}"):
             if self._by_messages:
                 self._submit(task, collective, subject).wait(self._limit_seconds or None)
             elif subject is None:
                 self._group.call_queue.run(task)
             else:
-                device_calls.take(self._group, task, f"{self._group.where}: {verb}", subject)
+                device_calls.take(self._group, task, f"{self._group.where}: {collective}", subject)
         return ENDED
 
     def _submit(self, task: Callable[[], Any], collective: str, subject: torch.Tensor | None) -> Handle:
         """In the background, and in the order of the device that `subject` is on."""
-        return device_calls.queue(self._group, task, f"{self._group.where}: {verb}", subject)
+        return device_calls.queue(self._group, task, f"{self._group.where}: {collective}", subject)
 
     # --- what several verbs share -------------------------------------------------------------------------------
 
-    def _each(self, collective: Callable[..., dist.Work], arguments: list[Any], outputs: Tensors, opts: Any) -> dist.Work:
+    def _each(
+        self, collective: Callable[..., dist.Work], arguments: list[Any], outputs: Tensors, opts: Any
+    ) -> dist.Work:
         """The calls one after the other, as one."""
         works = [collective(*pair, opts) for pair in arguments]
         if all(work is ENDED for work in works):
@@ -203,7 +211,8 @@ class BaseGroup(dist.ProcessGroup):
     def _check_sizes(self, collective: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise ArgumentError(
-                f"{self._group.where}: {verb}: one tensor is {whole.dtype} {list(whole.shape)}, the other {part.dtype} "
+                f"{self._group.where}: {collective}: one tensor is {whole.dtype} {list(whole.shape)}, the other "
+                f"{part.dtype} "
                 f"{list(part.shape)}: the first must be of the same dtype and {self.size()} times as long, "
                 f"{math.prod(part.shape) * self.size()} elements."
             )

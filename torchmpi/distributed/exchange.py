@@ -41,7 +41,7 @@ def check(
     collective: str,
 ) -> None:
     """Refuse what cannot be exchanged, before anything is queued."""
-    what = f"{group.where}: {verb}"
+    what = f"{group.where}: {collective}"
     for kind, parts in (("input", sources), ("output", destinations)):
         if len(parts) != group.size:
             raise ArgumentError(f"{what}: {len(parts)} {kind} tensors for {group.size} ranks. Pass one for each.")

@@ -145,9 +145,9 @@ class Moving(BaseGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def _cut(self, tensor: torch.Tensor, sizes: Sequence[int], kind: str) -> Tensors:
-        num_blocks = tensor.shape[0] if tensor.dim() else 0
-        sizes = list(sizes) or [num_blocks // self.size()] * self.size()
-        if len(sizes) != self.size() or sum(sizes) != num_blocks or min(sizes) < 0:
+        num_rows = tensor.shape[0] if tensor.dim() else 0
+        sizes = list(sizes) or [num_rows // self.size()] * self.size()
+        if len(sizes) != self.size() or sum(sizes) != num_rows or min(sizes) < 0:
             raise ArgumentError(
                 f"{self._group.where}: all_to_all_single: the {kind} has {num_rows} rows, to be split as {sizes} over "
                 f"{self.size()} ranks. Give one size for each rank, which add up to the rows, or none if they are even."

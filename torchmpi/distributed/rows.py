@@ -33,17 +33,17 @@ def same_lengths(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.numel() for tensor in tensors}) <= 1
 
 
-def as_rows(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def as_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     """The elements in order, in so many rows.
 
     >>> as_rows(torch.arange(6), 2)
     tensor([[0, 1, 2],
             [3, 4, 5]])
     """
-    return tensor.detach().reshape(num_blocks, tensor.numel() // num_blocks)
+    return tensor.detach().reshape(num_rows, tensor.numel() // num_rows)
 
 
-def result_rows(output: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def result_rows(output: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Rows to receive into: the memory of `output` itself, or if that is not in order memory of their own.
 
     >>> output = torch.zeros(4)
@@ -51,8 +51,8 @@ def result_rows(output: torch.Tensor, num_blocks: int) -> torch.Tensor:
     True
     """
     if buffers.is_direct(output):
-        return output.detach().view(num_blocks, output.numel() // num_blocks)
-    return torch.empty((num_blocks, output.numel() // num_blocks), dtype=output.dtype, device=output.device)
+        return output.detach().view(num_rows, output.numel() // num_rows)
+    return torch.empty((num_rows, output.numel() // num_rows), dtype=output.dtype, device=output.device)
 
 
 def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -30,11 +30,23 @@ ARRIVED_TAG, ANSWER_TAG = MOST_TAG + 1, MOST_TAG + 2
 class Transfer(Handle):
     """One message under way, in one direction."""
 
-    __slots__ = ("_doing", "_group", "_is_receive", "_call_queue", "_looking", "_request", "_settle", "_waited_for", "source")
+    __slots__ = (
+        "_doing",
+        "_group",
+        "_is_receive",
+        "_call_queue",
+        "_looking",
+        "_request",
+        "_settle",
+        "_waited_for",
+        "source",
+    )
 
     def __init__(self, group: Group, tensor: torch.Tensor, collective: str, peer: int | None) -> None:
-        what = f"{verb}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
-        self._doing = f"{what} {'to' if verb == 'send' else 'from'} {'any rank' if peer is None else f'rank {peer}'}"
+        what = f"{collective}({dtypes.short_name(tensor.dtype)} {list(tensor.shape)})"
+        self._doing = (
+            f"{what} {'to' if collective == 'send' else 'from'} {'any rank' if peer is None else f'rank {peer}'}"
+        )
         super().__init__(f"{group.where}: {self._doing}")
         self._group = group
         self._is_receive = collective != "send"
@@ -165,7 +177,7 @@ def _complete(group: Group, tensor: torch.Tensor, work: torch.Tensor, status: An
 
 
 def _checked(group: Group, tensor: torch.Tensor, collective: str, peer: int | None, tag: int) -> Transfer:
-    what = f"{group.where}: {verb}"
+    what = f"{group.where}: {collective}"
     check_open(group, what)
     buffers.check(tensor, what, written=collective == "recv")
     if peer is not None and not 0 <= peer < group.size:
@@ -186,9 +198,9 @@ def _start(call: Callable[..., Any], MPI: Any, work: torch.Tensor, to: tuple[int
     memory, most = buffers.as_bytes(MPI, work), runtime.current().config.message_bytes
     if work.nbytes <= most or not hasattr(MPI.BYTE, "Create_contiguous"):  # the stand-in for MPI counts further
         return call((memory, MPI.BYTE), *to)
-    num_blocks, rest = divmod(work.nbytes, most)
+    num_rows, rest = divmod(work.nbytes, most)
     block = MPI.BYTE.Create_contiguous(most)
-    kind = MPI.Datatype.Create_struct([num_blocks, rest], [0, num_blocks * most], [block, MPI.BYTE]).Commit()
+    kind = MPI.Datatype.Create_struct([num_rows, rest], [0, num_rows * most], [block, MPI.BYTE]).Commit()
     try:
         return call((memory, 1, kind), *to)
     finally:  # MPI itself keeps them until the message has ended

@@ -29,11 +29,11 @@ class TestResult:
     def add(self, state: State) -> None:
         """Count the batch that was just computed."""
         assert state.sample is not None and state.loss is not None
-        num_blocks, output, target = state.sample.num_blocks, state.output, state.sample.target
-        if num_blocks == 0:
+        num_rows, output, target = state.sample.num_rows, state.output, state.sample.target
+        if num_rows == 0:
             return  # the mean over no rows is nan
         is_sum = getattr(state.criterion, "reduction", "mean") == "sum"
-        self.loss.add(state.loss.item() / (num_blocks if is_sum else 1), num_blocks)
+        self.loss.add(state.loss.item() / (num_rows if is_sum else 1), num_rows)
         if _is_classification(output, target):
             self.error.add(output.cpu(), target.cpu())
 

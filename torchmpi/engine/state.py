@@ -19,7 +19,7 @@ class Sample(NamedTuple):
     target: Any
 
     @property
-    def num_blocks(self) -> int:
+    def num_rows(self) -> int:
         """How many examples the batch holds, by the length of its target.
 
         >>> Sample(torch.zeros(3, 8), torch.zeros(3)).num_rows

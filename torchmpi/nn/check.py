@@ -70,7 +70,7 @@ def _describe(sums: list[int]) -> str:
     if len(largest) == 1 and len(groups) > 1:
         return "all ranks differ"
     collective = "differs" if len(others) == 1 else "differ"
-    return f"ranks {', '.join(largest)} agree; rank{'s' * (len(others) > 1)} {', '.join(others)} {verb}"
+    return f"ranks {', '.join(largest)} agree; rank{'s' * (len(others) > 1)} {', '.join(others)} {collective}"
 
 
 def checksum(tensor: Tensor) -> int:

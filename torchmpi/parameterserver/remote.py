@@ -88,7 +88,7 @@ class Requests:
         collective = "send" if header.collective == _SEND else "receive"
         ranks = [rank for rank in self._far_ranks if server.parts[rank][1]]
         names = ", ".join(str(server.group.world_ranks[rank]) for rank in ranks)
-        self._call_queue.doing = f"parameterserver.{verb} ({server.name}, for which rank {names} must answer)"
+        self._call_queue.doing = f"parameterserver.{collective} ({server.name}, for which rank {names} must answer)"
         exchanges = [_Exchange(self._MPI, self._comm, rank, server, flat, header=header) for rank in ranks]
         waiting, naps = list(exchanges), _Naps()
         while waiting:
@@ -100,7 +100,7 @@ class Requests:
             if exchange.problem:
                 rank = server.group.world_ranks[exchange.rank]
                 kind = ArgumentError if exchange.is_refused else TorchMPIError
-                what = f"{server.group.where}: parameterserver.{verb}"
+                what = f"{server.group.where}: parameterserver.{collective}"
                 raise kind(f"{what}: rank {rank} could not do its part: {exchange.problem}")
         return sum(exchange.found for exchange in exchanges), sum(exchange.num_chunks for exchange in exchanges)
 

@@ -207,9 +207,10 @@ def _receive_staged(
 def _check_open(server: Any, collective: str) -> str:
     if not isinstance(server, Server):
         raise ArgumentError(
-            f"parameterserver.{verb}: a {type(server).__name__} is no server. Pass what parameterserver.init returned."
+            f"parameterserver.{collective}: a {type(server).__name__} is no server. "
+            "Pass what parameterserver.init returned."
         )
-    what = f"{server.group.where}: parameterserver.{verb}"
+    what = f"{server.group.where}: parameterserver.{collective}"
     if not server.is_open:
         raise _freed(server, what)
     runtime.current()  # refuses in a forked child, which would be taken for its parent
@@ -236,7 +237,9 @@ def _check_fits(server: Server, tensor: torch.Tensor, what: str) -> None:
 def _run(server: Server, task: Any, description: str, num_bytes: int) -> Handle:
     """Now, if it is small and nothing is queued before it; otherwise in the lane's turn."""
     call_queue = server.service.call_queue
-    if not (server.is_local and num_bytes <= INLINE_BYTES and call_queue.pending == 0 and call_queue.run_lock.acquire(False)):
+    if not (
+        server.is_local and num_bytes <= INLINE_BYTES and call_queue.pending == 0 and call_queue.run_lock.acquire(False)
+    ):
         return call_queue.submit(partial(_in_turn, server, task, description), description)
     handle = Handle(description)
     try:

@@ -140,7 +140,8 @@ class Step:
                 for rank, (seq, subject) in zip(group.world_ranks, calls, strict=True)
             )
             raise MismatchError(
-                f"{group.where}: the ranks called {self.verb} with different things: {listing}. Pass the same on all."
+                f"{group.where}: the ranks called {self.collective} with different things: {listing}. "
+                "Pass the same on all."
             )
         return self._action()
 

@@ -201,7 +201,9 @@ class CollectiveSelector(Mapping[Key, Rule]):
 
             mpi.collective_selector.set("broadcast", "mpi", span="host", mode="sync")
         """
-        runtime.current().selector.set(collective, backend, device=device, span=span, mode=mode, up_to_bytes=up_to_bytes)
+        runtime.current().selector.set(
+            collective, backend, device=device, span=span, mode=mode, up_to_bytes=up_to_bytes
+        )
 
     def reset(self) -> None:
         """Back to the defaults, also from what was measured."""

@@ -100,13 +100,22 @@ class _FastPath:
 
     def invalidate(self) -> None:
         self.fields[context.FIRST] = 0
-        known = {**self._retired, **{fields.buffer_info()[0]: (cached_call, fields) for cached_call, fields in self.cached_calls.values()}}
+        known = {
+            **self._retired,
+            **{fields.buffer_info()[0]: (cached_call, fields) for cached_call, fields in self.cached_calls.values()},
+        }
         # Another thread may be in a call that it began before.
-        self._retired = {at: item for at, item in known.items() if item[0].run_lock.fields[memory_layout.RUN_LOCK_ENTERED]}
+        self._retired = {
+            at: item for at, item in known.items() if item[0].run_lock.fields[memory_layout.RUN_LOCK_ENTERED]
+        }
         self.cached_calls.clear()
 
     def _cached_call_at(self, address: int) -> CachedCall:
-        known = [cached_call for cached_call, fields in list(self.cached_calls.values()) if fields.buffer_info()[0] == address]
+        known = [
+            cached_call
+            for cached_call, fields in list(self.cached_calls.values())
+            if fields.buffer_info()[0] == address
+        ]
         return known[0] if known else self._retired[address][0]
 
     def add(self, name: Name, cached_call: CachedCall) -> None:
@@ -162,7 +171,9 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
     if fast_path is None or name in fast_path.cached_calls:
         return
     with _changing:
-        if name in fast_path.cached_calls:  # another thread was here first, and machine code has the address of its door
+        if (
+            name in fast_path.cached_calls
+        ):  # another thread was here first, and machine code has the address of its door
             return
         cached_call = find()
         if cached_call is not None:

@@ -42,7 +42,7 @@ class HierarchicalBackend:
     def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
         """Where there is something to gain: several hosts, and several ranks on one of them."""
         if collective not in COLLECTIVES:
-            return f"it has no {verb}, only {', '.join(VERBS)}"
+            return f"it has no {collective}, only {', '.join(COLLECTIVES)}"
         if group is not None:
             num_hosts = len(group.placement.groups)
             if num_hosts == 1:

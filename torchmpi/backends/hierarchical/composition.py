@@ -32,7 +32,9 @@ def is_composed(stack: CommunicatorStack, communicator: Communicator, collective
 class Composition:
     """One verb over one span, ready to run."""
 
-    def __init__(self, stack: CommunicatorStack, collective: str, op: str | None, *, cartesian: bool, run: Runner) -> None:
+    def __init__(
+        self, stack: CommunicatorStack, collective: str, op: str | None, *, cartesian: bool, run: Runner
+    ) -> None:
         self.collective, self.op, self.run_step = collective, op, run
         levels, groups = stack.span
         self.rank, self.size = levels[0].rank, levels[0].size

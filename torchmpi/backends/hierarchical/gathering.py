@@ -41,7 +41,7 @@ class Allgather(OverHosts):
         else:
             self._over_tree(_as_bytes(source), gathered, parts)
         if not in_order:
-            places = result.split([num_blocks * row_bytes for num_blocks in rows])
+            places = result.split([num_rows * row_bytes for num_rows in rows])
             for rank, part in zip(self.order, parts, strict=True):
                 buffers.overwrite(places[rank], part)
         return destination
@@ -92,8 +92,8 @@ class ReduceScatter(OverHosts):
 
     def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
-        num_blocks, row_numel = rows_of(source)
-        rows = schedule.rows(num_blocks, self.group.size)
+        num_rows, row_numel = rows_of(source)
+        rows = schedule.rows(num_rows, self.group.size)
         destination = destination_for(source, rows[self.group.rank][1], destination)
         flat, out = source.detach().view(-1), destination.detach().view(-1)
         parts = [flat[first * row_numel : (first + count) * row_numel] for first, count in rows]

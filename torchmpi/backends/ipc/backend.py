@@ -57,7 +57,7 @@ class IpcBackend:
         if device_type != "cuda":
             return "it is for CUDA tensors"
         if collective not in COLLECTIVES:
-            return f"it has no {verb}"
+            return f"it has no {collective}"
         if not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
         if not self.config.staging_bytes:
@@ -292,9 +292,9 @@ class Calls:
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Everybody's rows in rank order, to everybody."""
-        num_blocks, row_numel = rows_of(source)
+        num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        rows = self.staged.lengths(num_blocks)
+        rows = self.staged.lengths(num_rows)
         destination = destination_for(source, sum(rows), destination)
         lengths = [count * row_bytes for count in rows]
         if source.nbytes:
@@ -306,9 +306,9 @@ class Calls:
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
-        num_blocks, row_numel = rows_of(source)
+        num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        rows = schedule.rows(num_blocks, self.size)
+        rows = schedule.rows(num_rows, self.size)
         destination = destination_for(source, rows[self.rank][1], destination)
         spans = [(first * row_bytes, count * row_bytes) for first, count in rows]
         plan = chunk_plan.reduce_scatter(self.rank, self.size, spans, self.half)

@@ -192,9 +192,9 @@ class Device:
         module = _made(_handle, "cuModuleLoadData", code.encode())
         return int(_made(_handle, "cuModuleGetFunction", module, name.encode()))
 
-    def launch(self, function: int, num_blocks: int, num_threads: int, stream: int, words: Sequence[int]) -> None:
+    def launch(self, function: int, num_rows: int, num_threads: int, stream: int, words: Sequence[int]) -> None:
         """Enqueue a kernel that takes 64-bit integers only."""
         values = (ctypes.c_int64 * len(words))(*words)
         begin = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(words))(*range(begin, begin + 8 * len(words), 8))
-        call("cuLaunchKernel", function, num_blocks, 1, 1, num_threads, 1, 1, 0, stream, places, None)
+        call("cuLaunchKernel", function, num_rows, 1, 1, num_threads, 1, 1, 0, stream, places, None)

@@ -42,8 +42,8 @@ def reducer(device: Any, dtype: torch.dtype, op: str, num_sources: int) -> Reduc
 
     def reduce(sources: Sequence[int], out: int, num_bytes: int, stream: int) -> None:
         num_units = -(-num_bytes // _UNIT_BYTES)
-        num_blocks = min(most_blocks, -(-num_units // _NUM_THREADS))
-        device.launch(function, num_blocks, _NUM_THREADS, stream, (*sources, out, num_bytes // lane_bytes))
+        num_rows = min(most_blocks, -(-num_units // _NUM_THREADS))
+        device.launch(function, num_rows, _NUM_THREADS, stream, (*sources, out, num_bytes // lane_bytes))
 
     return reduce
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ...shared_memory.memory_layout import BROUGHT, ENQUEUED, REFUSED, BLOCK_FIELDS
+from ...shared_memory.memory_layout import BLOCK_FIELDS, BROUGHT, ENQUEUED, REFUSED
 from .chunk_plan import STAGE_BITS
 
 # A look takes a fraction of a microsecond, a turn to the other threads about one. The device needs longer for a chunk.

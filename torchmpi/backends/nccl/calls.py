@@ -51,15 +51,15 @@ class Reduction:
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
-        num_blocks, _ = rows_of(source)
-        spans = schedule.rows(num_blocks, self.size)
+        num_rows, _ = rows_of(source)
+        spans = schedule.rows(num_rows, self.size)
         destination = destination_for(source, spans[self.rank][1], destination)
         if source.numel():
             communicator, stream = self.end.ready(source)
             _, sent = self._outgoing(source)
             values = flat(destination)
             got = values if self.encode is None else torch.empty(values.shape, dtype=self.carrier, device=values.device)
-            self._scatter_sums(communicator, stream, sent, got, spans, num_blocks)
+            self._scatter_sums(communicator, stream, sent, got, spans, num_rows)
             self._put(values, got)
         return destination
 
@@ -70,13 +70,13 @@ class Reduction:
         sent: torch.Tensor,
         got: torch.Tensor,
         spans: Sequence[tuple[int, int]],
-        num_blocks: int,
+        num_rows: int,
     ) -> None:
-        if num_blocks % self.size == 0:
+        if num_rows % self.size == 0:
             address, target = sent.data_ptr(), got.data_ptr()
             communicator.run("ncclReduceScatter", address, target, got.numel(), self._type, self._op, stream=stream)
             return
-        row_numel = sent.numel() // num_blocks
+        row_numel = sent.numel() // num_rows
         with communicator.group():  # NCCL knows equal parts only: one reduction to each owner, all at once
             for owner, (first, count) in enumerate(spans):
                 if count:
@@ -153,7 +153,7 @@ class DeviceMovement(Movement):
         """The root's rows, split evenly: each rank gets its part, on its GPU."""
         source = source if self.rank == root else None  # what another rank passes is of no concern
         shape, dtype = self._announce(source, root)
-        counts = [num_blocks for _, num_blocks in schedule.rows(shape[0], self.size)]
+        counts = [num_rows for _, num_rows in schedule.rows(shape[0], self.size)]
         like = torch.empty((0, *shape[1:]), dtype=dtype, device=self._end.device) if source is None else source
         destination = destination_for(like, counts[self.rank], destination)
         line = self._end.ready(destination)
@@ -167,12 +167,12 @@ class DeviceMovement(Movement):
 
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Part j of everybody's rows goes to rank j."""
-        num_blocks, _ = rows_of(source)
+        num_rows, _ = rows_of(source)
         everybody, _ = self._rows(source)
-        sent = [count for _, count in schedule.rows(num_blocks, self.size)]
+        sent = [count for _, count in schedule.rows(num_rows, self.size)]
         received = [schedule.part_of(count, self.size, self.rank)[1] for count in everybody.tolist()]
         destination = destination_for(source, sum(received), destination)
-        outgoing = source.view(num_blocks, *source.shape[1:]).split(sent)
+        outgoing = source.view(num_rows, *source.shape[1:]).split(sent)
         incoming = destination.detach().split(received)
         self._swap(outgoing, incoming)
         return destination

@@ -31,12 +31,17 @@ def measure_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         *find_peers(peers, job, asynchronous=asynchronous),
         Copy(),
     ]
-    cells = [Shape(collective, dtype, size) for collective in options.verbs for dtype in options.dtypes for size in options.sizes]
+    cells = [
+        Shape(collective, dtype, size)
+        for collective in options.verbs
+        for dtype in options.dtypes
+        for size in options.sizes
+    ]
     weights = [_expected_seconds(cell, len(contestants), job.size) for cell in cells]
     rows: list[Row] = []
     end = time.monotonic() + options.seconds
     for index, cell in enumerate(cells):
-        job.show(f"{index + 1}/{len(cells)} {cell.verb} {cell.dtype} {short_size(cell.num_bytes)}")
+        job.show(f"{index + 1}/{len(cells)} {cell.collective} {cell.dtype} {short_size(cell.num_bytes)}")
         left = job.comm.bcast(max(0.0, end - time.monotonic()))
         rows += Cell(job, cell).rows(contestants, split_seconds(left, weights, index), asynchronous)
     return {"facts": job_facts(job.comm), "rows": rows}

@@ -20,7 +20,7 @@ def as_text(report: Mapping[str, Any], *, details: bool) -> str:
     for (ranks, collective, dtype, mode), rows in grouped(report["rows"], _GROUP):
         lines += [
             "",
-            f"{verb} {dtype}, {counted(ranks, 'rank')}{_MODES.get(mode, '')}: us (spread)",
+            f"{collective} {dtype}, {counted(ranks, 'rank')}{_MODES.get(mode, '')}: us (spread)",
             "",
         ]
         lines += [f"  {line}" for line in (_details if details else _overview)(rows)]

@@ -69,7 +69,7 @@ class Ours:
             positional.append(work.target)
         if not self.asynchronous:
             return partial(getattr(torchmpi, work.collective), *positional, **named)
-        start = partial(getattr(torchmpi, f"{work.verb}_async"), *positional, **named)
+        start = partial(getattr(torchmpi, f"{work.collective}_async"), *positional, **named)
         return self._measured(start)
 
     def _measured(self, start: Callable[[], Any]) -> Call:

@@ -114,8 +114,8 @@ def resnet50() -> nn.Module:
     """
     blocks: list[nn.Module] = []
     num_in = 64
-    for num_inner, num_blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-        for index in range(num_blocks):
+    for num_inner, num_rows, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for index in range(num_rows):
             blocks.append(Bottleneck(num_in, num_inner, stride if index == 0 else 1))
             num_in = 4 * num_inner
     return nn.Sequential(

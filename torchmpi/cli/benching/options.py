@@ -84,7 +84,7 @@ def _add_collectives(kinds: Any) -> None:
     )
     option = parser.add_argument
     option("--verbs", type=read.names(read.COLLECTIVES, "verb"), default=("allreduce",), metavar="LIST",
-           help=f"among {', '.join(read.VERBS)} (default: allreduce)")  # fmt: skip
+           help=f"among {', '.join(read.COLLECTIVES)} (default: allreduce)")  # fmt: skip
     option("--sizes", type=read.sizes, default=None, metavar="SIZES",
            help=f"4:256M (powers of 4) or a list such as 4,64K,1M (default: {DEFAULT_SIZES})")  # fmt: skip
     option("--dtypes", type=read.names(read.DTYPES, "dtype"), default=("float32",), metavar="LIST",

@@ -82,7 +82,11 @@ class StagedMPI4Py(MPI4Py):
     """The same for tensors on a GPU, as one writes it by hand: copy to pinned memory, communicate, copy back."""
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        return f"only allreduce is staged by hand, not {verb}" if collective != "allreduce" else super().why_not(collective, dtype)
+        return (
+            f"only allreduce is staged by hand, not {collective}"
+            if collective != "allreduce"
+            else super().why_not(collective, dtype)
+        )
 
     def bind(self, work: Workload, root: int) -> Call:
         host = Workload(
@@ -154,11 +158,11 @@ class Horovod(Peer):
 
     def why_not(self, collective: str, dtype: str) -> str | None:
         if collective in ("reduce", "gather", "scatter"):
-            return f"Horovod has no {verb}"
+            return f"Horovod has no {collective}"
         return None
 
     def bind(self, work: Workload, root: int) -> Call:
-        hvd, name = self._hvd, f"bench.{work.verb}"  # the same name each time: it caches what it negotiated
+        hvd, name = self._hvd, f"bench.{work.collective}"  # the same name each time: it caches what it negotiated
         mode = "_async" if self._asynchronous else ""
         call: Call
         if work.collective == "allreduce":
@@ -167,7 +171,7 @@ class Horovod(Peer):
             call = partial(getattr(hvd, f"broadcast{mode}_"), work.source, root, name=f"{name}.{root}")
         else:
             options = {"op": hvd.Sum} if work.collective == "reduce_scatter" else {}
-            function = getattr(hvd, f"{work.verb.replace('_', '')}{mode}")
+            function = getattr(hvd, f"{work.collective.replace('_', '')}{mode}")
             call = _storing(partial(function, work.source, name=name, **options), hvd, work, mode)
             return call
         return call if not mode else lambda: hvd.synchronize(call())

@@ -58,6 +58,6 @@ def _draw_panel(axis: Any, panel: tuple[Any, ...], rows: Sequence[Row]) -> None:
     axis.set_xticks(ticks, [short_size(tick) for tick in ticks])
     axis.set_xlabel("bytes")
     axis.set_ylabel("microseconds")
-    axis.set_title(f"{verb} {dtype}, {counted(ranks, 'rank')}" + (", asynchronous" if mode == "async" else ""))
+    axis.set_title(f"{collective} {dtype}, {counted(ranks, 'rank')}" + (", asynchronous" if mode == "async" else ""))
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")

@@ -42,7 +42,7 @@ def measure_speed(job: Job, options: argparse.Namespace) -> list[Row]:
             job.show("starting torch.distributed.rpc")
             rpc = RPC(comm, resources)
         for index, (num_bytes, collective) in enumerate(cells):
-            job.show(f"{index + 1}/{len(cells)} {verb}, {short_size(num_bytes)}")
+            job.show(f"{index + 1}/{len(cells)} {collective}, {short_size(num_bytes)}")
             left = job.comm.bcast(max(0.0, end - time.monotonic()))
             rows += Cell(job, comm, rpc, num_bytes).rows(collective, split_seconds(left, weights, index))
     return rows

@@ -33,7 +33,12 @@ def as_text(report: Mapping[str, Any]) -> str:
 def _speed(rows: Sequence[Row]) -> list[str]:
     lines = []
     for (ranks, collective, dtype), found in grouped(rows, ("ranks", "verb", "dtype")):
-        lines += [f"{verb}, {dtype}, {counted(ranks, 'rank')}: us (spread)", "", *_indented(_speed_table(found)), ""]
+        lines += [
+            f"{collective}, {dtype}, {counted(ranks, 'rank')}: us (spread)",
+            "",
+            *_indented(_speed_table(found)),
+            "",
+        ]
     lines += _SPEED_LEGEND
     missing = reasons(rows, "bytes")
     return [*lines, "", "no figures", *_indented(missing)] if missing else lines

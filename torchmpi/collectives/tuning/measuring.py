@@ -40,7 +40,7 @@ class Subject(NamedTuple):
         return [Key(*self[:3], mode) for mode in (MODES if self.collective != "barrier" else MODES[:1])]
 
     def __str__(self) -> str:
-        return f"{self.verb} {self.device} {self.span}"
+        return f"{self.collective} {self.device} {self.span}"
 
 
 class Session:
@@ -114,7 +114,7 @@ class Work:
         if collective == "barrier":
             self._call = partial(self._barrier, running, {})
         else:
-            function = getattr(collectives, f"{verb}_async" if self._is_async else collective)
+            function = getattr(collectives, f"{collective}_async" if self._is_async else collective)
             self._call = lambda name: function(given, comm=communicator, backend=name)
 
     def _barrier(self, running: runtime.Runtime, known: dict[str, prepared.Plan], name: str) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from ... import collectives
 from ...backends import saved_tables
 from ...backends.selection_table import (
+    COLLECTIVES,
     MODES,
     OF_THE_HOST,
     SPANS,
-    COLLECTIVES,
     Key,
     Rule,
     Table,
@@ -29,7 +29,10 @@ from .decision import decide
 from .measuring import Session, Subject
 
 SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
-_ORDER = ("allreduce", *(collective for collective in COLLECTIVES if collective != "allreduce"))  # should the time not suffice for all
+_ORDER = (
+    "allreduce",
+    *(collective for collective in COLLECTIVES if collective != "allreduce"),
+)  # should the time not suffice for all
 
 
 def autotune(
@@ -131,7 +134,7 @@ def _checked_arguments(
     numbers = sorted(set(SIZES if sizes is None else sizes))
     for collective in chosen:
         if collective not in COLLECTIVES:
-            raise ArgumentError(f"{where}: verb {verb!r} is unknown. Use some of: {', '.join(VERBS)}.")
+            raise ArgumentError(f"{where}: verb {collective!r} is unknown. Use some of: {', '.join(COLLECTIVES)}.")
     if not numbers or not all(type(size) is int and size > 0 for size in numbers):
         raise ArgumentError(f"{where}: sizes={sizes!r} must be whole numbers of bytes above 0, at least one.")
     if not seconds > 0:

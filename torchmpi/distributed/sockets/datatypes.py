@@ -124,7 +124,7 @@ def buffer_of(given: Any, *, written: bool = False) -> Buffer:
     return found
 
 
-def blocks_of(given: Any, num_blocks: int, *, written: bool = False) -> list[memoryview]:
+def blocks_of(given: Any, num_rows: int, *, written: bool = False) -> list[memoryview]:
     """The parts of a buffer passed as ``(memory, counts, displacements, type)``, or else of equal length."""
     if isinstance(given, (tuple, list)) and len(given) > 2 and not isinstance(given[1], int):
         memory, counts, displacements, datatype = given
@@ -134,10 +134,10 @@ def blocks_of(given: Any, num_blocks: int, *, written: bool = False) -> list[mem
             raise CommunicationError(f"blocks of {counts} at {displacements} exceed the {len(view)} bytes given")
         return [view[begin * size : (begin + count) * size] for count, begin in zip(counts, displacements, strict=True)]
     view = buffer_of(given, written=written).view
-    length, rest = divmod(len(view), num_blocks)
+    length, rest = divmod(len(view), num_rows)
     if rest:
-        raise CommunicationError(f"{len(view)} bytes cannot be split evenly between {num_blocks} ranks")
-    return [view[length * place : length * (place + 1)] for place in range(num_blocks)]
+        raise CommunicationError(f"{len(view)} bytes cannot be split evenly between {num_rows} ranks")
+    return [view[length * place : length * (place + 1)] for place in range(num_rows)]
 
 
 def combine(parts: Sequence[np.ndarray], op: Op, out: np.ndarray) -> None:

@@ -17,20 +17,22 @@ from .kernel_sets import Entrance
 from .wrappers import Native, Wrapper
 
 
-def module_text(prefix: str, modules: tuple[str, ...], names: tuple[str, ...], fast_paths: Mapping[str, Entrance]) -> str:
+def module_text(
+    prefix: str, modules: tuple[str, ...], names: tuple[str, ...], fast_paths: Mapping[str, Entrance]
+) -> str:
     """One module with these kernels of these modules, and for each a function `prefix + name` that Python can call.
 
     For each gate also one `prefix + "enter_" + gate`, which takes tensors.
     """
     for module in modules:
         importlib.import_module(f"{__package__}.{module}")  # which fills the list
-    entering = ["find_door", *sorted({entrance.enter for entrance in fast_paths.values()})] if fast_paths else []
+    entering = ["find_cached_call", *sorted({entrance.enter for entrance in fast_paths.values()})] if fast_paths else []
     natives = {name: Native(kernels[name]) for name in (*names, *entering)}
     texts = [native.text for native in natives.values()]
     texts += [_plain(prefix + name, natives[name]) for name in names]
     for fast_path, entrance in fast_paths.items():
-        functions = natives["find_door"], natives[entrance.enter], natives[entrance.kernel]
-        texts.append(fast_path_text(f"{prefix}enter_{gate}", *functions, entrance))
+        functions = natives["find_cached_call"], natives[entrance.enter], natives[entrance.kernel]
+        texts.append(fast_path_text(f"{prefix}enter_{fast_path}", *functions, entrance))
     whole = binding.parse_assembly(texts[0])
     for text in texts[1:]:
         whole.link_in(binding.parse_assembly(text))

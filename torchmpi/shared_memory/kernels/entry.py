@@ -74,7 +74,9 @@ def find_cached_call(first, tensor, key, comm):  # type: ignore[no-untyped-def]
 @inner
 def plain_numel(cached_call, tensor):  # type: ignore[no-untyped-def]
     """The number of elements of a contiguous tensor of the host with the right dtype; OTHERWISE if it is not that."""
-    if load(tensor + _DEVICE) != _HOST or load(tensor + _DIMS_AND_DTYPE) >> 32 != own(cached_call, context.DLPACK_DTYPE):
+    if load(tensor + _DEVICE) != _HOST or load(tensor + _DIMS_AND_DTYPE) >> 32 != own(
+        cached_call, context.DLPACK_DTYPE
+    ):
         return context.OTHERWISE
     if num_dims(tensor) > memory_layout.MAX_LOG_DIMS:
         return context.OTHERWISE
@@ -98,7 +100,11 @@ def begin_call(cached_call, tensor, call):  # type: ignore[no-untyped-def]
         if load(run_lock + field * 8) != 0:
             return context.OTHERWISE
     store(run_lock + memory_layout.RUN_LOCK_ENTERED * 8, 1)
-    call_log, code, first = own(cached_call, context.CALL_LOG), own(cached_call, context.CODE), own(cached_call, context.FIRST_DIM)
+    call_log, code, first = (
+        own(cached_call, context.CALL_LOG),
+        own(cached_call, context.CODE),
+        own(cached_call, context.FIRST_DIM),
+    )
     seq, length, total = load(call_log) + 1, max(num_dims(tensor) - first, 0), _PRIME_5
     for index in range(length):
         number = dim(tensor, first + index)
@@ -123,17 +129,20 @@ def row_numel(tensor):  # type: ignore[no-untyped-def]
 
 
 @inner
-def is_made_for(cached_call, source, target, num_blocks):  # type: ignore[no-untyped-def]
+def is_made_for(cached_call, source, target, num_rows):  # type: ignore[no-untyped-def]
     """Whether the target has that many rows like the source's, and no memory in common with it."""
     dims = max(num_dims(source), 1)
-    if plain_numel(cached_call, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_blocks:
+    if plain_numel(cached_call, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_rows:
         return False
     for index in range(1, dims):
         if dim(target, index) != dim(source, index):
             return False
     item = own(own(cached_call, context.PLAN), context.ITEM_BYTES)
     here, there = data(source), data(target)
-    here_end, there_end = here + plain_numel(cached_call, source) * item, there + plain_numel(cached_call, target) * item
+    here_end, there_end = (
+        here + plain_numel(cached_call, source) * item,
+        there + plain_numel(cached_call, target) * item,
+    )
     return here_end <= there or there_end <= here
 
 
@@ -166,8 +175,8 @@ def enter_allgather(cached_call, source, target, call):  # type: ignore[no-untyp
     plan, numel = own(cached_call, context.PLAN), plain_numel(cached_call, source)
     if numel < 0 or row_numel(source) == 0:
         return context.OTHERWISE
-    num_blocks = dim(source, 0) if num_dims(source) > 0 else 1
-    if not is_made_for(cached_call, source, target, num_blocks * own(own(plan, context.CONTEXT), context.SIZE)):
+    num_rows = dim(source, 0) if num_dims(source) > 0 else 1
+    if not is_made_for(cached_call, source, target, num_rows * own(own(plan, context.CONTEXT), context.SIZE)):
         return context.OTHERWISE
     store(call + 16, data(source))
     store(call + 24, numel * own(plan, context.ITEM_BYTES))
@@ -188,11 +197,11 @@ def enter_give(cached_call, source, _, call):  # type: ignore[no-untyped-def]
 
 
 @inner
-def own_rows(plan, num_blocks):  # type: ignore[no-untyped-def]
+def own_rows(plan, num_rows):  # type: ignore[no-untyped-def]
     """How many of so many rows are this rank's."""
     ctx = own(plan, context.CONTEXT)
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    return rows_before(num_blocks, size, rank + 1) - rows_before(num_blocks, size, rank)
+    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)
 
 
 @inner
@@ -201,11 +210,11 @@ def enter_with_rows(cached_call, source, target, times, call):  # type: ignore[n
     plan, numel = own(cached_call, context.PLAN), plain_numel(cached_call, source)
     if numel < 0 or num_dims(source) == 0:
         return context.OTHERWISE
-    num_blocks = dim(source, 0)
-    if not is_made_for(cached_call, source, target, own_rows(plan, num_blocks) * times):
+    num_rows = dim(source, 0)
+    if not is_made_for(cached_call, source, target, own_rows(plan, num_rows) * times):
         return context.OTHERWISE
     store(call + 16, data(source))
-    store(call + 24, num_blocks)
+    store(call + 24, num_rows)
     store(call + 32, row_numel(source) * own(plan, context.ITEM_BYTES))
     store(call + 40, data(target))
     return begin_call(cached_call, source, call)
@@ -222,7 +231,9 @@ def enter_alltoall(cached_call, source, target, call):  # type: ignore[no-untype
     """Rows that all hope to be as many on every rank: each gets its part of everybody's."""
     if row_numel(source) == 0:
         return context.OTHERWISE
-    return enter_with_rows(cached_call, source, target, own(own(own(cached_call, context.PLAN), context.CONTEXT), context.SIZE), call)
+    return enter_with_rows(
+        cached_call, source, target, own(own(own(cached_call, context.PLAN), context.CONTEXT), context.SIZE), call
+    )
 
 
 @inner
@@ -251,11 +262,11 @@ def enter_scatter(cached_call, source, target, call):  # type: ignore[no-untyped
         return context.OTHERWISE
     if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
         return context.OTHERWISE
-    num_blocks = dim(source, 0)
-    if not is_made_for(cached_call, source, target, own_rows(plan, num_blocks)):
+    num_rows = dim(source, 0)
+    if not is_made_for(cached_call, source, target, own_rows(plan, num_rows)):
         return context.OTHERWISE
     store(call + 32, data(source))
-    store(call + 40, num_blocks)
+    store(call + 40, num_rows)
     store(call + 56, data(target))
     return enter_scattering(cached_call, source, call)
 

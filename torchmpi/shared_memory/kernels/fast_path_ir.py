@@ -105,7 +105,9 @@ class _FastPath(Wrapper):
     def _leave(self, cached_call: Any) -> None:
         """Give the right to run back, tell autograd what was written, and return it."""
         self.builder.store(WORD(0), self.place(self.field(cached_call, context.CALL_LOG), memory_layout.LOG_ACTIVE))
-        self.builder.store(WORD(0), self.place(self.field(cached_call, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED))
+        self.builder.store(
+            WORD(0), self.place(self.field(cached_call, context.RUN_LOCK), memory_layout.RUN_LOCK_ENTERED)
+        )
         written = self.tensors[-1]
         if not self.writes:
             self._give(written)

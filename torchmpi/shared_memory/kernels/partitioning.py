@@ -17,25 +17,25 @@ _READY, _REDUCED = memory_layout.READY * 8, memory_layout.REDUCED * 8
 
 
 @inner
-def rows_before(num_blocks, size, rank):  # type: ignore[no-untyped-def]
+def rows_before(num_rows, size, rank):  # type: ignore[no-untyped-def]
     """Rows that go to the ranks below: the first ranks take the remainder, one each."""
-    return num_blocks // size * rank + min(num_blocks % size, rank)
+    return num_rows // size * rank + min(num_rows % size, rank)
 
 
 @inner
-def cut_rows(ctx, num_blocks, row_bytes):  # type: ignore[no-untyped-def]
+def cut_rows(ctx, num_rows, row_bytes):  # type: ignore[no-untyped-def]
     """Cut rows, of which each rank has its own; gives the number of rounds."""
-    return cut_parts(ctx, rows_before(num_blocks, own(ctx, context.SIZE), 1) * row_bytes)
+    return cut_parts(ctx, rows_before(num_rows, own(ctx, context.SIZE), 1) * row_bytes)
 
 
 @inner
-def send_rows(plan, source, num_blocks, row_bytes):  # type: ignore[no-untyped-def]
+def send_rows(plan, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
     """Fill the sending half of the table: to each rank its rows."""
     size, table = own(own(plan, context.CONTEXT), context.SIZE), own(plan, context.TABLE)
     for other in range(size):
-        theirs = rows_before(num_blocks, size, other) * row_bytes
+        theirs = rows_before(num_rows, size, other) * row_bytes
         store(table + other * PAIRS, source + theirs)
-        store(table + other * PAIRS + 8, rows_before(num_blocks, size, other + 1) * row_bytes - theirs)
+        store(table + other * PAIRS + 8, rows_before(num_rows, size, other + 1) * row_bytes - theirs)
     return table
 
 
@@ -82,12 +82,12 @@ def combine_rows_in_place(plan, first, length, target):  # type: ignore[no-untyp
 
 
 @kernel
-def reduce_scatter(plan, seq, signature, source, num_blocks, row_bytes, target):  # type: ignore[no-untyped-def]
+def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
     """Combine everybody's rows of each rank, and give them to that rank."""
     ctx = own(plan, context.CONTEXT)
-    rank, size, num_bytes = own(ctx, context.RANK), own(ctx, context.SIZE), num_blocks * row_bytes
-    first = rows_before(num_blocks, size, rank) * row_bytes
-    length = rows_before(num_blocks, size, rank + 1) * row_bytes - first
+    rank, size, num_bytes = own(ctx, context.RANK), own(ctx, context.SIZE), num_rows * row_bytes
+    first = rows_before(num_rows, size, rank) * row_bytes
+    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
     status = begin(ctx, seq)
     if status != 0:
         return status
@@ -100,7 +100,7 @@ def reduce_scatter(plan, seq, signature, source, num_blocks, row_bytes, target):
             combine(plan, target, length)
         leave(ctx, seq)
         return status
-    table, num_rounds = send_rows(plan, source, num_blocks, row_bytes), cut_rows(ctx, num_blocks, row_bytes)
+    table, num_rounds = send_rows(plan, source, num_rows, row_bytes), cut_rows(ctx, num_rows, row_bytes)
     is_shared = announce_memory(ctx, seq, source, num_bytes)
     if not is_shared:
         put_first_piece(ctx, table, num_rounds)
@@ -119,7 +119,7 @@ def reduce_scatter(plan, seq, signature, source, num_blocks, row_bytes, target):
 
 
 @kernel
-def alltoall(plan, seq, signature, source, num_blocks, row_bytes, target):  # type: ignore[no-untyped-def]
+def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
     """Rows to those whom they are for, if all ranks have as many; UNEVEN otherwise, with the number in the payload."""
     ctx = own(plan, context.CONTEXT)
     rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
@@ -127,25 +127,25 @@ def alltoall(plan, seq, signature, source, num_blocks, row_bytes, target):  # ty
     status = begin(ctx, seq)
     if status != 0:
         return status
-    store(payload, num_blocks)
-    first = rows_before(num_blocks, size, rank) * row_bytes
-    length = rows_before(num_blocks, size, rank + 1) * row_bytes - first
-    num_rounds = cut_rows(ctx, num_blocks, row_bytes)
-    is_short = num_blocks * row_bytes <= memory_layout.PAYLOAD_BYTES - 8
-    is_shared = not is_short and announce_memory(ctx, seq, source, num_blocks * row_bytes)
+    store(payload, num_rows)
+    first = rows_before(num_rows, size, rank) * row_bytes
+    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
+    num_rounds = cut_rows(ctx, num_rows, row_bytes)
+    is_short = num_rows * row_bytes <= memory_layout.PAYLOAD_BYTES - 8
+    is_shared = not is_short and announce_memory(ctx, seq, source, num_rows * row_bytes)
     shows, spent = not is_short and would_read(ctx, context.ALLTOALL_PACES, length), 0
     if is_short:
-        copy(payload + 8, source, num_blocks * row_bytes)
+        copy(payload + 8, source, num_rows * row_bytes)
     else:
         show_memory(ctx, seq, source if shows else 0)
         if not shows and not is_shared:
             since = now()
-            put_first_piece(ctx, send_rows(plan, source, num_blocks, row_bytes), num_rounds)
+            put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
             spent = now() - since
     status = arrive(ctx, seq, signature)
     if status != 0:
         return status
-    if not have_as_many(ctx, seq, num_blocks):
+    if not have_as_many(ctx, seq, num_rows):
         return context.UNEVEN
     if is_short:
         for other in range(size):
@@ -161,7 +161,7 @@ def alltoall(plan, seq, signature, source, num_blocks, row_bytes, target):  # ty
         since, reads = now(), all_show(ctx, seq)
         status = read_all(ctx, seq, source, first, length, target) if reads else context.UNREAD
         if status == context.UNREAD:
-            table = send_rows(plan, source, num_blocks, row_bytes)
+            table = send_rows(plan, source, num_rows, row_bytes)
             if shows or is_shared:
                 put_first_piece(ctx, table, num_rounds)
             for other in range(size):
@@ -176,7 +176,7 @@ def alltoall(plan, seq, signature, source, num_blocks, row_bytes, target):  # ty
 
 
 @kernel
-def offer(plan, seq, signature, message, num_bytes, source, num_blocks, row_bytes):  # type: ignore[no-untyped-def]
+def offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
     """A barrier to which the root, which is in the plan, brings a message about its rows, and the first of them.
 
     All of them if they fit into the payload behind the message; or it says there where they are, for all to read.
@@ -188,16 +188,16 @@ def offer(plan, seq, signature, message, num_bytes, source, num_blocks, row_byte
     payload = entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD
     copy(payload, message, num_bytes)
     is_root = own(ctx, context.RANK) == own(plan, context.ROOT)
-    if is_root and num_bytes + num_blocks * row_bytes <= memory_layout.PAYLOAD_BYTES:
-        copy(payload + num_bytes, source, num_blocks * row_bytes)
+    if is_root and num_bytes + num_rows * row_bytes <= memory_layout.PAYLOAD_BYTES:
+        copy(payload + num_bytes, source, num_rows * row_bytes)
     elif is_root:
-        num_rounds, since = cut_rows(ctx, num_blocks, row_bytes), now()
+        num_rounds, since = cut_rows(ctx, num_rows, row_bytes), now()
         has_room = num_bytes + 8 <= memory_layout.PAYLOAD_BYTES
-        shows = has_room and would_read(ctx, context.SCATTER_PACES, num_blocks // own(ctx, context.SIZE) * row_bytes)
+        shows = has_room and would_read(ctx, context.SCATTER_PACES, num_rows // own(ctx, context.SIZE) * row_bytes)
         if has_room:
             store(payload + num_bytes, source if shows else 0)
         if not shows:
-            put_first_piece(ctx, send_rows(plan, source, num_blocks, row_bytes), num_rounds)
+            put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
         store(ctx + context.SPENT_BEFORE * 8, now() - since)
     status = arrive(ctx, seq, signature)
     leave(ctx, seq)
@@ -211,18 +211,18 @@ def message_bytes_of(message):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def take(plan, seq, num_blocks, row_bytes, source, target):  # type: ignore[no-untyped-def]
+def take(plan, seq, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-def]
     """After an offer: take this rank's rows of the root's."""
     ctx = own(plan, context.CONTEXT)
     rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
-    first = rows_before(num_blocks, size, rank) * row_bytes
-    length = rows_before(num_blocks, size, rank + 1) * row_bytes - first
+    first = rows_before(num_rows, size, rank) * row_bytes
+    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
     offered = entry(ctx, root, seq) + PAYLOAD
     message_bytes = message_bytes_of(offered)
-    if message_bytes + num_blocks * row_bytes <= memory_layout.PAYLOAD_BYTES:
+    if message_bytes + num_rows * row_bytes <= memory_layout.PAYLOAD_BYTES:
         copy(target, offered + message_bytes + first, length)
         return 0
-    table, num_rounds, since = own(plan, context.TABLE), cut_rows(ctx, num_blocks, row_bytes), now()
+    table, num_rounds, since = own(plan, context.TABLE), cut_rows(ctx, num_rows, row_bytes), now()
     shown = load(offered + message_bytes) if message_bytes + 8 <= memory_layout.PAYLOAD_BYTES else 0
     if rank == root:
         deliver(target, source + first, length, length)
@@ -234,14 +234,14 @@ def take(plan, seq, num_blocks, row_bytes, source, target):  # type: ignore[no-u
             send_to_all(plan, 0, 0)
             choose_way(ctx, num_rounds, False)
         elif shown != 0:
-            put_first_piece(ctx, send_rows(plan, source, num_blocks, row_bytes), num_rounds)
+            put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
         for other in range(size):
             store(table + other * PAIRS + 16, target)
             store(table + other * PAIRS + 24, length if other == root else 0)
         status = go_on(ctx, table, num_rounds)
     if rank == root and status == 0:
         spent = now() - since + own(ctx, context.SPENT_BEFORE)
-        note_pace(ctx, context.SCATTER_PACES, num_blocks // size * row_bytes, shown != 0, spent)
+        note_pace(ctx, context.SCATTER_PACES, num_rows // size * row_bytes, shown != 0, spent)
     return status
 
 
@@ -252,20 +252,20 @@ def is_expected(ctx, seq, root, message):  # type: ignore[no-untyped-def]
     for index in range(message_bytes_of(message) // 8):
         if index != 2 and load(offered + index * 8) != load(message + index * 8):
             return False
-    size, rank, num_blocks = own(ctx, context.SIZE), own(ctx, context.RANK), load(offered + 16)
-    return rows_before(num_blocks, size, rank + 1) - rows_before(num_blocks, size, rank) == load(message + 16)
+    size, rank, num_rows = own(ctx, context.SIZE), own(ctx, context.RANK), load(offered + 16)
+    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank) == load(message + 16)
 
 
 @kernel
-def scatter(plan, seq, signature, message, num_bytes, source, num_blocks, row_bytes, target):  # type: ignore[no-untyped-def]
+def scatter(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
     """An offer, and taking it. Others than the root say what they expect: UNEVEN if that is not what is offered."""
     ctx = own(plan, context.CONTEXT)
     root = own(plan, context.ROOT)
     if own(ctx, context.RANK) == root:
-        status = offer(plan, seq, signature, message, num_bytes, source, num_blocks, row_bytes)
+        status = offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes)
     else:
         status = offer(plan, seq, signature, message, 0, 0, 0, 0)
         if status == 0 and not is_expected(ctx, seq, root, message):
             status = context.UNEVEN
-        num_blocks = load(entry(ctx, root, seq) + PAYLOAD + 16)
-    return status if status != 0 else take(plan, seq, num_blocks, row_bytes, source, target)
+        num_rows = load(entry(ctx, root, seq) + PAYLOAD + 16)
+    return status if status != 0 else take(plan, seq, num_rows, row_bytes, source, target)

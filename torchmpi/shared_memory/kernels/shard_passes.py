@@ -176,7 +176,9 @@ def pass_over(plan):  # type: ignore[no-untyped-def]
     chunk_numel, num_shards = own(plan, fields.CHUNK_NUMEL), own(plan, fields.NUM_SHARDS)
     position, done = 0, own(plan, fields.POSITION)
     for shift in range(num_shards):
-        shard = own(plan, fields.SHARDS) + (own(plan, fields.FIRST_SHARD) + shift) % num_shards * fields.SHARD_FIELDS * 8
+        shard = (
+            own(plan, fields.SHARDS) + (own(plan, fields.FIRST_SHARD) + shift) % num_shards * fields.SHARD_FIELDS * 8
+        )
         begin, end = begin_of(plan, shard), end_of(plan, shard)
         while begin < end:
             numel = min(chunk_numel, end - begin)
@@ -205,7 +207,9 @@ def header_at(plan, wanted):  # type: ignore[no-untyped-def]
     """Address of the header of the chunk with that number in the pass, its elements noted in the plan; 0 after all."""
     chunk_numel, num_shards = own(plan, fields.CHUNK_NUMEL), own(plan, fields.NUM_SHARDS)
     for shift in range(num_shards):
-        shard = own(plan, fields.SHARDS) + (own(plan, fields.FIRST_SHARD) + shift) % num_shards * fields.SHARD_FIELDS * 8
+        shard = (
+            own(plan, fields.SHARDS) + (own(plan, fields.FIRST_SHARD) + shift) % num_shards * fields.SHARD_FIELDS * 8
+        )
         begin, end = begin_of(plan, shard), end_of(plan, shard)
         num_chunks = max(end - begin + chunk_numel - 1, 0) // chunk_numel
         if wanted < num_chunks:
