@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "mnist"))
-from mnist_data import Dataset, Split, load  # noqa: E402
+from mnist_data import Dataset, Split, load
 
 __all__ = ["BATCH_SIZE", "Dataset", "batches", "load", "make_network", "test_error", "validation"]
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 def main() -> None:
     options = parse_options(__doc__)
     torch.manual_seed(options.seed)
-    device = torch.device("cuda" if options.gpu or options.gpu is None and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if options.gpu or (options.gpu is None and torch.cuda.is_available()) else "cpu")
     data = load(options.data)
     report = Report(options, origin=data.origin)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "mnist"))
-from mnist_data import Split, load  # noqa: E402
+from mnist_data import Split, load
 
 
 def load_images(directory: str | None) -> tuple[TensorDataset, TensorDataset, str]:

@@ -62,7 +62,7 @@ def check(numel: int, dtype: torch.dtype) -> None:
     assert error <= limit.item(), f"{numel} x {dtype}: the ring's sum is {error} off"
     assert torch.equal(ring, of_rank_0), f"{numel} x {dtype}: not what rank 0 has"
     if dist.get_rank() == 0:
-        print(f"{numel:>8} x {str(dtype):<14} differs by at most {error:.1e}", flush=True)
+        print(f"{numel:>8} x {dtype!s:<14} differs by at most {error:.1e}", flush=True)
 
 
 def milliseconds(allreduce: Callable[[Tensor], object], numel: int) -> float:

@@ -77,9 +77,9 @@ def test_blocking_calls(agree):
     for numel in (*LENGTHS, LONG // 100):
         target = torch.empty(numel)
         for turn in (0, 1):
-            if RANK % 2 == turn and NEXT != (0 if SIZE % 2 else -1):
+            if turn == RANK % 2 and (0 if SIZE % 2 else -1) != NEXT:
                 dist.send(numbers(numel, RANK), NEXT)
-            elif PREVIOUS % 2 == turn and RANK != (0 if SIZE % 2 else -1):
+            elif turn == PREVIOUS % 2 and (0 if SIZE % 2 else -1) != RANK:
                 source = dist.recv(target, PREVIOUS)
                 agree.equal(source, PREVIOUS)
                 agree.equal(target, numbers(numel, PREVIOUS), f"{numel} elements")

@@ -9,6 +9,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi.communicators import call_log
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 from torchmpi.session import runtime
 

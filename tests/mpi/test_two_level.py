@@ -102,7 +102,7 @@ def test_reductions_add_host_by_host(agree, hosts, dtype):
         agree.bits(result, expected, f"allreduce {op} {numel}")
         for root in {0, SIZE - 1}:
             result = mpi.reduce(inputs[RANK].clone(), root, op=op, backend="hierarchical")
-            wanted = expected if RANK == root else inputs[RANK]
+            wanted = expected if root == RANK else inputs[RANK]
             agree.bits(result, wanted, f"reduce {op} {numel} root={root}")
         source = inputs[RANK].clone()
         result = mpi.reduce_scatter(source, op=op, backend="hierarchical")

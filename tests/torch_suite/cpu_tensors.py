@@ -67,7 +67,7 @@ def can_run(name: str) -> bool:
     """Whether the test of this name is about more than GPUs."""
     if name.endswith("_cuda"):
         return name in ONLY_FOR_CUDA
-    return not any(name == entry or entry.endswith("*") and name.startswith(entry[:-1]) for entry in ABOUT_GPUS)
+    return not any(name == entry or (entry.endswith("*") and name.startswith(entry[:-1])) for entry in ABOUT_GPUS)
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def _is_gpu(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     # A bool is not the number of a GPU.
-    return type(device) is int or isinstance(device, str) and device.startswith("cuda")
+    return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
 
 
 def _module_to(original: Callable[..., Any]) -> Callable[..., Any]:

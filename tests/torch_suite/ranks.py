@@ -209,7 +209,7 @@ def make_case_class(suite: ModuleType, channel: Channel) -> type[unittest.TestCa
 class Result(unittest.TestResult):
     """PyTorch's way of skipping a test within a test is to leave the process with an exit code of its own."""
 
-    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802, the name is unittest's
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
         messages = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
         if isinstance(err[1], SystemExit) and err[1].code in messages:
             self.addSkip(test, messages[err[1].code])

@@ -50,7 +50,7 @@ def twin(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     if dtype.is_complex and op != "prod":
         # Part by part, since torch multiplies by 1 + 0j before it adds complex numbers: inf + 1j would become nan.
         return torch.view_as_complex(twin([torch.view_as_real(part) for part in parts], op))
-    if dtype.is_complex or op in ("sum", "avg", "prod") and dtype.is_floating_point:
+    if dtype.is_complex or (op in ("sum", "avg", "prod") and dtype.is_floating_point):
         result = torch.empty_like(parts[0])
         rank_order.combine(parts, op, result)
         return result

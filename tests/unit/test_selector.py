@@ -263,7 +263,7 @@ def test_without_a_span_a_backend_is_set_where_it_reaches():
         (("gather", "p2p"), {}, "it has no gather"),
         (("allreduce", "mpi"), {"device": "cuda"}, "no cuda here"),
         (("allreduce", "mpi"), {"mode": "lazy"}, "mode='lazy' is unknown"),
-        (("sendreceive", "mpi"), {}, "verb='sendreceive' is unknown"),
+        (("sendreceive", "mpi"), {}, "collective='sendreceive' is unknown"),
         (("barrier", "mpi"), {"mode": "async"}, "'sync' only"),
         (("scatter", "mpi"), {"device": "cuda"}, "by the rules of device 'cpu'"),
         (("gather", "mpi"), {"up_to_bytes": 64}, "differ in length"),

@@ -25,7 +25,8 @@ _GATHER_ALL_BYTES = 16 << 10
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
     """Product, by its definition: torch's own complex product fuses roundings in whole vectors but not at their ends,
-    so that the bits of an element would depend on where in the buffer it is."""
+    so that the bits of an element would depend on where in the buffer it is.
+    """
     if not a.is_complex():
         torch.mul(a, b, out=out)
         return

@@ -49,10 +49,10 @@ def keys(
     """All keys there are, or those with the given parts.
 
     >>> list(keys("barrier", "cpu", "host"))
-    [Key(verb='barrier', device='cpu', span='host', mode='sync')]
+    [Key(collective='barrier', device='cpu', span='host', mode='sync')]
     """
     wanted = {
-        "verb": (collective, COLLECTIVES),
+        "collective": (collective, COLLECTIVES),
         "device": (device, DEVICES),
         "span": (span, SPANS),
         "mode": (mode, MODES),

@@ -36,15 +36,15 @@ class Plan:
 
     __slots__ = (
         "bare",
-        "code",
         "cached_call",
+        "code",
+        "collective",
         "is_on_device",
-        "many",
         "is_simple",
         "is_whole",
+        "many",
         "run",
         "shape_of",
-        "collective",
     )
 
     def __init__(self, collective: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:

@@ -115,7 +115,8 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
 
 class StatusBoard:
     """The rows of a group, in memory that the ranks of one host share (see
-    :mod:`torchmpi.shared_memory.memory_layout`)."""
+    :mod:`torchmpi.shared_memory.memory_layout`).
+    """
 
     def __init__(self, segment: Segment, num_blocks: int) -> None:
         self.segment = segment
@@ -158,8 +159,20 @@ class CallLog:
     """
 
     __slots__ = (
-        "_current", "_missing", "_neighbours", "_slots", "_spoiled", "_fields",
-        "log_board", "free", "history", "name", "log_fields", "rank", "report_when_late", "size",
+        "_current",
+        "_fields",
+        "_missing",
+        "_neighbours",
+        "_slots",
+        "_spoiled",
+        "free",
+        "history",
+        "log_board",
+        "log_fields",
+        "name",
+        "rank",
+        "report_when_late",
+        "size",
     )  # fmt: skip
 
     def __init__(self, name: str, rank: int, size: int, log_board: StatusBoard | None = None) -> None:

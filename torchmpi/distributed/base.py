@@ -205,7 +205,7 @@ class BaseGroup(dist.ProcessGroup):
         return Pending(last, outputs, self._limit_seconds)
 
     def _checked_root(self, options: Any, collective: str) -> int:
-        """torch looks at a rank of the world, but not at one given as a rank of the group."""
+        """Torch looks at a rank of the world, but not at one given as a rank of the group."""
         return dispatch.check_root(self._group, options.rootRank, collective)
 
     def _check_sizes(self, collective: str, whole: torch.Tensor, part: torch.Tensor) -> None:

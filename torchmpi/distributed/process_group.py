@@ -27,7 +27,7 @@ def create(options: Any) -> ProcessGroup:
 
 
 def _refuse_others() -> None:
-    """torch takes a process group written in Python for all devices, and would drop another backend without a word."""
+    """Torch takes a process group written in Python for all devices, and would drop another backend without a word."""
     config = torch_names.variable_of_caller("_new_process_group_helper", "backend_config")
     names = set() if config is None else set(config.get_device_backend_map().values())
     if len(names) > 1:

@@ -31,10 +31,10 @@ class Transfer(Handle):
     """One message under way, in one direction."""
 
     __slots__ = (
+        "_call_queue",
         "_doing",
         "_group",
         "_is_receive",
-        "_call_queue",
         "_looking",
         "_request",
         "_settle",

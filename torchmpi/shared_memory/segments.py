@@ -49,7 +49,8 @@ class Segment:
     @classmethod
     def of(cls, file: int, num_bytes: int) -> Segment:
         """The same around a file without a name that somebody else has made, has mapped, and will not look at any more
-        when this segment is released."""
+        when this segment is released.
+        """
         return cls._around(os.dup(file), None, num_bytes)
 
     @classmethod

@@ -158,7 +158,8 @@ def _identity(path: str) -> tuple[int, int]:
 
 def _affordable(num_ranks: int) -> int:
     """How many shared tensors each of so many ranks may have: half of the descriptors, of which each tensor takes three
-    at most in its own process and one in every other."""
+    at most in its own process and one in every other.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_SEGMENTS if limit == resource.RLIM_INFINITY else limit // 2 // (num_ranks + 2)
     return max(1, min(_MOST_SEGMENTS, most))

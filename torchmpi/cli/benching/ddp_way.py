@@ -52,7 +52,8 @@ def add_up(buckets: Sequence[Bucket]) -> None:
 
 def average(buckets: Sequence[Bucket]) -> None:
     """What becomes of gradients that are, and stay, views of the buckets: ``gradient_as_bucket_view=True``, and
-    ``zero_grad(set_to_none=False)``. The cheapest way."""
+    ``zero_grad(set_to_none=False)``. The cheapest way.
+    """
     size = torch.distributed.get_world_size()
     works = []
     for bucket in buckets:

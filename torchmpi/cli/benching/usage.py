@@ -54,7 +54,7 @@ def _dev_shm_bytes() -> int:
 
 def main(package_parent: str, folder: str) -> None:
     """Import and start step by step, and write what the process holds after each."""
-    import torch  # noqa: F401
+    import torch
     from mpi4py import rc
 
     rc.initialize = False

@@ -26,7 +26,8 @@ Handle = Callable[[bool, bool], None]
 
 class _Baton:
     """Who leads. From the instant at which it is taken it says by whom, so that an exception out of a signal handler,
-    which may come right then, does not leave it with nobody: a lock would not do."""
+    which may come right then, does not leave it with nobody: a lock would not do.
+    """
 
     def __init__(self) -> None:
         self._holder: dict[None, int] = {}
