@@ -1,0 +1,130 @@
+"""Print the measures of the package's structure: entries, levels, edges, cycles, duplicate names, lines, loose types.
+
+    python benchmarks/structure.py [CHECKOUT]
+
+Everything is read from the source text; nothing of the package is imported. Run it on two checkouts to compare them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+Graph = Mapping[str, set[str]]
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """The modules of a package by dotted name, without the name of the package itself."""
+    named = {path.relative_to(package).with_suffix("").parts: path for path in sorted(package.rglob("*.py"))}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for parts, path in named.items()}
+
+
+def imports(module: str, modules: Mapping[str, Path], package: str) -> Iterator[str]:
+    """The modules of the package that a module imports, wherever in the file."""
+    inside = module if modules[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(modules[module].read_text())):
+        if isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".")
+            if node.level:
+                above = inside.split(".") if inside else []
+                base = ".".join([*above[: len(above) - node.level + 1], *filter(None, parts)])
+            elif parts[0] == package:
+                base = ".".join(parts[1:])
+            else:
+                continue
+            for alias in node.names:
+                target = f"{base}.{alias.name}" if base else alias.name
+                yield target if target in modules else base
+        elif isinstance(node, ast.Import):
+            yield from (
+                alias.name.removeprefix(f"{package}.") for alias in node.names if alias.name.startswith(f"{package}.")
+            )
+
+
+def entry_graph(graph: Graph) -> dict[str, set[str]]:
+    """The imports between the entries of the package root."""
+
+    def entry(module: str) -> str:
+        return module.split(".")[0] or "__init__"
+
+    found: dict[str, set[str]] = {entry(module): set() for module in graph}
+    for module, targets in graph.items():
+        found[entry(module)] |= {entry(target) for target in targets} - {entry(module), "__init__"}
+    return found
+
+
+def components(graph: Graph) -> list[set[str]]:
+    """The groups of modules that import each other in a circle."""
+    reachable: dict[str, set[str]] = {}
+    for start in graph:
+        seen, pending = set(), list(graph[start])
+        while pending:
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                pending.extend(graph.get(node, ()))
+        reachable[start] = seen
+    circular = [node for node in graph if node in reachable[node]]
+    groups = {
+        frozenset(other for other in circular if other in reachable[n] and n in reachable[other]) for n in circular
+    }
+    return [set(group) for group in groups]
+
+
+def num_levels(graph: Graph) -> int:
+    """The length of the longest chain of imports between entries; circles between them count as one level."""
+    merged = {node: min(group) for group in components(graph) for node in group}
+    condensed: dict[str, set[str]] = defaultdict(set)
+    for node, targets in graph.items():
+        own = merged.get(node, node)
+        condensed[own] |= {merged.get(target, target) for target in targets} - {own}
+    depth: dict[str, int] = {}
+    for node in TopologicalSorter(condensed).static_order():
+        depth[node] = 1 + max((depth[target] for target in condensed.get(node, ())), default=0)
+    return max(depth.values())
+
+
+def main() -> None:
+    """Print one line for each measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
+    checkout = parser.parse_args().checkout
+    package = checkout / "torchmpi"
+    modules = modules_of(package)
+    graph = {module: set(imports(module, modules, package.name)) - {module} for module in modules}
+    entries = entry_graph(graph)
+    classes = Counter(
+        node.name
+        for path in modules.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    stems = Counter(path.stem for path in modules.values() if path.stem != "__init__")
+    text = "\n".join(path.read_text() for path in modules.values())
+    tests = sum(path.read_text().count("\n") for path in (checkout / "tests").rglob("*.py"))
+    folders = sum((package / name).is_dir() for name in entries)
+    rows = {
+        "entries of the package root": f"{len(entries)} ({len(entries) - folders} modules, {folders} packages)",
+        "levels of imports between entries": num_levels(entries),
+        "imports between entries": sum(map(len, entries.values())),
+        "circles of imports between modules": len(components(graph)),
+        "module names used more than once": sum(count > 1 for count in stems.values()),
+        "public class names used more than once": sum(count > 1 for count in classes.values()),
+        "modules": len(modules),
+        "lines of the package": text.count("\n"),
+        "lines of the tests": tests,
+        "lines with Any": sum(bool(re.search(r"\bAny\b", line)) for line in text.split("\n")),
+        "`# type: ignore`": text.count("# type: ignore"),
+        "`group: Any`": len(re.findall(r"\bgroup: Any\b", text)),
+    }
+    for name, value in rows.items():
+        print(f"{name:40} {value}")
+
+
+if __name__ == "__main__":
+    main()
