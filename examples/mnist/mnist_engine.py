@@ -51,7 +51,7 @@ def main() -> None:
     @engine.on("on_forward_criterion")
     def count(state):
         if state.training:
-            loss.add(state.loss, num=state.sample.num_blocks)
+            loss.add(state.loss, num=state.sample.num_rows)
             error.add(state.output.cpu(), state.sample.target.cpu())
 
     @engine.on("on_end_epoch")
