@@ -59,7 +59,7 @@ class Rig:
         if backend is None:
             self.backend = ipc.IpcBackend(Config(staging_bytes=1 << 20), Devices(self.size, uuids=uuids))
             self.backend.make_device = lambda index: HostDevice(seed=self.rank)
-        self._plans: dict[Any, prepared.Plan] = {}
+        self._plans: dict[Any, prepared.PreparedPlan] = {}
         self._kept: list[torch.Tensor] = []
         """Memory of the host may go as soon as nobody has it; the streams run late."""
 
@@ -70,7 +70,7 @@ class Rig:
         if key not in self._plans:
             code = call_code(collective, op_of_collective, dtypes.info(tensor.dtype).code)
             operation = announced(self.group, self.backend.bind(self.group, collective, tensor.dtype, op_of_collective))
-            self._plans[key] = prepared.Plan(collective, code, operation)
+            self._plans[key] = prepared.PreparedPlan(collective, code, operation)
         self._kept.append(tensor)
         result: torch.Tensor = self.group.call(self._plans[key], tensor, None, root)
         self._kept.append(result)

@@ -13,7 +13,7 @@ import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.backends.base import bind
 from torchmpi.collectives import staging
-from torchmpi.collectives.prepared import Plan
+from torchmpi.collectives.prepared import PreparedPlan
 from torchmpi.communicators.call_log import ON_DEVICE, call_code
 from torchmpi.session import runtime
 from torchmpi.tensors.dtypes import info
@@ -36,7 +36,7 @@ def staged(name: str, collective: str, dtype: torch.dtype, op: str | None, buffe
     running, group = runtime.current(), mpi.communicator(0).intra
     backend = running.selector.backends[name]
     run = staging.Staged(collective, bind(backend, group, collective, dtype, op), group, buffers)
-    plan = Plan(collective, call_code(collective, op, info(dtype).code) | ON_DEVICE, run)
+    plan = PreparedPlan(collective, call_code(collective, op, info(dtype).code) | ON_DEVICE, run)
 
     def call(tensor: torch.Tensor, out: torch.Tensor | None = None, root: int = 0) -> torch.Tensor:
         return group.call(plan, tensor, out, root)
@@ -123,7 +123,7 @@ def test_a_device_on_one_rank_only_is_a_mismatch_on_all(agree):
     group = mpi.communicator(0).intra.duplicate("mixed devices")
     run = bind(runtime.current().selector.backends["shm"], group, "allreduce", torch.float32, "sum")
     code = call_code("allreduce", "sum", info(torch.float32).code)
-    plan = Plan("allreduce", code | (ON_DEVICE if mpi.rank() == 0 else 0), run)
+    plan = PreparedPlan("allreduce", code | (ON_DEVICE if mpi.rank() == 0 else 0), run)
     said = ""
     try:
         group.call(plan, torch.ones(400), None, 0)

@@ -17,6 +17,7 @@ from torchmpi import errors
 from torchmpi.communicators import call_log
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import Handle
+from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
 from torchmpi.session import affinity, mpi_library
 from torchmpi.shared_memory import memory_layout
@@ -181,7 +182,7 @@ def test_many_threads_may_wait_on_one_handle():
 @pytest.fixture
 def board_of_two():
     first = Segment.create("test", 2 * memory_layout.BLOCK_BYTES)
-    boards = [call_log.StatusBoard(first, 2), call_log.StatusBoard(Segment.open(first.ticket), 2)]
+    boards = [StatusBoard(first, 2), StatusBoard(Segment.open(first.ticket), 2)]
     first.withdraw()
     yield [call_log.CallLog("test", rank, 2, boards[rank]) for rank in range(2)]
     for log_board in boards:
@@ -224,7 +225,7 @@ def test_whoever_comes_later_sees_the_difference(board_of_two, monkeypatch, code
 def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
     """Who was slow to look found others that had given the call up because of the first, and named one of those."""
     segment = Segment.create("test", 4 * memory_layout.BLOCK_BYTES)
-    log_board = call_log.StatusBoard(segment, 4)
+    log_board = StatusBoard(segment, 4)
     segment.withdraw()
     call_logs = [call_log.CallLog("test", rank, 4, log_board) for rank in range(4)]
     for round_ in range(2):

@@ -14,7 +14,8 @@ from device_model import DEVICE, DeviceTensor, Model, compute, plain
 
 from torchmpi import errors
 from torchmpi.collectives import staging
-from torchmpi.communicators import device_calls, handle
+from torchmpi.communicators import call_queue as call_queues
+from torchmpi.communicators import handle
 from torchmpi.communicators.call_log import CallLog
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import DeviceHandle
@@ -25,17 +26,16 @@ _PIECE_BYTES = 64
 
 
 def test_examples_in_docstrings():
-    for module in (streams, handle, staging, device_calls):
+    for module in (streams, handle, staging, call_queues):
         assert doctest.testmod(module).failed == 0, module.__name__
 
 
 def test_nothing_is_queued_for_tensors_of_the_host():
     call_queue = CallQueue("host")
-    group = types.SimpleNamespace(call_queue=call_queue)
-    queued = device_calls.queue(group, lambda: 7, "call", torch.ones(2))
+    queued = call_queue.submit(lambda: 7, "call", torch.ones(2))
     assert not isinstance(queued, DeviceHandle)
     assert queued.wait() == 7
-    assert device_calls.take(group, lambda: 8, "call", torch.ones(2)) == 8
+    assert call_queue.run(lambda: 8, subject=torch.ones(2)) == 8
     call_queue.close()
 
 
@@ -87,7 +87,7 @@ def test_a_call_in_the_background_sees_what_was_queued_before_it_and_is_seen_aft
     user = model.stream()
     with model.use(user):
         compute(tensor, lambda values: values.copy_(torch.arange(float(NUMEL))))
-        call = device_calls.queue(group, partial(doubled, group, pool, tensor), "call", tensor)
+        call = group.call_queue.submit(partial(doubled, group, pool, tensor), "call", tensor)
         result = call.wait()
         compute(tensor, lambda values: values.add_(1))
         found = seen(tensor)
@@ -102,7 +102,7 @@ def test_a_call_in_the_callers_thread_is_in_the_order_of_its_stream(model):
     tensor, out = model.tensor(torch.zeros(NUMEL)), model.tensor(torch.zeros(NUMEL))
     with model.use(model.stream()):
         compute(tensor, lambda values: values.fill_(3))
-        device_calls.take(group, partial(doubled, group, pool, tensor, out), "call", tensor)
+        group.call_queue.run(partial(doubled, group, pool, tensor, out), subject=tensor)
         compute(tensor, lambda values: values.fill_(5))
         assert seen(out) == [6.0] * NUMEL
         assert seen(tensor) == [5.0] * NUMEL
@@ -115,11 +115,11 @@ def test_a_synchronous_call_behind_asynchronous_ones_keeps_their_order(model):
     held = threading.Event()
     with model.use(model.stream()):
         blocked = group.call_queue.submit(held.wait, "something slow")
-        first = device_calls.queue(group, partial(doubled, group, pool, tensor), "first", tensor)
+        first = group.call_queue.submit(partial(doubled, group, pool, tensor), "first", tensor)
         threading.Timer(0.001, held.set).start()
         first_result = first.wait()
         compute(tensor, lambda values: values.add_(1))
-        device_calls.take(group, partial(doubled, group, pool, tensor), "second", tensor)
+        group.call_queue.run(partial(doubled, group, pool, tensor), subject=tensor)
         assert seen(tensor) == [6.0] * NUMEL
     assert first_result is tensor and blocked.wait()
     group.call_queue.close()
@@ -131,7 +131,7 @@ def test_two_queues_share_the_buffers(model):
     groups = [group_of_one() for _ in range(2)]
     tensors = [model.tensor(torch.full((NUMEL,), float(index + 1))) for index in range(6)]
     calls = [
-        device_calls.queue(groups[index % 2], partial(doubled, groups[index % 2], pool, tensor), "call", tensor)
+        groups[index % 2].call_queue.submit(partial(doubled, groups[index % 2], pool, tensor), "call", tensor)
         for index, tensor in enumerate(tensors)
     ]
     for call in calls:
@@ -148,7 +148,7 @@ def test_a_buffer_whose_last_copy_is_still_queued_is_not_overwritten_by_another_
     tensors = [model.tensor(torch.full((5,), float(index + 1))) for index in range(6)]
     for tensor in tensors:
         with model.use(model.stream()):
-            device_calls.take(group, partial(doubled, group, pool, tensor), "call", tensor)
+            group.call_queue.run(partial(doubled, group, pool, tensor), subject=tensor)
     for stream in list(model._streams):
         stream.synchronize()
     group.call_queue.close()
@@ -172,7 +172,7 @@ def test_callbacks_run_behind_the_call_and_not_on_the_default_stream(model):
         model.current_stream().synchronize()
         called.set()
 
-    call = device_calls.queue(group, task, "call", tensor)
+    call = group.call_queue.submit(task, "call", tensor)
     call.when_done(callback)
     assert called.wait(10)
     group.call_queue.close()
@@ -191,7 +191,7 @@ def test_done_is_about_the_device_too(model):
         model.current_stream().queue.append(opened.is_set)
         return tensor
 
-    call = device_calls.queue(group, task, "call", tensor)
+    call = group.call_queue.submit(task, "call", tensor)
     assert call.wait() is tensor  # queued: nobody waits for the device
     before = call.done()
     opened.set()
@@ -207,7 +207,7 @@ def test_errors_arrive_and_count_as_seen(model):
     def fail() -> None:
         raise errors.MismatchError("different")
 
-    call = device_calls.queue(group, fail, "call", tensor)
+    call = group.call_queue.submit(fail, "call", tensor)
     called = threading.Event()
     call.when_done(called.set)
     assert called.wait(10)
@@ -235,7 +235,7 @@ def test_what_the_device_uses_lives_until_it_has_finished(model, elsewhere):
     def task(kept: Kept) -> None:
         model.current_stream().queue.append(opened.is_set)
 
-    call = device_calls.queue(group, partial(task, Kept()), "call", tensor)
+    call = group.call_queue.submit(partial(task, Kept()), "call", tensor)
     if elsewhere:
         with model.use(model.stream()):
             call.wait()

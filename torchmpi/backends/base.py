@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 Operation = Callable[[Any, Any, int], Any]
@@ -12,6 +13,18 @@ Operation = Callable[[Any, Any, int], Any]
 
 NAMES = ("mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo")
 """All backends of the design; :mod:`torchmpi.backends.selector` knows which exist."""
+
+
+class TensorTable(Protocol):
+    """Tensors at separate addresses that an operation reduces as one stream of bytes.
+
+    An operation has the attribute ``many``, an operation on such a table, if its backend can do that.
+    """
+
+    table: np.ndarray
+    """For each tensor its offset in the stream, address and length in bytes."""
+    num_bytes: int
+    """The length of the stream."""
 
 
 class Backend(Protocol):

@@ -26,15 +26,15 @@ from ..shared_memory.memory_layout import (
     PAYLOAD,
     REFUSED,
     RING_LENGTH,
+    RUN_LOCK_PENDING,
     SEQUENCE,
     SIGNATURE,
     entry,
 )
 from ..shared_memory.shared_tensors import SharedHeap
 from ..tensors import dtypes
-from ..tensors.tensor_lists import Pieces
 from . import schedule
-from .base import Operation
+from .base import Operation, TensorTable
 from .mpi import destination_for, longest_part, rows_of
 from .shm_group import SharedGroup
 
@@ -86,10 +86,8 @@ class SharedMemoryBackend:
         )
         calls = kind(group, self.kernels, dtype, op)
         operation: Operation = getattr(calls, collective)
-        if collective != "barrier":
-            operation = _or_abort(operation, group.shared)
         if collective not in fast_path.COLLECTIVES or dtype is None:
-            return operation
+            return operation if collective == "barrier" else _or_abort(operation, group.shared)
         return Entered(
             calls,
             collective,
@@ -123,6 +121,9 @@ class Calls:
         self._item_bytes, self._dtype = (dtype.itemsize, dtypes.info(dtype).code) if dtype is not None else (1, 0)
         self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
         self._plans: dict[int, tuple[np.ndarray, int]] = {}
+        self._lock_fields = self.call_queue.run_lock.fields
+        self.all_ranks = self.plan()
+        """Address of the plan of a call without a root."""
 
     def plan(self, root: int = -1) -> int:
         """Address of what the kernels know of this verb, for a root."""
@@ -139,9 +140,12 @@ class Calls:
 
     def run(self, kernel: str, plan: int, *arguments: int) -> int:
         """The call that the ledger has entered: 0, or UNEVEN; anything else is mended or raised."""
-        seq, code, shape = self.call_log.current
+        seq, code, shape = self.call_log.entered
         signature = (code ^ hash(shape)) ^ NATIVE
-        status = self._in_kernel(kernel, plan, seq, signature, *arguments)
+        if self._lock_fields[RUN_LOCK_PENDING] == 0:
+            status = self.kernels[kernel](plan, seq, signature, *arguments)
+        else:
+            status = self._in_kernel(kernel, plan, seq, signature, *arguments)
         while status and status & context.KINDS != context.UNEVEN:
             self.settle(status)
             status = self._in_kernel(kernel, plan, seq, signature, *arguments)
@@ -219,16 +223,16 @@ class Reduction(Calls):
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Everybody gets the result."""
-        self.run("allreduce", self.plan(), buffer.data_ptr(), buffer.numel())
+        self.run("allreduce", self.all_ranks, buffer.data_ptr(), buffer.numel())
         return buffer
 
-    def allreduce_many(self, pieces: Pieces, _: Any, root: int) -> None:
-        """The same for many, each where it lies."""
-        if pieces.num_bytes == 0:
-            self.run("allreduce", self.plan(), 0, 0)
+    def allreduce_many(self, tensors: TensorTable, _: Any, root: int) -> None:
+        """The same for tensors at separate addresses."""
+        if tensors.num_bytes == 0:
+            self.run("allreduce", self.all_ranks, 0, 0)
             return
-        table = pieces.table
-        self.run("allreduce_many", self.plan(), table.ctypes.data, len(table), pieces.num_bytes)
+        table = tensors.table
+        self.run("allreduce_many", self.all_ranks, table.ctypes.data, len(table), tensors.num_bytes)
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """The root gets the result; the others' buffers stay as they are."""
@@ -246,7 +250,11 @@ class Entered:
         self.many = None if many is None else _or_abort(many, calls.shared)
 
     def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
-        return self._operation(source, destination, root)
+        try:
+            return self._operation(source, destination, root)
+        except BaseException:  # as _or_abort, which would be another call
+            self._calls.shared.abort()
+            raise
 
     def cached_call(self, root: int) -> fast_path.CachedCall | None:
         """The way in for one root, if there is one."""
@@ -273,7 +281,7 @@ class Entered:
         try:
             if status & context.KINDS != context.UNEVEN:
                 calls.settle(status)
-            result = self._operation(source, destination, root)
+            result = self(source, destination, root)
         except BaseException:
             calls.call_log.abandon()
             raise

@@ -1,35 +1,52 @@
-"""The way of a call, from a verb to a plan that runs: what is asked of its arguments, and the short way past that.
-
-Every verb of :mod:`torchmpi.collectives` ends here.
-"""
+"""From the arguments of a collective to a plan: checks, plan lookup, and submission to the call queue."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..communicators import device_calls
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm, used
+from ..communicators.plan import Plan
 from ..errors import ArgumentError, DeviceError, DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..tensors import buffers
 from ..tensors.numbers import as_tensor, is_number, restore
-from . import prepared
+from .prepared import IN_PLACE, PlanKey, PreparedPlan, prepare
 
 _Tensor = torch.Tensor
 _STRIDED = torch.strided
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
+class Call(NamedTuple):
+    """A collective call with checked arguments."""
+
+    group: Group
+    plan: PreparedPlan
+    tensor: _Tensor | None
+    root: int
+    finish: Callable[[Any], Any] | None
+    """Converts the result, if the argument was a number."""
+
+    def subject(self, out: _Tensor | None) -> _Tensor | None:
+        """Return a tensor on the device of a call on device tensors, else None."""
+        if not self.plan.is_on_device:
+            return None
+        if self.tensor is None and out is None:  # a rank that scatters nothing has the device of the process
+            return torch.empty(0, device=runtime.current().device)
+        return out if self.tensor is None else self.tensor
 
 
 def is_simple(tensor: Any) -> bool:
-    """Whether this is contiguous memory of the host and nothing else."""
+    """Return whether a value is a contiguous host tensor without further properties."""
     return (
         type(tensor) is _Tensor
         and tensor.is_cpu
@@ -41,115 +58,60 @@ def is_simple(tensor: Any) -> bool:
     )
 
 
-def _simple(collective: str, tensor: Any, out: Any, root: Any, op: str | None, where: tuple[Comm, str | None]) -> Any:
-    """A call like one before, on simple tensors: the short way past all checks. _OTHERWISE if it is not that."""
-    comm, backend = where
-    if is_simple(tensor):
-        dtype = tensor.dtype
-    elif tensor is None and collective == "scatter" and (out is None or (is_simple(out) and not out.dtype.is_complex)):
-        dtype = None
-    else:
-        return _OTHERWISE
-    group = runtime.communicator(comm).intra
-    plan = group.plans.get((collective, op, dtype, backend))
-    if plan is None or type(root) is not int or not 0 <= root < group.size or (dtype is None and root == group.rank):
-        return _OTHERWISE
-    if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) is Communicator):
-        _cache_call(group, collective, (tensor, out, root), op, comm)
-    if out is None:
-        result = group.call(plan, tensor, None, root)
-        if result is tensor:
-            buffers.touch(tensor)
-        return result
-    if tensor is not None and not _is_apart(out, tensor, collective):
-        return _OTHERWISE
-    result = group.call(plan, tensor, out, root)
-    if result is None:  # gathered by another rank
-        return None
-    if result is not out:
-        buffers.copy_result(result, out)
-    buffers.touch(out)
-    return out
-
-
-_OTHERWISE = object()
-
-
-def _is_apart(out: Any, tensor: _Tensor, collective: str) -> bool:
-    """Whether this is as simple a place for the result, which has no memory in common with the tensor."""
-    is_like_it = is_simple(out) and out.dtype is tensor.dtype
-    return is_like_it and collective not in prepared.IN_PLACE and not buffers.overlap(out, tensor)
-
-
-def _cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
-    """Let the next call like this one go past Python, if there is a gate for what this rank does in it."""
-    tensor, out, root = arguments
-    which, is_root, given = collective, group.rank == root, out if tensor is None else tensor
-    if which == "gather" and not is_root:
-        which = "give"
-    elif which == "scatter" and tensor is None:
-        which = "receive"
-    if given is None or (which in ("gather", "give") and is_root == (out is None)):
-        return
-    if which == "scatter" and not is_root:  # what it has passed is of no concern
-        return
-    name = root if op is None else fast_path.joint_key(op, root) if which == "reduce" else op, given.dtype, comm
-    key = collective, op, given.dtype, None
-    if which == "receive" and key not in group.plans:  # the plan of a call with None knows of no dtype
-        try:
-            plan_for(runtime.communicator(comm), (collective, op, given.dtype, "cpu", False, None, False))
-        except DtypeError:  # to be refused when the call has ended on all ranks
-            return
-    plan = group.plans.get(key)
-    if plan is not None:
-        fast_path.cache_call(which, name, partial(_cached_call, group, plan, root, comm, key))
-
-
-def _cached_call(group: Group, plan: prepared.Plan, root: int, comm: Comm, key: Any) -> fast_path.CachedCall | None:
-    """The way past Python into a call like this one."""
-    is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
-    is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table since
-    return plan.cached_call(root) if is_meant and not group.call_queue.closed else None
-
-
-def call(
+def check_call(
     collective: str,
     tensor: Any,
     out: _Tensor | None,
+    root: Any,
+    op: str | None,
+    comm: Comm,
+    backend: str | None,
+    *,
+    asynchronous: bool,
+) -> Call:
+    """Check the arguments of a collective and find its plan."""
+    communicator = runtime.communicator(comm)
+    group = communicator.intra
+    finish: Callable[[Any], Any] | None = None
+    if is_number(tensor):
+        _refuse_number(collective, out, f"{group.where}: {collective}")
+        tensor, finish = as_tensor(tensor, op), _number_result
+    if collective in _ROOTED:
+        root = check_root(group, root, collective)
+    if tensor is None and not (collective == "scatter" and group.rank != root):
+        buffers.check(tensor, f"{group.where}: {collective}")
+    plan = plan_of(communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous)
+    return Call(group, plan, tensor, root, finish)
+
+
+def submit(
+    collective: str,
+    tensor: Any,
+    out: _Tensor | None = None,
     *,
     root: int = 0,
     op: str | None = None,
     comm: Comm = None,
     backend: str | None = None,
-    asynchronous: bool = False,
-    packed: tuple[tuple[int, ...], ...] = (),
-) -> Any:
-    """`packed`: the shapes of what a flat tensor carries, always asynchronous."""
-    if not (asynchronous or packed):
-        result = _simple(collective, tensor, out, root, op, (comm, backend))
-        if result is not _OTHERWISE:
-            return result
-    communicator = runtime.communicator(comm)
+) -> Handle:
+    """Run a collective in the background."""
+    call = check_call(collective, tensor, out, root, op, comm, backend, asynchronous=True)
+    task = partial(call.group.perform, call.plan, call.tensor, out, call.root)
+    description = f"{call.group.where}: {collective}"
+    if call.finish is not None:
+        finish = call.finish
+        return call.group.call_queue.submit(lambda: finish(task()), description, call.subject(out))
+    return call.group.call_queue.submit(task, description, call.subject(out))
+
+
+def submit_packed(
+    communicator: Communicator, flat: _Tensor, shapes: tuple[tuple[int, ...], ...], op: str, backend: str | None
+) -> Handle:
+    """Run the allreduce of a flat tensor that packs tensors of these shapes in the background."""
     group = communicator.intra
-    what = f"{group.where}: {collective}"
-    asynchronous = asynchronous or bool(packed)
-    finish: Callable[[Any], Any] | None = None
-    if is_number(tensor):
-        _refuse_number(collective, out, what)
-        tensor, finish = as_tensor(tensor, op), _number_result
-    if collective in _ROOTED:
-        root = check_root(group, root, collective)
-    if tensor is None and not (collective == "scatter" and group.rank != root):
-        buffers.check(tensor, what)
-    plan = plan_of(communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous)
-    if packed:
-        return _submit(group, plan.for_many(packed), (tensor, out, root), None)
-    if plan.is_on_device and not asynchronous:
-        return device_calls.take(group, partial(group.perform, plan, tensor, out, root), what, _subject(tensor, out))
-    if not asynchronous:
-        result = group.call(plan, tensor, out, root)
-        return result if finish is None else finish(result)
-    return _submit(group, plan, (tensor, out, root), finish)
+    plan = plan_of(communicator, "allreduce", flat, op=op, backend=backend, asynchronous=True).for_many(shapes)
+    task = partial(group.perform, plan, flat, None, 0)
+    return group.call_queue.submit(task, f"{group.where}: {plan.collective}", flat if plan.is_on_device else None)
 
 
 def plan_of(
@@ -161,58 +123,40 @@ def plan_of(
     op: str | None = None,
     backend: str | None = None,
     asynchronous: bool = False,
-) -> prepared.Plan:
-    """The plan of a call with these tensors, or a refusal. None is what others than the root scatter."""
-    what = f"{communicator.intra.where}: {collective}"
+) -> PreparedPlan:
+    """Return the plan of a call with these tensors, or raise if they cannot be sent.
+
+    `tensor` is None on the ranks other than the root of a scatter.
+    """
     if tensor is None:
         device_type = "cpu" if out is None else out.device.type
-        key: tuple[Any, ...] = (collective, op, None, device_type, False, backend, asynchronous)
+        key: PlanKey = (collective, op, None, device_type, False, backend, asynchronous)
     else:
-        buffers.check(tensor, what, written=out is None and collective in prepared.IN_PLACE)
+        is_written = out is None and collective in IN_PLACE
+        if not is_simple(tensor):
+            buffers.check(tensor, f"{communicator.intra.where}: {collective}", written=is_written)
         direct = out is None and buffers.is_direct(tensor)
         key = (collective, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
     if out is not None:
-        _check_out(collective, tensor, out, what)
-    return plan_for(communicator, key)
+        _check_out(collective, tensor, out, f"{communicator.intra.where}: {collective}")
+    plan: PreparedPlan | None = communicator.intra.plans.get(key)
+    return plan_for(communicator, key) if plan is None else plan
 
 
-def _submit(
-    group: Group, plan: prepared.Plan, arguments: tuple[Any, Any, int], finish: Callable[[Any], Any] | None
-) -> Handle:
-    if plan.is_on_device:
-        task = partial(group.perform, plan, *arguments)
-        return device_calls.queue(group, task, f"{group.where}: {plan.collective}", _subject(*arguments[:2]))
-    if finish is None:
-        return group.submit(plan, *arguments)
-
-    def number() -> Any:
-        return finish(group.perform(plan, *arguments))
-
-    return group.call_queue.submit(number, f"{group.where}: {plan.collective}")
-
-
-def _subject(tensor: Any, out: Any) -> Any:
-    """A tensor on the device of a call on a device; who scatters nothing has the device of the rank."""
-    if tensor is None and out is None:
-        return torch.empty(0, device=runtime.current().device)
-    return out if tensor is None else tensor
-
-
-def plan_for(communicator: Communicator, key: tuple[Any, ...]) -> prepared.Plan:
+def plan_for(communicator: Communicator, key: PlanKey) -> PreparedPlan:
+    """Return the plan for a key, made on first use."""
     known = communicator.intra.plans
-    plan: prepared.Plan | None = known.get(key)
+    plan: PreparedPlan | None = known.get(key)
     if plan is None:
-        plan = known[key] = prepared.prepare(runtime.current(), communicator, key)
+        plan = known[key] = prepare(runtime.current(), communicator, key)
         collective, op, dtype, _, _, backend, _ = key
         if plan.is_simple:
             known[collective, op, dtype, backend] = plan.bare
     return plan
 
 
-_ROOTED = ("reduce", "broadcast", "gather", "scatter")
-
-
 def check_root(group: Group, root: Any, collective: str) -> int:
+    """Return a root as an integer, or raise if it is not a rank of the group."""
     try:
         number = -1 if isinstance(root, bool) else operator.index(root)  # numpy's integers too
     except TypeError:
@@ -233,7 +177,7 @@ def _check_out(collective: str, tensor: Any, out: Any, what: str) -> None:
         raise DtypeError(f"{what}: out is {out.dtype}, the tensor {tensor.dtype}. Make out of the same dtype.")
     if out.device != tensor.device:
         raise DeviceError(f"{what}: out is on {out.device}, the tensor on {tensor.device}. Put both on one device.")
-    if collective in prepared.IN_PLACE and out.shape != tensor.shape:
+    if collective in IN_PLACE and out.shape != tensor.shape:
         raise ArgumentError(
             f"{what}: out has shape {list(out.shape)}, the tensor {list(tensor.shape)}. They must be equal."
         )
@@ -248,3 +192,39 @@ def _refuse_number(collective: str, out: Any, what: str) -> None:
 
 def _number_result(result: Any) -> Any:
     return restore(result) if isinstance(result, torch.Tensor) else result
+
+
+# --- the fast path ----------------------------------------------------------------
+
+
+def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
+    """Cache a call for the fast path, so that the next call like it does not run Python code."""
+    tensor, out, root = arguments
+    which, is_root, given = collective, group.rank == root, out if tensor is None else tensor
+    if which == "gather" and not is_root:
+        which = "give"
+    elif which == "scatter" and tensor is None:
+        which = "receive"
+    if given is None or (which in ("gather", "give") and is_root == (out is None)):
+        return
+    if which == "scatter" and not is_root:  # the tensor of a receiver is ignored
+        return
+    name = root if op is None else fast_path.joint_key(op, root) if which == "reduce" else op, given.dtype, comm
+    key = collective, op, given.dtype, None
+    if which == "receive" and key not in group.plans:  # the plan of a call with None has no dtype
+        try:
+            plan_for(runtime.communicator(comm), (collective, op, given.dtype, "cpu", False, None, False))
+        except DtypeError:  # raised when the call has ended on all ranks
+            return
+    plan = group.plans.get(key)
+    if plan is not None:
+        fast_path.cache_call(which, name, partial(_cached_call, group, plan, root, comm, key))
+
+
+def _cached_call(group: Group, plan: Plan, root: int, comm: Comm, key: Any) -> fast_path.CachedCall | None:
+    is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
+    is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table since
+    if not is_meant or group.call_queue.closed or not isinstance(plan, PreparedPlan):
+        return None
+    cached_call: fast_path.CachedCall | None = plan.cached_call(root)
+    return cached_call

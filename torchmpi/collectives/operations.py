@@ -1,10 +1,8 @@
-"""The verbs: what users call. Check, select, run.
+"""The synchronous collectives.
 
-Every verb takes torch tensors of any shape, strides and dtype, or a Python number, and works in place unless ``out``
-is given. ``comm`` is None (the current communicator), a level, or a Communicator; ``backend`` overrides the selector.
-Every rank of the communicator makes the same call. ``NAME_async`` returns a
-:class:`~torchmpi.communicators.handle.Handle` at once;
-calls on one communicator run in the order in which they were made, synchronous and asynchronous alike.
+Every collective takes torch tensors of any shape, strides and dtype, or a Python number, and works in place unless
+``out`` is given. Every rank of the communicator must make the same call. Calls on one communicator run in the order in
+which they were made, synchronous and asynchronous calls alike.
 """
 
 from __future__ import annotations
@@ -14,11 +12,13 @@ from typing import Any
 
 import torch
 
-from ..communicators.handle import Handle
-from ..communicators.levels import Comm
+from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm, used
 from ..session import runtime
 from ..shared_memory import fast_path
-from .dispatch import call, check_root, plan_for
+from ..tensors import buffers
+from .dispatch import cache_call, check_call, check_root, is_simple, plan_for
+from .prepared import IN_PLACE
 
 _Tensor = torch.Tensor
 
@@ -26,29 +26,32 @@ _Tensor = torch.Tensor
 def allreduce(
     tensor: Any, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
 ) -> Any:
-    """Combine the tensors of all ranks; every rank gets the result, the same bits everywhere.
+    """Combine the tensors of all ranks; every rank gets the result, with the same bits everywhere.
 
-    `op` is sum, avg, prod, min, max, band, bor, bxor, land or lor. Sums are in rank order, 16-bit floats are summed in
-    32 bits and rounded once.
+    Sums are computed in rank order; 16-bit floats are summed in 32 bits and rounded once.
 
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank, or a number.
+        out: Tensor for the result; None to overwrite `tensor`.
+        op: Reduction operation: ``sum``, ``avg``, ``prod``, ``min``, ``max``, ``band``, ``bor``, ``bxor``, ``land`` or
+            ``lor``.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        `tensor`, or `out` if given; a number if `tensor` is a number.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Its subclass DtypeError: not with this dtype.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
         mpi.allreduce(torch.ones(3))        # tensor([n, n, n]) on n ranks
-        mpi.allreduce(2.5, op="max")        # a number comes back as a number
+        mpi.allreduce(2.5, op="max")        # a number is returned as a number
     """
     if (result := fast_path.allreduce(tensor, out, op, comm, backend)) is not None:
         return result
-    return call("allreduce", tensor, out, op=op, comm=comm, backend=backend)
-
-
-def allreduce_async(
-    tensor: Any, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
-) -> Handle:
-    """:func:`allreduce` in the background.
-
-    handle = mpi.allreduce_async(gradient)
-    ...                                 # compute; leave gradient alone
-    handle.wait()
-    """
-    return call("allreduce", tensor, out, op=op, comm=comm, backend=backend, asynchronous=True)
+    return _call("allreduce", tensor, out, 0, op, comm, backend)
 
 
 def reduce(
@@ -60,163 +63,285 @@ def reduce(
     comm: Comm = None,
     backend: str | None = None,
 ) -> Any:
-    """Combine the tensors of all ranks on the root; the others get their input back unchanged.
+    """Combine the tensors of all ranks on the root.
 
-    total = mpi.reduce(torch.ones(3), root=0)
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank, or a number.
+        root: The rank that gets the result.
+        out: Tensor for the result on the root; None to overwrite `tensor` there.
+        op: Reduction operation, as for :func:`allreduce`.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        The result on the root; `tensor`, unchanged, on the other ranks.
+
+    Raises:
+        ArgumentError: The arguments cannot be used.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        total = mpi.reduce(torch.ones(3), root=0)
     """
     if type(root) is int and type(op) is str:
         result = fast_path.reduce(tensor, out, fast_path.joint_key(op, root), comm, backend)
         if result is not None:
             return result
-    return call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend)
-
-
-def reduce_async(
-    tensor: Any,
-    root: int = 0,
-    out: _Tensor | None = None,
-    *,
-    op: str = "sum",
-    comm: Comm = None,
-    backend: str | None = None,
-) -> Handle:
-    """:func:`reduce` in the background."""
-    return call("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend, asynchronous=True)
+    return _call("reduce", tensor, out, root, op, comm, backend)
 
 
 def broadcast(
     tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
 ) -> Any:
-    """Give every rank the root's values.
+    """Copy the root's values to every rank.
 
-    mpi.broadcast(weights)              # everybody has rank 0's weights
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank, or a number.
+        root: The rank whose values are copied.
+        out: Tensor for the result; None to overwrite `tensor`.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        `tensor`, or `out` if given; a number if `tensor` is a number.
+
+    Raises:
+        ArgumentError: The arguments cannot be used.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        mpi.broadcast(weights)              # every rank has the weights of rank 0
     """
     if (result := fast_path.broadcast(tensor, out, root, comm, backend)) is not None:
         return result
-    return call("broadcast", tensor, out, root=root, comm=comm, backend=backend)
-
-
-def broadcast_async(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
-) -> Handle:
-    """:func:`broadcast` in the background."""
-    return call("broadcast", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
+    return _call("broadcast", tensor, out, root, None, comm, backend)
 
 
 def allgather(tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> Any:
-    """Concatenate the tensors of all ranks along dim 0, in rank order. Ranks may differ in length.
+    """Concatenate the tensors of all ranks along dim 0, in rank order.
 
-    A 0-dim tensor counts as one element; numbers come back as a list of numbers.
+    Args:
+        tensor: A tensor, or a number. The length of dim 0 may differ between ranks; a 0-dim tensor counts as one
+            element.
+        out: Tensor for the result; None to allocate one.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
 
+    Returns:
+        The concatenation; a list of numbers if `tensor` is a number.
+
+    Raises:
+        ArgumentError: The arguments cannot be used, or `out` does not fit.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
         mpi.allgather(torch.full((2,), mpi.rank()))     # tensor([0, 0, 1, 1, ...])
         mpi.allgather(mpi.rank())                       # [0, 1, ...]
     """
     if (result := fast_path.allgather(tensor, out, 0, comm, backend)) is not None:
         return result
-    return call("allgather", tensor, out, comm=comm, backend=backend)
-
-
-def allgather_async(
-    tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
-) -> Handle:
-    """:func:`allgather` in the background."""
-    return call("allgather", tensor, out, comm=comm, backend=backend, asynchronous=True)
+    return _call("allgather", tensor, out, 0, None, comm, backend)
 
 
 def gather(
     tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
 ) -> Any:
-    """Concatenate the tensors of all ranks along dim 0 on the root; the others get None.
+    """Concatenate the tensors of all ranks along dim 0 on the root, in rank order.
 
-    everything = mpi.gather(torch.full((2,), mpi.rank()), root=0)
+    Args:
+        tensor: As for :func:`allgather`.
+        root: The rank that gets the result.
+        out: Tensor for the result on the root; None to allocate one.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        The concatenation on the root; None on the other ranks.
+
+    Raises:
+        ArgumentError: The arguments cannot be used, or `out` does not fit.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        everything = mpi.gather(torch.full((2,), mpi.rank()), root=0)
     """
     cached = fast_path.give if out is None else fast_path.gather
     if cached(tensor, out, root, comm, backend) is not None:
         return out
-    return call("gather", tensor, out, root=root, comm=comm, backend=backend)
-
-
-def gather_async(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
-) -> Handle:
-    """:func:`gather` in the background."""
-    return call("gather", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
+    return _call("gather", tensor, out, root, None, comm, backend)
 
 
 def scatter(
     tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
 ) -> Any:
-    """Split the root's tensor along dim 0, evenly as far as it goes: each rank gets its rows, the first one row more.
+    """Split the root's tensor along dim 0 over the ranks.
 
-    Ranks other than the root pass None.
+    The parts are equal; if the length is not divisible, the first ranks get one row more.
 
+    Args:
+        tensor: The tensor to split on the root; None on the other ranks.
+        root: The rank whose tensor is split.
+        out: Tensor for this rank's part; None to allocate one.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        This rank's part.
+
+    Raises:
+        ArgumentError: The arguments cannot be used, or `out` does not fit.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
         part = mpi.scatter(torch.arange(10) if mpi.rank() == 0 else None, root=0)
     """
     cached = fast_path.receive if tensor is None else fast_path.scatter
     if out is not None and cached(tensor, out, root, comm, backend) is not None:
         return out
-    return call("scatter", tensor, out, root=root, comm=comm, backend=backend)
-
-
-def scatter_async(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
-) -> Handle:
-    """:func:`scatter` in the background."""
-    return call("scatter", tensor, out, root=root, comm=comm, backend=backend, asynchronous=True)
+    return _call("scatter", tensor, out, root, None, comm, backend)
 
 
 def reduce_scatter(
     tensor: _Tensor, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
 ) -> _Tensor:
-    """Combine the tensors of all ranks, and give each rank its rows of the result.
+    """Combine the tensors of all ranks and split the result along dim 0, as :func:`scatter` does.
 
-    mine = mpi.reduce_scatter(torch.ones(mpi.size(), 3))    # one row of n's
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        out: Tensor for this rank's part; None to allocate one.
+        op: Reduction operation, as for :func:`allreduce`.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        This rank's part of the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used, or `out` does not fit.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        mine = mpi.reduce_scatter(torch.ones(mpi.size(), 3))    # one row of n's
     """
     result: _Tensor | None = fast_path.reduce_scatter(tensor, out, op, comm, backend)
-    if result is not None:
-        return result
-    return call("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend)  # type: ignore[no-any-return]
-
-
-def reduce_scatter_async(
-    tensor: _Tensor, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
-) -> Handle:
-    """:func:`reduce_scatter` in the background."""
-    return call("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend, asynchronous=True)
+    if result is None:
+        result = _call("reduce_scatter", tensor, out, 0, op, comm, backend)
+    assert result is not None
+    return result
 
 
 def alltoall(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> _Tensor:
-    """Send part j of dim 0 to rank j, and concatenate what arrives in rank order.
+    """Send part j of dim 0 to rank j, and concatenate the received parts in rank order.
 
-    mpi.alltoall(torch.full((mpi.size(),), mpi.rank()))     # tensor([0, 1, ...]) everywhere
+    Args:
+        tensor: The tensor to split, as by :func:`scatter`. The length of dim 0 may differ between ranks.
+        out: Tensor for the result; None to allocate one.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        The concatenation of the received parts.
+
+    Raises:
+        ArgumentError: The arguments cannot be used, or `out` does not fit.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        mpi.alltoall(torch.full((mpi.size(),), mpi.rank()))     # tensor([0, 1, ...]) on every rank
     """
     result: _Tensor | None = fast_path.alltoall(tensor, out, 0, comm, backend)
-    if result is not None:
-        return result
-    return call("alltoall", tensor, out, comm=comm, backend=backend)  # type: ignore[no-any-return]
-
-
-def alltoall_async(
-    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
-) -> Handle:
-    """:func:`alltoall` in the background."""
-    return call("alltoall", tensor, out, comm=comm, backend=backend, asynchronous=True)
+    if result is None:
+        result = _call("alltoall", tensor, out, 0, None, comm, backend)
+    assert result is not None
+    return result
 
 
 def barrier(comm: Comm = None) -> None:
-    """Return when every rank of the communicator has come here."""
+    """Return when every rank of the communicator has called this function.
+
+    Args:
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Raises:
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        mpi.barrier()
+    """
     communicator = runtime.communicator(comm)
     plan = plan_for(communicator, ("barrier", None, None, "cpu", True, None, False))
-    communicator.intra.call(plan, None, None, 0)
+    communicator.intra.call(plan)
+
+
+def _call(
+    collective: str, tensor: Any, out: _Tensor | None, root: Any, op: str | None, comm: Comm, backend: str | None
+) -> Any:
+    """Run a collective that the fast path did not run."""
+    # 1. A call like an earlier one, on contiguous host tensors: its plan is known and needs no further checks.
+    is_tensor = is_simple(tensor)
+    if is_tensor or (
+        tensor is None and collective == "scatter" and (out is None or (is_simple(out) and not out.dtype.is_complex))
+    ):
+        running = runtime.running
+        if comm is None and running is not None and used.get() is None:  # the most frequent case, without a call
+            group = running.communicators.default.intra
+        else:
+            group = runtime.communicator(comm).intra
+        plan = group.plans.get((collective, op, tensor.dtype if is_tensor else None, backend))
+        has_root = type(root) is int and 0 <= root < group.size
+        if plan is not None and has_root and (is_tensor or root != group.rank):
+            if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) is Communicator):
+                cache_call(group, collective, (tensor, out, root), op, comm)
+            if out is None:
+                result = group.call_queue.run(group.perform, plan, tensor, None, root)
+                if result is tensor:
+                    try:  # buffers.touch without a call
+                        buffers.increment_version((tensor,))
+                    except RuntimeError:
+                        buffers.touch(tensor)
+                return result
+            if tensor is None or _is_separate(collective, tensor, out):
+                result = group.call_queue.run(group.perform, plan, tensor, out, root)
+                if result is None:  # gathered by another rank
+                    return None
+                if result is not out:
+                    buffers.copy_result(result, out)
+                buffers.touch(out)
+                return out
+    # 2. Any other call.
+    call = check_call(collective, tensor, out, root, op, comm, backend, asynchronous=False)
+    arguments = call.plan, call.tensor, out, call.root
+    result = call.group.call_queue.run(call.group.perform, *arguments, subject=call.subject(out))
+    return result if call.finish is None else call.finish(result)
+
+
+def _is_separate(collective: str, tensor: _Tensor, out: Any) -> bool:
+    """Return whether `out` is simple too, of the same dtype, and shares no memory with the tensor."""
+    return (
+        is_simple(out) and out.dtype is tensor.dtype and collective not in IN_PLACE and not buffers.overlap(out, tensor)
+    )
 
 
 # --- objects ----------------------------------------------------------------------
 
 
 def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
-    """Give every rank the root's object, by pickle.
+    """Copy the root's object to every rank, by pickle.
 
-    settings = mpi.broadcast_object(parse_arguments() if mpi.rank() == 0 else None)
+    Args:
+        value: The object to send; ignored on ranks other than the root.
+        root: The rank whose object is sent.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Returns:
+        The root's object.
+
+    Raises:
+        ArgumentError: `root` is not a rank of the communicator.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        settings = mpi.broadcast_object(parse_arguments() if mpi.rank() == 0 else None)
     """
     group = runtime.communicator(comm).intra
     root = check_root(group, root, "broadcast_object")
@@ -227,9 +352,20 @@ def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
 
 
 def allgather_object(value: Any, *, comm: Comm = None) -> list[Any]:
-    """The objects of all ranks in rank order, by pickle.
+    """Return the objects of all ranks in rank order, by pickle.
 
-    hosts = mpi.allgather_object(mpi.host_name())
+    Args:
+        value: This rank's object.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Returns:
+        One object per rank.
+
+    Raises:
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        hosts = mpi.allgather_object(mpi.host_name())
     """
     data = _pickled(value)
     lengths = allgather(data.numel(), comm=comm)

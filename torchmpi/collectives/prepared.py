@@ -1,13 +1,14 @@
-"""From a verb and a tensor to a prepared call.
+"""Prepared plans: a collective with its checks done, bound to a backend.
 
-A :class:`Plan` is made once for each (verb, operation, dtype, device, layout, backend, mode) on a group and kept
-there: it holds the checks that passed, the bound operation of the backend that the selector chose, and the copies
-needed around it. A call then costs a dictionary look-up, and a comparison where the choice depends on the size.
+A :class:`PreparedPlan` is made once per group for each combination of collective, operation, dtype, device, layout,
+backend and mode. It holds the operation of the backend that the selector chose, and the copies needed around it. A
+call then costs a dictionary lookup, and a comparison where the choice of the backend depends on the size.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,90 +19,79 @@ import torch
 from ..backends import hierarchical
 from ..backends.base import Backend, Operation, announced, bind, by_size
 from ..backends.selection_table import BY_SIZE, HIERARCHICAL, REDUCING
-from ..communicators import device_calls
 from ..communicators.call_log import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
-from ..errors import DtypeError
+from ..communicators.plan import Plan, Shape, no_shape
+from ..errors import ArgumentError, DtypeError
 from ..session.runtime import Runtime
-from ..tensors import buffers, dtypes, streams
-from ..tensors.tensor_lists import Pieces, packed
+from ..tensors import buffers, dtypes, fusion, streams
 from . import staging
 
 IN_PLACE = ("allreduce", "reduce", "broadcast")
 
+PlanKey = tuple[str, str | None, torch.dtype | None, str, bool, str | None, bool]
+"""Collective, operation, dtype, device type, whether the tensor is direct and in place, backend, asynchronous."""
 
-class Plan:
-    """A verb, ready to run on a group: ``run(tensor, out, root)``."""
 
-    __slots__ = (
-        "bare",
-        "cached_call",
-        "code",
-        "collective",
-        "is_on_device",
-        "is_simple",
-        "is_whole",
-        "many",
-        "run",
-        "shape_of",
-    )
+class PreparedPlan(Plan):
+    """A collective on tensors, bound to a backend.
+
+    Attributes:
+        bare: The same call without the copies around the operation of the backend, for contiguous host memory.
+        cached_call: Returns what the fast path needs to make the call for a root, or None if it cannot make it.
+        is_on_device: Whether the tensors are on a device, so that the caller's stream matters.
+        is_simple: Whether `bare` may be used for contiguous host tensors that are not part of an autograd graph.
+        many: The allreduce of a :class:`~torchmpi.collectives.tensor_lists.TensorList`, if the backend reduces tensors
+            at separate addresses.
+    """
+
+    __slots__ = ("bare", "cached_call", "is_on_device", "is_simple", "many")
 
     def __init__(self, collective: str, code: int, run: Callable[[Any, Any, int], Any]) -> None:
-        self.collective, self.code, self.run = collective, code, run
+        super().__init__(collective, code, run, _compared_shape(collective))
         self.bare = self
-        """The same call without what is around the backend's operation, for callers who see to that themselves."""
-        self.is_on_device = False
-        """Whether its tensors are on a device, so that the caller's stream matters."""
-        self.is_simple = False
-        """Whether `bare` will do for contiguous memory of the host that is no part of a graph."""
         self.cached_call: Callable[[int], Any] = _no_cached_call
-        """What contiguous memory of the host needs to enter the kernel by itself, for a root; None if it cannot."""
-        self.many: Callable[[Any, Any, int], Any] | None = None
-        """The same for :class:`~torchmpi.tensors.tensor_lists.Pieces`, if the transport need not have them packed."""
-        self.is_whole = collective in BY_SIZE
-        """Whether the whole shape is part of the signature; otherwise `shape_of` tells which."""
-        self.shape_of: Callable[[Any], tuple[int, ...]] = (
-            _nothing if collective in ("scatter", "barrier") else _row_shape
-        )
+        self.is_on_device = self.is_simple = False
+        self.many: Plan | None = None
 
-    def for_many(self, shapes: tuple[tuple[int, ...], ...]) -> Plan:
-        """An allreduce with a signature that tells what is packed into the flat tensor."""
+    def for_many(self, shapes: tuple[Shape, ...]) -> PreparedPlan:
+        """Return the plan of an allreduce of a flat tensor that packs tensors of these shapes."""
         plan = copy.copy(self)
         plan.collective, plan.code = "allreduce_many", as_many(self.code)
-        checksum = hash(shapes) % 1_000_000
-        plan.is_whole, plan.shape_of = False, lambda tensor: (tensor.numel(), len(shapes), checksum)
+        signature = list_signature(shapes)
+        plan.shape_of = lambda tensor: (tensor.numel(), *signature)
         return plan
 
-    def for_pieces(self, pieces: Pieces) -> Plan:
-        """The same for tensors that are not packed."""
-        plan = self.for_many(pieces.shapes)
-        assert self.many is not None
-        plan.run = self.many
-        return plan
-
-    def announcing(self, dtype: torch.dtype, *shape: int) -> Plan:
-        """The same call with a signature that tells what this rank expects, where the plan itself leaves it open."""
+    def announcing(self, dtype: torch.dtype, *shape: int) -> PreparedPlan:
+        """Return the same plan with a dtype and shape to compare that this rank expects."""
         plan = copy.copy(self)
         plan.code = call_code(self.collective, None, dtypes.info(dtype).code)
-        plan.is_whole, plan.shape_of = False, lambda tensor: shape
+        plan.shape_of = lambda tensor: shape
         return plan
 
 
-def _row_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+def list_signature(shapes: tuple[Shape, ...]) -> tuple[int, int]:
+    """Return what the ranks compare of a list of tensors besides the total length: number and checksum of shapes."""
+    return len(shapes), hash(shapes) % 1_000_000
+
+
+def _compared_shape(collective: str) -> Callable[[Any], Shape] | None:
+    if collective in BY_SIZE:
+        return None
+    return no_shape if collective in ("scatter", "barrier") else _row_shape
+
+
+def _row_shape(tensor: torch.Tensor) -> Shape:
     return tensor.shape[1:]
-
-
-def _nothing(tensor: Any) -> tuple[int, ...]:
-    return ()
 
 
 def _no_cached_call(root: int) -> None:
     return None
 
 
-def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) -> Plan:
-    """Make the plan for a key ``(verb, op, dtype, device type, direct, backend, asynchronous)``, or refuse."""
+def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> PreparedPlan:
+    """Make the plan for a key, or raise if no backend can run it."""
     collective, op, dtype, device_type, direct, wanted, asynchronous = key
     group, mode = communicator.intra, "async" if asynchronous else "sync"
     chosen_by = _chosen_by(runtime, collective, device_type, wanted)
@@ -113,7 +103,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     bound: list[tuple[int | None, Operation, Backend]]
     if wanted != HIERARCHICAL and hierarchical.is_composed(runtime.communicators, communicator, collective):
         composed = _composition(runtime, collective, op, wanted=wanted, mode=mode)
-        # Each step chooses anew; this one decides what is staged.
+        # Each step chooses its own backend; this one decides what is staged.
         bound = [(None, announced(group, composed), choices[-1].backend)]
     else:
         bound = [(limit, bind(backend, group, collective, dtype, op), backend) for limit, backend in choices]
@@ -123,40 +113,51 @@ def prepare(runtime: Runtime, communicator: Communicator, key: tuple[Any, ...]) 
     # Only the root knows what it scatters, so dtype and device are no part of that signature.
     code = call_code(collective, op, row.code if dtype is not None and collective != "scatter" else 0)
     code |= ON_DEVICE if device_type != "cpu" and collective != "scatter" else 0
-    plan = Plan(collective, code, by_size(runners, dtype))
+    plan = PreparedPlan(collective, code, by_size(runners, dtype))
     plan.is_on_device = device_type != "cpu"
     if direct or collective not in IN_PLACE:
-        plan.bare = Plan(collective, code, by_size(operations, dtype))
+        plan.bare = PreparedPlan(collective, code, by_size(operations, dtype))
         if direct and collective == "allreduce" and device_type == "cpu":
-            plan.many = _of_many(operations, dtype)
-    is_known = collective == "scatter" if dtype is None else not dtype.is_complex  # who gets a part need not know it
+            run = _operation_on_lists(operations, dtype)
+            if run is not None:
+                plan.many = Plan("allreduce_many", as_many(code), run, operator.attrgetter("signature"))
+    is_known = collective == "scatter" if dtype is None else not dtype.is_complex  # a receiver need not know the dtype
     if device_type == "cpu" and is_known and not asynchronous:
         plan.is_simple = plan.bare is not plan
         plan.bare.cached_call = getattr(plan.bare.run, "cached_call", _no_cached_call)
     return plan
 
 
-def _of_many(
-    operations: list[tuple[int | None, Operation]], dtype: torch.dtype | None
-) -> Callable[[Any, Any, int], Any] | None:
-    """An operation on pieces, if there is one for the longest; short ones may be packed."""
+def _operation_on_lists(operations: list[tuple[int | None, Operation]], dtype: torch.dtype | None) -> Operation | None:
+    """Return an operation on tensor lists, if the backend of the longest lists has one; short lists may be packed."""
     if getattr(operations[-1][1], "many", None) is None:
         return None
-    return by_size([(limit, getattr(each, "many", None) or packed(each)) for limit, each in operations], dtype)
+    return by_size([(limit, getattr(each, "many", None) or _packing(each)) for limit, each in operations], dtype)
+
+
+def _packing(operation: Operation) -> Operation:
+    """Return an operation on tensor lists that packs them for an operation on a flat tensor."""
+
+    def run(tensors: Any, _: None, root: int) -> None:
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.work])
+        operation(flat, None, root)
+        fusion.unpack(flat, tensors.work)
+
+    return run
 
 
 def _checked(dtype: torch.dtype, op: str | None, where: str) -> dtypes.DtypeInfo:
     try:
         return dtypes.info(dtype) if op is None else dtypes.check_reduction(dtype, op)
-    except (DtypeError, dtypes.ArgumentError) as error:
+    except (DtypeError, ArgumentError) as error:
         raise type(error)(f"{where}: {error}") from None
 
 
 def _chosen_by(runtime: Runtime, collective: str, device_type: str, wanted: str | None) -> str:
-    """The type of device for which the transport is chosen, which must be the same on all ranks."""
+    """Return the device type for which the backend is chosen; it must be the same on all ranks."""
     if collective != "scatter":
         return device_type
-    # Those who pass None do not know where the root's tensor is: all go by way of the host, unless the caller knows.
+    # Ranks that pass None do not know the device of the root's tensor: use the host, unless a backend is given.
     backend = runtime.selector.backends.get(wanted or "")
     return "cpu" if backend is None or backend.takes("cpu") else "cuda"
 
@@ -173,20 +174,22 @@ def _composition(runtime: Runtime, collective: str, op: str | None, *, wanted: s
         if plan is None:
             operation = _step(runtime, group, step_collective, dtype, op_of_step, (device_type, wanted, mode))
             step_code = call_code(step_collective, op_of_step, dtypes.info(dtype).code if dtype is not None else 0)
-            plan = group.plans[key] = Plan(step_collective, step_code, operation)
-        if device_type == "cpu":
-            group.call(plan, tensor, None, root)
-        else:
-            device_calls.take(group, partial(group.perform, plan, tensor, None, root), step_collective, tensor)
+            plan = group.plans[key] = PreparedPlan(step_collective, step_code, operation)
+        group.call_queue.run(group.perform, plan, tensor, None, root, subject=None if device_type == "cpu" else tensor)
 
     return hierarchical.Composition(runtime.communicators, collective, op, cartesian=runtime.cartesian, run=run_step)
 
 
 def _step(
-    runtime: Runtime, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, way: tuple[Any, ...]
+    runtime: Runtime,
+    group: Group,
+    collective: str,
+    dtype: torch.dtype | None,
+    op: str | None,
+    choice: tuple[str, str | None, str],
 ) -> Operation:
-    """A verb in place on one of the groups of a span; `way`: type of the device, the backend that is wanted, mode."""
-    device_type, wanted, mode = way
+    """Bind a step in place on one of the groups of a span; `choice`: device type, backend, mode."""
+    device_type, wanted, mode = choice
     choices = runtime.selector.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=True)
     parts = [(limit, backend, bind(backend, group, collective, dtype, op)) for limit, backend in choices]
@@ -205,7 +208,7 @@ def _runner(
     device_type: str,
     direct: bool,
 ) -> Operation:
-    """What makes an operation of a backend a verb on the tensors of a user."""
+    """Wrap an operation of a backend into a collective on tensors of the user."""
     if collective == "barrier":
         return operation
     takes = backend.takes(device_type)
@@ -223,10 +226,10 @@ _orders: weakref.WeakKeyDictionary[Group, streams.Order] = weakref.WeakKeyDictio
 
 
 def _pool(runtime: Runtime) -> staging.Pool:
-    """The buffers between devices and transports of the host, until stop()."""
+    """Return the buffers between devices and backends that take host memory; they live until stop()."""
     pool = _pools.get(runtime)
     if pool is None:
-        # Shared with the other ranks as far as possible: then reductions within a host combine what lies there.
+        # Shared with the other ranks if possible: then reductions within a host work on the buffers directly.
         allocate = partial(_shared_bytes, runtime)
         pool = _pools[runtime] = staging.Pool(runtime.config.pipeline_bytes, allocate, pinned=True)
         runtime.resources.callback(pool.close)
@@ -238,7 +241,7 @@ def _shared_bytes(runtime: Runtime, num_bytes: int) -> torch.Tensor:
 
 
 def _in_order(operation: Operation, group: Group) -> Operation:
-    """For operations that enqueue: callers' streams may change, but what a group does on its device stays in order."""
+    """Keep the operations that a group enqueues on its device in order, although the callers' streams may differ."""
     order = _orders.setdefault(group, streams.Order())
 
     def run(source: Any, destination: Any, root: int) -> Any:
@@ -251,7 +254,7 @@ def _in_order(operation: Operation, group: Group) -> Operation:
 
 
 def _settled(operation: Operation) -> Operation:
-    """For operations that take memory of a device without regard to streams."""
+    """Wait for the device first: the operation takes device memory without regard to streams."""
 
     def run(source: Any, destination: Any, root: int) -> Any:
         for tensor in (source, destination):
@@ -263,7 +266,7 @@ def _settled(operation: Operation) -> Operation:
 
 
 def _direct(operation: Operation) -> Operation:
-    """In place on memory the backend takes as it is."""
+    """Run in place on memory that the backend takes directly."""
 
     def run(tensor: torch.Tensor, out: None, root: int) -> torch.Tensor:
         operation(tensor, None, root)
@@ -274,7 +277,7 @@ def _direct(operation: Operation) -> Operation:
 
 
 def _copying(collective: str, operation: Operation, group: Group) -> Operation:
-    """In place, or into `out`, through a plain copy where one is needed."""
+    """Run in place, or into `out`, through a plain copy where one is needed."""
 
     def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
         receives = collective != "reduce" or group.rank == root
@@ -295,9 +298,9 @@ def _copying(collective: str, operation: Operation, group: Group) -> Operation:
 
 
 def _producing(operation: Operation, *, takes: bool) -> Operation:
-    """Into a new tensor, or into `out`; through the host as a whole where the backend does not take the device's.
+    """Run into a new tensor, or into `out`; through the host as a whole if the backend does not take device memory.
 
-    The ranks may differ in length there, so that pieces would not be the same on all of them.
+    The lengths may differ between ranks, so chunks would not be the same on all of them.
     """
 
     def run(tensor: torch.Tensor | None, out: torch.Tensor | None, root: int) -> torch.Tensor | None:
@@ -307,8 +310,8 @@ def _producing(operation: Operation, *, takes: bool) -> Operation:
             given = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=out.device.type != "cpu")
         elif out is not None and buffers.is_direct(out) and (source is None or not buffers.overlap(out, source)):
             given = out.detach()
-        # The backend alone knows the shape of the result: where `out` does not fit it takes memory of its own, so that
-        # the call ends on all ranks before this one refuses.
+        # Only the backend knows the shape of the result. If `out` does not fit, the backend allocates memory, so that
+        # the call ends on all ranks before this rank raises.
         result: torch.Tensor | None = operation(source, given, root)
         if result is None:
             return None

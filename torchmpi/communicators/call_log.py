@@ -14,16 +14,13 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..errors import MismatchError, StallError
 from ..shared_memory.memory_layout import (
-    ANSWERED,
-    ASKED,
     BLAMED_RANK_BITS,
     BLAMES,
-    BLOCK_BYTES,
     BLOCK_FIELDS,
     CLOSED,
     ENTERED,
@@ -38,11 +35,10 @@ from ..shared_memory.memory_layout import (
     RING_LENGTH,
     SEQUENCE,
     SIGNATURE,
-    TEXT_START_BYTES,
     entry,
 )  # fmt: skip
-from ..shared_memory.segments import Segment
 from ..tensors.dtypes import OPS, from_code, short_name
+from .status_board import StatusBoard, request_status
 
 COLLECTIVES = (
     "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
@@ -113,41 +109,6 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
     return f"{collective}({', '.join(parts)})"
 
 
-class StatusBoard:
-    """The rows of a group, in memory that the ranks of one host share (see
-    :mod:`torchmpi.shared_memory.memory_layout`).
-    """
-
-    def __init__(self, segment: Segment, num_blocks: int) -> None:
-        self.segment = segment
-        self.fields = memoryview(segment.memory).cast("q")
-        self.num_blocks = num_blocks
-
-    def get(self, row: int, field: int) -> int:
-        """One word of the head of a row."""
-        return self.fields[row * BLOCK_FIELDS + field]
-
-    def set(self, row: int, field: int, value: int) -> None:
-        """Write one word of the head of a row; only its owner does."""
-        self.fields[row * BLOCK_FIELDS + field] = value
-
-    def write_text(self, row: int, text: str) -> None:
-        """Leave a message for the others."""
-        data = text.encode(errors="replace")[: BLOCK_BYTES - TEXT_START_BYTES - 1]
-        start = row * BLOCK_BYTES + TEXT_START_BYTES
-        self.segment.memory[start : start + len(data) + 1] = data + b"\0"
-
-    def read_text(self, row: int) -> str:
-        """The message of another rank."""
-        start = row * BLOCK_BYTES + TEXT_START_BYTES
-        return self.segment.memory[start : (row + 1) * BLOCK_BYTES].split(b"\0", 1)[0].decode(errors="replace")
-
-    def close(self) -> None:
-        """Unmap."""
-        self.fields.release()
-        self.segment.close()
-
-
 class CallLog:
     """The calls of this rank on one group, in order.
 
@@ -159,12 +120,12 @@ class CallLog:
     """
 
     __slots__ = (
-        "_current",
         "_fields",
         "_missing",
         "_neighbours",
         "_slots",
         "_spoiled",
+        "entered",
         "free",
         "history",
         "log_board",
@@ -179,7 +140,7 @@ class CallLog:
         self.name, self.rank, self.size, self.log_board = name, rank, size, log_board
         self.log_fields = array("q", bytes(8 * LOG_FIELDS))
         """The number of the last call, and what machine code writes down of a call that it enters."""
-        self._current: tuple[int, int, tuple[int, ...]] | None = None
+        self.entered: tuple[int, int, tuple[int, ...]] | None = None
         self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
         self.free = RING_LENGTH if log_board is not None else sys.maxsize
         """Calls up to this number may be entered without covering one that another rank has not compared."""
@@ -202,7 +163,7 @@ class CallLog:
     @property
     def current(self) -> tuple[int, int, tuple[int, ...]] | None:
         """What this rank is in the middle of: sequence number, code, shape."""
-        return self._current or self._fast_path_call()
+        return self.entered or self._fast_path_call()
 
     def _fast_path_call(self) -> tuple[int, int, tuple[int, ...]] | None:
         """The call that was entered the shortest way, perhaps by another thread, which may write meanwhile."""
@@ -216,7 +177,7 @@ class CallLog:
 
     def take_over(self) -> None:
         """Go on in Python with the call that was entered the shortest way."""
-        self._current = self._fast_path_call()
+        self.entered = self._fast_path_call()
         self.log_fields[LOG_ACTIVE] = 0
 
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
@@ -224,15 +185,15 @@ class CallLog:
         seq = self.log_fields[0] = self.log_fields[0] + 1
         if seq > self.free:
             self.wait_for_room(seq, code, shape)
-        self.history[seq & (RING_LENGTH - 1)] = self._current = (seq, code, shape)
+        self.history[seq & (RING_LENGTH - 1)] = self.entered = (seq, code, shape)
 
     def announce(self) -> None:
         """Show the others what was entered, and look at the neighbours. Kernels do that by themselves."""
         # On the path of every call: no helper functions here, and each look at the board is 40 ns.
         fields = self._fields
-        if fields is None or self._current is None:
+        if fields is None or self.entered is None:
             return
-        seq, code, shape = self._current
+        seq, code, shape = self.entered
         own, others = self._slots[seq & (RING_LENGTH - 1)]
         signature = code ^ hash(shape)
         fields[own + SIGNATURE] = signature
@@ -247,7 +208,7 @@ class CallLog:
     def wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
         """Let ranks that are a whole ring behind catch up: a root waits for nobody, and may run far ahead."""
         assert self.log_board is not None
-        self._current = (seq, code, shape)  # for the watchdog
+        self.entered = (seq, code, shape)  # for the watchdog
         others = [row for row in range(self.size) if row != self.rank]
         while seq > self.free:
             # One less than the ring: a rank that has entered a call may still be about to compare it.
@@ -262,7 +223,7 @@ class CallLog:
             self._missing = ()
         if self._fields is not None:
             self._fields[self.rank * BLOCK_FIELDS + LEFT] = self.log_fields[0]
-        self._current = None
+        self.entered = None
 
     def compare(self) -> None:
         """Look once more at those that were not there when the call began."""
@@ -281,7 +242,7 @@ class CallLog:
         """
         if self.current is not None:
             self._abort(has_done_its_part=True)
-        self._current, self._missing = None, ()
+        self.entered, self._missing = None, ()
 
     def _refuse_entry(self, slot: int) -> None:
         assert self._fields is not None and self.current is not None
@@ -364,7 +325,7 @@ class CallLog:
         """The other rank's call in words, from its watchdog: the board has only a signature."""
         if self.log_board is None:
             return f"something else, call #{seq}"
-        answer = ask(self.log_board, self.rank, other, patience_seconds=_ASK_SECONDS)
+        answer = request_status(self.log_board, self.rank, other, patience_seconds=_ASK_SECONDS)
         marker = f"#{seq}: "
         for line in answer.splitlines():
             if line.startswith(marker):
@@ -412,27 +373,3 @@ def mismatch_message(name: str, calls: dict[int, str]) -> str:
         "same order, with the same shape, dtype, operation and root: look for a call under `if rank == ...`, or for a "
         "rank that ran out of data (torchmpi.nn.join)."
     )
-
-
-def ask(
-    log_board: StatusBoard,
-    rank: int,
-    other: int,
-    *,
-    patience_seconds: float,
-    meanwhile: Callable[[], object] = lambda: None,
-) -> str:
-    """Have the watchdog of another rank on this host write down what that rank is doing; '' if it does not answer.
-
-    A watchdog that asks passes as `meanwhile` how it answers: the other may be asking it at this very moment.
-    """
-    ticket = log_board.get(rank, ASKED) + 1
-    before = log_board.get(other, ANSWERED)
-    log_board.set(rank, ASKED, ticket)
-    limit = time.monotonic() + patience_seconds
-    while log_board.get(other, ANSWERED) == before and not log_board.get(other, CLOSED):
-        if time.monotonic() > limit:
-            return ""
-        meanwhile()
-        time.sleep(0.02)
-    return log_board.read_text(other)

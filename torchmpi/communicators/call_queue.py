@@ -1,10 +1,14 @@
-"""One ordered queue of communication: calls run in the order in which they were submitted.
+"""Ordered queues of communication calls.
 
-MPI wants every rank to enter the calls on a communicator in the same order, so each communicator has one lane.
-A synchronous call runs in the caller's thread when the lane is idle, which costs a lock; otherwise it queues up behind
-the asynchronous ones. Asynchronous calls run in one worker thread, which sleeps when there is nothing to do. What the
-worker itself calls, because somebody asked to be called back at the end of a call, runs at once: before everything
-queued, on all ranks alike.
+MPI requires that every rank enters the calls on a communicator in the same order, so each communicator has one queue.
+A synchronous call runs in the caller's thread if the queue is idle, which costs one lock; otherwise it is queued behind
+the asynchronous calls. One worker thread per queue runs the asynchronous calls; it sleeps while the queue is empty.
+A call made by the worker itself (from a callback at the end of a call) runs immediately, before everything queued, on
+all ranks alike.
+
+Calls on device tensors depend on the current stream, which is a property of the thread. A call that runs in the
+caller's thread uses the caller's stream; a call in the worker uses another stream that follows the caller's, and
+``wait()`` makes the stream of the waiting thread follow that one.
 """
 
 from __future__ import annotations
@@ -15,36 +19,39 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..errors import NotStartedError
 from ..shared_memory.memory_layout import RUN_LOCK_ENTERED, RUN_LOCK_FIELDS, RUN_LOCK_HELD, RUN_LOCK_PENDING
-from .handle import Handle
+from ..tensors import streams
+from .handle import DeviceHandle, Handle
 
 Task = Callable[[], Any]
-_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 20e-6, 1e-3
+_MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 20e-6, 1e-3
 
 
 class RunLock:
-    """The right to run, held by whoever runs a call: a lock, beside words by which machine code takes it too.
+    """The lock held while a call runs, with fields through which the machine-code fast path takes it as well.
 
-    That code (see :mod:`torchmpi.shared_memory.fast_path`) looks at the words and writes them while it has the GIL: it
-    takes the right if
-    nobody holds it and nothing is pending. It never waits for it, so whoever has the lock waits for it to leave.
+    The fast path (:mod:`torchmpi.shared_memory.fast_path`) reads and writes the fields while it holds the GIL: it
+    enters a call only if the lock is free and nothing is pending. It never waits for the lock, so a Python thread that
+    acquires the lock waits until the fast path has left its call.
 
-    >>> turn = Turn()
-    >>> turn.acquire(), turn.acquire(False), turn.release(), turn.locked()
+    >>> lock = RunLock()
+    >>> lock.acquire(), lock.acquire(False), lock.release(), lock.locked()
     (True, False, None, False)
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.mutex = threading.Lock()
+        """Excludes other Python threads; acquire it through `acquire`, or check the fields as `CallQueue.run` does."""
         self.fields = array("q", bytes(8 * RUN_LOCK_FIELDS))
         self.address, _ = self.fields.buffer_info()
 
     def acquire(self, blocking: bool = True) -> bool:
-        """Take the right, and say whether it could be had."""
-        if not self._lock.acquire(blocking):
+        """Acquire the lock; return whether it was acquired."""
+        if not self.mutex.acquire(blocking):
             return False
         fields = self.fields
         fields[RUN_LOCK_HELD] = 1
@@ -53,26 +60,26 @@ class RunLock:
                 self.release()
                 return False
             try:
-                self._wait_for_machine_code()
+                self._wait_for_fast_path()
             except BaseException:  # KeyboardInterrupt
                 self.release()
                 raise
         return True
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         self.fields[RUN_LOCK_HELD] = 0
-        self._lock.release()
+        self.mutex.release()
 
     def locked(self) -> bool:
-        """Whether anybody holds it."""
-        return self._lock.locked() or self.fields[RUN_LOCK_ENTERED] != 0
+        """Return whether a thread or the fast path holds the lock."""
+        return self.mutex.locked() or self.fields[RUN_LOCK_ENTERED] != 0
 
-    def _wait_for_machine_code(self) -> None:
-        nap = _SHORTEST_NAP_SECONDS
+    def _wait_for_fast_path(self) -> None:
+        seconds = _MIN_SLEEP_SECONDS
         while self.fields[RUN_LOCK_ENTERED]:
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+            time.sleep(seconds)
+            seconds = min(2 * seconds, _MAX_SLEEP_SECONDS)
 
     def __enter__(self) -> None:
         self.acquire()
@@ -82,23 +89,23 @@ class RunLock:
 
 
 class CallQueue:
-    """A queue and the right to run.
+    """A queue of calls and the lock held while one of them runs.
 
-    >>> lane = Lane("example")
-    >>> lane.run(lambda: 1), lane.submit(lambda: 2, "two").wait()
+    >>> calls = CallQueue("example")
+    >>> calls.run(lambda: 1), calls.submit(lambda: 2, "two").wait()
     (1, 2)
-    >>> lane.close()
+    >>> calls.close()
     """
 
     def __init__(self, name: str, *, threaded: bool = True) -> None:
         self.name = name
         self.run_lock = RunLock()
-        """Held by whoever runs a call."""
+        """Held while a call runs."""
         self.closed = False
         self.doing: str | None = None
-        """What runs at the moment, in words, if whoever runs it says so; for the watchdog."""
+        """Description of the running call for stall reports, if the call sets one."""
         self.failed: list[Handle] = []
-        """Calls that ended with an error, so that one which nobody waits for is not lost."""
+        """Failed calls, so that an error for which no thread waits can be reported when the group is freed."""
         self._threaded = threaded
         self._counting = threading.Lock()
         self._tasks: queue.SimpleQueue[tuple[Task, Handle] | None] = queue.SimpleQueue()
@@ -106,29 +113,46 @@ class CallQueue:
 
     @property
     def pending(self) -> int:
-        """Submitted calls that have not ended."""
+        """The number of submitted calls that have not ended."""
         return self.run_lock.fields[RUN_LOCK_PENDING]
 
-    def run(self, task: Task) -> Any:
-        """Run `task` in its turn and return its result."""
-        if self.pending == 0 and self.run_lock.acquire(False):
-            try:
-                return task()
-            finally:
-                self.run_lock.release()
-        if not self._threaded or self._worker is threading.current_thread():
-            return task()
-        return self.submit(task, self.name).wait()
+    def run(self, task: Callable[..., Any], *arguments: Any, subject: object = None) -> Any:
+        """Run ``task(*arguments)`` in the order of the queue and return its result.
 
-    def submit(self, task: Task, description: str) -> Handle:
-        """Run `task` after all earlier ones, in the background."""
-        self._check_open(description)
+        The task runs in the calling thread if the queue is idle; otherwise it is queued. `subject` is as in `submit`.
+        """
+        # This is RunLock.acquire(False) written out: two method calls less on the path of every synchronous call.
+        lock = self.run_lock
+        fields = lock.fields
+        if fields[RUN_LOCK_PENDING] == 0 and lock.mutex.acquire(False):
+            try:
+                fields[RUN_LOCK_HELD] = 1
+                if not fields[RUN_LOCK_ENTERED]:
+                    return task(*arguments)
+            finally:
+                fields[RUN_LOCK_HELD] = 0
+                lock.mutex.release()
+        return self.submit(partial(task, *arguments), self.name, subject).wait()
+
+    def submit(self, task: Task, description: str, subject: object = None) -> Handle:
+        """Run `task` in the background, after all calls submitted before.
+
+        If `subject` is a tensor on a device, the work of the task on that device follows what the calling thread has
+        queued on its current stream, and the handle is a :class:`~torchmpi.communicators.handle.DeviceHandle`.
+        """
+        mark = None if subject is None else streams.fence(subject)
+        if mark is not None:
+            queued = self.submit(partial(streams.queue, mark, mark.stream.device, task, task), description)
+            return DeviceHandle(queued, description)
         handle = Handle(description)
         if not self._threaded or self._worker is threading.current_thread():
-            self._finish(task, handle)  # called back at the end of a call: waiting for one's own turn would be for ever
+            if self.closed:
+                raise self._closed_error(description)
+            self._finish(task, handle)  # queued from the worker itself, the task would wait for its own end
             return handle
         with self._counting:
-            self._check_open(description)  # another thread may have closed it: then nobody looks at the queue any more
+            if self.closed:
+                raise self._closed_error(description)
             self.run_lock.fields[RUN_LOCK_PENDING] += 1
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
@@ -136,28 +160,27 @@ class CallQueue:
             self._tasks.put((task, handle))
         return handle
 
-    def _check_open(self, description: str) -> None:
-        if self.closed:
-            raise NotStartedError(f"{description}: its communicator has been closed.")
+    def _closed_error(self, description: str) -> NotStartedError:
+        return NotStartedError(f"{description}: its communicator has been closed.")
 
     def drain(self) -> None:
         """Return when everything submitted so far has ended."""
         if self._worker is not None and self._worker is not threading.current_thread():
-            with contextlib.suppress(NotStartedError):  # another thread has closed it: then nothing is queued
+            with contextlib.suppress(NotStartedError):  # closed by another thread: nothing is queued
                 self.submit(lambda: None, "drain").wait()
 
     def close(self) -> None:
-        """Finish what is queued, and what another thread runs by itself; end the worker."""
+        """Finish the queued calls and the running one, and end the worker."""
         if not self.closed:
             self.drain()
             with self._counting:
                 self.closed = True
-                self.run_lock.fields[RUN_LOCK_PENDING] += 1  # never idle again: callers look no further
+                self.run_lock.fields[RUN_LOCK_PENDING] += 1  # never idle again: every later call reaches submit()
                 if self._worker is not None:
                     self._tasks.put(None)
             if self._worker is not None:
                 self._worker.join()
-            self.run_lock.acquire()  # for good: who found the lane idle just before must not begin any more
+            self.run_lock.acquire()  # for good: a thread that saw the queue idle just before must not start a call
 
     def _work(self) -> None:
         while (entry := self._tasks.get()) is not None:
@@ -165,12 +188,12 @@ class CallQueue:
                 self._finish(*entry)
                 with self._counting:
                     self.run_lock.fields[RUN_LOCK_PENDING] -= 1
-            del entry  # or the last tensor would live until the next call
+            del entry  # otherwise the tensors of the last call would live until the next call
 
     def _finish(self, task: Task, handle: Handle) -> None:
         try:
             result = task()
-        except BaseException as error:  # whatever it is belongs to the one who waits
+        except BaseException as error:  # every error is raised by wait()
             self.failed = [*(other for other in self.failed if other.unseen_error is not None), handle]
             handle.set_error(error)
         else:

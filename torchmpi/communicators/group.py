@@ -10,22 +10,24 @@ from __future__ import annotations
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import CommunicatorError, MismatchError, TorchMPIError
+from ..errors import MismatchError, TorchMPIError
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from . import splits
-from .call_log import Call, CallLog, StatusBoard, mismatch_message
+from .call_log import Call, CallLog, call_code, mismatch_message
 from .call_queue import CallQueue
-from .handle import Handle
+from .plan import Plan
 from .release import release
+from .status_board import StatusBoard
 
+T = TypeVar("T")
 _HEADER_DIMS = 12
 _SLOTS_BYTES = 16 << 20  # of all ranks of a group together
 
@@ -45,7 +47,7 @@ class Group:
         self.hosts = sorted({context.hosts[rank] for rank in world_ranks})
         self.side_comm = comm.Dup()
         """For point-to-point messages, which must not meet those of a collective."""
-        self.plans: dict[Any, Any] = {}
+        self.plans: dict[Hashable, Any] = {}
         """Prepared calls by everything that selects them; filled by the verbs."""
         self.status_board = _make_status_board(self)
         """Memory shared by the ranks, if they are on one host and there is any."""
@@ -78,32 +80,25 @@ class Group:
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
-    def call(self, plan: Any, tensor: Any, out: Any, root: int) -> Any:
-        """Run a prepared call now, in the caller's thread if nothing is queued."""
-        call_queue = self.call_queue
-        # Positional arguments and no context manager: each is a tenth of a microsecond on every call.
-        if call_queue.pending == 0 and call_queue.run_lock.acquire(False):
-            try:
-                return self.perform(plan, tensor, out, root)
-            finally:
-                call_queue.run_lock.release()
-        self._check_open()
-        return call_queue.run(partial(self.perform, plan, tensor, out, root))
+    def call(self, plan: Plan, tensor: Any = None, out: Any = None, root: int = 0) -> Any:
+        """Run a plan in the order of the call queue, in the calling thread if the queue is idle."""
+        return self.call_queue.run(self.perform, plan, tensor, out, root)
 
-    def submit(self, plan: Any, *arguments: Any) -> Handle:
-        """Queue a prepared call."""
-        self._check_open()
-        return self.call_queue.submit(partial(self.perform, plan, *arguments), f"{self.where}: {plan.collective}")
+    def call_action(self, collective: str, action: Callable[[], T]) -> T:
+        """Run `action`, a collective operation without tensors, as a call that the ranks compare."""
 
-    def _check_open(self) -> None:
-        if self.call_queue.closed:
-            raise CommunicatorError(f"{self.where}: communicator {self.name} has been closed.")
+        def run(*_: Any) -> T:
+            self.call_log.announce()
+            return action()
 
-    def perform(self, plan: Any, tensor: Any, out: Any, root: int) -> Any:
-        """Run a prepared call in its turn, under the eyes of the ledger."""
+        result: T = self.call(Plan(collective, call_code(collective), run))
+        return result
+
+    def perform(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
+        """Run a plan, with an entry in the call log. The caller holds the run lock of the call queue."""
         call_log = self.call_log
         code = plan.code | root << 32 if root else plan.code
-        shape = tensor.shape if plan.is_whole else plan.shape_of(tensor)
+        shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
         call_log.enter(code, shape)
         try:
             if self.is_strict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from ..errors import ArgumentError, CommunicatorError
 from ..shared_memory import fast_path
 from . import splits
-from .call_log import CallLog, call_code
 from .communicator import Communicator
 from .group import Group, GroupContext
 
@@ -20,23 +19,6 @@ used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torc
 
 Comm = int | Communicator | None
 """What verbs take as ``comm=``."""
-
-
-class _SplitPlan:
-    """Making a communicator, as a call like others: in order, and noticed if a rank does something else."""
-
-    collective = "split"
-    code = call_code("split")
-    is_whole = False
-
-    def __init__(self, call_log: CallLog, split: Callable[..., int], *arguments: Any) -> None:
-        self.shape_of = lambda tensor: ()
-        self._call_log = call_log
-        self._split = partial(split, *arguments)
-
-    def run(self, tensor: Any, out: Any, root: int) -> int:
-        self._call_log.announce()
-        return self._split()
 
 
 class Span(NamedTuple):
@@ -85,8 +67,7 @@ class CommunicatorStack:
         if not isinstance(key, (str, int)):
             raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
         parent = self.current
-        plan = _SplitPlan(parent.intra.call_log, self._split, parent, str(key), name or str(key))
-        return int(parent.intra.call(plan, None, None, 0))
+        return parent.intra.call_action("split", partial(self._split, parent, str(key), name or str(key)))
 
     def _split(self, parent: Communicator, key: str, name: str) -> int:
         """What `push` does in its turn, under the eyes of the watchdog."""

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import dispatch
-from ..collectives.prepared import Plan
-from ..communicators import device_calls
+from ..collectives.prepared import PreparedPlan
 from ..communicators.handle import Handle
 from ..errors import ArgumentError
 from ..session import runtime
@@ -143,10 +142,10 @@ class BaseGroup(dist.ProcessGroup):
 
     def _plan(
         self, collective: str, tensor: torch.Tensor | None, out: torch.Tensor | None = None, op: str | None = None
-    ) -> Plan:
+    ) -> PreparedPlan:
         return dispatch.plan_of(self._communicator, collective, tensor, out, op=op)
 
-    def _plan_into(self, collective: str, source: torch.Tensor, output: torch.Tensor, op: str | None = None) -> Plan:
+    def _plan_into(self, collective: str, source: torch.Tensor, output: torch.Tensor, op: str | None = None) -> PreparedPlan:
         """That of a call which fills rows of `output`, and whose source is put in order when its turn comes."""
         what = f"{self._group.where}: {collective}"
         buffers.check(source, what)
@@ -181,15 +180,13 @@ class BaseGroup(dist.ProcessGroup):
         with torch_names.event(f"torchmpi:{collective}"):
             if self._by_messages:
                 self._submit(task, collective, subject).wait(self._limit_seconds or None)
-            elif subject is None:
-                self._group.call_queue.run(task)
             else:
-                device_calls.take(self._group, task, f"{self._group.where}: {collective}", subject)
+                self._group.call_queue.run(task, subject=subject)
         return ENDED
 
     def _submit(self, task: Callable[[], Any], collective: str, subject: torch.Tensor | None) -> Handle:
         """In the background, and in the order of the device that `subject` is on."""
-        return device_calls.queue(self._group, task, f"{self._group.where}: {collective}", subject)
+        return self._group.call_queue.submit(task, f"{self._group.where}: {collective}", subject)
 
     # --- what several verbs share -------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ..backends.base import bind
-from ..collectives.prepared import Plan
 from ..communicators.call_log import call_code
 from ..communicators.group import Group
+from ..communicators.plan import Plan
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes
@@ -65,6 +65,5 @@ def _plan(group: Group, dtype: torch.dtype) -> Plan:
         backend = choice if choice.name in _ABLE else runtime.current().selector.backends["mpi"]
         operation = bind(backend, group, "exchange_parts", dtype, None)
         plan = Plan("alltoall", call_code("alltoall", None, dtypes.info(dtype).code), operation)
-        plan.is_whole, plan.shape_of = False, lambda parts: ()
         group.plans["exchange", dtype] = plan
     return plan

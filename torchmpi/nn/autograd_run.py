@@ -22,11 +22,8 @@ class AutogradRun:
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(partial(self._end, token))
 
-    @staticmethod
-    def current() -> int:
-        """The number of the run that the calling hook belongs to."""
-        # Not in the public interface, but what torch.utils.checkpoint uses to tell runs apart.
-        return torch._C._current_graph_task_id()
+    current = staticmethod(torch._C._current_graph_task_id)
+    """The number of the run that the calling hook belongs to; torch.utils.checkpoint uses the same private function."""
 
     @property
     def has_failed(self) -> bool:

@@ -165,8 +165,10 @@ class SeatedBucket:
 
     def pack(self) -> Tensor:
         """The flat tensor with all gradients in it, zeros where there is none."""
-        for position in range(len(self.parameters)):
-            self.seat(position)
+        for position, parameter in enumerate(self.parameters):
+            view = self.views[position]
+            if parameter.grad is not view or view.data_ptr() != self._addresses[position]:
+                self.seat(position)
         return self.flat
 
     def unpack(self) -> None:

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
+from ..session import runtime
 from ..tensors import fusion, streams
-from .agreement import Presence, agree_on_gradients, check_same_layout
+from .agreement import check_same_layout
 from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of
 from .buckets import SeatedBucket
-from .channel import close_private, default_bucket_bytes, open_private, resolve
-from .reduction import Reduction
+from .channel import close_private, default_bucket_bytes, open_private
+from .gradient_reduction import GradientReduction
+from .gradients import GradientList, Presence
 from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
 from .roll_call import HOOKS, ROLL_CALL, RollCall, Round, refuse_inside_join
-from .sync import ASYNC_BACKWARD, reduce_sparse_gradients
+from .sync import ASYNC_BACKWARD
 
 
 def register_async_backward(
@@ -53,7 +55,9 @@ def register_async_backward(
         raise ArgumentError("The net is registered already. Call unregister_async_backward(net) first.")
     refuse_inside_join(net, "register_async_backward")
     bucket_bytes = default_bucket_bytes(bucket_bytes)
-    backward = AsyncBackward(net, sync_gradient_frequency, bucket_bytes, average=average, comm=resolve(comm))
+    backward = AsyncBackward(
+        net, sync_gradient_frequency, bucket_bytes, average=average, comm=runtime.communicator(comm)
+    )
     attach(net, ASYNC_BACKWARD, backward)
 
 
@@ -146,11 +150,11 @@ class AsyncBackward(Attachment):
 
     def _reset(self) -> None:
         self._counts = [0] * len(self.parameters)
-        self._orders = [streams.Order() for _ in self.buckets]
-        """Of the streams on which autograd has filled each bucket: it takes those of the forward pass."""
+        self._orders = [None if bucket.flat.is_cpu else streams.Order() for bucket in self.buckets]
+        """Order of the streams on which autograd fills each bucket on a device, which are those of the forward pass."""
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         self._finishers: list[Callable[[], object]] = []
-        self._reduction: Reduction | None = None
+        self._reduction: GradientReduction | None = None
         self._runs: dict[int, AutogradRun] = {}
         self._failure = ""
 
@@ -159,7 +163,8 @@ class AsyncBackward(Attachment):
     def _on_gradient(self, slot: int, parameter: Tensor) -> None:
         """Autograd has added a gradient to `parameter`."""
         with self._lock:
-            self._watch_run()
+            if AutogradRun.current() not in self._runs:
+                self._begin_run()
             self._counts[slot] += 1
             if self._counts[slot] > self.frequency:
                 self._fail(
@@ -172,17 +177,17 @@ class AsyncBackward(Attachment):
             if place is None:
                 return  # sparse: it is gathered at the end
             index, position = place
-            self._orders[index].enter(parameter)
+            order = self._orders[index]
+            if order is not None:
+                order.enter(parameter)
             self.buckets[index].seat(position)
             if self._counts[slot] == self.frequency:
                 self._num_missing[index] -= 1
-                self._launch_complete()
+                if self._num_missing[index] == 0:
+                    self._launch_complete()
 
-    def _watch_run(self) -> None:
-        """Notice a new run of the autograd engine, and that an earlier one broke off."""
-        number = AutogradRun.current()
-        if number in self._runs:
-            return
+    def _begin_run(self) -> None:
+        """Register a new run of the autograd engine; an earlier one may have failed."""
         if self._failed():
             if self.is_under_way:
                 self._fail(
@@ -190,7 +195,7 @@ class AsyncBackward(Attachment):
                     "synchronize_gradients_async(net), which raises on all ranks, and zero_grad() first"
                 )
             self._reset()
-        self._runs[number] = AutogradRun()
+        self._runs[AutogradRun.current()] = AutogradRun()
 
     def _failed(self) -> bool:
         return bool(self._failure) or any(run.has_failed for run in self._runs.values())
@@ -206,19 +211,21 @@ class AsyncBackward(Attachment):
                 self._reduction = self._begin(None)
             self._launch(self._reduction)
 
-    def _begin(self, shadowed: Round | None) -> Reduction:
+    def _begin(self, shadowed: Round | None) -> GradientReduction:
         """Find out how this round is reduced; inside join that takes all ranks."""
         size = self.comm.size
         roll_call: RollCall | None = attached(self.net, ROLL_CALL)
         if roll_call is None:
-            return Reduction(size if self.average else 1, size)
+            return GradientReduction(size if self.average else 1, size)
         call = shadowed or roll_call.active(HOOKS, self.average, self.bucket_bytes)
         return roll_call.reduction(call)
 
-    def _launch(self, reduction: Reduction) -> None:
+    def _launch(self, reduction: GradientReduction) -> None:
         index = len(self._finishers)
         bucket = self.buckets[index]
-        self._orders[index].enter(bucket.flat)
+        order = self._orders[index]
+        if order is not None:
+            order.enter(bucket.flat)
         with torch.no_grad():
             self._finishers.append(reduction.start(bucket.pack(), self.comm))
 
@@ -234,18 +241,19 @@ class AsyncBackward(Attachment):
                     self._reduction = self._begin(shadowed)
                 while len(self._finishers) < len(self.buckets):
                     self._launch(self._reduction)
-                presence = agree_on_gradients(replica, self.parameters, self.comm, failed=has_failed)
+                presence = GradientList(self.parameters).agree(replica, self.comm, failed=has_failed)
                 self._distribute(presence, self._reduction)
         finally:
             self._reset()
         return failure if presence.is_failed else ""
 
-    def _distribute(self, presence: Presence, reduction: Reduction) -> None:
-        present = {id(p) for p, is_dense in zip(self.parameters, presence.is_dense, strict=True) if is_dense}
+    def _distribute(self, presence: Presence, reduction: GradientReduction) -> None:
+        present = {id(parameter) for parameter in presence.dense}
         for bucket, finish in zip(self.buckets, self._finishers, strict=True):
             finish()
             bucket.give(present)
-        reduce_sparse_gradients(self.parameters, presence, reduction, self.comm)
+        for parameter in presence.sparse:
+            reduction.run_sparse(parameter, self.comm)
 
     def _check_parameters(self, replica: Replica) -> None:
         """Refuse parameters that appeared after the hooks were set: nobody would synchronise them."""

@@ -33,16 +33,35 @@ class Replica:
         self.modules: list[nn.Module] = []
         self.parameters: list[Tensor] = []
         self.buffers: list[Tensor] = []
-        self._seen: set[int] = set()
-        if isinstance(net, nn.Module):
-            self._walk(net)
-        else:
-            self._add(_checked(net), self.parameters)
-
-    @property
-    def trainable(self) -> list[Tensor]:
-        """The parameters that want a gradient."""
-        return [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.trainable: list[Tensor] = []
+        """The parameters that require a gradient."""
+        seen: set[int] = set()
+        left: list[Any] = [net if isinstance(net, nn.Module) else _checked(net)]
+        while left:
+            module = left.pop()
+            if isinstance(module, nn.Module):
+                if id(module) in seen:
+                    continue
+                seen.add(id(module))
+                self.modules.append(module)
+                kinds: Any = (module._parameters.values(), self.parameters), (module._buffers.values(), self.buffers)
+                for child in reversed(module._modules.values()):
+                    if child is not None:
+                        left.append(child)
+            else:
+                kinds = ((module, self.parameters),)
+            for tensors, found in kinds:
+                for tensor in tensors:
+                    if tensor is None or id(tensor) in seen or getattr(tensor, SHARDED, False):
+                        continue
+                    if is_lazy(tensor):
+                        raise ArgumentError(
+                            "The net has lazy parameters without a shape. Run one batch through it first."
+                        )
+                    seen.add(id(tensor))
+                    found.append(tensor)
+                    if found is self.parameters and tensor.requires_grad:
+                        self.trainable.append(tensor)
 
     def names(self, tensors: Iterable[Tensor]) -> list[str]:
         """The names of `tensors`, for messages and comparisons."""
@@ -57,26 +76,6 @@ class Replica:
         everything = self.parameters + self.buffers
         names = self.names(everything)
         return next((name for name, other in zip(names, everything, strict=True) if other is tensor), "a tensor")
-
-    def _walk(self, module: nn.Module) -> None:
-        if id(module) in self._seen:
-            return
-        self._seen.add(id(module))
-        self.modules.append(module)
-        self._add(module._parameters.values(), self.parameters)
-        self._add(module._buffers.values(), self.buffers)
-        for child in module._modules.values():
-            if child is not None:
-                self._walk(child)
-
-    def _add(self, tensors: Iterable[Tensor | None], found: list[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor is None or id(tensor) in self._seen or getattr(tensor, SHARDED, False):
-                continue
-            if is_lazy(tensor):
-                raise ArgumentError("The net has lazy parameters without a shape. Run one batch through it first.")
-            self._seen.add(id(tensor))
-            found.append(tensor)
 
 
 def _checked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

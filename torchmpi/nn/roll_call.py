@@ -9,7 +9,7 @@ import torch
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, MismatchError
-from .reduction import Reduction
+from .gradient_reduction import GradientReduction
 from .replica import Attachment, Net, attached
 
 ROLL_CALL = "torchmpi_join"
@@ -49,12 +49,12 @@ class RollCall(Attachment):
         """Announce that this rank has run out; the round to shadow, or None when all have."""
         return self._exchange([0, 0, 0, 0])
 
-    def reduction(self, call: Round) -> Reduction:
+    def reduction(self, call: Round) -> GradientReduction:
         """How the gradients of a round are combined."""
         size = self.comm.size
         if not call.average:
-            return Reduction(1, size)
-        return Reduction(call.num_active if self.divide_by == "active" else size, size)
+            return GradientReduction(1, size)
+        return GradientReduction(call.num_active if self.divide_by == "active" else size, size)
 
     def _exchange(self, row: list[int]) -> Round | None:
         rows = collectives.allgather(torch.tensor([row]), comm=self.comm).tolist()

@@ -1,46 +1,55 @@
-"""Replicas made equal, and gradients combined, in one call each."""
+"""Synchronization of parameters and gradients in one call each."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from .. import collectives
-from ..collectives import fused
+from ..collectives.tensor_lists import plan_lists, reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
+from ..session import runtime
 from ..tensors import buffers, fusion
-from .agreement import Presence, agree_on_gradients, check_same_layout
-from .blocksequential import gradient_buckets_of, parameter_blocks_of
+from .agreement import check_same_layout
+from .blocksequential import BlockSequential, gradient_buckets_of, parameter_blocks_of
 from .buckets import CopiedBucket, SeatedBucket
-from .channel import default_bucket_bytes, resolve
-from .reduction import Reduction
+from .channel import default_bucket_bytes
+from .gradient_reduction import GradientReduction
+from .gradients import GradientList, shared_gradients
 from .replica import Net, Replica, attached
 from .roll_call import DIRECT, ROLL_CALL, refuse_inside_join
-from .sharing import shared_gradients
-from .sparse import reduce_sparse
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
-_IN_FLIGHT = 3  # buckets: one on the wire, one being filled, one behind it so that the wire never waits
+_IN_FLIGHT = 3  # buckets: one is sent, one is filled, and one waits so that the network is never idle
 
 
 @torch.no_grad()
 def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: int | Communicator | None = None) -> None:
-    """Give all ranks the parameters and buffers of rank 0, or the average over the ranks.
+    """Give all ranks the parameters and buffers of rank 0, or their average over the ranks.
 
-    `net` is a module or an iterable of tensors. With `with_allreduce` floating tensors are averaged; integer
-    ones (such as the batch counter of batch norm) still come from rank 0, since their average is no integer.
-    Parameters that are sharded over the ranks stay as they are. Raises :class:`~torchmpi.errors.ReplicaError`
-    on all ranks, before anything is sent, if the nets differ in names, shapes or dtypes.
+    Parameters that are sharded over the ranks stay unchanged.
 
+    Args:
+        net: A module or an iterable of tensors.
+        with_allreduce: Average floating-point tensors. Integer tensors (such as the batch counter of batch norm) are
+            still copied from rank 0, since their average is not an integer.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Raises:
+        ReplicaError: The nets differ in names, shapes or dtypes; raised on all ranks before anything is sent.
+        ArgumentError: The net is inside :func:`~torchmpi.nn.join`.
+
+    Example:
         model = Net().to(mpi.device())
         mpinn.synchronize_parameters(model)
     """
     refuse_inside_join(net, "synchronize_parameters")
-    communicator = resolve(comm)
+    communicator = runtime.communicator(comm)
     replica = Replica(net)
     check_same_layout(replica, replica.parameters + replica.buffers, communicator)
     if with_allreduce:
@@ -50,7 +59,7 @@ def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: int 
 
 
 def broadcast_replica(replica: Replica, root: int, comm: Communicator) -> None:
-    """Give all ranks the tensors of `root`."""
+    """Copy the tensors of `root` to all ranks."""
     _finish([collectives.broadcast_async(tensor, root, comm=comm).wait for tensor in _fused(replica)])
 
 
@@ -64,7 +73,7 @@ def _copy_or_average(replica: Replica, comm: Communicator) -> None:
 
 
 def _fused(replica: Replica) -> list[Tensor]:
-    """The tensors to send: whole blocks where parameters lie in blocks, single tensors elsewhere."""
+    """Return the tensors to send: blocks that hold several parameters, and single tensors."""
     blocks, in_blocks = parameter_blocks_of(replica.modules)
     rest = [parameter.detach() for parameter in replica.parameters if id(parameter) not in in_blocks]
     return blocks + rest + [buffer.detach() for buffer in replica.buffers]
@@ -79,14 +88,25 @@ def _finish(finishers: Iterable[Callable[[], object]]) -> None:
 def synchronize_gradients(
     net: Net, average: bool = True, *, bucket_bytes: int | None = None, comm: int | Communicator | None = None
 ) -> None:
-    """Replace each ``.grad`` by its average over the ranks (``average=False``: the sum).
+    """Replace each ``.grad`` by its average over the ranks.
 
-    Within a host they are combined where they lie. Between hosts they are fused into buckets of up to `bucket_bytes`
-    (default: the ``bucket_bytes`` setting), and one bucket is filled while another is on the wire. The result has the
-    same bits as a loop over ``mpi.allreduce(p.grad, op="avg")``. A gradient that is missing on some ranks counts as
-    zero there; one that is missing on all stays ``None``. Frozen and sharded parameters are left alone. Sparse
-    gradients stay sparse.
+    Within a host, gradients are reduced where they lie. Between hosts they are packed into buckets, and one bucket is
+    filled while another one is sent. The result has the same bits as a loop over ``mpi.allreduce(p.grad, op="avg")``.
 
+    A gradient that is missing on some ranks counts as zero there; one that is missing on all ranks stays ``None``.
+    Frozen and sharded parameters stay unchanged. Sparse gradients stay sparse.
+
+    Args:
+        net: A module or an iterable of parameters.
+        average: Divide the sum by the number of ranks; False keeps the sum.
+        bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Raises:
+        GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
+        ArgumentError: The net is registered for asynchronous backward, or was joined on another communicator.
+
+    Example:
         loss.backward()
         mpinn.synchronize_gradients(model)
         optimizer.step()
@@ -96,9 +116,9 @@ def synchronize_gradients(
             "synchronize_gradients(): the net is registered for asynchronous backward, so its gradients are "
             "on their way. Call synchronize_gradients_async(net), or unregister_async_backward(net) first."
         )
-    communicator = resolve(comm)
-    bucket_bytes = default_bucket_bytes(bucket_bytes)
-    reduction = Reduction(communicator.size if average else 1, communicator.size)
+    communicator = runtime.communicator(comm)
+    size = communicator.intra.size
+    reduction = GradientReduction(size if average else 1, size)
     roll_call = attached(net, ROLL_CALL)
     if roll_call is not None:
         if roll_call.comm is not communicator:
@@ -106,53 +126,75 @@ def synchronize_gradients(
                 f"synchronize_gradients(comm={communicator!r}): the net was joined on {roll_call.comm!r}. "
                 "Give join() and the calls inside it the same comm."
             )
-        reduction = roll_call.reduction(roll_call.active(DIRECT, average, bucket_bytes))
+        reduction = roll_call.reduction(roll_call.active(DIRECT, average, default_bucket_bytes(bucket_bytes)))
     reduce_gradients(Replica(net), reduction, bucket_bytes, communicator)
 
 
 @torch.no_grad()
-def reduce_gradients(replica: Replica, reduction: Reduction, bucket_bytes: int, comm: Communicator) -> None:
-    """What `synchronize_gradients` does once it is clear how: agree, then bucket after bucket."""
-    parameters = replica.trainable
-    is_within_host = comm.intra.status_board is not None and all(parameter.is_cpu for parameter in parameters)
+def reduce_gradients(
+    replica: Replica, reduction: GradientReduction, bucket_bytes: int | None, comm: Communicator
+) -> None:
+    """Reduce the gradients of a net over the ranks."""
+    # 1. List the gradients of this rank.
+    gradients = GradientList(replica.trainable)
+    is_within_host = comm.intra.status_board is not None and gradients.is_on_host
     shared = shared_gradients(replica.net) if is_within_host else None
-    whole = shared.whole(parameters) if shared is not None else None
-    presence = agree_on_gradients(replica, parameters, comm, scattered=whole is None)
-    if whole is not None and not presence.is_scattered:
-        for flat in whole.flats:
+    flats = shared.flats(gradients.tensors) if shared is not None and shared.blocks else None
+
+    # 2. Agree: which gradients exist on any rank, and do they lie in shared blocks on all ranks?
+    presence = gradients.agree(replica, comm, scattered=flats is None)
+    if flats is not None and not presence.is_scattered:
+        for flat in flats:
             reduction.run(flat, comm)
-        buffers.touch_all(whole.gradients)
+        buffers.touch_all([gradient for gradient in gradients.tensors if gradient is not None])
         return
-    dense = [parameter for parameter, is_dense in zip(parameters, presence.is_dense, strict=True) if is_dense]
-    for parameter in dense:
+    dense: list[Tensor] = []
+    for parameter in presence.dense:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if shared is not None and len(dense) == len(parameters):
+        dense.append(parameter.grad)
+    if shared is not None and len(dense) == len(gradients.parameters):
         shared.move(dense)
-    blocks, rest = _blocks_and_rest(replica, dense)
-    if is_within_host and fused.takes_as_they_lie(rest, comm):
-        _reduce_within_host(blocks, rest, reduction, comm)
-    else:
-        _reduce_over_wire(_buckets(blocks, rest, bucket_bytes), reduction, comm)
-    reduce_sparse_gradients(parameters, presence, reduction, comm)
 
-
-Buckets = Iterator[SeatedBucket | CopiedBucket]
+    # 3. Reduce and write back: within a host in place, otherwise in buckets.
+    blocks: list[SeatedBucket] = []
+    if [module for module in replica.modules if isinstance(module, BlockSequential)]:
+        blocks, dense = _blocks_and_rest(replica, presence.dense)
+    if not is_within_host or not _reduce_within_host(blocks, dense, reduction, comm):
+        _reduce_in_buckets(blocks, dense, reduction, default_bucket_bytes(bucket_bytes), comm)
+    for parameter in presence.sparse:
+        reduction.run_sparse(parameter, comm)
 
 
 def _reduce_within_host(
-    blocks: Sequence[SeatedBucket], rest: Sequence[Tensor], reduction: Reduction, comm: Communicator
-) -> None:
-    """One after the other: the ranks' own cores do the work, so there is nothing to overlap with."""
+    blocks: Sequence[SeatedBucket], rest: Sequence[Tensor], reduction: GradientReduction, comm: Communicator
+) -> bool:
+    """Reduce in place, one after the other, since the cores of the ranks do the work; False if tensors need packing."""
+    lists = tensor_lists(rest, comm.intra)
+    op = "avg" if reduction.divisor == reduction.size else "sum"
+    if not plan_lists(lists, comm, op):
+        return False
     for block in blocks:
         reduction.run(block.pack(), comm)
-    reduction.run_many(rest, comm)
+    if reduction.divisor in (reduction.size, 1):
+        reduce_unpacked(lists, comm)
+    else:
+        reduction.run_many([tensor for members in lists for tensor in members.tensors], comm)
+    return True
 
 
-def _reduce_over_wire(buckets: Buckets, reduction: Reduction, comm: Communicator) -> None:
-    """Some packed or unpacked while others travel."""
+def _reduce_in_buckets(
+    blocks: Sequence[SeatedBucket],
+    rest: Sequence[Tensor],
+    reduction: GradientReduction,
+    bucket_bytes: int,
+    comm: Communicator,
+) -> None:
+    """Pack some buckets and unpack others while some are sent."""
+    packed = [[rest[index] for index in indices] for indices in fusion.plan_buckets(rest, bucket_bytes)]
     in_flight: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
-    for bucket in buckets:
+    buckets: Iterable[SeatedBucket | CopiedBucket] = chain(blocks, map(CopiedBucket, packed))
+    for bucket in buckets:  # a bucket is freed as soon as it is unpacked
         in_flight.append((reduction.start(bucket.pack(), comm), bucket.unpack))
         if len(in_flight) == _IN_FLIGHT:
             _finish(in_flight.popleft())
@@ -160,17 +202,8 @@ def _reduce_over_wire(buckets: Buckets, reduction: Reduction, comm: Communicator
         _finish(steps)
 
 
-def reduce_sparse_gradients(
-    parameters: Sequence[Tensor], presence: Presence, reduction: Reduction, comm: Communicator
-) -> None:
-    """The gradients that do not fit into buckets, one after the other."""
-    for parameter, is_sparse in zip(parameters, presence.is_sparse, strict=True):
-        if is_sparse:
-            reduce_sparse(parameter, reduction, comm)
-
-
 def _blocks_and_rest(replica: Replica, parameters: Sequence[Tensor]) -> tuple[list[SeatedBucket], list[Tensor]]:
-    """Blocks of a BlockSequential that hold some of the gradients, and the other gradients."""
+    """Return the blocks of BlockSequential modules that hold some of the gradients, and the other gradients."""
     wanted, blocks = {id(parameter) for parameter in parameters}, []
     for block in gradient_buckets_of(replica.modules):
         members = {id(parameter) for parameter in block.parameters}
@@ -178,12 +211,4 @@ def _blocks_and_rest(replica: Replica, parameters: Sequence[Tensor]) -> tuple[li
             wanted -= members
             blocks.append(block)
     rest = [parameter.grad for parameter in parameters if id(parameter) in wanted and parameter.grad is not None]
-    # Detached: parameters may have one gradient in common, but each counts.
-    return blocks, [gradient.detach() for gradient in rest]
-
-
-def _buckets(blocks: Sequence[SeatedBucket], rest: Sequence[Tensor], bucket_bytes: int) -> Buckets:
-    """Blocks as they are, everything else fused."""
-    yield from blocks
-    for indices in fusion.plan_buckets(rest, bucket_bytes):
-        yield CopiedBucket([rest[index] for index in indices])
+    return blocks, rest

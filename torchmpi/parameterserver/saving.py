@@ -23,7 +23,7 @@ from ..shared_memory.kernels.shard_layout import MOST_STATES, STEPS, VERSION
 from ..tensors import archive
 from ..tensors.dtypes import short_name
 from .servers import Server
-from .service import Service, Step, service_of
+from .service import Service, call_on_servers, service_of
 
 _MARK = ("torchmpi_shards", 1)
 _INDEX = "servers.json"
@@ -61,7 +61,7 @@ def _collectively(group: Group, collective: str, action: Callable[[Service], Non
         raise CheckpointError(
             f"{group.where}: communicator {group.name} has no servers. Call parameterserver.init first."
         )
-    group.call(Step(group, collective, "all servers", partial(_undisturbed, service, action)), None, None, 0)
+    call_on_servers(group, collective, "all servers", partial(_undisturbed, service, action))
 
 
 def _undisturbed(service: Service, action: Callable[[Service], None]) -> None:

@@ -19,7 +19,7 @@ from ..tensors import buffers, streams
 from ..tensors import dtypes as dtype_table
 from .actor import Shards
 from .rules import Prepared, Rule, prepare
-from .service import Service, Step, require_threads, service_of
+from .service import Service, call_on_servers, require_threads, service_of
 
 INLINE_BYTES = 256 << 10
 """Up to this size a call runs in the caller's thread, if all shards are within reach."""
@@ -111,8 +111,7 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
     require_threads(group)
     plain = buffers.plain(tensor, to_host=True)
     subject = f"{dtype_table.short_name(tensor.dtype)} {list(tensor.shape)}{'' if name is None else f' named {name!r}'}"
-    server: Server = group.call(Step(group, "server_init", subject, partial(_make, group, plain, name)), None, None, 0)
-    return server
+    return call_on_servers(group, "server_init", subject, partial(_make, group, plain, name))
 
 
 def _make(group: Group, tensor: torch.Tensor, name: str | None) -> Server:
@@ -268,7 +267,7 @@ def free(server: Server) -> None:
     """
     _check_open(server, "free")
     group = server.group
-    group.call(Step(group, "server_free", f"server {server.number}", partial(_free, server)), None, None, 0)
+    call_on_servers(group, "server_free", f"server {server.number}", partial(_free, server))
 
 
 def _free(server: Server) -> None:

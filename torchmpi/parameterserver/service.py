@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
-from ..communicators.call_log import call_code
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, share
 from ..errors import CommunicatorError, MismatchError, TorchMPIError
@@ -15,6 +15,8 @@ from . import remote
 from .actor import Actor, Shards
 from .arena import CLIENT, SERVER, Arena, Memory
 from .shards import layout
+
+T = TypeVar("T")
 
 
 class Service:
@@ -112,38 +114,25 @@ def service_of(group: Group) -> Service | None:
     return next((item for item in group.attachments if isinstance(item, Service)), None)
 
 
-class Step:
-    """Something collective about servers, as a call like others: in order, and noticed if a rank does another.
+def call_on_servers(group: Group, collective: str, subject: str, action: Callable[[], T]) -> T:
+    """Run `action`, a collective operation on servers, as a call that the ranks compare.
 
-    `subject` is what it is about, which must be the same on all ranks, or it is refused on all: half of them would be
-    in the middle of it when the others find out, and meet them there in their next call.
+    `subject` describes the object of the operation. It must be the same on all ranks; otherwise all ranks raise before
+    the action starts, since a rank inside the action could not be stopped by one that finds the difference later.
     """
 
-    is_whole = False
-
-    def __init__(self, group: Group, collective: str, subject: str, action: Any) -> None:
-        self.collective, self.code = collective, call_code(collective)
-        self._group, self._subject, self._action = group, subject, action
-
-    def shape_of(self, tensor: Any) -> tuple[int, ...]:
-        """For the ledger: that of the subject is compared here."""
-        return ()
-
-    def run(self, tensor: Any, out: Any, root: int) -> Any:
-        """Called by the group in its turn."""
-        group = self._group
-        group.call_log.announce()
-        calls = group.comm.allgather((group.call_log.seq, self._subject))
+    def run() -> T:
+        calls = group.comm.allgather((group.call_log.seq, subject))
         if calls != [calls[0]] * group.size:
             listing = "; ".join(
-                f"rank {rank}: {subject}, call #{seq}"
-                for rank, (seq, subject) in zip(group.world_ranks, calls, strict=True)
+                f"rank {rank}: {what}, call #{seq}" for rank, (seq, what) in zip(group.world_ranks, calls, strict=True)
             )
             raise MismatchError(
-                f"{group.where}: the ranks called {self.collective} with different things: {listing}. "
-                "Pass the same on all."
+                f"{group.where}: the ranks called {collective} with different things: {listing}. Pass the same on all."
             )
-        return self._action()
+        return action()
+
+    return group.call_action(collective, run)
 
 
 def require_threads(group: Group) -> None:

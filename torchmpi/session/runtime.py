@@ -26,7 +26,6 @@ from ..backends.p2p import P2PBackend
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
-from ..communicators.call_log import call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack, used
@@ -40,7 +39,8 @@ from .watchdog import Watchdog
 
 Initialiser = Callable[[], Any]
 
-_runtime: Runtime | None = None
+running: Runtime | None = None
+"""The runtime between ``start()`` and ``stop()``, else None."""
 _chosen = used.get
 _why_not = "torchmpi has not been started. Call mpi.start() first, or use `with mpi.started():`."
 
@@ -221,26 +221,8 @@ class Runtime:
         """Finish what is under way, agree that this is the end, and give everything back in reverse order."""
         for group in list(self.context.groups):
             group.drain()
-        self.world.call(_StopPlan(self.world), None, None, 0)
+        self.world.call_action("stop", self.world.comm.Barrier)
         self.resources.close()
-
-
-class _StopPlan:
-    """The last call: a barrier under a name of its own, so that a rank which is elsewhere is noticed."""
-
-    collective = "stop"
-    code = call_code("stop")
-    is_whole = False
-
-    def __init__(self, world: Group) -> None:
-        self._world = world
-
-    def shape_of(self, tensor: Any) -> tuple[int, ...]:
-        return ()
-
-    def run(self, tensor: Any, out: Any, root: int) -> None:
-        self._world.call_log.announce()
-        self._world.comm.Barrier()
 
 
 def start(
@@ -264,17 +246,16 @@ def start(
         print(mpi.rank(), "of", mpi.size())
         mpi.stop()
     """
-    global _runtime
-    if _runtime is not None:
+    global running
+    if running is not None:
         raise AlreadyStartedError(
-            f"rank {_runtime.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
+            f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
             "(a start() or `with mpi.started()` that raised leaves it started, since stopping is collective)."
         )
-    runtime = Runtime(config, with_cuda=with_cuda, cartesian=cartesian)
-    _runtime = runtime
-    runtime.make_levels(custom_communicator_init, collective_communicator, ipc_groups=ipc_groups)
-    if runtime.world.rank == 0 and runtime.config.verbose:
-        print(runtime.summary(), file=sys.stderr, flush=True)
+    running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian)
+    running.make_levels(custom_communicator_init, collective_communicator, ipc_groups=ipc_groups)
+    if running.world.rank == 0 and running.config.verbose:
+        print(running.summary(), file=sys.stderr, flush=True)
 
 
 def stop() -> None:
@@ -282,41 +263,41 @@ def stop() -> None:
 
     MPI itself is finalized when the interpreter exits, if it was started here: so ``start()`` may follow again.
     """
-    global _runtime, _why_not
-    if _runtime is None:
+    global running, _why_not
+    if running is None:
         return
     error = sys.exc_info()[1]
-    if error is not None and not isinstance(error, SystemExit) and _runtime.world.size > 1:
-        _runtime.failures.announce(error)
-    _runtime.close()
-    _runtime = None
+    if error is not None and not isinstance(error, SystemExit) and running.world.size > 1:
+        running.failures.announce(error)
+    running.close()
+    running = None
     _why_not = "torchmpi has been stopped. Call mpi.start() again before using it."
 
 
 def current() -> Runtime:
     """The running runtime, or a refusal."""
-    if _runtime is None:
+    if running is None:
         raise NotStartedError(_why_not)
-    return _runtime
+    return running
 
 
 def communicator(comm: Comm) -> Communicator:
     """The communicator meant by a ``comm=`` argument of a verb."""
-    if comm is None and _runtime is not None:
-        return _runtime.communicators.default if _chosen() is None else _runtime.communicators.current
+    if comm is None and running is not None:
+        return running.communicators.default if _chosen() is None else running.communicators.current
     return current().communicators.find(comm)
 
 
 def is_running() -> bool:
     """Whether ``start()`` has been called and ``stop()`` has not."""
-    return _runtime is not None
+    return running is not None
 
 
 def _forget_in_forked_child() -> None:
-    global _runtime, _why_not
+    global running, _why_not
     fast_path.invalidate_in_child()
-    if _runtime is not None:
-        _runtime = None
+    if running is not None:
+        running = None
         _why_not = (
             "This process was forked from a rank and is none itself (a DataLoader worker?). Communicate in the "
             "main process only, "

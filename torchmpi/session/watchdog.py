@@ -17,6 +17,7 @@ from typing import Any
 from ..communicators import call_log
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, GroupContext
+from ..communicators.status_board import request_status
 from ..config import Config
 from ..shared_memory import memory_layout
 from .remote_status import Answer, Inquiry
@@ -191,7 +192,7 @@ class Watchdog(threading.Thread):
             entered, left = log_board.get(row, memory_layout.ENTERED), log_board.get(row, memory_layout.LEFT)
             text = ""
             if entered < seq:
-                text = call_log.ask(
+                text = request_status(
                     log_board, group.rank, row, patience_seconds=_ANSWER_PATIENCE_SECONDS, meanwhile=self._answer_all
                 )
             if row != group.rank:

@@ -10,6 +10,7 @@ import torch
 from ...communicators.call_log import call_code
 from ...communicators.group import Group
 from ...communicators.handle import Handle
+from ...communicators.plan import Plan
 from ...tensors import dtypes
 from ..base import Operation
 
@@ -19,19 +20,6 @@ _EXACT = ("min", "max")
 
 BindStep = Callable[[Group, str, torch.dtype | None, str | None], Operation]
 """``bind_step(group, verb, dtype, op)``: a flat verb on one group, by the backend that suits the group."""
-
-
-class _StepPlan:
-    """A step as `Group.call` and `Group.perform` take it. What it is part of has been compared between the ranks."""
-
-    is_whole = False
-
-    def __init__(self, collective: str, code: int, run: Operation) -> None:
-        self.collective, self.code, self.run = collective, code, run
-
-    def shape_of(self, tensor: Any) -> tuple[int, ...]:
-        """Nothing to compare."""
-        return ()
 
 
 class Steps:
@@ -49,15 +37,16 @@ class Steps:
         """One step, by who has the turn on the lane of the group."""
         return group.perform(self._plan(group, collective, source, destination), source, destination, root)
 
-    def _plan(self, group: Group, collective: str, source: Any, destination: Any) -> _StepPlan:
+    def _plan(self, group: Group, collective: str, source: Any, destination: Any) -> Plan:
         tensor = destination if source is None else source
         dtype = None if tensor is None else tensor.dtype
         op = self._op if collective in _REDUCING else None
         key = ("step", collective, op, dtype)
-        plan: _StepPlan | None = group.plans.get(key)
+        plan: Plan | None = group.plans.get(key)
         if plan is None:
+            # No shape: the ranks have compared the call of which this is a step.
             code = call_code(collective, op, dtypes.info(dtype).code if dtype is not None else 0)
-            plan = group.plans[key] = _StepPlan(collective, code, self._bind_step(group, collective, dtype, op))
+            plan = group.plans[key] = Plan(collective, code, self._bind_step(group, collective, dtype, op))
         return plan
 
 

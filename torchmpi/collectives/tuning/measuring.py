@@ -117,7 +117,7 @@ class Work:
             function = getattr(collectives, f"{collective}_async" if self._is_async else collective)
             self._call = lambda name: function(given, comm=communicator, backend=name)
 
-    def _barrier(self, running: runtime.Runtime, known: dict[str, prepared.Plan], name: str) -> None:
+    def _barrier(self, running: runtime.Runtime, known: dict[str, prepared.PreparedPlan], name: str) -> None:
         if name not in known:  # barrier() itself has no backend=
             key = ("barrier", None, None, "cpu", True, name, False)
             known[name] = prepared.prepare(running, self._communicator, key)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...collectives import fused
+from ...collectives.tensor_lists import allreduce_many
 from ...communicators.levels import Comm
 from ...session import runtime
 from .periodic import PeriodicUpdate
@@ -64,7 +64,7 @@ class LocalSGDUpdate(PeriodicUpdate):
 
     def _integrate(self) -> None:
         """Make the parameters of all ranks equal."""
-        fused.allreduce_many(self._parameters, op="avg", comm=self.communicator)
+        allreduce_many(self._parameters, op="avg", comm=self.communicator)
 
     def finish(self) -> None:
         """Average a last time, if there were steps since. Collective."""

@@ -1,0 +1,216 @@
+"""The asynchronous collectives: the collectives of :mod:`torchmpi.collectives.operations`, run in the background.
+
+Each function returns a :class:`~torchmpi.communicators.handle.Handle`. The tensors of the call must not be read or
+written until ``wait()`` has returned the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..communicators.handle import Handle
+from ..communicators.levels import Comm
+from .dispatch import submit
+
+_Tensor = torch.Tensor
+
+
+def allreduce_async(
+    tensor: Any, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
+) -> Handle:
+    """Run :func:`~torchmpi.allreduce` in the background.
+
+    Args:
+        tensor: As for the synchronous collective.
+        out: Tensor for the result; None to overwrite `tensor`.
+        op: Reduction operation, as for :func:`~torchmpi.allreduce`.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        handle = mpi.allreduce_async(gradient)
+        loss = criterion(model(x), y)       # computes meanwhile; must not use gradient
+        handle.wait()
+    """
+    return submit("allreduce", tensor, out, op=op, comm=comm, backend=backend)
+
+
+def reduce_async(
+    tensor: Any,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    op: str = "sum",
+    comm: Comm = None,
+    backend: str | None = None,
+) -> Handle:
+    """Run :func:`~torchmpi.reduce` in the background.
+
+    Args:
+        tensor: As for the synchronous collective.
+        root: The rank that gets the result.
+        out: Tensor for the result; None to overwrite `tensor`.
+        op: Reduction operation, as for :func:`~torchmpi.allreduce`.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        total = mpi.reduce_async(torch.ones(3), root=0).wait()
+    """
+    return submit("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend)
+
+
+def broadcast_async(
+    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Handle:
+    """Run :func:`~torchmpi.broadcast` in the background.
+
+    Args:
+        tensor: As for the synchronous collective.
+        root: The rank whose values are copied.
+        out: Tensor for the result; None to overwrite `tensor`.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        mpi.broadcast_async(weights, root=0).wait()
+    """
+    return submit("broadcast", tensor, out, root=root, comm=comm, backend=backend)
+
+
+def allgather_async(
+    tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Handle:
+    """Run :func:`~torchmpi.allgather` in the background.
+
+    Args:
+        tensor: As for the synchronous collective.
+        out: Tensor for the result; None to allocate one.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        ranks = mpi.allgather_async(torch.tensor(mpi.rank())).wait()
+    """
+    return submit("allgather", tensor, out, comm=comm, backend=backend)
+
+
+def gather_async(
+    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Handle:
+    """Run :func:`~torchmpi.gather` in the background.
+
+    Args:
+        tensor: As for the synchronous collective.
+        root: The rank that gets the result.
+        out: Tensor for the result; None to allocate one.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        everything = mpi.gather_async(torch.ones(2), root=0).wait()     # None on the other ranks
+    """
+    return submit("gather", tensor, out, root=root, comm=comm, backend=backend)
+
+
+def scatter_async(
+    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Handle:
+    """Run :func:`~torchmpi.scatter` in the background.
+
+    Args:
+        tensor: The tensor to split on the root; None on the other ranks.
+        root: The rank whose tensor is split.
+        out: Tensor for the result; None to allocate one.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        part = mpi.scatter_async(torch.arange(10) if mpi.rank() == 0 else None, root=0).wait()
+    """
+    return submit("scatter", tensor, out, root=root, comm=comm, backend=backend)
+
+
+def reduce_scatter_async(
+    tensor: _Tensor, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
+) -> Handle:
+    """Run :func:`~torchmpi.reduce_scatter` in the background.
+
+    Args:
+        tensor: As for the synchronous collective.
+        out: Tensor for the result; None to allocate one.
+        op: Reduction operation, as for :func:`~torchmpi.allreduce`.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        mine = mpi.reduce_scatter_async(torch.ones(mpi.size(), 3)).wait()
+    """
+    return submit("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend)
+
+
+def alltoall_async(
+    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+) -> Handle:
+    """Run :func:`~torchmpi.alltoall` in the background.
+
+    Args:
+        tensor: As for the synchronous collective.
+        out: Tensor for the result; None to allocate one.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        A handle whose ``wait()`` returns the result.
+
+    Raises:
+        ArgumentError: The arguments cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        parts = mpi.alltoall_async(torch.full((mpi.size(),), mpi.rank())).wait()
+    """
+    return submit("alltoall", tensor, out, comm=comm, backend=backend)

@@ -1,0 +1,308 @@
+"""Allreduce of lists of tensors.
+
+Tensors of one dtype and device form one :class:`TensorList`. If the backend reduces tensors at separate addresses, as
+the one for shared memory does, a list is one call and nothing is packed; otherwise tensors are packed into messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..communicators.communicator import Communicator
+from ..communicators.group import Group
+from ..communicators.handle import Handle
+from ..communicators.levels import Comm
+from ..errors import ArgumentError
+from ..session import runtime
+from ..tensors import buffers, fusion, streams
+from . import dispatch, operations
+from .prepared import PreparedPlan, list_signature
+
+_Tensor = torch.Tensor
+_Started = tuple[Handle, Callable[[], object]]
+"""A call in flight, and the function that writes its result back."""
+
+_LINE_BYTES = 64
+_OFFSET, _ADDRESS, _LENGTH = range(3)
+
+
+class TensorList:
+    """Tensors of one dtype on one device, and the plan that reduces them.
+
+    A backend that reduces tensors at separate addresses treats them as one stream of bytes, described by `table`. It
+    works in the memory of the tensors, or in copies of tensors that are not contiguous or that overlap; `write_back`
+    copies these back.
+
+    Attributes:
+        tensors: The tensors, in the order of the list they were taken from.
+        plan: The plan of an allreduce of one of them.
+        work: The tensors to reduce in place, set by `begin`.
+        table: For each tensor that is not empty its offset in the stream, address and length in bytes.
+        num_bytes: The length of the stream.
+        signature: What the ranks compare: elements in all, number of tensors, checksum of their shapes.
+    """
+
+    __slots__ = (
+        "_is_direct",
+        "_rows",
+        "device_type",
+        "dtype",
+        "num_bytes",
+        "plan",
+        "signature",
+        "table",
+        "tensors",
+        "work",
+    )
+
+    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
+        self.dtype, self.device_type = dtype, device_type
+        self.tensors: list[_Tensor] = []
+        self._is_direct = True
+        self._rows: list[tuple[int, int, int]] = []
+        self.plan: PreparedPlan
+
+    def begin(self) -> None:
+        """Determine the memory to reduce."""
+        tensors = self.tensors
+        if self._is_direct:
+            self.work = tensors
+        else:
+            self.work = [each if buffers.is_direct(each) else buffers.plain(each, to_host=False) for each in tensors]
+            self._rows = [(0, each.data_ptr(), each.nbytes) for each in self.work]
+        if self._make_table():
+            self.work = [each.detach().clone(memory_format=torch.contiguous_format) for each in self.work]
+            self._rows = [(0, each.data_ptr(), each.nbytes) for each in self.work]
+            self._make_table()
+        numel = int(self.table[:, _LENGTH].sum()) // self.dtype.itemsize
+        self.signature = (numel, *list_signature(tuple([each.shape for each in tensors])))
+
+    def _make_table(self) -> bool:
+        """Make the table from the addresses, and return whether any two tensors overlap."""
+        table = np.array(self._rows, np.int64).reshape(-1, 3)
+        table = table[table[:, _LENGTH] > 0]
+        ends = np.cumsum(-(-table[:, _LENGTH] // _LINE_BYTES) * _LINE_BYTES)
+        table[1:, _OFFSET] = ends[:-1]
+        self.table, self.num_bytes = table, int(table[-1, _OFFSET] + table[-1, _LENGTH]) if len(table) else 0
+        by_address = table[table[:, _ADDRESS].argsort()]
+        # Memory that belongs to two tensors would be reduced twice.
+        return bool((by_address[:-1, _ADDRESS] + by_address[:-1, _LENGTH] > by_address[1:, _ADDRESS]).any())
+
+    def numel(self) -> int:
+        """Return the number of elements in all."""
+        return self.signature[0]
+
+    def write_back(self) -> None:
+        """Copy results out of the copies, and tell autograd that the tensors have changed."""
+        if self.work is self.tensors:
+            try:
+                buffers.increment_version(tuple(self.tensors))
+            except RuntimeError:
+                buffers.touch_all(self.tensors)
+            return
+        for tensor, work in zip(self.tensors, self.work, strict=True):
+            if work is tensor:
+                buffers.touch(tensor)
+            else:
+                buffers.overwrite(tensor, work)
+
+
+def tensor_lists(tensors: Iterable[_Tensor], group: Group) -> list[TensorList]:
+    """Group tensors by dtype and device, in the order of their first occurrence: the same lists on all ranks.
+
+    Each tensor is inspected once, and rejected here if it cannot be sent.
+    """
+    lists: dict[tuple[torch.dtype, torch.device], TensorList] = {}
+    for tensor in tensors:
+        is_direct = (
+            type(tensor) is _Tensor
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.is_contiguous()
+            and not (tensor.is_neg() or tensor.is_conj() or tensor.requires_grad)
+        )
+        address = tensor.data_ptr() if is_direct else 0
+        if not address:
+            buffers.check(tensor, f"{group.where}: allreduce_many", written=True)
+            is_direct = buffers.is_direct(tensor)
+            address = tensor.data_ptr()
+        key = tensor.dtype, tensor.device
+        members = lists.get(key)
+        if members is None:
+            members = lists[key] = TensorList(tensor.dtype, tensor.device.type)
+        members.tensors.append(tensor)
+        members._rows.append((0, address, tensor.nbytes))
+        if not is_direct:
+            members._is_direct = False
+    return list(lists.values())
+
+
+def plan_lists(
+    lists: Sequence[TensorList], comm: Communicator, op: str, backend: str | None = None, *, asynchronous: bool = False
+) -> bool:
+    """Look up the plan of each list, and return whether no list needs packing; the answer is the same on all ranks."""
+    known, is_unpacked = comm.intra.plans, True
+    for members in lists:
+        key = ("allreduce", op, members.dtype, members.device_type, True, backend, asynchronous)
+        plan: PreparedPlan | None = known.get(key)
+        members.plan = dispatch.plan_for(comm, key) if plan is None else plan
+        is_unpacked = is_unpacked and members.plan.many is not None
+    return is_unpacked
+
+
+def reduce_unpacked(lists: Sequence[TensorList], comm: Communicator) -> None:
+    """Reduce lists with plans that need no packing, in place."""
+    group = comm.intra
+    for members in lists:
+        assert members.plan.many is not None
+        members.begin()
+        group.call_queue.run(group.perform, members.plan.many, members, None, 0)
+        members.write_back()
+
+
+def allreduce_many(
+    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
+) -> list[_Tensor]:
+    """Run :func:`~torchmpi.allreduce` on many tensors with few messages, in place.
+
+    The results have the same bits as those of one call per tensor.
+
+    Args:
+        tensors: Tensors of any shapes, dtypes and devices; the same on every rank. No tensor may occur twice.
+        op: Reduction operation, as for :func:`~torchmpi.allreduce`.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        The list of the tensors.
+
+    Raises:
+        ArgumentError: A tensor cannot be used; no tensor has been changed then.
+        MismatchError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        mpi.allreduce_many([p.grad for p in model.parameters()], op="avg")
+    """
+    result: list[_Tensor] = _start(tensors, op, comm, backend, asynchronous=False).wait()
+    return result
+
+
+def allreduce_many_async(
+    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
+) -> Handle:
+    """Run :func:`allreduce_many` in the background; messages are sent while the next ones are packed.
+
+    Args:
+        tensors: As for :func:`allreduce_many`.
+        op: Reduction operation, as for :func:`~torchmpi.allreduce`.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+        backend: Name of the backend to use instead of the selector's choice.
+
+    Returns:
+        A handle whose ``wait()`` returns the list of the tensors.
+
+    Raises:
+        ArgumentError: A tensor cannot be used. Errors of the call itself are raised by ``wait()``.
+
+    Example:
+        handle = mpi.allreduce_many_async([p.grad for p in model.parameters()], op="avg")
+        handle.wait()
+    """
+    return _start(tensors, op, comm, backend, asynchronous=True)
+
+
+def _start(tensors: Iterable[_Tensor], op: str, comm: Comm, backend: str | None, *, asynchronous: bool) -> Handle:
+    communicator = runtime.communicator(comm)
+    group = communicator.intra
+    tensors = list(tensors)
+    lists = tensor_lists(tensors, group)
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ArgumentError(
+            f"{group.where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each one "
+            "once."
+        )
+    # All plans before the first call: a list that is rejected leaves the tensors unchanged.
+    plan_lists(lists, communicator, op, backend, asynchronous=asynchronous)
+    started: list[_Started] = []
+    for members in lists:
+        if len(members.tensors) == 1:
+            if asynchronous:
+                handle = dispatch.submit("allreduce", members.tensors[0], op=op, comm=communicator, backend=backend)
+                started.append((handle, _nothing))
+            else:
+                operations.allreduce(members.tensors[0], op=op, comm=communicator, backend=backend)
+        elif members.plan.many is None:
+            started += _start_packed(members, communicator, op, backend)
+        elif asynchronous:
+            started.append(_submit_unpacked(members, group))
+        else:
+            reduce_unpacked([members], communicator)
+    return _Writing(tensors, started)
+
+
+def _submit_unpacked(members: TensorList, group: Group) -> _Started:
+    assert members.plan.many is not None
+    members.begin()
+    plan = members.plan.many
+    # The tensors may be freed or resized before the call has ended; the memory must stay.
+    held = [tensor.detach() for tensor in members.work]
+
+    def task() -> list[_Tensor]:
+        group.perform(plan, members, None, 0)
+        return held
+
+    return group.call_queue.submit(task, f"{group.where}: allreduce_many"), members.write_back
+
+
+def _start_packed(members: TensorList, comm: Communicator, op: str, backend: str | None) -> list[_Started]:
+    started: list[_Started] = []
+    for indices in fusion.plan_buckets(members.tensors, runtime.current().config.bucket_bytes):
+        parts = [members.tensors[index] for index in indices]
+        if len(parts) == 1:
+            started.append((dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend), _nothing))
+            continue
+        flat = torch.cat([part.detach().reshape(-1) for part in parts])
+        handle = dispatch.submit_packed(comm, flat, tuple([part.shape for part in parts]), op, backend)
+        started.append((handle, partial(_unpack, flat, parts)))
+    return started
+
+
+def _unpack(flat: _Tensor, parts: Sequence[_Tensor]) -> None:
+    streams.use_here(flat)
+    fusion.unpack(flat, parts)
+
+
+def _nothing() -> None:
+    """Write nothing back: the call was in place."""
+
+
+class _Writing(Handle):
+    """Waits for all calls and writes their results back."""
+
+    __slots__ = ("_started", "_tensors", "_write_lock", "_written")
+
+    def __init__(self, tensors: list[_Tensor], started: list[_Started]) -> None:
+        super().__init__("allreduce_many")
+        self._tensors, self._started = tensors, started
+        self._write_lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        with self._write_lock:
+            if not self._is_done:
+                for handle, write_back in self._started:
+                    handle.wait(timeout)
+                    write_back()
+                self._written = streams.end_of(*self._tensors[:1])
+                self.set_result(self._tensors)
+        streams.follow(self._written, None)  # another thread has another stream
+        return super().wait(timeout)
+
+    def done(self) -> bool:
+        return all(handle.done() for handle, _ in self._started)

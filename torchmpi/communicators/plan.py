@@ -1,0 +1,34 @@
+"""What a group can run: one call, and the part of its signature that does not change between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Shape = tuple[int, ...]
+Run = Callable[[Any, Any, int], Any]
+"""``run(tensor, out, root) -> result``"""
+
+
+def no_shape(tensor: Any) -> Shape:
+    """Compare no shape between the ranks."""
+    return ()
+
+
+class Plan:
+    """A call that :meth:`~torchmpi.communicators.group.Group.perform` can run.
+
+    Attributes:
+        collective: Name of the collective, one of :data:`~torchmpi.communicators.call_log.COLLECTIVES`.
+        code: The signature that the ranks compare, without root and shape
+            (see :func:`~torchmpi.communicators.call_log.call_code`).
+        run: The function that does the work: ``run(tensor, out, root)``.
+        shape_of: Which shape of the tensor is part of the signature; None means its whole shape.
+    """
+
+    __slots__ = ("code", "collective", "run", "shape_of")
+
+    def __init__(
+        self, collective: str, code: int, run: Run, shape_of: Callable[[Any], Shape] | None = no_shape
+    ) -> None:
+        self.collective, self.code, self.run, self.shape_of = collective, code, run, shape_of

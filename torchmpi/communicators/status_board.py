@@ -1,0 +1,79 @@
+"""The status board of a group: shared memory in which the ranks of one host publish their calls and their state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..shared_memory.memory_layout import ANSWERED, ASKED, BLOCK_BYTES, BLOCK_FIELDS, CLOSED, TEXT_START_BYTES
+from ..shared_memory.segments import Segment
+
+_POLL_SECONDS = 0.02
+
+
+class StatusBoard:
+    """The status blocks of the ranks of a group, in memory that the ranks of one host share.
+
+    Each rank writes only its own block. The layout is described in :mod:`torchmpi.shared_memory.memory_layout`.
+    """
+
+    def __init__(self, segment: Segment, num_blocks: int) -> None:
+        self.segment = segment
+        self.fields = memoryview(segment.memory).cast("q")
+        self.num_blocks = num_blocks
+
+    def get(self, rank: int, field: int) -> int:
+        """Return a field of the head of a rank's block."""
+        return self.fields[rank * BLOCK_FIELDS + field]
+
+    def set(self, rank: int, field: int, value: int) -> None:
+        """Write a field of the head of this rank's block."""
+        self.fields[rank * BLOCK_FIELDS + field] = value
+
+    def write_text(self, rank: int, text: str) -> None:
+        """Write the text of this rank's block, cut to its length."""
+        data = text.encode(errors="replace")[: BLOCK_BYTES - TEXT_START_BYTES - 1]
+        start = rank * BLOCK_BYTES + TEXT_START_BYTES
+        self.segment.memory[start : start + len(data) + 1] = data + b"\0"
+
+    def read_text(self, rank: int) -> str:
+        """Return the text of a rank's block."""
+        start = rank * BLOCK_BYTES + TEXT_START_BYTES
+        return self.segment.memory[start : (rank + 1) * BLOCK_BYTES].split(b"\0", 1)[0].decode(errors="replace")
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self.fields.release()
+        self.segment.close()
+
+
+def request_status(
+    board: StatusBoard,
+    rank: int,
+    other: int,
+    *,
+    patience_seconds: float,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> str:
+    """Return the status text that the watchdog of another rank on this host writes on request.
+
+    Args:
+        board: The status board of a group with both ranks.
+        rank: This rank.
+        other: The rank whose status is requested.
+        patience_seconds: How long to wait for the answer.
+        meanwhile: Called while waiting. A watchdog passes the function that answers requests of other ranks, since
+            the other rank may be waiting for this one.
+
+    Returns:
+        The text, or an empty string if there was no answer in time.
+    """
+    before = board.get(other, ANSWERED)
+    board.set(rank, ASKED, board.get(rank, ASKED) + 1)
+    limit = time.monotonic() + patience_seconds
+    while board.get(other, ANSWERED) == before and not board.get(other, CLOSED):
+        if time.monotonic() > limit:
+            return ""
+        meanwhile()
+        time.sleep(_POLL_SECONDS)
+    return board.read_text(other)

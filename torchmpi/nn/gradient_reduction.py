@@ -1,0 +1,79 @@
+"""The reduction of gradients: a sum over ranks, divided by a number of ranks or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import collectives
+from ..collectives import tensor_lists
+from ..communicators.communicator import Communicator
+from ..tensors import sparse, streams
+
+
+class GradientReduction(NamedTuple):
+    """A sum over `size` ranks, divided by `divisor`.
+
+    A divisor of 1 gives the sum, `size` the average, and a smaller number the average over some ranks.
+    """
+
+    divisor: int
+    size: int
+
+    def run(self, flat: Tensor, comm: Communicator) -> None:
+        """Reduce `flat` in place."""
+        if self.divisor in (self.size, 1):
+            collectives.allreduce(flat, op="avg" if self.divisor == self.size else "sum", comm=comm)
+        else:
+            self.start(flat, comm)()
+
+    def run_many(self, tensors: Sequence[Tensor], comm: Communicator) -> None:
+        """Reduce a sum that is divided by another number than that of all ranks, in place."""
+        totals = [_widened(tensor) for tensor in tensors]
+        tensor_lists.allreduce_many(totals, comm=comm)
+        for tensor, total in zip(tensors, totals, strict=True):
+            torch.div(total, self.divisor, out=total)
+            if total is not tensor:
+                tensor.copy_(total)
+
+    def start(self, flat: Tensor, comm: Communicator) -> Callable[[], object]:
+        """Launch the reduction of `flat` in place and return the function that finishes it."""
+        if self.divisor in (self.size, 1):
+            op = "avg" if self.divisor == self.size else "sum"
+            return collectives.allreduce_async(flat, op=op, comm=comm).wait
+        total = _widened(flat)
+        handle = collectives.allreduce_async(total, op="sum", comm=comm)
+
+        def finish() -> None:
+            handle.wait()
+            streams.use_here(total)  # possibly allocated on the stream of a hook
+            torch.div(total, self.divisor, out=total)
+            if total is not flat:
+                flat.copy_(total)
+
+        return finish
+
+    def run_sparse(self, parameter: Tensor, comm: Communicator) -> None:
+        """Replace the sparse gradient of `parameter` by the reduction over all ranks; a missing gradient is zero.
+
+        The result is sparse and coalesced, and the same on all ranks.
+        """
+        gradient = parameter.grad
+        if gradient is None:
+            # Only ranks with a gradient know which dimensions are sparse; autograd makes sparse rows only.
+            indices = torch.empty(0, 1, dtype=torch.int64, device=parameter.device)
+            values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+        else:
+            indices, values = sparse.entries(gradient)
+        gather = partial(collectives.allgather, comm=comm)
+        total = sparse.total(indices, values, parameter.shape, gather, divisor=self.divisor)
+        parameter.grad = total.coalesce()
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return 16-bit values in float32: a sum that is divided afterwards must be rounded once, not twice."""
+    return tensor.float() if tensor.element_size() < 4 and tensor.is_floating_point() else tensor

@@ -1,0 +1,167 @@
+"""The gradients of a net in one step: which exist on which rank, and whether they lie in shared memory.
+
+Gradients that persist over several steps, with ``zero_grad(set_to_none=False)`` or accumulation over several backward
+passes, are moved into shared memory at the second call, so that the ranks of one host reduce them in place. The tensors
+remain the same objects; only their memory is exchanged. They then lie in one block per dtype, which one call reduces.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import collectives
+from ..communicators.communicator import Communicator
+from ..errors import GradientError
+from ..session import runtime
+from ..tensors import fusion
+from .buckets import aligned_offsets, allocate_flat, dense_view
+from .replica import Attachment, Replica, attach, attached
+
+_DENSE, _SPARSE, _FAILED, _SCATTERED = 1, 2, 4, 8
+_MIN_SHARED_BYTES = 32 << 10  # of the largest gradient: smaller ones gain nothing
+SHARED_GRADIENTS = "torchmpi_shared_gradients"
+
+
+class Presence(NamedTuple):
+    """What the ranks have agreed on."""
+
+    dense: Sequence[Tensor]
+    """The parameters of which some rank has a dense gradient."""
+    sparse: Sequence[Tensor]
+    """The parameters of which some rank has a sparse gradient."""
+    is_failed: bool
+    """Whether backward failed on some rank."""
+    is_scattered: bool
+    """Whether some rank has its gradients elsewhere than in shared blocks."""
+
+
+class GradientList:
+    """The gradients of some parameters on this rank, read once.
+
+    Attributes:
+        parameters: The parameters.
+        tensors: Their gradients; None where there is none.
+        is_on_host: Whether all parameters are in host memory.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self.tensors: list[Tensor | None] = []
+        self.is_on_host = True
+        self._codes: list[int] = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            self.tensors.append(gradient)
+            self._codes.append(0 if gradient is None else _DENSE if gradient.layout is torch.strided else _SPARSE)
+            if not parameter.is_cpu:
+                self.is_on_host = False
+
+    def agree(self, replica: Replica, comm: Communicator, *, failed: bool = False, scattered: bool = True) -> Presence:
+        """Exchange one byte per parameter to find out which gradients exist on any rank.
+
+        The exchange takes place at every step: a rank cannot know that nothing has changed on the others.
+
+        Args:
+            replica: The net, for the names of parameters.
+            comm: The communicator of the ranks.
+            failed: Whether backward failed on this rank.
+            scattered: Whether the gradients of this rank lie elsewhere than in shared blocks.
+
+        Returns:
+            The same answer on all ranks.
+
+        Raises:
+            GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
+        """
+        state = (_FAILED if failed else 0) | (_SCATTERED if scattered else 0)
+        codes = torch.tensor([*self._codes, state], dtype=torch.uint8, device="cpu")
+        flags: list[int] = collectives.allreduce(codes, op="bor", comm=comm).tolist()
+        state = flags.pop()
+        dense, sparse = self.parameters, []
+        if flags.count(_DENSE) < len(flags):
+            if _DENSE | _SPARSE in flags:
+                name = replica.name(self.parameters[flags.index(_DENSE | _SPARSE)])
+                raise GradientError(
+                    f"rank {comm.rank}: the gradient of {name!r} is sparse on one rank and dense on another. "
+                    "Use the same kind of layer on every rank."
+                )
+            pairs = list(zip(self.parameters, flags, strict=True))
+            dense = [parameter for parameter, flag in pairs if flag == _DENSE]
+            sparse = [parameter for parameter, flag in pairs if flag == _SPARSE]
+        return Presence(dense, sparse, bool(state & _FAILED), bool(state & _SCATTERED))
+
+
+class SharedGradients(Attachment):
+    """The gradients of a net at the last call, and their addresses."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        self._is_settled = False
+        """Whether the gradients of the last call have been moved, or will not be moved."""
+        self.blocks: list[tuple[int, int]] = []
+        """For each shared block the index of its first gradient, and its length; empty if nothing was moved."""
+
+    def move(self, gradients: Sequence[Tensor]) -> None:
+        """Move gradients into shared blocks, if they are those of the last call and still in private memory."""
+        if not self._are_seen(gradients):
+            self._seen = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in gradients]
+            self._is_settled, self.blocks = False, []
+            return
+        if self._is_settled:
+            return
+        self._is_settled = True
+        heap = runtime.current().heap
+        if max((gradient.nbytes for gradient in gradients), default=0) < _MIN_SHARED_BYTES:
+            return
+        if any(not each.is_contiguous() or heap.holds(each.data_ptr()) for each in gradients):
+            return
+        self.blocks = [
+            (indices[0], _move_to_shared([gradients[index] for index in indices]))
+            for indices in fusion.plan_buckets(gradients, sys.maxsize)  # one for each dtype
+        ]
+        self._seen = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in gradients]
+
+    def flats(self, gradients: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """Return the shared blocks as flat tensors, or None unless each gradient is where it was moved to."""
+        if not self.blocks or not self._are_seen(gradients):
+            return None
+        firsts = [gradient.detach() for first, _ in self.blocks if (gradient := gradients[first]) is not None]
+        if not all(runtime.current().heap.holds(first.data_ptr()) for first in firsts):
+            return None
+        return [first.as_strided((numel,), (1,), 0) for first, (_, numel) in zip(firsts, self.blocks, strict=True)]
+
+    def _are_seen(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether these are the gradients of the last call, at the same addresses."""
+        if len(gradients) != len(self._seen):
+            return False
+        for gradient, (reference, address) in zip(gradients, self._seen, strict=True):
+            if gradient is None or reference() is not gradient or gradient.data_ptr() != address:
+                return False
+        return True
+
+
+def _move_to_shared(gradients: Sequence[Tensor]) -> int:
+    """Move gradients into one segment, since each segment costs descriptors, and return its length."""
+    offsets, numel = aligned_offsets(gradients)
+    flat = allocate_flat(numel, gradients[0]).zero_()  # the gaps are reduced too
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        view = dense_view(flat, offset, gradient)
+        gradient.data = view.copy_(gradient)
+    return numel
+
+
+def shared_gradients(net: nn.Module | None) -> SharedGradients | None:
+    """Return the state of the gradients of a net; None for a list of parameters."""
+    if net is None:
+        return None
+    shared: SharedGradients | None = attached(net, SHARED_GRADIENTS)
+    if shared is None:
+        shared = SharedGradients()
+        attach(net, SHARED_GRADIENTS, shared)
+    return shared
