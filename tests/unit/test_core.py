@@ -212,7 +212,7 @@ def test_equal_calls_pass_in_either_order(board_of_two):
     [(BARRIER, ()), (ALLREDUCE, (4,)), (ALLREDUCE | 1 << 32, (3,)), (call_log.call_code("allreduce", "max", 1), (3,))],
 )
 def test_whoever_comes_later_sees_the_difference(board_of_two, monkeypatch, code, shape):
-    monkeypatch.setattr(call_log, "_ASK_SECONDS", 0.1)  # nobody is there to answer
+    monkeypatch.setattr(call_log, "_STATUS_SECONDS", 0.1)  # nobody is there to answer
     first, second = board_of_two
     arrive(first, ALLREDUCE, (3,))
     with pytest.raises(errors.MismatchError, match="rank 0 called") as caught:

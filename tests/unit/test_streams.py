@@ -61,13 +61,13 @@ def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) 
 
     group.call_log.enter(0, (1,))
     try:
-        return staging.Staged("allreduce", operation, group, pool)(tensor, out, 0)
+        return staging.StagedOperation("allreduce", operation, group, pool)(tensor, out, 0)
     finally:
         group.call_log.leave()
 
 
-def host_pool() -> staging.Pool:
-    return staging.Pool(_PIECE_BYTES, partial(torch.empty, dtype=torch.uint8), pinned=False)
+def host_pool() -> staging.StagingPool:
+    return staging.StagingPool(_PIECE_BYTES, partial(torch.empty, dtype=torch.uint8), pinned=False)
 
 
 def seen(tensor: DeviceTensor) -> list[float]:

@@ -26,7 +26,7 @@ _STRIDED = torch.strided
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 
-class Call(NamedTuple):
+class CheckedCall(NamedTuple):
     """A collective call with checked arguments."""
 
     group: Group
@@ -68,7 +68,7 @@ def check_call(
     backend: str | None,
     *,
     asynchronous: bool,
-) -> Call:
+) -> CheckedCall:
     """Check the arguments of a collective and find its plan."""
     communicator = runtime.communicator(comm)
     group = communicator.intra
@@ -81,7 +81,7 @@ def check_call(
     if tensor is None and not (collective == "scatter" and group.rank != root):
         buffers.check(tensor, f"{group.where}: {collective}")
     plan = plan_of(communicator, collective, tensor, out, op=op, backend=backend, asynchronous=asynchronous)
-    return Call(group, plan, tensor, root, finish)
+    return CheckedCall(group, plan, tensor, root, finish)
 
 
 def submit(
@@ -133,9 +133,11 @@ def plan_of(
         key: PlanKey = (collective, op, None, device_type, False, backend, asynchronous)
     else:
         is_written = out is None and collective in IN_PLACE
-        if not is_simple(tensor):
+        direct = is_simple(tensor) and not tensor.is_conj()
+        if not direct:
             buffers.check(tensor, f"{communicator.intra.where}: {collective}", written=is_written)
-        direct = out is None and buffers.is_direct(tensor)
+            direct = buffers.is_direct(tensor)
+        direct = direct and out is None
         key = (collective, op, tensor.dtype, tensor.device.type, direct, backend, asynchronous)
     if out is not None:
         _check_out(collective, tensor, out, f"{communicator.intra.where}: {collective}")

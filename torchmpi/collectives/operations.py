@@ -278,7 +278,16 @@ def _call(
 ) -> Any:
     """Run a collective that the fast path did not run."""
     # 1. A call like an earlier one, on contiguous host tensors: its plan is known and needs no further checks.
-    is_tensor = is_simple(tensor)
+    # This is is_simple(tensor) written out, on the path of every call that the fast path does not run.
+    is_tensor = (
+        type(tensor) is _Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.requires_grad)
+        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    )
     if is_tensor or (
         tensor is None and collective == "scatter" and (out is None or (is_simple(out) and not out.dtype.is_complex))
     ):

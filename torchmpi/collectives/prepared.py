@@ -28,6 +28,8 @@ from ..session.runtime import Runtime
 from ..tensors import buffers, dtypes, fusion, streams
 from . import staging
 
+CHECKSUM_MODULUS = 1_000_000
+"""Of the checksum of the shapes of a list of tensors."""
 IN_PLACE = ("allreduce", "reduce", "broadcast")
 
 PlanKey = tuple[str, str | None, torch.dtype | None, str, bool, str | None, bool]
@@ -59,8 +61,8 @@ class PreparedPlan(Plan):
         """Return the plan of an allreduce of a flat tensor that packs tensors of these shapes."""
         plan = copy.copy(self)
         plan.collective, plan.code = "allreduce_many", as_many(self.code)
-        signature = list_signature(shapes)
-        plan.shape_of = lambda tensor: (tensor.numel(), *signature)
+        checksum = hash(shapes) % CHECKSUM_MODULUS
+        plan.shape_of = lambda tensor: (tensor.numel(), len(shapes), checksum)
         return plan
 
     def announcing(self, dtype: torch.dtype, *shape: int) -> PreparedPlan:
@@ -69,11 +71,6 @@ class PreparedPlan(Plan):
         plan.code = call_code(self.collective, None, dtypes.info(dtype).code)
         plan.shape_of = lambda tensor: shape
         return plan
-
-
-def list_signature(shapes: tuple[Shape, ...]) -> tuple[int, int]:
-    """Return what the ranks compare of a list of tensors besides the total length: number and checksum of shapes."""
-    return len(shapes), hash(shapes) % 1_000_000
 
 
 def _compared_shape(collective: str) -> Callable[[Any], Shape] | None:
@@ -213,7 +210,7 @@ def _runner(
         return operation
     takes = backend.takes(device_type)
     if not takes and collective in IN_PLACE:
-        return staging.Staged(collective, operation, group, _pool(runtime))
+        return staging.StagedOperation(collective, operation, group, _pool(runtime))
     if takes and device_type != "cpu":
         operation = _in_order(operation, group) if backend.enqueues else _settled(operation)
     if collective not in IN_PLACE:
@@ -221,17 +218,17 @@ def _runner(
     return _direct(operation) if direct and takes else _copying(collective, operation, group)
 
 
-_pools: weakref.WeakKeyDictionary[Runtime, staging.Pool] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[Runtime, staging.StagingPool] = weakref.WeakKeyDictionary()
 _orders: weakref.WeakKeyDictionary[Group, streams.Order] = weakref.WeakKeyDictionary()
 
 
-def _pool(runtime: Runtime) -> staging.Pool:
+def _pool(runtime: Runtime) -> staging.StagingPool:
     """Return the buffers between devices and backends that take host memory; they live until stop()."""
     pool = _pools.get(runtime)
     if pool is None:
         # Shared with the other ranks if possible: then reductions within a host work on the buffers directly.
         allocate = partial(_shared_bytes, runtime)
-        pool = _pools[runtime] = staging.Pool(runtime.config.pipeline_bytes, allocate, pinned=True)
+        pool = _pools[runtime] = staging.StagingPool(runtime.config.pipeline_bytes, allocate, pinned=True)
         runtime.resources.callback(pool.close)
     return pool
 

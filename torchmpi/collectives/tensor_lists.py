@@ -22,7 +22,7 @@ from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, fusion, streams
 from . import dispatch, operations
-from .prepared import PreparedPlan, list_signature
+from .prepared import CHECKSUM_MODULUS, PreparedPlan
 
 _Tensor = torch.Tensor
 _Started = tuple[Handle, Callable[[], object]]
@@ -48,51 +48,37 @@ class TensorList:
         signature: What the ranks compare: elements in all, number of tensors, checksum of their shapes.
     """
 
-    __slots__ = (
-        "_is_direct",
-        "_rows",
-        "device_type",
-        "dtype",
-        "num_bytes",
-        "plan",
-        "signature",
-        "table",
-        "tensors",
-        "work",
-    )
+    __slots__ = ("_is_direct", "_rows", "_shapes", "num_bytes", "plan", "signature", "table", "tensors", "work")
 
-    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
-        self.dtype, self.device_type = dtype, device_type
+    def __init__(self, plan: PreparedPlan) -> None:
+        self.plan = plan
         self.tensors: list[_Tensor] = []
-        self._is_direct = True
+        self._shapes: list[torch.Size] = []
         self._rows: list[tuple[int, int, int]] = []
-        self.plan: PreparedPlan
+        self._is_direct = True
 
     def begin(self) -> None:
         """Determine the memory to reduce."""
-        tensors = self.tensors
-        if self._is_direct:
-            self.work = tensors
-        else:
-            self.work = [each if buffers.is_direct(each) else buffers.plain(each, to_host=False) for each in tensors]
-            self._rows = [(0, each.data_ptr(), each.nbytes) for each in self.work]
-        if self._make_table():
-            self.work = [each.detach().clone(memory_format=torch.contiguous_format) for each in self.work]
-            self._rows = [(0, each.data_ptr(), each.nbytes) for each in self.work]
-            self._make_table()
-        numel = int(self.table[:, _LENGTH].sum()) // self.dtype.itemsize
-        self.signature = (numel, *list_signature(tuple([each.shape for each in tensors])))
-
-    def _make_table(self) -> bool:
-        """Make the table from the addresses, and return whether any two tensors overlap."""
-        table = np.array(self._rows, np.int64).reshape(-1, 3)
-        table = table[table[:, _LENGTH] > 0]
+        tensors = self.work = self.tensors
+        if not self._is_direct:
+            self._work_on([each if buffers.is_direct(each) else buffers.plain(each, to_host=False) for each in tensors])
+        while True:
+            table = np.array(self._rows, np.int64).reshape(-1, 3)
+            table = table[table[:, _LENGTH] > 0]
+            by_address = table[table[:, _ADDRESS].argsort()]
+            if not (by_address[:-1, _ADDRESS] + by_address[:-1, _LENGTH] > by_address[1:, _ADDRESS]).any():
+                break
+            # Memory that belongs to two tensors would be reduced twice.
+            self._work_on([each.detach().clone(memory_format=torch.contiguous_format) for each in self.work])
         ends = np.cumsum(-(-table[:, _LENGTH] // _LINE_BYTES) * _LINE_BYTES)
         table[1:, _OFFSET] = ends[:-1]
         self.table, self.num_bytes = table, int(table[-1, _OFFSET] + table[-1, _LENGTH]) if len(table) else 0
-        by_address = table[table[:, _ADDRESS].argsort()]
-        # Memory that belongs to two tensors would be reduced twice.
-        return bool((by_address[:-1, _ADDRESS] + by_address[:-1, _LENGTH] > by_address[1:, _ADDRESS]).any())
+        numel = int(table[:, _LENGTH].sum()) // tensors[0].element_size()
+        self.signature = (numel, len(tensors), hash(tuple(self._shapes)) % CHECKSUM_MODULUS)
+
+    def _work_on(self, work: list[_Tensor]) -> None:
+        self.work = work
+        self._rows = [(0, each.data_ptr(), each.nbytes) for each in work]
 
     def numel(self) -> int:
         """Return the number of elements in all."""
@@ -113,11 +99,17 @@ class TensorList:
                 buffers.overwrite(tensor, work)
 
 
-def tensor_lists(tensors: Iterable[_Tensor], group: Group) -> list[TensorList]:
+def tensor_lists(
+    tensors: Iterable[_Tensor], comm: Communicator, op: str, backend: str | None = None, *, asynchronous: bool = False
+) -> list[TensorList]:
     """Group tensors by dtype and device, in the order of their first occurrence: the same lists on all ranks.
 
-    Each tensor is inspected once, and rejected here if it cannot be sent.
+    Each tensor is inspected once, and the plan of each list is looked up once.
+
+    Raises:
+        ArgumentError: A tensor cannot be sent, or the operation does not support its dtype.
     """
+    known = comm.intra.plans
     lists: dict[tuple[torch.dtype, torch.device], TensorList] = {}
     for tensor in tensors:
         is_direct = (
@@ -130,31 +122,21 @@ def tensor_lists(tensors: Iterable[_Tensor], group: Group) -> list[TensorList]:
         )
         address = tensor.data_ptr() if is_direct else 0
         if not address:
-            buffers.check(tensor, f"{group.where}: allreduce_many", written=True)
+            buffers.check(tensor, f"{comm.intra.where}: allreduce_many", written=True)
             is_direct = buffers.is_direct(tensor)
             address = tensor.data_ptr()
-        key = tensor.dtype, tensor.device
-        members = lists.get(key)
+        dtype, device = tensor.dtype, tensor.device
+        members = lists.get((dtype, device))
         if members is None:
-            members = lists[key] = TensorList(tensor.dtype, tensor.device.type)
+            key = ("allreduce", op, dtype, device.type, True, backend, asynchronous)
+            plan: PreparedPlan | None = known.get(key)
+            members = lists[dtype, device] = TensorList(dispatch.plan_for(comm, key) if plan is None else plan)
         members.tensors.append(tensor)
+        members._shapes.append(tensor.shape)
         members._rows.append((0, address, tensor.nbytes))
         if not is_direct:
             members._is_direct = False
     return list(lists.values())
-
-
-def plan_lists(
-    lists: Sequence[TensorList], comm: Communicator, op: str, backend: str | None = None, *, asynchronous: bool = False
-) -> bool:
-    """Look up the plan of each list, and return whether no list needs packing; the answer is the same on all ranks."""
-    known, is_unpacked = comm.intra.plans, True
-    for members in lists:
-        key = ("allreduce", op, members.dtype, members.device_type, True, backend, asynchronous)
-        plan: PreparedPlan | None = known.get(key)
-        members.plan = dispatch.plan_for(comm, key) if plan is None else plan
-        is_unpacked = is_unpacked and members.plan.many is not None
-    return is_unpacked
 
 
 def reduce_unpacked(lists: Sequence[TensorList], comm: Communicator) -> None:
@@ -222,14 +204,13 @@ def _start(tensors: Iterable[_Tensor], op: str, comm: Comm, backend: str | None,
     communicator = runtime.communicator(comm)
     group = communicator.intra
     tensors = list(tensors)
-    lists = tensor_lists(tensors, group)
+    # All plans before the first call: a list that is rejected leaves the tensors unchanged.
+    lists = tensor_lists(tensors, communicator, op, backend, asynchronous=asynchronous)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(
             f"{group.where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each one "
             "once."
         )
-    # All plans before the first call: a list that is rejected leaves the tensors unchanged.
-    plan_lists(lists, communicator, op, backend, asynchronous=asynchronous)
     started: list[_Started] = []
     for members in lists:
         if len(members.tensors) == 1:

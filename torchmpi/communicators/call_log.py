@@ -1,12 +1,13 @@
-"""What every rank of a group is doing: the ledger of calls, and the board on which ranks of one host show it.
+"""The call log of a group: every call with its sequence number and signature, compared between the ranks.
 
-Each call on a group has a sequence number and a signature (verb, operation, dtype, root, shape). Ranks that call
-different things under one number are told so (:class:`~torchmpi.errors.MismatchError`), and the watchdog reads from
-the same place who has not arrived.
+A signature consists of collective, operation, dtype, root and shape. If two ranks use different signatures for one
+sequence number, both raise :class:`~torchmpi.errors.MismatchError`. The watchdog reads from the log which ranks have
+not arrived.
 
-Within a host the ledger is one row of shared memory per rank, the *board*: writing to it and reading the neighbours'
-rows costs a fraction of a microsecond and no message. Two neighbours suffice: if everybody equals the next one, all are
-equal. Whoever of two neighbours arrives later finds the other's entry, so no disagreement passes unseen.
+Within a host the ranks publish their calls on the :mod:`status board <torchmpi.communicators.status_board>`. Writing an
+entry and reading those of the two neighbours costs a fraction of a microsecond and no message. Two neighbours suffice:
+if every rank equals the next one, all are equal. Of two neighbours the one that arrives later finds the entry of the
+other, so every difference is found.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import MismatchError, StallError
 from ..shared_memory.memory_layout import (
@@ -47,18 +48,18 @@ COLLECTIVES = (
 )  # fmt: skip
 _NO_OP = len(OPS)
 
-_CATCH_UP_SECONDS = 0.0001
-_ASK_SECONDS = 3.0
+_POLL_SECONDS = 0.0001
+_STATUS_SECONDS = 3.0
 NATIVE = 1 << 61
-"""Set in the signature of calls that kernels run, so that ranks which chose different transports notice."""
+"""Set in the signature of calls that kernels run, so that a different choice of backend is found."""
 ON_DEVICE = 1 << 31
-"""Set in the code of calls on tensors of a device: they are cut elsewhere, and may take other transports."""
+"""Set in the code of calls on device tensors, which use other chunks and possibly another backend."""
 ABORTED = 1 << 60
-"""Turned in the signature of a call that a rank has given up, so that nobody who comes later takes it for valid."""
+"""Flipped in the signature of an aborted call, so that a rank that arrives later does not take it for valid."""
 
 
 def call_code(collective: str, op: str | None = None, dtype_code: int = 0) -> int:
-    """The part of a signature that does not change between calls, as one number (the root is added above bit 32).
+    """Return the part of a signature that does not change between calls; the root is added above bit 32.
 
     >>> call_code("barrier") != call_code("allreduce", "sum", 1)
     True
@@ -67,7 +68,7 @@ def call_code(collective: str, op: str | None = None, dtype_code: int = 0) -> in
 
 
 def as_many(code: int) -> int:
-    """The code of an allreduce as that of the packed one.
+    """Return the code of the allreduce of a list, given that of the allreduce of a tensor.
 
     >>> describe(as_many(call_code("allreduce", "sum", 1)), (5, 2, 77))
     'allreduce_many(2 tensors of 5 float32 in all, shapes #77, sum)'
@@ -75,8 +76,8 @@ def as_many(code: int) -> int:
     return code & ~0xFF | COLLECTIVES.index("allreduce_many")
 
 
-class Call(NamedTuple):
-    """One entry of the ledger."""
+class LoggedCall(NamedTuple):
+    """One entry of the call log."""
 
     seq: int
     code: int
@@ -87,7 +88,7 @@ class Call(NamedTuple):
 
 
 def describe(code: int, shape: Sequence[int] | None = None) -> str:
-    """A signature in words.
+    """Describe a signature.
 
     >>> describe(call_code("broadcast", None, 1) | 2 << 32, (3, 4))
     'broadcast(float32 [3, 4], root=2)'
@@ -112,10 +113,10 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
 class CallLog:
     """The calls of this rank on one group, in order.
 
-    >>> ledger = Ledger("example", rank=0, size=1)
-    >>> ledger.enter(call_code("barrier"), ())
-    >>> ledger.leave()
-    >>> ledger.seq
+    >>> log = CallLog("example", rank=0, size=1)
+    >>> log.enter(call_code("barrier"), ())
+    >>> log.leave()
+    >>> log.seq
     1
     """
 
@@ -139,34 +140,36 @@ class CallLog:
     def __init__(self, name: str, rank: int, size: int, log_board: StatusBoard | None = None) -> None:
         self.name, self.rank, self.size, self.log_board = name, rank, size, log_board
         self.log_fields = array("q", bytes(8 * LOG_FIELDS))
-        """The number of the last call, and what machine code writes down of a call that it enters."""
+        """The number of the last call, and the call that the fast path has entered."""
         self.entered: tuple[int, int, tuple[int, ...]] | None = None
         self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
         self.free = RING_LENGTH if log_board is not None else sys.maxsize
-        """Calls up to this number may be entered without covering one that another rank has not compared."""
+        """Calls up to this number may be entered without overwriting entries that other ranks have not compared."""
         self._fields = log_board.fields if log_board is not None else None
         self._neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
-        self._slots = [(entry(rank, i), tuple(entry(row, i) for row in self._neighbours)) for i in range(RING_LENGTH)]
-        """Where each entry of the ring is: this rank's own, and those of the neighbours."""
+        self._slots = [
+            (entry(rank, i), tuple(entry(other, i) for other in self._neighbours)) for i in range(RING_LENGTH)
+        ]
+        """The positions of each entry of the ring: of this rank, and of its neighbours."""
         self._missing: tuple[int, ...] = ()
-        """Entries of neighbours that had not arrived when this rank announced its call."""
+        """Positions of the entries of neighbours that had not arrived when this rank announced its call."""
         self._spoiled = 0
-        """The last call that this rank gave up."""
+        """The last call that this rank has aborted."""
         self.report_when_late = ""
-        """What to say if the current call is ended for taking too long; left by the watchdog."""
+        """The report of the watchdog on the current call, raised if the call times out."""
 
     @property
     def seq(self) -> int:
-        """The number of the last call that was entered."""
+        """The sequence number of the last call that was entered."""
         return self.log_fields[LOG_SEQUENCE]
 
     @property
     def current(self) -> tuple[int, int, tuple[int, ...]] | None:
-        """What this rank is in the middle of: sequence number, code, shape."""
+        """The call that is running: sequence number, code, shape."""
         return self.entered or self._fast_path_call()
 
     def _fast_path_call(self) -> tuple[int, int, tuple[int, ...]] | None:
-        """The call that was entered the shortest way, perhaps by another thread, which may write meanwhile."""
+        """Return the call that the fast path has entered, perhaps in another thread that writes at the same time."""
         log_fields = self.log_fields
         while seq := log_fields[LOG_ACTIVE]:
             first, code = LOG_DIMS, log_fields[LOG_CODE]
@@ -176,20 +179,20 @@ class CallLog:
         return None
 
     def take_over(self) -> None:
-        """Go on in Python with the call that was entered the shortest way."""
+        """Continue in Python with the call that the fast path has entered."""
         self.entered = self._fast_path_call()
         self.log_fields[LOG_ACTIVE] = 0
 
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
-        """Note that this rank has arrived at its next call, which still has to be announced to the others."""
+        """Enter the next call; the other ranks see it after `announce`."""
         seq = self.log_fields[0] = self.log_fields[0] + 1
         if seq > self.free:
             self.wait_for_room(seq, code, shape)
         self.history[seq & (RING_LENGTH - 1)] = self.entered = (seq, code, shape)
 
     def announce(self) -> None:
-        """Show the others what was entered, and look at the neighbours. Kernels do that by themselves."""
-        # On the path of every call: no helper functions here, and each look at the board is 40 ns.
+        """Publish the call that was entered and compare it with the neighbours. Kernels do the same on their own."""
+        # On the path of every call: no helper functions, and each read of the board costs 40 ns.
         fields = self._fields
         if fields is None or self.entered is None:
             return
@@ -197,7 +200,7 @@ class CallLog:
         own, others = self._slots[seq & (RING_LENGTH - 1)]
         signature = code ^ hash(shape)
         fields[own + SIGNATURE] = signature
-        fields[own + SEQUENCE] = seq  # last: until then the slot still bears the number of a call long past
+        fields[own + SEQUENCE] = seq  # last: until then the entry has the number of an old call
         fields[self.rank * BLOCK_FIELDS + ENTERED] = seq
         for slot in others:
             if fields[slot + SEQUENCE] != seq:
@@ -206,18 +209,18 @@ class CallLog:
                 self._refuse_entry(slot)
 
     def wait_for_room(self, seq: int, code: int, shape: tuple[int, ...]) -> None:
-        """Let ranks that are a whole ring behind catch up: a root waits for nobody, and may run far ahead."""
+        """Wait for ranks that are a whole ring behind: the root of a broadcast waits for no rank and may run ahead."""
         assert self.log_board is not None
-        self.entered = (seq, code, shape)  # for the watchdog
-        others = [row for row in range(self.size) if row != self.rank]
+        self.entered = (seq, code, shape)  # read by the watchdog
+        others = [rank for rank in range(self.size) if rank != self.rank]
         while seq > self.free:
-            # One less than the ring: a rank that has entered a call may still be about to compare it.
-            self.free = min((self.log_board.get(row, ENTERED) for row in others), default=seq) + RING_LENGTH - 1
+            # One less than the ring: a rank that has entered a call may not have compared it yet.
+            self.free = min((self.log_board.get(rank, ENTERED) for rank in others), default=seq) + RING_LENGTH - 1
             if seq > self.free:
-                time.sleep(_CATCH_UP_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
     def leave(self) -> None:
-        """Note that the call has ended, and look at the neighbours that were not there when it began."""
+        """End the call, and compare it with the neighbours that had not arrived when it began."""
         if self._missing:
             self.compare()
             self._missing = ()
@@ -226,7 +229,7 @@ class CallLog:
         self.entered = None
 
     def compare(self) -> None:
-        """Look once more at those that were not there when the call began."""
+        """Compare the call with the neighbours that had not arrived when it began."""
         fields, call = self._fields, self.current
         if fields is None or call is None:
             return
@@ -236,9 +239,9 @@ class CallLog:
                 self._refuse_entry(slot)
 
     def abandon(self) -> None:
-        """Note that the call has ended with an error here: whoever is still in it would wait in vain.
+        """End the call with an error, so that ranks that wait in it abort it.
 
-        This rank may have done its part in it before, so what it has said of it stays.
+        This rank may have done its part in the call, so its entry stays valid.
         """
         if self.current is not None:
             self._abort(has_done_its_part=True)
@@ -247,7 +250,7 @@ class CallLog:
     def _refuse_entry(self, slot: int) -> None:
         assert self._fields is not None and self.current is not None
         seq, code, shape = self.current
-        time.sleep(0.001)  # processors may show another core's writes out of order: look again before accusing
+        time.sleep(0.001)  # processors may show the writes of another core out of order: read again before raising
         difference = self._fields[slot + SIGNATURE] ^ code ^ hash(shape)
         if self._fields[slot + SEQUENCE] == seq and difference:
             if difference == ABORTED:
@@ -255,9 +258,9 @@ class CallLog:
             self.refuse(slot // BLOCK_FIELDS)
 
     def refuse(self, other: int) -> None:
-        """Raise because another rank called something else under the number of the current call."""
+        """Raise because another rank made a different call with the number of the current one."""
         call = self._abort()
-        theirs = self._ask_call(other, call.seq)
+        theirs = self._describe_call_of(other, call.seq)
         message = mismatch_message(self.name, {self.rank: str(call), other: theirs})
         if theirs == str(call):
             message = (
@@ -267,10 +270,10 @@ class CallLog:
             )
         raise MismatchError(message)
 
-    def _abort(self, *, has_done_its_part: bool = False) -> Call:
+    def _abort(self, *, has_done_its_part: bool = False) -> LoggedCall:
         assert self.current is not None
-        call = Call(*self.current)
-        self.history[call.seq & (RING_LENGTH - 1)] = self.current  # the shortest way into the kernels does not
+        call = LoggedCall(*self.current)
+        self.history[call.seq & (RING_LENGTH - 1)] = self.current  # the fast path does not
         if self.log_board is not None:
             if not has_done_its_part:
                 self.spoil_entry()
@@ -278,12 +281,12 @@ class CallLog:
         return call
 
     def spoil_entry(self, kernel: int = 0) -> None:
-        """What a rank has said of a call that it gives up must not pass for its part in it with latecomers.
+        """Make this rank's entry of an aborted call invalid, so that ranks that arrive later do not take it for valid.
 
-        `kernel`: what kernels add to a signature; this rank's may not have come so far.
+        `kernel` is what kernels add to a signature; the kernel of this rank may not have written its entry yet.
         """
         assert self._fields is not None and self.current is not None
-        call = Call(*self.current)
+        call = LoggedCall(*self.current)
         own, _ = self._slots[call.seq & (RING_LENGTH - 1)]
         if self._fields[own + SEQUENCE] != call.seq:
             self._fields[own + SIGNATURE] = call.code ^ hash(call.shape) ^ kernel ^ ABORTED
@@ -293,7 +296,7 @@ class CallLog:
         self._spoiled = call.seq
 
     def raise_aborted(self, other: int) -> None:
-        """Raise because another rank will not finish the current call."""
+        """Raise because another rank has aborted the current call."""
         first = self._first_to_abort(other)
         call = self._abort()
         error = MismatchError(
@@ -304,7 +307,7 @@ class CallLog:
         raise error
 
     def _first_to_abort(self, other: int) -> int:
-        """Whom another rank blames for giving up the current call, or that rank; known to those who look here."""
+        """Return the rank that aborted the current call first, according to another rank, and publish it."""
         if self.log_board is None or self.current is None:
             return other
         seq = self.current[0]
@@ -314,54 +317,54 @@ class CallLog:
         return first
 
     def expired(self) -> None:
-        """Raise because the current call has taken longer than the group allows."""
+        """Raise because the current call has taken longer than the timeout of the group."""
         report = self.report_when_late
         call = self._abort()
         raise StallError(
             report or f"rank {self.rank} of communicator {self.name} has waited longer than allowed in {call}."
         )
 
-    def _ask_call(self, other: int, seq: int) -> str:
-        """The other rank's call in words, from its watchdog: the board has only a signature."""
+    def _describe_call_of(self, other: int, seq: int) -> str:
+        """Describe the call of another rank, as reported by its watchdog: the board has only a signature."""
         if self.log_board is None:
             return f"something else, call #{seq}"
-        answer = request_status(self.log_board, self.rank, other, patience_seconds=_ASK_SECONDS)
+        answer = request_status(self.log_board, self.rank, other, patience_seconds=_STATUS_SECONDS)
         marker = f"#{seq}: "
         for line in answer.splitlines():
             if line.startswith(marker):
                 return f"{line[len(marker) :]}, call #{seq}"
         return f"something else, call #{seq} (it does not say what: stopped, or busy outside Python)"
 
-    def recent(self, most: int = 8) -> list[Call]:
-        """The last calls, oldest first."""
-        current = self.current  # which the watchdog's thread may find gone at any moment
+    def recent(self, most: int = 8) -> list[LoggedCall]:
+        """Return the last calls, oldest first."""
+        current = self.current  # may become None at any moment if read by the watchdog
         known = sorted({entry for entry in (*self.history, current) if entry is not None})
-        return [Call(*entry) for entry in known[-most:]]
+        return [LoggedCall(*entry) for entry in known[-most:]]
 
     def recent_in_words(self) -> list[str]:
-        """The last calls as this rank tells others of them, the newest first."""
+        """Describe the last calls for other ranks, newest first."""
         return [f"#{call.seq}: {describe(call.code, call.shape)}" for call in reversed(self.recent())]
 
     def close(self) -> None:
-        """Leave word for ranks that are still in a call which this one has refused, and ask when it has gone."""
+        """Publish the last calls for ranks that are still in a call that this rank has aborted."""
         if self.log_board is not None:
             self.log_board.write_text(self.rank, "\n".join(["has given this group up", *self.recent_in_words()]))
             self.log_board.set(self.rank, CLOSED, 1)
 
 
-def is_stopping(world: Any, rank: int) -> bool:
-    """Whether a rank of this host has come to ``stop()``, as the board of the world shows."""
-    entered = world.log_board.get(rank, ENTERED)
+def is_stopping(board: StatusBoard, rank: int) -> bool:
+    """Return whether a rank of this host has entered ``stop()``, according to the status board of the world."""
+    entered = board.get(rank, ENTERED)
     at = entry(rank, entered & (RING_LENGTH - 1))
     return bool(
-        entered > world.log_board.get(rank, LEFT)
-        and world.log_board.fields[at + SEQUENCE] == entered
-        and world.log_board.fields[at + SIGNATURE] == call_code("stop") ^ hash(())
+        entered > board.get(rank, LEFT)
+        and board.fields[at + SEQUENCE] == entered
+        and board.fields[at + SIGNATURE] == call_code("stop") ^ hash(())
     )
 
 
 def mismatch_message(name: str, calls: dict[int, str]) -> str:
-    """What to tell ranks that called different things.
+    """Return the message for ranks that made different calls.
 
     >>> mismatch_message("world", {0: "barrier()", 1: "allreduce(float32 [2], sum)"})[:45]
     'The ranks of communicator world called differ'

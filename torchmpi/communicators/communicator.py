@@ -1,4 +1,4 @@
-"""A communicator level: the intra and inter groups of this rank."""
+"""Communicators: the intra and inter group of this rank on one level."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .group import Group
 
 
 class Communicator:
-    """One level: this rank's intra group, and the inter group across the intra groups of that level."""
+    """One level: the intra group of the ranks with the same key, and the inter group across those groups."""
 
     def __init__(
         self,
@@ -21,14 +21,8 @@ class Communicator:
         split: splits.Split,
         parent: Communicator | None,
     ) -> None:
-        self.level, self.name, self.intra, self.inter, self.split, self.parent = (
-            level,
-            name,
-            intra,
-            inter,
-            split,
-            parent,
-        )
+        self.level, self.name, self.intra, self.inter = level, name, intra, inter
+        self.split, self.parent = split, parent
 
     @property
     def rank(self) -> int:
@@ -37,17 +31,17 @@ class Communicator:
 
     @property
     def size(self) -> int:
-        """Ranks in the intra group."""
+        """The number of ranks in the intra group."""
         return self.intra.size
 
     @property
     def groups(self) -> dict[str, Group]:
-        """The groups this rank is in, by kind."""
+        """The groups of this rank, by kind."""
         return {"intra": self.intra} if self.inter is None else {"intra": self.intra, "inter": self.inter}
 
     @cached_property
     def tree_split(self) -> splits.Split:
-        """The same groups, with only their first members connected."""
+        """The same intra groups, with only their first members in an inter group."""
         keys = [member.group for member in self.split.members]
         return splits.plan_split(keys, cartesian=False)
 
@@ -58,7 +52,7 @@ class Communicator:
 
     @property
     def num_nodes(self) -> int:
-        """Hosts on which the ranks of the intra group run."""
+        """The number of hosts on which the ranks of the intra group run."""
         return len(self.intra.hosts)
 
     def __repr__(self) -> str:

@@ -1,8 +1,7 @@
-"""Groups of ranks that communicate, and the levels of communicators built from them.
+"""Groups of ranks.
 
-A :class:`Group` is what a collective runs on: an MPI communicator with its lane (order of calls) and ledger (what was
-called). A :class:`Communicator` is one level of the hierarchy: the *intra* group of ranks that gave the same key, and
-the *inter* group across those groups.
+A :class:`Group` is what a collective runs on: an MPI communicator with a call queue (order of calls), a call log
+(comparison of calls) and, within a host, shared memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from . import splits
-from .call_log import Call, CallLog, call_code, mismatch_message
+from .call_log import CallLog, LoggedCall, call_code, mismatch_message
 from .call_queue import CallQueue
 from .plan import Plan
 from .release import release
@@ -33,7 +32,29 @@ _SLOTS_BYTES = 16 << 20  # of all ranks of a group together
 
 
 class Group:
-    """Ranks that can call collectives together, as one of them sees it."""
+    """Ranks that call collectives together.
+
+    Attributes:
+        comm: The MPI communicator.
+        side_comm: A duplicate for point-to-point messages, which must not be received by a collective.
+        plans: Plans made on this group, by what selects them.
+        status_board: The shared memory of the group: a status block for each rank, and slots for data. None if the
+            ranks are on several hosts, or have no shared memory.
+        log_board: The status board, if calls are compared on it (``checking == "board"``); None if they are compared
+            with messages, not at all, or if there is no status board.
+        checking: How calls are compared: ``board``, ``strict`` (with a message before each call) or ``off``.
+        shared: State of the shared-memory backend, made by that backend.
+        binding: Held while a backend makes its state of the group: plans are made by the caller's thread and by the
+            worker of the call queue, and there must be one count of calls.
+        key: A number that is the same on all ranks of the group and differs from those of other groups.
+        timeout_seconds: The timeout of calls in shared memory; 0 for none.
+        attachments: Objects to close before the group.
+        placement: Which ranks share a host.
+        local: The ranks on this host; None if there is no other one. See `across`.
+        across: The group between hosts: on a grid the ranks with the same position on each host, otherwise the first
+            rank of each host; None on other ranks. Both groups are None if all ranks are on one host, or each on its
+            own host.
+    """
 
     def __init__(
         self, comm: Any, name: str, world_ranks: tuple[int, ...], context: GroupContext, *, check: str | None = None
@@ -46,35 +67,22 @@ class Group:
         self.context = context
         self.hosts = sorted({context.hosts[rank] for rank in world_ranks})
         self.side_comm = comm.Dup()
-        """For point-to-point messages, which must not meet those of a collective."""
         self.plans: dict[Hashable, Any] = {}
-        """Prepared calls by everything that selects them; filled by the verbs."""
         self.status_board = _make_status_board(self)
-        """Memory shared by the ranks, if they are on one host and there is any."""
         self.checking = _how_to_check(self, context.check if check is None else check)
         self.is_strict = self.checking == "strict"
         self.log_board = self.status_board if self.checking == "board" else None
         self.call_log = CallLog(name, self.rank, self.size, self.log_board)
         self.shared: Any = None
-        """What kernels know of this group; made by the backend that runs them."""
         self.binding = threading.Lock()
-        """Held while a backend makes what it keeps of this group: a call is prepared by its caller's thread or by the
-        lane's, and two that did so at the same time would count the calls for themselves."""
         self.call_queue = CallQueue(name, threaded=context.threaded)
         self.peer_queues: dict[tuple[str, int], CallQueue] = {}
         twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
         self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
-        """The same number on all its ranks, and on no other group."""
         self.timeout_seconds = 0.0
-        """After how long a call raises where its wait can be ended, which is in shared memory; 0 = never."""
         self.attachments: list[Any] = []
-        """What others have opened on this group, to be closed before it."""
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
-        """Which ranks share a host."""
         self.local, self.across = _split_by_host(self)
-        """The ranks on this host, None without another one; and the group that goes from host to host: on a grid the
-        ranks that have the same place on each host, otherwise the first of each host, elsewhere None. Both are None
-        where there is nothing to gain: all ranks on one host, or each on its own."""
         context.groups.append(self)
 
     def __repr__(self) -> str:
@@ -107,7 +115,9 @@ class Group:
         except self.context.MPI.Exception as error:
             call_log.compare()  # raises MismatchError if that is the reason
             call_log.abandon()
-            raise TorchMPIError(f"{self.where}: {Call(call_log.seq, code, shape)} failed in MPI: {error}.") from error
+            raise TorchMPIError(
+                f"{self.where}: {LoggedCall(call_log.seq, code, shape)} failed in MPI: {error}."
+            ) from error
         except BaseException:
             call_log.abandon()
             raise
@@ -121,11 +131,11 @@ class Group:
 
     @property
     def where(self) -> str:
-        """``rank 3``: the rank in the world, with which messages begin."""
+        """``rank 3``, the rank in the world: the prefix of messages."""
         return f"rank {self.world_ranks[self.rank]}"
 
     def peer_queue(self, direction: str, peer: int) -> CallQueue:
-        """The queue of messages to (``send``) or from (``receive``) one rank: messages of a pair keep their order."""
+        """Return the queue of messages to (``send``) or from (``receive``) one rank."""
         call_queue = self.peer_queues.get((direction, peer))
         if call_queue is None:
             call_queue = CallQueue(f"{self.name} {direction} {peer}", threaded=self.context.threaded)
@@ -133,7 +143,7 @@ class Group:
         return call_queue
 
     def _compare_headers(self, code: int, shape: tuple[int, ...]) -> None:
-        """Tell each other what is being called, and raise on all ranks if it is not the same."""
+        """Exchange the signatures of the call, and raise on all ranks if they differ."""
         MPI = self.context.MPI
         header = np.zeros(3 + _HEADER_DIMS, np.int64)
         header[:3] = self.call_log.seq, code, len(shape)
@@ -143,27 +153,27 @@ class Group:
         if (headers == header).all():
             return
         calls = {
-            rank: str(Call(int(seq), int(code), tuple(int(dim) for dim in dims[: int(num_dims)])))
+            rank: str(LoggedCall(int(seq), int(code), tuple(int(dim) for dim in dims[: int(num_dims)])))
             for rank, (seq, code, num_dims, *dims) in enumerate(headers)
         }
         raise MismatchError(f"{self.where}: {mismatch_message(self.name, calls)}")
 
     def duplicate(self, name: str) -> Group:
-        """The same ranks with a life of their own: calls on it do not mix with calls here. Collective."""
+        """Return a group of the same ranks with an order of calls of its own. Collective."""
         return Group(self.comm.Dup(), name, self.world_ranks, self.context)
 
     def forget_plans(self) -> None:
-        """Prepare every call anew, because something has changed that was taken into account."""
+        """Discard all plans, because something they depend on has changed."""
         self.plans.clear()
-        fast_path.invalidate()  # last: doors are opened for plans that are there
+        fast_path.invalidate()  # last: calls are cached for existing plans
 
     def drain(self) -> None:
-        """Finish everything that is queued."""
+        """Return when everything that is queued has ended."""
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.drain()
 
     def free(self) -> None:
-        """Give everything back. Collective, since MPI's is."""
+        """Free the group. Collective."""
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.close()
             for error in filter(None, (handle.unseen_error for handle in call_queue.failed)):
@@ -183,36 +193,36 @@ class Group:
 
 
 class GroupContext:
-    """What all groups of a runtime share."""
+    """The context of all groups of a runtime."""
 
     def __init__(self, MPI: Any, hosts: Sequence[int], *, check: str, threaded: bool, slot_bytes: int) -> None:
         self.MPI = MPI
         self.slot_bytes = slot_bytes
-        """Most bytes of a slot in shared memory; 0 = do without shared memory."""
+        """The largest size of a slot in shared memory; 0 = no shared memory."""
         self.is_crowded = False
         """Whether this host has more ranks than cores for them."""
         self.processes: dict[int, int] = {}
         """The process of each world rank on this host, if they can read each other's memory."""
         self.problems: set[str] = set()
-        """What could not be had, for start() to report."""
+        """Problems with shared memory, reported by start()."""
         self.hosts = tuple(hosts)
         """The number of the host of each world rank."""
         self.check = check
         self.threaded = threaded
-        """Whether several threads may be in MPI at once."""
+        """Whether several threads may call MPI at the same time."""
         self.groups: list[Group] = []
-        """All groups that exist, for the watchdog."""
+        """All groups that have not been freed."""
 
     def finish_collectives(self) -> None:
-        """Return when the collectives queued on any group have ended; a message may wait for what comes after this."""
+        """Return when the collectives queued on any group have ended. Queued messages may wait for later calls."""
         for group in list(self.groups):
             group.call_queue.drain()
 
 
 def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
-    """The groups within and across the hosts of a group, on which its collectives can run in steps. Collective.
+    """Return `Group.local` and `Group.across`, on which hierarchical collectives run. Collective.
 
-    Neither has such groups itself: the ranks of the one are all on one host, those of the other all on different ones.
+    These groups have none themselves: the ranks of one are all on one host, those of the other all on different ones.
     """
     split, ranks, undefined = group.placement, group.world_ranks, group.context.MPI.UNDEFINED
     if len(split.groups) in (1, group.size):
@@ -226,13 +236,13 @@ def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
     comm = group.comm.Split(undefined if member.inter is None else member.intra_rank, member.group)
     if member.inter is not None:
         members = tuple(ranks[rank] for rank in member.inter)
-        # The call of which this is a step has been compared on all ranks: no need to do so again, by message.
+        # The ranks have compared the call of which this is a step.
         across = Group(comm, f"{group.name} across hosts", members, group.context, check="off")
     return local, across
 
 
 def _make_status_board(group: Group) -> StatusBoard | None:
-    """The shared memory of a group whose ranks are on one host: a row for each, and the slots for their data."""
+    """Allocate the shared memory of a group on one host. Collective."""
     context, comm = group.context, group.comm
     if len(group.hosts) > 1 or not context.slot_bytes:
         return None
@@ -247,22 +257,22 @@ def _make_status_board(group: Group) -> StatusBoard | None:
 
 
 def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
-    """Zeroed memory that all ranks of an MPI communicator have mapped; None if one of them cannot. Collective."""
+    """Return zeroed memory that all ranks of a communicator have mapped; None if one of them cannot. Collective."""
     own = _try(partial(Segment.create, name, num_bytes)) if comm.rank == 0 else None
     ticket = comm.bcast(None if own is None else own.ticket)
     segment: Segment | None = own if comm.rank == 0 or ticket is None else _try(partial(Segment.open, ticket))
-    everybody = all(comm.allgather(segment is not None))  # also: all have it open, so that it can go
+    on_all = all(comm.allgather(segment is not None))  # all have it open now, so the name can be removed
     if own is not None:
         own.withdraw()
-    if segment is not None and not everybody:
+    if segment is not None and not on_all:
         segment.close()
-    return segment if everybody else None
+    return segment if on_all else None
 
 
 def slot_bytes(size: int, most: int) -> int:
-    """Bytes of each slot of a rank: `most`, or less where many ranks share a host.
+    """Return the size of the slots of a rank: `most`, or less if many ranks share a host.
 
-    Whole pages, and at least a cache line for each rank.
+    It is a multiple of the page size, with at least a cache line for each rank.
 
     >>> slot_bytes(2, 1 << 20), slot_bytes(64, 1 << 20), slot_bytes(2, 5000), slot_bytes(512, 1 << 20)
     (1048576, 131072, 4096, 32768)
@@ -272,7 +282,7 @@ def slot_bytes(size: int, most: int) -> int:
 
 
 def _how_to_check(group: Group, check: str) -> str:
-    """How the calls of a group are compared."""
+    """Return how the calls of a group are compared."""
     if group.size == 1 or check == "off":
         return "off"
     if check == "strict":
@@ -283,7 +293,7 @@ def _how_to_check(group: Group, check: str) -> str:
 
 
 def _try(action: Callable[[], Any]) -> Any:
-    """The result, or None where the file system does not allow it: the ranks then agree on what to do instead."""
+    """Return the result of an action, or None if the system does not allow it."""
     try:
         return action()
     except OSError:

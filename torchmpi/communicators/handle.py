@@ -1,4 +1,4 @@
-"""The promise that an asynchronous call returns."""
+"""Handles of asynchronous calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..errors import StallError
 
 
 class Handle:
-    """Result of a ``NAME_async`` call.
+    """The handle of an asynchronous call.
 
-    The tensors of the call must not be read or written before ``wait()`` returns. ``wait()`` may be called any
-    number of times, from any thread; it returns the result or raises what went wrong in the call.
+    The tensors of the call must not be read or written before ``wait()`` returns. ``wait()`` may be called any number
+    of times and from any thread; it returns the result of the call, or raises its error.
 
         handle = mpi.allreduce_async(gradient)
         compute_something_else()
@@ -23,7 +23,7 @@ class Handle:
     __slots__ = ("__weakref__", "_callbacks", "_description", "_error", "_finished", "_is_done", "_result", "_seen")
 
     def __init__(self, description: str = "asynchronous call") -> None:
-        # A locked lock is the cheapest event: released once, when the call ends; waiters hand it on.
+        # A locked lock is the cheapest event: it is released when the call ends, and by each waiter for the next.
         self._finished = threading.Lock()
         self._finished.acquire()
         self._description = description
@@ -35,7 +35,7 @@ class Handle:
 
     @classmethod
     def completed(cls, result: Any) -> Handle:
-        """A handle that is done already.
+        """Return a handle that is done.
 
         >>> Handle.completed(3).wait()
         3
@@ -45,10 +45,10 @@ class Handle:
         return handle
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until the call has ended and give its result; raise its error if it failed.
+        """Wait until the call has ended and return its result; raise its error if it failed.
 
-        With `timeout` (seconds) a :class:`~torchmpi.errors.StallError` is raised when it has not ended by then; the
-        call itself goes on.
+        With `timeout` (seconds), a :class:`~torchmpi.errors.StallError` is raised if the call has not ended by then;
+        the call itself continues.
         """
         if not self._finished.acquire(timeout=-1 if timeout is None else timeout):
             raise StallError(f"{self._description} has not ended after {timeout:g} s. It goes on; wait() again for it.")
@@ -59,14 +59,14 @@ class Handle:
         return self._result
 
     def done(self) -> bool:
-        """Whether ``wait()`` would return at once."""
+        """Return whether the call has ended."""
         return self._is_done
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called when the call has ended: by the thread that ends it, or now if it has.
+        """Call `callback` when the call has ended, in the thread that ends it; immediately if the call has ended.
 
-        If it makes calls itself, attach it before the next call on that communicator: ranks where the first one has
-        ended already would otherwise make its calls behind the next one, and others before it.
+        Attach a callback that makes collective calls before the next call on that communicator. Otherwise ranks on
+        which the first call has ended would make the callback's calls after the next one, and other ranks before.
 
         >>> Handle.completed(3).when_done(lambda: print("over"))
         over
@@ -75,7 +75,7 @@ class Handle:
         if self._is_done:
             self._call_back()
 
-    # What follows is for those who run the call.
+    # For the code that runs the call.
 
     def set_result(self, result: Any) -> None:
         """End the call with `result`."""
@@ -89,24 +89,24 @@ class Handle:
 
     @property
     def unseen_error(self) -> BaseException | None:
-        """The error, if the call failed and nobody has waited for it."""
+        """The error, if the call failed and ``wait()`` has not raised it."""
         return None if self._seen else self._error
 
     @property
     def error(self) -> BaseException | None:
-        """The error, if the call has failed; who asks has seen it."""
+        """The error, if the call has failed; it counts as seen then."""
         if self._error is not None:
             self._seen = True
         return self._error
 
     @property
     def failed(self) -> bool:
-        """Whether the call has ended with an error; who asks has not seen it by that."""
+        """Whether the call has ended with an error, which does not count as seen."""
         return self._error is not None
 
     @property
     def result(self) -> Any:
-        """What the call has given, for those who know that it has ended well."""
+        """The result of a call that has ended without an error."""
         return self._result
 
     def _end(self) -> None:
@@ -116,43 +116,42 @@ class Handle:
             self._call_back()
 
     def _call_back(self) -> None:
-        """Both who ends the call and who comes too late may be here: each callback is called by the one who gets it."""
+        """Call each callback once; the thread that ends the call and one that attaches a callback may both be here."""
         while self._callbacks:
             try:
                 callback = self._callbacks.pop(0)
-            except IndexError:  # the other has taken the last one
+            except IndexError:  # the other thread has taken the last one
                 return
             callback()
 
 
 class DeviceHandle(Handle):
-    """Of a call on tensors of a device.
+    """The handle of a call on device tensors.
 
-    ``wait()`` returns when the call has been queued there, and makes the stream that is current in the waiting thread
-    follow it: what is queued on that stream afterwards sees the result, and the host does not wait for the device.
-    ``done()`` is true when the device has finished as well. Callbacks are called when the call has been queued, with a
-    stream current that follows it.
+    ``wait()`` returns when the work has been queued on the device, and makes the current stream of the waiting thread
+    follow it: later work on that stream sees the result, and the host does not wait for the device. ``done()`` is true
+    when the device has finished. Callbacks are called when the work has been queued; the current stream follows it.
     """
 
     __slots__ = ("_queued",)
 
     def __init__(self, queued: Handle, description: str) -> None:
-        """`queued` gives something with the methods of :class:`torchmpi.tensors.streams.Queued`."""
+        """Wrap the handle of a task that returns a :class:`torchmpi.tensors.streams.Queued`."""
         super().__init__(description)
         self._queued = queued
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the result once the call is queued, after at most `timeout` seconds, and follow it."""
+        """Return the result when the work is queued; raise after `timeout` seconds."""
         return self._queued.wait(timeout).follow()
 
     def done(self) -> bool:
-        """Whether the call has ended, on the device too."""
+        """Return whether the call has ended, on the device too."""
         if not self._queued.done():
             return False
         return self._queued.failed or bool(self._queued.result.has_ended())
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called when the call is queued, as in :class:`Handle`."""
+        """Call `callback` when the work is queued, as in :class:`Handle`."""
 
         def call() -> None:
             if self._queued.failed:
@@ -165,10 +164,10 @@ class DeviceHandle(Handle):
 
     @property
     def unseen_error(self) -> BaseException | None:
-        """The error, if the call failed and nobody has waited for it."""
+        """The error, if the call failed and ``wait()`` has not raised it."""
         return self._queued.unseen_error
 
     @property
     def error(self) -> BaseException | None:
-        """The error, if the call has failed; who asks has seen it."""
+        """The error, if the call has failed; it counts as seen then."""
         return self._queued.error

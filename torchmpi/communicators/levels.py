@@ -1,4 +1,4 @@
-"""The levels of communicators of this process, which of them is current, and the span over which verbs run in steps."""
+"""The communicator levels of this process, the current level, and the span of hierarchical collectives."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torc
 
 
 Comm = int | Communicator | None
-"""What verbs take as ``comm=``."""
+"""The type of ``comm=`` arguments."""
 
 
-class Span(NamedTuple):
-    """Nested levels over which collectives on the first one are composed, and the groups in which the steps run."""
+class LevelSpan(NamedTuple):
+    """Nested levels over which collectives on the first level are composed, and the groups of their steps."""
 
     levels: list[Communicator]
     groups: dict[tuple[int, str], Group]
-    """By number of the level and ``intra`` or ``inter``."""
+    """By level number and ``intra`` or ``inter``."""
 
 
 class CommunicatorStack:
@@ -39,16 +39,16 @@ class CommunicatorStack:
         intra = Group(world.Dup(), "world", everyone, context)
         self.levels = [Communicator(0, "world", intra, None, split=split, parent=None)]
         self.default = self.levels[0]
-        self.span = Span(self.levels[:1], {})
+        self.span = LevelSpan(self.levels[:1], {})
 
     @property
     def current(self) -> Communicator:
-        """The one named by the innermost ``use()`` of this thread or task, else by ``set_communicator()``."""
+        """The communicator of the innermost ``use()`` of this thread or task, else of ``set_communicator()``."""
         chosen = used.get()
         return self.default if chosen is None or chosen.intra.call_queue.closed else chosen
 
     def find(self, communicator: Comm) -> Communicator:
-        """The communicator meant by a ``comm=`` argument."""
+        """Return the communicator of a ``comm=`` argument."""
         if communicator is None:
             return self.current
         if isinstance(communicator, Communicator):
@@ -70,7 +70,7 @@ class CommunicatorStack:
         return parent.intra.call_action("split", partial(self._split, parent, str(key), name or str(key)))
 
     def _split(self, parent: Communicator, key: str, name: str) -> int:
-        """What `push` does in its turn, under the eyes of the watchdog."""
+        """Make the groups of a new level; a call on the parent group."""
         comm = parent.intra.comm
         keys = comm.allgather(key)
         split = splits.plan_split(keys, cartesian=True)
@@ -80,7 +80,7 @@ class CommunicatorStack:
         intra = Group(
             comm.Split(member.group, parent.rank), name, tuple(world_ranks[rank] for rank in member.intra), self.context
         )
-        # Who is in no inter group still takes part in the split: it is collective over the parent.
+        # Ranks without an inter group take part too: the split is collective over the parent.
         color = member.intra_rank if member.inter is not None else self.context.MPI.UNDEFINED
         inter_comm = comm.Split(color, member.group)  # ordered as the plan numbers the groups
         inter = None
@@ -109,7 +109,7 @@ class CommunicatorStack:
             used.reset(token)
 
     def set_span(self, begin: int, end: int) -> None:
-        """Let collectives on level `begin` run in steps over the levels down to `end`. Collective."""
+        """Compose collectives on level `begin` of steps over the levels down to `end`. Collective."""
         last = len(self.levels) - 1
         where = f"rank {self.levels[0].rank}: set_collective_span({begin}, {end})"
         if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= last):
@@ -119,21 +119,21 @@ class CommunicatorStack:
             nested.insert(0, nested[0].parent)
         if nested[0].level != begin:
             raise CommunicatorError(f"{where}: level {end} was not split from level {begin}, so they do not nest.")
-        # Queued calls may take steps over the groups of the old span; those of the new one are about to be duplicated.
+        # Queued calls may use the groups of the old span; the groups of the new one are duplicated below.
         for level in (*self.span.levels, *nested):
             for group in level.groups.values():
                 group.call_queue.drain()
         for group in self.span.groups.values():
             group.free()
         for level in (self.span.levels[0], nested[0]):
-            level.intra.forget_plans()  # they were made for the old span
-        # Groups of its own: a step may run in a worker thread while the user is in a call on the same level.
+            level.intra.forget_plans()  # made for the old span
+        # Separate groups: a step may run in a worker thread while the user makes a call on the same level.
         pairs = [(level, kind, group) for level in nested[1:] for kind, group in level.groups.items()]
         groups = {(level.level, kind): group.duplicate(f"{group.name} in span") for level, kind, group in pairs}
-        self.span = Span(nested, groups)
+        self.span = LevelSpan(nested, groups)
 
     def names(self) -> str:
-        """All levels, one a line, the current one marked."""
+        """Describe all levels, one per line, with a mark at the current one."""
         lines = []
         for communicator in self.levels:
             mark = "*" if communicator is self.current else " "
@@ -144,6 +144,6 @@ class CommunicatorStack:
         return "\n".join(lines)
 
     def free(self) -> None:
-        """Give all groups back, in reverse order of their making."""
+        """Free all groups in reverse order of their creation."""
         while self.context.groups:
-            self.context.groups[-1].free()  # and its parts with it
+            self.context.groups[-1].free()  # with its parts

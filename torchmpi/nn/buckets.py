@@ -1,4 +1,4 @@
-"""Flat tensors that carry many gradients in one message."""
+"""Flat tensors that hold many gradients, for one collective call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..errors import ArgumentError, GradientError
 from ..session import runtime
 from ..tensors import fusion
 
-_ALIGN_BYTES = 64  # views that live long begin on a cache line
+_ALIGN_BYTES = 64  # views that persist begin at a cache line
 
 
 def partition_by_size(sizes: Sequence[int], partitions: int) -> list[range]:
-    """Cut a list into `partitions` runs (or one per item), their largest sum as small as can be.
+    """Divide a list into `partitions` runs (at most one per item) with the smallest possible largest sum.
 
     >>> partition_by_size([5, 1, 1, 1, 4], 2)
     [range(0, 2), range(2, 5)]
@@ -31,7 +31,7 @@ def partition_by_size(sizes: Sequence[int], partitions: int) -> list[range]:
             low = middle + 1
     runs = _runs_up_to(sizes, low)
     while len(runs) < min(partitions, len(sizes)):
-        # One item alone is the largest sum, so that fewer runs would do: cut the others as they are wanted.
+        # A single item has the largest sum, so fewer runs would suffice: divide others until there are enough.
         index = max((i for i, run in enumerate(runs) if len(run) > 1), key=lambda i: _total(sizes, runs[i]))
         begin, end = runs[index].start, runs[index].stop
         halves = [(range(begin, cut), range(cut, end)) for cut in range(begin + 1, end)]
@@ -56,7 +56,7 @@ def _runs_up_to(sizes: Sequence[int], limit: int) -> list[range]:
 
 
 def aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in a flat one of the same dtype, on a cache line each, and how long that is.
+    """Return the offset of each tensor in a flat one, aligned to cache lines, and the length of the flat tensor.
 
     >>> aligned_offsets([torch.empty(3), torch.empty(5)])
     ([0, 16], 21)
@@ -70,9 +70,9 @@ def aligned_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def allocate_flat(numel: int, like: Tensor) -> Tensor:
-    """Uninitialised memory of the dtype and on the device of `like`, for a bucket that lives long.
+    """Return uninitialised memory of the dtype and device of `like`, for a persistent bucket.
 
-    On the host it is shared with the other ranks, as far as there is any: then the collectives copy nothing.
+    On the host it is shared memory if possible: then collectives copy nothing.
 
     >>> allocate_flat(3, torch.ones(2, dtype=torch.float64)).dtype
     torch.float64
@@ -83,19 +83,19 @@ def allocate_flat(numel: int, like: Tensor) -> Tensor:
 
 
 def dense_view(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """The part of `flat` at `offset` with the shape of `like`, and its order of dimensions if it is dense.
+    """Return a view of `flat` at `offset` with the shape of `like`, and with its strides if it is dense.
 
     >>> dense_view(torch.arange(6), 0, torch.empty(3, 2).t())
     tensor([[0, 2, 4],
             [1, 3, 5]])
     """
-    # empty_like keeps the strides of a dense tensor (channels_last, transposed) and mends others.
+    # empty_like keeps the strides of a dense tensor (channels_last, transposed) and makes others contiguous.
     strides = torch.empty_like(like, device="meta").stride()
     return flat.as_strided(like.shape, strides, flat.storage_offset() + offset)
 
 
 class CopiedBucket:
-    """Gradients that are copied into a flat tensor and back; a single contiguous one is used where it lies.
+    """Gradients that are copied into a flat tensor and back; a single contiguous gradient is not copied.
 
     >>> a, b = torch.ones(2), torch.ones(1)
     >>> bucket = CopiedBucket([a, b])
@@ -109,20 +109,20 @@ class CopiedBucket:
         self._flat: Tensor | None = None
 
     def pack(self) -> Tensor:
-        """The values, one after the other."""
+        """Return a flat tensor of the values."""
         if len(self.gradients) == 1 and self.gradients[0].is_contiguous():
             return self.gradients[0].view(-1)
         self._flat = torch.cat([gradient.reshape(-1) for gradient in self.gradients])
         return self._flat
 
     def unpack(self) -> None:
-        """Give what has become of the flat tensor back to the gradients."""
+        """Copy the flat tensor back to the gradients."""
         if self._flat is not None:
             fusion.unpack(self._flat, self.gradients)
 
 
 class SeatedBucket:
-    """Gradients that live in a flat tensor: once seated, nothing is copied.
+    """Gradients that are views of a flat tensor, so that nothing is copied at each step.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -134,17 +134,17 @@ class SeatedBucket:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
         offsets, numel = aligned_offsets(parameters)
-        # Zeros: the gaps between the views are sent too, and must not hold NaN.
+        # Zeros: the gaps between the views are reduced too, and must not contain NaN.
         self.flat = allocate_flat(numel, parameters[0]).zero_()
         self.views = [dense_view(self.flat, offset, p.detach()) for offset, p in zip(offsets, parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self.views]
 
     def seat(self, position: int) -> None:
-        """Move the gradient of one parameter into the flat tensor, unless it is there already."""
+        """Move the gradient of one parameter into the flat tensor, unless it is a view of it."""
         parameter, view = self.parameters[position], self.views[position]
         gradient = parameter.grad
         if view.data_ptr() != self._addresses[position]:
-            # module.to() gives new storage to every .grad it finds, and this view was one.
+            # module.to() replaces the storage of every .grad, and of this view.
             raise GradientError(
                 "The net was moved to another dtype or device while its gradients were in a bucket. "
                 "Unregister it before, and register it again after the move."
@@ -164,7 +164,7 @@ class SeatedBucket:
         parameter.grad = view
 
     def pack(self) -> Tensor:
-        """The flat tensor with all gradients in it, zeros where there is none."""
+        """Move all gradients into the flat tensor, with zeros for missing ones, and return it."""
         for position, parameter in enumerate(self.parameters):
             view = self.views[position]
             if parameter.grad is not view or view.data_ptr() != self._addresses[position]:
@@ -172,10 +172,10 @@ class SeatedBucket:
         return self.flat
 
     def unpack(self) -> None:
-        """Nothing to do: the gradients are there already."""
+        """Do nothing: the gradients are views of the flat tensor."""
 
     def give(self, present: Container[int]) -> None:
-        """Let the parameters with ids in `present` have their part as gradient, even if they had none."""
+        """Make the views the gradients of the parameters with ids in `present`, even if these had none."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if id(parameter) in present:
                 parameter.grad = view

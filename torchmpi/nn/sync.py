@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
-from ..collectives.tensor_lists import plan_lists, reduce_unpacked, tensor_lists
+from ..collectives.tensor_lists import reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
 from ..session import runtime
@@ -158,8 +158,10 @@ def reduce_gradients(
 
     # 3. Reduce and write back: within a host in place, otherwise in buckets.
     blocks: list[SeatedBucket] = []
-    if [module for module in replica.modules if isinstance(module, BlockSequential)]:
-        blocks, dense = _blocks_and_rest(replica, presence.dense)
+    for module in replica.modules:
+        if isinstance(module, BlockSequential):
+            blocks, dense = _blocks_and_rest(replica, presence.dense)
+            break
     if not is_within_host or not _reduce_within_host(blocks, dense, reduction, comm):
         _reduce_in_buckets(blocks, dense, reduction, default_bucket_bytes(bucket_bytes), comm)
     for parameter in presence.sparse:
@@ -170,10 +172,10 @@ def _reduce_within_host(
     blocks: Sequence[SeatedBucket], rest: Sequence[Tensor], reduction: GradientReduction, comm: Communicator
 ) -> bool:
     """Reduce in place, one after the other, since the cores of the ranks do the work; False if tensors need packing."""
-    lists = tensor_lists(rest, comm.intra)
-    op = "avg" if reduction.divisor == reduction.size else "sum"
-    if not plan_lists(lists, comm, op):
-        return False
+    lists = tensor_lists(rest, comm, "avg" if reduction.divisor == reduction.size else "sum")
+    for members in lists:
+        if members.plan.many is None:
+            return False
     for block in blocks:
         reduction.run(block.pack(), comm)
     if reduction.divisor in (reduction.size, 1):

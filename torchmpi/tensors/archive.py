@@ -1,4 +1,4 @@
-"""Files that hold tensors: written whole or not at all, and checked when read."""
+"""Files of tensors, written atomically and verified when read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 
 
 def write(path: Path, archive: dict[str, Any]) -> None:
-    """Write plain values and tensors; whoever looks sees the old file or the new one."""
+    """Write plain values and tensors; a reader finds either the old file or the new one."""
     # In the same directory, because a rename is atomic only within one file system.
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
@@ -38,7 +38,7 @@ def _umask() -> int:
 
 
 def parse(path: Path, raw: bytes, *, mark: tuple[str, int], what: str) -> dict[str, Any]:
-    """What a file held, given its bytes; a CheckpointError if it is damaged, or does not bear the `mark` of `what`."""
+    """Return the content of a file, given its bytes; raise CheckpointError if it is damaged or has another `mark`."""
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             damaged = archive.testzip()  # torch.load() does not compare the checksums

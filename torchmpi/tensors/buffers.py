@@ -1,7 +1,6 @@
-"""Memory: what MPI is shown of a tensor, and the copies around it where it cannot be shown.
+"""Checks of tensors, and copies from and to the plain tensors that backends work on.
 
-Everything below a verb works on *plain* tensors: contiguous, without autograd, on a device the backend takes. This
-file makes them so, and brings the results back.
+A *plain* tensor is contiguous, not part of an autograd graph, and on a device that the backend takes.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def as_bytes(MPI: Any, tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous tensor as mpi4py takes it, untyped.
+    """Return the memory of a contiguous tensor as an mpi4py buffer of bytes.
 
-    The only place where an address leaves torch. mpi4py checks no bounds on it, so the length is taken from the
-    tensor itself, and the caller must keep the tensor alive for the length of the call.
+    mpi4py checks no bounds on it, and the caller must keep the tensor alive during the call.
     """
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Whether the memory of the tensor is exactly its values, in order.
+    """Return whether the memory of the tensor is exactly its values, in order.
 
     >>> is_direct(torch.ones(3, 4)), is_direct(torch.ones(3, 4).t())
     (True, False)
@@ -36,7 +34,7 @@ def is_direct(tensor: torch.Tensor) -> bool:
 
 
 def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
-    """Refuse what cannot be sent (or, if `written`, received into), with the remedy.
+    """Raise if a tensor cannot be sent or, if `written`, received into.
 
     >>> check([1.0], "allreduce")
     Traceback (most recent call last):
@@ -72,7 +70,7 @@ def check(tensor: object, what: str, *, written: bool = False) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
-    """The tensor itself where it can be shown as it is, else a contiguous copy (pinned, for CUDA to the host)."""
+    """Return the tensor itself if it is plain, else a plain copy (in pinned memory, from CUDA to the host)."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -105,7 +103,7 @@ def _last_byte(tensor: torch.Tensor) -> int:
 
 
 def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy into a tensor whatever autograd thinks of it: a leaf, part of a graph, or made in inference mode.
+    """Copy values into a tensor that may be a leaf, part of a graph, or made in inference mode.
 
     >>> leaf = torch.zeros(2, requires_grad=True)
     >>> overwrite(leaf, torch.ones(2)); leaf
@@ -117,7 +115,7 @@ def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
-    """Into an `out` that the backend did not take, or a refusal: all ranks have made the call by now."""
+    """Copy a result into `out`, or raise if it does not fit; the call has ended on all ranks."""
     if out.dtype != result.dtype:
         raise DtypeError(f"out is {out.dtype}, but the result is {result.dtype}. Pass out=None to have it made.")
     if out.shape != result.shape:
@@ -128,16 +126,16 @@ def copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def touch(tensor: torch.Tensor) -> None:
-    """Tell autograd that the tensor was written, so that a stale saved value is an error and not a wrong gradient."""
+    """Tell autograd that the tensor was written, so that a stale saved value raises an error."""
     try:
         increment_version((tensor,))
     except RuntimeError:
-        if not tensor.is_inference():  # those have no version, and no backward either
+        if not tensor.is_inference():  # these have no version, and no backward
             raise
 
 
 def touch_all(tensors: Sequence[torch.Tensor]) -> None:
-    """The same for many, in one call if none of them was made in inference mode."""
+    """Tell autograd that these tensors were written."""
     try:
         increment_version(tuple(tensors))
     except RuntimeError:
@@ -146,10 +144,10 @@ def touch_all(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _find_increment_version() -> Callable[[tuple[torch.Tensor, ...]], None]:
-    """The function behind torch.autograd.graph.increment_version, which looks at its argument for 0.2 us first."""
+    """Return the function behind torch.autograd.graph.increment_version, which checks its argument for 0.2 us."""
     try:
         torch._C._increment_version((torch.empty(0, device="cpu"),))
-    except (AttributeError, TypeError):  # another torch: take the public one
+    except (AttributeError, TypeError):  # another version of torch
         return torch.autograd.graph.increment_version
     return torch._C._increment_version  # type: ignore[no-any-return]
 
@@ -158,19 +156,19 @@ increment_version = _find_increment_version()
 
 
 class Scratch:
-    """One reusable piece of memory, which grows to what is asked for."""
+    """Reusable memory that grows on demand."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor over the memory; valid until the next call.
+        """Return a flat tensor over the memory; valid until the next call.
 
         >>> Scratch().take(3, torch.float64).shape
         torch.Size([3])
         """
         num_bytes = numel * dtype.itemsize
         if self._memory.numel() < num_bytes:
-            with torch.inference_mode(False):  # or no call outside of inference mode could write to it
+            with torch.inference_mode(False):  # otherwise only calls in inference mode could write to it
                 self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._memory[:num_bytes].view(dtype)

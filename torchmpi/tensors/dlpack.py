@@ -1,4 +1,4 @@
-"""How torch describes a tensor to machine code: the C functions of DLPack's exchange, without Python in between."""
+"""The C functions of DLPack's exchange API, with which machine code reads the description of a tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TENSOR_FIELDS, _DTYPE_WORD = 6, 2
 
 @lru_cache(maxsize=1)
 def describer() -> int:
-    """Address of ``int describe(PyObject *tensor, DLTensor *out)``; 0 if this torch has none."""
+    """Return the address of ``int describe(PyObject *tensor, DLTensor *out)``; 0 if this torch has none."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return 0
@@ -24,7 +24,7 @@ def describer() -> int:
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     try:
         address = get(capsule, _NAME)
-    except ValueError:  # somebody else has put something of theirs there
+    except ValueError:  # the attribute belongs to another library
         return 0
     table = (ctypes.c_uint64 * (_DESCRIBE + 1)).from_address(address)
     is_known = table[0] & 0xFFFFFFFF == _MAJOR
@@ -33,7 +33,7 @@ def describer() -> int:
 
 @lru_cache(maxsize=64)
 def dtype_number(dtype: torch.dtype) -> int:
-    """DLPack's code, bits and lanes of a dtype as one number, as they stand in the description of a tensor.
+    """Return DLPack's code, bits and lanes of a dtype as one number, as in the description of a tensor.
 
     >>> dtype_number(torch.float32) == dtype_number(torch.float64) or describer() == 0
     False

@@ -1,6 +1,6 @@
-"""What a data type may do: its MPI type, what it is summed in, and which operations make sense for it.
+"""Data types: their MPI type, the type in which they are summed, and the operations they support.
 
-Nothing here talks to MPI: types and operations are named as mpi4py names them and looked up by the backend.
+The names of MPI types are those of mpi4py; the backends look them up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOGICAL = ("land", "lor")
 
 
 class DtypeInfo(NamedTuple):
-    """One row of the table below."""
+    """The properties of a dtype."""
 
     code: int  # stable number that ranks compare
     mpi_name: str | None  # type in which MPI itself can reduce it
@@ -49,7 +49,7 @@ _TABLE: dict[torch.dtype, DtypeInfo] = {
     torch.uint64: DtypeInfo(14, "UINT64_T", torch.uint64, _INTEGER_OPS),
     torch.bool: DtypeInfo(15, "UINT8_T", torch.bool, _BOOL_OPS),  # one byte, 0 or 1: logical and bitwise agree
     torch.complex32: DtypeInfo(16, None, torch.complex64, _COMPLEX_OPS),
-    # Eight-bit floats are moved but not summed: nobody agrees on how they should be.
+    # Eight-bit floats are moved but not summed: there is no agreed definition of their sum.
     torch.float8_e4m3fn: DtypeInfo(17, None, None, ()),
     torch.float8_e5m2: DtypeInfo(18, None, None, ()),
     torch.float8_e4m3fnuz: DtypeInfo(19, None, None, ()),
@@ -59,7 +59,7 @@ _BY_CODE = {info.code: dtype for dtype, info in _TABLE.items()}
 
 
 def info(dtype: torch.dtype) -> DtypeInfo:
-    """The row of `dtype`, or a refusal.
+    """Return the properties of `dtype`; raise if it cannot be sent.
 
     >>> info(torch.bfloat16).accumulator
     torch.float32
@@ -72,7 +72,7 @@ def info(dtype: torch.dtype) -> DtypeInfo:
 
 
 def from_code(code: int) -> torch.dtype | None:
-    """The dtype of a code read from another rank.
+    """Return the dtype of a code read from another rank.
 
     >>> from_code(info(torch.int16).code)
     torch.int16
@@ -81,7 +81,7 @@ def from_code(code: int) -> torch.dtype | None:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``.
+    """Return ``float32`` for ``torch.float32``.
 
     >>> short_name(torch.float32)
     'float32'
@@ -90,18 +90,18 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def check_reduction(dtype: torch.dtype, op: str) -> DtypeInfo:
-    """The row of `dtype` if `op` makes sense for it, or a refusal that says what would.
+    """Return the properties of `dtype`; raise if it does not support `op`.
 
     >>> check_reduction(torch.int32, "sum").mpi_name
     'INT32_T'
     """
     if op not in OPS:
         raise ArgumentError(f"op={op!r} is unknown. Use one of: {', '.join(OPS)}.")
-    row = info(dtype)
-    if op in row.ops:
-        return row
+    found = info(dtype)
+    if op in found.ops:
+        return found
     name = short_name(dtype)
-    if not row.ops:
+    if not found.ops:
         raise DtypeError(f"op={op!r} cannot be computed on {name}. Convert the tensor to bfloat16 or float32 first.")
     if op == "avg":
         remedy = "An average of integers is not an integer: use op='sum' and divide, or convert to a floating dtype."
@@ -115,7 +115,7 @@ def check_reduction(dtype: torch.dtype, op: str) -> DtypeInfo:
 
 
 def may_use_mpi(dtype: torch.dtype, op: str, size: int) -> bool:
-    """Whether MPI itself may reduce `size` values, because every order of combining them gives the same bits.
+    """Return whether MPI may reduce `size` values, because every order gives the same bits.
 
     Integer operations always do, since they wrap around; but not in 8 and 16 bits, where Open MPI's vector code
     (op/avx, 5.0) saturates sums instead. Two floating values do for a sum, since a + b and b + a are the same; not for
@@ -124,8 +124,7 @@ def may_use_mpi(dtype: torch.dtype, op: str, size: int) -> bool:
     >>> may_use_mpi(torch.float32, "sum", 2), may_use_mpi(torch.float32, "sum", 3)
     (True, False)
     """
-    row = info(dtype)
-    if row.mpi_name is None:
+    if info(dtype).mpi_name is None:
         return False
     if not (dtype.is_floating_point or dtype.is_complex):
         return dtype.itemsize > 2 or op not in _ARITHMETIC

@@ -1,4 +1,4 @@
-"""Python numbers on their way through the verbs: there as 0-dim tensors, back as numbers."""
+"""Conversion of Python numbers to 0-dim tensors and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ARITHMETIC = ("sum", "avg", "prod")
 
 
 def is_number(value: object) -> bool:
-    """Whether a value goes through :func:`as_tensor` (numpy's scalars do too).
+    """Return whether a value is a Python number or numpy scalar.
 
     >>> is_number(1.5), is_number(torch.ones(()))
     (True, False)
@@ -23,9 +23,9 @@ def is_number(value: object) -> bool:
 
 
 def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
-    """The 0-dim tensor that holds a number exactly: bool, int64, float64 or complex128.
+    """Return a 0-dim tensor that holds a number exactly: bool, int64, float64 or complex128.
 
-    Truth values are counted when they are added.
+    Sums of bool count the true values.
 
     >>> as_tensor(3), as_tensor(True, "sum"), as_tensor(True, "lor")
     (tensor(3), tensor(1), tensor(True))
@@ -47,12 +47,12 @@ def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
 
 
 def _cpu(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """On the host, whatever the default device is."""
+    """Make the tensor on the host, regardless of the default device."""
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def restore(result: torch.Tensor) -> Any:
-    """The number, or for a gathering verb the list of numbers, in a result.
+    """Return the number, or the list of numbers, in a result.
 
     >>> restore(torch.tensor(3)), restore(torch.tensor([3, 4]))
     (3, [3, 4])

@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: every rank gathers the entries of all ranks and adds up what meets."""
+"""Sums of sparse tensors: every rank gathers the entries of all ranks and adds those with equal indices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Gather = Callable[[Tensor], Tensor]
 
 
 def entries(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices, one row per entry so that ranks can be concatenated, and values.
+    """Return the indices, one row per entry so that those of all ranks can be concatenated, and the values.
 
     >>> entries(torch.eye(2).to_sparse())
     (tensor([[0, 0],
@@ -23,7 +23,9 @@ def entries(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def total(indices: Tensor, values: Tensor, shape: tuple[int, ...], gather: Gather, *, divisor: int = 1) -> Tensor:
-    """The sum over all ranks, divided: sparse, and the same on all, as each adds the same values in the same order.
+    """Return the sum over all ranks, divided by `divisor`.
+
+    The result is sparse, and the same on all ranks, since each adds the same values in the same order.
 
     >>> total(*entries(torch.eye(2).to_sparse()), (2, 2), gather=lambda rows: rows).to_dense()
     tensor([[1., 0.],

@@ -1,9 +1,9 @@
 """Order between the device and this process: nothing on the CPU, events and streams on CUDA.
 
-What is queued on a device runs in the order of streams. A call marks the end of the current stream when it is made; its
-work follows that mark, on the current stream itself or, in the background, on the *communication stream* of the thread
-that does it; and whoever waits for the call makes the stream that is current there follow the end of the work. The
-host waits for the device only where data go through its memory.
+A call records an event at the end of the current stream when it is made. Its work follows that event, on the current
+stream itself or, in the background, on the *communication stream* of the worker thread. ``wait()`` makes the current
+stream of the waiting thread follow the end of the work. The host waits for the device only if data pass through host
+memory.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, NamedTuple
 import torch
 
 End = Any
-"""A ``torch.cuda.Event`` behind some work; NOTHING where there is nothing to wait for."""
+"""A ``torch.cuda.Event`` at the end of some work; NOTHING if there is nothing to wait for."""
 NOTHING: End = None
-_HIGH_PRIORITY = -1  # what other ranks wait for goes before what only this one computes
+_HIGH_PRIORITY = -1  # other ranks wait for communication, not for computation
 _PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of the process
 _own = threading.local()
 
 
 class Mark(NamedTuple):
-    """How far a stream had been filled."""
+    """A position in a stream."""
 
     event: torch.cuda.Event
     stream: torch.cuda.Stream
     thread: int
-    """Who has filled it."""
+    """Identifier of the thread that recorded the event."""
 
 
 def fence(tensor: object) -> Mark | None:
-    """A mark behind the work queued so far on the tensor's device; None where there is nothing to wait for.
+    """Return a mark at the end of the current stream of the tensor's device; None for host tensors.
 
     >>> fence(torch.ones(2)) is None
     True
@@ -46,9 +46,9 @@ def fence(tensor: object) -> Mark | None:
 
 
 def enqueue_after(mark: Mark | None, device: torch.device | None, task: Callable[[], Any]) -> tuple[Any, End]:
-    """Run `task`, whose work on the device follows `mark`, on this thread's communication stream.
+    """Run `task` on this thread's communication stream; its work on the device follows `mark`.
 
-    Gives its result, and a mark behind its work, which need not have begun.
+    Returns its result, and the end of its work, which need not have started.
 
     >>> enqueue_after(None, None, lambda: 3)
     (3, None)
@@ -57,7 +57,7 @@ def enqueue_after(mark: Mark | None, device: torch.device | None, task: Callable
         return task(), NOTHING
     assert device is not None
     if mark.thread != threading.get_ident() and torch.cuda.current_device() != device.index:
-        # For good: a block that ends sets the device of before, in a new thread the first one, which costs a context.
+        # Not a with block: its end would set the previous device, in a new thread the first one, which costs a context.
         torch.cuda.set_device(device)
     stream = communication_stream(device)
     with torch.cuda.stream(stream):
@@ -67,7 +67,7 @@ def enqueue_after(mark: Mark | None, device: torch.device | None, task: Callable
 
 
 def run_after(mark: Mark | None, device: torch.device | None, task: Callable[[], Any]) -> Any:
-    """The same for tasks on the host; return when the device has finished, too.
+    """Run `task` like `enqueue_after`, and return when the device has finished too.
 
     >>> run_after(None, None, lambda: 3)
     3
@@ -78,7 +78,7 @@ def run_after(mark: Mark | None, device: torch.device | None, task: Callable[[],
 
 
 def in_order(tensor: object, task: Callable[[], Any]) -> Callable[[], Any]:
-    """`task` for whichever thread will run it: after what is queued on the tensor's device now.
+    """Return a function for any thread that runs `task` after the work queued on the tensor's device now.
 
     >>> in_order(torch.ones(2), lambda: 3)()
     3
@@ -92,7 +92,7 @@ def in_order(tensor: object, task: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def follow(end: End, device: torch.device | None) -> None:
-    """Make the current stream wait for `end`; the host goes on.
+    """Make the current stream wait for `end`; the host does not wait.
 
     >>> follow(None, None)
     """
@@ -101,7 +101,7 @@ def follow(end: End, device: torch.device | None) -> None:
 
 
 def end_of(*tensors: torch.Tensor) -> End:
-    """Behind what is queued on the current stream of the device of one of these; NOTHING if all are on the host.
+    """Return the end of the current stream of the device of these tensors; NOTHING if all are on the host.
 
     >>> end_of(torch.ones(2), torch.ones(3))
     """
@@ -109,13 +109,13 @@ def end_of(*tensors: torch.Tensor) -> End:
     if not devices:
         return NOTHING
     stream = torch.cuda.current_stream(devices[0])
-    # In the background the host sleeps until then, which takes longer to end than looking all the time.
+    # In the background the host sleeps until then, which takes longer than polling.
     is_background = stream in _own.__dict__.get("streams", {}).values()
     return stream.record_event(torch.cuda.Event(blocking=is_background))
 
 
 def wait(end: End) -> None:
-    """Let the host wait.
+    """Make the host wait for `end`.
 
     >>> wait(NOTHING)
     """
@@ -124,7 +124,7 @@ def wait(end: End) -> None:
 
 
 def behind(end: End, device: torch.device | None) -> AbstractContextManager[Any]:
-    """A block in which a stream that follows `end`, and nothing else, is the current one.
+    """Return a context in which the current stream is a new one that follows `end`.
 
     >>> with behind(None, None): pass
     """
@@ -136,7 +136,7 @@ def behind(end: End, device: torch.device | None) -> AbstractContextManager[Any]
 
 
 def on_device(tensor: object) -> AbstractContextManager[Any]:
-    """A block in which the tensor's device is the current one, for libraries that look there.
+    """Return a context in which the tensor's device is the current device.
 
     >>> with on_device(torch.ones(2)): pass
     """
@@ -146,7 +146,7 @@ def on_device(tensor: object) -> AbstractContextManager[Any]:
 
 
 def settle(tensor: torch.Tensor) -> None:
-    """Wait until the device has done what was queued: MPI reads device memory without regard to streams.
+    """Wait until the device has finished the queued work: MPI reads device memory without regard to streams.
 
     >>> settle(torch.ones(2))
     """
@@ -155,7 +155,7 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 def use_here(*tensors: torch.Tensor) -> None:
-    """Tell the allocator that the current stream uses these tensors, whatever stream their memory was made for.
+    """Tell the allocator that the current stream uses these tensors, which were allocated on another one.
 
     >>> use_here(torch.ones(2))
     """
@@ -165,13 +165,13 @@ def use_here(*tensors: torch.Tensor) -> None:
 
 
 def pin(memory: torch.Tensor) -> bool:
-    """Lock memory of the host in its place, so that the device copies from and to it by itself; whether that went well.
+    """Page-lock host memory for asynchronous copies, and return whether that succeeded.
 
-    Undo it with :func:`unpin` before the memory goes.
+    Call :func:`unpin` before the memory is freed.
     """
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0:
         return True
-    # The runtime keeps the error for whoever asks next, and that would be torch, after some kernel of the user's.
+    # CUDA keeps the error until the next check, which torch would make after a kernel of the user.
     with suppress(RuntimeError):
         torch.empty(1, device="cuda").zero_()
     return False
@@ -183,9 +183,10 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for work in the background: one for each thread, that is for each lane.
+    """Return the stream for background work of this thread, that is, of one call queue.
 
-    One for all would let calls on different communicators wait for each other, in an order that ranks need not share.
+    With one stream for all, calls on different communicators would wait for each other, in different orders on
+    different ranks.
     """
     streams: dict[int, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -195,7 +196,7 @@ def communication_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Order:
-    """Keeps work on different streams in the order in which it was queued, as on one stream.
+    """Keeps work on different streams in the order in which it was queued.
 
     >>> Order().enter(torch.ones(2))
     """
@@ -204,7 +205,7 @@ class Order:
         self._last: torch.cuda.Stream | None = None
 
     def enter(self, tensor: object) -> None:
-        """The current stream comes next: it waits for the one before, if that was another."""
+        """Make the current stream follow the previous one, if that was another stream."""
         if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
             return
         stream = torch.cuda.current_stream(tensor.device)
@@ -237,32 +238,32 @@ class Queued:
         return bool(self._end.query())
 
     def behind(self) -> AbstractContextManager[Any]:
-        """See :func:`behind`."""
+        """Return :func:`behind` for the end of the call."""
         return behind(self._end, self._origin.device)
 
     def _hand_over(self) -> None:
-        """The stream that the memory was made on does not follow: were it free now, it would be given away too soon."""
+        """Keep the memory: the stream it was allocated on does not follow, so the allocator would reuse it too soon."""
         if self._kept is not None and not self.has_ended():
             _abandoned.add(self._end, (self._kept, self._result))
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._hand_over()  # nobody has waited
+            self._hand_over()  # wait() was not called
 
 
 class _Abandoned:
-    """Keeps what is still in use until the device has finished with it."""
+    """Keeps memory alive until the device has finished with it."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
         self._entries: list[tuple[End, object]] = []
 
     def add(self, end: End, kept: object) -> None:
-        """One more; may be called by the garbage collector, at any moment, so it does not wait for the lock."""
+        """Add an entry. The garbage collector may call this at any moment, so it does not wait for the lock."""
         self._entries.append((end, kept))
 
     def sweep(self) -> None:
-        """Let go of what is no longer used."""
+        """Release what the device no longer uses."""
         if self._entries and self._changing.acquire(False):
             try:
                 for entry in list(self._entries):
