@@ -286,7 +286,7 @@ def test_wrong_arguments_of_autotune_are_refused_on_all_ranks(agree):
     level = mpi.push_communicator(0)
     mpi.set_communicator(0)
     for reason, arguments in {
-        "verb 'sing' is unknown": {"verbs": ["sing"]},
+        "collective 'sing' is unknown": {"verbs": ["sing"]},
         "sizes": {"sizes": [0]},
         "at least one": {"sizes": []},
         "seconds": {"seconds": 0},

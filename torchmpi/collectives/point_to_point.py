@@ -1,8 +1,8 @@
-"""Point to point: send, recv, sendreceive.
+"""Point-to-point messages: send, recv, sendreceive.
 
-Messages between a pair of ranks arrive in the order in which they were sent. Each is announced by a small header, so
-that a receiver whose tensor does not fit is told so instead of getting somebody else's bytes. Asynchronous messages run
-on one queue per peer and direction: sending to one rank never waits for another.
+Messages between a pair of ranks arrive in the order in which they were sent. A small header precedes each message, so
+that a receiver whose tensor does not fit raises an error. Asynchronous messages use one queue per peer and direction:
+sending to one rank never waits for another.
 """
 
 from __future__ import annotations
@@ -29,12 +29,21 @@ _HEADER_TAG, _PAYLOAD_TAG = 1, 2
 
 
 def send(tensor: Any, dst: int, *, comm: Comm = None) -> None:
-    """Send a tensor or number to one rank, which calls :func:`recv`; return when the tensor may be changed again.
+    """Send a tensor or number to a rank that calls :func:`recv`; return when the tensor may be changed.
 
-    if mpi.rank() == 0:
-        mpi.send(torch.ones(3), 1)
-    elif mpi.rank() == 1:
-        received = mpi.recv(torch.empty(3), 0)
+    Args:
+        tensor: The tensor or number to send.
+        dst: The rank that receives it.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Raises:
+        ArgumentError: The tensor cannot be sent, or `dst` is not another rank of the communicator.
+
+    Example:
+        if mpi.rank() == 0:
+            mpi.send(torch.ones(3), 1)
+        elif mpi.rank() == 1:
+            received = mpi.recv(torch.empty(3), 0)
     """
     message = _Message("send", tensor, dst, comm)
     if dst == message.group.rank:
@@ -43,15 +52,44 @@ def send(tensor: Any, dst: int, *, comm: Comm = None) -> None:
 
 
 def send_async(tensor: Any, dst: int, *, comm: Comm = None) -> Handle:
-    """:func:`send` in the background; leave the tensor alone until ``wait()``."""
+    """Run :func:`send` in the background; do not change the tensor before ``wait()`` returns.
+
+    Args:
+        tensor: The tensor or number to send.
+        dst: The rank that receives it.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Returns:
+        A handle.
+
+    Raises:
+        ArgumentError: The tensor cannot be sent, or `dst` is not a rank of the communicator.
+
+    Example:
+        handle = mpi.send_async(torch.ones(3), 1)
+        handle.wait()
+    """
     message = _Message("send", tensor, dst, comm)
     return message.submit(message.send)
 
 
 def recv(tensor: Any, src: int, *, comm: Comm = None) -> Any:
-    """Receive into a tensor what `src` sends; shape and dtype must be those of the sender. A number gives a number.
+    """Receive a tensor or number from a rank that calls :func:`send`.
 
-    received = mpi.recv(torch.empty(3), 0)
+    Args:
+        tensor: The tensor to receive into, of the shape and dtype that the sender uses; a number to receive a number.
+        src: The rank that sends.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Returns:
+        The tensor, or the received number.
+
+    Raises:
+        ArgumentError: The tensor cannot be received into, or `src` is not another rank of the communicator.
+        MismatchError: The sender used another shape or dtype; the message is dropped.
+
+    Example:
+        received = mpi.recv(torch.empty(3), 0)
     """
     message = _Message("recv", tensor, src, comm)
     if src == message.group.rank:
@@ -62,16 +100,45 @@ def recv(tensor: Any, src: int, *, comm: Comm = None) -> Any:
 
 
 def recv_async(tensor: Any, src: int, *, comm: Comm = None) -> Handle:
-    """:func:`recv` in the background; ``wait()`` gives the result."""
+    """Run :func:`recv` in the background.
+
+    Args:
+        tensor: As for :func:`recv`.
+        src: The rank that sends.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Returns:
+        A handle whose ``wait()`` returns the tensor or number.
+
+    Raises:
+        ArgumentError: The tensor cannot be received into, or `src` is not a rank of the communicator.
+
+    Example:
+        received = mpi.recv_async(torch.empty(3), 0).wait()
+    """
     message = _Message("recv", tensor, src, comm)
     return message.submit(message.receive)
 
 
 def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Any:
-    """Send the tensor to `dst`, and receive into it what `src` sends: a shift, without deadlock.
+    """Send the tensor to `dst`, and receive into it from `src`, without deadlock.
 
-    left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
-    mpi.sendreceive(tensor, src=left, dst=right)
+    Args:
+        tensor: The tensor or number to send; a tensor is overwritten by the received one.
+        src: The rank to receive from.
+        dst: The rank to send to.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Returns:
+        The tensor, or the received number.
+
+    Raises:
+        ArgumentError: The tensor cannot be used, or `src` or `dst` is not a rank of the communicator.
+        MismatchError: The sender used another shape or dtype; the message is dropped.
+
+    Example:
+        left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+        mpi.sendreceive(tensor, src=left, dst=right)
     """
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
@@ -79,14 +146,30 @@ def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Any:
 
 
 def sendreceive_async(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Handle:
-    """:func:`sendreceive` in the background."""
+    """Run :func:`sendreceive` in the background.
+
+    Args:
+        tensor: As for :func:`sendreceive`.
+        src: The rank to receive from.
+        dst: The rank to send to.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Returns:
+        A handle whose ``wait()`` returns the tensor or number.
+
+    Raises:
+        ArgumentError: The tensor cannot be used, or `src` or `dst` is not a rank of the communicator.
+
+    Example:
+        mpi.sendreceive_async(tensor, src=left, dst=right).wait()
+    """
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
     return message.submit(partial(message.call_queue.run, exchange), message.queue_to(dst))
 
 
 class _Message:
-    """One call: a tensor, a peer, and the queue between."""
+    """A message: a tensor, a peer, and the queue of messages from or to that peer."""
 
     def __init__(self, collective: str, tensor: Any, peer: int, comm: Comm) -> None:
         running = runtime.current()
@@ -116,7 +199,7 @@ class _Message:
         return restore(value) if self.is_number else value
 
     def in_order(self, task: Callable[[], Any]) -> Callable[[], Any]:
-        """For whichever thread runs the task: after what is queued on the tensor's device now."""
+        """Return the task, to run after the work queued on the tensor's device now."""
         return streams.in_order(self.tensor, task)
 
     def submit(self, task: Callable[[], Any], call_queue: CallQueue | None = None) -> Handle:
@@ -126,13 +209,13 @@ class _Message:
             lambda: self.result(streams.run_after(mark, device, task)), self.what
         )
 
-    # What runs in the queue.
+    # Run in the queue.
 
     def send(self) -> torch.Tensor:
         with self._watched(f"to rank {self.peer}"):
             work = self._plain()
-            for piece, tag in self._pieces(work):
-                self.comm.Send((piece, self.MPI.BYTE), self.peer, tag)
+            for message, tag in self._messages(work):
+                self.comm.Send((message, self.MPI.BYTE), self.peer, tag)
         return self.tensor
 
     def receive(self) -> torch.Tensor:
@@ -141,7 +224,7 @@ class _Message:
 
     @contextmanager
     def _watched(self, peer: str) -> Iterator[None]:
-        """Tell the watchdog what this queue is doing, and name the call if MPI fails in it."""
+        """Describe the call for the watchdog, and in the error if MPI fails."""
         self.call_queue.doing = self._description(peer)
         try:
             yield
@@ -155,8 +238,8 @@ class _Message:
         direct = self.backend.takes(self.tensor.device.type) and buffers.is_direct(self.tensor)
         work = self.tensor.detach() if direct else torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
         streams.settle(work)
-        for piece in self._payload(work):
-            self.comm.Recv((piece, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
+        for part in self._payload(work):
+            self.comm.Recv((part, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
         if not direct:
             buffers.overwrite(self.tensor, work)
         else:
@@ -168,11 +251,13 @@ class _Message:
 
         def exchange() -> torch.Tensor:
             outgoing = self._plain().clone()
-            requests = [self.comm.Isend((piece, self.MPI.BYTE), dst, tag) for piece, tag in self._pieces(outgoing)]
+            requests = [
+                self.comm.Isend((message, self.MPI.BYTE), dst, tag) for message, tag in self._messages(outgoing)
+            ]
             try:
                 return self.receive()
             finally:
-                self.MPI.Request.Waitall(requests)  # also on the way out: MPI reads `outgoing` until then
+                self.MPI.Request.Waitall(requests)  # also after an error: MPI reads `outgoing` until then
 
         return exchange
 
@@ -181,10 +266,10 @@ class _Message:
         streams.settle(work)
         return work
 
-    def _pieces(self, work: torch.Tensor) -> list[tuple[Any, int]]:
-        """The header, and the memory in messages that MPI can count."""
-        header = np.array([self.code, work.dim(), *work.shape, *[0] * (_HEADER_WORDS - 2 - work.dim())], np.int64)
-        return [(header, _HEADER_TAG), *((piece, _PAYLOAD_TAG) for piece in self._payload(work))]
+    def _messages(self, work: torch.Tensor) -> list[tuple[Any, int]]:
+        """Return the header, and the memory in messages of a length that MPI supports, with their tags."""
+        header = np.array([self.code, work.dim(), *work.shape, *[0] * (_HEADER_FIELDS - 2 - work.dim())], np.int64)
+        return [(header, _HEADER_TAG), *((part, _PAYLOAD_TAG) for part in self._payload(work))]
 
     def _payload(self, work: torch.Tensor) -> list[Any]:
         flat = work.view(-1)
@@ -195,7 +280,7 @@ class _Message:
         ]
 
     def _check_header(self) -> None:
-        header = np.empty(_HEADER_WORDS, np.int64)
+        header = np.empty(_HEADER_FIELDS, np.int64)
         self.comm.Recv((header, self.MPI.BYTE), self.peer, _HEADER_TAG)
         code, num_dims, *dims = header.tolist()
         shape = tuple(dims[:num_dims])
@@ -205,9 +290,9 @@ class _Message:
         assert dtype is not None
         dropped = torch.empty(
             shape, dtype=dtype, device="cpu"
-        )  # has a name, so that it lives until the bytes have arrived
-        for piece in self._payload(dropped):  # out of the way of the next message
-            self.comm.Recv((piece, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
+        )  # a variable, so that it lives until the bytes have arrived
+        for part in self._payload(dropped):  # before the next message can be received
+            self.comm.Recv((part, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
         raise MismatchError(
             f"{self.what}: rank {self.peer} sent {dtypes.short_name(dtype)} {list(shape)}, but the tensor to "
             "receive into is "
@@ -219,4 +304,4 @@ class _Message:
         return f"{self.collective}({dtypes.short_name(self.tensor.dtype)} {list(self.tensor.shape)}) {peer}"
 
 
-_HEADER_WORDS = 66  # dtype, number of dims, and up to 64 dims, which is what torch allows
+_HEADER_FIELDS = 66  # dtype, number of dims, and up to 64 dims, which is what torch allows

@@ -1,7 +1,7 @@
-"""Plans of who talks to whom: groups of ranks, steps of hierarchical collectives, cores and devices.
+"""Pure functions that compute groups of ranks and the steps of hierarchical collectives.
 
-Everything here is a pure function of its arguments. Every rank calls it with the same gathered facts
-(keys, host names, affinity masks) and therefore arrives at the same plan without talking again.
+Every rank calls them with the same gathered arguments (keys, host names) and gets the same result without further
+communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CollectiveName = Literal["allreduce", "reduce", "broadcast", "barrier"]
 
 @dataclass(frozen=True)
 class Member:
-    """The place of one parent rank in a `Split`. Groups hold parent ranks.
+    """The groups of one parent rank in a `Split`. Groups contain parent ranks.
 
     `group` is the number of its intra group, `intra` that group and `intra_rank` its rank there. `inter` is
     its inter group, None if it is in none; its rank there is `group`, since each group sends one member.
@@ -58,7 +58,7 @@ def plan_split(keys: Sequence[Hashable], *, cartesian: bool) -> Split:
     """Group the ranks of a parent by the key each of them gave; index = rank in the parent.
 
     With `cartesian` and equal group sizes, rank i of every group forms an inter group: a grid. Otherwise only
-    the roots (intra rank 0) form one: a tree. A single group is a grid of one row either way.
+    the roots (intra rank 0) form one: a tree. A single group is a grid in both cases.
 
     >>> split = plan_split(["left", "right", "left", "right"], cartesian=True)
     >>> split.groups, split.is_cartesian
@@ -92,7 +92,7 @@ def plan_split(keys: Sequence[Hashable], *, cartesian: bool) -> Split:
 class Step:
     """One flat collective that a rank takes part in: on the intra or inter group of a level.
 
-    `root` is a rank in that group; None for verbs without a root.
+    `root` is a rank in that group; None for collectives without a root.
     """
 
     level: int
@@ -102,8 +102,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class _Span:
-    """The group of one level as seen by one of its members, with the splits that lie below it."""
+class _LevelGroup:
+    """The group of one rank on one level, with the splits of the levels below."""
 
     level: int
     rank: int
@@ -118,64 +118,64 @@ class _Span:
     def member(self) -> Member:
         return self.split.members[self.rank]
 
-    def below(self) -> _Span:
-        return _Span(self.level + 1, self.member.intra_rank, len(self.member.intra), self.splits[1:])
+    def below(self) -> _LevelGroup:
+        return _LevelGroup(self.level + 1, self.member.intra_rank, len(self.member.intra), self.splits[1:])
 
     def inter_step(self, collective: CollectiveName, root: int | None = None) -> Iterator[Step]:
-        """The step across the groups one level down, if this rank is in it and it has anybody to talk to."""
+        """Yield the step across the groups one level down, if this rank is in it and there are several groups."""
         if self.member.inter is not None and len(self.split.groups) > 1:
             yield Step(self.level + 1, "inter", collective, root)
 
 
-def _allreduce(span: _Span, root: int) -> Iterator[Step]:
-    if span.split.is_cartesian:
-        yield from _steps("allreduce", span.below(), 0)
-        yield from span.inter_step("allreduce")
+def _allreduce(group: _LevelGroup, root: int) -> Iterator[Step]:
+    if group.split.is_cartesian:
+        yield from _steps("allreduce", group.below(), 0)
+        yield from group.inter_step("allreduce")
     else:
-        yield from _steps("reduce", span.below(), 0)
-        yield from span.inter_step("allreduce")
-        yield from _steps("broadcast", span.below(), 0)
+        yield from _steps("reduce", group.below(), 0)
+        yield from group.inter_step("allreduce")
+        yield from _steps("broadcast", group.below(), 0)
 
 
-def _reduce(span: _Span, root: int) -> Iterator[Step]:
-    home = span.split.members[root]
-    if span.split.is_cartesian:
+def _reduce(group: _LevelGroup, root: int) -> Iterator[Step]:
+    home = group.split.members[root]
+    if group.split.is_cartesian:
         # The grid has an inter group through the root itself: collect in that one.
-        yield from _steps("reduce", span.below(), home.intra_rank)
-        if span.member.intra_rank == home.intra_rank:
-            yield from span.inter_step("reduce", home.group)
-    elif span.member.group == home.group:
-        # The root's own group goes last: its first member brings in the partial results of the other groups
-        # together with its own value, so that any member can be the root without a hand-over.
-        yield from span.inter_step("reduce", home.group)
-        yield from _steps("reduce", span.below(), home.intra_rank)
+        yield from _steps("reduce", group.below(), home.intra_rank)
+        if group.member.intra_rank == home.intra_rank:
+            yield from group.inter_step("reduce", home.group)
+    elif group.member.group == home.group:
+        # The root's own group is last: its first member contributes the partial results of the other groups
+        # together with its own value, so that any member can be the root without a further step.
+        yield from group.inter_step("reduce", home.group)
+        yield from _steps("reduce", group.below(), home.intra_rank)
     else:
-        yield from _steps("reduce", span.below(), 0)
-        yield from span.inter_step("reduce", home.group)
+        yield from _steps("reduce", group.below(), 0)
+        yield from group.inter_step("reduce", home.group)
 
 
-def _broadcast(span: _Span, root: int) -> Iterator[Step]:
-    home = span.split.members[root]
-    if span.split.is_cartesian:
-        if span.member.intra_rank == home.intra_rank:
-            yield from span.inter_step("broadcast", home.group)
-        yield from _steps("broadcast", span.below(), home.intra_rank)
-    elif span.member.group == home.group:
-        yield from _steps("broadcast", span.below(), home.intra_rank)
-        yield from span.inter_step("broadcast", home.group)
+def _broadcast(group: _LevelGroup, root: int) -> Iterator[Step]:
+    home = group.split.members[root]
+    if group.split.is_cartesian:
+        if group.member.intra_rank == home.intra_rank:
+            yield from group.inter_step("broadcast", home.group)
+        yield from _steps("broadcast", group.below(), home.intra_rank)
+    elif group.member.group == home.group:
+        yield from _steps("broadcast", group.below(), home.intra_rank)
+        yield from group.inter_step("broadcast", home.group)
     else:
-        yield from span.inter_step("broadcast", home.group)
-        yield from _steps("broadcast", span.below(), 0)
+        yield from group.inter_step("broadcast", home.group)
+        yield from _steps("broadcast", group.below(), 0)
 
 
-def _barrier(span: _Span, root: int) -> Iterator[Step]:
-    yield from _steps("barrier", span.below(), 0)
-    yield from span.inter_step("barrier")
-    if not span.split.is_cartesian:  # the members that are not roots wait for theirs to come back
-        yield from _steps("barrier", span.below(), 0)
+def _barrier(group: _LevelGroup, root: int) -> Iterator[Step]:
+    yield from _steps("barrier", group.below(), 0)
+    yield from group.inter_step("barrier")
+    if not group.split.is_cartesian:  # the other members wait until their root has returned
+        yield from _steps("barrier", group.below(), 0)
 
 
-_HIERARCHICAL: dict[CollectiveName, Callable[[_Span, int], Iterator[Step]]] = {
+_HIERARCHICAL: dict[CollectiveName, Callable[[_LevelGroup, int], Iterator[Step]]] = {
     "allreduce": _allreduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
@@ -184,19 +184,19 @@ _HIERARCHICAL: dict[CollectiveName, Callable[[_Span, int], Iterator[Step]]] = {
 _ROOTED = ("reduce", "broadcast")
 
 
-def _steps(collective: CollectiveName, span: _Span, root: int) -> Iterator[Step]:
-    if span.size == 1:
+def _steps(collective: CollectiveName, group: _LevelGroup, root: int) -> Iterator[Step]:
+    if group.size == 1:
         return
-    if span.splits:
-        yield from _HIERARCHICAL[collective](span, root)
+    if group.splits:
+        yield from _HIERARCHICAL[collective](group, root)
     else:
-        yield Step(span.level, "intra", collective, root if collective in _ROOTED else None)
+        yield Step(group.level, "intra", collective, root if collective in _ROOTED else None)
 
 
 def steps_for(
     collective: CollectiveName, rank: int, splits: Sequence[Split], *, root: int = 0, begin: int = 0
 ) -> tuple[Step, ...]:
-    """The steps `rank` takes for a collective on its group of level `begin`, in their order.
+    """Return the steps of `rank` for a collective on its group of level `begin`, in order.
 
     `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so
     on to the end of the span; none of them means a flat collective. `rank` and `root` are ranks in the group
@@ -218,14 +218,14 @@ def steps_for(
     if collective not in _HIERARCHICAL:
         raise ArgumentError(f"no hierarchical plan for {collective!r}; use one of: {', '.join(_HIERARCHICAL)}.")
     size = len(splits[0].members) if splits else None
-    return tuple(_steps(collective, _Span(begin, rank, size, tuple(splits)), root))
+    return tuple(_steps(collective, _LevelGroup(begin, rank, size, tuple(splits)), root))
 
 
 def reduce_group_by_group(rank: int, split: Split, root: int) -> tuple[Step, ...]:
-    """The steps of a reduce over one level that adds up the groups in their order, as an allreduce does.
+    """Return the steps of a reduce over one level that adds the groups in order, as an allreduce does.
 
-    On a tree `steps_for` spares the hand-over to a root that is not the first of its group by adding the other groups
-    before the own one; that gives other bits. Here the group of the root passes the result on.
+    On a tree, `steps_for` avoids a step to a root that is not the first of its group by adding the other groups before
+    the own one, which gives different bits. Here the group of the root broadcasts the result.
 
     >>> for step in reduce_group_by_group(1, plan_split("aab", cartesian=False), 1): print(step)
     Step(level=1, group='intra', collective='reduce', root=0)

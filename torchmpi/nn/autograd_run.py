@@ -19,7 +19,7 @@ class AutogradRun:
         token = _Token()
         self._token = weakref.ref(token)
         self._has_ended = False
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(self._end, token))
 
     current = staticmethod(torch._C._current_graph_task_id)

@@ -1,4 +1,4 @@
-"""Gradients that leave while backward still runs."""
+"""Asynchronous backward: gradients are reduced while backward still runs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,24 @@ def register_async_backward(
     average: bool = True,
     comm: int | Communicator | None = None,
 ) -> None:
-    """Let every backward of `net` send gradients as soon as they are there. Collective.
+    """Reduce the gradients of `net` during every backward, as soon as they are computed. Collective.
 
-    Gradients live in buckets of up to `bucket_bytes` (default: the ``bucket_bytes`` setting); a bucket is
-    sent when it and all before it are complete. ``synchronize_gradients_async(net)`` waits for them. With
-    ``sync_gradient_frequency=k`` gradients are accumulated over k backward passes and the k-th sends the sum.
+    Gradients become views of buckets; a bucket is reduced when it and all buckets before it are complete.
+    :func:`synchronize_gradients_async` waits for the buckets.
 
+    Args:
+        net: The module.
+        sync_gradient_frequency: Number of backward passes over which gradients are accumulated; the last of them
+            launches the reduction of the sum.
+        bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
+        average: Divide the sum by the number of ranks; False keeps the sum.
+        comm: The communicator: None for the current one, a level, or a Communicator.
+
+    Raises:
+        ArgumentError: `net` is not a module, is registered already, or is inside :func:`~torchmpi.nn.join`.
+        ReplicaError: The nets differ; raised on all ranks.
+
+    Example:
         mpinn.register_async_backward(model)
         for x, y in data:
             optimizer.zero_grad()
@@ -62,9 +74,16 @@ def register_async_backward(
 
 
 def unregister_async_backward(net: nn.Module) -> None:
-    """Remove the hooks; what is under way is finished first. Collective.
+    """Remove the hooks, after the reductions in flight have ended. Collective.
 
-    mpinn.unregister_async_backward(model)
+    Args:
+        net: A module registered with :func:`register_async_backward`.
+
+    Raises:
+        ArgumentError: The net is not registered, or is inside :func:`~torchmpi.nn.join`.
+
+    Example:
+        mpinn.unregister_async_backward(model)
     """
     refuse_inside_join(net, "unregister_async_backward")
     _registered(net, "unregister_async_backward").close()
@@ -72,12 +91,23 @@ def unregister_async_backward(net: nn.Module) -> None:
 
 
 def synchronize_gradients_async(net: nn.Module, *, flush: bool = False) -> bool:
-    """Wait until the gradients of the last backward are those of all ranks.
+    """Wait until the gradients of the last backward are reduced over all ranks.
 
-    Buckets that are not complete, because some parameter got no gradient, are sent now, with zeros. Returns
-    whether the gradients are synchronised: with ``sync_gradient_frequency=k`` the calls between the k-th
-    backward passes return False and communicate nothing, unless `flush` asks for it.
+    Buckets that are not complete, because some parameter has no gradient, are reduced now, with zeros.
 
+    Args:
+        net: A module registered with :func:`register_async_backward`.
+        flush: Reduce the gradients now, even if fewer backward passes than ``sync_gradient_frequency`` have run.
+
+    Returns:
+        Whether the gradients are reduced. With ``sync_gradient_frequency=k`` the calls after other than every k-th
+        backward pass return False and do not communicate, unless `flush` is set.
+
+    Raises:
+        ArgumentError: The net is not registered.
+        GradientError: Backward failed on some rank, or parameters have been added; raised on all ranks that call.
+
+    Example:
         if mpinn.synchronize_gradients_async(model):
             optimizer.step()
             optimizer.zero_grad()
@@ -93,7 +123,7 @@ def _registered(net: nn.Module, call: str) -> AsyncBackward:
 
 
 class AsyncBackward(Attachment):
-    """The hooks of one net, its buckets, and what of them is under way."""
+    """The hooks and buckets of one net, and the reductions in flight."""
 
     def __init__(self, net: nn.Module, frequency: int, bucket_bytes: int, *, average: bool, comm: Communicator) -> None:
         replica = Replica(net)
@@ -101,9 +131,10 @@ class AsyncBackward(Attachment):
         self.net = net
         self.frequency, self.bucket_bytes, self.average = frequency, bucket_bytes, average
         self.parameters = replica.trainable
+        self._known = {id(parameter) for parameter in self.parameters}
         self.comm = open_private(comm, f"{comm.name} async backward")
         self.buckets = _make_buckets(replica, bucket_bytes)
-        self._places = {
+        self._positions = {
             id(parameter): (index, position)
             for index, bucket in enumerate(self.buckets)
             for position, parameter in enumerate(bucket.parameters)
@@ -111,17 +142,17 @@ class AsyncBackward(Attachment):
         self._lock = threading.Lock()  # hooks run on the threads of autograd
         self._reset()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))  # type: ignore[no-untyped-call]
             for slot, parameter in enumerate(self.parameters)
         ]
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether this round has begun on this rank, so that others may be waiting for its end."""
+    def is_running(self) -> bool:
+        """Whether this round has begun on this rank, so that other ranks may be waiting for its end."""
         return self._reduction is not None
 
     def finish(self, *, flush: bool = False, shadowed: Round | None = None) -> bool:
-        """Send what is left, wait for everything, and give the parameters their gradients."""
+        """Reduce the remaining buckets, wait for all, and set the gradients of the parameters."""
         is_due = self.frequency == 1 or max(self._counts, default=0) >= self.frequency
         if not (is_due or flush or self._failed()):
             return False
@@ -136,14 +167,14 @@ class AsyncBackward(Attachment):
         return True
 
     def close(self) -> None:
-        """Finish what is under way and take the hooks away."""
+        """Finish the running round and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         if self.comm.intra.call_queue.closed:
             return  # stop() came first
-        # Who has sent nothing must still take part in what others have sent. Asked on the other communicator:
-        # on the private one the buckets are next.
-        waiting = torch.tensor([int(self.is_under_way)])
+        # A rank that has launched nothing must take part in what others have launched. They agree on the parent
+        # communicator, since the next calls on the private one are buckets.
+        waiting = torch.tensor([int(self.is_running)])
         if collectives.allreduce(waiting, op="max", comm=self.comm.parent).item():
             self._finish_round(Replica(self.net), None)
         close_private(self.comm)
@@ -161,7 +192,7 @@ class AsyncBackward(Attachment):
     # --- during backward -------------------------------------------------------------------------
 
     def _on_gradient(self, slot: int, parameter: Tensor) -> None:
-        """Autograd has added a gradient to `parameter`."""
+        """Handle a gradient that autograd has added to `parameter`."""
         with self._lock:
             if AutogradRun.current() not in self._runs:
                 self._begin_run()
@@ -173,10 +204,10 @@ class AsyncBackward(Attachment):
                     f"{self.frequency} it was registered with. Call synchronize_gradients_async(net) after "
                     "each backward, or register with a higher sync_gradient_frequency"
                 )
-            place = self._places.get(id(parameter))
-            if place is None:
-                return  # sparse: it is gathered at the end
-            index, position = place
+            position_of = self._positions.get(id(parameter))
+            if position_of is None:
+                return  # sparse: gathered at the end
+            index, position = position_of
             order = self._orders[index]
             if order is not None:
                 order.enter(parameter)
@@ -189,7 +220,7 @@ class AsyncBackward(Attachment):
     def _begin_run(self) -> None:
         """Register a new run of the autograd engine; an earlier one may have failed."""
         if self._failed():
-            if self.is_under_way:
+            if self.is_running:
                 self._fail(
                     "the backward before this one failed when part of its gradients had been sent. Call "
                     "synchronize_gradients_async(net), which raises on all ranks, and zero_grad() first"
@@ -198,21 +229,21 @@ class AsyncBackward(Attachment):
         self._runs[AutogradRun.current()] = AutogradRun()
 
     def _failed(self) -> bool:
-        return bool(self._failure) or any(run.has_failed for run in self._runs.values())
+        return bool(self._failure) or any([run.has_failed for run in self._runs.values()])
 
     def _fail(self, message: str) -> None:
         self._failure = self._failure or message
         raise GradientError(f"rank {self.comm.rank}: {message}.")
 
     def _launch_complete(self) -> None:
-        """Launch buckets in the order of their index, as far as they are complete."""
+        """Launch complete buckets, in the order of their index."""
         while len(self._finishers) < len(self.buckets) and self._num_missing[len(self._finishers)] == 0:
             if self._reduction is None:
                 self._reduction = self._begin(None)
             self._launch(self._reduction)
 
     def _begin(self, shadowed: Round | None) -> GradientReduction:
-        """Find out how this round is reduced; inside join that takes all ranks."""
+        """Return how this round is reduced; inside join the ranks agree on that."""
         size = self.comm.size
         roll_call: RollCall | None = attached(self.net, ROLL_CALL)
         if roll_call is None:
@@ -232,7 +263,7 @@ class AsyncBackward(Attachment):
     # --- after backward --------------------------------------------------------------------------
 
     def _finish_round(self, replica: Replica, shadowed: Round | None) -> str:
-        """Take part in what is left of this round; says what went wrong with the backward, if it did."""
+        """Finish this round, and return a description of the error if backward has failed."""
         has_failed = self._failed()
         failure = self._failure or f"backward failed on {'this' if has_failed else 'another'} rank"
         try:
@@ -256,9 +287,8 @@ class AsyncBackward(Attachment):
             reduction.run_sparse(parameter, self.comm)
 
     def _check_parameters(self, replica: Replica) -> None:
-        """Refuse parameters that appeared after the hooks were set: nobody would synchronise them."""
-        known = {id(parameter) for parameter in self.parameters}
-        new = [parameter for parameter in replica.trainable if id(parameter) not in known]
+        """Raise if there are parameters without a hook: their gradients would not be reduced."""
+        new = [parameter for parameter in replica.trainable if id(parameter) not in self._known]
         if new:
             raise GradientError(
                 f"rank {self.comm.rank}: {', '.join(map(repr, replica.names(new)))} became trainable, or "
@@ -267,7 +297,10 @@ class AsyncBackward(Attachment):
 
 
 def _make_buckets(replica: Replica, bucket_bytes: int) -> list[SeatedBucket]:
-    """Blocks as they are, the rest in reverse order; sorted by which can be complete first."""
+    """Make buckets in the order in which backward is expected to complete them.
+
+    Blocks of BlockSequential modules are buckets; the other parameters are packed in reverse order.
+    """
     blocks = gradient_buckets_of(replica.modules)
     excluded = sparse_by_declaration(replica.modules)
     excluded.update(id(parameter) for block in blocks for parameter in block.parameters)

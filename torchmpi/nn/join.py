@@ -54,7 +54,7 @@ def join(
     attach(net, ROLL_CALL, roll_call)
     try:
         yield
-        if backward is not None and backward.is_under_way:
+        if backward is not None and backward.is_running:
             raise GradientError("join: the block ended between a backward and its synchronize_gradients_async(net).")
         while (call := roll_call.finished()) is not None:
             _shadow(net, call, roll_call)

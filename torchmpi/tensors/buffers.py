@@ -149,7 +149,7 @@ def _find_increment_version() -> Callable[[tuple[torch.Tensor, ...]], None]:
         torch._C._increment_version((torch.empty(0, device="cpu"),))
     except (AttributeError, TypeError):  # another version of torch
         return torch.autograd.graph.increment_version
-    return torch._C._increment_version  # type: ignore[no-any-return]
+    return torch._C._increment_version
 
 
 increment_version = _find_increment_version()

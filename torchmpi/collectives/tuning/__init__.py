@@ -1,4 +1,4 @@
-"""Measuring which transport is the fastest, and keeping the result."""
+"""Measurement of the fastest backends."""
 
 from .run import autotune
 

@@ -1,24 +1,25 @@
-"""From samples to rules: what is faster beyond the noise, and for which sizes. Nothing here measures."""
+"""From samples to rules: which backend is faster beyond the noise, for which sizes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 from ...backends.selection_table import BY_SIZE, HIERARCHICAL, REDUCING, Key, Rule, at, checked
 
 _MARGIN = 1.05
-"""A change of transport must pay this much in seven of eight rounds."""
+"""A change of backend must give this speedup in seven of eight rounds."""
 
 Samples = dict[str, list[float]]
-"""Seconds per call by transport, one for each round; those of the slowest rank."""
+"""Seconds per call by backend, one sample per round, each of the slowest rank."""
 
 
 def decide(
     collective: str, measured: dict[str, dict[int, Samples]], current: dict[str, Rule], *, margin: float = _MARGIN
 ) -> dict[str, Rule]:
-    """Rules by mode, from samples by mode and size. What is not faster beyond the noise does not change.
+    """Return rules by mode, from samples by mode and size. A rule changes only if another is faster beyond the noise.
 
     >>> slow, fast = [2.0] * 4, [1.0] * 4
     >>> measured = {"sync": {64: {"mpi": fast, "shm": slow}, 4096: {"mpi": slow, "shm": fast}}}
@@ -34,7 +35,7 @@ def decide(
             mode: {size: _only(samples, in_steps) for size, samples in sizes.items()}
             for mode, sizes in measured.items()
         }
-    spare = next(iter(measured.values()))  # a mode for which there was no time does as the other one
+    spare = next(iter(measured.values()))  # a mode without samples gets the rule of the other mode
     return {mode: _rule(collective, mode, measured.get(mode, spare), rule, margin) for mode, rule in current.items()}
 
 
@@ -43,14 +44,14 @@ def _rule(collective: str, mode: str, sizes: dict[int, Samples], current: Rule, 
     if collective not in BY_SIZE:
         return checked(key, best(list(sizes.values()), current[0][1], margin))
     ordered = sorted(sizes)
-    # Between two sizes that were measured nobody knows: half way, as factors go.
-    limits = [math.isqrt(small * large) for small, large in zip(ordered, ordered[1:], strict=False)]
+    # The limit between two measured sizes is their geometric mean.
+    limits = [math.isqrt(small * large) for small, large in pairwise(ordered)]
     winners = [best([sizes[size]], at(current, size), margin) for size in ordered]
     return checked(key, zip([*limits, None], winners, strict=True))
 
 
 def _adds_in_steps(everything: list[Samples], does_now: bool, margin: float) -> bool:
-    """Whether a reduction goes group by group: at all sizes and in both modes or in none, for the sake of its bits."""
+    """Return whether reductions are hierarchical: for all sizes and modes or none, so that the bits are equal."""
     known = [samples for samples in everything if HIERARCHICAL in samples and len(samples) > 1]
     if not known:
         return does_now
@@ -68,7 +69,7 @@ def _only(samples: Samples, in_steps: bool) -> Samples:
 
 
 def best(sizes: Sequence[Samples], current: str, margin: float = _MARGIN) -> str:
-    """The fastest transport over some sizes together, or the current one if that is as good within the noise."""
+    """Return the fastest backend over some sizes, or the current one if it is as fast within the noise."""
     names = [name for name in sizes[0] if all(name in samples for samples in sizes)]
     fastest = min(names, key=lambda name: sum(math.log(median(samples[name])) for samples in sizes))
     if current not in names:
@@ -78,7 +79,7 @@ def best(sizes: Sequence[Samples], current: str, margin: float = _MARGIN) -> str
 
 
 def speedup(base: Sequence[list[float]], other: Sequence[list[float]]) -> float:
-    """How many times faster the other one is in seven of eight rounds, geometric mean over the sizes.
+    """Return the speedup of the other one in seven of eight rounds, as geometric mean over the sizes.
 
     >>> speedup([[2.0] * 8], [[1.0] * 7 + [9.0]])
     2.0

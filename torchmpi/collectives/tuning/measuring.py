@@ -1,7 +1,7 @@
-"""Measurements on real ranks.
+"""Measurement of the backends.
 
-The transports take turns, forwards and backwards, so that a disturbance hits all of them; the buffers are written
-between batches, as a program would; what counts is the slowest rank.
+The backends alternate, in both orders, so that a disturbance affects all of them. The buffers are written between
+batches, as by a program. A sample is the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 8, 24
 
 
 class Subject(NamedTuple):
-    """What one rule is sought for, and who competes."""
+    """A rule to find, and the backends to compare."""
 
     collective: str
     device: str
@@ -36,7 +36,8 @@ class Subject(NamedTuple):
     communicator: Communicator
     names: tuple[str, ...]
 
-    def keys(self) -> list[Key]:
+    def modes(self) -> list[Key]:
+        """Return the keys of the rule, one for each mode."""
         return [Key(*self[:3], mode) for mode in (MODES if self.collective != "barrier" else MODES[:1])]
 
     def __str__(self) -> str:
@@ -44,18 +45,18 @@ class Subject(NamedTuple):
 
 
 class Session:
-    """The measurements of one autotune(), and the time that is left for them."""
+    """The measurements of one autotune(), and the remaining time."""
 
     def __init__(self, running: runtime.Runtime, sizes: Sequence[int], seconds: float) -> None:
         self._running, self._sizes, self._seconds = running, sizes, seconds
         self._begin = time.perf_counter()
-        self._spent = 0.0  # as all ranks know it
+        self._spent = 0.0  # the same on all ranks
         self.num_left = 0
 
     def measure(self, subject: Subject) -> dict[str, dict[int, Samples]]:
-        """Samples by mode and size, as far as the time goes."""
+        """Return samples by mode and size, as far as the time suffices."""
         found: dict[str, dict[int, Samples]] = defaultdict(dict)
-        modes = [key.mode for key in subject.keys()]
+        modes = [key.mode for key in subject.modes()]
         sizes = self._sizes if subject.collective != "barrier" else self._sizes[:1]
         for mode in modes:
             for size in sizes:
@@ -64,7 +65,7 @@ class Session:
                     found[mode][size] = samples
                 self.num_left -= 1
         self.num_left -= len(MODES) * len(self._sizes) - len(modes) * len(sizes)
-        # Of small tensors alone nothing follows for large ones.
+        # Small tensors alone say nothing about large ones.
         return {mode: samples for mode, samples in found.items() if len(samples) == len(sizes)}
 
     def _compete(self, work: Work, names: Sequence[str]) -> Samples | None:
@@ -80,7 +81,7 @@ class Session:
         round_seconds += sum((count - 1) * seconds for count, seconds in zip(counts, once, strict=True))
         remaining = self._seconds - self._spent
         num_rounds = min(_MOST_ROUNDS, int(remaining / max(1, self.num_left) / round_seconds))
-        num_rounds = max(_FEWEST_ROUNDS, num_rounds // 2 * 2)  # as often forwards as backwards
+        num_rounds = max(_FEWEST_ROUNDS, num_rounds // 2 * 2)  # as many in each order
         if num_rounds * round_seconds > remaining:
             return None
         times = []
@@ -92,7 +93,7 @@ class Session:
         return {name: times[which :: len(names)] for which, name in enumerate(names)}
 
     def _slowest(self, values: list[float]) -> list[float]:
-        """The largest of all ranks, one by one."""
+        """Return the element-wise maximum over all ranks."""
         tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         world = self._running.communicators.levels[0]
         slowest: list[float] = collectives.allreduce(tensor, op="max", comm=world, backend="mpi").tolist()
@@ -100,7 +101,7 @@ class Session:
 
 
 class Work:
-    """One verb on tensors of one size, as a user would call it."""
+    """One collective on tensors of one size, called as by a user."""
 
     def __init__(self, running: runtime.Runtime, subject: Subject, size: int, mode: str) -> None:
         collective, device, _, communicator, _ = subject
@@ -118,14 +119,14 @@ class Work:
             self._call = lambda name: function(given, comm=communicator, backend=name)
 
     def _barrier(self, running: runtime.Runtime, known: dict[str, prepared.PreparedPlan], name: str) -> None:
-        if name not in known:  # barrier() itself has no backend=
-            key = ("barrier", None, None, "cpu", True, name, False)
+        if name not in known:  # barrier() has no backend=
+            key: prepared.PlanKey = ("barrier", None, None, "cpu", True, name, False)
             known[name] = prepared.prepare(running, self._communicator, key)
-        self._communicator.intra.call(known[name], None, None, 0)
+        self._communicator.intra.call(known[name])
 
     def time(self, name: str, count: int) -> float:
-        """Seconds per call."""
-        self._tensor.zero_()  # a program has just written its gradients
+        """Return the seconds per call."""
+        self._tensor.zero_()  # as by a program
         streams.settle(self._tensor)
         collectives.barrier(self._communicator)
         begin = time.perf_counter()
@@ -133,5 +134,5 @@ class Work:
             result = self._call(name)
             if self._is_async:
                 result.wait()
-        streams.settle(self._tensor)  # some transports return when their work is queued
+        streams.settle(self._tensor)  # some backends return when their work is queued
         return (time.perf_counter() - begin) / count

@@ -1,4 +1,4 @@
-"""``autotune()``: what there is to choose, the decisions, and the file."""
+"""``autotune()``: measures the backends and fills the selection table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _ORDER = (
     "allreduce",
     *(collective for collective in COLLECTIVES if collective != "allreduce"),
-)  # should the time not suffice for all
+)  # allreduce first, in case the time does not suffice for all
 
 
 def autotune(
@@ -43,12 +43,27 @@ def autotune(
     seconds: float = 10.0,
     save: bool = True,
 ) -> Table:
-    """Measure the transports there are, and take the fastest from now on. Collective over all ranks of the job.
+    """Measure the available backends and select the fastest. Collective over all ranks of the job.
 
-    Fills :data:`collective_selector` for `verbs` (all) from calls with `sizes` bytes on the communicator (if that is on
-    several hosts, first within and across them), in about so many `seconds`; gives the table. Saved, it is there after
-    the next ``start()`` of a job of the same shape on the same software.
+    The result fills :data:`collective_selector`. A saved result is loaded by the next ``start()`` of a job with the
+    same hosts, ranks and software.
 
+    Args:
+        verbs: Name or names of the collectives to measure; None for all.
+        sizes: Sizes of the tensors to measure with, in bytes; None for a default list.
+        comm: The communicator to measure on: None for the current one, a level, or a Communicator. If it spans several
+            hosts, its parts within and across hosts are measured first.
+        seconds: Approximate duration of all measurements.
+        save: Save the result to the file of the setting ``tuning_file``.
+
+    Returns:
+        The selection table.
+
+    Raises:
+        ArgumentError: An argument is invalid, a setting has chosen the backend already, a collective span is set, or
+            the groups of the communicator differ between ranks in how they are spread over hosts.
+
+    Example:
         print(mpi.autotune())
         mpi.autotune("allreduce", sizes=[1 << 20], seconds=2, save=False)
     """
@@ -58,14 +73,14 @@ def autotune(
     session = Session(running, numbers, seconds)
     subjects = _subjects(running, chosen, comm)
     if not subjects:
-        say("nothing to measure: there is no second transport for any of these verbs")
+        say("nothing to measure: no second backend is available for any of these collectives")
         return Table(running.selector.table)
     say(f"{len(subjects)} rules to find, in at most about {seconds:g} s")
     session.num_left = len(subjects) * len(MODES) * len(numbers)
     for subject in subjects:
-        current = {key.mode: running.selector.table[key] for key in subject.keys()}
+        current = {key.mode: running.selector.table[key] for key in subject.modes()}
         measured = session.measure(subject)
-        # All ranks have the same samples, and would decide alike, but for a last bit perhaps: rank 0 does.
+        # All ranks have the same samples, but might differ in rounding: rank 0 decides.
         rules = decide(subject.collective, measured, current) if running.world.rank == 0 else {}
         rules = collectives.broadcast_object(rules, comm=running.communicators.levels[0])
         if measured:
@@ -77,7 +92,7 @@ def autotune(
 
 
 def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> list[Subject]:
-    """What there is to choose, the same on all ranks."""
+    """Return the rules to find, the same on all ranks."""
     selector, world = running.selector, running.communicators.levels[0]
     targets = _targets(running, comm)
     devices = dict.fromkeys(("cpu", running.device.type))
@@ -103,7 +118,7 @@ def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> lis
 
 
 def _targets(running: runtime.Runtime, comm: Comm) -> dict[str, Communicator]:
-    """The communicators to measure on, by span: the one given, after those of its steps if it can go in steps."""
+    """Return the communicators to measure on, by span: those of the steps of the given one first."""
     given = runtime.communicator(comm)
     span = span_of(given.intra)
     targets = {span: given}
@@ -121,7 +136,7 @@ def _targets(running: runtime.Runtime, comm: Comm) -> dict[str, Communicator]:
 
 
 def _communicator_of(group: Group) -> Communicator:
-    """A group by itself, as verbs take it."""
+    """Wrap a group into a communicator."""
     split = splits.plan_split([0] * group.size, cartesian=True)
     return Communicator(-1, group.name, group, None, split=split, parent=None)
 
@@ -134,7 +149,7 @@ def _checked_arguments(
     numbers = sorted(set(SIZES if sizes is None else sizes))
     for collective in chosen:
         if collective not in COLLECTIVES:
-            raise ArgumentError(f"{where}: verb {collective!r} is unknown. Use some of: {', '.join(COLLECTIVES)}.")
+            raise ArgumentError(f"{where}: collective {collective!r} is unknown. Use some of: {', '.join(COLLECTIVES)}.")
     if not numbers or not all(type(size) is int and size > 0 for size in numbers):
         raise ArgumentError(f"{where}: sizes={sizes!r} must be whole numbers of bytes above 0, at least one.")
     if not seconds > 0:
@@ -145,7 +160,7 @@ def _checked_arguments(
             raise ArgumentError(f"{where}: the setting {name}={value!r} has decided already. Leave it at 'auto'.")
     if len(running.communicators.span.levels) > 1:
         raise ArgumentError(
-            f"{where}: a collective span is set, and its steps would be measured in the place of whole calls. Call "
+            f"{where}: a collective span is set, and its steps would be measured instead of whole calls. Call "
             "set_collective_span(level, level) first."
         )
     return chosen, numbers
@@ -160,7 +175,7 @@ def _sayer(running: runtime.Runtime) -> Callable[[str], None]:
 
 
 def _news(rules: dict[str, Rule], current: dict[str, Rule]) -> str:
-    """What was found for each mode, and what it replaces."""
+    """Describe the new rules, and those that they replace."""
     texts = {
         mode: format_rule(rule) + (f" (was {format_rule(current[mode])})" if rule != current[mode] else "")
         for mode, rule in rules.items()
