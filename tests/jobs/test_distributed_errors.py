@@ -90,7 +90,7 @@ except RuntimeError:
     raise
 """
     result = failing(job, code)
-    assert "rank 2 of 3 failed" in result.stderr and "rank 0 has given it up" in result.stderr, result.output
+    assert "rank 2 of 3 failed" in result.stderr and "rank 0 has aborted it" in result.stderr, result.output
     assert "rank 0 failed too: StallError" in result.stderr and "rank 1, after" in result.stderr, result.output
 
 
@@ -216,7 +216,7 @@ def case(name, early, expected="at {file}", late=None):
     if rank < size - 1:
         said = error_of(lambda: early(group))
         wanted = [text.format(file=__file__, last=size - 1) for text in expected.split("|")]
-        good = all(text in said for text in wanted) or "has given it up" in said
+        good = all(text in said for text in wanted) or "has aborted it" in said
     meet()  # meanwhile the last rank is here
     if rank == size - 1:
         said = error_of(lambda: (late or early)(group)) if late is not False else ""

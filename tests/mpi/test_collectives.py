@@ -1,4 +1,4 @@
-"""The contract of the collective verbs: verb x op x dtype x shape x strides x out x sync, against the twins."""
+"""The contract of the collectives: collective x op x dtype x shape x strides x out x sync, against the twins."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_what_is_queued_before_a_call_goes_in_and_what_is_queued_after_it_comes_
     agree.equal(found, [True] * len(found))
 
 
-def test_calls_that_nobody_waits_for_leave_no_memory_behind_and_harm_nobody_elses(agree, device):
+def test_calls_without_a_wait_release_their_memory_and_corrupt_no_other(agree, device):
     kept = torch.full((100_000,), 7.0, device=device)
     for _ in range(30):
         mpi.allreduce_async(torch.ones(100_000, device=device))
@@ -206,13 +206,13 @@ def test_lengths_may_differ_between_ranks(agree):
 
 
 def test_bits_do_not_depend_on_size_or_position(agree):
-    """A gradient summed alone, in a bucket, or in pieces has the same bits: sums are in rank order."""
+    """A gradient summed alone, in a bucket, or in parts has the same bits: sums are in rank order."""
     for dtype in contract.FLOATS:
         inputs = contract.values((40_000,), dtype, mpi.rank(), seed=3)
         whole = mpi.allreduce(inputs.clone())
-        pieces = torch.cat([mpi.allreduce(piece.clone()) for piece in inputs.split([1, 2, 1000, 7, 30_000, 8990])])
+        parts = torch.cat([mpi.allreduce(part.clone()) for part in inputs.split([1, 2, 1000, 7, 30_000, 8990])])
         scattered = mpi.allgather(mpi.reduce_scatter(inputs.clone()))
-        agree.bits(whole, pieces, f"{dtype}: pieces differ")
+        agree.bits(whole, parts, f"{dtype}: parts differ")
         agree.bits(whole, scattered, f"{dtype}: reduce_scatter differs")
 
 
@@ -271,7 +271,7 @@ def test_objects(agree):
     agree.equal(everybody, [("rank", r, [None] * r) for r in range(size)])
 
 
-def test_pieces_for_messages_longer_than_mpi_counts(agree):
+def test_messages_longer_than_mpi_counts_are_split(agree):
     """More than 2^31 elements go through the same code with the real limit; here the limit is a few bytes."""
     from torchmpi.backends.mpi import MPIBackend
 
@@ -403,7 +403,7 @@ def test_an_out_that_does_not_fit_is_refused_after_the_call_has_ended_everywhere
 
 
 def test_a_root_that_runs_ahead_is_held_back_so_that_every_call_is_compared(agree):
-    """Beyond 64 calls it covered entries nobody had compared yet, and a mismatch there passed unseen."""
+    """Regression: beyond 64 calls it overwrote entries that had not been compared, and missed a mismatch."""
     import time
 
     world = mpi.communicator(0).intra

@@ -238,7 +238,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
             agree(rig.rank == mpi.size() - 1)
         except MismatchError as error:
             message = str(error)
-            agree("has given it up" in message, message)
+            agree("has aborted it" in message, message)
     agree(message, "this rank was not told")
     calls = [Call(rig, collective, torch.float32, "sum", (600_000,), 1) for collective in COLLECTIVES]
     for call in calls:

@@ -1,4 +1,4 @@
-"""``allreduce_many`` against one call for each tensor, where they travel as they lie and where they are packed."""
+"""``allreduce_many`` against one call per tensor, with and without packing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_list_that_is_refused_is_left_as_it_was(agree):
     agree.equal([tensor.tolist() for tensor in tensors[:2]], [[float(mpi.rank() + 1)] * 3] * 2, "changed")
 
 
-# --- in shared memory: where pieces begin and end, and chunks, and the parts of the ranks
+# --- in shared memory: the limits of tensors, chunks and the parts of the ranks
 
 KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), (torch.uint8, "bxor"))
 FORMS = ("plain", "plain", "plain", "strided", "in shared memory", "overlapping")
@@ -108,7 +108,7 @@ def test_lists_of_all_lengths_and_forms(slots, asynchronous):
 
 
 def test_short_lists_by_another_transport(slots, agree):
-    """A rule by size: what goes by MPI is packed, what goes through shared memory is not."""
+    """A rule by size: lists for MPI are packed, lists for shared memory are not."""
     mpi.collective_selector.set("allreduce", "shm")
     mpi.collective_selector.set("allreduce", "mpi", up_to_bytes=4096)
     try:

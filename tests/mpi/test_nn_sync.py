@@ -34,7 +34,7 @@ def everywhere(tensor: torch.Tensor) -> torch.Tensor:
 # --- parameters ------------------------------------------------------------------------------------------
 
 
-def test_broadcast_gives_everybody_the_state_of_rank_0(agree):
+def test_broadcast_gives_all_ranks_the_state_of_rank_0(agree):
     net = rank_net()
     expected = {name: everywhere(tensor)[0] for name, tensor in net.state_dict().items()}
     mpinn.synchronize_parameters(net)
@@ -369,7 +369,7 @@ REASONS_FOR_A_LIST = {
 }
 
 
-def test_kept_gradients_travel_in_one_piece(agree):
+def test_persistent_gradients_are_reduced_in_one_call(agree):
     """The question who has which, and one call for all of them: at first with a list, then with what they lie in."""
     net, calls = kept_net(), []
     for step in range(4):
@@ -385,7 +385,7 @@ def test_kept_gradients_travel_in_one_piece(agree):
 
 
 @pytest.mark.parametrize("happens", REASONS_FOR_A_LIST.items(), ids=REASONS_FOR_A_LIST)
-def test_what_is_not_in_one_piece_on_some_rank_travels_as_a_list(agree, happens):
+def test_gradients_scattered_on_some_rank_are_reduced_as_a_list(agree, happens):
     if mpi.size() == 1:
         return
     reason, change = happens
@@ -401,12 +401,12 @@ def test_what_is_not_in_one_piece_on_some_rank_travels_as_a_list(agree, happens)
         for p in net.parameters()
     ]
     frozen = [parameter.grad.clone() for parameter in net.parameters() if not parameter.requires_grad]
-    agree.equal(synchronized_as(net), [False, True], "in one piece")
+    agree.equal(synchronized_as(net), [False, True], "in one block")
     for parameter, average in zip(net.parameters(), expected, strict=True):
         agree.equal(parameter.grad, average if parameter.requires_grad else frozen[0], reason)
 
 
-def test_kept_gradients_of_two_dtypes_travel_in_two_pieces(agree):
+def test_persistent_gradients_of_two_dtypes_are_reduced_in_two_calls(agree):
     net = kept_net()
     net[1].to(torch.bfloat16)
     for step in range(3):

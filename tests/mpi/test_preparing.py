@@ -1,4 +1,4 @@
-"""Calls are prepared by whoever comes first: the thread that makes them, or the one that runs the queued ones."""
+"""Plans are made by the thread that makes the call, or by the worker of the call queue, whichever is first."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_threads_that_prepare_calls_at_once_share_what_is_known_of_the_group(agr
     level = mpi.push_communicator(0, name="prepared twice")
     group, backend = mpi.communicator(level).intra, runtime.current().selector.backends["shm"]
     if backend.why_not("allreduce", "cpu", group) is None:
-        verbs = (("allreduce", torch.float32, "sum"), ("barrier", None, None), ("alltoall", torch.float32, None))
-        threads = [threading.Thread(target=backend.bind, args=(group, *collective)) for collective in verbs]
+        collectives = (("allreduce", torch.float32, "sum"), ("barrier", None, None), ("alltoall", torch.float32, None))
+        threads = [threading.Thread(target=backend.bind, args=(group, *collective)) for collective in collectives]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -40,12 +40,12 @@ def test_threads_that_prepare_calls_at_once_share_what_is_known_of_the_group(agr
     mpi.set_communicator(0)
 
 
-def test_a_gate_is_opened_once_for_a_call_that_two_threads_make_at_once(agree):
-    """The second door took the first one's place, whose address machine code had."""
+def test_a_call_that_two_threads_make_is_cached_once(agree):
+    """Regression: the second cached call replaced the first one, whose address machine code had."""
     backend, group = runtime.current().selector.backends["shm"], mpi.communicator(0).intra
     if backend.why_not("broadcast", "cpu", group) is not None:
         pytest.skip("no shared memory among these ranks")
-    calls, nobody, asked = backend.bind(group, "broadcast", torch.float32, None), object(), []
+    calls, unused, asked = backend.bind(group, "broadcast", torch.float32, None), object(), []
 
     def find():
         asked.append(1)
@@ -53,7 +53,7 @@ def test_a_gate_is_opened_once_for_a_call_that_two_threads_make_at_once(agree):
         return calls.cached_call(0)
 
     threads = [
-        threading.Thread(target=fast_path.cache_call, args=("broadcast", (0, torch.float32, nobody), find))
+        threading.Thread(target=fast_path.cache_call, args=("broadcast", (0, torch.float32, unused), find))
         for _ in range(3)
     ]
     for thread in threads:
@@ -61,10 +61,10 @@ def test_a_gate_is_opened_once_for_a_call_that_two_threads_make_at_once(agree):
     for thread in threads:
         thread.join()
     fast_path.invalidate()
-    agree(len(asked) <= 1, f"{len(asked)} doors")
+    agree(len(asked) <= 1, f"{len(asked)} cached calls")
 
 
-def test_threads_that_open_doors_at_once_are_given_the_same_plan(agree, monkeypatch):
+def test_threads_that_cache_a_call_get_the_same_plan(agree, monkeypatch):
     """A plan that was replaced by another thread's was freed while machine code still had its address."""
     backend = runtime.current().selector.backends["shm"]
     group = mpi.communicator(0).intra

@@ -244,7 +244,7 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
             agree(mpi.rank() == 0)
             was_told = True
         except MismatchError as error:
-            agree(mpi.rank() != 0 and "rank 0 has given it up" in str(error))
+            agree(mpi.rank() != 0 and "rank 0 has aborted it" in str(error))
             was_told = True
     from mpi4py import MPI
 

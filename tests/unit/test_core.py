@@ -1,4 +1,4 @@
-"""The parts below MPI: settings, dtypes, lanes, handles, the ledger and its board, fusion, numbers."""
+"""The parts below MPI: settings, dtypes, call queues, handles, call logs, status boards, packing, numbers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_unknown_op_is_refused_with_the_known_ones():
         dtypes.check_reduction(torch.float32, "mean")
 
 
-# --- lanes and handles
+# --- call queues and handles
 
 
 def test_a_queue_runs_in_order_of_submission():
@@ -120,7 +120,7 @@ def test_a_closed_queue_refuses():
 
 
 def test_a_call_submitted_while_the_queue_closes_is_refused_or_runs():
-    """It was queued behind the end of the queue, and whoever waited for it waited for ever."""
+    """Regression: it was queued behind the end of the queue, and its wait() never returned."""
     for _ in range(100):
         call_queue, handles = CallQueue("test"), []
 
@@ -176,7 +176,7 @@ def test_many_threads_may_wait_on_one_handle():
     assert results == [1] * 8
 
 
-# --- ledger and board
+# --- call log and status board
 
 
 @pytest.fixture
@@ -211,8 +211,8 @@ def test_equal_calls_pass_in_either_order(board_of_two):
     ("code", "shape"),
     [(BARRIER, ()), (ALLREDUCE, (4,)), (ALLREDUCE | 1 << 32, (3,)), (call_log.call_code("allreduce", "max", 1), (3,))],
 )
-def test_whoever_comes_later_sees_the_difference(board_of_two, monkeypatch, code, shape):
-    monkeypatch.setattr(call_log, "_STATUS_SECONDS", 0.1)  # nobody is there to answer
+def test_the_later_rank_finds_the_difference(board_of_two, monkeypatch, code, shape):
+    monkeypatch.setattr(call_log, "_STATUS_SECONDS", 0.1)  # no watchdog answers
     first, second = board_of_two
     arrive(first, ALLREDUCE, (3,))
     with pytest.raises(errors.MismatchError, match="rank 0 called") as caught:
@@ -223,7 +223,7 @@ def test_whoever_comes_later_sees_the_difference(board_of_two, monkeypatch, code
 
 
 def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
-    """Who was slow to look found others that had given the call up because of the first, and named one of those."""
+    """Regression: a slow rank named a rank that had aborted the call because of the first one."""
     segment = Segment.create("test", 4 * memory_layout.BLOCK_BYTES)
     log_board = StatusBoard(segment, 4)
     segment.withdraw()
@@ -234,7 +234,7 @@ def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
         call_logs[2 * round_].abandon()  # in both rounds another one
         first = 2 * round_
         for rank, told_by in ((1, first), (3, 1)):
-            with pytest.raises(errors.MismatchError, match=f"cannot end on rank {rank}: rank {first} has given it up"):
+            with pytest.raises(errors.MismatchError, match=f"cannot end on rank {rank}: rank {first} has aborted it"):
                 call_logs[rank].raise_aborted(told_by)
     log_board.close()
 

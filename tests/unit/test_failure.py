@@ -17,7 +17,7 @@ def raised(error: BaseException, cause: BaseException | None) -> BaseException:
 
 
 def test_whether_another_rank_knows_the_reason():
-    mismatch, raise_aborted = MismatchError("calls differ"), MismatchError("rank 0 has given it up")
+    mismatch, raise_aborted = MismatchError("calls differ"), MismatchError("rank 0 has aborted it")
     raise_aborted.reason_is_elsewhere = True
     assert not failure._reason_is_elsewhere(None)
     assert not failure._reason_is_elsewhere(raised(ValueError(), mismatch))

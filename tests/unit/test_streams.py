@@ -1,4 +1,4 @@
-"""Order on a device: handles, turns and staging, on a model of a device in which everything happens late."""
+"""Order on a device: handles, call queues and staging, on a model of a device that executes late."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchmpi.communicators.handle import DeviceHandle
 from torchmpi.tensors import streams
 
 SEEDS = range(8)
-_PIECE_BYTES = 64
+_CHUNK_BYTES = 64
 
 
 def test_examples_in_docstrings():
@@ -55,9 +55,9 @@ def group_of_one() -> types.SimpleNamespace:
 def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) -> DeviceTensor:
     """A staged call by a transport of the host that doubles what it gets."""
 
-    def operation(piece: torch.Tensor, destination: None, root: int) -> None:
-        assert type(piece) is torch.Tensor, "the transport was shown memory of the device"
-        piece.mul_(2)
+    def operation(chunk: torch.Tensor, destination: None, root: int) -> None:
+        assert type(chunk) is torch.Tensor, "the backend got device memory"
+        chunk.mul_(2)
 
     group.call_log.enter(0, (1,))
     try:
@@ -67,7 +67,7 @@ def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) 
 
 
 def host_pool() -> staging.StagingPool:
-    return staging.StagingPool(_PIECE_BYTES, partial(torch.empty, dtype=torch.uint8), pinned=False)
+    return staging.StagingPool(_CHUNK_BYTES, partial(torch.empty, dtype=torch.uint8), pinned=False)
 
 
 def seen(tensor: DeviceTensor) -> list[float]:
@@ -78,7 +78,7 @@ def seen(tensor: DeviceTensor) -> list[float]:
     return plain(copy).tolist()
 
 
-NUMEL = 7 * _PIECE_BYTES // 4 + 3
+NUMEL = 7 * _CHUNK_BYTES // 4 + 3
 
 
 def test_a_call_in_the_background_sees_what_was_queued_before_it_and_is_seen_after_its_wait(model):
@@ -192,7 +192,7 @@ def test_done_is_about_the_device_too(model):
         return tensor
 
     call = group.call_queue.submit(task, "call", tensor)
-    assert call.wait() is tensor  # queued: nobody waits for the device
+    assert call.wait() is tensor  # queued: the host does not wait for the device
     before = call.done()
     opened.set()
     model.current_stream().synchronize()

@@ -300,8 +300,8 @@ class CallLog:
         first = self._first_to_abort(other)
         call = self._abort()
         error = MismatchError(
-            f"{call} on communicator {self.name} cannot end on rank {self.rank}: rank {first} has given it up, after "
-            "an error there or because a third rank called something else. Its own message says what was wrong."
+            f"{call} on communicator {self.name} cannot end on rank {self.rank}: rank {first} has aborted it, after an "
+            f"error there or because a third rank made a different call. The message of rank {first} has the reason."
         )
         error.reason_is_elsewhere = True
         raise error
@@ -348,7 +348,7 @@ class CallLog:
     def close(self) -> None:
         """Publish the last calls for ranks that are still in a call that this rank has aborted."""
         if self.log_board is not None:
-            self.log_board.write_text(self.rank, "\n".join(["has given this group up", *self.recent_in_words()]))
+            self.log_board.write_text(self.rank, "\n".join(["has freed this communicator", *self.recent_in_words()]))
             self.log_board.set(self.rank, CLOSED, 1)
 
 

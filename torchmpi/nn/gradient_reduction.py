@@ -33,6 +33,7 @@ class GradientReduction(NamedTuple):
 
     def run_many(self, tensors: Sequence[Tensor], comm: Communicator) -> None:
         """Reduce a sum that is divided by another number than that of all ranks, in place."""
+        tensors = list({id(tensor): tensor for tensor in tensors}.values())  # parameters may share a gradient
         totals = [_widened(tensor) for tensor in tensors]
         tensor_lists.allreduce_many(totals, comm=comm)
         for tensor, total in zip(tensors, totals, strict=True):

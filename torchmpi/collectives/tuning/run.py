@@ -149,7 +149,7 @@ def _checked_arguments(
     numbers = sorted(set(SIZES if sizes is None else sizes))
     for collective in chosen:
         if collective not in COLLECTIVES:
-            raise ArgumentError(f"{where}: collective {collective!r} is unknown. Use some of: {', '.join(COLLECTIVES)}.")
+            raise ArgumentError(f"{where}: collective {collective!r} is unknown. Known: {', '.join(COLLECTIVES)}.")
     if not numbers or not all(type(size) is int and size > 0 for size in numbers):
         raise ArgumentError(f"{where}: sizes={sizes!r} must be whole numbers of bytes above 0, at least one.")
     if not seconds > 0:
