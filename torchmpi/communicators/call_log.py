@@ -76,7 +76,7 @@ def as_many(code: int) -> int:
     return code & ~0xFF | COLLECTIVES.index("allreduce_many")
 
 
-class LoggedCall(NamedTuple):
+class Call(NamedTuple):
     """One entry of the call log."""
 
     seq: int
@@ -270,9 +270,9 @@ class CallLog:
             )
         raise MismatchError(message)
 
-    def _abort(self, *, has_done_its_part: bool = False) -> LoggedCall:
+    def _abort(self, *, has_done_its_part: bool = False) -> Call:
         assert self.current is not None
-        call = LoggedCall(*self.current)
+        call = Call(*self.current)
         self.history[call.seq & (RING_LENGTH - 1)] = self.current  # the fast path does not
         if self.log_board is not None:
             if not has_done_its_part:
@@ -286,7 +286,7 @@ class CallLog:
         `kernel` is what kernels add to a signature; the kernel of this rank may not have written its entry yet.
         """
         assert self._fields is not None and self.current is not None
-        call = LoggedCall(*self.current)
+        call = Call(*self.current)
         own, _ = self._slots[call.seq & (RING_LENGTH - 1)]
         if self._fields[own + SEQUENCE] != call.seq:
             self._fields[own + SIGNATURE] = call.code ^ hash(call.shape) ^ kernel ^ ABORTED
@@ -335,11 +335,11 @@ class CallLog:
                 return f"{line[len(marker) :]}, call #{seq}"
         return f"something else, call #{seq} (it does not say what: stopped, or busy outside Python)"
 
-    def recent(self, most: int = 8) -> list[LoggedCall]:
+    def recent(self, most: int = 8) -> list[Call]:
         """Return the last calls, oldest first."""
         current = self.current  # may become None at any moment if read by the watchdog
         known = sorted({entry for entry in (*self.history, current) if entry is not None})
-        return [LoggedCall(*entry) for entry in known[-most:]]
+        return [Call(*entry) for entry in known[-most:]]
 
     def recent_in_words(self) -> list[str]:
         """Describe the last calls for other ranks, newest first."""

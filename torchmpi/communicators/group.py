@@ -20,7 +20,7 @@ from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from . import splits
-from .call_log import CallLog, LoggedCall, call_code, mismatch_message
+from .call_log import Call, CallLog, call_code, mismatch_message
 from .call_queue import CallQueue
 from .plan import Plan
 from .release import release
@@ -115,9 +115,7 @@ class Group:
         except self.context.MPI.Exception as error:
             call_log.compare()  # raises MismatchError if that is the reason
             call_log.abandon()
-            raise TorchMPIError(
-                f"{self.where}: {LoggedCall(call_log.seq, code, shape)} failed in MPI: {error}."
-            ) from error
+            raise TorchMPIError(f"{self.where}: {Call(call_log.seq, code, shape)} failed in MPI: {error}.") from error
         except BaseException:
             call_log.abandon()
             raise
@@ -153,7 +151,7 @@ class Group:
         if (headers == header).all():
             return
         calls = {
-            rank: str(LoggedCall(int(seq), int(code), tuple(int(dim) for dim in dims[: int(num_dims)])))
+            rank: str(Call(int(seq), int(code), tuple(int(dim) for dim in dims[: int(num_dims)])))
             for rank, (seq, code, num_dims, *dims) in enumerate(headers)
         }
         raise MismatchError(f"{self.where}: {mismatch_message(self.name, calls)}")

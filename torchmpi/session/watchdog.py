@@ -153,7 +153,7 @@ class Watchdog(threading.Thread):
                 if time.monotonic() - since < _REFUSAL_GRACE_SECONDS:
                     return
                 message = (
-                    f"torchmpi: {group.where}: {call_log.LoggedCall(*current)} on communicator {group.name} cannot end: rank "
+                    f"torchmpi: {group.where}: {call_log.Call(*current)} on communicator {group.name} cannot end: rank "
                     f"{group.world_ranks[row]} called something else under that number and went on."
                 )
                 self.end_job(message, 1)
@@ -162,7 +162,7 @@ class Watchdog(threading.Thread):
         self, group: Group, current: tuple[int, int, tuple[int, ...]], waited: float, *, all_speak: bool = False
     ) -> str | None:
         """What to tell the user; None if a lower rank waits for the same and will tell, unless all shall."""
-        call = call_log.LoggedCall(*current)
+        call = call_log.Call(*current)
         text = f"torchmpi: {group.where} has waited {waited:.0f} s in {call} on communicator {group.name}."
         states = self._from_status_board(group, call.seq) if group.log_board is not None else self._from_messages(group)
         if states is None:
