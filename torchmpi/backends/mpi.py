@@ -15,8 +15,7 @@ import torch
 
 from ..config import Config
 from ..errors import MismatchError
-from ..tensors import buffers, dtypes
-from . import schedule
+from ..tensors import buffers, dtypes, partition
 from .base import Operation
 from .rank_order import OrderedReduction
 
@@ -104,14 +103,14 @@ class NativeReduction:
                 self.finish(buffer)
         else:
             flat = buffer.detach().view(-1)
-            for begin, count in schedule.chunks(numel, self.piece_numel):
+            for begin, count in partition.chunks(numel, self.piece_numel):
                 self.allreduce(flat[begin : begin + count], None, root)
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """The root gets the result in place; the others' buffers stay as they are."""
         flat = buffer.detach().view(-1)
-        for begin, count in schedule.chunks(flat.numel(), self.piece_numel):
+        for begin, count in partition.chunks(flat.numel(), self.piece_numel):
             piece = flat[begin : begin + count]
             memory = (buffers.as_bytes(self.MPI, piece), count, self.type)
             if self.rank == root:
@@ -137,7 +136,7 @@ class NativeReduction:
                 self.finish(out)
             return
         for owner, (offset, numel) in enumerate(spans):  # too long for one count: a reduce to each owner
-            for begin, count in schedule.chunks(numel, self.piece_numel):
+            for begin, count in partition.chunks(numel, self.piece_numel):
                 piece = flat[offset + begin : offset + begin + count]
                 if owner == self.rank:
                     piece = out[begin : begin + count].copy_(piece)
@@ -162,7 +161,7 @@ class ReduceScatter:
     def run(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
         rows, row_numel = rows_of(source)
-        spans = schedule.rows(rows, self.size)
+        spans = partition.rows(rows, self.size)
         destination = destination_for(source, spans[self.rank][1], destination)
         spans = [(first * row_numel, num_rows * row_numel) for first, num_rows in spans]
         with torch.inference_mode(destination.is_inference()):  # or torch would not let its own operations write there
@@ -230,7 +229,7 @@ class Movement:
         """The root's rows, split evenly: each rank gets its part."""
         source = source if self.rank == root else None  # what another rank passes is of no concern
         shape, dtype = self._announce(source, root)
-        spans = schedule.rows(shape[0], self.size)
+        spans = partition.rows(shape[0], self.size)
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
         destination = destination_for(like, spans[self.rank][1], destination)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -254,7 +253,7 @@ class Movement:
         """Part j of everybody's rows goes to rank j."""
         num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        sent = np.array([count for _, count in schedule.rows(num_rows, self.size)], np.int64)
+        sent = np.array([count for _, count in partition.rows(num_rows, self.size)], np.int64)
         received = np.empty(self.size, np.int64)
         self.comm.Alltoall((sent, self.MPI.INT64_T), (received, self.MPI.INT64_T))
         destination = destination_for(source, int(received.sum()), destination)
@@ -317,7 +316,7 @@ class Movement:
         piece_numel = max(1, self.message_bytes // tensor.element_size())
         return [
             buffers.as_bytes(self.MPI, flat[begin : begin + count])
-            for begin, count in schedule.chunks(flat.numel(), piece_numel)
+            for begin, count in partition.chunks(flat.numel(), piece_numel)
         ]
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:

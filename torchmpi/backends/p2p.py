@@ -24,7 +24,7 @@ import torch
 
 from ..config import Config
 from ..shared_memory.kernels import reduction
-from ..tensors import buffers
+from ..tensors import buffers, partition
 from . import schedule
 from .base import Operation
 from .mpi import Movement, ReduceScatter, destination_for
@@ -133,7 +133,7 @@ class Post:
         most = max(1, self.message_bytes // tensor.element_size())
         return [
             buffers.as_bytes(self.MPI, tensor[begin : begin + numel])
-            for begin, numel in schedule.chunks(tensor.numel(), most)
+            for begin, numel in partition.chunks(tensor.numel(), most)
         ]
 
 
@@ -196,7 +196,7 @@ class DirectReduction:
         # The same stretch of every rank's span: some ranks' spans end earlier.
         pieces = [
             [(offset + min(begin, numel), max(0, min(stretch, numel - begin))) for offset, numel in spans]
-            for begin, _ in schedule.chunks(max(numel for _, numel in spans), stretch)
+            for begin, _ in partition.chunks(max(numel for _, numel in spans), stretch)
         ]
         begin = spans[self.rank][0]
         ahead = self._exchange(flat, pieces[0], 0) if pieces else None
@@ -220,7 +220,7 @@ class DirectReduction:
 
     def _pipeline(self, flat: torch.Tensor, begin: Callable[..., Any], follow: Callable[..., list[Any]]) -> None:
         """Per piece: begin its messages, one piece ahead; when they have come, combine, and begin what follows."""
-        pieces = [flat[first : first + numel] for first, numel in schedule.chunks(flat.numel(), self.piece_numel)]
+        pieces = [flat[first : first + numel] for first, numel in partition.chunks(flat.numel(), self.piece_numel)]
         under_way = deque(begin(piece, k) for k, piece in enumerate(pieces[:1]))
         following: deque[list[Any]] = deque()
         for k, piece in enumerate(pieces):
@@ -237,7 +237,7 @@ class DirectReduction:
     # Beginnings: messages under way, and the versions, in rank order, that will be there when they have come.
 
     def _exchange_parts(self, piece: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
-        return self._exchange(piece, schedule.even_partition(piece.numel(), self.size), k)
+        return self._exchange(piece, partition.even_partition(piece.numel(), self.size), k)
 
     def _exchange(self, flat: torch.Tensor, spans: Sequence[Span], k: int) -> tuple[list[Any], list[torch.Tensor]]:
         """Everybody's version of my part to me, and mine of theirs to them."""
@@ -276,7 +276,7 @@ class DirectReduction:
     def _combine_and_spread(self, piece: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
         mine = parts[self.rank]
         self.combine(parts, mine)
-        spans = schedule.even_partition(piece.numel(), self.size)
+        spans = partition.even_partition(piece.numel(), self.size)
         return self.post.begin(
             schedule.spread(self.rank, self.size),
             lambda _: mine,
@@ -287,7 +287,7 @@ class DirectReduction:
         mine = parts[self.rank]
         out = self.results.take(k, mine.numel()) if step.sends else mine
         self.combine(parts, out)
-        spans = schedule.even_partition(piece.numel(), self.size)
+        spans = partition.even_partition(piece.numel(), self.size)
         return self.post.begin(step, lambda _: out, lambda message: piece.narrow(0, *spans[message.first]))
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import buffers, dtypes
-from . import schedule
+from ..tensors import buffers, dtypes, partition
 
 # Up to this many bytes in all, everybody fetches everything and computes all of it: one round instead of two.
 _GATHER_ALL_BYTES = 16 << 10
@@ -88,9 +87,9 @@ class OrderedReduction:
         if flat.numel() * self.itemsize * self.size <= _GATHER_ALL_BYTES:
             self._gather_all(flat)
             return buffer
-        for begin, numel in schedule.chunks(flat.numel(), self.piece_numel):
+        for begin, numel in partition.chunks(flat.numel(), self.piece_numel):
             piece = flat[begin : begin + numel]
-            spans = schedule.even_partition(numel, self.size)
+            spans = partition.even_partition(numel, self.size)
             mine = self._my_part(piece, spans)
             counts, offsets = self._in_bytes(spans)
             own_begin, own_numel = spans[self.rank]
@@ -102,9 +101,9 @@ class OrderedReduction:
         """The root gets the result in place; the others' buffers stay as they are."""
         MPI = self.MPI
         flat = buffer.view(-1)
-        for begin, numel in schedule.chunks(flat.numel(), self.piece_numel):
+        for begin, numel in partition.chunks(flat.numel(), self.piece_numel):
             piece = flat[begin : begin + numel]
-            spans = schedule.even_partition(numel, self.size)
+            spans = partition.even_partition(numel, self.size)
             mine = self._my_part(piece, spans)
             counts, offsets = self._in_bytes(spans)
             target = (buffers.as_bytes(MPI, piece), counts, offsets, MPI.BYTE) if self.rank == root else None
@@ -116,7 +115,7 @@ class OrderedReduction:
         flat, out = source.view(-1), destination.view(-1)
         longest = max(numel for _, numel in spans)
         piece_numel = max(1, self.piece_numel // self.size)
-        for begin, _ in schedule.chunks(longest, piece_numel):
+        for begin, _ in partition.chunks(longest, piece_numel):
             # The same stretch of every rank's span: some ranks' spans end earlier.
             pieces = [(offset + min(begin, numel), max(0, min(piece_numel, numel - begin))) for offset, numel in spans]
             mine = self._my_part(flat, pieces)

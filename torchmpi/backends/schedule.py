@@ -1,66 +1,10 @@
-"""How work is cut and who sends what to whom: partitions, chunks, rounds of messages. Pure arithmetic."""
+"""Rounds of messages between ranks, for each algorithm and rank. Pure arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..errors import ArgumentError
-
-
-def part_of(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Offset and length of one part of an even partition; the first parts take the remainder, one each.
-
-    >>> part_of(10, 3, 0), part_of(10, 3, 2)
-    ((0, 4), (7, 3))
-    """
-    if numel < 0 or parts < 1 or not 0 <= index < parts:
-        raise ArgumentError(f"cannot take part {index} of {numel} elements in {parts} parts.")
-    least, num_larger = divmod(numel, parts)
-    return index * least + min(index, num_larger), least + (index < num_larger)
-
-
-def even_partition(numel: int, parts: int) -> list[tuple[int, int]]:
-    """Offset and length of every part; lengths differ by at most one, the longer ones come first.
-
-    >>> even_partition(10, 3)
-    [(0, 4), (4, 3), (7, 3)]
-    >>> even_partition(2, 3)
-    [(0, 1), (1, 1), (2, 0)]
-    """
-    if parts < 1:
-        raise ArgumentError(f"cannot cut {numel} elements into {parts} parts; at least one is needed.")
-    return [part_of(numel, parts, index) for index in range(parts)]
-
-
-def rows(dim0: int, size: int) -> list[tuple[int, int]]:
-    """First row and number of rows that each of `size` ranks gets of a tensor with `dim0` rows.
-
-    The split of `scatter`, `reduce_scatter` and `alltoall`, as `t.narrow(0, first, num_rows)` takes it.
-
-    >>> rows(7, 4)
-    [(0, 2), (2, 2), (4, 2), (6, 1)]
-    """
-    return even_partition(dim0, size)
-
-
-def chunks(numel: int, max_numel: int) -> list[tuple[int, int]]:
-    """Offset and length of pieces of at most `max_numel` elements; all but the last are full.
-
-    MPI counts are 32 bit in the interface that every library has, so that larger tensors travel in chunks.
-
-    >>> chunks(10, 4)
-    [(0, 4), (4, 4), (8, 2)]
-    >>> chunks(0, 4)
-    []
-    """
-    if numel < 0 or max_numel < 1:
-        raise ArgumentError(f"cannot cut {numel} elements into chunks of at most {max_numel}.")
-    return [(offset, min(max_numel, numel - offset)) for offset in range(0, numel, max_numel)]
-
-
-# --- messages between ranks ------------------------------------------------------------------------------
-#
 # The payload of a collective is cut into blocks, one for each rank. A plan is what one rank does, round by round;
 # within a round all receives and sends are under way at once, and the next begins when they are done.
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ..backends import schedule
 from ..backends.base import Operation
-from ..tensors import buffers, streams
+from ..tensors import buffers, partition, streams
 
 _NUM_BUFFERS = 3  # one on its way down, one in the transport, one on its way up
 
@@ -119,7 +118,7 @@ class Staged:
         """Each piece down, through the transport, and up again."""
         call_log, dtype = self._group.call_log, like.dtype
         piece_numel = max(1, self._pool.piece_bytes // dtype.itemsize)
-        spans = schedule.chunks(like.numel(), piece_numel) or [(0, 0)]
+        spans = partition.chunks(like.numel(), piece_numel) or [(0, 0)]
         with self._pool.lend(min(_NUM_BUFFERS, len(spans))) as ring:
             for buffer in ring:
                 buffer.follow(like.device)

@@ -7,8 +7,7 @@ import torch
 
 from ...communicators.group import Group
 from ...communicators.handle import Handle
-from ...tensors import buffers
-from .. import schedule
+from ...tensors import buffers, partition
 from ..mpi import destination_for, rows_of
 from ..p2p import Slots
 from .in_place import OverHosts, Totals
@@ -93,11 +92,11 @@ class ReduceScatter(OverHosts):
     def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
         num_rows, row_numel = rows_of(source)
-        rows = schedule.rows(num_rows, self.group.size)
+        rows = partition.rows(num_rows, self.group.size)
         destination = destination_for(source, rows[self.group.rank][1], destination)
         flat, out = source.detach().view(-1), destination.detach().view(-1)
         parts = [flat[first * row_numel : (first + count) * row_numel] for first, count in rows]
-        stretches = schedule.chunks(parts[0].numel(), max(1, self.piece_numel // self.group.size))
+        stretches = partition.chunks(parts[0].numel(), max(1, self.piece_numel // self.group.size))
         sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def before(k: int) -> None:

@@ -14,8 +14,7 @@ import torch
 from ...communicators import splits
 from ...communicators.group import Group
 from ...communicators.handle import Handle
-from ...tensors import buffers
-from .. import schedule
+from ...tensors import buffers, partition
 from ..p2p import Slots
 from .steps import Steps, carried_in, divide, pipelined
 
@@ -83,7 +82,7 @@ def _phases(collective: splits.CollectiveName, rank: int, split: splits.Split, r
 def pieces_of(buffer: torch.Tensor, piece_numel: int) -> list[torch.Tensor]:
     """The flat tensor, cut."""
     flat = buffer.detach().view(-1)
-    return [flat[begin : begin + numel] for begin, numel in schedule.chunks(flat.numel(), piece_numel)]
+    return [flat[begin : begin + numel] for begin, numel in partition.chunks(flat.numel(), piece_numel)]
 
 
 class Barrier(Planned):
@@ -203,7 +202,7 @@ class Allreduce(Planned):
         slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def before(k: int) -> None:
-            _, numel = schedule.part_of(pieces[k].numel(), local.size, local.rank)
+            _, numel = partition.part_of(pieces[k].numel(), local.size, local.rank)
             total = self.slices.take(k, numel)
             slices[k] = total, self.rounded.take(k, numel) if self.totals.is_rounded else total
             self.inside("reduce_scatter", self._carried(pieces[k], 0), total)
@@ -246,7 +245,7 @@ class Allreduce(Planned):
             self.between("allreduce", total)
             self.totals.settle(total, out)
             return
-        _, numel = schedule.part_of(total.numel(), across.size, across.rank)
+        _, numel = partition.part_of(total.numel(), across.size, across.rank)
         share, rounded = self.shares.take(0, numel), self.rounded_shares.take(0, numel)
         self.between("reduce_scatter", total, share)
         self.totals.settle(share, rounded)

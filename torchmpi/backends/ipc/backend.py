@@ -18,7 +18,7 @@ import torch
 
 from ...config import Config
 from ...errors import BackendUnavailableError, CudaError, DeviceError
-from .. import schedule
+from ...tensors import partition
 from ..base import Operation
 from ..mpi import destination_for, rows_of
 from . import chunk_plan
@@ -308,7 +308,7 @@ class Calls:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
         num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        rows = schedule.rows(num_rows, self.size)
+        rows = partition.rows(num_rows, self.size)
         destination = destination_for(source, rows[self.rank][1], destination)
         spans = [(first * row_bytes, count * row_bytes) for first, count in rows]
         plan = chunk_plan.reduce_scatter(self.rank, self.size, spans, self.half)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .. import schedule
+from ...tensors import partition
 
 ALIGNMENT = 512
 
@@ -117,7 +117,7 @@ def cut(num_bytes: int, most: int) -> list[tuple[int, int]]:
     """
     num_chunks = max(1, -(-num_bytes // most))
     length = -(-num_bytes // (num_chunks * ALIGNMENT)) * ALIGNMENT
-    return schedule.chunks(num_bytes, max(length, ALIGNMENT))
+    return partition.chunks(num_bytes, max(length, ALIGNMENT))
 
 
 def parts(num_bytes: int, size: int) -> list[tuple[int, int]]:
@@ -126,7 +126,7 @@ def parts(num_bytes: int, size: int) -> list[tuple[int, int]]:
     >>> parts(1600, 3)
     [(0, 1024), (1024, 512), (1536, 64)]
     """
-    spans = schedule.even_partition(-(-num_bytes // ALIGNMENT), size)
+    spans = partition.even_partition(-(-num_bytes // ALIGNMENT), size)
     begins = [min(first * ALIGNMENT, num_bytes) for first, _ in spans]
     return [(begin, min(count * ALIGNMENT, num_bytes - begin)) for begin, (_, count) in zip(begins, spans, strict=True)]
 
@@ -187,7 +187,7 @@ def broadcast(rank: int, size: int, num_bytes: int, half: int, *, root: int) -> 
 def allgather(rank: int, size: int, lengths: Sequence[int], half: int) -> Chunks:
     """Everybody's bytes in rank order, to everybody. What a rank itself brings it copies without a detour."""
     ends = [sum(lengths[: index + 1]) for index in range(size)]
-    for begin, _ in schedule.chunks(max(lengths), half):
+    for begin, _ in partition.chunks(max(lengths), half):
         steps: list[Step] = []
         if size > 1 and lengths[rank] > begin:
             steps += [Room(), Fill(begin, 0, min(half, lengths[rank] - begin)), Record(FILLED)]
@@ -205,7 +205,7 @@ def allgather(rank: int, size: int, lengths: Sequence[int], half: int) -> Chunks
 def reduce_scatter(rank: int, size: int, spans: Sequence[tuple[int, int]], half: int) -> Chunks:
     """Each rank gets the result of its span (offset, length): the same stretch of each span goes into a chunk."""
     slot = half // size // ALIGNMENT * ALIGNMENT
-    for begin, _ in schedule.chunks(max(length for _, length in spans), slot):
+    for begin, _ in partition.chunks(max(length for _, length in spans), slot):
         pieces = [max(0, min(slot, length - begin)) for _, length in spans]
         fills = [
             Fill(offset + begin, index * slot, piece)

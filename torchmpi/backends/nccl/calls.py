@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...tensors import buffers
-from .. import schedule
+from ...tensors import buffers, partition
 from ..mpi import Movement, destination_for, longest_part, rows_of
 from .bindings import BYTE, DTYPES, OPS, Communicator
 from .constants import flat, recipe
@@ -52,7 +51,7 @@ class Reduction:
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
         num_rows, _ = rows_of(source)
-        spans = schedule.rows(num_rows, self.size)
+        spans = partition.rows(num_rows, self.size)
         destination = destination_for(source, spans[self.rank][1], destination)
         if source.numel():
             communicator, stream = self.end.ready(source)
@@ -153,7 +152,7 @@ class DeviceMovement(Movement):
         """The root's rows, split evenly: each rank gets its part, on its GPU."""
         source = source if self.rank == root else None  # what another rank passes is of no concern
         shape, dtype = self._announce(source, root)
-        counts = [num_rows for _, num_rows in schedule.rows(shape[0], self.size)]
+        counts = [num_rows for _, num_rows in partition.rows(shape[0], self.size)]
         like = torch.empty((0, *shape[1:]), dtype=dtype, device=self._end.device) if source is None else source
         destination = destination_for(like, counts[self.rank], destination)
         line = self._end.ready(destination)
@@ -169,8 +168,8 @@ class DeviceMovement(Movement):
         """Part j of everybody's rows goes to rank j."""
         num_rows, _ = rows_of(source)
         everybody, _ = self._rows(source)
-        sent = [count for _, count in schedule.rows(num_rows, self.size)]
-        received = [schedule.part_of(count, self.size, self.rank)[1] for count in everybody.tolist()]
+        sent = [count for _, count in partition.rows(num_rows, self.size)]
+        received = [partition.part_of(count, self.size, self.rank)[1] for count in everybody.tolist()]
         destination = destination_for(source, sum(received), destination)
         outgoing = source.view(num_rows, *source.shape[1:]).split(sent)
         incoming = destination.detach().split(received)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...backends import schedule
+from ...tensors import partition
 from .datatypes import IN_PLACE, Buffer, Op, blocks_of, buffer_of, combine
 from .endpoint import Endpoint
 from .matching import new_memory
@@ -258,7 +259,7 @@ class _Barrier:
 
 def _parts_of(given: Buffer, size: int) -> list[memoryview]:
     """An even partition by elements."""
-    spans = schedule.even_partition(len(given.view) // given.datatype.itemsize, size)
+    spans = partition.even_partition(len(given.view) // given.datatype.itemsize, size)
     return blocks_of((given.view, [numel for _, numel in spans], [begin for begin, _ in spans], given.datatype), size)
 
 
