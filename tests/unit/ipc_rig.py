@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchmpi.backends.ipc import chunk_plan
-from torchmpi.backends.ipc.chunk_plan import Await, Fill, Publish, Record, Reduce, Room, Take
+from torchmpi.backends.ipc.chunk_plan import Await, Fill, Publish, Record, ReduceAreas, Room, Take
 
 
 class Call(NamedTuple):
@@ -171,7 +171,7 @@ class Model:
         elif isinstance(step, Take):
             touch(step.rank, step.area, step.num_bytes, False)
         else:
-            assert isinstance(step, Reduce)
+            assert isinstance(step, ReduceAreas)
             for owner in range(self.size):
                 touch(owner, step.area, step.num_bytes, owner == rank and step.out is None)
         self.queues.setdefault(stream, []).append(("work", rank, call, step, half))

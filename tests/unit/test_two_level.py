@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from torchmpi.backends.hierarchical import steps
+from torchmpi.backends import rank_order
+from torchmpi.backends.pipeline import run_pipelined
 from torchmpi.communicators import splits
 
 
@@ -79,7 +80,7 @@ def test_pipeline_keeps_each_part_in_order_and_two_pieces_at_a_time(num_pieces: 
         log.append(("across", k))
         return Handle(k)
 
-    steps.pipelined(num_pieces, lambda k: log.append(("before", k)), across, lambda k: log.append(("after", k)))
+    run_pipelined(num_pieces, lambda k: log.append(("before", k)), across, lambda k: log.append(("after", k)))
     for k in range(num_pieces):
         assert [what for what, piece in log if piece == k] == ["before", "across", "waited", "after"]
     for what in ("before", "across", "after"):
@@ -92,16 +93,16 @@ def test_pipeline_keeps_each_part_in_order_and_two_pieces_at_a_time(num_pieces: 
 
 def test_what_partial_results_are_carried_in() -> None:
     for dtype in (torch.float16, torch.bfloat16):
-        assert all(steps.carried_in(dtype, op) is torch.float32 for op in ("sum", "avg", "prod"))
-        assert all(steps.carried_in(dtype, op) is dtype for op in ("min", "max"))
+        assert all(rank_order.accumulator_of(dtype, op) is torch.float32 for op in ("sum", "avg", "prod"))
+        assert all(rank_order.accumulator_of(dtype, op) is dtype for op in ("min", "max"))
     for dtype in (torch.float32, torch.float64, torch.int8, torch.bool):
-        assert steps.carried_in(dtype, "max") is dtype
+        assert rank_order.accumulator_of(dtype, "max") is dtype
 
 
 def test_divide_takes_complex_and_inference_tensors() -> None:
     with torch.inference_mode():
         made_there = torch.full((2,), 6.0)
-    steps.divide(made_there, 3)
+    rank_order.divide(made_there, 3)
     values = torch.tensor([3 + 6j])
-    steps.divide(values, 3)
+    rank_order.divide(values, 3)
     assert made_there.tolist() == [2.0, 2.0] and values.tolist() == [1 + 2j]

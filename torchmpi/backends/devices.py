@@ -10,7 +10,7 @@ import torch
 from ..errors import ArgumentError
 
 
-class Device(NamedTuple):
+class RankDevice(NamedTuple):
     """The device of one rank, as the others need to know it."""
 
     host: int
@@ -22,10 +22,10 @@ class Device(NamedTuple):
     a process, the process cannot open."""
 
 
-class Devices(tuple[Device, ...]):
+class Devices(tuple[RankDevice, ...]):
     """The devices of all ranks of the world, by world rank.
 
-    >>> two = Devices([Device(0, "GPU-a", frozenset({"GPU-a"})), Device(0, "GPU-a", frozenset({"GPU-a"}))])
+    >>> two = Devices([RankDevice(0, "GPU-a", frozenset({"GPU-a"})), RankDevice(0, "GPU-a", frozenset({"GPU-a"}))])
     >>> two.first_sharing([0, 1]), two.reaches(0, 1)
     ((0, 1), True)
     """
@@ -37,13 +37,13 @@ class Devices(tuple[Device, ...]):
         `hosts` has the number of each rank's host; `has_cuda` must be the same on all ranks.
         """
         if not has_cuda:
-            return cls(map(Device, hosts))
-        own = Device(hosts[world.rank])
+            return cls(map(RankDevice, hosts))
+        own = RankDevice(hosts[world.rank])
         if device.type == "cuda":
             access = peer_access()
             index = device.index or 0
             reaches = frozenset(uuid_of(i) for i, can in enumerate(access[index]) if can)
-            own = Device(own.host, uuid_of(index), reaches)
+            own = RankDevice(own.host, uuid_of(index), reaches)
         return cls(world.allgather(own))
 
     @property
@@ -64,7 +64,7 @@ class Devices(tuple[Device, ...]):
     def reaches(self, rank: int, other: int) -> bool:
         """Whether a rank can open memory on the GPU of another one.
 
-        >>> Devices([Device(0, "a", frozenset("a")), Device(1, "a", frozenset("a"))]).reaches(0, 1)
+        >>> Devices([RankDevice(0, "a", frozenset("a")), RankDevice(1, "a", frozenset("a"))]).reaches(0, 1)
         False
         """
         return self[rank].host == self[other].host and self[other].uuid in self[rank].reaches

@@ -26,14 +26,14 @@ NO_FILE = "there is no such file"
 NO_ENTRY = "it has nothing for a job of this shape"
 
 
-class Job(NamedTuple):
+class JobDescription(NamedTuple):
     """What a measured table depends on."""
 
     shape: dict[str, Any]
     versions: dict[str, str]
 
 
-def describe_job(hosts: Sequence[int], num_cores: int, num_local_ranks: int, mpi: str) -> Job:
+def describe_job(hosts: Sequence[int], num_cores: int, num_local_ranks: int, mpi: str) -> JobDescription:
     """The shape of a job, from the host of each rank, and the cores and ranks of this host.
 
     >>> describe_job([0, 0, 1, 1], 8, 2, "Open MPI 5.0.11").shape["ranks_per_host"]
@@ -45,7 +45,7 @@ def describe_job(hosts: Sequence[int], num_cores: int, num_local_ranks: int, mpi
         "cores_per_rank": round(num_cores / num_local_ranks, 3),
         "cpu": cpu_model(),
     }
-    return Job(shape, {"mpi": mpi, "torch": torch.__version__, "torchmpi": __version__})
+    return JobDescription(shape, {"mpi": mpi, "torch": torch.__version__, "torchmpi": __version__})
 
 
 def cpu_model() -> str:
@@ -79,7 +79,7 @@ def path_for(setting: str, environment: Mapping[str, str] | None = None) -> Path
     return folder / "torchmpi" / "tuning.json"
 
 
-def load(path: Path, job: Job) -> tuple[Table | None, str]:
+def load(path: Path, job: JobDescription) -> tuple[Table | None, str]:
     """The table measured on a job like this, and what is wrong with the file or missing from it ('' = nothing)."""
     try:
         entries = _entries(path)
@@ -99,7 +99,7 @@ def load(path: Path, job: Job) -> tuple[Table | None, str]:
         return None, f"its entry for this job is damaged ({_first_line(error)})"
 
 
-def save(path: Path, job: Job, table: Table) -> None:
+def save(path: Path, job: JobDescription, table: Table) -> None:
     """Put the table in the place of an older one for this shape. Others see the old file or the new one, no half."""
     try:
         entries = [entry for entry in _entries(path) if entry.get("shape") != job.shape]

@@ -59,7 +59,7 @@ class Choice(NamedTuple):
     backend: Backend
 
 
-class Call(NamedTuple):
+class CallSpec(NamedTuple):
     """What a backend is asked for."""
 
     collective: str
@@ -93,7 +93,7 @@ class Selector:
         op: str | None = None,
     ) -> Backend:
         """The backend of this name, or a refusal with the reason."""
-        call, where = Call(collective, device_type, dtype, op), f"{group.where}: {collective}: backend={name!r}"
+        call, where = CallSpec(collective, device_type, dtype, op), f"{group.where}: {collective}: backend={name!r}"
         self._check_known(name, where)
         reason = self._why_not(name, call, group)
         if reason is not None:
@@ -118,7 +118,7 @@ class Selector:
 
         Where the table names a transport that cannot take such a call on this group, the default takes its place.
         """
-        call = Call(collective, device_type, dtype, op)
+        call = CallSpec(collective, device_type, dtype, op)
         if wanted is not None:
             return [Choice(None, self.choose(collective, device_type, wanted, group, dtype=dtype, op=op))]
         key = Key(collective, "cpu" if collective in selection_table.OF_THE_HOST else device_type, span_of(group), mode)
@@ -160,7 +160,7 @@ class Selector:
         choices = self.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
         return by_size([(limit, bind(backend, group, collective, dtype, op)) for limit, backend in choices], dtype)
 
-    def _why_not(self, name: str, call: Call, group: Any) -> str | None:
+    def _why_not(self, name: str, call: CallSpec, group: Any) -> str | None:
         if name not in self.backends:
             return "it is not part of this version"
         backend = self.backends[name]
@@ -370,14 +370,14 @@ class Selector:
 
     # --- between runs ---------------------------------------------------------------------------------------
 
-    def pick_up(self, job: saved_tables.Job) -> None:
+    def pick_up(self, job: saved_tables.JobDescription) -> None:
         """Take over what was measured in an earlier run on a job like this. Collective."""
         found = self._saved(job) if self._world.rank == 0 else None
         table = self._world.comm.bcast(found)
         if table is not None:
             self.adopt(table)
 
-    def _saved(self, job: saved_tables.Job) -> Table | None:
+    def _saved(self, job: saved_tables.JobDescription) -> Table | None:
         setting = self._config.tuning_file
         path = saved_tables.path_for(setting)
         # What was asked for goes before what was measured.

@@ -34,7 +34,7 @@ from ..shared_memory.shared_tensors import SharedHeap
 from ..tensors import dtypes, partition
 from ..tensors.tensor_lists import Pieces
 from .base import Operation
-from .mpi import destination_for, longest_part, rows_of
+from .mpi_messages import destination_for, longest_part, rows_of
 from .shm_group import SharedGroup
 
 _MOST_DIMS = ENTRY_FIELDS - PAYLOAD - 2

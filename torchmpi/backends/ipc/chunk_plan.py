@@ -2,7 +2,7 @@
 
 Each rank has a staging area of two halves that all others can read. A chunk of a call goes through one half, the next
 chunk through the other: one is filled while the others still read the one before.
-:class:`torchmpi.backends.ipc.backend` runs
+:class:`torchmpi.backends.ipc.ipc_backend` runs
 the steps: the copies and reductions in the order of a stream, and between streams through events.
 
 A rank *records* an event behind what it has enqueued, and *publishes* the number of the stage that it has reached, so
@@ -68,7 +68,7 @@ class Await(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Reduce(NamedTuple):
+class ReduceAreas(NamedTuple):
     """Combine a stretch of everybody's half, into the output or (None) the own half."""
 
     area: int
@@ -85,7 +85,7 @@ class Take(NamedTuple):
     num_bytes: int
 
 
-Step = Room | Fill | Record | Publish | Await | Reduce | Take
+Step = Room | Fill | Record | Publish | Await | ReduceAreas | Take
 Chunks = Iterator[list[Step]]
 
 
@@ -148,12 +148,12 @@ def allreduce(rank: int, size: int, num_bytes: int, half: int, *, shots: int) ->
     Fill(source=0, area=0, num_bytes=64)
     Record(event=0)
     Await(event=0, ranks=(1,))
-    Reduce(area=0, num_bytes=64, out=0)
+    ReduceAreas(area=0, num_bytes=64, out=0)
     Record(event=2)
     """
     for begin, length in cut(num_bytes, half):
         if shots == 1:
-            yield [*_fill(rank, size, begin, length), Reduce(0, length, begin), Record(EMPTIED)]
+            yield [*_fill(rank, size, begin, length), ReduceAreas(0, length, begin), Record(EMPTIED)]
         else:
             steps, spans = _reduce_part(rank, size, begin, length)
             yield [*steps, *_take_parts(rank, size, begin, spans), Record(EMPTIED)]
@@ -165,7 +165,7 @@ def reduce(rank: int, size: int, num_bytes: int, half: int, *, root: int, shots:
         if shots == 1:
             steps = _fill(rank, size, begin, length)
             if rank == root:
-                yield [*steps, Reduce(0, length, begin), Record(EMPTIED)]
+                yield [*steps, ReduceAreas(0, length, begin), Record(EMPTIED)]
             else:
                 yield [*steps[:-1], Publish(EMPTIED)]
         else:
@@ -214,7 +214,7 @@ def reduce_scatter(rank: int, size: int, spans: Sequence[tuple[int, int]], half:
         ]
         steps: list[Step] = [Room(), *fills, Record(FILLED), Await(FILLED, others(rank, size))]
         if pieces[rank]:
-            steps.append(Reduce(rank * slot, pieces[rank], begin))
+            steps.append(ReduceAreas(rank * slot, pieces[rank], begin))
         yield [*steps, Record(EMPTIED)]
 
 
@@ -228,7 +228,7 @@ def _reduce_part(rank: int, size: int, begin: int, length: int) -> tuple[list[St
     offset, part = spans[rank]
     steps = _fill(rank, size, begin, length)
     if part:
-        steps.append(Reduce(offset, part, None))
+        steps.append(ReduceAreas(offset, part, None))
     return [*steps, Record(REDUCED)], spans
 
 

@@ -2,7 +2,7 @@
 
 What is done is planned in :mod:`torchmpi.backends.ipc.chunk_plan` and enqueued here, on torch's current stream:
 nothing waits
-for the device. The hosts meet (:mod:`torchmpi.backends.ipc.handles`), since an event of another process can only be
+for the device. The hosts meet (:mod:`torchmpi.backends.ipc.stage_sync`), since an event of another process can only be
 waited for once it has been recorded.
 """
 
@@ -20,11 +20,11 @@ from ...config import Config
 from ...errors import BackendUnavailableError, CudaError, DeviceError
 from ...tensors import partition
 from ..base import Operation
-from ..mpi import destination_for, rows_of
+from ..mpi_messages import destination_for, rows_of
 from . import chunk_plan
-from .chunk_plan import ARRIVED, BROUGHT, EMPTIED, Await, Fill, Publish, Record, Reduce, Room, Take
-from .handles import Meeting
-from .memory import CudaDevice, Staging, StagingDevice
+from .chunk_plan import ARRIVED, BROUGHT, EMPTIED, Await, Fill, Publish, Record, ReduceAreas, Room, Take
+from .stage_sync import StageSync
+from .staging_areas import CudaDevice, Staging, StagingDevice
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
@@ -90,7 +90,7 @@ class IpcBackend:
             if staged is None:
                 staged = StagedGroup(self, group)
                 group.attachments.append(staged)
-        operation: Operation = getattr(Calls(staged, dtype, op), collective)
+        operation: Operation = getattr(IpcCollectives(staged, dtype, op), collective)
 
         def run(source: Any, destination: Any, root: int) -> Any:
             try:
@@ -111,7 +111,7 @@ class StagedGroup:
         self.rank, self.size = group.rank, group.size
         self.others = chunk_plan.others(group.rank, group.size)
         self.half_bytes = chunk_plan.half_bytes(backend.config.staging_bytes, group.size)
-        self.meeting = Meeting(group)
+        self.sync = StageSync(group)
         self.staging: Staging | None = None
         self._reducers: dict[tuple[torch.dtype, str], Any] = {}
         self._last_use = [0, 0]
@@ -127,11 +127,11 @@ class StagedGroup:
                 f"{self.group.where}: the tensor is on {tensor.device}, but communicator {self.group.name} has its "
                 f"staging on device {device.index}. Keep the tensors of a communicator on one GPU."
             )
-        self.meeting.begin(ARRIVED)
+        self.sync.begin(ARRIVED)
 
     def abort(self) -> None:
         """After an error: let the others know, and let later calls on any stream come after what was enqueued."""
-        self.meeting.abort()
+        self.sync.abort()
         if self.staging is not None:
             with suppress(CudaError):  # the device may be what has failed
                 self._record_emptied(self.staging)
@@ -147,7 +147,7 @@ class StagedGroup:
 
     def expire(self, seq: int) -> None:
         """End the wait of this call, if it is one for other hosts."""
-        self.meeting.late = seq
+        self.sync.late = seq
 
     def reducer(self, dtype: torch.dtype, op: str) -> Any:
         """The kernel for the areas of all ranks."""
@@ -174,13 +174,13 @@ class StagedGroup:
 
     def lengths(self, own: int) -> list[int]:
         """A number of each rank."""
-        meeting = self.meeting
+        sync = self.sync
         # All have read the numbers of an earlier call when they are in this one.
-        meeting.wait_for(self.others, meeting.number(ARRIVED))
-        meeting.bring(own)
-        meeting.publish(BROUGHT)
-        meeting.wait_for(self.others, meeting.number(BROUGHT))
-        return meeting.brought()
+        sync.wait_for(self.others, sync.number(ARRIVED))
+        sync.bring(own)
+        sync.publish(BROUGHT)
+        sync.wait_for(self.others, sync.number(BROUGHT))
+        return sync.brought()
 
     def run(self, chunks: Iterable[list[Any]], source: int, out: int, reduce: Any = None) -> None:
         """Enqueue a plan between two addresses."""
@@ -190,17 +190,17 @@ class StagedGroup:
         try:
             stream = staging.device.stream()
             for index, steps in enumerate(chunks):
-                half = (self.meeting.seq + index) & 1
-                turn = _Turn(self, staging, index, half, stream)
+                half = (self.sync.seq + index) & 1
+                chunk_run = _ChunkRun(self, staging, index, half, stream)
                 for step in steps:
-                    turn.do(step, source, out, reduce)
-                self._last_use[half] = self.meeting.number(chunk_plan.stage(index, EMPTIED))
+                    chunk_run.do(step, source, out, reduce)
+                self._last_use[half] = self.sync.number(chunk_plan.stage(index, EMPTIED))
         finally:
             staging.device.leave()
 
     def wait_for_room(self, half: int) -> None:
         """Return when the hosts of the others have enqueued all that reads what was in a half."""
-        self.meeting.wait_for(self.others, self._last_use[half])
+        self.sync.wait_for(self.others, self._last_use[half])
 
     def close(self) -> None:
         """Give the staging back. Collective."""
@@ -221,7 +221,7 @@ class StagedGroup:
         return self.staging
 
 
-class _Turn:
+class _ChunkRun:
     """A chunk on its way through a half."""
 
     __slots__ = ("_device", "_group", "_half", "_index", "_staging", "_stream")
@@ -241,15 +241,15 @@ class _Turn:
         elif kind is Publish:
             self._publish(step.event)
         elif kind is Await:
-            meeting = self._group.meeting
-            meeting.wait_for(step.ranks, meeting.number(chunk_plan.stage(self._index, step.event)))
+            sync = self._group.sync
+            sync.wait_for(step.ranks, sync.number(chunk_plan.stage(self._index, step.event)))
             for other in step.ranks:
                 device.wait(staging.event(other, step.event, half), stream)
         elif kind is Fill:
             device.copy(staging.area(rank, half) + step.area, source + step.source, step.num_bytes, stream)
         elif kind is Take:
             device.copy(out + step.out, staging.area(step.rank, half) + step.area, step.num_bytes, stream)
-        elif kind is Reduce:
+        elif kind is ReduceAreas:
             areas = [staging.area(other, half) + step.area for other in range(self._group.size)]
             reduce(areas, areas[rank] if step.out is None else out + step.out, step.num_bytes, stream)
         else:
@@ -257,7 +257,7 @@ class _Turn:
             self._make_room()
 
     def _publish(self, event: int) -> None:
-        self._group.meeting.publish(chunk_plan.stage(self._index, event))
+        self._group.sync.publish(chunk_plan.stage(self._index, event))
 
     def _make_room(self) -> None:
         self._group.wait_for_room(self._half)
@@ -266,7 +266,7 @@ class _Turn:
             self._device.wait(self._staging.event(rank, EMPTIED, self._half), self._stream)
 
 
-class Calls:
+class IpcCollectives:
     """The verbs, for one dtype and operation on a group."""
 
     def __init__(self, staged: StagedGroup, dtype: torch.dtype | None, op: str | None) -> None:

@@ -18,7 +18,7 @@ _NUM_LOOKS, _NUM_TURNS = 20, 2000
 _LEAST_SLEEP_SECONDS, _MOST_SLEEP_SECONDS = 0.00005, 0.001
 
 
-class Meeting:
+class StageSync:
     """The meetings of one rank on one group. The words of the page are written by their rank alone."""
 
     def __init__(self, group: Any) -> None:
