@@ -104,7 +104,7 @@ def test_parts_and_chunks_cover_everything_once(size, num_bytes, most):
     num_bytes %= 2000 * half
     chunks = chunk_plan.cut(num_bytes, half)
     assert sum(length for _, length in chunks) == num_bytes
-    assert len(chunks) == -(-num_bytes // half) <= chunk_plan.MOST_CHUNKS
+    assert len(chunks) == -(-num_bytes // half) <= chunk_plan.MAX_CHUNKS
     end = 0
     for begin, length in chunks:
         assert begin == end and begin % ALIGNMENT == 0 and 0 < length <= half
