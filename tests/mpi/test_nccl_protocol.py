@@ -197,7 +197,7 @@ def test_why_not():
     assert why(apart, [("", False), ("no NCCL", False)], (0, 1)) == "rank 1 cannot: no NCCL"
     assert why(apart, [("no NCCL", False)] * 2) == "no NCCL"
     assert why(apart, fine[:2], (0, 1), collective="scatter") is None
-    assert "meeting of the hosts" in why(apart, fine[:2], (0, 1), collective="barrier")
+    assert "synchronizes processes" in why(apart, fine[:2], (0, 1), collective="barrier")
 
 
 def test_here_it_is_in_the_table_with_its_reason(agree):

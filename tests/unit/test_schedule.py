@@ -16,7 +16,7 @@ Held = dict[int, set[tuple[int, int]]]
 
 
 def blocks_of(message: schedule.Message, size: int) -> list[int]:
-    return [(message.first + i) % size for i in range(message.num_rows)]
+    return [(message.first + i) % size for i in range(message.num_blocks)]
 
 
 def carry_out(plans: list[list[Round]], held: Held, *, moved_as: Callable[[int, int], int]) -> int:
@@ -58,7 +58,7 @@ def _answers(current: dict[int, Round], rank: int, message: schedule.Message) ->
     if peer is None:
         return False
     others = peer.receives if message in current[rank].sends else peer.sends
-    return any(other == (rank, message.first, message.num_rows) for other in others)
+    return any(other == (rank, message.first, message.num_blocks) for other in others)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -97,7 +97,7 @@ def test_doubling_takes_log2_rounds_and_one_stretch_of_memory(size: int) -> None
         for step in rounds:
             (received,) = step.receives
             assert (received.first - rank) % size == have  # right behind what is there, counted from the own block
-            have += received.num_rows
+            have += received.num_blocks
         assert have == size
 
 

@@ -130,8 +130,8 @@ class DoublingAllgather:
             (sent,), (received,) = step
             first = self.positions[received.first]
             self.messages.swap(
-                memory[: ends[sent.num_rows - 1]], sent.peer,
-                memory[ends[first - 1] : ends[first + received.num_rows - 1]], received.peer,
+                memory[: ends[sent.num_blocks - 1]], sent.peer,
+                memory[ends[first - 1] : ends[first + received.num_blocks - 1]], received.peer,
             )  # fmt: skip
 
 

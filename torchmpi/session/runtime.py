@@ -83,7 +83,7 @@ class Runtime:
         cores = frozenset.union(*(facts[rank][1] for rank in locals_))
         self.context.is_crowded = self.local_size > len(cores)
         self.job = saved_tables.describe_job(hosts, len(cores), self.local_size, mpi_library.short_version(self.MPI))
-        self.selector.pick_up(self.job)
+        self.selector.load_saved(self.job)
         self._watch()
 
     def _backends(self, neighbours: Mapping[int, process_vm.Ticket]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from ..errors import ArgumentError
 
 
 def part_of(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Offset and length of one part of an even partition; the first parts take the remainder, one each.
+    """Return offset and length of one part of an even partition; the first parts have one element more.
 
     >>> part_of(10, 3, 0), part_of(10, 3, 2)
     ((0, 4), (7, 3))
@@ -18,7 +18,9 @@ def part_of(numel: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def even_partition(numel: int, parts: int) -> list[tuple[int, int]]:
-    """Offset and length of every part; lengths differ by at most one, the longer ones come first.
+    """Return offset and length of every part of an even partition.
+
+    Lengths differ by at most one; the longer parts come first.
 
     >>> even_partition(10, 3)
     [(0, 4), (4, 3), (7, 3)]
@@ -31,9 +33,7 @@ def even_partition(numel: int, parts: int) -> list[tuple[int, int]]:
 
 
 def rows(dim0: int, size: int) -> list[tuple[int, int]]:
-    """First row and number of rows that each of `size` ranks gets of a tensor with `dim0` rows.
-
-    The split of `scatter`, `reduce_scatter` and `alltoall`, as `t.narrow(0, first, num_rows)` takes it.
+    """Return first row and number of rows of each of `size` ranks: the split of scatter, reduce_scatter and alltoall.
 
     >>> rows(7, 4)
     [(0, 2), (2, 2), (4, 2), (6, 1)]
@@ -42,9 +42,7 @@ def rows(dim0: int, size: int) -> list[tuple[int, int]]:
 
 
 def chunks(numel: int, max_numel: int) -> list[tuple[int, int]]:
-    """Offset and length of pieces of at most `max_numel` elements; all but the last are full.
-
-    MPI counts are 32 bit in the interface that every library has, so that larger tensors travel in chunks.
+    """Return offset and length of chunks of at most `max_numel` elements; all but the last have that length.
 
     >>> chunks(10, 4)
     [(0, 4), (4, 4), (8, 2)]

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ...communicators.group import Group
 from ...config import Config
 from ...errors import TransportError
 from ..base import Operation
@@ -64,14 +65,14 @@ class NcclBackend:
         """Device memory."""
         return device_type == "cuda"
 
-    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """It has what is done on the device, among ranks that have a GPU each."""
         if device_type != "cuda":
             return "it takes CUDA tensors only"
         if self.problem:
             return self.problem
         if collective == "barrier":
-            return "a barrier is a meeting of the hosts, which wait for no GPU"
+            return "a barrier synchronizes processes, which wait for no GPU"
         return None if group is None else self._why_not_among(group.world_ranks)
 
     def _why_not_among(self, ranks: Sequence[int]) -> str | None:
@@ -87,7 +88,7 @@ class NcclBackend:
         """What NCCL cannot compute; it moves everything."""
         return lacks(dtype, op) if dtype is not None and op is not None else None
 
-    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a verb on a group."""
         # In one step: threads that bind at the same time must not make two communicators.
         end = self._ends.setdefault(group, NcclGroup(group, self.devices))

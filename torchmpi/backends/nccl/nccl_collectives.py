@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...communicators.group import Group
 from ...tensors import buffers, partition
 from ..mpi_messages import broadcast_header, check_part_sizes, destination_for, row_counts, rows_of
 from .nccl_group import NcclGroup
@@ -105,7 +106,7 @@ class NcclReduction:
 class NcclMovement:
     """Verbs that move bytes and compute nothing. How many rows there are goes by MPI, the rows by NCCL."""
 
-    def __init__(self, group: Any, end: NcclGroup) -> None:
+    def __init__(self, group: Group, end: NcclGroup) -> None:
         self.group, self.rank, self.size, self._end = group, group.rank, group.size, end
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import torch
 
+from ...communicators.group import Group
 from ...errors import DeviceError, TransportError
 from ..devices import Devices, index_of
 from . import nccl_library
@@ -16,7 +16,7 @@ from .nccl_library import NcclCommunicator
 class NcclGroup:
     """This rank's end of a group: NCCL's communicator, made at the first call and closed with the group."""
 
-    def __init__(self, group: Any, devices: Devices) -> None:
+    def __init__(self, group: Group, devices: Devices) -> None:
         self.rank, self.size, self.where = group.rank, group.size, group.where
         self._comm, self._attachments = group.comm, group.attachments
         self._uuid, self._is_alone = devices[group.world_ranks[group.rank]].uuid, devices.num_hosts == 1

@@ -84,7 +84,7 @@ class Collective(Messenger):
         """The objects of all, in rank order."""
         call, found = self._begin(), {self.rank: bytes(packed(obj))}
         for (sent,), (received,) in schedule.doubling(self.rank, self.size):
-            ranks = [(sent.first + k) % self.size for k in range(sent.num_rows)]
+            ranks = [(sent.first + k) % self.size for k in range(sent.num_blocks)]
             sending = self._give(packed({rank: found[rank] for rank in ranks}), sent.peer, call)
             receive = self._get(None, received.peer, call)
             Request.Waitall((receive, sending))
@@ -202,8 +202,8 @@ class Collective(Messenger):
         """The own block to everybody, and everybody's into its place."""
         if self.size > 2 and sum(map(len, blocks)) <= _SHORT_BYTES:
             for (sent,), (received,) in schedule.doubling(self.rank, self.size):
-                places = [(received.first + k) % self.size for k in range(received.num_rows)]
-                data = b"".join(blocks[(sent.first + k) % self.size] for k in range(sent.num_rows))
+                places = [(received.first + k) % self.size for k in range(received.num_blocks)]
+                data = b"".join(blocks[(sent.first + k) % self.size] for k in range(sent.num_blocks))
                 incoming = new_memory(sum(len(blocks[place]) for place in places))
                 sending = self._give(memoryview(data), sent.peer, call)
                 Request.Waitall((self._get(incoming, received.peer, call), sending))
