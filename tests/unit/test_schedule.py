@@ -85,7 +85,7 @@ def test_allgathers_bring_everything_once(size: int) -> None:
         carry_out([plan(rank) for rank in range(size)], held, moved_as=lambda _, block: block)
         assert all(held[rank] == {(block, block) for block in range(size)} for rank in range(size))
         # Each block arrives once at each other rank: the least that an allgather can send.
-        assert all(sum(m.num_rows for step in plan(rank) for m in step.sends) == size - 1 for rank in range(size))
+        assert all(sum(m.num_blocks for step in plan(rank) for m in step.sends) == size - 1 for rank in range(size))
 
 
 @pytest.mark.parametrize("size", SIZES)
