@@ -65,8 +65,8 @@ def test_on_a_grid_nothing_is_handed_over() -> None:
         assert set(verbs) == {"reduce"} and len(verbs) <= 2
 
 
-@pytest.mark.parametrize("num_pieces", (0, 1, 2, 5))
-def test_pipeline_keeps_each_part_in_order_and_two_pieces_at_a_time(num_pieces: int) -> None:
+@pytest.mark.parametrize("num_chunks", (0, 1, 2, 5))
+def test_pipeline_keeps_each_part_in_order_and_two_chunks_at_a_time(num_chunks: int) -> None:
     log: list[tuple[str, int]] = []
 
     class Handle:
@@ -80,15 +80,15 @@ def test_pipeline_keeps_each_part_in_order_and_two_pieces_at_a_time(num_pieces: 
         log.append(("across", k))
         return Handle(k)
 
-    run_pipelined(num_pieces, lambda k: log.append(("before", k)), across, lambda k: log.append(("after", k)))
-    for k in range(num_pieces):
-        assert [what for what, piece in log if piece == k] == ["before", "across", "waited", "after"]
+    run_pipelined(num_chunks, lambda k: log.append(("before", k)), across, lambda k: log.append(("after", k)))
+    for k in range(num_chunks):
+        assert [what for what, chunk in log if chunk == k] == ["before", "across", "waited", "after"]
     for what in ("before", "across", "after"):
-        assert [piece for other, piece in log if other == what] == list(range(num_pieces))
-    for k in range(num_pieces - 2):
+        assert [chunk for other, chunk in log if other == what] == list(range(num_chunks))
+    for k in range(num_chunks - 2):
         assert log.index(("after", k)) < log.index(("before", k + 2))
-    for k in range(num_pieces - 1):
-        assert log.index(("across", k + 1)) < log.index(("waited", k)), "the next piece is on its way before the wait"
+    for k in range(num_chunks - 1):
+        assert log.index(("across", k + 1)) < log.index(("waited", k)), "the next chunk is started before the wait"
 
 
 def test_what_partial_results_are_carried_in() -> None:

@@ -50,8 +50,4 @@ class HierarchicalBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        runner = StepRunner(op, self._bind_step)
-        if collective == "allgather":
-            return hosts.HostAllgather(group, runner)
-        chunk_numel = 1 if dtype is None else max(1, self._chunk_bytes // dtype.itemsize)
-        return hosts.in_place(group, collective, dtype, op, runner, chunk_numel)
+        return hosts.prepare(group, collective, dtype, op, StepRunner(op, self._bind_step), self._chunk_bytes)

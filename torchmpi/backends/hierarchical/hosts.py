@@ -7,7 +7,7 @@ rank of a host. Allgather and reduce-scatter order rows by rank, wherever the ra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,10 +26,13 @@ from .steps import RunStep, StepRunner, StepSequence, chunks_of
 _SHORT_BYTES = 16 << 10
 
 
-def in_place(
-    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, runner: StepRunner, chunk_numel: int
+def prepare(
+    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, runner: StepRunner, chunk_bytes: int
 ) -> Operation:
-    """Prepare barrier, broadcast, reduce, allreduce or reduce_scatter over the hosts of a group."""
+    """Prepare a collective over the hosts of a group."""
+    if collective == "allgather":
+        return HostAllgather(group, runner)
+    chunk_numel = 1 if dtype is None else max(1, chunk_bytes // dtype.itemsize)
     if op is None or dtype is None:
         return _sequence(group, collective, runner, chunk_numel)
     partial_results = PartialResults(dtype, op, group.size)
@@ -41,15 +44,16 @@ def in_place(
 
 
 def _sequence(
-    group: Group, collective: Any, runner: StepRunner, chunk_numel: int, *, cartesian: bool = True, **settings: Any
+    group: Group, collective: str, runner: StepRunner, chunk_numel: int, *, cartesian: bool = True, **settings: Any
 ) -> StepSequence:
     """Return the plan of a collective over the hosts of a group as a sequence of steps."""
+    name = cast(splits.CollectiveName, collective)
     split = splits.plan_split([member.group for member in group.placement.members], cartesian=cartesian)
 
     def plan(root: int) -> tuple[splits.Step, ...]:
         if collective == "reduce":
             return splits.reduce_group_by_group(group.rank, split, root)
-        return splits.steps_for(collective, group.rank, [split], root=root)
+        return splits.steps_for(name, group.rank, [split], root=root)
 
     groups = {(1, "intra"): group.local, (1, "inter"): group.across}
     return StepSequence(collective, group.rank, groups, plan, runner, chunk_numel=chunk_numel, **settings)
