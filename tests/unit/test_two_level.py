@@ -106,3 +106,19 @@ def test_divide_takes_complex_and_inference_tensors() -> None:
     values = torch.tensor([3 + 6j])
     rank_order.divide(values, 3)
     assert made_there.tolist() == [2.0, 2.0] and values.tolist() == [1 + 2j]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.complex64), ids=str)
+def test_the_combiner_without_llvm_gives_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> int:
+        raise OSError("no LLVM")
+
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(101, dtype=dtype, generator=generator) for _ in range(3)]
+    for op in ("sum", "avg", "prod"):
+        compiled, readable = torch.empty(101, dtype=dtype), parts[0].clone()
+        rank_order.combiner(dtype, op)(parts, compiled)
+        with monkeypatch.context() as patch:
+            patch.setattr(rank_order.reduction, "address", missing)
+            rank_order.combiner(dtype, op)([readable, *parts[1:]], readable)
+        assert torch.equal(compiled, readable)
