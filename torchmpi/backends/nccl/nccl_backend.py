@@ -89,7 +89,7 @@ class NcclBackend:
         return lacks(dtype, op) if dtype is not None and op is not None else None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a verb on a group."""
+        """Prepare a collective on a group."""
         # In one step: threads that bind at the same time must not make two communicators.
         end = self._ends.setdefault(group, NcclGroup(group, self.devices))
         if collective in _REDUCTIONS:

@@ -1,4 +1,4 @@
-"""The verbs over NCCL: which of its functions gets which addresses, lengths and roots.
+"""The collectives over NCCL: its functions with their addresses, lengths and roots.
 
 NCCL knows equal parts only. What is uneven goes as several operations that are begun together.
 """
