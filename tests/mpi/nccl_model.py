@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchmpi.backends.nccl.bindings import DTYPES, FUNCTIONS, OPS
+from torchmpi.backends.nccl.nccl_library import DTYPES, FUNCTIONS, OPS
 
 _TYPES = {number: dtype for dtype, number in DTYPES.items()}
 _OPS = {number: op for op, number in OPS.items()}

@@ -15,8 +15,8 @@ import torch
 import torchmpi as mpi
 from torchmpi import Config
 from torchmpi.backends.base import announced
-from torchmpi.backends.ipc import backend as ipc
-from torchmpi.backends.ipc import memory
+from torchmpi.backends.ipc import ipc_backend as ipc
+from torchmpi.backends.ipc import staging_areas
 from torchmpi.collectives import prepared
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group
@@ -355,7 +355,7 @@ def test_reasons_against_it(rig, agree, monkeypatch):
 
 def test_a_trial_leaves_nothing_behind(rig, agree):
     device = HostDevice(seed=5)
-    agree.equal(memory.trial(rig.group.comm, lambda: device), "")
+    agree.equal(staging_areas.trial(rig.group.comm, lambda: device), "")
     agree(not device.segments)
 
 

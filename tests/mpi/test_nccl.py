@@ -11,7 +11,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import errors
-from torchmpi.backends.nccl.constants import lacks
+from torchmpi.backends.nccl.recipes import lacks
 from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))

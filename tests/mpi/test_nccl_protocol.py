@@ -15,10 +15,10 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import errors
-from torchmpi.backends.devices import Device, Devices
-from torchmpi.backends.nccl.backend import NcclBackend
-from torchmpi.backends.nccl.calls import DeviceMovement, Reduction
-from torchmpi.backends.nccl.constants import lacks
+from torchmpi.backends.devices import Devices, RankDevice
+from torchmpi.backends.nccl.nccl_backend import NcclBackend
+from torchmpi.backends.nccl.nccl_collectives import NcclMovement, NcclReduction
+from torchmpi.backends.nccl.recipes import lacks
 from torchmpi.config import Config
 from torchmpi.session import runtime
 
@@ -64,7 +64,7 @@ def close(agree, dtype, actual, expected, case):
 @pytest.mark.parametrize(("dtype", "op"), OPS, ids=lambda case: str(case).removeprefix("torch."))
 def test_reductions(agree, group, end, dtype, op):
     rank, size = group.rank, group.size
-    calls = Reduction(end, dtype, op)
+    calls = NcclReduction(end, dtype, op)
     for shape in contract.SHAPES:
         inputs = [contract.values(shape, dtype, r) for r in range(size)]
         expected = contract.reduced(inputs, op)
@@ -94,7 +94,7 @@ def test_reductions(agree, group, end, dtype, op):
 @pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
 def test_movements(agree, group, end, dtype):
     rank, size = group.rank, group.size
-    calls = DeviceMovement(group, end)
+    calls = NcclMovement(group, end)
     for shape, is_uneven in itertools.product(contract.SHAPES, (False, True)):
         # Uneven: rank r has r rows more, or none on rank 1.
         rows = [None if not is_uneven else (0 if r == 1 else (shape[0] if shape else 1) + r) for r in range(size)]
@@ -128,7 +128,7 @@ def test_movements(agree, group, end, dtype):
 
 def test_parts_of_any_length(agree, group, end):
     rank, size = group.rank, group.size
-    calls = DeviceMovement(group, end)
+    calls = NcclMovement(group, end)
 
     def part(origin, target):
         length = max(0, 3 * origin + target - 1)
@@ -150,7 +150,7 @@ def test_parts_of_any_length(agree, group, end):
 
 
 def test_equal_parts_go_in_one_call(agree, group, end):
-    movement, reduction = DeviceMovement(group, end), Reduction(end, torch.float32, "sum")
+    movement, reduction = NcclMovement(group, end), NcclReduction(end, torch.float32, "sum")
     movement.allgather(torch.ones(2), None, 0)
     reduction.reduce_scatter(torch.ones(2 * group.size), None, 0)
     reduction.allreduce(torch.ones(2), None, 0)
@@ -159,14 +159,14 @@ def test_equal_parts_go_in_one_call(agree, group, end):
 
 def test_what_autograd_and_inference_mode_think_of_a_tensor_does_not_matter(agree, group, end):
     size = group.size
-    calls = Reduction(end, torch.float16, "avg")  # which goes through a copy, and back
+    calls = NcclReduction(end, torch.float16, "avg")  # which goes through a copy, and back
     leaf = torch.ones(3, dtype=torch.float16, requires_grad=True)
     calls.allreduce(leaf, None, 0)
     with torch.inference_mode():
         frozen = torch.ones(3, dtype=torch.float16)
         calls.allreduce(frozen, None, 0)
     calls.allreduce(frozen, None, 0)
-    means = Reduction(end, torch.float32, "avg")
+    means = NcclReduction(end, torch.float32, "avg")
     with torch.inference_mode():
         frozen = torch.full((3,), 2.0)
     means.allreduce(frozen, None, 0)
@@ -175,7 +175,7 @@ def test_what_autograd_and_inference_mode_think_of_a_tensor_does_not_matter(agre
 
 
 def fake_devices(*uuids):
-    return Devices(Device(0, uuid, frozenset(filter(None, uuids))) for uuid in uuids)
+    return Devices(RankDevice(0, uuid, frozenset(filter(None, uuids))) for uuid in uuids)
 
 
 def test_why_not():
@@ -197,7 +197,7 @@ def test_why_not():
     assert why(apart, [("", False), ("no NCCL", False)], (0, 1)) == "rank 1 cannot: no NCCL"
     assert why(apart, [("no NCCL", False)] * 2) == "no NCCL"
     assert why(apart, fine[:2], (0, 1), collective="scatter") is None
-    assert "meeting of the hosts" in why(apart, fine[:2], (0, 1), collective="barrier")
+    assert "synchronizes processes" in why(apart, fine[:2], (0, 1), collective="barrier")
 
 
 def test_here_it_is_in_the_table_with_its_reason(agree):

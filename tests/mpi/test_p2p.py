@@ -1,4 +1,4 @@
-"""The point-to-point algorithms against the readable twins: short and long, cut into few and many pieces."""
+"""The point-to-point algorithms against the readable twins: short and long, cut into few and many chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import contract
 
 pytestmark = pytest.mark.usefixtures("world")
 
-# Below and above the limit where all ranks fetch everything, uneven, and more than the four pieces under way at once.
+# Below and above the limit where all ranks gather everything, uneven, and more chunks than are in progress together.
 NUMELS = (0, 1, 5, 1000, 4099, 20_011)
 DTYPES = (
     torch.float64,
@@ -31,11 +31,11 @@ DTYPES = (
     torch.uint64,
     torch.bool,
 )
-SMALL_PIECES = config.Config(pipeline_bytes=4096, message_bytes=3000)
+SMALL_CHUNKS = config.Config(pipeline_bytes=4096, message_bytes=3000)
 
 
-def bound(collective, dtype=None, op=None, settings=SMALL_PIECES):
-    """The operation itself, with pieces that make a short vector a long one."""
+def bound(collective, dtype=None, op=None, settings=SMALL_CHUNKS):
+    """The operation itself, with chunks that make a short vector a long one."""
     return p2p.P2PBackend(settings).bind(runtime.current().world, collective, dtype, op)
 
 
@@ -87,15 +87,15 @@ def test_operations_are_reused_for_any_size(agree):
         agree.bits(part, contract.rows(expected, rank, size), f"{numel}")
 
 
-def test_bits_do_not_depend_on_size_pieces_or_backend(agree):
+def test_bits_do_not_depend_on_size_chunks_or_backend(agree):
     """Also against the `mpi` backend: a call may go either way without changing a run."""
     for dtype in contract.FLOATS:
         inputs = contract.values((300_000,), dtype, mpi.rank(), seed=3)
         whole = mpi.allreduce(inputs.clone(), backend="p2p")
-        pieces = torch.cat([mpi.allreduce(t.clone(), backend="p2p") for t in inputs.split([1, 2, 1000, 7, 298_990])])
+        parts = torch.cat([mpi.allreduce(t.clone(), backend="p2p") for t in inputs.split([1, 2, 1000, 7, 298_990])])
         cut = bound("allreduce", dtype, "sum")(inputs.clone(), None, 0)
         by_mpi = mpi.allreduce(inputs.clone(), backend="mpi")
-        for name, other in (("pieces", pieces), ("small pieces", cut), ("mpi", by_mpi)):
+        for name, other in (("parts", parts), ("small chunks", cut), ("mpi", by_mpi)):
             agree.bits(whole, other, f"{dtype}: {name} differ")
 
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason_and_changes_nothing(agree
         "not part of this version": partial(selector.set, "allreduce", "gloo"),
         "it takes CUDA tensors only": partial(selector.set, "allreduce", "nccl"),
         "is unknown": partial(selector.set, "allreduce", "tcp"),
-        "four words": lambda: selector["allreduce"],
+        "four strings": lambda: selector["allreduce"],
         "differ in length": partial(selector.set, "allgather", "mpi", up_to_bytes=64),
         "must end with": lambda: selector.__setitem__(ALLREDUCE, [(64, "mpi")]),
     }

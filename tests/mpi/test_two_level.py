@@ -25,7 +25,7 @@ import contract
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 # By rank: the host it is on. All are tried with the ranks there are.
 PLACEMENTS = {"block": "aabb", "cyclic": "abab", "uneven": "aaab", "back and forth": "abba", "three": "abca"}
-# Nothing; fewer than ranks; short enough to go by first ranks; a few pieces, the last one uneven.
+# Nothing; fewer than ranks; short enough for the first ranks; a few chunks, the last one shorter.
 NUMELS = (0, 1, 2047, 20_011)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int16, torch.uint64, torch.bool)
 
@@ -53,7 +53,7 @@ def nothing_else_runs() -> Iterator[None]:
 
 @pytest.fixture(params=PLACEMENTS, ids=lambda name: name.replace(" ", "-"))
 def hosts(request) -> Iterator[list[list[int]]]:
-    """torchmpi, started on these hosts, with pieces so small that there are several."""
+    """torchmpi, started on these hosts, with chunks so small that there are several."""
     placement = PLACEMENTS[request.param]
     found = hosts_of(placement)
     if len(found) in (1, SIZE):
@@ -138,15 +138,15 @@ def test_rows_of_more_than_one_dimension_and_out(agree, hosts):
 
 
 def test_bits_do_not_depend_on_size_or_position(agree, hosts):
-    """Neither on slices or first ranks, nor on pieces, nor on the verb."""
+    """Neither on slices or first ranks, nor on chunks, nor on the collective."""
     for dtype in contract.FLOATS:
         inputs = contract.values((40_000,), dtype, RANK, seed=3)
         whole = mpi.allreduce(inputs.clone(), backend="hierarchical")
         cut = inputs.split([1, 2, 1000, 7, 30_000, 8990])
-        pieces = torch.cat([mpi.allreduce(piece.clone(), backend="hierarchical") for piece in cut])
+        parts = torch.cat([mpi.allreduce(part.clone(), backend="hierarchical") for part in cut])
         scattered = mpi.allgather(mpi.reduce_scatter(inputs.clone(), backend="hierarchical"))
         at_root = mpi.broadcast(mpi.reduce(inputs.clone(), SIZE - 1, backend="hierarchical"), SIZE - 1)
-        agree.bits(whole, pieces, f"{dtype}: pieces differ")
+        agree.bits(whole, parts, f"{dtype}: parts differ")
         agree.bits(whole, scattered, f"{dtype}: reduce_scatter differs")
         agree.bits(whole, at_root, f"{dtype}: reduce differs")
 

@@ -1,4 +1,4 @@
-"""A model of what the ipc backend relies on: hosts that meet over published numbers, streams, interprocess events.
+"""A model for the ipc backend: processes that synchronize by published numbers, streams, interprocess events.
 
 A stream runs what was enqueued on it in order. A stream that waits for an event waits for the last record that its
 owner's host had made when the wait was enqueued, and not at all where there was none. So which work comes before which
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchmpi.backends.ipc import chunk_plan
-from torchmpi.backends.ipc.chunk_plan import Await, Fill, Publish, Record, Reduce, Room, Take
+from torchmpi.backends.ipc.chunk_plan import Await, Fill, Publish, Record, ReduceAreas, Room, Take
 
 
 class Call(NamedTuple):
@@ -171,7 +171,7 @@ class Model:
         elif isinstance(step, Take):
             touch(step.rank, step.area, step.num_bytes, False)
         else:
-            assert isinstance(step, Reduce)
+            assert isinstance(step, ReduceAreas)
             for owner in range(self.size):
                 touch(owner, step.area, step.num_bytes, owner == rank and step.out is None)
         self.queues.setdefault(stream, []).append(("work", rank, call, step, half))
@@ -199,9 +199,9 @@ class Model:
     def _work(self, rank: int, call: Call, step: Any, half: int) -> None:
         source, out = call.sources[rank], call.outs[rank]
         if isinstance(step, Fill):
-            piece = source[step.source : step.source + step.num_bytes]
-            assert len(piece) == step.num_bytes
-            self.areas[rank, half, step.area : step.area + step.num_bytes] = piece
+            values = source[step.source : step.source + step.num_bytes]
+            assert len(values) == step.num_bytes
+            self.areas[rank, half, step.area : step.area + step.num_bytes] = values
             return
         if isinstance(step, Take):
             result = self.areas[step.rank, half, step.area : step.area + step.num_bytes]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cli_facts import alone, job
 
-from torchmpi.backends.devices import Device, Devices
+from torchmpi.backends.devices import Devices, RankDevice
 from torchmpi.cli import checks_gpu as checks
 from torchmpi.cli.facts import SelfTest
 from torchmpi.cli.info import _gpu_section
@@ -117,7 +117,7 @@ class Ranks:
         return [value, self.handles[1] if value is self.handles[0] else ""]
 
 
-SHARED = Devices([Device(0, "GPU-a", frozenset({"GPU-a"}))] * 2)
+SHARED = Devices([RankDevice(0, "GPU-a", frozenset({"GPU-a"}))] * 2)
 
 
 def refuse():
@@ -138,5 +138,8 @@ def test_what_comes_of_opening_the_memory_of_another(monkeypatch, handle, expect
 
 
 def test_nothing_is_tried_where_no_gpu_reaches_another(monkeypatch):
-    for devices in (Devices([Device(0), Device(0)]), Devices([Device(0, "a", frozenset("a")), Device(1, "b")])):
+    for devices in (
+        Devices([RankDevice(0), RankDevice(0)]),
+        Devices([RankDevice(0, "a", frozenset("a")), RankDevice(1, "b")]),
+    ):
         assert try_opening(None, devices, torch.device("cpu")) is None

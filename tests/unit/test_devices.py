@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi.backends import devices
-from torchmpi.backends.devices import Device, Devices
+from torchmpi.backends.devices import Devices, RankDevice
 
 uuids = st.sampled_from(["", "a", "b", "c"])
-ranks_of = st.lists(st.builds(Device, st.integers(0, 1), uuids, st.frozensets(uuids)), min_size=1, max_size=6)
+ranks_of = st.lists(st.builds(RankDevice, st.integers(0, 1), uuids, st.frozensets(uuids)), min_size=1, max_size=6)
 
 
 @given(ranks_of)
@@ -30,12 +30,12 @@ def test_the_first_pair_shares_a_gpu_and_none_means_none(facts):
 
 def test_one_gpu_of_each_host_is_not_the_same_gpu():
     """Cloned virtual machines may show the same UUID."""
-    assert Devices([Device(0, "a"), Device(1, "a")]).first_sharing([0, 1]) is None
+    assert Devices([RankDevice(0, "a"), RankDevice(1, "a")]).first_sharing([0, 1]) is None
 
 
 def test_without_cuda_nobody_is_asked():
     found = Devices.gather(None, [0, 0, 1], torch.device("cpu"), has_cuda=False)
-    assert found == (Device(0), Device(0), Device(1)) and found.num_hosts == 2
+    assert found == (RankDevice(0), RankDevice(0), RankDevice(1)) and found.num_hosts == 2
     assert found.uuids == ("", "", "") and found.hosts == (0, 0, 1)
 
 
@@ -44,9 +44,9 @@ def test_each_tells_of_its_own_device_and_whom_it_reaches(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: access[i][j])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"GPU-{i}"))
-    world = SimpleNamespace(rank=1, allgather=lambda own: [Device(0), own])
+    world = SimpleNamespace(rank=1, allgather=lambda own: [RankDevice(0), own])
     table = Devices.gather(world, [0, 4], torch.device("cuda", 2), has_cuda=True)
-    assert table[1] == Device(4, "GPU-2", frozenset({"GPU-1", "GPU-2"}))
+    assert table[1] == RankDevice(4, "GPU-2", frozenset({"GPU-1", "GPU-2"}))
     # Groups of GPUs that all reach each other: 0 and 1, and 2 by itself, since 0 does not reach it.
     keys = [devices.ipc_key(torch.device("cuda", index)) for index in range(3)]
     assert keys == ["GPU-0 GPU-1", "GPU-0 GPU-1", "GPU-2"]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmpi.backends import schedule
 from torchmpi.backends.ipc import chunk_plan
 from torchmpi.backends.ipc.chunk_plan import ALIGNMENT, Await, Fill, Publish, Record, Room, Take
+from torchmpi.tensors import partition
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ipc_rig import Call, Model, Problem
@@ -104,7 +104,7 @@ def test_parts_and_chunks_cover_everything_once(size, num_bytes, most):
     num_bytes %= 2000 * half
     chunks = chunk_plan.cut(num_bytes, half)
     assert sum(length for _, length in chunks) == num_bytes
-    assert len(chunks) == -(-num_bytes // half) <= chunk_plan.MOST_CHUNKS
+    assert len(chunks) == -(-num_bytes // half) <= chunk_plan.MAX_CHUNKS
     end = 0
     for begin, length in chunks:
         assert begin == end and begin % ALIGNMENT == 0 and 0 < length <= half
@@ -120,7 +120,7 @@ def test_parts_and_chunks_cover_everything_once(size, num_bytes, most):
 @given(st.integers(1, 64), st.integers(0, 300), st.integers(1, 16))
 def test_rows_that_are_scattered_never_leave_their_slot(size, num_rows, row_bytes):
     half = size * ALIGNMENT
-    spans = [(first * row_bytes, count * row_bytes) for first, count in schedule.rows(num_rows, size)]
+    spans = [(first * row_bytes, count * row_bytes) for first, count in partition.rows(num_rows, size)]
     for rank in {0, size // 2, size - 1}:
         chunks = chunk_plan.reduce_scatter(rank, size, spans, half)
         fills = [step for steps in chunks for step in steps if type(step) is Fill]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmpi.backends.nccl import bindings as nccl
+from torchmpi.backends.nccl import nccl_library as nccl
 from torchmpi.errors import TransportError
 
 
@@ -91,7 +91,7 @@ def test_a_group_is_closed_when_a_call_in_it_fails(library):
 LISTENING = """
 import os, sys
 from pathlib import Path
-from torchmpi.backends import nccl_library
+from torchmpi.backends.nccl import nccl_library
 if sys.argv[1] == "alone":
     nccl_library.stay_on_this_host()
 one, other = nccl_library.load().unique_id(), nccl_library.load().unique_id()

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi.backends.nccl import bindings, constants
-from torchmpi.backends.nccl.bindings import DTYPES, OPS
-from torchmpi.backends.nccl.constants import flat, lacks, recipe
+from torchmpi.backends.nccl import nccl_library, recipes
+from torchmpi.backends.nccl.nccl_library import DTYPES, OPS
+from torchmpi.backends.nccl.recipes import flat, lacks, recipe
 from torchmpi.tensors import dtypes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
@@ -114,7 +114,7 @@ def test_everything_is_carried_by_what_nccl_has_or_lacking():
                 assert op in ("band", "bor", "bxor", "prod")
 
 
-@pytest.mark.parametrize("module", [bindings, constants], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [nccl_library, recipes], ids=lambda module: module.__name__)
 def test_docstring_examples(module):
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

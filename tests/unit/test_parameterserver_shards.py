@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi import errors
-from torchmpi.backends.schedule import even_partition
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
 from torchmpi.parameterserver.shards import PIECE_BYTES, chunk_numel, layout, pieces
 from torchmpi.shared_memory.kernels import server_rules as native
 from torchmpi.shared_memory.kernels.shard_layout import CHUNK_BYTES, HEADER_BYTES, NUM_ARRAYS
+from torchmpi.tensors.partition import even_partition
 
 ITEMS = ((8, 8), (4, 4), (2, 4), (1, 4))
 """Sizes of the values of a server, and of their states."""

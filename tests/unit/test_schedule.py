@@ -1,68 +1,144 @@
-"""Even partitions and chunks against their definitions."""
+"""Plans of messages for 1 to 64 ranks, carried out without processes."""
 
 from __future__ import annotations
 
 import doctest
+from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torchmpi.backends import schedule
-from torchmpi.errors import TorchMPIError
+from torchmpi.backends.schedule import Round
+
+SIZES = range(1, 65)
+Held = dict[int, set[tuple[int, int]]]
+"""What each rank has: (rank it comes from, block)."""
 
 
-def check_partition(numel: int, parts: int) -> None:
-    partition = schedule.even_partition(numel, parts)
-    assert partition == schedule.rows(numel, parts)
-    assert partition == [schedule.part_of(numel, parts, index) for index in range(parts)]
-    end = 0
-    for offset, length in partition:
-        assert offset == end and length >= 0
-        end = offset + length
-    assert end == numel
-    lengths = [length for _, length in partition]
-    assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+def blocks_of(message: schedule.Message, size: int) -> list[int]:
+    return [(message.first + i) % size for i in range(message.num_blocks)]
 
 
-@pytest.mark.parametrize("parts", range(1, 65))
-def test_partition_up_to_64_parts(parts: int) -> None:
-    for numel in (0, 1, parts - 1, parts, parts + 1, 3 * parts - 1, 1000, 2**31 + 7, 2**40 + 1):
-        check_partition(numel, parts)
+def carry_out(plans: list[list[Round]], held: Held, *, moved_as: Callable[[int, int], int]) -> int:
+    """Run all plans with messages that wait for their receiver, as MPI's long ones do; gives the rounds it took.
+
+    `moved_as(sender, block)` says from whom a block then comes. Refuses what nobody has, what arrives twice, and ranks
+    that wait for each other.
+    """
+    size, done = len(plans), [0] * len(plans)
+    waves = 0
+    while any(done[rank] < len(plans[rank]) for rank in range(size)):
+        current = {rank: plans[rank][done[rank]] for rank in range(size) if done[rank] < len(plans[rank])}
+        ready = {
+            rank
+            for rank, step in current.items()
+            if all(_answers(current, rank, message) for message in (*step.sends, *step.receives))
+        }
+        # A round ends when its messages have been met by those of the peers' current rounds.
+        assert ready, f"ranks {sorted(current)} wait for each other"
+        arrived: list[tuple[int, tuple[int, int]]] = []
+        for rank in ready:
+            for message in current[rank].sends:
+                for block in blocks_of(message, size):
+                    item = (moved_as(rank, block), block)
+                    assert item in held[rank], f"rank {rank} sends {item}, which it does not have"
+                    arrived.append((message.peer, item))
+        for rank, item in arrived:
+            assert item not in held[rank], f"rank {rank} gets {item} twice"
+            held[rank].add(item)
+        for rank in ready:
+            done[rank] += 1
+        waves += 1
+    return waves
 
 
-@given(st.integers(0, 2**62), st.integers(1, 300))
-def test_partition_of_random_numbers(numel: int, parts: int) -> None:
-    check_partition(numel, parts)
+def _answers(current: dict[int, Round], rank: int, message: schedule.Message) -> bool:
+    """Whether the peer is in the round that has the other end of this message."""
+    peer = current.get(message.peer)
+    if peer is None:
+        return False
+    others = peer.receives if message in current[rank].sends else peer.sends
+    return any(other == (rank, message.first, message.num_blocks) for other in others)
 
 
-@given(st.integers(1, 2**40), st.integers(0, 300), st.integers(0, 2**40))
-def test_chunks_cover_everything_in_order(max_numel: int, num_full: int, rest: int) -> None:
-    numel = num_full * max_numel + rest % max_numel
-    pieces = schedule.chunks(numel, max_numel)
-    assert [offset for offset, _ in pieces] == [i * max_numel for i in range(len(pieces))]
-    assert all(length == max_numel for _, length in pieces[:-1])
-    assert all(0 < length <= max_numel for _, length in pieces)
-    assert sum(length for _, length in pieces) == numel
+@pytest.mark.parametrize("size", SIZES)
+def test_exchange_brings_each_rank_all_versions_of_its_block(size: int) -> None:
+    held: Held = {rank: {(rank, block) for block in range(size)} for rank in range(size)}
+    rounds = carry_out([[schedule.exchange(rank, size)] for rank in range(size)], held, moved_as=lambda rank, _: rank)
+    for rank in range(size):
+        assert {origin for origin, block in held[rank] if block == rank} == set(range(size))
+        assert len(schedule.exchange(rank, size).sends) == size - 1
+    assert rounds == 1
 
 
-def test_more_elements_than_an_mpi_count_holds() -> None:
-    assert schedule.chunks(2**31 + 5, 2**30) == [(0, 2**30), (2**30, 2**30), (2**31, 5)]
+@pytest.mark.parametrize("size", SIZES)
+def test_exchange_does_not_flood_one_rank(size: int) -> None:
+    """The i-th message of all ranks goes to different ranks."""
+    for messages in zip(*(schedule.exchange(rank, size).sends for rank in range(size)), strict=True):
+        assert len({message.peer for message in messages}) == size
 
 
-@pytest.mark.parametrize("numel, parts, index", [(-1, 2, 0), (5, 0, 0), (5, 2, 2), (5, 2, -1)])
-def test_senseless_parts_are_refused(numel: int, parts: int, index: int) -> None:
-    with pytest.raises(TorchMPIError, match="part"):
-        schedule.part_of(numel, parts, index)
+@pytest.mark.parametrize("size", SIZES)
+def test_allgathers_bring_everything_once(size: int) -> None:
+    for plan in (lambda rank: [schedule.spread(rank, size)], lambda rank: schedule.doubling(rank, size)):
+        held: Held = {rank: {(rank, rank)} for rank in range(size)}
+        carry_out([plan(rank) for rank in range(size)], held, moved_as=lambda _, block: block)
+        assert all(held[rank] == {(block, block) for block in range(size)} for rank in range(size))
+        # Each block arrives once at each other rank: the least that an allgather can send.
+        assert all(sum(m.num_blocks for step in plan(rank) for m in step.sends) == size - 1 for rank in range(size))
 
 
-def test_senseless_partitions_and_chunks_are_refused() -> None:
-    with pytest.raises(TorchMPIError, match="parts"):
-        schedule.even_partition(5, 0)
-    with pytest.raises(TorchMPIError, match="chunks"):
-        schedule.chunks(5, 0)
-    with pytest.raises(TorchMPIError, match="chunks"):
-        schedule.chunks(-1, 5)
+@pytest.mark.parametrize("size", SIZES)
+def test_doubling_takes_log2_rounds_and_one_stretch_of_memory(size: int) -> None:
+    for rank in range(size):
+        rounds = schedule.doubling(rank, size)
+        assert len(rounds) == (size - 1).bit_length()
+        have = 1
+        for step in rounds:
+            (received,) = step.receives
+            assert (received.first - rank) % size == have  # right behind what is there, counted from the own block
+            have += received.num_blocks
+        assert have == size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcasts_reach_everybody_once(size: int) -> None:
+    for root in {0, size // 2, size - 1}:
+        trees = [schedule.tree(rank, size, root) for rank in range(size)]
+        chains = [_one_after_the_other(schedule.chain(rank, size, root)) for rank in range(size)]
+        for plans in (trees, chains):
+            held: Held = {rank: {(0, 0)} if rank == root else set() for rank in range(size)}
+            carry_out(plans, held, moved_as=lambda *_: 0)
+            assert all(held[rank] == {(0, 0)} for rank in range(size))
+            assert all(len(step.receives) <= 1 for plan in plans for step in plan)
+        assert max(len(plan) for plan in trees) == (size - 1).bit_length()
+        assert all(sum(len(step.sends) for step in plan) <= 1 for plan in chains)
+
+
+def _one_after_the_other(step: Round) -> list[Round]:
+    """What a chain does with one piece: receive it, then pass it on."""
+    rounds = [Round(receives=step.receives)] if step.receives else []
+    return [*rounds, Round(sends=step.sends)] if step.sends else rounds
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_collect_brings_all_blocks_to_the_root(size: int) -> None:
+    for root in {0, size // 2, size - 1}:
+        held: Held = {rank: {(rank, rank)} for rank in range(size)}
+        plans = [[schedule.collect(rank, size, root)] for rank in range(size)]
+        carry_out(plans, held, moved_as=lambda rank, _: rank)
+        assert held[root] == {(block, block) for block in range(size)}
+
+
+def test_the_readable_twin_notices_what_is_wrong() -> None:
+    good = [[schedule.spread(rank, 3)] for rank in range(3)]
+    for broken in (
+        [good[0], good[1], [Round(good[2][0].sends[:1], good[2][0].receives)]],  # forgets a message
+        [good[0], good[1], []],  # does not take part
+        [[Round(receives=good[0][0].receives), Round(sends=good[0][0].sends)], *good[1:]],  # receives first
+    ):
+        with pytest.raises(AssertionError):
+            carry_out(broken, {rank: {(rank, rank)} for rank in range(3)}, moved_as=lambda _, block: block)
 
 
 def test_docstring_examples() -> None:

@@ -281,7 +281,7 @@ def test_what_cannot_be_set_is_refused_and_changes_nothing(arguments, options, r
 @pytest.mark.parametrize("parts", ["allreduce", ("allreduce",), ("allreduce", "cpu", "host")])
 def test_a_key_has_four_words(parts):
     selector, _, _ = job(0)
-    with pytest.raises(errors.ArgumentError, match="four words"):
+    with pytest.raises(errors.ArgumentError, match="four strings"):
         selector.key(parts)
 
 

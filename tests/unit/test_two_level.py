@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from torchmpi.backends.hierarchical import steps
+from torchmpi.backends import rank_order
+from torchmpi.backends.pipeline import run_pipelined
 from torchmpi.communicators import splits
 
 
@@ -64,8 +65,8 @@ def test_on_a_grid_nothing_is_handed_over() -> None:
         assert set(verbs) == {"reduce"} and len(verbs) <= 2
 
 
-@pytest.mark.parametrize("num_pieces", (0, 1, 2, 5))
-def test_pipeline_keeps_each_part_in_order_and_two_pieces_at_a_time(num_pieces: int) -> None:
+@pytest.mark.parametrize("num_chunks", (0, 1, 2, 5))
+def test_pipeline_keeps_each_part_in_order_and_two_chunks_at_a_time(num_chunks: int) -> None:
     log: list[tuple[str, int]] = []
 
     class Handle:
@@ -79,29 +80,45 @@ def test_pipeline_keeps_each_part_in_order_and_two_pieces_at_a_time(num_pieces: 
         log.append(("across", k))
         return Handle(k)
 
-    steps.pipelined(num_pieces, lambda k: log.append(("before", k)), across, lambda k: log.append(("after", k)))
-    for k in range(num_pieces):
-        assert [what for what, piece in log if piece == k] == ["before", "across", "waited", "after"]
+    run_pipelined(num_chunks, lambda k: log.append(("before", k)), across, lambda k: log.append(("after", k)))
+    for k in range(num_chunks):
+        assert [what for what, chunk in log if chunk == k] == ["before", "across", "waited", "after"]
     for what in ("before", "across", "after"):
-        assert [piece for other, piece in log if other == what] == list(range(num_pieces))
-    for k in range(num_pieces - 2):
+        assert [chunk for other, chunk in log if other == what] == list(range(num_chunks))
+    for k in range(num_chunks - 2):
         assert log.index(("after", k)) < log.index(("before", k + 2))
-    for k in range(num_pieces - 1):
-        assert log.index(("across", k + 1)) < log.index(("waited", k)), "the next piece is on its way before the wait"
+    for k in range(num_chunks - 1):
+        assert log.index(("across", k + 1)) < log.index(("waited", k)), "the next chunk is started before the wait"
 
 
 def test_what_partial_results_are_carried_in() -> None:
     for dtype in (torch.float16, torch.bfloat16):
-        assert all(steps.carried_in(dtype, op) is torch.float32 for op in ("sum", "avg", "prod"))
-        assert all(steps.carried_in(dtype, op) is dtype for op in ("min", "max"))
+        assert all(rank_order.accumulator_of(dtype, op) is torch.float32 for op in ("sum", "avg", "prod"))
+        assert all(rank_order.accumulator_of(dtype, op) is dtype for op in ("min", "max"))
     for dtype in (torch.float32, torch.float64, torch.int8, torch.bool):
-        assert steps.carried_in(dtype, "max") is dtype
+        assert rank_order.accumulator_of(dtype, "max") is dtype
 
 
 def test_divide_takes_complex_and_inference_tensors() -> None:
     with torch.inference_mode():
         made_there = torch.full((2,), 6.0)
-    steps.divide(made_there, 3)
+    rank_order.divide(made_there, 3)
     values = torch.tensor([3 + 6j])
-    steps.divide(values, 3)
+    rank_order.divide(values, 3)
     assert made_there.tolist() == [2.0, 2.0] and values.tolist() == [1 + 2j]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.complex64), ids=str)
+def test_the_combiner_without_llvm_gives_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> int:
+        raise OSError("no LLVM")
+
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(101, dtype=dtype, generator=generator) for _ in range(3)]
+    for op in ("sum", "avg", "prod"):
+        compiled, readable = torch.empty(101, dtype=dtype), parts[0].clone()
+        rank_order.combiner(dtype, op)(parts, compiled)
+        with monkeypatch.context() as patch:
+            patch.setattr(rank_order.reduction, "address", missing)
+            rank_order.combiner(dtype, op)([readable, *parts[1:]], readable)
+        assert torch.equal(compiled, readable)

@@ -1,4 +1,4 @@
-"""Transports. Each is one class that runs verbs on contiguous tensors and says what it cannot do, and why."""
+"""The protocol of backends: each is one class that runs collectives on contiguous tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..communicators.group import Group
+
 Operation = Callable[[Any, Any, int], Any]
 """``operation(source, destination, root) -> result``, on contiguous tensors of a device the backend takes."""
 
 NAMES = ("mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo")
-"""All backends of the design; :mod:`torchmpi.backends.selector` knows which exist."""
+"""All backends of the design, implemented or not."""
 
 
 class TensorTable(Protocol):
@@ -28,40 +30,40 @@ class TensorTable(Protocol):
 
 
 class Backend(Protocol):
-    """What the selector and the verbs need to know of a transport."""
+    """A backend as the selector and the collectives use it."""
 
     name: str
-    """The word users pass as ``backend=``."""
+    """The value that users pass as ``backend=``."""
 
     announces: bool
-    """Whether its operations show the other ranks by themselves what is called, and compare."""
+    """Whether its operations themselves publish and compare the calls of the ranks."""
 
     enqueues: bool
-    """Whether its operations on tensors of a device enqueue on the current stream and return; others have ended when
-    they return, and take memory of a device, if they take it at all, without regard to streams."""
+    """Whether its operations on device tensors enqueue on the current stream and return. Other operations have
+    completed when they return, and use device memory, if they accept it, without regard to streams."""
 
     def takes(self, device_type: str) -> bool:
-        """Whether tensors of this device are handed over as they are; others are staged through the host."""
+        """Return whether the backend accepts tensors of this device type; others are staged through the host."""
 
-    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
-        """None if the verb can run on such tensors, staged or not, or the reason why it cannot.
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Return the reason why the collective cannot run on such tensors, staged or not; None if it can.
 
-        With a group: whether it can among these ranks; the answer must be the same on all of them, without asking them.
-        Without: whether it can among any.
+        With a group, the answer is for its ranks, and must be the same on all of them without communication. Without a
+        group, it is None if the collective can run on some group.
         """
 
-    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a verb for repeated use on a group."""
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective for repeated use on a group."""
 
 
-def bind(backend: Backend, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-    """A verb on a group, which shows the others what it is if the backend itself does not."""
+def bind(backend: Backend, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+    """Prepare a collective on a group; its calls are published for the comparison between the ranks."""
     operation = backend.bind(group, collective, dtype, op)
     return operation if backend.announces else announced(group, operation)
 
 
-def announced(group: Any, operation: Operation) -> Operation:
-    """Show the others the call that the ledger has entered, and run it."""
+def announced(group: Group, operation: Operation) -> Operation:
+    """Return an operation that publishes the current call of the call log before it runs."""
     announce = group.call_log.announce
 
     def run(tensor: Any, out: Any, root: int) -> Any:
@@ -72,10 +74,10 @@ def announced(group: Any, operation: Operation) -> Operation:
 
 
 def by_size(parts: list[tuple[int | None, Operation]], dtype: torch.dtype | None) -> Operation:
-    """One operation from several for tensors of up to so many bytes, of which the last takes the rest.
+    """Return one operation from several, each for tensors of up to a number of bytes; the last takes all larger ones.
 
-    >>> say = lambda word: lambda tensor, out, root: word
-    >>> run = by_size([(8, say("small")), (None, say("large"))], torch.float32)
+    >>> give = lambda result: lambda tensor, out, root: result
+    >>> run = by_size([(8, give("small")), (None, give("large"))], torch.float32)
     >>> run(torch.ones(2), None, 0), run(torch.ones(3), None, 0)
     ('small', 'large')
     """

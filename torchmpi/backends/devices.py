@@ -1,4 +1,4 @@
-"""Which GPU each rank has, and whose memory it can open: gathered once at start, so that nobody need ask later."""
+"""The GPU of each rank, and the GPUs whose memory it can open: gathered once at start."""
 
 from __future__ import annotations
 
@@ -10,67 +10,67 @@ import torch
 from ..errors import ArgumentError
 
 
-class Device(NamedTuple):
-    """The device of one rank, as the others need to know it."""
+class RankDevice(NamedTuple):
+    """The device of one rank, as other ranks see it."""
 
     host: int
-    """The number of the rank's host."""
+    """Number of the rank's host."""
     uuid: str = ""
-    """Of the GPU; empty: the rank computes on the CPU."""
+    """UUID of the GPU; empty if the rank computes on the CPU."""
     reaches: frozenset[str] = frozenset()
-    """Of the GPUs that this rank sees and whose memory its own can read, itself included. What a scheduler hides from
-    a process, the process cannot open."""
+    """UUIDs of the visible GPUs whose memory the rank's own GPU can read, itself included. A process cannot open the
+    memory of a GPU that a scheduler hides from it."""
 
 
-class Devices(tuple[Device, ...]):
+class Devices(tuple[RankDevice, ...]):
     """The devices of all ranks of the world, by world rank.
 
-    >>> two = Devices([Device(0, "GPU-a", frozenset({"GPU-a"})), Device(0, "GPU-a", frozenset({"GPU-a"}))])
+    >>> two = Devices([RankDevice(0, "GPU-a", frozenset({"GPU-a"})), RankDevice(0, "GPU-a", frozenset({"GPU-a"}))])
     >>> two.first_sharing([0, 1]), two.reaches(0, 1)
     ((0, 1), True)
     """
 
     @classmethod
     def gather(cls, world: Any, hosts: Sequence[int], device: torch.device, *, has_cuda: bool) -> Devices:
-        """Of all ranks, from what each says of its own `device`. Collective, if any rank `has_cuda`: ask nobody else.
+        """Gather the devices of all ranks. Collective if `has_cuda`, which must be the same on all ranks.
 
-        `hosts` has the number of each rank's host; `has_cuda` must be the same on all ranks.
+        `world` is an MPI communicator, `hosts` has the number of each rank's host, `device` is this rank's device.
         """
         if not has_cuda:
-            return cls(map(Device, hosts))
-        own = Device(hosts[world.rank])
+            return cls(map(RankDevice, hosts))
+        own = RankDevice(hosts[world.rank])
         if device.type == "cuda":
             access = peer_access()
             index = device.index or 0
             reaches = frozenset(uuid_of(i) for i, can in enumerate(access[index]) if can)
-            own = Device(own.host, uuid_of(index), reaches)
+            own = RankDevice(own.host, uuid_of(index), reaches)
         return cls(world.allgather(own))
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The number of the host of each rank."""
+        """Number of the host of each rank."""
         return tuple(device.host for device in self)
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """The GPU of each rank, '' without one."""
+        """UUID of the GPU of each rank, '' without one."""
         return tuple(device.uuid for device in self)
 
     @property
     def num_hosts(self) -> int:
-        """Hosts of the job."""
+        """Number of hosts of the job."""
         return len(set(self.hosts))
 
     def reaches(self, rank: int, other: int) -> bool:
-        """Whether a rank can open memory on the GPU of another one.
+        """Return whether a rank can open memory on the GPU of another rank.
 
-        >>> Devices([Device(0, "a", frozenset("a")), Device(1, "a", frozenset("a"))]).reaches(0, 1)
+        >>> Devices([RankDevice(0, "a", frozenset("a")), RankDevice(1, "a", frozenset("a"))]).reaches(0, 1)
         False
         """
         return self[rank].host == self[other].host and self[other].uuid in self[rank].reaches
 
     def first_sharing(self, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """The first two of these ranks that have one GPU."""
+        """Return the first two of these ranks that share a GPU."""
         seen: dict[tuple[int, str], int] = {}
         for rank in ranks:
             known = seen.setdefault((self[rank].host, self[rank].uuid), rank)
@@ -80,30 +80,30 @@ class Devices(tuple[Device, ...]):
 
 
 def uuid_of(index: int) -> str:
-    """What identifies a GPU that this process sees, wherever it is seen from."""
+    """Return the UUID of a visible GPU, which is the same in all processes."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def index_of(uuid: str) -> int:
-    """The number that this process has for a GPU that it sees."""
+    """Return the index of a visible GPU in this process."""
     return next(index for index in range(torch.cuda.device_count()) if uuid_of(index) == uuid)
 
 
 def peer_access() -> list[list[bool]]:
-    """Whether GPU i, of those that this process sees, can read the memory of GPU j."""
+    """Return whether visible GPU i can read the memory of visible GPU j, for all i and j."""
     count = torch.cuda.device_count()
     return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
 
 
 def ipc_key(device: torch.device) -> str:
-    """The same for ranks whose GPUs all reach each other."""
+    """Return a key that is the same for ranks whose GPUs can all access each other."""
     numbers = ipc_groups(peer_access())
     own = numbers[device.index or 0]
     return " ".join(uuid_of(index) for index, number in enumerate(numbers) if number == own)
 
 
 def ipc_groups(access: Sequence[Sequence[bool]]) -> list[int]:
-    """Number the groups of devices that all reach each other; `access[i][j]`: device i can read device j.
+    """Number the groups of devices that can all access each other; `access[i][j]`: device i can read device j.
 
     Access must be mutual, and is not always transitive (two PCIe switches, a virtual machine's subset). In
     order of their index, devices join the first group with whose every member they share access.
@@ -128,9 +128,9 @@ def ipc_groups(access: Sequence[Sequence[bool]]) -> list[int]:
 
 
 def device_index(local_rank: int, num_visible_devices: int) -> int | None:
-    """The GPU of a rank, round robin over those it can see; None without any.
+    """Return the GPU index of a rank, round robin over the visible GPUs; None without any.
 
-    A scheduler that shows each rank one GPU of its own makes that 0 everywhere, which is right.
+    Where a scheduler shows each rank only its own GPU, the index is 0 on all ranks.
 
     >>> [device_index(local_rank, 2) for local_rank in range(4)], device_index(3, 1), device_index(0, 0)
     ([0, 1, 0, 1], 0, None)

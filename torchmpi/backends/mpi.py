@@ -1,24 +1,35 @@
-"""The backend every rank has: the MPI library's own collectives.
+"""The backend that every rank has: the collectives of the MPI library.
 
-Movement (broadcast, gathers, alltoall) goes as bytes. A reduction goes to MPI where any order of adding gives the same
-bits, and otherwise to :mod:`torchmpi.backends.rank_order`. Messages longer than MPI's 32-bit counts go in pieces.
+Broadcast, gather, scatter, alltoall and allgather move bytes. A reduction is left to MPI where any order of adding
+gives the same bits; other reductions exchange their parts through MPI and combine them in rank order
+(:mod:`torchmpi.backends.rank_order`). Messages longer than MPI's 32-bit counts are sent in chunks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
+from ..communicators.group import Group
 from ..config import Config
-from ..errors import MismatchError
-from ..tensors import buffers, dtypes
-from . import schedule
+from ..tensors import buffers, dtypes, partition
 from .base import Operation
-from .rank_order import OrderedReduction
+from .mpi_messages import (
+    Range,
+    RowReduceScatter,
+    broadcast_header,
+    check_part_sizes,
+    counts_and_offsets,
+    destination_for,
+    messages,
+    row_counts,
+    rows_of,
+)
+from .rank_order import combiner, divide
 
 _MPI_OPS = {
     "sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX",
@@ -26,7 +37,9 @@ _MPI_OPS = {
 }  # fmt: skip
 _BOOL_OPS = {"min": "LAND", "max": "LOR", "band": "LAND", "bor": "LOR", "bxor": "LXOR", "land": "LAND", "lor": "LOR"}
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
-_PIECE_TAG = 1
+_TAG = 1
+# Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
+_GATHER_ALL_BYTES = 16 << 10
 
 
 class MPIBackend:
@@ -40,93 +53,78 @@ class MPIBackend:
         self.config, self.is_cuda_aware = config, is_cuda_aware
 
     def takes(self, device_type: str) -> bool:
-        """Host memory always; device memory if the library says so."""
+        """Accept host memory, and device memory if the library is CUDA-aware."""
         return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware)
 
-    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
-        """It has every verb; CUDA tensors are staged if need be."""
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Accept every collective; CUDA tensors are staged if the library is not CUDA-aware."""
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
         return None
 
-    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a verb on a group."""
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective on a group."""
         if collective not in _REDUCTIONS:
-            operation: Operation = getattr(Movement(group, self.config.message_bytes), collective)
+            operation: Operation = getattr(MPIMovement(group, self.config.message_bytes), collective)
             return operation
         assert dtype is not None and op is not None
-        if dtypes.may_use_mpi(dtype, op, group.size):
-            reduction: Any = NativeReduction(group, dtype, op, self.config)
-        else:
-            reduction = OrderedReduction(group, dtype, op, pipeline_bytes=self.config.pipeline_bytes)
+        kind = NativeReduction if dtypes.may_use_mpi(dtype, op, group.size) else OrderedReduction
+        reduction: NativeReduction | OrderedReduction = kind(group, dtype, op, self.config)
         if collective == "reduce_scatter":
-            return ReduceScatter(group, reduction).run
-        bound: Operation = getattr(reduction, collective)
-        return bound if reduction.is_all_mpi else _outside_autograd(bound)
-
-
-def _outside_autograd(operation: Operation) -> Operation:
-    """What torch computes in place here is no part of any graph, and allowed on every tensor."""
-
-    def run(buffer: torch.Tensor, destination: Any, root: int) -> torch.Tensor:
-        with torch.inference_mode(buffer.is_inference()):
-            operation(buffer.detach(), destination, root)
-        return buffer
-
-    return run
+            return RowReduceScatter(group, reduction).run
+        return reduction.allreduce if collective == "allreduce" else reduction.reduce
 
 
 class NativeReduction:
-    """Reductions that MPI does itself."""
+    """Reductions that the MPI library computes."""
 
-    def __init__(self, group: Any, dtype: torch.dtype, op: str, config: Config) -> None:
+    def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         MPI = group.context.MPI
         name = dtypes.info(dtype).mpi_name
         assert name is not None
         self.MPI, self.comm, self.rank, self.size = MPI, group.comm, group.rank, group.size
-        # A view may have made a bool of any byte: only the logical operations take 2 and 1 for equal.
+        # A view may have given a bool any byte: only the logical operations treat 2 and 1 as equal.
         names = _BOOL_OPS if dtype is torch.bool else _MPI_OPS
         self.type, self.op = getattr(MPI, name), getattr(MPI, names[op])
         self.in_place, self.fromaddress = MPI.IN_PLACE, MPI.buffer.fromaddress
         self.itemsize = dtype.itemsize
         self.finish = _finish_for(op, group.size, is_bool=dtype is torch.bool)
-        self.is_all_mpi = self.finish is None
-        # Pieces that stay in the cache on the way through the library, and are divided while they are there.
-        self.piece_numel = max(1, min(config.pipeline_bytes, config.message_bytes) // self.itemsize)
+        # Chunks that stay in the cache inside the library, and are divided while they are there.
+        self.chunk_numel = max(1, min(config.pipeline_bytes, config.message_bytes) // self.itemsize)
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Everybody gets the result, in place."""
+        """Reduce in place on all ranks."""
         numel = buffer.numel()
-        if numel <= self.piece_numel:
+        if numel <= self.chunk_numel:
             memory = (self.fromaddress(buffer.data_ptr(), numel * self.itemsize), numel, self.type)
             self.comm.Allreduce(self.in_place, memory, self.op)
             if self.finish is not None:
                 self.finish(buffer)
         else:
             flat = buffer.detach().view(-1)
-            for begin, count in schedule.chunks(numel, self.piece_numel):
+            for begin, count in partition.chunks(numel, self.chunk_numel):
                 self.allreduce(flat[begin : begin + count], None, root)
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """The root gets the result in place; the others' buffers stay as they are."""
+        """Reduce in place on the root; the buffers of other ranks are unchanged."""
         flat = buffer.detach().view(-1)
-        for begin, count in schedule.chunks(flat.numel(), self.piece_numel):
-            piece = flat[begin : begin + count]
-            memory = (buffers.as_bytes(self.MPI, piece), count, self.type)
+        for begin, count in partition.chunks(flat.numel(), self.chunk_numel):
+            chunk = flat[begin : begin + count]
+            memory = (buffers.as_bytes(self.MPI, chunk), count, self.type)
             if self.rank == root:
                 self.comm.Reduce(self.MPI.IN_PLACE, memory, self.op, root)
                 if self.finish is not None:
-                    self.finish(piece)
+                    self.finish(chunk)
             else:
                 self.comm.Reduce(memory, None, self.op, root)
         return buffer
 
-    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
-        """Each rank gets the result of its span of the flat `source`."""
-        flat, out = source.view(-1), destination.view(-1)
-        if flat.numel() <= self.piece_numel:
-            counts = [numel for _, numel in spans]
+    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """Write the result of this rank's range of the flat `source` to `destination`."""
+        flat, out = source.detach().view(-1), destination.detach().view(-1)
+        if flat.numel() <= self.chunk_numel:
+            counts = [numel for _, numel in ranges]
             self.comm.Reduce_scatter(
                 (buffers.as_bytes(self.MPI, flat), flat.numel(), self.type),
                 (buffers.as_bytes(self.MPI, out), out.numel(), self.type),
@@ -136,79 +134,142 @@ class NativeReduction:
             if self.finish is not None:
                 self.finish(out)
             return
-        for owner, (offset, numel) in enumerate(spans):  # too long for one count: a reduce to each owner
-            for begin, count in schedule.chunks(numel, self.piece_numel):
-                piece = flat[offset + begin : offset + begin + count]
+        for owner, (offset, numel) in enumerate(ranges):  # too long for one count: a reduce to each owner
+            for begin, count in partition.chunks(numel, self.chunk_numel):
+                chunk = flat[offset + begin : offset + begin + count]
                 if owner == self.rank:
-                    piece = out[begin : begin + count].copy_(piece)
-                self.reduce(piece, None, owner)
+                    chunk = out[begin : begin + count].copy_(chunk)
+                self.reduce(chunk, None, owner)
 
 
-def _finish_for(op: str, size: int, *, is_bool: bool) -> Callable[[torch.Tensor], Any] | None:
-    """What is left to do once MPI is done, if anything."""
+def _finish_for(op: str, size: int, *, is_bool: bool) -> Callable[[torch.Tensor], None] | None:
+    """Return the operation that completes MPI's result, if one is needed."""
     if op == "avg":
-        return lambda result: (torch.view_as_real(result) if result.is_complex() else result).div_(size)
-    if size == 1 and (is_bool or op in ("land", "lor")):  # with nobody to combine with, MPI would hand back 7 and not 1
-        return lambda result: result.copy_(result != 0)
+        return partial(divide, size=size)
+    if size == 1 and (is_bool or op in ("land", "lor")):  # MPI combines nothing and returns 7 instead of 1
+        return lambda result: buffers.overwrite(result, result != 0)
     return None
 
 
-class ReduceScatter:
-    """The verb around either reduction: rows, not elements, are what is split."""
+class OrderedReduction:
+    """Reductions in rank order over the data movement of MPI.
 
-    def __init__(self, group: Any, reduction: Any) -> None:
-        self.rank, self.size, self.reduction = group.rank, group.size, reduction
+    Each rank receives its part of every vector (alltoall), combines the parts, and sends the result to all ranks
+    (allgather): 2 (p-1)/p of the payload per rank, as in a ring allreduce.
+    """
 
-    def run(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
-        rows, row_numel = rows_of(source)
-        spans = schedule.rows(rows, self.size)
-        destination = destination_for(source, spans[self.rank][1], destination)
-        spans = [(first * row_numel, num_rows * row_numel) for first, num_rows in spans]
-        with torch.inference_mode(destination.is_inference()):  # or torch would not let its own operations write there
-            self.reduction.reduce_scatter(source, destination, spans)
-        return destination
-
-
-class Movement:
-    """Verbs that move bytes and compute nothing."""
-
-    def __init__(self, group: Any, message_bytes: int) -> None:
+    def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         self.MPI, self.comm, self.rank, self.size = group.context.MPI, group.comm, group.rank, group.size
-        self.message_bytes = message_bytes
-        self.where = group.where
+        self.dtype, self.itemsize = dtype, dtype.itemsize
+        self.combine = combiner(dtype, op)
+        self.chunk_numel = max(1, config.pipeline_bytes // self.itemsize)
+        self.scratch = buffers.Scratch()
+
+    def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        """Reduce in place on all ranks."""
+        MPI, flat = self.MPI, buffer.detach().view(-1)
+        if flat.numel() * self.itemsize * self.size <= _GATHER_ALL_BYTES:
+            self._gather_all(flat)
+            return buffer
+        for begin, numel in partition.chunks(flat.numel(), self.chunk_numel):
+            chunk = flat[begin : begin + numel]
+            ranges = partition.even_partition(numel, self.size)
+            buffers.overwrite(chunk.narrow(0, *ranges[self.rank]), self._own_part(chunk, ranges))
+            self.comm.Allgatherv(MPI.IN_PLACE, (buffers.as_bytes(MPI, chunk), *self._in_bytes(ranges), MPI.BYTE))
+        return buffer
+
+    def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        """Reduce in place on the root; the buffers of other ranks are unchanged."""
+        MPI, flat = self.MPI, buffer.detach().view(-1)
+        for begin, numel in partition.chunks(flat.numel(), self.chunk_numel):
+            chunk = flat[begin : begin + numel]
+            ranges = partition.even_partition(numel, self.size)
+            own = self._own_part(chunk, ranges)
+            target = None
+            if self.rank == root:
+                target = (buffers.as_bytes(MPI, chunk), *self._in_bytes(ranges), MPI.BYTE)
+            self.comm.Gatherv((buffers.as_bytes(MPI, own), MPI.BYTE), target, root=root)
+        return buffer
+
+    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """Write the result of this rank's range of the flat `source` to `destination`."""
+        flat, out = source.detach().view(-1), destination.detach().view(-1)
+        longest = max(numel for _, numel in ranges)
+        chunk_numel = max(1, self.chunk_numel // self.size)
+        for begin, _ in partition.chunks(longest, chunk_numel):
+            # The same section of every rank's range; some ranges end earlier.
+            sections = [
+                (offset + min(begin, numel), max(0, min(chunk_numel, numel - begin))) for offset, numel in ranges
+            ]
+            own = self._own_part(flat, sections)
+            out[begin : begin + own.numel()] = own
+
+    def _own_part(self, flat: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+        """Send each rank its range of this rank's vector, and combine what arrives."""
+        MPI, numel = self.MPI, ranges[self.rank][1]
+        received, result = self._take_memory(numel)
+        received_ranges = [(rank * numel, numel) for rank in range(self.size)]
+        self.comm.Alltoallv(
+            (buffers.as_bytes(MPI, flat), *self._in_bytes(ranges), MPI.BYTE),
+            (buffers.as_bytes(MPI, received), *self._in_bytes(received_ranges), MPI.BYTE),
+        )
+        self.combine(received.view(self.size, numel).unbind(), result)
+        return result
+
+    def _gather_all(self, flat: torch.Tensor) -> None:
+        MPI = self.MPI
+        received, result = self._take_memory(flat.numel())
+        self.comm.Allgather((buffers.as_bytes(MPI, flat), MPI.BYTE), (buffers.as_bytes(MPI, received), MPI.BYTE))
+        self.combine(received.view(self.size, -1).unbind(), result)
+        buffers.overwrite(flat, result)
+
+    def _take_memory(self, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return host memory for the vectors of all ranks, and for their combination."""
+        memory = self.scratch.take(numel * (self.size + 1), self.dtype)
+        return memory[: numel * self.size], memory[numel * self.size :]
+
+    def _in_bytes(self, ranges: Sequence[Range]) -> tuple[list[int], list[int]]:
+        return [numel * self.itemsize for _, numel in ranges], [begin * self.itemsize for begin, _ in ranges]
+
+
+class MPIMovement:
+    """Collectives that move bytes and compute nothing."""
+
+    def __init__(self, group: Group, message_bytes: int) -> None:
+        self.group, self.message_bytes = group, message_bytes
+        self.MPI, self.comm, self.rank, self.size = group.context.MPI, group.comm, group.rank, group.size
 
     def barrier(self, source: Any, destination: Any, root: int) -> None:
-        """Return when everybody has come."""
+        """Return when all ranks have called."""
         self.comm.Barrier()
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Everybody gets the root's values, in place."""
-        for piece in self._pieces(buffer):
-            self.comm.Bcast((piece, self.MPI.BYTE), root)
+        """Copy the root's values to all ranks, in place."""
+        for message in self._messages(buffer):
+            self.comm.Bcast((message, self.MPI.BYTE), root)
         return buffer
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Everybody's rows in rank order, to everybody."""
+        """Concatenate the rows of all ranks on all ranks."""
         rows, row_bytes = self._rows(source)
-        destination = destination_for(source, int(rows.sum()), destination)
-        counts, offsets = _spans(rows * row_bytes)
+        destination = destination_for(source, sum(rows), destination)
+        counts, offsets = counts_and_offsets([count * row_bytes for count in rows])
         if sum(counts) <= self.message_bytes:
             target = (buffers.as_bytes(self.MPI, destination), counts, offsets, self.MPI.BYTE)
             self.comm.Allgatherv((buffers.as_bytes(self.MPI, source), self.MPI.BYTE), target)
             return destination
-        for rank, part in enumerate(destination.split(rows.tolist())):
+        for rank, part in enumerate(destination.split_with_sizes(rows)):
             if rank == self.rank:
                 part.copy_(source)
             self.broadcast(part, None, rank)
         return destination
 
     def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
-        """Everybody's rows in rank order, to the root."""
+        """Concatenate the rows of all ranks on the root."""
         rows, row_bytes = self._rows(source)
         if self.rank == root:
-            destination = destination_for(source, int(rows.sum()), destination)
-        counts, offsets = _spans(rows * row_bytes)
+            destination = destination_for(source, sum(rows), destination)
+        counts, offsets = counts_and_offsets([count * row_bytes for count in rows])
         if sum(counts) <= self.message_bytes:
             target = None
             if self.rank == root:
@@ -219,7 +280,7 @@ class Movement:
             self._send(source, root)
         else:
             assert destination is not None
-            for rank, part in enumerate(destination.split(rows.tolist())):
+            for rank, part in enumerate(destination.split_with_sizes(rows)):
                 if rank == root:
                     part.copy_(source)
                 else:
@@ -227,23 +288,23 @@ class Movement:
         return destination if self.rank == root else None
 
     def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """The root's rows, split evenly: each rank gets its part."""
-        source = source if self.rank == root else None  # what another rank passes is of no concern
-        shape, dtype = self._announce(source, root)
-        spans = schedule.rows(shape[0], self.size)
+        """Split the root's rows evenly over the ranks."""
+        source = source if self.rank == root else None  # other ranks may pass anything
+        shape, dtype = broadcast_header(self.group, source, root)
+        rows = [num_rows for _, num_rows in partition.rows(shape[0], self.size)]
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
-        destination = destination_for(like, spans[self.rank][1], destination)
+        destination = destination_for(like, rows[self.rank], destination)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         if shape[0] * row_bytes <= self.message_bytes:
             message = None
             if source is not None:
-                counts, offsets = _spans(np.array([num_rows for _, num_rows in spans]) * row_bytes)
+                counts, offsets = counts_and_offsets([count * row_bytes for count in rows])
                 message = (buffers.as_bytes(self.MPI, source), counts, offsets, self.MPI.BYTE)
             self.comm.Scatterv(message, (buffers.as_bytes(self.MPI, destination), self.MPI.BYTE), root)
         elif source is None:
             self._receive(destination, root)
         else:
-            for rank, part in enumerate(source.reshape(shape).split([num_rows for _, num_rows in spans])):
+            for rank, part in enumerate(source.reshape(shape).split_with_sizes(rows)):
                 if rank == root:
                     destination.copy_(part)
                 else:
@@ -251,123 +312,53 @@ class Movement:
         return destination
 
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Part j of everybody's rows goes to rank j."""
+        """Send part j of the rows to rank j, and concatenate the parts received."""
         num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        sent = np.array([count for _, count in schedule.rows(num_rows, self.size)], np.int64)
-        received = np.empty(self.size, np.int64)
-        self.comm.Alltoall((sent, self.MPI.INT64_T), (received, self.MPI.INT64_T))
-        destination = destination_for(source, int(received.sum()), destination)
-        largest = int(self.comm.allreduce(max(sent.sum(), received.sum()) * row_bytes, self.MPI.MAX))
+        sent = [count for _, count in partition.rows(num_rows, self.size)]
+        received = [partition.part_of(count, self.size, self.rank)[1] for count in row_counts(self.group, source)]
+        destination = destination_for(source, sum(received), destination)
+        largest = self.comm.allreduce(max(sum(sent), sum(received)) * row_bytes, self.MPI.MAX)
         if largest <= self.message_bytes:
+            outgoing, incoming = (counts_and_offsets([n * row_bytes for n in counts]) for counts in (sent, received))
             self.comm.Alltoallv(
-                (buffers.as_bytes(self.MPI, source), *_spans(sent * row_bytes), self.MPI.BYTE),
-                (buffers.as_bytes(self.MPI, destination), *_spans(received * row_bytes), self.MPI.BYTE),
+                (buffers.as_bytes(self.MPI, source), *outgoing, self.MPI.BYTE),
+                (buffers.as_bytes(self.MPI, destination), *incoming, self.MPI.BYTE),
             )
             return destination
-        outgoing = source.reshape(num_rows, -1).split(sent.tolist())
-        incoming = destination.view(int(received.sum()), -1).split(received.tolist())
-        incoming[self.rank].copy_(outgoing[self.rank])
-        for shift in range(1, self.size):
-            target, origin = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-            requests = [
-                self.comm.Isend((piece, self.MPI.BYTE), target, _PIECE_TAG) for piece in self._pieces(outgoing[target])
-            ]
-            self._receive(incoming[origin], origin)
-            self.MPI.Request.Waitall(requests)
+        self._exchange(
+            source.reshape(num_rows, row_numel).split_with_sizes(sent),
+            destination.view(sum(received), row_numel).split_with_sizes(received),
+        )
         return destination
 
     def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
-        """Part j of `sources` goes to rank j; part j of `destinations` is filled by it."""
-        sizes = torch.tensor([[part.nbytes for part in parts] for parts in (sources, destinations)], device="cpu")
-        everybody = torch.empty((self.size, 2, self.size), dtype=torch.int64, device="cpu")
-        self.comm.Allgather((sizes.numpy(), self.MPI.INT64_T), (everybody.numpy(), self.MPI.INT64_T))
-        longest_part(everybody, self.where)
-        destinations[self.rank].detach().copy_(sources[self.rank])
+        """Send part j of `sources` to rank j, and receive part j of `destinations` from rank j."""
+        check_part_sizes(self.group, sources, destinations)
+        self._exchange(sources, destinations)
+
+    def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        incoming[self.rank].detach().copy_(outgoing[self.rank])
         requests = []
         for shift in range(1, self.size):
             target, origin = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-            for piece in self._pieces(destinations[origin]):
-                requests.append(self.comm.Irecv((piece, self.MPI.BYTE), origin, _PIECE_TAG))
-            for piece in self._pieces(sources[target]):
-                requests.append(self.comm.Isend((piece, self.MPI.BYTE), target, _PIECE_TAG))
+            for message in self._messages(incoming[origin]):
+                requests.append(self.comm.Irecv((message, self.MPI.BYTE), origin, _TAG))
+            for message in self._messages(outgoing[target]):
+                requests.append(self.comm.Isend((message, self.MPI.BYTE), target, _TAG))
         self.MPI.Request.Waitall(requests)
 
-    def _rows(self, source: torch.Tensor) -> tuple[np.ndarray, int]:
-        """How many rows each rank has, and the bytes of one."""
-        num_rows, row_numel = rows_of(source)
-        rows = np.empty(self.size, np.int64)
-        self.comm.Allgather((np.array([num_rows], np.int64), self.MPI.INT64_T), (rows, self.MPI.INT64_T))
-        return rows, row_numel * source.element_size()
+    def _rows(self, source: torch.Tensor) -> tuple[list[int], int]:
+        """Return the rows of each rank, and the bytes of one row."""
+        return row_counts(self.group, source), rows_of(source)[1] * source.element_size()
 
-    def _announce(self, source: torch.Tensor | None, root: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Tell everybody the shape and dtype of what the root scatters."""
-        header = None
-        if self.rank == root:
-            assert source is not None
-            header = (tuple(source.shape) or (1,), dtypes.info(source.dtype).code)
-        shape, code = self.comm.bcast(header, root)
-        dtype = dtypes.from_code(code)
-        assert dtype is not None
-        return shape, dtype
-
-    def _pieces(self, tensor: torch.Tensor) -> list[Any]:
-        """The memory of a tensor in messages MPI can count."""
-        flat = tensor.view(-1)
-        piece_numel = max(1, self.message_bytes // tensor.element_size())
-        return [
-            buffers.as_bytes(self.MPI, flat[begin : begin + count])
-            for begin, count in schedule.chunks(flat.numel(), piece_numel)
-        ]
+    def _messages(self, tensor: torch.Tensor) -> list[Any]:
+        return messages(self.MPI, tensor, self.message_bytes)
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:
-        for piece in self._pieces(tensor):
-            self.comm.Send((piece, self.MPI.BYTE), target, _PIECE_TAG)
+        for message in self._messages(tensor):
+            self.comm.Send((message, self.MPI.BYTE), target, _TAG)
 
     def _receive(self, tensor: torch.Tensor, origin: int) -> None:
-        for piece in self._pieces(tensor):
-            self.comm.Recv((piece, self.MPI.BYTE), origin, _PIECE_TAG)
-
-
-def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Rows along dim 0 and elements in one; a 0-dim tensor is one row of one element.
-
-    >>> rows_of(torch.ones(3, 4)), rows_of(torch.tensor(1.0))
-    ((3, 4), (1, 1))
-    """
-    if tensor.dim() == 0:
-        return 1, 1
-    return tensor.shape[0], math.prod(tensor.shape[1:])
-
-
-def destination_for(source: torch.Tensor, num_rows: int, given: torch.Tensor | None) -> torch.Tensor:
-    """The tensor that receives `num_rows` rows like those of `source`: the one given, if it fits, or a new one."""
-    shape = (num_rows, *source.shape[1:])
-    if given is None or given.shape != shape or given.dtype != source.dtype:
-        return torch.empty(shape, dtype=source.dtype, device=source.device)
-    return given
-
-
-def longest_part(sizes: torch.Tensor, where: str) -> int:
-    """Bytes of the longest part that any rank sends, or a refusal, the same on all ranks.
-
-    `sizes[i, 0, j]` is what rank i sends to rank j, `sizes[i, 1, j]` the room that it has for what comes from there.
-
-    >>> longest_part(torch.tensor([[[4, 8], [4, 2]], [[2, 4], [8, 4]]]), "rank 0")
-    8
-    """
-    wrong = (sizes[:, 0] != sizes[:, 1].T).nonzero().tolist()
-    if wrong:
-        sender, receiver = wrong[0]
-        sent, room = int(sizes[sender, 0, receiver]), int(sizes[receiver, 1, sender])
-        raise MismatchError(
-            f"{where}: rank {sender} of the group sends {sent} bytes to rank {receiver}, which has room for {room}. "
-            "Make the sizes that ranks send the ones that the others expect."
-        )
-    return int(sizes[:, 0].max())
-
-
-def _spans(counts: np.ndarray) -> tuple[list[int], list[int]]:
-    """Counts and the offsets they add up to, as Python lists for mpi4py."""
-    offsets = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    return counts.tolist(), offsets.tolist()
+        for message in self._messages(tensor):
+            self.comm.Recv((message, self.MPI.BYTE), origin, _TAG)

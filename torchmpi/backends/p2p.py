@@ -1,14 +1,12 @@
-"""Own algorithms over MPI's point-to-point messages, for ranks on different hosts.
+"""Algorithms of this package over MPI's point-to-point messages, for ranks on different hosts.
 
-What the library sends along rings and adds on the way, its order depending on the size, goes straight from rank to
-rank here: whoever owns a part of the vector gets everybody's version of it and combines them in rank order. The bytes
-are those of a ring, and the bits depend on the rank order alone. Who sends what to whom is planned in
-:mod:`torchmpi.backends.schedule`; this file carries it out, piece by piece, so that one piece is combined while the
-next ones
-are on the wire.
+An MPI library adds along rings or trees, in an order that depends on the size. Here each rank owns a part of the
+vector, receives that part of every other vector, and combines all of them in rank order: the bytes are those of a ring,
+and the bits depend on the rank order only. :mod:`torchmpi.backends.schedule` plans the messages; this file sends them
+chunk by chunk, so that one chunk is combined while the next ones are on the network.
 
-The messages use the communicator of the group itself under a tag of their own: calls on a group run one at a time and
-in one order, and MPI keeps the messages of a pair of ranks in order.
+The messages use the communicator of the group and a tag of their own: calls on a group run one at a time and in the
+same order on all ranks, and MPI keeps the messages between two ranks in order.
 """
 
 from __future__ import annotations
@@ -22,27 +20,27 @@ from typing import Any
 
 import torch
 
+from ..communicators.group import Group
 from ..config import Config
-from ..shared_memory.kernels import reduction
-from ..tensors import buffers
+from ..tensors import buffers, partition
 from . import schedule
 from .base import Operation
-from .mpi import Movement, ReduceScatter, destination_for
+from .mpi_messages import Range, RowReduceScatter, destination_for, messages, row_counts, rows_of
+from .pipeline import ChunkBuffers
+from .rank_order import combiner
 from .schedule import Message, Round
 
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 _MOVEMENTS = ("allgather", "broadcast")
 _TAG = 2
-# Up to this many bytes in all, fewest rounds; above, fewest bytes. Neither changes the bits of a result.
+# Up to this many bytes in all, the fewest rounds; above, the fewest bytes. The bits are the same.
 _SHORT_BYTES = 16 << 10
-# A broadcast of more than this goes along a chain, in pieces of this size: every link carries the payload once.
+# A longer broadcast goes along a chain, in chunks of the second size: every link carries the payload once.
 _TREE_BYTES = 64 << 10
-_CHAIN_PIECE_BYTES = 256 << 10
-# Pieces of a reduction: short enough that combining one costs nothing beside sending it, long enough for full speed.
-_PIECE_BYTES = 1 << 20
-_MOST_AHEAD = 8
-
-Span = tuple[int, int]
+_CHAIN_CHUNK_BYTES = 256 << 10
+_MAX_CHAIN_CHUNKS = 8  # in progress
+# Chunks of a reduction: short enough that combining one takes little beside sending it, long enough for full speed.
+_CHUNK_BYTES = 1 << 20
 
 
 class P2PBackend:
@@ -56,11 +54,11 @@ class P2PBackend:
         self.config = config
 
     def takes(self, device_type: str) -> bool:
-        """Host memory; what is on a device is staged."""
+        """Accept host memory; CUDA tensors are staged."""
         return device_type == "cpu"
 
-    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
-        """It has the verbs that training needs between hosts; CUDA tensors are staged."""
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Accept the collectives that training needs between hosts."""
         if collective not in _REDUCTIONS + _MOVEMENTS:
             return f"it has no {collective}, only {', '.join(_REDUCTIONS + _MOVEMENTS)}"
         if collective in _REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
@@ -69,34 +67,22 @@ class P2PBackend:
             return "this torch or this host has no CUDA"
         return None
 
-    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a verb on a group."""
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective on a group."""
         if collective in _MOVEMENTS:
-            operation: Operation = getattr(DirectMovement(group, self.config.message_bytes), collective)
-            return operation
+            movement = P2PMovement(group, self.config.message_bytes)
+            return movement.broadcast if collective == "broadcast" else movement.allgather
         assert dtype is not None and op is not None
-        direct = DirectReduction(group, dtype, op, self.config)
-        bound: Operation = (
-            ReduceScatter(group, direct).run if collective == "reduce_scatter" else getattr(direct, collective)
-        )
-        return bound
+        reduction = P2PReduction(group, dtype, op, self.config)
+        if collective == "reduce_scatter":
+            return RowReduceScatter(group, reduction).run
+        return reduction.allreduce if collective == "allreduce" else reduction.reduce
 
 
-class Combiner:
-    """Combines vectors of one dtype and operation, in their order."""
+class RoundMessages:
+    """Sends and receives the tensors of a round of messages."""
 
-    def __init__(self, dtype: torch.dtype, op: str) -> None:
-        self._reduce = reduction.called(reduction.address(dtype, op))
-
-    def __call__(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Combine `parts`, flat and as long as `out`, into `out`, which may be one of them."""
-        self._reduce([out.data_ptr()], [part.data_ptr() for part in parts], out.numel())
-
-
-class Post:
-    """Messages of tensors to and from the ranks of a group, in pieces that MPI can count."""
-
-    def __init__(self, group: Any, message_bytes: int) -> None:
+    def __init__(self, group: Group, message_bytes: int) -> None:
         self.MPI, self.comm, self.message_bytes = group.context.MPI, group.comm, message_bytes
 
     def begin(
@@ -105,82 +91,74 @@ class Post:
         outgoing: Callable[[Message], torch.Tensor],
         incoming: Callable[[Message], torch.Tensor],
     ) -> list[Any]:
-        """Begin all messages of a round, with these flat tensors in them.
+        """Begin all messages of a round with these flat tensors, and return the requests.
 
-        Receives first: what arrives before its receive costs the library a copy.
+        Receives first: a message that arrives before its receive costs the library a copy.
         """
         MPI, requests = self.MPI, []
         for message in step.receives:
-            for piece in self._pieces(incoming(message)):
-                requests.append(self.comm.Irecv((piece, MPI.BYTE), message.peer, _TAG))
+            for memory in messages(MPI, incoming(message), self.message_bytes):
+                requests.append(self.comm.Irecv((memory, MPI.BYTE), message.peer, _TAG))
         for message in step.sends:
-            for piece in self._pieces(outgoing(message)):
-                requests.append(self.comm.Isend((piece, MPI.BYTE), message.peer, _TAG))
+            for memory in messages(MPI, outgoing(message), self.message_bytes):
+                requests.append(self.comm.Isend((memory, MPI.BYTE), message.peer, _TAG))
         return requests
 
     def finish(self, requests: list[Any]) -> None:
-        """Return when all these messages have gone or come."""
+        """Return when all these messages have been sent or received."""
         self.MPI.Request.Waitall(requests)
 
     def swap(self, outgoing: torch.Tensor, target: int, incoming: torch.Tensor, origin: int) -> None:
-        """Send and receive one short message each, and return when that is done."""
+        """Send one short message and receive another."""
         MPI = self.MPI
         message = (buffers.as_bytes(MPI, outgoing), MPI.BYTE)
         self.comm.Sendrecv(message, target, _TAG, (buffers.as_bytes(MPI, incoming), MPI.BYTE), origin, _TAG)
 
-    def _pieces(self, tensor: torch.Tensor) -> list[Any]:
-        """The memory of a tensor; none of it needs no message, which both sides know."""
-        most = max(1, self.message_bytes // tensor.element_size())
-        return [
-            buffers.as_bytes(self.MPI, tensor[begin : begin + numel])
-            for begin, numel in schedule.chunks(tensor.numel(), most)
-        ]
 
+class DoublingAllgather:
+    """An allgather of blocks of memory in log2 rounds; the blocks lie in cyclic rank order, this rank's own first."""
 
-class Doubling:
-    """An allgather of blocks of memory in log2 rounds: the blocks lie in rank order, cyclically from the own one on."""
-
-    def __init__(self, group: Any, post: Post) -> None:
-        self.post = post
+    def __init__(self, group: Group, messages: RoundMessages) -> None:
+        self.messages = messages
         self.rounds = schedule.doubling(group.rank, group.size)
-        self.places = [(rank - group.rank) % group.size for rank in range(group.size)]
-        """Where the block of each rank is."""
+        self.positions = [(rank - group.rank) % group.size for rank in range(group.size)]
+        """The position of the block of each rank."""
 
     def run(self, memory: torch.Tensor, ends: Sequence[int]) -> None:
-        """Fill `memory`, which begins with the own block; `ends` says where the block at each place ends."""
+        """Fill `memory`, which begins with the own block; `ends[i]` is the end of the block at position i."""
         for step in self.rounds:
             (sent,), (received,) = step
-            first = self.places[received.first]
-            self.post.swap(
-                memory[: ends[sent.num_rows - 1]], sent.peer,
-                memory[ends[first - 1] : ends[first + received.num_rows - 1]], received.peer,
+            first = self.positions[received.first]
+            self.messages.swap(
+                memory[: ends[sent.num_blocks - 1]], sent.peer,
+                memory[ends[first - 1] : ends[first + received.num_blocks - 1]], received.peer,
             )  # fmt: skip
 
 
-class DirectReduction:
-    """Reductions of one dtype and operation on one group; everything is combined in rank order."""
+class P2PReduction:
+    """Reductions of one dtype and operation on one group, combined in rank order."""
 
-    def __init__(self, group: Any, dtype: torch.dtype, op: str, config: Config) -> None:
-        self.rank, self.size, self.post = group.rank, group.size, Post(group, config.message_bytes)
+    def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
+        self.rank, self.size, self.messages = group.rank, group.size, RoundMessages(group, config.message_bytes)
         self.dtype, self.itemsize = dtype, dtype.itemsize
-        self.piece_numel = max(1, min(_PIECE_BYTES, config.pipeline_bytes) // dtype.itemsize)
-        self.combine = Combiner(dtype, op)
-        self.doubling = Doubling(group, self.post)
-        self.received, self.results = Slots(dtype), Slots(dtype)
+        self.chunk_numel = max(1, min(_CHUNK_BYTES, config.pipeline_bytes) // dtype.itemsize)
+        self.combine = combiner(dtype, op)
+        self.doubling = DoublingAllgather(group, self.messages)
+        self.received, self.results = ChunkBuffers(dtype), ChunkBuffers(dtype)
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Everybody gets the result, in place."""
+        """Reduce in place on all ranks."""
         flat = buffer.detach().view(-1)
         if self._is_short(flat):
             self._gather_all(flat)
-        elif self.size <= 2:  # to swap everything takes the same bytes as halves there and back, in one round
+        elif self.size <= 2:  # swapping everything takes as many bytes as halves there and back, in one round
             self._pipeline(flat, self._swap_with_peer, self._combine_all)
         else:
             self._pipeline(flat, self._exchange_parts, self._combine_and_spread)
         return buffer
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """The root gets the result in place; the others' buffers stay as they are."""
+        """Reduce in place on the root; the buffers of other ranks are unchanged."""
         flat = buffer.detach().view(-1)
         step = schedule.collect(self.rank, self.size, root)
         if self.size <= 2 or self._is_short(flat):
@@ -189,177 +167,169 @@ class DirectReduction:
             self._pipeline(flat, self._exchange_parts, partial(self._combine_and_collect, step))
         return buffer
 
-    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, spans: Sequence[Span]) -> None:
-        """Each rank gets the result of its span of the flat `source`; nobody else's memory is written."""
+    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """Write the result of this rank's range of the flat `source` to `destination`."""
         flat, out = source.detach().view(-1), destination.detach().view(-1)
-        stretch = max(1, self.piece_numel // self.size)
-        # The same stretch of every rank's span: some ranks' spans end earlier.
-        pieces = [
-            [(offset + min(begin, numel), max(0, min(stretch, numel - begin))) for offset, numel in spans]
-            for begin, _ in schedule.chunks(max(numel for _, numel in spans), stretch)
+        section = max(1, self.chunk_numel // self.size)
+        # A chunk is the same section of every rank's range; some ranges end earlier.
+        chunks = [
+            [(offset + min(begin, numel), max(0, min(section, numel - begin))) for offset, numel in ranges]
+            for begin, _ in partition.chunks(max(numel for _, numel in ranges), section)
         ]
-        begin = spans[self.rank][0]
-        ahead = self._exchange(flat, pieces[0], 0) if pieces else None
-        for k, piece in enumerate(pieces):
-            current, ahead = ahead, self._exchange(flat, pieces[k + 1], k + 1) if k + 1 < len(pieces) else None
+        begin = ranges[self.rank][0]
+        ahead = self._exchange(flat, chunks[0], 0) if chunks else None
+        for k, chunk in enumerate(chunks):
+            current, ahead = ahead, self._exchange(flat, chunks[k + 1], k + 1) if k + 1 < len(chunks) else None
             assert current is not None
-            self.post.finish(current[0])
-            offset, numel = piece[self.rank]
+            self.messages.finish(current[0])
+            offset, numel = chunk[self.rank]
             self.combine(current[1], out[offset - begin : offset - begin + numel])
 
     def _is_short(self, flat: torch.Tensor) -> bool:
-        return flat.numel() * self.itemsize * self.size <= _SHORT_BYTES
+        return bool(flat.numel() * self.itemsize * self.size <= _SHORT_BYTES)
 
     def _gather_all(self, flat: torch.Tensor) -> None:
-        """Fewest rounds: everybody gets all vectors, and combines all of them."""
+        """Gather and combine all vectors on every rank: the fewest rounds."""
         numel = flat.numel()
         memory = self.received.take(0, numel * self.size)
         memory[:numel] = flat
-        self.doubling.run(memory, [numel * (place + 1) for place in range(self.size)])
-        self.combine([memory[numel * place : numel * (place + 1)] for place in self.doubling.places], flat)
+        self.doubling.run(memory, [numel * (position + 1) for position in range(self.size)])
+        parts = [memory[numel * position : numel * (position + 1)] for position in self.doubling.positions]
+        self.combine(parts, flat)
 
     def _pipeline(self, flat: torch.Tensor, begin: Callable[..., Any], follow: Callable[..., list[Any]]) -> None:
-        """Per piece: begin its messages, one piece ahead; when they have come, combine, and begin what follows."""
-        pieces = [flat[first : first + numel] for first, numel in schedule.chunks(flat.numel(), self.piece_numel)]
-        under_way = deque(begin(piece, k) for k, piece in enumerate(pieces[:1]))
+        """Exchange and combine chunk by chunk.
+
+        `begin` starts the messages of a chunk, one chunk ahead; `follow` combines what has arrived and starts the
+        messages that follow.
+        """
+        chunks = [flat[first : first + numel] for first, numel in partition.chunks(flat.numel(), self.chunk_numel)]
+        exchanges = deque(begin(chunk, k) for k, chunk in enumerate(chunks[:1]))
         following: deque[list[Any]] = deque()
-        for k, piece in enumerate(pieces):
-            if k + 1 < len(pieces):
-                under_way.append(begin(pieces[k + 1], k + 1))
-            requests, parts = under_way.popleft()
-            self.post.finish(requests)  # the sends, too: what follows may arrive where they are read
-            following.append(follow(piece, parts, k))
+        for k, chunk in enumerate(chunks):
+            if k + 1 < len(chunks):
+                exchanges.append(begin(chunks[k + 1], k + 1))
+            requests, parts = exchanges.popleft()
+            self.messages.finish(requests)  # the sends, too: later messages may overwrite the memory that they read
+            following.append(follow(chunk, parts, k))
             if len(following) > 1:
-                self.post.finish(following.popleft())
+                self.messages.finish(following.popleft())
         for requests in following:
-            self.post.finish(requests)
+            self.messages.finish(requests)
 
-    # Beginnings: messages under way, and the versions, in rank order, that will be there when they have come.
+    # Values of `begin`: return the requests, and the versions of this rank's part in rank order.
 
-    def _exchange_parts(self, piece: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
-        return self._exchange(piece, schedule.even_partition(piece.numel(), self.size), k)
+    def _exchange_parts(self, chunk: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
+        return self._exchange(chunk, partition.even_partition(chunk.numel(), self.size), k)
 
-    def _exchange(self, flat: torch.Tensor, spans: Sequence[Span], k: int) -> tuple[list[Any], list[torch.Tensor]]:
-        """Everybody's version of my part to me, and mine of theirs to them."""
-        offset, numel = spans[self.rank]
-        parts = self._versions(flat[offset : offset + numel], k)
-        requests = self.post.begin(
+    def _exchange(self, flat: torch.Tensor, ranges: Sequence[Range], k: int) -> tuple[list[Any], list[torch.Tensor]]:
+        """Send each rank its range of this rank's vector, and receive this rank's range of the other vectors."""
+        parts = self._versions(flat.narrow(0, *ranges[self.rank]), k)
+        requests = self.messages.begin(
             schedule.exchange(self.rank, self.size),
-            lambda message: flat.narrow(0, *spans[message.first]),
+            lambda message: flat.narrow(0, *ranges[message.first]),
             lambda message: parts[message.peer],
         )
         return requests, parts
 
-    def _swap_with_peer(self, piece: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
-        parts = self._versions(piece, k)
+    def _swap_with_peer(self, chunk: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
+        parts = self._versions(chunk, k)
         step = schedule.spread(self.rank, self.size)
-        return self.post.begin(step, lambda _: piece, lambda message: parts[message.peer]), parts
+        return self.messages.begin(step, lambda _: chunk, lambda message: parts[message.peer]), parts
 
-    def _collect_wholes(self, step: Round, piece: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
-        parts = self._versions(piece, k) if not step.sends else []
-        return self.post.begin(step, lambda _: piece, lambda message: parts[message.peer]), parts
+    def _collect_wholes(self, step: Round, chunk: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
+        parts = self._versions(chunk, k) if not step.sends else []
+        return self.messages.begin(step, lambda _: chunk, lambda message: parts[message.peer]), parts
 
     def _versions(self, own: torch.Tensor, k: int) -> list[torch.Tensor]:
-        """Room for the others' versions of `own`, and itself among them."""
+        """Return memory for every rank's version of `own`, in rank order; for this rank, `own` itself."""
         numel = own.numel()
         memory = self.received.take(k, numel * (self.size - 1))
-        parts = [memory[numel * place : numel * (place + 1)] for place in range(self.size - 1)]
+        parts = [memory[numel * index : numel * (index + 1)] for index in range(self.size - 1)]
         return [*parts[: self.rank], own, *parts[self.rank :]]
 
-    # Endings: combine, and begin what follows.
+    # Values of `follow`: combine, and return the requests of the messages that follow.
 
-    def _combine_all(self, piece: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
+    def _combine_all(self, chunk: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
         if parts:
-            self.combine(parts, piece)
+            self.combine(parts, chunk)
         return []
 
-    def _combine_and_spread(self, piece: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
-        mine = parts[self.rank]
-        self.combine(parts, mine)
-        spans = schedule.even_partition(piece.numel(), self.size)
-        return self.post.begin(
+    def _combine_and_spread(self, chunk: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
+        own = parts[self.rank]
+        self.combine(parts, own)
+        ranges = partition.even_partition(chunk.numel(), self.size)
+        return self.messages.begin(
             schedule.spread(self.rank, self.size),
-            lambda _: mine,
-            lambda message: piece.narrow(0, *spans[message.first]),
+            lambda _: own,
+            lambda message: chunk.narrow(0, *ranges[message.first]),
         )
 
-    def _combine_and_collect(self, step: Round, piece: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
-        mine = parts[self.rank]
-        out = self.results.take(k, mine.numel()) if step.sends else mine
+    def _combine_and_collect(self, step: Round, chunk: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
+        own = parts[self.rank]
+        out = self.results.take(k, own.numel()) if step.sends else own
         self.combine(parts, out)
-        spans = schedule.even_partition(piece.numel(), self.size)
-        return self.post.begin(step, lambda _: out, lambda message: piece.narrow(0, *spans[message.first]))
+        ranges = partition.even_partition(chunk.numel(), self.size)
+        return self.messages.begin(step, lambda _: out, lambda message: chunk.narrow(0, *ranges[message.first]))
 
 
-class Slots:
-    """Memory for the piece at hand and the one ahead, reused by all pieces and all calls."""
+class P2PMovement:
+    """Broadcast and allgather as messages between pairs of ranks."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self._scratch = dtype, (buffers.Scratch(), buffers.Scratch())
-
-    def take(self, k: int, numel: int) -> torch.Tensor:
-        """A flat tensor for piece `k`, valid until piece `k + 2`."""
-        with torch.inference_mode(False):  # memory made in inference mode could not be written outside of it
-            return self._scratch[k % 2].take(numel, self.dtype)
-
-
-class DirectMovement(Movement):
-    """The verbs that move bytes, as messages between pairs."""
-
-    def __init__(self, group: Any, message_bytes: int) -> None:
-        super().__init__(group, message_bytes)
-        self.post = Post(group, message_bytes)
-        self.doubling = Doubling(group, self.post)
-        self.scratch = Slots(torch.uint8)
+    def __init__(self, group: Group, message_bytes: int) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.messages = RoundMessages(group, message_bytes)
+        self.doubling = DoublingAllgather(group, self.messages)
+        self.scratch = ChunkBuffers(torch.uint8)
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Everybody gets the root's values, in place."""
+        """Copy the root's values to all ranks, in place."""
         flat = buffer.detach().view(-1)
         if flat.numel() * flat.element_size() > _TREE_BYTES and self.size > 2:
-            self._along_a_chain(flat, root)
+            self._along_chain(flat, root)
         else:
             for step in schedule.tree(self.rank, self.size, root):
-                self.post.finish(self.post.begin(step, lambda _: flat, lambda _: flat))
+                self.messages.finish(self.messages.begin(step, lambda _: flat, lambda _: flat))
         return buffer
 
-    def _along_a_chain(self, flat: torch.Tensor, root: int) -> None:
+    def _along_chain(self, flat: torch.Tensor, root: int) -> None:
         sends, receives = schedule.chain(self.rank, self.size, root)
-        pieces = flat.split(max(1, _CHAIN_PIECE_BYTES // flat.element_size()))
-        incoming = [self._begin_piece(Round(receives=receives), piece) for piece in pieces[:_MOST_AHEAD]]
+        chunks = torch.split(flat, max(1, _CHAIN_CHUNK_BYTES // flat.element_size()))
+        incoming = [self._begin(Round(receives=receives), chunk) for chunk in chunks[:_MAX_CHAIN_CHUNKS]]
         outgoing: list[list[Any]] = []
-        for k, piece in enumerate(pieces):
-            self.post.finish(incoming[k])
-            incoming += [self._begin_piece(Round(receives=receives), later) for later in pieces[k + _MOST_AHEAD :][:1]]
-            outgoing.append(self._begin_piece(Round(sends=sends), piece))
-            if k >= _MOST_AHEAD:
-                self.post.finish(outgoing[k - _MOST_AHEAD])
-        for requests in outgoing[-_MOST_AHEAD:]:
-            self.post.finish(requests)
+        for k, chunk in enumerate(chunks):
+            self.messages.finish(incoming[k])
+            incoming += [self._begin(Round(receives=receives), later) for later in chunks[k + _MAX_CHAIN_CHUNKS :][:1]]
+            outgoing.append(self._begin(Round(sends=sends), chunk))
+            if k >= _MAX_CHAIN_CHUNKS:
+                self.messages.finish(outgoing[k - _MAX_CHAIN_CHUNKS])
+        for requests in outgoing[-_MAX_CHAIN_CHUNKS:]:
+            self.messages.finish(requests)
 
-    def _begin_piece(self, step: Round, piece: torch.Tensor) -> list[Any]:
-        return self.post.begin(step, lambda _: piece, lambda _: piece)
+    def _begin(self, step: Round, chunk: torch.Tensor) -> list[Any]:
+        return self.messages.begin(step, lambda _: chunk, lambda _: chunk)
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Everybody's rows in rank order, to everybody."""
-        rows, row_bytes = self._rows(source)
-        destination = destination_for(source, int(rows.sum()), destination)
-        parts = [part.view(-1) for part in destination.detach().split(rows.tolist())]
-        mine = source.detach().view(-1)
-        if int(rows.sum()) * row_bytes <= _SHORT_BYTES:
-            self._gather_by_doubling(mine, parts)
+        """Concatenate the rows of all ranks on all ranks."""
+        rows = row_counts(self.group, source)
+        destination = destination_for(source, sum(rows), destination)
+        parts = [part.view(-1) for part in destination.detach().split_with_sizes(rows)]
+        own = source.detach().view(-1)
+        if sum(rows) * rows_of(source)[1] * source.element_size() <= _SHORT_BYTES:
+            self._gather_by_doubling(own, parts)
             return destination
         step = schedule.spread(self.rank, self.size)
-        requests = self.post.begin(step, lambda _: mine, lambda message: parts[message.peer])
-        buffers.overwrite(parts[self.rank], mine)
-        self.post.finish(requests)
+        requests = self.messages.begin(step, lambda _: own, lambda message: parts[message.peer])
+        buffers.overwrite(parts[self.rank], own)
+        self.messages.finish(requests)
         return destination
 
-    def _gather_by_doubling(self, mine: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        """Through memory in which the blocks lie as `Doubling` wants them."""
-        by_place = [*parts[self.rank :], *parts[: self.rank]]
-        ends = list(accumulate(part.numel() for part in by_place))
-        memory = self.scratch.take(0, ends[-1] * mine.element_size()).view(mine.dtype)
-        memory[: ends[0]] = mine
+    def _gather_by_doubling(self, own: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """Gather through scratch memory in which the blocks lie in cyclic rank order."""
+        by_position = [*parts[self.rank :], *parts[: self.rank]]
+        ends = list(accumulate(part.numel() for part in by_position))
+        memory = self.scratch.take(0, ends[-1] * own.element_size()).view(own.dtype)
+        memory[: ends[0]] = own
         self.doubling.run(memory, ends)
-        for end, part in zip(ends, by_place, strict=True):
+        for end, part in zip(ends, by_position, strict=True):
             buffers.overwrite(part, memory[end - part.numel() : end])

@@ -1,7 +1,7 @@
-"""Where measured tables are kept between runs: a JSON file with one entry per shape of job.
+"""The file of measured selection tables: JSON, with one entry per shape of a job.
 
-An entry is good for the shape it was measured on (hosts, ranks, cores, processor) and for those versions of the
-software. A file that cannot be used is never an error: the run goes on with the default table, and says why in a line.
+An entry is valid for the shape on which it was measured (hosts, ranks, cores, processor) and for the same versions of
+the software. A file that cannot be used is not an error: the run uses the default table and prints the reason.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ NO_FILE = "there is no such file"
 NO_ENTRY = "it has nothing for a job of this shape"
 
 
-class Job(NamedTuple):
-    """What a measured table depends on."""
+class JobDescription(NamedTuple):
+    """The shape of a job and the versions of its software, for which a measured table is valid."""
 
     shape: dict[str, Any]
     versions: dict[str, str]
 
 
-def describe_job(hosts: Sequence[int], num_cores: int, num_local_ranks: int, mpi: str) -> Job:
-    """The shape of a job, from the host of each rank, and the cores and ranks of this host.
+def describe_job(hosts: Sequence[int], num_cores: int, num_local_ranks: int, mpi: str) -> JobDescription:
+    """Describe a job by the host of each rank, and the cores and ranks of this host.
 
     >>> describe_job([0, 0, 1, 1], 8, 2, "Open MPI 5.0.11").shape["ranks_per_host"]
     [2, 2]
@@ -45,11 +45,11 @@ def describe_job(hosts: Sequence[int], num_cores: int, num_local_ranks: int, mpi
         "cores_per_rank": round(num_cores / num_local_ranks, 3),
         "cpu": cpu_model(),
     }
-    return Job(shape, {"mpi": mpi, "torch": torch.__version__, "torchmpi": __version__})
+    return JobDescription(shape, {"mpi": mpi, "torch": torch.__version__, "torchmpi": __version__})
 
 
 def cpu_model() -> str:
-    """The processor's name for itself, or the architecture where Linux does not say.
+    """Return the model name of the processor, or the architecture if Linux has no name.
 
     >>> cpu_model() != ""
     True
@@ -63,7 +63,7 @@ def cpu_model() -> str:
 
 
 def path_for(setting: str, environment: Mapping[str, str] | None = None) -> Path | None:
-    """The file that the setting ``tuning_file`` means; None for ``none``.
+    """Return the path for the setting ``tuning_file``; None for ``none``.
 
     >>> path_for("", {"XDG_CACHE_HOME": "/tmp/cache"})
     PosixPath('/tmp/cache/torchmpi/tuning.json')
@@ -74,13 +74,13 @@ def path_for(setting: str, environment: Mapping[str, str] | None = None) -> Path
         return Path(setting).expanduser()
     environment = os.environ if environment is None else environment
     cache = environment.get("XDG_CACHE_HOME", "")
-    # The convention has it that a relative path there does not count.
+    # By the XDG convention a relative path is ignored.
     folder = Path(cache) if os.path.isabs(cache) else Path(environment.get("HOME") or "~").expanduser() / ".cache"
     return folder / "torchmpi" / "tuning.json"
 
 
-def load(path: Path, job: Job) -> tuple[Table | None, str]:
-    """The table measured on a job like this, and what is wrong with the file or missing from it ('' = nothing)."""
+def load(path: Path, job: JobDescription) -> tuple[Table | None, str]:
+    """Return the table for a job and an empty string, or None and the reason why there is no such table."""
     try:
         entries = _entries(path)
     except FileNotFoundError:
@@ -99,12 +99,12 @@ def load(path: Path, job: Job) -> tuple[Table | None, str]:
         return None, f"its entry for this job is damaged ({_first_line(error)})"
 
 
-def save(path: Path, job: Job, table: Table) -> None:
-    """Put the table in the place of an older one for this shape. Others see the old file or the new one, no half."""
+def save(path: Path, job: JobDescription, table: Table) -> None:
+    """Replace the table for this shape of a job. The file is replaced atomically."""
     try:
         entries = [entry for entry in _entries(path) if entry.get("shape") != job.shape]
     except (OSError, ValueError):
-        entries = []  # a damaged file is of no use to anybody
+        entries = []  # a damaged file is overwritten
     rows = [{**key._asdict(), "rule": rule} for key, rule in table.items()]
     saved = time.strftime("%Y-%m-%d %H:%M:%S")
     entries.append({"shape": job.shape, "versions": job.versions, "saved": saved, "table": rows})
@@ -138,7 +138,7 @@ def _table_from(rows: list[dict[str, Any]]) -> Table:
 
 
 def _difference(theirs: Any, ours: dict[str, str]) -> str:
-    """Which versions differ, in words.
+    """List the versions that differ.
 
     >>> _difference({"mpi": "MPICH 5.0.2", "torch": "2.13"}, {"mpi": "Open MPI 5.0.11", "torch": "2.13"})
     'mpi MPICH 5.0.2, not Open MPI 5.0.11'

@@ -1,15 +1,16 @@
-"""Which transport for which call, as data: keys, rules by size, the default, and the table of all of them.
+"""The table that selects a backend for each call: keys, rules by size, default rules.
 
-Nothing here knows a backend but by name. A *rule* lists transports by size, ``((4096, "mpi"), (None, "shm"))``: tensors
-of up to 4096 bytes go by `mpi`, the others by `shm`.
+Backends appear by name only. A *rule* lists backends by size: with ``((4096, "mpi"), (None, "shm"))``, tensors of up to
+4096 bytes use `mpi`, larger ones `shm`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..communicators.group import Group
 from ..errors import ArgumentError
 
 COLLECTIVES = (
@@ -17,25 +18,25 @@ COLLECTIVES = (
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
 SPANS = ("host", "across", "hosts")
-"""Where the ranks of a communicator are: on one host; each on a host of its own; on several, some of them together."""
+"""Placement of the ranks of a communicator: all on one host; each on a host of its own; several hosts, some shared."""
 MODES = ("sync", "async")
 BY_SIZE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
-"""Verbs whose tensors agree in shape on all ranks, so that all find the same line of a rule."""
+"""Collectives whose tensors have the same shape on all ranks, so that all ranks select the same line of a rule."""
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 _SHORT_BYTES = 64 << 10
 DEVICE_TRANSPORTS = ("nccl", "ipc")
-"""Transports that work on the device itself, the one to be taken first in front."""
+"""Backends that run on the device itself, in order of preference."""
 OF_THE_HOST = ("barrier", "scatter")
-"""Verbs that go by the rules for the CPU wherever a tensor is: ranks that have none cannot know of its device."""
+"""Collectives that use the rules for the CPU on any device: ranks without a tensor do not have its device."""
 HIERARCHICAL = "hierarchical"
-"""Inside the hosts, then between them: the one transport that adds group by group."""
+"""The backend that runs inside the hosts, then between them, and so adds group by group."""
 
 Rule = tuple[tuple[int | None, str], ...]
-"""(largest size in bytes, transport), in order of size; the last size is None, for everything larger."""
+"""(largest size in bytes, backend), in order of size; the last size is None, for all larger tensors."""
 
 
 class Key(NamedTuple):
-    """What a rule is for."""
+    """The calls to which a rule applies."""
 
     collective: str
     device: str
@@ -46,7 +47,7 @@ class Key(NamedTuple):
 def keys(
     collective: str | None = None, device: str | None = None, span: str | None = None, mode: str | None = None
 ) -> Iterator[Key]:
-    """All keys there are, or those with the given parts.
+    """Return all keys, or those with the given parts.
 
     >>> list(keys("barrier", "cpu", "host"))
     [Key(collective='barrier', device='cpu', span='host', mode='sync')]
@@ -67,14 +68,14 @@ def keys(
             yield key
 
 
-def span_of(group: Any) -> str:
-    """The span of the ranks of a group, which knows its hosts and its size."""
+def span_of(group: Group) -> str:
+    """Return the span of a group."""
     num_hosts = len(group.hosts)
     return "host" if num_hosts == 1 else "across" if num_hosts == group.size else "hosts"
 
 
 def out_of_reach(transport: str, span: str) -> str | None:
-    """Why a transport is of no use to ranks so placed, or None if it may be.
+    """Return why a backend cannot be used with a placement of ranks, or None.
 
     >>> out_of_reach("shm", "host"), out_of_reach("shm", "hosts")
     (None, 'its ranks are on several hosts')
@@ -87,9 +88,9 @@ def out_of_reach(transport: str, span: str) -> str | None:
 
 
 def device_transport(key: Key, can: Callable[[str], bool], *, forced: str = "auto", aware: bool = False) -> str | None:
-    """What CUDA tensors go by unless something else was asked for; None where they go through the host.
+    """Return the default backend for CUDA tensors; None if they are staged through the host.
 
-    `can` tells which transports are possible; `aware`, whether the MPI library takes memory of a device.
+    `can` returns whether a backend is possible; `aware` is whether the MPI library accepts device memory.
 
     >>> device_transport(Key("allreduce", "cuda", "host", "sync"), {"mpi", "ipc"}.__contains__)
     'ipc'
@@ -104,9 +105,9 @@ def device_transport(key: Key, can: Callable[[str], bool], *, forced: str = "aut
 def default_transport(
     key: Key, can: Callable[[str], bool], *, forced: str = "auto", hierarchical: str = "auto", aware: bool = False
 ) -> str:
-    """The transport that is taken unless something else was measured or asked for.
+    """Return the backend that is used if none was measured or requested.
 
-    `can` tells which transports are possible; `mpi` always is. `forced` and `hierarchical` are the settings.
+    `can` returns whether a backend is possible; `mpi` always is. `forced` and `hierarchical` are the settings.
 
     >>> default_transport(Key("allreduce", "cpu", "host", "sync"), {"mpi", "shm"}.__contains__)
     'shm'
@@ -132,7 +133,7 @@ def default_rule(
     hierarchical: str = "auto",
     aware: bool = False,
 ) -> Rule:
-    """The same by size: between three hosts and more, long sums go by messages of our own (scripts/link_bytes.py).
+    """Return the default rule: between three hosts and more, long reductions use `p2p` (scripts/link_bytes.py).
 
     >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
     ((65536, 'mpi'), (None, 'p2p'))
@@ -146,12 +147,12 @@ def default_rule(
 
 
 def is_all_or_nothing(key: Key, rule: Rule) -> bool:
-    """Whether a rule may not be changed for some sizes only: see `checked`."""
+    """Return whether a rule must have one backend for all sizes: see `checked`."""
     return key.collective in REDUCING and any(transport == HIERARCHICAL for _, transport in rule)
 
 
 def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
-    """A rule from what a user or a file says, or a refusal; neighbors with one transport become one.
+    """Check the entries of a user or a file and return them as a rule; merge neighbors with the same backend.
 
     >>> checked(Key("reduce", "cpu", "host", "sync"), [(64, "mpi"), (4096, "mpi"), (None, "shm")])
     ((4096, 'mpi'), (None, 'shm'))
@@ -161,15 +162,15 @@ def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
     rule = tuple((limit, transport) for limit, transport in entries)
     limits = [limit for limit, _ in rule[:-1]]
     if not rule or rule[-1][0] is not None:
-        raise ArgumentError(f"{rule} must end with (None, transport), for tensors of any greater size.")
+        raise ArgumentError(f"{rule} must end with (None, backend), for all larger tensors.")
     if not all(isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 for limit in limits):
         raise ArgumentError(f"{rule}: sizes are whole numbers of bytes above 0; only the last one is None.")
     if limits != sorted(set(limits)):  # type: ignore[type-var]
         raise ArgumentError(f"{rule}: the sizes must increase.")
     if len(rule) > 1 and key.collective not in BY_SIZE:
         raise ArgumentError(
-            f"{key.collective} takes one transport for all sizes, since its ranks may differ in length; by size go "
-            f"{', '.join(BY_SIZE)}."
+            f"{key.collective} takes one backend for all sizes, since its ranks may differ in length; only "
+            f"{', '.join(BY_SIZE)} may select by size."
         )
     rule = tuple(
         (limit, transport)
@@ -179,14 +180,13 @@ def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
     if len(rule) > 1 and is_all_or_nothing(key, rule):
         raise ArgumentError(
             f"{key.collective}: {HIERARCHICAL} takes all sizes or none. It adds group by group, others in rank order: "
-            "the "
-            "bits of a sum would depend on the size of the tensor."
+            "the bits of a sum would depend on the size of the tensor."
         )
     return rule
 
 
 def with_limit(key: Key, rule: Rule, up_to_bytes: int, transport: str) -> Rule:
-    """The rule with another transport for tensors of up to so many bytes.
+    """Return the rule with another backend for tensors of up to a number of bytes.
 
     >>> with_limit(Key("reduce", "cpu", "host", "sync"), ((None, "shm"),), 1024, "mpi")
     ((1024, 'mpi'), (None, 'shm'))
@@ -196,7 +196,7 @@ def with_limit(key: Key, rule: Rule, up_to_bytes: int, transport: str) -> Rule:
 
 
 def at(rule: Rule, num_bytes: int) -> str:
-    """The transport for a tensor of this size.
+    """Return the backend for a tensor of this size.
 
     >>> at(((1024, "mpi"), (None, "shm")), 1024), at(((1024, "mpi"), (None, "shm")), 1025)
     ('mpi', 'shm')
@@ -205,7 +205,7 @@ def at(rule: Rule, num_bytes: int) -> str:
 
 
 def format_bytes(number: int) -> str:
-    """A size as people write it.
+    """Format a size in bytes.
 
     >>> format_bytes(4096), format_bytes(300), format_bytes(724077)
     ('4 KiB', '300 B', '707.1 KiB')
@@ -219,7 +219,7 @@ def format_bytes(number: int) -> str:
 
 
 def format_rule(rule: Rule) -> str:
-    """A rule in words.
+    """Format a rule.
 
     >>> format_rule(((4096, "mpi"), (None, "shm")))
     'up to 4 KiB mpi, above shm'
@@ -230,10 +230,10 @@ def format_rule(rule: Rule) -> str:
 
 
 class Table(dict[Key, Rule]):
-    """A rule for every key. Printed, it has one line per verb and span."""
+    """A rule for every key. Printed, the table has one line per collective and span."""
 
     def variants(self, collective: str, span: str) -> str:
-        """The rules of a verb and span in words: one where all are the same, else by device and mode."""
+        """Format the rules of a collective and span: one if all are the same, else by device and mode."""
         texts: dict[str, str] = {}
         for device in DEVICES:
             modes = {key.mode: format_rule(self[key]) for key in keys(collective, device, span) if key in self}
@@ -246,7 +246,7 @@ class Table(dict[Key, Rule]):
         return "; ".join(f"{label}: {text}" for label, text in texts.items())
 
     def text(self, spans: Sequence[str] = SPANS) -> str:
-        """The lines of some spans."""
+        """Format the lines of some spans."""
         known = dict.fromkeys((key.collective, key.span) for key in self if key.span in spans)
         return "\n".join(f"{collective:14} {span:6}  {self.variants(collective, span)}" for collective, span in known)
 

@@ -1,4 +1,4 @@
-"""Which backend runs a call: the backends of a run, and the table that chooses among them."""
+"""Selection of the backend of a call: the backends of a run, and the table that selects among them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ..communicators.group import Group
 from ..config import Config
 from ..errors import ArgumentError, BackendUnavailableError, ConfigError
 from . import saved_tables, selection_table
@@ -32,35 +33,34 @@ _WHERE = {"host": "within a host", "hosts": "between hosts"}
 
 
 class Availability(dict[tuple[str, str, str, str], str]):
-    """(backend, verb, device, mode) -> ``available``, ``unavailable: reason`` or ``unimplemented``.
+    """(backend, collective, device, mode) -> ``available``, ``unavailable: reason`` or ``unimplemented``.
 
     In a job of several hosts also ``available within a host`` or ``available between hosts``, with the reason against
-    the other. Printed, it is a table with one line per backend, device and verdict.
+    the other. Printed, it is a table with one line per backend, device and status.
     """
 
     def __str__(self) -> str:
         lines: dict[tuple[str, str, str], list[str]] = {}
-        for (backend, collective, device, mode), verdict in self.items():
-            verbs = lines.setdefault((backend, device, verdict), [])
-            entry = collective if mode == "sync" else f"{collective}_async"
-            verbs.append(entry)
+        for (backend, collective, device, mode), status in self.items():
+            collectives = lines.setdefault((backend, device, status), [])
+            collectives.append(collective if mode == "sync" else f"{collective}_async")
         width = max(len(backend) for backend, *_ in self)
         return "\n".join(
-            f"{backend:{width}} {device:5} {verdict}"
-            + (f": {', '.join(verbs)}" if verdict.startswith("available") else "")
-            for (backend, device, verdict), verbs in lines.items()
+            f"{backend:{width}} {device:5} {status}"
+            + (f": {', '.join(collectives)}" if status.startswith("available") else "")
+            for (backend, device, status), collectives in lines.items()
         )
 
 
 class Choice(NamedTuple):
-    """A backend, and the size in bytes up to which it is taken (None: any)."""
+    """A backend, and the largest size in bytes for which it is used (None: any)."""
 
     up_to_bytes: int | None
     backend: Backend
 
 
-class Call(NamedTuple):
-    """What a backend is asked for."""
+class CallSpec(NamedTuple):
+    """The properties of a call by which a backend accepts or rejects it."""
 
     collective: str
     device_type: str
@@ -69,12 +69,12 @@ class Call(NamedTuple):
 
 
 class Selector:
-    """The backends of a run, and the choice among them."""
+    """The backends of a run, and the selection among them."""
 
-    def __init__(self, backends: dict[str, Backend], world: Any, config: Config) -> None:
+    def __init__(self, backends: dict[str, Backend], world: Group, config: Config) -> None:
         self.backends = backends
         self.tuned = Table()
-        """The rules that were measured, now or in an earlier run."""
+        """The rules that were measured, in this run or an earlier one."""
         self._world, self._config = world, config
         self._check_forced()
         self._defaults = self._default_table()
@@ -87,13 +87,13 @@ class Selector:
         collective: str,
         device_type: str,
         name: str,
-        group: Any,
+        group: Group,
         *,
         dtype: torch.dtype | None = None,
         op: str | None = None,
     ) -> Backend:
-        """The backend of this name, or a refusal with the reason."""
-        call, where = Call(collective, device_type, dtype, op), f"{group.where}: {collective}: backend={name!r}"
+        """Return the backend of this name; raise BackendUnavailableError with the reason if it cannot run the call."""
+        call, where = CallSpec(collective, device_type, dtype, op), f"{group.where}: {collective}: backend={name!r}"
         self._check_known(name, where)
         reason = self._why_not(name, call, group)
         if reason is not None:
@@ -107,22 +107,22 @@ class Selector:
         self,
         collective: str,
         device_type: str,
-        group: Any,
+        group: Group,
         *,
         dtype: torch.dtype | None = None,
         op: str | None = None,
         wanted: str | None = None,
         mode: str = "sync",
     ) -> list[Choice]:
-        """What runs a verb on a group, by size: the backend that is wanted, or what the table says.
+        """Return the backends of a call by size: `wanted`, or those of the table.
 
-        Where the table names a transport that cannot take such a call on this group, the default takes its place.
+        If the table names a backend that cannot run the call on this group, the default replaces it.
         """
-        call = Call(collective, device_type, dtype, op)
+        call = CallSpec(collective, device_type, dtype, op)
         if wanted is not None:
             return [Choice(None, self.choose(collective, device_type, wanted, group, dtype=dtype, op=op))]
         key = Key(collective, "cpu" if collective in selection_table.OF_THE_HOST else device_type, span_of(group), mode)
-        if key not in self.table:  # nothing takes such tensors here: refused with the reason
+        if key not in self.table:  # no backend accepts such tensors: raises with the reason
             return [Choice(None, self.choose(collective, device_type, "mpi", group))]
 
         def can(name: str) -> bool:
@@ -135,9 +135,9 @@ class Selector:
         return [Choice(limit, self.backends[name]) for limit, name in rule]
 
     def _rule_for(self, key: Key, can: Callable[[str], bool]) -> Rule:
-        """The rule of the table; for CUDA tensors without one of their own, what suits the GPUs of the very group.
+        """Return the rule of the table; for CUDA tensors with a default rule, the one for the GPUs of this group.
 
-        Through the host, they go by what the table says for the CPU.
+        CUDA tensors that are staged through the host use the rule for the CPU.
         """
         rule = self.table[key]
         if key.device == "cpu" or rule is not self._defaults[key]:
@@ -147,7 +147,7 @@ class Selector:
 
     def bind(
         self,
-        group: Any,
+        group: Group,
         collective: str,
         dtype: torch.dtype | None,
         op: str | None,
@@ -156,11 +156,11 @@ class Selector:
         wanted: str | None = None,
         mode: str = "sync",
     ) -> Operation:
-        """A verb on a group, ready to run on plain tensors: a step of something larger, as :meth:`select` has it."""
+        """Prepare a collective on a group by the selected backends, as a step of a larger collective."""
         choices = self.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
         return by_size([(limit, bind(backend, group, collective, dtype, op)) for limit, backend in choices], dtype)
 
-    def _why_not(self, name: str, call: Call, group: Any) -> str | None:
+    def _why_not(self, name: str, call: CallSpec, group: Group) -> str | None:
         if name not in self.backends:
             return "it is not part of this version"
         backend = self.backends[name]
@@ -173,7 +173,7 @@ class Selector:
 
     @property
     def _is_aware(self) -> bool:
-        """Whether the MPI library takes memory of a device."""
+        """Whether the MPI library accepts device memory."""
         return self.backends["mpi"].takes("cuda")
 
     def _default(self, key: Key, can: Callable[[str], bool], *, hierarchical: str | None = None) -> str:
@@ -197,13 +197,13 @@ class Selector:
         mode: str | None = None,
         up_to_bytes: int | None = None,
     ) -> None:
-        """Change the rules of a verb; see :class:`torchmpi.session.api.CollectiveSelector`."""
+        """Change the rules of a collective; see :class:`torchmpi.session.api.CollectiveSelector`."""
         changed = Table()
         for key in self._keys(collective, device, span, mode):
             if (span is None or device is None) and not self._is_possible(key, backend):
-                continue  # wherever the backend reaches
+                continue  # applies only where the backend is possible
             if span is None and up_to_bytes is not None and is_all_or_nothing(key, self.table[key]):
-                continue  # and wherever sizes may differ in their transport
+                continue  # applies only where the backend may depend on the size
             changed[key] = self._changed_rule(key, backend, up_to_bytes)
         if not changed:
             self._check_possible(self._keys(collective, device, span, mode)[0], backend)
@@ -213,52 +213,52 @@ class Selector:
         self._check_possible(key, backend)
         if up_to_bytes is None:
             return ((None, backend),)
-        with _about(self._where(key)):
+        with _prefixed(self._where(key)):
             return with_limit(key, self.table[key], up_to_bytes, backend)
 
     def assign(self, parts: tuple[str, ...], entries: str | Iterable[tuple[int | None, str]]) -> None:
-        """Replace the rule for one (verb, device, span, mode)."""
+        """Replace the rule for one (collective, device, span, mode)."""
         key = self.key(parts)
-        with _about(self._where(key)):
+        with _prefixed(self._where(key)):
             rule = checked(key, entries)
         for _, name in rule:
             self._check_possible(key, name)
         self._change({key: rule})
 
     def rule(self, parts: tuple[str, ...]) -> Rule:
-        """The rule for one (verb, device, span, mode)."""
+        """Return the rule for one (collective, device, span, mode)."""
         key = self.key(parts)
         if key not in self.table:
             self._check_possible(key, "mpi")
         return self.table[key]
 
     def adopt(self, table: Table) -> None:
-        """Take over measured rules, which all ranks must have the same."""
+        """Use measured rules, which must be the same on all ranks."""
         self._change(table)
         self.tuned.update(table)
 
     def reset(self) -> None:
-        """Back to the defaults."""
+        """Restore the default rules."""
         self._change(self._defaults)
         self.tuned.clear()
 
     def key(self, parts: tuple[str, ...]) -> Key:
-        """(verb, device, span, mode) as a key of the table, or a refusal."""
+        """Return (collective, device, span, mode) as a key of the table; raise ArgumentError if it is none."""
         if not isinstance(parts, tuple) or len(parts) != len(Key._fields):
             raise ArgumentError(
-                f"{self._world.where}: collective_selector[{parts!r}]: give four words, {', '.join(Key._fields)}, "
+                f"{self._world.where}: collective_selector[{parts!r}]: give four strings, {', '.join(Key._fields)}, "
                 "as in collective_selector['allreduce', 'cpu', 'host', 'sync']."
             )
         return self._keys(*parts)[0]
 
     def _keys(self, *parts: str | None) -> list[Key]:
-        with _about(f"{self._world.where}: collective_selector"):
+        with _prefixed(f"{self._world.where}: collective_selector"):
             found = list(keys(*parts))
             if not found:
                 collective, device, *_ = parts
                 if collective in selection_table.OF_THE_HOST and device == "cuda":
                     raise ArgumentError(
-                        f"{collective} goes by the rules of device 'cpu' wherever its tensor is: set those."
+                        f"{collective} uses the rules of device 'cpu' for tensors on any device: set those."
                     )
                 raise ArgumentError("barrier has the mode 'sync' only.")
             return found
@@ -267,9 +267,9 @@ class Selector:
         return f"{self._world.where}: collective_selector[{', '.join(key)}]"
 
     def _change(self, changed: dict[Key, Rule]) -> None:
-        """Make rules valid from the next call on. What is queued keeps the backend it was submitted with.
+        """Apply rules from the next call on.
 
-        It is waited for: calls in several steps choose the transport of a step when they come to it.
+        Queued calls complete first: a collective in several steps selects the backend of a step when it runs the step.
         """
         context = self._world.context
         context.finish_collectives()
@@ -294,7 +294,7 @@ class Selector:
     # --- what is possible -----------------------------------------------------------------------------------
 
     def reason_against(self, key: Key, name: str) -> str | None:
-        """Why a backend cannot be had for such calls in this job, or None if it can."""
+        """Return why a backend cannot run such calls in this job, or None."""
         if name not in self.backends:
             return "it is not part of this version"
         among = self._world if span_of(self._world) == key.span else None
@@ -306,7 +306,7 @@ class Selector:
         return self.reason_against(key, name) is None
 
     def refusal(self, table: Table) -> str:
-        """Why a table cannot be used in this job; '' if it can."""
+        """Return why a table cannot be used in this job, or ''."""
         for key, rule in table.items():
             for _, name in rule:
                 reason = self.reason_against(key, name)
@@ -337,23 +337,23 @@ class Selector:
 
     @property
     def spans(self) -> tuple[str, ...]:
-        """Those that communicators of this job can have."""
+        """Spans that communicators of this job can have."""
         widest = span_of(self._world)
         return selection_table.SPANS if widest == "hosts" else ("host", widest) if widest == "across" else ("host",)
 
     def availability(self) -> Availability:
-        """What each backend can do here."""
+        """Return what each backend can run in this job."""
         table = Availability()
         for name in dict.fromkeys((*NAMES, *self.backends)):
             for device in selection_table.DEVICES:
                 for collective in selection_table.COLLECTIVES:
-                    verdict = self._verdict(name, collective, device)
+                    status = self._status(name, collective, device)
                     for mode in selection_table.MODES:
                         if collective != "barrier" or mode == "sync":
-                            table[name, collective, device, mode] = verdict
+                            table[name, collective, device, mode] = status
         return table
 
-    def _verdict(self, name: str, collective: str, device: str) -> str:
+    def _status(self, name: str, collective: str, device: str) -> str:
         if name not in self.backends:
             return "unimplemented"
         widest = span_of(self._world)
@@ -368,19 +368,19 @@ class Selector:
         (other,) = reasons.keys() - able
         return f"available {_WHERE[able[0]]} ({_WHERE[other]}: {reasons[other]})"
 
-    # --- between runs ---------------------------------------------------------------------------------------
+    # --- measured tables ---------------------------------------------------------------------------------------
 
-    def pick_up(self, job: saved_tables.Job) -> None:
-        """Take over what was measured in an earlier run on a job like this. Collective."""
+    def load_saved(self, job: saved_tables.JobDescription) -> None:
+        """Use the table that an earlier run measured on such a job, if there is one. Collective."""
         found = self._saved(job) if self._world.rank == 0 else None
         table = self._world.comm.bcast(found)
         if table is not None:
             self.adopt(table)
 
-    def _saved(self, job: saved_tables.Job) -> Table | None:
+    def _saved(self, job: saved_tables.JobDescription) -> Table | None:
         setting = self._config.tuning_file
         path = saved_tables.path_for(setting)
-        # What was asked for goes before what was measured.
+        # A setting of the user overrides a measurement.
         if path is None or (self._config.backend, self._config.hierarchical) != ("auto", "auto"):
             return None
         table, problem = saved_tables.load(path, job)
@@ -389,7 +389,9 @@ class Selector:
         expected = not setting and problem in (saved_tables.NO_FILE, saved_tables.NO_ENTRY)
         if problem and not expected and self._config.verbose:
             print(
-                f"torchmpi: {path} is not used: {problem}. mpi.autotune() measures anew.", file=sys.stderr, flush=True
+                f"torchmpi: {path} is not used: {problem}. Run mpi.autotune() to measure again.",
+                file=sys.stderr,
+                flush=True,
             )
         return None if problem else table
 
@@ -399,8 +401,8 @@ def _advice(able: list[str]) -> str:
 
 
 @contextmanager
-def _about(where: str) -> Iterator[None]:
-    """Put in front of a refusal what it is about."""
+def _prefixed(where: str) -> Iterator[None]:
+    """Prefix the message of an ArgumentError."""
     try:
         yield
     except ArgumentError as error:

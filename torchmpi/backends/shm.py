@@ -32,10 +32,9 @@ from ..shared_memory.memory_layout import (
     entry,
 )
 from ..shared_memory.shared_tensors import SharedHeap
-from ..tensors import dtypes
-from . import schedule
+from ..tensors import dtypes, partition
 from .base import Operation, TensorTable
-from .mpi import destination_for, longest_part, rows_of
+from .mpi_messages import destination_for, longest_part, rows_of
 from .shm_group import SharedGroup
 
 _MOST_DIMS = ENTRY_FIELDS - PAYLOAD - 2
@@ -295,7 +294,7 @@ class ReduceScatter(Calls):
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
         num_rows, row_numel = rows_of(source)
-        destination = destination_for(source, schedule.part_of(num_rows, self.size, self.rank)[1], destination)
+        destination = destination_for(source, partition.part_of(num_rows, self.size, self.rank)[1], destination)
         row_bytes = row_numel * source.element_size()
         self.run("reduce_scatter", self.plan(), source.data_ptr(), num_rows, row_bytes, destination.data_ptr())
         return destination
@@ -381,7 +380,7 @@ class Movement(Calls):
         assert dtype is not None
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
-        destination = destination_for(like, schedule.part_of(shape[0], self.size, self.rank)[1], destination)
+        destination = destination_for(like, partition.part_of(shape[0], self.size, self.rank)[1], destination)
         status = self._in_kernel("take", plan, seq, shape[0], row_bytes, address, destination.data_ptr())
         if status:
             self.settle(status)
@@ -394,14 +393,14 @@ class Movement(Calls):
         if row_numel == 0:  # nothing to move, but the rows count
             self.meet(num_rows)
         else:  # most often all have as many rows: then there is nothing to ask before the result can be made
-            num_received = schedule.part_of(num_rows, self.size, self.rank)[1] * self.size
+            num_received = partition.part_of(num_rows, self.size, self.rank)[1] * self.size
             target = destination_for(source, num_received, destination)
             if not self.run("alltoall", self.plan(), source.data_ptr(), num_rows, row_bytes, target.data_ptr()):
                 return target
         rows = self.payloads()
-        received = [schedule.part_of(count, self.size, self.rank)[1] for count in rows]
+        received = [partition.part_of(count, self.size, self.rank)[1] for count in rows]
         destination = destination_for(source, sum(received), destination)
-        spans = schedule.rows(num_rows, self.size)
+        spans = partition.rows(num_rows, self.size)
         self._send([source.data_ptr() + first * row_bytes for first, _ in spans], [n * row_bytes for _, n in spans])
         self._receive(destination, [count * row_bytes for count in received])
         self.exchange(is_stream=False, longest=max(-(-count // self.size) for count in rows) * row_bytes)

@@ -21,7 +21,7 @@ import torch
 
 from .._version import __version__
 from ..backends import devices
-from ..backends.nccl import bindings
+from ..backends.nccl import nccl_library
 from ..config import PREFIX, Config
 from ..errors import ConfigError, LaunchError, TransportError
 from ..session import affinity, mpi_library
@@ -111,7 +111,7 @@ def _cuda() -> dict[str, Any]:
 def nccl() -> dict[str, str | None]:
     """The version of the NCCL that can be loaded, or why none can."""
     try:
-        version = bindings.load().version
+        version = nccl_library.load().version
     except TransportError as error:
         return {"nccl": None, "nccl_error": str(error)}
     return {"nccl": ".".join(map(str, version)), "nccl_error": None}

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..backends import schedule
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, MismatchError, TorchMPIError
 from ..session import runtime
-from ..tensors import buffers, dtypes, streams
+from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.numbers import as_tensor, is_number, restore
 
 _HEADER_TAG, _PAYLOAD_TAG = 1, 2
@@ -276,7 +275,7 @@ class _Message:
         most = max(1, self.message_bytes // work.element_size())
         return [
             buffers.as_bytes(self.MPI, flat[begin : begin + numel])
-            for begin, numel in schedule.chunks(flat.numel(), most)
+            for begin, numel in partition.chunks(flat.numel(), most)
         ]
 
     def _check_header(self) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from ..backends import hierarchical
 from ..backends.base import Backend, Operation, announced, bind, by_size
-from ..backends.selection_table import BY_SIZE, HIERARCHICAL, REDUCING
+from ..backends.selection_table import BY_SIZE, HIERARCHICAL
 from ..communicators.call_log import ON_DEVICE, as_many, call_code
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
@@ -99,7 +99,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     choices = runtime.selector.select(collective, chosen_by, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     bound: list[tuple[int | None, Operation, Backend]]
     if wanted != HIERARCHICAL and hierarchical.is_composed(runtime.communicators, communicator, collective):
-        composed = _composition(runtime, collective, op, wanted=wanted, mode=mode)
+        composed = _composition(runtime, collective, dtype, op, wanted=wanted, mode=mode)
         # Each step chooses its own backend; this one decides what is staged.
         bound = [(None, announced(group, composed), choices[-1].backend)]
     else:
@@ -159,34 +159,26 @@ def _chosen_by(runtime: Runtime, collective: str, device_type: str, wanted: str 
     return "cpu" if backend is None or backend.takes("cpu") else "cuda"
 
 
-def _composition(runtime: Runtime, collective: str, op: str | None, *, wanted: str | None, mode: str) -> Operation:
-    step_op = "sum" if op == "avg" else op
-
-    def run_step(group: Group, step_collective: str, tensor: torch.Tensor | None, root: int) -> None:
-        dtype = tensor.dtype if tensor is not None else None
-        op_of_step = step_op if step_collective in REDUCING else None
-        device_type = "cpu" if tensor is None else tensor.device.type
-        key = ("step", step_collective, op_of_step, dtype, device_type, wanted, mode)
-        plan = group.plans.get(key)
-        if plan is None:
-            operation = _step(runtime, group, step_collective, dtype, op_of_step, (device_type, wanted, mode))
-            step_code = call_code(step_collective, op_of_step, dtypes.info(dtype).code if dtype is not None else 0)
-            plan = group.plans[key] = PreparedPlan(step_collective, step_code, operation)
-        group.call_queue.run(group.perform, plan, tensor, None, root, subject=None if device_type == "cpu" else tensor)
-
-    return hierarchical.Composition(runtime.communicators, collective, op, cartesian=runtime.cartesian, run=run_step)
+def _composition(
+    runtime: Runtime, collective: str, dtype: torch.dtype | None, op: str | None, *, wanted: str | None, mode: str
+) -> Operation:
+    runner = hierarchical.StepRunner(op, partial(_step, runtime, wanted, mode), variant=(wanted, mode))
+    return hierarchical.SpanCollective(
+        runtime.communicators, collective, dtype, op, runner, cartesian=runtime.cartesian
+    )
 
 
 def _step(
     runtime: Runtime,
+    wanted: str | None,
+    mode: str,
     group: Group,
     collective: str,
     dtype: torch.dtype | None,
     op: str | None,
-    choice: tuple[str, str | None, str],
+    device_type: str,
 ) -> Operation:
-    """Bind a step in place on one of the groups of a span; `choice`: device type, backend, mode."""
-    device_type, wanted, mode = choice
+    """Prepare a collective in place on one of the groups of a span."""
     choices = runtime.selector.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=True)
     parts = [(limit, backend, bind(backend, group, collective, dtype, op)) for limit, backend in choices]

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 
 import torch
 
-from ..backends import schedule
 from ..backends.base import Operation
 from ..communicators.group import Group
-from ..tensors import buffers, streams
+from ..tensors import buffers, partition, streams
 
 _NUM_BUFFERS = 3  # one is copied to the host, one is in the backend, one is copied to the device
 
@@ -120,7 +119,7 @@ class StagedOperation:
         """Copy each chunk to the host, run the operation, and copy it to the device."""
         call_log, dtype = self._group.call_log, like.dtype
         chunk_numel = max(1, self._pool.chunk_bytes // dtype.itemsize)
-        spans = schedule.chunks(like.numel(), chunk_numel) or [(0, 0)]
+        spans = partition.chunks(like.numel(), chunk_numel) or [(0, 0)]
         with self._pool.lend(min(_NUM_BUFFERS, len(spans))) as ring:
             for buffer in ring:
                 buffer.follow(like.device)

@@ -145,7 +145,9 @@ class BaseGroup(dist.ProcessGroup):
     ) -> PreparedPlan:
         return dispatch.plan_of(self._communicator, collective, tensor, out, op=op)
 
-    def _plan_into(self, collective: str, source: torch.Tensor, output: torch.Tensor, op: str | None = None) -> PreparedPlan:
+    def _plan_into(
+        self, collective: str, source: torch.Tensor, output: torch.Tensor, op: str | None = None
+    ) -> PreparedPlan:
         """That of a call which fills rows of `output`, and whose source is put in order when its turn comes."""
         what = f"{self._group.where}: {collective}"
         buffers.check(source, what)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
-from ..backends.schedule import part_of
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
+from ..tensors.partition import part_of
 from .channel import resolve
 from .replica import SHARDED, Attachment
 

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..backends.schedule import even_partition
 from ..communicators.group import Group
 from ..communicators.levels import Comm
 from ..errors import CheckpointError
@@ -22,6 +21,7 @@ from ..session import runtime
 from ..shared_memory.kernels.shard_layout import MOST_STATES, STEPS, VERSION
 from ..tensors import archive
 from ..tensors.dtypes import short_name
+from ..tensors.partition import even_partition
 from .servers import Server
 from .service import Service, call_on_servers, service_of
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..backends.schedule import even_partition
 from ..collectives.dispatch import is_simple
 from ..communicators.group import Group
 from ..communicators.handle import Handle
@@ -17,6 +16,7 @@ from ..session import runtime
 from ..shared_memory.kernels.server_rules import state_dtype
 from ..tensors import buffers, streams
 from ..tensors import dtypes as dtype_table
+from ..tensors.partition import even_partition
 from .actor import Shards
 from .rules import Prepared, Rule, prepare
 from .service import Service, call_on_servers, require_threads, service_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ..backends.nccl import bindings
+from ..backends.nccl import nccl_library
 from ..backends.selection_table import Key, Rule
 from ..backends.selector import Availability
 from ..communicators.communicator import Communicator
@@ -76,7 +76,7 @@ def has_nccl() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        bindings.load()
+        nccl_library.load()
     except TransportError:
         return False
     return True

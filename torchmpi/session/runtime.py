@@ -18,10 +18,10 @@ from ..backends import saved_tables
 from ..backends.base import Operation
 from ..backends.devices import Devices, device_index, ipc_key
 from ..backends.hierarchical import HierarchicalBackend
-from ..backends.ipc import memory
-from ..backends.ipc.backend import IpcBackend
+from ..backends.ipc import staging_areas
+from ..backends.ipc.ipc_backend import IpcBackend
 from ..backends.mpi import MPIBackend
-from ..backends.nccl.backend import NcclBackend
+from ..backends.nccl.nccl_backend import NcclBackend
 from ..backends.p2p import P2PBackend
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
@@ -83,7 +83,7 @@ class Runtime:
         cores = frozenset.union(*(facts[rank][1] for rank in locals_))
         self.context.is_crowded = self.local_size > len(cores)
         self.job = saved_tables.describe_job(hosts, len(cores), self.local_size, mpi_library.short_version(self.MPI))
-        self.selector.pick_up(self.job)
+        self.selector.load_saved(self.job)
         self._watch()
 
     def _backends(self, neighbours: Mapping[int, process_vm.Ticket]) -> dict[str, Any]:
@@ -117,13 +117,16 @@ class Runtime:
             return ""  # for other reasons it is not offered anyway
         world = self.MPI.COMM_WORLD
         host = world.Split(self.context.hosts[world.rank], world.rank)
-        problem = memory.trial(host, partial(memory.CudaDevice, self.device.index)) if host.size > 1 else ""
+        make_device = partial(staging_areas.CudaDevice, self.device.index)
+        problem = staging_areas.trial(host, make_device) if host.size > 1 else ""
         host.Free()
         found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
         return found[0] if found else ""
 
-    def _bind_step(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        return self.selector.bind(group, collective, dtype, op)
+    def _bind_step(
+        self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, device_type: str
+    ) -> Operation:
+        return self.selector.bind(group, collective, dtype, op, device_type=device_type)
 
     @property
     def can_share(self) -> bool:

@@ -1,6 +1,7 @@
-"""Collectives in steps over groups of ranks: over spans that the user sets, and over the hosts of a group."""
+"""Collectives in steps on groups of ranks: over the levels of a span, and over the hosts of a group."""
 
-from .backend import COLLECTIVES, HierarchicalBackend
-from .composition import COMPOSED, Composition, is_composed
+from .hierarchical_backend import COLLECTIVES, HierarchicalBackend
+from .spans import COMPOSED, SpanCollective, is_composed
+from .steps import StepRunner
 
-__all__ = ["COMPOSED", "VERBS", "Composition", "HierarchicalBackend", "is_composed"]
+__all__ = ["COLLECTIVES", "COMPOSED", "HierarchicalBackend", "SpanCollective", "StepRunner", "is_composed"]

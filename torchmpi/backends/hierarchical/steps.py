@@ -1,99 +1,191 @@
-"""What spans and hosts have in common: steps on other groups, and what partial results travel in."""
+"""Running the steps of a collective on groups, chunk by chunk.
+
+A plan (:func:`torchmpi.communicators.splits.steps_for`) names the steps of a collective: a flat collective and the
+group on which it runs. :class:`StepSequence` runs a plan. It has two configurations: the levels of a span
+(:mod:`.spans`) and the hosts of a group (:mod:`.hosts`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
+from ...communicators import splits
 from ...communicators.call_log import call_code
 from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ...communicators.plan import Plan
-from ...tensors import dtypes
+from ...tensors import dtypes, partition
 from ..base import Operation
+from ..pipeline import ChunkBuffers, run_pipelined
+from ..rank_order import PartialResults
+from ..selection_table import REDUCING
 
-_REDUCING = ("allreduce", "reduce", "reduce_scatter")
-# Their results are among their operands: nothing is rounded, so nothing wider need be carried.
-_EXACT = ("min", "max")
+BindStep = Callable[[Group, str, torch.dtype | None, str | None, str], Operation]
+"""``bind_step(group, collective, dtype, op, device_type)``: a flat collective, by the backend that suits the group."""
 
-BindStep = Callable[[Group, str, torch.dtype | None, str | None], Operation]
-"""``bind_step(group, verb, dtype, op)``: a flat verb on one group, by the backend that suits the group."""
+RunStep = Callable[..., Any]
+"""``run_step(group, collective, source, destination=None, root=0)``: :meth:`StepRunner.run` or `perform`."""
+
+Phases = tuple[tuple[splits.Step, ...], splits.Step | None, tuple[splits.Step, ...]]
+
+GroupsByLevel = Mapping[tuple[int, str], Group | None]
+"""The groups of a plan by level and kind (``intra`` or ``inter``); None where this rank is in no such group."""
 
 
-class Steps:
-    """Runs flat verbs on the groups in which the steps of one collective take place."""
+class StepRunner:
+    """Runs flat collectives on groups as the steps of one collective."""
 
-    def __init__(self, op: str | None, bind_step: BindStep) -> None:
-        self._op = "sum" if op == "avg" else op  # divided once, at the end
-        self._bind_step = bind_step
+    def __init__(self, op: str | None, bind_step: BindStep, *, variant: Hashable = None) -> None:
+        """Create a runner; `variant` tells apart runners whose `bind_step` selects different backends."""
+        self._op = "sum" if op == "avg" else op  # an average is divided once, at the end
+        self._bind_step, self._variant = bind_step, variant
 
     def run(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
-        """One step, in its turn."""
-        return group.call(self._plan(group, collective, source, destination), source, destination, root)
+        """Run a step in the order of the group's call queue."""
+        tensor = destination if source is None else source
+        subject = None if tensor is None or tensor.is_cpu else tensor
+        plan = self._plan(group, collective, source, destination)
+        return group.call_queue.run(group.perform, plan, source, destination, root, subject=subject)
 
     def perform(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
-        """One step, by who has the turn on the lane of the group."""
+        """Run a step within a task of the group's call queue."""
         return group.perform(self._plan(group, collective, source, destination), source, destination, root)
+
+    def start(self, group: Group, task: Callable[[RunStep], Any], *, in_background: bool) -> Handle | None:
+        """Run a task of several steps on one group, now or in its call queue."""
+        if in_background:
+            return group.call_queue.submit(partial(task, self.perform), f"{group.where}: {group.name}")
+        task(self.run)
+        return None
 
     def _plan(self, group: Group, collective: str, source: Any, destination: Any) -> Plan:
         tensor = destination if source is None else source
-        dtype = None if tensor is None else tensor.dtype
-        op = self._op if collective in _REDUCING else None
-        key = ("step", collective, op, dtype)
+        dtype, device_type = (None, "cpu") if tensor is None else (tensor.dtype, tensor.device.type)
+        op = self._op if collective in REDUCING else None
+        key = ("step", collective, op, dtype, device_type, self._variant)
         plan: Plan | None = group.plans.get(key)
         if plan is None:
             # No shape: the ranks have compared the call of which this is a step.
             code = call_code(collective, op, dtypes.info(dtype).code if dtype is not None else 0)
-            plan = group.plans[key] = Plan(collective, code, self._bind_step(group, collective, dtype, op))
+            operation = self._bind_step(group, collective, dtype, op, device_type)
+            plan = group.plans[key] = Plan(collective, code, operation)
         return plan
 
 
-def carried_in(dtype: torch.dtype, op: str) -> torch.dtype:
-    """The dtype of partial results, which is wider than that of the result where rounding twice would show.
+class StepSequence:
+    """Barrier, broadcast, reduce or allreduce in place: a plan of steps, run for each chunk of the tensor.
 
-    >>> carried_in(torch.bfloat16, "sum"), carried_in(torch.bfloat16, "max"), carried_in(torch.float64, "avg")
-    (torch.float32, torch.bfloat16, torch.float64)
+    One step of a plan, the last reduction or the first step between groups, may run in the background while the other
+    steps work on other chunks.
     """
-    accumulator = dtypes.info(dtype).accumulator
-    assert accumulator is not None
-    return dtype if op in _EXACT else accumulator
+
+    def __init__(
+        self,
+        collective: str,
+        rank: int,
+        groups: GroupsByLevel,
+        plan: Callable[[int], tuple[splits.Step, ...]],
+        runner: StepRunner,
+        *,
+        partial_results: PartialResults | None = None,
+        chunk_numel: int | None = None,
+        sum_across: Callable[[RunStep, Group, torch.Tensor, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Prepare a sequence.
+
+        `plan` returns the steps for a root, `partial_results` belongs to reductions, `chunk_numel` None is one chunk
+        on any device. `sum_across` replaces the last step of an allreduce: ``sum_across(run_step, group, total, out)``.
+        """
+        self.collective, self.rank, self.groups, self.runner = collective, rank, groups, runner
+        self.partial_results, self.chunk_numel = partial_results, chunk_numel
+        self.sum_across = sum_across or self._sum_across
+        self.work = None if partial_results is None or chunk_numel is None else ChunkBuffers(partial_results.carrier)
+        self.phases = lru_cache(maxsize=None)(lambda root: _phases(collective, plan(root)))
+
+    def __call__(self, buffer: torch.Tensor | None, _: Any, root: int) -> torch.Tensor | None:
+        """Run the steps on a contiguous tensor."""
+        before, middle, after = self.phases(root)
+        chunks = chunks_of(buffer, self.chunk_numel)
+        works: dict[int, torch.Tensor | None] = {}
+
+        def run_before(k: int) -> None:
+            works[k] = self._work_for(chunks[k], k)
+            self._run(before, works[k])
+
+        def start_middle(k: int) -> Handle | None:
+            if middle is None:
+                return None
+            in_background = len(chunks) > 1 and middle.group == "inter"
+            task = partial(self._run_middle, middle, works[k], chunks[k])
+            return self.runner.start(self._group(middle), task, in_background=in_background)
+
+        def run_after(k: int) -> None:
+            work, chunk = works.pop(k), chunks[k]
+            self._run(after, chunk if self.collective == "allreduce" else work)
+            if self.collective == "reduce" and self.rank == root:
+                assert self.partial_results is not None and work is not None and chunk is not None
+                self.partial_results.finish(work, chunk)
+
+        run_pipelined(len(chunks), run_before, start_middle, run_after)
+        return buffer
+
+    def _group(self, step: splits.Step) -> Group:
+        group = self.groups[step.level, step.group]
+        assert group is not None  # a plan names a group only to its members
+        return group
+
+    def _run(self, steps: tuple[splits.Step, ...], tensor: torch.Tensor | None) -> None:
+        for step in steps:
+            self.runner.run(self._group(step), step.collective, tensor, None, step.root or 0)
+
+    def _run_middle(
+        self, step: splits.Step, work: torch.Tensor | None, chunk: torch.Tensor | None, run_step: RunStep
+    ) -> None:
+        if step.collective == "allreduce":
+            assert work is not None and chunk is not None
+            self.sum_across(run_step, self._group(step), work, chunk)
+        else:
+            run_step(self._group(step), step.collective, work, None, step.root or 0)
+
+    def _sum_across(self, run_step: RunStep, group: Group, total: torch.Tensor, out: torch.Tensor) -> None:
+        assert self.partial_results is not None
+        run_step(group, "allreduce", total)
+        self.partial_results.finish(total, out)
+
+    def _work_for(self, chunk: torch.Tensor | None, k: int) -> torch.Tensor | None:
+        """Return the memory of partial results: a copy if they are wider than the result, or not for other ranks."""
+        partial_results = self.partial_results
+        if chunk is None or partial_results is None or not (partial_results.is_rounded or self.collective == "reduce"):
+            return chunk
+        if self.work is None:
+            return chunk.to(partial_results.carrier, copy=True)
+        return self.work.take(k, chunk.numel()).copy_(chunk)
 
 
-def divide(total: torch.Tensor, size: int) -> None:
-    """Make an average of a sum, in place."""
-    with torch.inference_mode(total.is_inference()):
-        values = total.detach()
-        (torch.view_as_real(values) if values.is_complex() else values).div_(size)
+def chunks_of(buffer: torch.Tensor | None, chunk_numel: int | None) -> list[Any]:
+    """Cut a tensor into flat chunks; without a tensor (a barrier), return one chunk that is None."""
+    if buffer is None:
+        return [None]
+    flat = buffer.detach().view(-1)
+    chunks = partition.chunks(flat.numel(), chunk_numel or max(1, flat.numel()))
+    return [flat[begin : begin + numel] for begin, numel in chunks]
 
 
-def pipelined(
-    num_pieces: int, before: Callable[[int], Any], across: Callable[[int], Handle | None], after: Callable[[int], Any]
-) -> None:
-    """For each piece what comes before, across and after; while a piece is on its way across, others are at work.
+def _phases(collective: str, steps: tuple[splits.Step, ...]) -> Phases:
+    """Split a plan at the step that may run in the background.
 
-    `across` begins, and what it returns is waited for. Two pieces are under way at most, so two sets of memory do.
-
-    >>> def say(what): return lambda k: print(what, k)
-    >>> pipelined(3, say("before"), say("across"), say("after"))
-    before 0
-    across 0
-    before 1
-    across 1
-    after 0
-    before 2
-    across 2
-    after 1
-    after 2
+    In an allreduce this is the last reduction, after which the result is rounded. Without such a step, the first step
+    comes before and the others after: the ranks of a group must run their steps for all chunks in the same order.
     """
-    on_the_way: Handle | None = None
-    for k in range(num_pieces + 1):
-        earlier = on_the_way
-        if k < num_pieces:
-            before(k)
-            on_the_way = across(k)
-        if k > 0:
-            if earlier is not None:
-                earlier.wait()
-            after(k - 1)
+    if collective == "allreduce":
+        middles = [index for index, step in enumerate(steps) if step.collective in REDUCING][-1:]
+    else:
+        middles = [index for index, step in enumerate(steps) if step.group == "inter"][:1]
+    if not middles:
+        return steps[:1], None, steps[1:]
+    index = middles[0]
+    return steps[:index], steps[index], steps[index + 1 :]

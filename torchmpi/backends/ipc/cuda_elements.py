@@ -7,6 +7,7 @@ are summed as float32. Everything here also runs under Numba's simulator.
 The semantics are those of :mod:`torchmpi.shared_memory.kernels.reduction`, which see.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-any-return"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -3,6 +3,7 @@
 Under Numba's simulator (NUMBA_ENABLE_CUDASIM=1) the same names work on addresses of the host.
 """
 
+# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 import ctypes
@@ -152,5 +153,6 @@ else:
     multiply_single, multiply_double = libdevice.fmul_rn, libdevice.dmul_rn
 
     def store_lane(bits: int) -> Function:
+        """Return the intrinsic that stores the lowest bits of a word."""
         made: Function = _intrinsic(_store_lane(bits))
         return made

@@ -8,6 +8,7 @@ driver
 that to what the device runs. Numba's own launch is not used: it prepares every argument anew, in Python.
 """
 
+# mypy: disable-error-code="no-untyped-call, attr-defined"
 from __future__ import annotations
 
 import functools
@@ -30,8 +31,7 @@ Reducer = Callable[[Sequence[int], int, int, int], None]
 
 
 def reducer(device: Any, dtype: torch.dtype, op: str, num_sources: int) -> Reducer:
-    """The reduction of so many sources on a device (:class:`torchmpi.backends.ipc.cuda_driver.Device`), which is
-    entered.
+    """Return the reduction of `num_sources` areas on a device, whose context is current.
 
     Sources begin at multiples of 16 bytes and are read up to the next such multiple behind their end.
     """

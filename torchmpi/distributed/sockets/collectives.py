@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...backends import schedule
+from ...tensors import partition
 from .datatypes import IN_PLACE, Buffer, Op, blocks_of, buffer_of, combine
 from .endpoint import Endpoint
 from .matching import new_memory
@@ -83,7 +84,7 @@ class Collective(Messenger):
         """The objects of all, in rank order."""
         call, found = self._begin(), {self.rank: bytes(packed(obj))}
         for (sent,), (received,) in schedule.doubling(self.rank, self.size):
-            ranks = [(sent.first + k) % self.size for k in range(sent.num_rows)]
+            ranks = [(sent.first + k) % self.size for k in range(sent.num_blocks)]
             sending = self._give(packed({rank: found[rank] for rank in ranks}), sent.peer, call)
             receive = self._get(None, received.peer, call)
             Request.Waitall((receive, sending))
@@ -201,8 +202,8 @@ class Collective(Messenger):
         """The own block to everybody, and everybody's into its place."""
         if self.size > 2 and sum(map(len, blocks)) <= _SHORT_BYTES:
             for (sent,), (received,) in schedule.doubling(self.rank, self.size):
-                places = [(received.first + k) % self.size for k in range(received.num_rows)]
-                data = b"".join(blocks[(sent.first + k) % self.size] for k in range(sent.num_rows))
+                places = [(received.first + k) % self.size for k in range(received.num_blocks)]
+                data = b"".join(blocks[(sent.first + k) % self.size] for k in range(sent.num_blocks))
                 incoming = new_memory(sum(len(blocks[place]) for place in places))
                 sending = self._give(memoryview(data), sent.peer, call)
                 Request.Waitall((self._get(incoming, received.peer, call), sending))
@@ -258,7 +259,7 @@ class _Barrier:
 
 def _parts_of(given: Buffer, size: int) -> list[memoryview]:
     """An even partition by elements."""
-    spans = schedule.even_partition(len(given.view) // given.datatype.itemsize, size)
+    spans = partition.even_partition(len(given.view) // given.datatype.itemsize, size)
     return blocks_of((given.view, [numel for _, numel in spans], [begin for begin, _ in spans], given.datatype), size)
 
 

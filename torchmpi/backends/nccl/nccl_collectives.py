@@ -1,4 +1,4 @@
-"""The verbs over NCCL: which of its functions gets which addresses, lengths and roots.
+"""The collectives over NCCL: its functions with their addresses, lengths and roots.
 
 NCCL knows equal parts only. What is uneven goes as several operations that are begun together.
 """
@@ -8,21 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...tensors import buffers
-from .. import schedule
-from ..mpi import Movement, destination_for, longest_part, rows_of
-from .bindings import BYTE, DTYPES, OPS, Communicator
-from .constants import flat, recipe
-from .endpoint import End
+from ...communicators.group import Group
+from ...tensors import buffers, partition
+from ..mpi_messages import broadcast_header, check_part_sizes, destination_for, row_counts, rows_of
+from .nccl_group import NcclGroup
+from .nccl_library import BYTE, DTYPES, OPS, NcclCommunicator
+from .recipes import flat, recipe
 
 
-class Reduction:
+class NcclReduction:
     """Reductions of one dtype and operation on one group."""
 
-    def __init__(self, end: End, dtype: torch.dtype, op: str) -> None:
+    def __init__(self, end: NcclGroup, dtype: torch.dtype, op: str) -> None:
         self.end, self.rank, self.size = end, end.rank, end.size
         self.carrier, nccl_op, self.encode, self.decode = recipe(dtype, op, end.size)
         self._type, self._op = DTYPES[self.carrier], OPS[nccl_op]
@@ -52,7 +51,7 @@ class Reduction:
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
         num_rows, _ = rows_of(source)
-        spans = schedule.rows(num_rows, self.size)
+        spans = partition.rows(num_rows, self.size)
         destination = destination_for(source, spans[self.rank][1], destination)
         if source.numel():
             communicator, stream = self.end.ready(source)
@@ -65,7 +64,7 @@ class Reduction:
 
     def _scatter_sums(
         self,
-        communicator: Communicator,
+        communicator: NcclCommunicator,
         stream: int,
         sent: torch.Tensor,
         got: torch.Tensor,
@@ -84,7 +83,9 @@ class Reduction:
                     target = got.data_ptr() if owner == self.rank else 0
                     self._reduce_to(owner, communicator, stream, part, target)
 
-    def _reduce_to(self, root: int, communicator: Communicator, stream: int, sent: torch.Tensor, target: int) -> None:
+    def _reduce_to(
+        self, root: int, communicator: NcclCommunicator, stream: int, sent: torch.Tensor, target: int
+    ) -> None:
         arguments = sent.data_ptr(), target, sent.numel(), self._type, self._op, root
         communicator.run("ncclReduce", *arguments, stream=stream)
 
@@ -102,12 +103,11 @@ class Reduction:
             buffers.overwrite(values, got)
 
 
-class DeviceMovement(Movement):
+class NcclMovement:
     """Verbs that move bytes and compute nothing. How many rows there are goes by MPI, the rows by NCCL."""
 
-    def __init__(self, group: Any, end: End) -> None:
-        super().__init__(group, message_bytes=0)
-        self._end = end
+    def __init__(self, group: Group, end: NcclGroup) -> None:
+        self.group, self.rank, self.size, self._end = group, group.rank, group.size, end
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Everybody gets the root's values, in place."""
@@ -119,17 +119,18 @@ class DeviceMovement(Movement):
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Everybody's rows in rank order, to everybody."""
-        rows, row_bytes = self._rows(source)
-        destination = destination_for(source, int(rows.sum()), destination)
+        rows = row_counts(self.group, source)
+        destination = destination_for(source, sum(rows), destination)
         if not destination.nbytes:
             return destination
         communicator, stream = self._end.ready(source)
         address, target = source.data_ptr(), destination.data_ptr()
-        if (rows == rows[0]).all():
+        if min(rows) == max(rows):
             communicator.run("ncclAllGather", address, target, source.nbytes, BYTE, stream=stream)
             return destination
         with communicator.group():  # NCCL knows equal parts only: one broadcast of each, all at once
-            for origin, num_bytes in enumerate((rows * row_bytes).tolist()):
+            row_bytes = rows_of(source)[1] * source.element_size()
+            for origin, num_bytes in enumerate(count * row_bytes for count in rows):
                 if num_bytes:
                     communicator.run("ncclBroadcast", address, target, num_bytes, BYTE, origin, stream=stream)
                 target += num_bytes
@@ -137,13 +138,13 @@ class DeviceMovement(Movement):
 
     def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
         """Everybody's rows in rank order, to the root."""
-        rows, _ = self._rows(source)
+        rows = row_counts(self.group, source)
         line = self._end.ready(source)
         if self.rank != root:
             self._exchange(line, {root: source}, {})
             return None
-        destination = destination_for(source, int(rows.sum()), destination)
-        parts = dict(enumerate(destination.detach().split(rows.tolist())))
+        destination = destination_for(source, sum(rows), destination)
+        parts = dict(enumerate(destination.detach().split_with_sizes(rows)))
         own = parts.pop(root)
         buffers.overwrite(own, source.view(own.shape))
         self._exchange(line, {}, parts)
@@ -152,15 +153,15 @@ class DeviceMovement(Movement):
     def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """The root's rows, split evenly: each rank gets its part, on its GPU."""
         source = source if self.rank == root else None  # what another rank passes is of no concern
-        shape, dtype = self._announce(source, root)
-        counts = [num_rows for _, num_rows in schedule.rows(shape[0], self.size)]
+        shape, dtype = broadcast_header(self.group, source, root)
+        counts = [num_rows for _, num_rows in partition.rows(shape[0], self.size)]
         like = torch.empty((0, *shape[1:]), dtype=dtype, device=self._end.device) if source is None else source
         destination = destination_for(like, counts[self.rank], destination)
         line = self._end.ready(destination)
         if source is None:
             self._exchange(line, {}, {root: destination})
             return destination
-        parts = dict(enumerate(source.view(shape).split(counts)))
+        parts = dict(enumerate(source.view(shape).split_with_sizes(counts)))
         buffers.overwrite(destination, parts.pop(root))
         self._exchange(line, parts, {})
         return destination
@@ -168,21 +169,17 @@ class DeviceMovement(Movement):
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Part j of everybody's rows goes to rank j."""
         num_rows, _ = rows_of(source)
-        everybody, _ = self._rows(source)
-        sent = [count for _, count in schedule.rows(num_rows, self.size)]
-        received = [schedule.part_of(count, self.size, self.rank)[1] for count in everybody.tolist()]
+        sent = [count for _, count in partition.rows(num_rows, self.size)]
+        received = [partition.part_of(count, self.size, self.rank)[1] for count in row_counts(self.group, source)]
         destination = destination_for(source, sum(received), destination)
-        outgoing = source.view(num_rows, *source.shape[1:]).split(sent)
-        incoming = destination.detach().split(received)
+        outgoing = source.view(num_rows, *source.shape[1:]).split_with_sizes(sent)
+        incoming = destination.detach().split_with_sizes(received)
         self._swap(outgoing, incoming)
         return destination
 
     def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
         """Part j of `sources` goes to rank j; part j of `destinations` is filled by it."""
-        sizes = np.array([[part.nbytes for part in parts] for parts in (sources, destinations)], np.int64)
-        everybody = np.empty((self.size, 2, self.size), np.int64)
-        self.comm.Allgather((sizes, self.MPI.INT64_T), (everybody, self.MPI.INT64_T))
-        longest_part(torch.from_numpy(everybody), self.where)
+        check_part_sizes(self.group, sources, destinations)
         self._swap(sources, destinations)
 
     def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
@@ -192,7 +189,7 @@ class DeviceMovement(Movement):
         self._exchange(line, sends, receives)
 
     def _exchange(
-        self, line: tuple[Communicator, int], sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
+        self, line: tuple[NcclCommunicator, int], sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
     ) -> None:
         """Messages to and from ranks, all at once. Empty ones are none, at both ends."""
         communicator, stream = line

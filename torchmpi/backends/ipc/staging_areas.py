@@ -1,8 +1,8 @@
-"""Staging areas on GPUs, and the events around them, opened by all ranks of a group.
+"""Staging areas on GPUs and their events, which all ranks of a group open.
 
-An area is an allocation of its own, by the driver. Torch's allocator could not give one: what it hands out are pieces
-of large blocks, an IPC handle opens the whole block, with everybody's tensors in it, and with `expandable_segments`
-there is no such handle. What is made here is made once for a group, with its first call, and goes with it.
+An area is an allocation of the driver. Torch's allocator returns parts of large blocks: an IPC handle would open the
+whole block with other tensors in it, and with `expandable_segments` there is no such handle. A group makes its areas in
+its first call and frees them with the group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _NUM_HALVES = 2
 
 
 class StagingDevice(Protocol):
-    """What is asked of a device; :class:`torchmpi.backends.ipc.cuda_driver.Device` is one."""
+    """A device for staging areas; :class:`torchmpi.backends.ipc.cuda_driver.Device` implements it."""
+
+    # ruff: noqa: D102
 
     index: int
 
@@ -46,24 +48,24 @@ class StagingDevice(Protocol):
 
 
 class CudaDevice(Device):
-    """A GPU with the streams of torch and the kernels of this package."""
+    """A GPU with torch's streams and the reduction kernels of this package."""
 
     def stream(self) -> int:
-        """The stream that is torch's current one on this device, in this thread."""
+        """Return torch's current stream of this thread on this device."""
         if torch.cuda.is_current_stream_capturing():
             raise DeviceError(
-                "a collective by ipc cannot be captured in a CUDA graph: the hosts meet in it. Call it outside of the "
-                "capture, or pass backend='nccl'."
+                "a collective by ipc cannot be captured in a CUDA graph: its processes synchronize. Call it outside "
+                "of the capture, or pass backend='nccl'."
             )
         return int(torch.cuda.current_stream(self.index).cuda_stream)
 
     def reducer(self, dtype: torch.dtype, op: str, num_sources: int) -> cuda_reduction.Reducer:
-        """The kernel that combines so many areas."""
+        """Return the kernel that combines `num_sources` areas."""
         return cuda_reduction.reducer(self, dtype, op, num_sources)
 
 
 class _Ticket(NamedTuple):
-    """What the others need."""
+    """The handles with which other ranks open the area and events of a rank."""
 
     area: bytes
     events: tuple[bytes, ...]
@@ -73,7 +75,7 @@ class Staging:
     """The areas and events of all ranks of a group, as one of them sees them."""
 
     def __init__(self, comm: Any, make_device: Callable[[], StagingDevice], half_bytes: int) -> None:
-        """Collective. A rank that cannot have its part makes it an error on all, which leaves nothing behind."""
+        """Make and open the areas of all ranks. Collective; if one rank fails, all ranks raise and free everything."""
         self.comm, self.half_bytes = comm, half_bytes
         self._areas: dict[int, int] = {}
         self._events: dict[int, list[int]] = {}
@@ -93,31 +95,30 @@ class Staging:
             tickets = self._agree(*_tried(self._make))
             self._agree(*_tried(lambda: self._open(tickets)))
         except BackendUnavailableError:
-            self._give_back()
+            self._free()
             raise
         finally:
             self.device.leave()
 
     def area(self, rank: int, half: int) -> int:
-        """Where a half of a rank's area begins."""
+        """Return the address of a half of a rank's area."""
         return self._areas[rank] + half * self.half_bytes
 
     def event(self, rank: int, event: int, half: int) -> int:
-        """An event of a rank."""
+        """Return an event of a rank."""
         return self._events[rank][NUM_EVENTS * half + event]
 
     def close(self) -> None:
-        """Give everything back. Collective."""
+        """Free everything. Collective."""
         self.device.enter()
         try:
             self.device.finish()
-            self._give_back()
+            self._free()
         finally:
             self.device.leave()
             self.device.release()
 
     def _make(self) -> _Ticket:
-        """The own area and events."""
         device, rank = self.device, self.comm.rank
         self._areas[rank] = device.allocate(_NUM_HALVES * self.half_bytes)
         events = self._events[rank] = []
@@ -126,7 +127,6 @@ class Staging:
         return _Ticket(device.share(self._areas[rank]), tuple(device.share_event(event) for event in events))
 
     def _open(self, tickets: Sequence[_Ticket]) -> None:
-        """Everybody else's."""
         for rank, ticket in enumerate(tickets):
             if rank != self.comm.rank:
                 self._areas[rank] = self.device.open(ticket.area)
@@ -135,18 +135,18 @@ class Staging:
                     events.append(self.device.open_event(handle))
 
     def _agree(self, result: Any, problem: str) -> list[Any]:
-        """What all ranks have come to, or the same error on all."""
-        everybody = self.comm.allgather((result, problem))
-        problems = [f"rank {rank} of the group: {problem}" for rank, (_, problem) in enumerate(everybody) if problem]
+        """Gather the results of all ranks, or raise the same error on all."""
+        gathered = self.comm.allgather((result, problem))
+        problems = [f"rank {rank} of the group: {problem}" for rank, (_, problem) in enumerate(gathered) if problem]
         if problems:
             raise BackendUnavailableError(
                 f"GPU memory cannot be shared between the processes here ({'; '.join(problems)}). Pass another "
                 "backend=, or set staging_bytes to 0. Ranks in several containers must share IPC and PID namespaces."
             )
-        return [result for result, _ in everybody]
+        return [result for result, _ in gathered]
 
-    def _give_back(self) -> None:
-        """Collective: memory may go only when nobody has it open any more."""
+    def _free(self) -> None:
+        """Collective: memory may be freed only when no rank has it open."""
         own = self.comm.rank
         for rank, events in self._events.items():
             for event in events:
@@ -160,7 +160,7 @@ class Staging:
 
 
 def _tried(action: Callable[[], Any]) -> tuple[Any, str]:
-    """What came of it, or what was wrong."""
+    """Return the result and an empty string, or None and the error."""
     try:
         return action(), ""
     except TorchMPIError as error:
@@ -168,7 +168,7 @@ def _tried(action: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def trial(comm: Any, make_device: Callable[[], StagingDevice]) -> str:
-    """Why the ranks of a communicator cannot share memory and events of their GPUs; '' if they can. Collective."""
+    """Return why the ranks of a communicator cannot share GPU memory and events, or ''. Collective."""
     try:
         staging = Staging(comm, make_device, 1 << 20)
     except BackendUnavailableError as error:

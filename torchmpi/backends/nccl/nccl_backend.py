@@ -13,14 +13,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ...communicators.group import Group
 from ...config import Config
 from ...errors import TransportError
 from ..base import Operation
 from ..devices import Devices
-from . import bindings
-from .calls import DeviceMovement, Reduction
-from .constants import lacks
-from .endpoint import End
+from . import nccl_library
+from .nccl_collectives import NcclMovement, NcclReduction
+from .nccl_group import NcclGroup
+from .recipes import lacks
 
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -39,14 +40,14 @@ class NcclBackend:
         self.devices = devices
         self.problem = ""
         self._problems, self._may_share = [""] * len(devices), [False] * len(devices)
-        self._ends: WeakKeyDictionary[Any, End] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[Any, NcclGroup] = WeakKeyDictionary()
 
     def offer(self) -> tuple[str, bool]:
         """What is against NCCL on this rank, '' if nothing is, and whether it may have a GPU in common with others."""
         if not torch.cuda.is_available():
             return "this torch or this host has no CUDA", False
         try:
-            library = bindings.load()
+            library = nccl_library.load()
         except TransportError as error:
             return str(error), False
         return "", library.version >= _SHARES_SINCE and os.environ.get(SHARING) == "1"
@@ -64,14 +65,14 @@ class NcclBackend:
         """Device memory."""
         return device_type == "cuda"
 
-    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """It has what is done on the device, among ranks that have a GPU each."""
         if device_type != "cuda":
             return "it takes CUDA tensors only"
         if self.problem:
             return self.problem
         if collective == "barrier":
-            return "a barrier is a meeting of the hosts, which wait for no GPU"
+            return "a barrier synchronizes processes, which wait for no GPU"
         return None if group is None else self._why_not_among(group.world_ranks)
 
     def _why_not_among(self, ranks: Sequence[int]) -> str | None:
@@ -87,14 +88,14 @@ class NcclBackend:
         """What NCCL cannot compute; it moves everything."""
         return lacks(dtype, op) if dtype is not None and op is not None else None
 
-    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a verb on a group."""
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective on a group."""
         # In one step: threads that bind at the same time must not make two communicators.
-        end = self._ends.setdefault(group, End(group, self.devices))
+        end = self._ends.setdefault(group, NcclGroup(group, self.devices))
         if collective in _REDUCTIONS:
             assert dtype is not None and op is not None
-            calls: Any = Reduction(end, dtype, op)
+            calls: NcclReduction | NcclMovement = NcclReduction(end, dtype, op)
         else:
-            calls = DeviceMovement(group, end)
+            calls = NcclMovement(group, end)
         operation: Operation = getattr(calls, collective)
         return operation

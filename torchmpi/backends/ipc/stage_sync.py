@@ -1,90 +1,93 @@
-"""How the hosts of ranks that share staging areas meet: each publishes in shared memory how far it has come.
+"""Synchronization of the processes that share staging areas, in shared memory.
 
-The number has the call in its upper bits, so that it only ever grows, whatever becomes of a call. Who waits does so
-politely: the worker of a lane must not keep the interpreter from the thread that computes.
+Each rank publishes the stage that it has reached. The upper bits of the number are the sequence number of the call, so
+that the number only grows, also when a call is aborted. Waiting leaves the interpreter to other threads: the worker of
+a call queue must not slow down the thread that computes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
+from ...communicators.group import Group
 from ...shared_memory.memory_layout import BLOCK_FIELDS, BROUGHT, ENQUEUED, REFUSED
 from .chunk_plan import STAGE_BITS
 
-# A look takes a fraction of a microsecond, a turn to the other threads about one. The device needs longer for a chunk.
-_NUM_LOOKS, _NUM_TURNS = 20, 2000
+# Polling takes a fraction of a microsecond, yielding to other threads about one. The device needs longer for a chunk.
+_NUM_POLLS, _NUM_YIELDS = 20, 2000
 _LEAST_SLEEP_SECONDS, _MOST_SLEEP_SECONDS = 0.00005, 0.001
 
 
-class Meeting:
-    """The meetings of one rank on one group. The words of the page are written by their rank alone."""
+class StageSync:
+    """The stages of one rank in the calls on one group. Each rank writes only its own block of the status board."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
+        assert group.status_board is not None
         self._status_board, self._call_log = group.status_board, group.call_log
         self._rank, self.size = group.rank, group.size
         self._fields = group.status_board.fields
         self._own = group.rank * BLOCK_FIELDS + ENQUEUED
         self.seq = 0
-        """The call that this rank is in."""
-        self.late = 0
-        """The call whose waits the watchdog has ended."""
+        """Sequence number of the current call."""
+        self.expired_seq = 0
+        """Sequence number of the call whose waiting the watchdog has ended."""
 
     def begin(self, stage: int) -> None:
-        """Be in the call that the ledger has entered: all that belongs to earlier ones is enqueued."""
+        """Enter the current call of the call log; the work of earlier calls is enqueued."""
+        assert self._call_log.current is not None
         self.seq = self._call_log.current[0]
         self.publish(stage)
 
     def publish(self, stage: int) -> None:
-        """Tell the others that this rank has come to a stage of its call."""
+        """Publish that this rank has reached a stage of the current call."""
         self._fields[self._own] = self.number(stage)
 
     def number(self, stage: int) -> int:
-        """What is published for a stage of the current call."""
+        """Return the number that is published for a stage of the current call."""
         return self.seq << STAGE_BITS | stage
 
-    def bring(self, number: int) -> None:
-        """Leave a number for the others to read, once they know that it is there."""
-        self._fields[self._rank * BLOCK_FIELDS + BROUGHT] = number
+    def set_length(self, length: int) -> None:
+        """Write the length that this rank contributes; publish a stage afterwards."""
+        self._fields[self._rank * BLOCK_FIELDS + BROUGHT] = length
 
-    def brought(self) -> list[int]:
-        """The numbers of all ranks."""
+    def lengths(self) -> list[int]:
+        """Return the lengths of all ranks."""
         return [self._fields[rank * BLOCK_FIELDS + BROUGHT] for rank in range(self.size)]
 
     def wait_for(self, ranks: Sequence[int], number: int) -> None:
-        """Return when these ranks have published this or more. Raises when one of them never will."""
+        """Return when these ranks have published `number` or a later one; raise if one of them has aborted."""
         fields, missing = self._fields, ranks
-        for look in range(_NUM_LOOKS + _NUM_TURNS):
+        for num_polls in range(_NUM_POLLS + _NUM_YIELDS):
             missing = [rank for rank in missing if fields[rank * BLOCK_FIELDS + ENQUEUED] < number]
             if not missing:
                 break
-            if look >= _NUM_LOOKS:
+            if num_polls >= _NUM_POLLS:
                 time.sleep(0)  # lets other threads have the interpreter, unlike a loop
         else:
             self._wait_long(missing, number)
         if any(fields[rank * BLOCK_FIELDS + ENQUEUED] >> STAGE_BITS > self.seq for rank in ranks):
-            self._check(ranks)  # gone on to a later call: having ended this one, or having given it up
+            self._check(ranks)  # a rank in a later call has completed this one, or aborted it
 
     def _wait_long(self, missing: Sequence[int], number: int) -> None:
         seconds = _LEAST_SLEEP_SECONDS
         while missing:
             self._check(range(self.size))
-            if self.late >= self.seq:
+            if self.expired_seq >= self.seq:
                 self._call_log.expired()
             time.sleep(seconds)
             seconds = min(2 * seconds, _MOST_SLEEP_SECONDS)
             missing = [rank for rank in missing if self._fields[rank * BLOCK_FIELDS + ENQUEUED] < number]
 
     def _check(self, ranks: Sequence[int]) -> None:
-        """Raise if one of the ranks has given this call up, or a later one."""
+        """Raise if one of the ranks has aborted this call, or a later one."""
         for rank in ranks:
             if rank != self._rank and self._status_board.get(rank, REFUSED) >= self.seq:
-                self._call_log.compare()  # says it better, if this rank and a neighbor called different things
+                self._call_log.compare()  # a mismatch of the calls is the better message
                 self._call_log.raise_aborted(rank)
 
     def abort(self) -> None:
-        """Tell the others that this rank does not finish its call."""
+        """Publish that this rank aborts its current call."""
         current = self._call_log.current
         if current is not None:
             self._status_board.set(self._rank, REFUSED, current[0])

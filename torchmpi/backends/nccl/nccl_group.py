@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import torch
 
+from ...communicators.group import Group
 from ...errors import DeviceError, TransportError
 from ..devices import Devices, index_of
-from . import bindings
-from .bindings import Communicator
+from . import nccl_library
+from .nccl_library import NcclCommunicator
 
 
-class End:
+class NcclGroup:
     """This rank's end of a group: NCCL's communicator, made at the first call and closed with the group."""
 
-    def __init__(self, group: Any, devices: Devices) -> None:
+    def __init__(self, group: Group, devices: Devices) -> None:
         self.rank, self.size, self.where = group.rank, group.size, group.where
         self._comm, self._attachments = group.comm, group.attachments
         self._uuid, self._is_alone = devices[group.world_ranks[group.rank]].uuid, devices.num_hosts == 1
-        self._communicator: Communicator | None = None
+        self._communicator: NcclCommunicator | None = None
 
-    def ready(self, tensor: torch.Tensor) -> tuple[Communicator, int]:
+    def ready(self, tensor: torch.Tensor) -> tuple[NcclCommunicator, int]:
         """The communicator, and the stream on which to enqueue: the current one of the tensor's device."""
         if tensor.device != self.device:
             raise DeviceError(
@@ -43,18 +43,18 @@ class End:
     def _open(self) -> None:
         """Make the communicator, from an id that rank 0 of the group makes and MPI passes on. Collective."""
         if self._is_alone:
-            bindings.stay_on_this_host()
+            nccl_library.stay_on_this_host()
         ticket: bytes | str = ""
         if self.rank == 0:
             try:
-                ticket = bindings.load().unique_id()
+                ticket = nccl_library.load().unique_id()
             except TransportError as error:
                 ticket = str(error)
         ticket = self._comm.bcast(ticket)
         if isinstance(ticket, str):
             raise TransportError(f"{self.where}: {ticket}")
         with torch.cuda.device(self.device):
-            self._communicator = Communicator(bindings.load(), ticket, self.size, self.rank, where=self.where)
+            self._communicator = NcclCommunicator(nccl_library.load(), ticket, self.size, self.rank, where=self.where)
         self._attachments.append(self)
 
     def close(self) -> None:

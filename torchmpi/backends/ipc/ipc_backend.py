@@ -1,9 +1,8 @@
-"""The backend for GPUs of one host: collectives through staging areas that all ranks can read, by CUDA IPC.
+"""The backend for GPUs of one host: collectives through staging areas that all ranks can read by CUDA IPC.
 
-What is done is planned in :mod:`torchmpi.backends.ipc.chunk_plan` and enqueued here, on torch's current stream:
-nothing waits
-for the device. The hosts meet (:mod:`torchmpi.backends.ipc.handles`), since an event of another process can only be
-waited for once it has been recorded.
+:mod:`torchmpi.backends.ipc.chunk_plan` plans the steps; this module enqueues them on torch's current stream and does
+not wait for the device. The processes synchronize in shared memory (:mod:`torchmpi.backends.ipc.stage_sync`), since an
+event of another process can be awaited only after it has been recorded.
 """
 
 from __future__ import annotations
@@ -16,15 +15,18 @@ from typing import Any
 
 import torch
 
+from ...communicators.group import Group
 from ...config import Config
 from ...errors import BackendUnavailableError, CudaError, DeviceError
-from .. import schedule
+from ...tensors import partition
 from ..base import Operation
-from ..mpi import destination_for, rows_of
+from ..devices import Devices
+from ..mpi_messages import destination_for, rows_of
 from . import chunk_plan
-from .chunk_plan import ARRIVED, BROUGHT, EMPTIED, Await, Fill, Publish, Record, Reduce, Room, Take
-from .handles import Meeting
-from .memory import CudaDevice, Staging, StagingDevice
+from .chunk_plan import ARRIVED, EMPTIED, SENT_LENGTH, Await, Fill, Publish, Record, ReduceAreas, Room, Step, Take
+from .cuda_reduction import Reducer
+from .stage_sync import StageSync
+from .staging_areas import CudaDevice, Staging, StagingDevice
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
@@ -32,28 +34,25 @@ _ONE_SHOT_BYTES = 256 << 10  # not measured yet
 
 
 class IpcBackend:
-    """Collectives of ranks whose GPUs are one, or reach each other."""
+    """Collectives of ranks that share a GPU, or whose GPUs can access each other."""
 
     name = "ipc"
     announces = False
     enqueues = True
 
-    def __init__(self, config: Config, devices: Any, problem: str = "") -> None:
-        """`devices` tells of each world rank the GPU and the host: `uuids` ('' without one), `hosts`, `reaches(a, b)`.
-
-        `problem` is why processes of this job cannot share memory of GPUs, if that has been tried.
-        """
+    def __init__(self, config: Config, devices: Devices, problem: str = "") -> None:
+        """Create the backend; `problem` is why the processes of this job cannot share GPU memory, if they cannot."""
         self.config, self.devices, self.problem = config, devices, problem
         self.make_device: Callable[[Any], StagingDevice] = CudaDevice
         self.refused: dict[int, str] = {}
-        """Groups that could not have their staging, by their keys, and why: the same on all their ranks."""
+        """Reasons by the keys of groups whose staging areas could not be made; the same on all ranks of a group."""
 
     def takes(self, device_type: str) -> bool:
-        """Memory of the GPU, as it is."""
+        """Accept GPU memory."""
         return device_type == "cuda"
 
-    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
-        """It reduces, broadcasts and gathers, among ranks of one host whose GPUs reach each other."""
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Accept reductions, broadcast and allgather among ranks of one host whose GPUs can access each other."""
         if device_type != "cuda":
             return "it is for CUDA tensors"
         if collective not in COLLECTIVES:
@@ -68,7 +67,7 @@ class IpcBackend:
             return "its kernels need numba-cuda, which is not installed (pip install torchmpi[cuda])"
         return None if group is None else self._why_not_among(group)
 
-    def _why_not_among(self, group: Any) -> str | None:
+    def _why_not_among(self, group: Group) -> str | None:
         devices, ranks = self.devices, group.world_ranks
         if len({devices.hosts[rank] for rank in ranks}) > 1:
             return "its ranks are on several hosts"
@@ -80,17 +79,17 @@ class IpcBackend:
                 if not (devices.reaches(rank, other) and devices.reaches(other, rank)):
                     return f"the GPUs of ranks {other} and {rank} cannot reach each other"
         if group.status_board is None:
-            return "its ranks have no shared memory to meet in (slot_bytes=0, or the system gives none)"
+            return "its ranks have no shared memory to synchronize in (slot_bytes=0, or the system gives none)"
         return self.refused.get(group.key)
 
-    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a verb on a group."""
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective on a group."""
         with group.binding:
             staged = next((item for item in group.attachments if isinstance(item, StagedGroup)), None)
             if staged is None:
                 staged = StagedGroup(self, group)
                 group.attachments.append(staged)
-        operation: Operation = getattr(Calls(staged, dtype, op), collective)
+        operation: Operation = getattr(IpcCollectives(staged, dtype, op), collective)
 
         def run(source: Any, destination: Any, root: int) -> Any:
             try:
@@ -104,34 +103,34 @@ class IpcBackend:
 
 
 class StagedGroup:
-    """The staging of a group, made by its first call, and the execution of plans over it."""
+    """The staging areas of a group, made by its first call, and the execution of plans on them."""
 
-    def __init__(self, backend: IpcBackend, group: Any) -> None:
+    def __init__(self, backend: IpcBackend, group: Group) -> None:
         self.backend, self.group = backend, group
         self.rank, self.size = group.rank, group.size
         self.others = chunk_plan.others(group.rank, group.size)
         self.half_bytes = chunk_plan.half_bytes(backend.config.staging_bytes, group.size)
-        self.meeting = Meeting(group)
+        self.sync = StageSync(group)
         self.staging: Staging | None = None
-        self._reducers: dict[tuple[torch.dtype, str], Any] = {}
+        self._reducers: dict[tuple[torch.dtype, str], Reducer] = {}
         self._last_use = [0, 0]
-        """What the ranks publish that have done with the chunk that was in a half last."""
+        """The stage that a rank publishes when it has read the last chunk of a half."""
         uuids = {backend.devices.uuids[rank] for rank in group.world_ranks}
         self.is_one_device = len(uuids) == 1
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Be in a call. Collective if it is the first."""
+        """Enter a call. Collective if the call is the first."""
         device = self._prepared(tensor.device).device
         if tensor.device.index != device.index:
             raise DeviceError(
                 f"{self.group.where}: the tensor is on {tensor.device}, but communicator {self.group.name} has its "
                 f"staging on device {device.index}. Keep the tensors of a communicator on one GPU."
             )
-        self.meeting.begin(ARRIVED)
+        self.sync.begin(ARRIVED)
 
     def abort(self) -> None:
-        """After an error: let the others know, and let later calls on any stream come after what was enqueued."""
-        self.meeting.abort()
+        """Abort the call on all ranks; later calls on any stream come after the work that was enqueued."""
+        self.sync.abort()
         if self.staging is not None:
             with suppress(CudaError):  # the device may be what has failed
                 self._record_emptied(self.staging)
@@ -146,11 +145,11 @@ class StagedGroup:
             staging.device.leave()
 
     def expire(self, seq: int) -> None:
-        """End the wait of this call, if it is one for other hosts."""
-        self.meeting.late = seq
+        """End the waiting of this call for other processes."""
+        self.sync.expired_seq = seq
 
-    def reducer(self, dtype: torch.dtype, op: str) -> Any:
-        """The kernel for the areas of all ranks."""
+    def reducer(self, dtype: torch.dtype, op: str) -> Reducer:
+        """Return the kernel that combines the areas of all ranks."""
         found = self._reducers.get((dtype, op))
         if found is None:
             assert self.staging is not None
@@ -163,7 +162,7 @@ class StagedGroup:
         return found
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
-        """What this rank brings to its own result."""
+        """Enqueue the copy of this rank's own data to its result."""
         assert self.staging is not None
         device = self.staging.device
         device.enter()
@@ -173,37 +172,37 @@ class StagedGroup:
             device.leave()
 
     def lengths(self, own: int) -> list[int]:
-        """A number of each rank."""
-        meeting = self.meeting
-        # All have read the numbers of an earlier call when they are in this one.
-        meeting.wait_for(self.others, meeting.number(ARRIVED))
-        meeting.bring(own)
-        meeting.publish(BROUGHT)
-        meeting.wait_for(self.others, meeting.number(BROUGHT))
-        return meeting.brought()
+        """Gather one number of each rank."""
+        sync = self.sync
+        # Ranks that have entered this call have read the numbers of the one before.
+        sync.wait_for(self.others, sync.number(ARRIVED))
+        sync.set_length(own)
+        sync.publish(SENT_LENGTH)
+        sync.wait_for(self.others, sync.number(SENT_LENGTH))
+        return sync.lengths()
 
-    def run(self, chunks: Iterable[list[Any]], source: int, out: int, reduce: Any = None) -> None:
-        """Enqueue a plan between two addresses."""
+    def run(self, chunks: Iterable[list[Step]], source: int, out: int, reduce: Reducer | None = None) -> None:
+        """Enqueue a plan that reads from one address and writes to another."""
         staging = self.staging
         assert staging is not None
         staging.device.enter()
         try:
             stream = staging.device.stream()
             for index, steps in enumerate(chunks):
-                half = (self.meeting.seq + index) & 1
-                turn = _Turn(self, staging, index, half, stream)
+                half = (self.sync.seq + index) & 1
+                chunk_run = _ChunkRun(self, staging, index, half, stream)
                 for step in steps:
-                    turn.do(step, source, out, reduce)
-                self._last_use[half] = self.meeting.number(chunk_plan.stage(index, EMPTIED))
+                    chunk_run.do(step, source, out, reduce)
+                self._last_use[half] = self.sync.number(chunk_plan.stage(index, EMPTIED))
         finally:
             staging.device.leave()
 
     def wait_for_room(self, half: int) -> None:
-        """Return when the hosts of the others have enqueued all that reads what was in a half."""
-        self.meeting.wait_for(self.others, self._last_use[half])
+        """Return when the other ranks have enqueued everything that reads the last chunk of a half."""
+        self.sync.wait_for(self.others, self._last_use[half])
 
     def close(self) -> None:
-        """Give the staging back. Collective."""
+        """Free the staging areas. Collective."""
         if self.staging is not None:
             self.staging.close()
             self.staging = None
@@ -216,13 +215,13 @@ class StagedGroup:
                 self.staging = Staging(group.comm, partial(backend.make_device, device.index), self.half_bytes)
             except BackendUnavailableError as error:
                 backend.refused[group.key] = str(error)
-                group.plans.clear()  # from the next call on something else is chosen, on all ranks
+                group.plans.clear()  # the next call selects another backend, on all ranks
                 raise
         return self.staging
 
 
-class _Turn:
-    """A chunk on its way through a half."""
+class _ChunkRun:
+    """Runs the steps of one chunk on one half of the areas."""
 
     __slots__ = ("_device", "_group", "_half", "_index", "_staging", "_stream")
 
@@ -230,68 +229,68 @@ class _Turn:
         self._group, self._staging, self._device = group, staging, staging.device
         self._index, self._half, self._stream = index, half, stream
 
-    def do(self, step: Any, source: int, out: int, reduce: Any) -> None:
+    def do(self, step: Step, source: int, out: int, reduce: Reducer | None) -> None:
         """Enqueue a step."""
         staging, device, stream, half = self._staging, self._device, self._stream, self._half
         rank = self._group.rank
-        kind = type(step)
-        if kind is Record:
+        if isinstance(step, Record):
             device.record(staging.event(rank, step.event, half), stream)
             self._publish(step.event)
-        elif kind is Publish:
+        elif isinstance(step, Publish):
             self._publish(step.event)
-        elif kind is Await:
-            meeting = self._group.meeting
-            meeting.wait_for(step.ranks, meeting.number(chunk_plan.stage(self._index, step.event)))
+        elif isinstance(step, Await):
+            sync = self._group.sync
+            sync.wait_for(step.ranks, sync.number(chunk_plan.stage(self._index, step.event)))
             for other in step.ranks:
                 device.wait(staging.event(other, step.event, half), stream)
-        elif kind is Fill:
+        elif isinstance(step, Fill):
             device.copy(staging.area(rank, half) + step.area, source + step.source, step.num_bytes, stream)
-        elif kind is Take:
+        elif isinstance(step, Take):
             device.copy(out + step.out, staging.area(step.rank, half) + step.area, step.num_bytes, stream)
-        elif kind is Reduce:
+        elif isinstance(step, ReduceAreas):
+            assert reduce is not None
             areas = [staging.area(other, half) + step.area for other in range(self._group.size)]
             reduce(areas, areas[rank] if step.out is None else out + step.out, step.num_bytes, stream)
         else:
-            assert kind is Room
+            assert isinstance(step, Room)
             self._make_room()
 
     def _publish(self, event: int) -> None:
-        self._group.meeting.publish(chunk_plan.stage(self._index, event))
+        self._group.sync.publish(chunk_plan.stage(self._index, event))
 
     def _make_room(self) -> None:
         self._group.wait_for_room(self._half)
-        # The own one too: the chunk before may have gone through another stream.
+        # This rank's own event too: the chunk before may have used another stream.
         for rank in range(self._group.size):
             self._device.wait(self._staging.event(rank, EMPTIED, self._half), self._stream)
 
 
-class Calls:
-    """The verbs, for one dtype and operation on a group."""
+class IpcCollectives:
+    """The collectives of one dtype and operation on a group."""
 
     def __init__(self, staged: StagedGroup, dtype: torch.dtype | None, op: str | None) -> None:
         self.staged, self.dtype, self.op = staged, dtype, op
         self.rank, self.size, self.half = staged.rank, staged.size, staged.half_bytes
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Everybody gets the result, in place."""
+        """Reduce in place on all ranks."""
         shots = 1 if self.size <= 2 or buffer.nbytes <= _ONE_SHOT_BYTES else 2
         plan = chunk_plan.allreduce(self.rank, self.size, buffer.nbytes, self.half, shots=shots)
         return self._in_place(plan, buffer, self._kernel())
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """The root gets the result in place; the others' buffers stay as they are."""
-        # On one GPU it makes no difference who reads, and one shot reads and writes least.
+        """Reduce in place on the root; the buffers of other ranks are unchanged."""
+        # On one GPU all ranks read at the same speed, and one shot reads and writes the least.
         shots = 1 if self.size <= 2 or self.staged.is_one_device or buffer.nbytes <= _ONE_SHOT_BYTES else 2
         plan = chunk_plan.reduce(self.rank, self.size, buffer.nbytes, self.half, root=root, shots=shots)
         return self._in_place(plan, buffer, self._kernel())
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Everybody gets the root's values, in place."""
+        """Copy the root's values to all ranks, in place."""
         return self._in_place(chunk_plan.broadcast(self.rank, self.size, buffer.nbytes, self.half, root=root), buffer)
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Everybody's rows in rank order, to everybody."""
+        """Concatenate the rows of all ranks on all ranks."""
         num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
         rows = self.staged.lengths(num_rows)
@@ -305,20 +304,22 @@ class Calls:
         return destination
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
+        """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
         num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        rows = schedule.rows(num_rows, self.size)
+        rows = partition.rows(num_rows, self.size)
         destination = destination_for(source, rows[self.rank][1], destination)
-        spans = [(first * row_bytes, count * row_bytes) for first, count in rows]
-        plan = chunk_plan.reduce_scatter(self.rank, self.size, spans, self.half)
+        ranges = [(first * row_bytes, count * row_bytes) for first, count in rows]
+        plan = chunk_plan.reduce_scatter(self.rank, self.size, ranges, self.half)
         self.staged.run(plan, source.data_ptr(), destination.data_ptr(), self._kernel())
         return destination
 
-    def _in_place(self, plan: Iterable[list[Any]], buffer: torch.Tensor, reduce: Any = None) -> torch.Tensor:
+    def _in_place(
+        self, plan: Iterable[list[Step]], buffer: torch.Tensor, reduce: Reducer | None = None
+    ) -> torch.Tensor:
         self.staged.run(plan, buffer.data_ptr(), buffer.data_ptr(), reduce)
         return buffer
 
-    def _kernel(self) -> Any:
+    def _kernel(self) -> Reducer:
         assert self.dtype is not None and self.op is not None
         return self.staged.reducer(self.dtype, self.op)

@@ -121,7 +121,7 @@ class Library:
         self.call("ncclGroupEnd")
 
 
-class Communicator:
+class NcclCommunicator:
     """One rank's end of a communicator, on the CUDA device that is current when it is made. Collective."""
 
     def __init__(self, library: Library, unique_id: bytes, size: int, rank: int, *, where: str) -> None:

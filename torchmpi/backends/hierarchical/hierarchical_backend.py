@@ -1,0 +1,53 @@
+"""The backend for groups over several hosts: steps inside the hosts, and between them.
+
+On a *grid*, where every host has the same number of ranks, each rank exchanges a slice of the data between the hosts;
+on a *tree* the first rank of each host exchanges all data. A host never sends more than one rank per host would.
+
+Reductions combine in rank order inside each host, and then the hosts in order of their first ranks. The bits depend on
+the placement of the ranks, but not on the size: partial results are not rounded, and all algorithms combine alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...communicators.group import Group
+from ...config import Config
+from ..base import Operation
+from . import hosts
+from .steps import BindStep, StepRunner
+
+COLLECTIVES = ("barrier", "broadcast", "allgather", "allreduce", "reduce", "reduce_scatter")
+
+
+class HierarchicalBackend:
+    """Collectives in steps, each by the backend that suits the group of the step."""
+
+    name = "hierarchical"
+    announces = False
+    enqueues = False
+
+    def __init__(self, config: Config, bind_step: BindStep) -> None:
+        self._chunk_bytes, self._bind_step = config.pipeline_bytes, bind_step
+
+    def takes(self, device_type: str) -> bool:
+        """Accept host memory; CUDA tensors are staged."""
+        return device_type == "cpu"
+
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Accept groups over several hosts of which one has several ranks."""
+        if collective not in COLLECTIVES:
+            return f"it has no {collective}, only {', '.join(COLLECTIVES)}"
+        if group is not None:
+            num_hosts = len(group.placement.groups)
+            if num_hosts == 1:
+                return "all its ranks are on one host"
+            if num_hosts == group.size:
+                return "each of its ranks is on a host of its own"
+        if device_type == "cuda" and not torch.cuda.is_available():
+            return "this torch or this host has no CUDA"
+        return None
+
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective on a group."""
+        return hosts.prepare(group, collective, dtype, op, StepRunner(op, self._bind_step), self._chunk_bytes)

@@ -1,0 +1,268 @@
+"""Collectives over the hosts of a group.
+
+Tensors are processed in chunks: while one chunk is sent between hosts, the ranks of a host work on others. Barrier,
+broadcast and reduce, and on a tree allreduce, are plans of steps. On a grid an allreduce has a slice of the tensor per
+rank of a host. Allgather and reduce-scatter order rows by rank, wherever the ranks are placed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from ...communicators import splits
+from ...communicators.group import Group
+from ...communicators.handle import Handle
+from ...tensors import buffers, partition
+from ..base import Operation
+from ..mpi_messages import destination_for, row_counts, rows_of
+from ..pipeline import ChunkBuffers, run_pipelined
+from ..rank_order import PartialResults
+from .steps import RunStep, StepRunner, StepSequence, chunks_of
+
+# Up to this size, an allreduce sends the fewest messages between hosts; above, the fewest bytes through each rank. The
+# bits are the same: the totals of the hosts, combined in order of the hosts.
+_SHORT_BYTES = 16 << 10
+
+
+def prepare(
+    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, runner: StepRunner, chunk_bytes: int
+) -> Operation:
+    """Prepare a collective over the hosts of a group."""
+    if collective == "allgather":
+        return HostAllgather(group, runner)
+    chunk_numel = 1 if dtype is None else max(1, chunk_bytes // dtype.itemsize)
+    if op is None or dtype is None:
+        return _sequence(group, collective, runner, chunk_numel)
+    partial_results = PartialResults(dtype, op, group.size)
+    if collective == "allreduce":
+        return HostAllreduce(group, runner, partial_results, chunk_numel)
+    if collective == "reduce_scatter":
+        return HostReduceScatter(group, runner, partial_results, chunk_numel)
+    return _sequence(group, collective, runner, chunk_numel, partial_results=partial_results)
+
+
+def _sequence(
+    group: Group, collective: str, runner: StepRunner, chunk_numel: int, *, cartesian: bool = True, **settings: Any
+) -> StepSequence:
+    """Return the plan of a collective over the hosts of a group as a sequence of steps."""
+    name = cast(splits.CollectiveName, collective)
+    split = splits.plan_split([member.group for member in group.placement.members], cartesian=cartesian)
+
+    def plan(root: int) -> tuple[splits.Step, ...]:
+        if collective == "reduce":
+            return splits.reduce_group_by_group(group.rank, split, root)
+        return splits.steps_for(name, group.rank, [split], root=root)
+
+    groups = {(1, "intra"): group.local, (1, "inter"): group.across}
+    return StepSequence(collective, group.rank, groups, plan, runner, chunk_numel=chunk_numel, **settings)
+
+
+def _inside(group: Group) -> Group:
+    assert group.local is not None
+    return group.local
+
+
+class HostAllreduce:
+    """Allreduce over hosts.
+
+    On a grid: reduce-scatter inside the host, allreduce of each slice between hosts, allgather inside. On a tree, and
+    for short tensors: reduce to the first rank, allreduce between those, broadcast.
+    """
+
+    def __init__(self, group: Group, runner: StepRunner, partial_results: PartialResults, chunk_numel: int) -> None:
+        self.group, self.runner, self.partial_results = group, runner, partial_results
+        self.chunk_numel = chunk_numel
+        carrier, dtype = partial_results.carrier, partial_results.dtype
+        self.work, self.slices, self.shares = (ChunkBuffers(carrier) for _ in range(3))
+        self.rounded_slices, self.rounded_shares = ChunkBuffers(dtype), ChunkBuffers(dtype)
+        self.by_first_ranks = _sequence(
+            group, "allreduce", runner, chunk_numel, cartesian=False, partial_results=partial_results,
+            sum_across=self._sum_across,
+        )  # fmt: skip
+
+    def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        """Reduce in place on all ranks."""
+        if self.group.is_grid and buffer.numel() * buffer.element_size() > _SHORT_BYTES:
+            self._in_slices(chunks_of(buffer, self.chunk_numel))
+        else:
+            self.by_first_ranks(buffer, None, root)
+        return buffer
+
+    def _in_slices(self, chunks: list[torch.Tensor]) -> None:
+        local, across, is_rounded = _inside(self.group), self.group.across, self.partial_results.is_rounded
+        assert across is not None
+        slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def reduce_inside(k: int) -> None:
+            chunk = chunks[k]
+            _, numel = partition.part_of(chunk.numel(), local.size, local.rank)
+            total = self.slices.take(k, numel)
+            slices[k] = total, self.rounded_slices.take(k, numel) if is_rounded else total
+            work = self.work.take(0, chunk.numel()).copy_(chunk) if is_rounded else chunk
+            self.runner.run(local, "reduce_scatter", work, total)
+
+        def start_across(k: int) -> Handle | None:
+            return self.runner.start(
+                across, lambda run_step: self._sum_across(run_step, across, *slices[k]), in_background=len(chunks) > 1
+            )
+
+        def gather_inside(k: int) -> None:
+            self.runner.run(local, "allgather", slices.pop(k)[1], chunks[k])
+
+        run_pipelined(len(chunks), reduce_inside, start_across, gather_inside)
+
+    def _sum_across(self, run_step: RunStep, across: Group, total: torch.Tensor, out: torch.Tensor) -> None:
+        """Combine the totals of the hosts; send partial results unrounded, and long results rounded."""
+        if not self.partial_results.is_rounded or total.numel() * total.element_size() <= _SHORT_BYTES:
+            run_step(across, "allreduce", total)
+            self.partial_results.finish(total, out)
+            return
+        _, numel = partition.part_of(total.numel(), across.size, across.rank)
+        share, rounded = self.shares.take(0, numel), self.rounded_shares.take(0, numel)
+        run_step(across, "reduce_scatter", total, share)
+        self.partial_results.finish(share, rounded)
+        run_step(across, "allgather", rounded, out)
+
+
+class HostAllgather:
+    """Allgather over hosts; no byte is sent to a host twice.
+
+    On a grid: between hosts among the ranks of each position, then inside. On a tree: gather to the first rank of each
+    host, allgather between those, broadcast inside.
+    """
+
+    def __init__(self, group: Group, runner: StepRunner) -> None:
+        self.group, self.runner = group, runner
+        hosts = group.placement.groups
+        self.order = [rank for ranks in (zip(*hosts, strict=True) if group.is_grid else hosts) for rank in ranks]
+        """The order in which the rows of the ranks are gathered."""
+
+    def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Concatenate the rows of all ranks, in rank order, on all ranks."""
+        rows = row_counts(self.group, source)
+        destination = destination_for(source, sum(rows), destination)
+        row_bytes = rows_of(source)[1] * source.element_size()
+        result = _as_bytes(destination)
+        in_order = self.order == sorted(self.order)
+        gathered = result if in_order else torch.empty_like(result)
+        if self.group.is_grid:
+            self._over_grid(_as_bytes(source), gathered)
+        else:
+            self._over_tree(_as_bytes(source), gathered)
+        if not in_order:
+            targets = result.split_with_sizes([count * row_bytes for count in rows])
+            parts = gathered.split_with_sizes([rows[rank] * row_bytes for rank in self.order])
+            for rank, part in zip(self.order, parts, strict=True):
+                buffers.overwrite(targets[rank], part)
+        return destination
+
+    def _over_grid(self, own: torch.Tensor, gathered: torch.Tensor) -> None:
+        assert self.group.across is not None
+        column = self.runner.run(self.group.across, "allgather", own)
+        self.runner.run(_inside(self.group), "allgather", column, gathered)
+
+    def _over_tree(self, own: torch.Tensor, gathered: torch.Tensor) -> None:
+        local, across = self.group.local, self.group.across
+        of_host = own if local is None else self.runner.run(local, "gather", own)
+        if across is not None:
+            self.runner.run(across, "allgather", of_host, gathered)
+        if local is not None:
+            self.runner.run(local, "broadcast", gathered)
+
+
+class HostReduceScatter:
+    """Reduce-scatter over hosts.
+
+    On a grid: inside the host, then between hosts. On a tree: reduce to the first rank, reduce-scatter between those,
+    scatter inside. A chunk is the same section of every rank's part. The sections lie in the order in which even splits
+    send each to its rank, and all have one length: short sections, and missing ranks of a host, are padded.
+    """
+
+    def __init__(self, group: Group, runner: StepRunner, partial_results: PartialResults, chunk_numel: int) -> None:
+        self.group, self.runner, self.partial_results = group, runner, partial_results
+        self.section_numel = max(1, chunk_numel // group.size)
+        hosts = group.placement.groups
+        max_ranks = max(len(ranks) for ranks in hosts)
+        padded = [[*ranks, *[None] * (max_ranks - len(ranks))] for ranks in hosts]
+        columns = zip(*padded, strict=True) if group.is_grid else padded
+        self.order = [rank for ranks in columns for rank in ranks]
+        """The rank whose section is at each position, None for padding."""
+        carrier, dtype = partial_results.carrier, partial_results.dtype
+        self.work, self.slices, self.shares = (ChunkBuffers(carrier) for _ in range(3))
+        self.rounded, self.own = ChunkBuffers(dtype), ChunkBuffers(dtype)
+
+    def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
+        num_rows, row_numel = rows_of(source)
+        rows = partition.rows(num_rows, self.group.size)
+        destination = destination_for(source, rows[self.group.rank][1], destination)
+        flat, out = source.detach().view(-1), destination.detach().view(-1)
+        parts = [flat[first * row_numel : (first + count) * row_numel] for first, count in rows]
+        sections = partition.chunks(parts[0].numel(), self.section_numel)
+        sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def reduce_inside(k: int) -> None:
+            begin, numel = sections[k]
+            total = self._sum_inside(self._assemble([part[begin : begin + numel] for part in parts], numel, k), k)
+            sums[k] = total, self.shares.take(k, total.numel() // len(self.group.placement.groups))
+
+        def start_across(k: int) -> Handle | None:
+            across = self.group.across
+            if across is None:
+                return None
+            return self.runner.start(
+                across, lambda run_step: run_step(across, "reduce_scatter", *sums[k]), in_background=len(sections) > 1
+            )
+
+        def distribute(k: int) -> None:
+            begin, numel = sections[k]
+            self._distribute(sums.pop(k)[1], out[begin : begin + numel], numel, k)
+
+        run_pipelined(len(sections), reduce_inside, start_across, distribute)
+        return destination
+
+    def _assemble(self, sections: list[torch.Tensor], numel: int, k: int) -> torch.Tensor:
+        """Return the sections in the order of the positions, each padded to `numel`."""
+        work = self.work.take(k, len(self.order) * numel)
+        for position, rank in zip(torch.split(work, numel), self.order, strict=True):
+            length = 0 if rank is None else sections[rank].numel()
+            if rank is not None:
+                position[:length] = sections[rank]
+            position[length:] = 0
+        return work
+
+    def _sum_inside(self, work: torch.Tensor, k: int) -> torch.Tensor:
+        """Return the sums of this host: this rank's column on a grid, everything at the first rank of a tree."""
+        local = self.group.local
+        if self.group.is_grid:
+            column = self.slices.take(k, work.numel() // _inside(self.group).size)
+            self.runner.run(_inside(self.group), "reduce_scatter", work, column)
+            return column
+        if local is not None:
+            self.runner.run(local, "reduce", work)
+        return work
+
+    def _distribute(self, share: torch.Tensor, out: torch.Tensor, numel: int, k: int) -> None:
+        """Write this rank's section of the sums to `out`, which may be shorter than `numel`."""
+        if self.group.is_grid:
+            self.partial_results.finish(share[: out.numel()], out)
+            return
+        local, rounded = self.group.local, None
+        if self.group.across is not None:
+            total = share[: numel if local is None else local.size * numel]
+            rounded = self.rounded.take(k, total.numel()) if self.partial_results.is_rounded else total
+            self.partial_results.finish(total, rounded)
+        if local is None:
+            assert rounded is not None
+            own = rounded
+        else:
+            own = self.own.take(k, numel)
+            self.runner.run(local, "scatter", rounded, own)
+        buffers.overwrite(out, own[: out.numel()])
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # Torch accepts any stride of a single element, but not for a view as bytes.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,54 @@
+"""Collectives over the nested levels of a span, as set with ``set_collective_span()``."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from ...communicators import splits
+from ...communicators.communicator import Communicator
+from ...communicators.levels import CommunicatorStack
+from ..rank_order import PartialResults
+from .steps import GroupsByLevel, StepRunner, StepSequence
+
+COMPOSED = ("barrier", "allreduce", "reduce", "broadcast")
+"""Collectives that run over a span; the others run on the whole group."""
+
+
+def is_composed(stack: CommunicatorStack, communicator: Communicator, collective: str) -> bool:
+    """Return whether a collective on this communicator runs over the levels of the span."""
+    levels = stack.span.levels
+    return len(levels) > 1 and communicator is levels[0] and collective in COMPOSED
+
+
+class SpanCollective(StepSequence):
+    """A collective over the levels of the current span, on tensors of any device, as one chunk."""
+
+    def __init__(
+        self,
+        stack: CommunicatorStack,
+        collective: str,
+        dtype: torch.dtype | None,
+        op: str | None,
+        runner: StepRunner,
+        *,
+        cartesian: bool,
+    ) -> None:
+        levels, groups = stack.span
+        outermost, name = levels[0], cast(splits.CollectiveName, collective)
+        level_splits = [level.split if cartesian else level.tree_split for level in levels[1:]]
+        # A plan counts levels from 0, the outermost of the span.
+        by_depth: GroupsByLevel = {
+            (depth, kind): groups.get((level.level, kind))
+            for depth, level in enumerate(levels)
+            for kind in ("intra", "inter")
+        }
+        super().__init__(
+            collective,
+            outermost.rank,
+            by_depth,
+            lambda root: splits.steps_for(name, outermost.rank, level_splits, root=root),
+            runner,
+            partial_results=None if op is None or dtype is None else PartialResults(dtype, op, outermost.size),
+        )

@@ -1,0 +1,135 @@
+"""Shared parts of the backends that exchange rows over MPI: row counts, destinations, messages of limited length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..communicators.group import Group
+from ..errors import MismatchError
+from ..tensors import buffers, dtypes, partition
+
+Range = tuple[int, int]
+"""Offset and length in elements."""
+
+
+def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the number of rows along dim 0 and the elements of one row; a 0-dim tensor is one row of one element.
+
+    >>> rows_of(torch.ones(3, 4)), rows_of(torch.tensor(1.0))
+    ((3, 4), (1, 1))
+    """
+    if tensor.dim() == 0:
+        return 1, 1
+    return tensor.shape[0], math.prod(tensor.shape[1:])
+
+
+def destination_for(source: torch.Tensor, num_rows: int, given: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor that receives `num_rows` rows like those of `source`: `given` if it fits, or a new one."""
+    shape = (num_rows, *source.shape[1:])
+    if given is None or given.shape != shape or given.dtype != source.dtype:
+        return torch.empty(shape, dtype=source.dtype, device=source.device)
+    return given
+
+
+def row_counts(group: Group, source: torch.Tensor) -> list[int]:
+    """Gather the number of rows of every rank's `source`. Collective."""
+    MPI, counts = group.context.MPI, np.empty(group.size, np.int64)
+    own = np.array([rows_of(source)[0]], np.int64)
+    group.comm.Allgather((own, MPI.INT64_T), (counts, MPI.INT64_T))
+    result: list[int] = counts.tolist()
+    return result
+
+
+def broadcast_header(group: Group, source: torch.Tensor | None, root: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Broadcast the shape and dtype of the tensor that the root scatters. Collective."""
+    header = None
+    if group.rank == root:
+        assert source is not None
+        header = (tuple(source.shape) or (1,), dtypes.info(source.dtype).code)
+    shape, code = group.comm.bcast(header, root)
+    dtype = dtypes.from_code(code)
+    assert dtype is not None
+    return shape, dtype
+
+
+def check_part_sizes(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
+    """Compare the sizes of all parts that the ranks send each other, and raise on all ranks if two differ. Collective.
+
+    Part j of `sources` is for rank j; part j of `destinations` is received from rank j.
+    """
+    MPI = group.context.MPI
+    sizes = np.array([[part.nbytes for part in parts] for parts in (sources, destinations)], np.int64)
+    gathered = np.empty((group.size, 2, group.size), np.int64)
+    group.comm.Allgather((sizes, MPI.INT64_T), (gathered, MPI.INT64_T))
+    longest_part(torch.from_numpy(gathered), group.where)
+
+
+def longest_part(sizes: torch.Tensor, where: str) -> int:
+    """Return the bytes of the longest part that any rank sends.
+
+    `sizes[i, 0, j]` is what rank i sends to rank j, `sizes[i, 1, j]` the size of the part that rank i receives from j.
+    Raises MismatchError, the same on all ranks, if the two sides of a message differ.
+
+    >>> longest_part(torch.tensor([[[4, 8], [4, 2]], [[2, 4], [8, 4]]]), "rank 0")
+    8
+    """
+    wrong = (sizes[:, 0] != sizes[:, 1].T).nonzero().tolist()
+    if wrong:
+        sender, receiver = wrong[0]
+        sent, room = int(sizes[sender, 0, receiver]), int(sizes[receiver, 1, sender])
+        raise MismatchError(
+            f"{where}: rank {sender} of the group sends {sent} bytes to rank {receiver}, which has room for {room}. "
+            "Make the sizes that ranks send the ones that the others expect."
+        )
+    return int(sizes[:, 0].max())
+
+
+def messages(MPI: Any, tensor: torch.Tensor, message_bytes: int) -> list[Any]:
+    """Return the memory of a contiguous tensor as buffers of at most `message_bytes`: MPI counts have 32 bits.
+
+    An empty tensor has no messages, at the sender and at the receiver.
+    """
+    flat = tensor.view(-1)
+    max_numel = max(1, message_bytes // tensor.element_size())
+    return [
+        buffers.as_bytes(MPI, flat[begin : begin + numel]) for begin, numel in partition.chunks(flat.numel(), max_numel)
+    ]
+
+
+def counts_and_offsets(counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the counts and the offsets that they add up to, as mpi4py takes them.
+
+    >>> counts_and_offsets([2, 0, 3])
+    ([2, 0, 3], [0, 2, 2])
+    """
+    return list(counts), [0, *accumulate(counts[:-1])]
+
+
+class RangeReduction(Protocol):
+    """A reduction whose result is split into ranges of the flat tensor, one for each rank."""
+
+    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """Write the result of this rank's range of the flat `source` to `destination`."""
+
+
+class RowReduceScatter:
+    """Reduce-scatter along dim 0, by a reduction that splits flat tensors."""
+
+    def __init__(self, group: Group, reduction: RangeReduction) -> None:
+        self.rank, self.size, self.reduction = group.rank, group.size, reduction
+
+    def run(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
+        num_rows, row_numel = rows_of(source)
+        rows = partition.rows(num_rows, self.size)
+        destination = destination_for(source, rows[self.rank][1], destination)
+        ranges = [(first * row_numel, count * row_numel) for first, count in rows]
+        with torch.inference_mode(destination.is_inference()):  # otherwise torch refuses to write to such a tensor
+            self.reduction.reduce_scatter(source, destination, ranges)
+        return destination
