@@ -197,7 +197,7 @@ def overridden_private_names() -> set[str]:
     from torchmpi.distributed import process_group, work
 
     pairs = [(process_group.ProcessGroup, dist.ProcessGroup)]
-    pairs += [(kind, dist.Work) for kind in (work.Ended, work.Pending, work.PendingMessage)]
+    pairs += [(kind, dist.Work) for kind in (work.CompletedWork, work.PendingWork, work.MessageWork)]
     return {
         name
         for ours, theirs in pairs

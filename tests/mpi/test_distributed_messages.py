@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import torchmpi as mpi
-from torchmpi.distributed.transfers import MOST_TAG
+from torchmpi.distributed.transfers import MAX_TAG
 from torchmpi.errors import StallError, TorchMPIError
 from torchmpi.session import runtime
 
@@ -97,7 +97,7 @@ def test_messages_of_a_pair_keep_their_order(agree):
 
 
 def test_tags_tell_messages_apart(agree):
-    tags = (0, 5, 3, MOST_TAG)
+    tags = (0, 5, 3, MAX_TAG)
     received = {tag: torch.empty(20) for tag in tags}
     works = [dist.irecv(received[tag], PREVIOUS, tag=tag) for tag in reversed(tags)]
     works += [dist.isend(numbers(20, index + RANK), NEXT, tag=tag) for index, tag in enumerate(tags)]
@@ -295,7 +295,7 @@ def refused_calls():
     ones, world = torch.ones(3), dist.group.WORLD
     return {
         "negative tag": (lambda: dist.isend(ones, NEXT, tag=-1), "tag=-1"),
-        "tag too large": (lambda: dist.isend(ones, NEXT, tag=MOST_TAG + 1), f"tag={MOST_TAG + 1}"),
+        "tag too large": (lambda: dist.isend(ones, NEXT, tag=MAX_TAG + 1), f"tag={MAX_TAG + 1}"),
         "tag of a receive": (lambda: dist.irecv(ones, PREVIOUS, tag=1 << 30), f"tag={1 << 30}"),
         "to nobody": (lambda: dist.send(ones, SIZE), f"{SIZE}"),
         "to a negative rank": (lambda: world.send([ones], -1, 0), "-1"),

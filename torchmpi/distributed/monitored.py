@@ -14,7 +14,7 @@ from .transfers import ANSWER_TAG, ARRIVED_TAG, check_open
 _NAP_SECONDS = 0.0005
 
 
-def meet(group: Group, seconds: float, number: int, *, wait_all_ranks: bool) -> None:
+def barrier(group: Group, seconds: float, number: int, *, wait_all_ranks: bool) -> None:
     """Every rank reports to rank 0 of the group, and is told whether all came.
 
     `number` counts these barriers on the group: a rank that comes after its barrier was given up is not taken for one

@@ -39,11 +39,11 @@ def _register() -> None:
         return
 
     dist.Backend.register_backend(torch_names.NAME, _create, extended_api=True, devices=DEVICES)
-    dist.register_rendezvous_handler(SCHEME, _meet_through_mpi)
+    dist.register_rendezvous_handler(SCHEME, _meet_through_mpi)  # type: ignore[attr-defined,no-untyped-call]
     torch_names.wrap_rendezvous("env", _environment_or_mpi)
     torch_names.keep_dynamo_out(torch_names.NAME)
     if os.environ.get(_AS_MPI, "") not in ("", "0"):
-        torch_names.take_name_of_mpi(_create)
+        torch_names.take_name_of_mpi()
 
 
 def _create(options: Any, pg_options: Any) -> Any:

@@ -53,7 +53,7 @@ def through_environment(original: Any, url: str, **options: Any) -> Found:
     backend = torch_names.variable_of_caller("init_process_group", "backend")
     alone = not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not _numbers(url)
     if backend == torch_names.NAME and alone:
-        return iter([(dist.HashStore(), 0, 1)])
+        return iter([(torch_names.HashStore(), 0, 1)])
     return original(url, **options)  # type: ignore[no-any-return]
 
 
@@ -74,7 +74,7 @@ def _check_numbers(url: str, rank: int, size: int) -> None:
 def _open_store(world: Any, timeout: timedelta) -> Any:
     """Collective over MPI's world."""
     if world.size == 1:
-        return dist.HashStore()
+        return torch_names.HashStore()
     hosts = world.allgather(_host())
     if world.rank == 0:
         own = [_LOOPBACK] if len(set(hosts)) == 1 else _own_addresses()
@@ -94,11 +94,11 @@ def _open_store(world: Any, timeout: timedelta) -> Any:
         for other in listeners.keys() - {address}:
             listeners[other].close()
         own_end = listeners[address].detach()
-        store = dist.TCPStore(
+        store = torch_names.TCPStore(
             address, port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=own_end
         )
     else:
-        store = dist.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
+        store = torch_names.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
     world.Barrier()  # rank 0 may fail at its next step, and the others would knock at a closed door for long
     return store
 

@@ -22,12 +22,12 @@ from ..tensors import buffers, dtypes, streams
 
 _EAGER_LOOKS = 2000
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 50e-6, 1e-3
-MOST_TAG = (1 << 20) - 1
+MAX_TAG = (1 << 20) - 1
 """Every MPI of today has tags up to this; those above are ours."""
-ARRIVED_TAG, ANSWER_TAG = MOST_TAG + 1, MOST_TAG + 2
+ARRIVED_TAG, ANSWER_TAG = MAX_TAG + 1, MAX_TAG + 2
 
 
-class Transfer(Handle):
+class MessageHandle(Handle):
     """One message under way, in one direction."""
 
     __slots__ = (
@@ -130,7 +130,7 @@ class Transfer(Handle):
         self._request, self._settle = request, settle
 
 
-def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> MessageHandle:
     """Start sending; the tensor must be left alone until the transfer has ended."""
     transfer = _checked(group, tensor, "send", peer, tag)
     work = buffers.plain(tensor, to_host=True)
@@ -144,7 +144,7 @@ def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
     return _looked_after(transfer)
 
 
-def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> Transfer:
+def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> MessageHandle:
     """Start receiving, from a rank or from any; the sender's tensor must be as long."""
     MPI, comm = group.context.MPI, group.side_comm
     transfer = _checked(group, tensor, "recv", peer, tag)
@@ -176,15 +176,15 @@ def _complete(group: Group, tensor: torch.Tensor, work: torch.Tensor, status: An
         buffers.touch(tensor)
 
 
-def _checked(group: Group, tensor: torch.Tensor, collective: str, peer: int | None, tag: int) -> Transfer:
+def _checked(group: Group, tensor: torch.Tensor, collective: str, peer: int | None, tag: int) -> MessageHandle:
     what = f"{group.where}: {collective}"
     check_open(group, what)
     buffers.check(tensor, what, written=collective == "recv")
     if peer is not None and not 0 <= peer < group.size:
         raise ArgumentError(f"{what}: {peer} is not a rank of this group. Use 0 to {group.size - 1}.")
-    if not 0 <= tag <= MOST_TAG:
-        raise ArgumentError(f"{what}: tag={tag} is out of range. Use 0 to {MOST_TAG}.")
-    return Transfer(group, tensor, collective, peer)
+    if not 0 <= tag <= MAX_TAG:
+        raise ArgumentError(f"{what}: tag={tag} is out of range. Use 0 to {MAX_TAG}.")
+    return MessageHandle(group, tensor, collective, peer)
 
 
 def check_open(group: Group, what: str) -> None:
@@ -216,10 +216,10 @@ class _Caretaker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="torchmpi transfers", daemon=True)
-        self._under_way: set[Transfer] = set()
+        self._under_way: set[MessageHandle] = set()
         self._is_needed = threading.Event()
 
-    def take(self, transfer: Transfer) -> None:
+    def take(self, transfer: MessageHandle) -> None:
         """Look after one more, and keep what it needs alive."""
         self._under_way.add(transfer)
         self._is_needed.set()
@@ -248,7 +248,7 @@ _caretaker: _Caretaker | None = None
 _starting = threading.Lock()
 
 
-def _looked_after(transfer: Transfer) -> Transfer:
+def _looked_after(transfer: MessageHandle) -> MessageHandle:
     global _caretaker
     if transfer.look() or not runtime.current().threads_allowed:
         return transfer
