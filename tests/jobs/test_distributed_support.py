@@ -151,7 +151,7 @@ def test_the_same_works_under_torchrun(tmp_path):
 
 
 def test_every_no_is_explained():
-    text = section_of_page("What does not work, and why")
+    text = section_of_page("Unsupported features")
     names = [name for (_, name), cell in cells_of(shown(), "torchmpi").items() if cell != "yes"]
     missing = [name for name in names if re.findall(r"`[^`]+`", name)[0] not in text]
     assert names and not missing, f"the page does not say why these do not work: {missing}"
@@ -166,7 +166,7 @@ def test_every_function_of_torch_distributed_is_in_the_tables():
 
 
 def test_the_private_names_of_torch_are_on_the_page():
-    text = section_of_page("What of PyTorch it depends on")
+    text = section_of_page("Private names of PyTorch")
     listed = set(re.findall(r"\b_[a-zA-Z]\w+|\b[A-Z]\w+Options\b", text))
     needed = private_names_in_torch_names() | overridden_private_names()
     assert len(needed) > 15
