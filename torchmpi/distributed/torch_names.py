@@ -63,7 +63,7 @@ class CallOptions(Protocol):
 # Without a Python function around them, as each call uses them. Older versions of torch have no asyncOp.
 is_asynchronous: Callable[[CallOptions], bool]
 is_asynchronous = attrgetter("asyncOp") if hasattr(ALLREDUCE, "asyncOp") else lambda options: True
-profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def warn_if_untested() -> None:
