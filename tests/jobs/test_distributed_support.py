@@ -1,6 +1,6 @@
-"""The tables of docs/torch-distributed.md say what works: each line is a check, made anew here and compared.
+"""The tables of supported features in docs/torch-distributed.md: each line is a check, run here and compared.
 
-``REWRITE_TABLES=1 python -m pytest tests/jobs/test_distributed_support.py`` puts what comes out on the page.
+``REWRITE_TABLES=1 python -m pytest tests/jobs/test_distributed_support.py`` writes the results to the page.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def rewrite(column: str, fresh: Cells) -> None:
     PAGE.write_text(begin + BEGIN + tables_of(columns) + END + rest.split(END)[1])
 
 
-# --- what comes out -------------------------------------------------------------------------------------------------
+# --- results -----------------------------------------------------------------------------------------------------
 
 
 def cells_from(rows: Path) -> Cells:
@@ -134,7 +134,7 @@ def test_the_tables_show_what_works(column, launch, tmp_path):
 
 @pytest.mark.once
 def test_the_same_works_under_torchrun(tmp_path):
-    """But for other ways of meeting, which torchrun's own store does not let through for any backend."""
+    """Except for rendezvous, where torchrun's own store prevents other methods for every backend."""
     skip_with_another_torch()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     begun = [*command, DRIVER, "torchmpi", tmp_path, "^(?!Starting)"]

@@ -54,7 +54,7 @@ def test_a_work_of_a_call_that_failed():
     assert isinstance(pending_work.exception(), ValueError)
     with pytest.raises(ValueError, match="bad sample"):
         pending_work.wait()
-    # In C++'s words, which know no ValueError; what matters is that no value comes out.
+    # As an error of C++, which has no ValueError; the futures must not return a value.
     for failed in (future, chained, pending_work.get_future()):
         assert failed.done()
         with pytest.raises(Exception, match="bad sample"):
@@ -83,7 +83,7 @@ def test_the_future_of_a_work_is_one_and_has_its_tensors():
 
 
 def test_futures_asked_for_while_the_call_ends():
-    """Whoever comes at the same moment from two threads: every future completes, and callbacks run once."""
+    """From two threads at the same time: every future completes, and callbacks run once."""
     for _ in range(300):
         handle, _, pending_work = pending()
         called: list[int] = []
@@ -164,7 +164,7 @@ def test_lists_become_rows_and_back(num_parts, shape, is_whole, is_transposed):
         assert target.data_ptr() == parts[0].data_ptr(), "copied where the memory itself would do"
 
 
-def test_parts_out_of_order_or_with_gaps_are_not_taken_for_one_piece():
+def test_parts_out_of_order_or_with_gaps_are_not_taken_for_one_tensor():
     whole = torch.zeros(4, 3)
     for parts in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[0]], [whole[2], whole[3], whole[0]]):
         assert rows.stacked(parts).data_ptr() != parts[0].data_ptr()
@@ -234,7 +234,7 @@ def test_a_failure_to_register_is_a_warning(monkeypatch):
         registration.register()
 
 
-def test_versions_of_torch_that_were_not_tested_are_told(monkeypatch):
+def test_untested_versions_of_torch_give_a_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for version in torch_names.TESTED:
@@ -245,8 +245,8 @@ def test_versions_of_torch_that_were_not_tested_are_told(monkeypatch):
         torch_names.warn_if_untested()
 
 
-def test_a_call_out_of_a_thread_without_python_is_nothing_special():
-    """With GPUs, DDP's reducer calls out of autograd's threads: to ask for the caller's caller raised there."""
+def test_a_call_from_a_thread_without_python_frames():
+    """Regression: with GPUs, DDP's reducer calls from threads of autograd, where the caller has no caller in Python."""
     answers = []
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -259,7 +259,7 @@ def test_a_call_out_of_a_thread_without_python_is_nothing_special():
     assert answers == [False]
 
 
-def test_dynamo_is_told_to_stay_out_once_it_is_loaded():
+def test_dynamo_excludes_the_package_once_it_is_loaded():
     """And only then: loading it costs a second, which `import torch` must not."""
     known = set(sys.meta_path)
     torch_names.keep_dynamo_out("hypothesis")  # any package

@@ -75,7 +75,7 @@ OWN = {call.__name__: call for call in (all_to_all_even, all_gather_single, redu
 
 
 def compare(call: str, **setting: Any) -> None:
-    """Make a call of the tests of collectives and look at what it filled."""
+    """Make a call of the tests of collectives and check its results."""
     it = Setting(group=dist.group.WORLD, **setting)
     work, pairs = (OWN | CALLS)[call](it)
     if it.asynchronous:
@@ -209,7 +209,7 @@ for coalesced in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
-def meet_by(asynchronous: bool, **receiver: Any) -> None:
+def exchange_by(asynchronous: bool, **receiver: Any) -> None:
     """A message from rank 0 to rank 1, and one back."""
     received = torch.zeros(3)
 
@@ -227,22 +227,22 @@ def meet_by(asynchronous: bool, **receiver: Any) -> None:
 
 @feature("Messages", "`send`, `recv`")
 def _() -> None:
-    meet_by(False, src=other())
+    exchange_by(False, src=other())
 
 
 @feature("Messages", "`recv` from any rank")
 def _() -> None:
-    meet_by(False)
+    exchange_by(False)
 
 
 @feature("Messages", "`isend`, `irecv`")
 def _() -> None:
-    meet_by(True, src=other())
+    exchange_by(True, src=other())
 
 
 @feature("Messages", "`irecv` from any rank")
 def _() -> None:
-    meet_by(True)
+    exchange_by(True)
 
 
 @feature("Messages", "tags: messages received in a different order than sent")
