@@ -541,7 +541,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _launch(self, task: Callable[[], object], outputs: Tensors, options: CallOptions, collective: str) -> dist.Work:
         """Run a task in the order of the group's calls: now, or in the background."""
         runtime.current()  # raises in a forked child
-        tensor = outputs[0] if outputs else None
+        tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
         if is_asynchronous(options):
             if torch_names.profiler_enabled():
                 task = torch_names.as_event(f"torchmpi:{collective}", task)
@@ -569,7 +569,7 @@ class ProcessGroup(dist.ProcessGroup):
         works = [call(*pair, opts) for pair in arguments]
         if all(work is COMPLETED for work in works):
             return COMPLETED
-        last = self._submit(lambda: [work.wait() for work in works], "coalesced calls", outputs[0])
+        last = self._submit(lambda: [work.wait() for work in works], "coalesced calls", _on_device(outputs))
         return PendingWork(last, outputs, self._limit_seconds)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -591,3 +591,8 @@ class ProcessGroup(dist.ProcessGroup):
             buffers.check(tensor, what)
         for tensor in outputs:
             buffers.check(tensor, what, written=True)
+
+
+def _on_device(tensors: Tensors) -> torch.Tensor | None:
+    """Return the first tensor that is not on the host, if there is one."""
+    return next((tensor for tensor in tensors if not tensor.is_cpu), None)
