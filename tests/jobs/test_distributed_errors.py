@@ -27,7 +27,7 @@ ones = torch.ones(3)
 dist.barrier()
 if rank == 0:
     print("running", flush=True)
-    time.sleep(0.1)  # launchers drop what they have not read when a rank dies
+    time.sleep(0.1)  # launchers lose unread output when a rank dies
 dist.barrier()
 
 def error_of(action):
@@ -74,10 +74,10 @@ def test_leaving_while_the_others_are_in_a_call_ends_the_job(job):
 
 
 @once
-def test_a_rank_that_only_knows_of_another_that_gave_up_lets_it_speak(job):
-    """Regression: it ended the job 0.1 s after its own message, and nobody learnt the reason if the other was slower.
+def test_a_rank_whose_call_was_aborted_lets_the_aborting_rank_report(job):
+    """Regression: it ended the job 0.1 s after its own message, before a slower rank could print the reason.
 
-    Here rank 0 waits for rank 1 in vain and says so, and rank 2 has nothing to say but that rank 0 gave up.
+    Here the call of rank 0 times out, which its message says; rank 2 can only report that rank 0 aborted the call.
     """
     code = """
 group = dist.new_group(timeout=timedelta(seconds=0.5 if rank == 0 else 100))
@@ -95,7 +95,7 @@ except RuntimeError:
 
 
 @once
-def test_leaving_with_work_nobody_else_has_ends_the_job(job):
+def test_leaving_with_unmatched_work_ends_the_job(job):
     result = failing(job, "if rank == 1: work = dist.all_reduce(ones, async_op=True)\nelse: dist.barrier()", n=2)
     assert "allreduce(float32 [3], sum)" in result.stderr and "barrier()" in result.stderr, result.output
 
@@ -204,36 +204,36 @@ def test_calls_that_differ_raise_on_all_ranks(job):
     all_right(result, 17, 3)
 
 
-# --- ranks that do not come -------------------------------------------------------------------------------------------
+# --- missing ranks ----------------------------------------------------------------------------------------------------
 
 MISSING = """
 from torchmpi.distributed import monitored_barrier
 
 def case(name, early, expected="at {file}", late=None):
-    # The last rank comes when the others have given up; `late` is what it does then, and raises itself.
+    # The last rank arrives when the others have aborted; `late` is its call, which raises too.
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     dist.barrier()
     if rank < size - 1:
         said = error_of(lambda: early(group))
         wanted = [text.format(file=__file__, last=size - 1) for text in expected.split("|")]
         good = all(text in said for text in wanted) or "has aborted it" in said
-    meet()  # meanwhile the last rank is here
+    rendezvous()  # the last rank has arrived
     if rank == size - 1:
         said = error_of(lambda: (late or early)(group)) if late is not False else ""
         good = late is False or "nothing was raised" not in said
     dist.barrier()
     report(name, good, said)
 
-def meet():
+def rendezvous():
     # By the store: no call of torchmpi's, in which the watchdog would find the missing rank.
-    store, number = dist.distributed_c10d._get_default_store(), meet.number
-    meet.number += 1
-    if store.add(f"meet {number}", 1) == size:
+    store, number = dist.distributed_c10d._get_default_store(), rendezvous.number
+    rendezvous.number += 1
+    if store.add(f"rendezvous {number}", 1) == size:
         store.set(f"met {number}", "1")
     store.wait([f"met {number}"])
-meet.number = 0
+rendezvous.number = 0
 
-case("all_reduce", lambda g: dist.all_reduce(ones, group=g), "StallError|rank {last}, after|in meet")
+case("all_reduce", lambda g: dist.all_reduce(ones, group=g), "StallError|rank {last}, after|in rendezvous")
 case("asynchronous", lambda g: dist.all_reduce(ones, group=g, async_op=True).wait(), "StallError|rank {last}, after")
 case("future", lambda g: dist.all_reduce(ones, group=g, async_op=True).get_future().wait(), "rank {last}, after")
 case("broadcast", lambda g: dist.broadcast(ones, size - 1, group=g), "StallError|rank {last}, after")
@@ -245,18 +245,18 @@ case("monitored_barrier", lambda g: monitored_barrier(g, timedelta(seconds=0.5))
 group = dist.new_group()
 dist.barrier()
 if rank == size - 1:
-    meet()
+    rendezvous()
 work = dist.all_reduce(ones, group=group, async_op=True)
 said = error_of(lambda: work.wait(timedelta(seconds=0.2))) if rank < size - 1 else "StallError"
 if rank < size - 1:
-    meet()
+    rendezvous()
 work.wait()
 report("wait with a limit", "StallError" in said and ones.tolist() == [float(size)] * 3, said, ones)
 """
 
 
 def test_a_rank_that_does_not_come_is_named(job):
-    """The late one gets an error too, and no data of a call that the others have given up."""
+    """The late rank gets an error too, and no data of a call that the others have aborted."""
     result = job(3, START + MISSING, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 8, 3)
 
@@ -274,7 +274,7 @@ if rank == 1:
 if rank == 0:
     dist.recv(target, 1, group=group)
 dist.barrier()
-report("the message after one that did not come", rank or (target[0] == 7 and "StallError" in said), target)
+report("the message after one that was not sent", rank or (target[0] == 7 and "StallError" in said), target)
 if rank == 0:
     dist.recv(target, 1, group=group)
 
@@ -291,9 +291,9 @@ if rank == 0:
     second = error_of(lambda: monitored_barrier(group, timedelta(seconds=0.3)))
 dist.barrier()
 good = rank or ("rank 1" in first.lower() and "rank 1" in second.lower())
-report("an arrival at a barrier that was given up", good, first, second)
+report("an arrival at a barrier that has timed out", good, first, second)
 
-# Refused on one rank only: it and the others are then at different calls, and nobody may get data of one that failed.
+# Rejected on one rank only, which is then at another call than the others: no rank may get data of a failed call.
 group = dist.new_group(timeout=timedelta(seconds=1))
 said = error_of(lambda: dist.all_gather([ones] * (size - (rank == 1)), ones, group=group))
 ended_well = []

@@ -1,4 +1,4 @@
-"""Every way in which a program may start torch.distributed over torchmpi: it imports torch, and nothing of ours."""
+"""All methods to start torch.distributed over torchmpi, in programs that do not import torchmpi."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 def listening():
-    # The ports of this process that wait for somebody, with the address at which they do.
+    # The listening ports of this process, with their addresses.
     files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     own = {os.readlink(file) for file in files if os.path.lexists(file)}
     entries = [line.split() for table in ("tcp", "tcp6") for line in open(f"/proc/self/net/{table}").readlines()[1:]]
@@ -83,7 +83,7 @@ def check(way, backend="torchmpi", order=1, private=False, **options):
     if private:
         good &= bool(opened) == (rank == 0) and {place.split(":")[0] for place in opened} <= LOOPBACK
     dist.destroy_process_group()
-    # Two ways use one port: a rank that is ahead would find the store of the way before, which is about to go.
+    # Two methods use one port: a rank that is ahead would connect to the store of the method before.
     MPI.COMM_WORLD.Barrier()
     print(way, "is", "right" if good else f"wrong: {expected=}, {gathered=}, {tensor=}, {opened=}", flush=True)
 
@@ -112,7 +112,7 @@ check("variables for gloo", backend="gloo")
 
 
 def test_every_way_to_meet(job, tmp_path):
-    """The store that MPI's way opens listens to this host only."""
+    """The store that is opened through MPI listens on this host only."""
     (tmp_path / "port").write_text(str(_free_port()))
     result = job(2, EVERY_WAY, env={"TORCHMPI_VERBOSE": "0"})
     assert "wrong" not in result.stdout, result.output
@@ -216,7 +216,7 @@ for _ in range(2):
     sent = dist.isend(torch.full((1000,), float(dist.get_rank())), 1 - dist.get_rank())
     dist.recv(message)
     sent.wait(), work.wait()
-    # In one piece, since torchrun has the ranks' output mixed.
+    # In one write, since torchrun mixes the output of the ranks.
     sys.stdout.write(f"sum {tensor.tolist()} message {message[0].item() == 1 - dist.get_rank()}\\n")
     dist.destroy_process_group()
 sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")

@@ -1,6 +1,6 @@
-"""The tables of docs/torch-distributed.md say what works: each line is a check, made anew here and compared.
+"""The tables of supported features in docs/torch-distributed.md: each line is a check, run here and compared.
 
-``REWRITE_TABLES=1 python -m pytest tests/jobs/test_distributed_support.py`` puts what comes out on the page.
+``REWRITE_TABLES=1 python -m pytest tests/jobs/test_distributed_support.py`` writes the results to the page.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def rewrite(column: str, fresh: Cells) -> None:
     PAGE.write_text(begin + BEGIN + tables_of(columns) + END + rest.split(END)[1])
 
 
-# --- what comes out -------------------------------------------------------------------------------------------------
+# --- results -----------------------------------------------------------------------------------------------------
 
 
 def cells_from(rows: Path) -> Cells:
@@ -134,7 +134,7 @@ def test_the_tables_show_what_works(column, launch, tmp_path):
 
 @pytest.mark.once
 def test_the_same_works_under_torchrun(tmp_path):
-    """But for other ways of meeting, which torchrun's own store does not let through for any backend."""
+    """Except for rendezvous, where torchrun's own store prevents other methods for every backend."""
     skip_with_another_torch()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     begun = [*command, DRIVER, "torchmpi", tmp_path, "^(?!Starting)"]
@@ -151,7 +151,7 @@ def test_the_same_works_under_torchrun(tmp_path):
 
 
 def test_every_no_is_explained():
-    text = section_of_page("What does not work, and why")
+    text = section_of_page("Unsupported features")
     names = [name for (_, name), cell in cells_of(shown(), "torchmpi").items() if cell != "yes"]
     missing = [name for name in names if re.findall(r"`[^`]+`", name)[0] not in text]
     assert names and not missing, f"the page does not say why these do not work: {missing}"
@@ -166,7 +166,7 @@ def test_every_function_of_torch_distributed_is_in_the_tables():
 
 
 def test_the_private_names_of_torch_are_on_the_page():
-    text = section_of_page("What of PyTorch it depends on")
+    text = section_of_page("Private names of PyTorch")
     listed = set(re.findall(r"\b_[a-zA-Z]\w+|\b[A-Z]\w+Options\b", text))
     needed = private_names_in_torch_names() | overridden_private_names()
     assert len(needed) > 15
@@ -197,7 +197,7 @@ def overridden_private_names() -> set[str]:
     from torchmpi.distributed import process_group, work
 
     pairs = [(process_group.ProcessGroup, dist.ProcessGroup)]
-    pairs += [(kind, dist.Work) for kind in (work.Ended, work.Pending, work.PendingMessage)]
+    pairs += [(kind, dist.Work) for kind in (work.CompletedWork, work.PendingWork, work.MessageWork)]
     return {
         name
         for ours, theirs in pairs

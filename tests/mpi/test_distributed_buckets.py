@@ -34,7 +34,7 @@ WHO_SHARES = {"nobody": lambda rank: False, "not rank 0": lambda rank: rank > 0,
 @pytest.fixture(autouse=True)
 def small_ones_too(default_group, monkeypatch):  # noqa: F811
     """The nets of tests have buckets of some hundred bytes."""
-    monkeypatch.setattr(bucket_memory, "LEAST_BYTES", 1)
+    monkeypatch.setattr(bucket_memory, "MIN_BYTES", 1)
     monkeypatch.setattr(dist.group.WORLD, "_may_share", True)
 
 

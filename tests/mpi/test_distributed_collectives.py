@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed over torchmpi, against the readable twins; and what they refuse."""
+"""Collectives of torch.distributed over torchmpi, against readable references; and calls with invalid arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def play(agree, name: str, setting: Setting) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_dtype_operation_shape_and_layout(agree, name):
-    """Every shape with every dtype and operation; layouts and modes take turns, so that all meet."""
+    """Every shape with every dtype and operation; layouts and modes alternate, so that all combinations occur."""
     turns = itertools.product(LAYOUTS, MODES)
     pairs = [(dtype, op) for dtype in contract.MOVABLE for op in (ops_of(dtype) if name in REDUCING else ["sum"])]
     if name == "barrier":
@@ -120,7 +120,7 @@ def test_sums_of_sparse_tensors(agree, dtype, asynchronous):
     agree.close(tensor.to_dense(), expected)
 
 
-def test_autograd_is_told_of_what_was_written(agree):
+def test_versions_of_written_tensors_increase(agree):
     leaf = torch.ones(3, requires_grad=True)
     for asynchronous in (False, True):
         saved = leaf.exp()
@@ -266,9 +266,9 @@ def refused_calls():
         "no such root": (lambda: dist.broadcast(ones, size), f"root={size}"),
         "negative root": (lambda: dist.broadcast(ones, group_src=-1), "root=-1"),
         "root of the group too large": (lambda: world.broadcast([ones], size), f"root={size}"),
-        "nobody to reduce on": (lambda: dist.reduce(ones, group_dst=size), f"root={size}"),
-        "nobody to gather on": (lambda: dist.gather(ones, group_dst=size), f"root={size}"),
-        "nobody scatters": (lambda: dist.scatter(ones, group_src=size), f"root={size}"),
+        "no root to reduce on": (lambda: dist.reduce(ones, group_dst=size), f"root={size}"),
+        "no root to gather on": (lambda: dist.gather(ones, group_dst=size), f"root={size}"),
+        "no root to scatter from": (lambda: dist.scatter(ones, group_src=size), f"root={size}"),
     }
 
 
@@ -278,7 +278,7 @@ REFUSED = (
     "factor for integers", "two tensors", "no tensor", "list too short", "list too long", "nothing to exchange",
     "two dtypes to exchange", "nothing to reduce", "output too long", "input too long", "rows that do not add up",
     "negative rows", "sizes for too few", "no such root", "negative root", "root of the group too large",
-    "nobody to reduce on", "nobody to gather on", "nobody scatters",
+    "no root to reduce on", "no root to gather on", "no root to scatter from",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 
 import pytest
@@ -73,7 +74,7 @@ def test_training_with_workers(agree, persistent):
         orders.append(everywhere)
     agree(same_everywhere(values(model)), "ranks differ")
     for everywhere in orders:
-        agree.equal(sorted(sum(everywhere, [])), list(range(ITEMS)), "items")
+        agree.equal(sorted(itertools.chain(*everywhere)), list(range(ITEMS)), "items")
     agree(orders[0] != orders[1], "the epochs have the same order")
 
 
@@ -99,7 +100,7 @@ def test_iterable_data(agree):
     found = [int(number) for number in DataLoader(Numbers(), batch_size=None, num_workers=2)]
     everywhere: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
-    agree.equal(sorted(sum(everywhere, [])), list(range(ITEMS)))
+    agree.equal(sorted(itertools.chain(*everywhere)), list(range(ITEMS)))
 
 
 class Broken(Rows):

@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def differing() -> nn.Sequential:
-    """A net that starts with other values on each rank: DDP has to send everybody rank 0's."""
+    """A net that starts with other values on each rank: DDP must broadcast that of rank 0."""
     return net(seed=3 + dist.get_rank())
 
 
@@ -71,7 +71,7 @@ def test_no_sync_accumulates_locally_and_sends_once(agree):
 
 
 class Branches(nn.Module):
-    """Even ranks leave one branch out, and nobody uses the third."""
+    """Even ranks leave one branch out, and no rank uses the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_join_of_uneven_inputs(agree, divide_by_initial_world_size):
     agree(same_everywhere(values(model)), "ranks differ")
 
 
-def test_join_raises_everywhere_if_told(agree):
+def test_join_raises_on_all_ranks_if_requested(agree):
     model = DDP(net())
     message = ""
     try:

@@ -49,7 +49,7 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
-    """FSDP2: each layer for itself, and what is left."""
+    """FSDP2: each layer separately, then the remaining parameters."""
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, **options)
@@ -58,7 +58,7 @@ def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
 
 
 def whole(model: nn.Module) -> Tensor:
-    """All parameters, put together from everybody's shards."""
+    """All parameters, gathered from the shards of all ranks."""
     return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
 
 
@@ -163,7 +163,7 @@ def test_fsdp1_training_equals_one_process(agree, strategy):
 
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp1_states(agree):
-    """The whole model on rank 0 only, and everybody's shards."""
+    """The whole model on rank 0 only, and the shards of all ranks."""
     whole_kind, shards_kind = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
     model, other = fsdp1(net()), fsdp1(net(seed=7))
     train(model, sgd(model.parameters()), share())

@@ -84,7 +84,7 @@ def test_gradients_go_through_functional_collectives(agree):
     scattered = funcol.reduce_scatter_tensor_autograd(gathered * (rank + 1), "sum", 0, group)
     exchanged = funcol.all_to_all_single_autograd(scattered, [1] * size, [1] * size, group)
     (exchanged * (rank + 1)).sum().backward()
-    # x is multiplied by the sum of all factors on its way, and its row r by what rank r makes of it.
+    # x is multiplied by the sum of all factors, and its row r by the factor of rank r.
     factor = size * (size + 1) / 2
     agree.equal(x.grad, factor * torch.arange(1.0, size + 1).double()[:, None].expand(size, 2))
 

@@ -242,7 +242,7 @@ def test_again_and_again_leaves_nothing_behind(nothing_runs, agree):
         works = [dist.all_reduce(torch.ones(50_000), async_op=True), dist.barrier(groups[0], async_op=True)]
         if SIZE > 1:
             works.append(dist.irecv(torch.empty(3), (RANK - 1) % SIZE))
-            dist.barrier()  # so that the message has not come yet, and has to be looked after
+            dist.barrier()  # so that the message is still in flight and the progress thread tests it
             works.append(dist.isend(torch.ones(3), (RANK + 1) % SIZE))
         for work in works:
             work.get_future().wait()
@@ -272,13 +272,13 @@ def test_abort_ends_everything_that_is_queued(torch_world, agree):
     works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for _ in range(3)] if RANK == 0 else []
     dist.distributed_c10d._abort_process_group(group)
     for work in works:
-        agree("nothing" not in refusal(work.wait), "a call that nobody else made ended well")
+        agree("nothing" not in refusal(work.wait), "a call of one rank only succeeded")
     agree.equal(total_of(), float(sum(EVERYBODY)))
 
 
-@pytest.mark.parametrize("way", ("destroyed", "aborted"))
-def test_gone_while_another_thread_is_in_a_call(torch_world, agree, way):
-    """The memory that the ranks share went from under it: the call, which nobody else makes, raises first."""
+@pytest.mark.parametrize("end", ("destroyed", "aborted"))
+def test_group_freed_while_another_thread_is_in_a_call(torch_world, agree, end):
+    """Regression: the shared memory was unmapped during the call. The call, which no other rank makes, must raise."""
     if SIZE == 1:
         return
     group = dist.new_group(timeout=timedelta(seconds=1))
@@ -296,7 +296,7 @@ def test_gone_while_another_thread_is_in_a_call(torch_world, agree, way):
         thread.start()
         began.wait()
         time.sleep(0.1)
-    if way == "aborted":
+    if end == "aborted":
         dist.distributed_c10d._abort_process_group(group)
     else:
         dist.destroy_process_group(group)
@@ -368,7 +368,7 @@ def test_ours_beside_a_default_group_of_another_backend(nothing_runs, agree):
 def test_a_mixture_of_backends_is_refused(nothing_runs, agree, mixed):
     said = refusal(lambda: dist.init_process_group(mixed))
     agree("nothing" not in said, f"{mixed} was accepted")
-    # Where gloo comes first, torch makes it first: a rank that is refused early leaves the others to gloo's own error.
+    # torch creates the first backend first. If that is gloo, ranks that raise early leave the others with gloo's error.
     everywhere = MPI.COMM_WORLD.allgather("ArgumentError" in said and "'torchmpi' alone" in said)
     agree(any(everywhere) if mixed.startswith("cpu:gloo") else all(everywhere), said)
     agree(not dist.is_initialized() and not runtime.is_running(), "something was started")

@@ -83,7 +83,7 @@ def test_compressing_hooks(agree, hook, dtype):
 
 
 def test_builtin_fp16_hook_is_refused(agree):
-    """It is written in C++, and wants a future of tensors as C++ knows them: PyTorch says so, and nothing is wrong."""
+    """It is written in C++ and needs a future of C++ tensors: PyTorch raises, and no result is wrong."""
     model, problem = parallel(), ""
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     try:
@@ -122,7 +122,7 @@ def test_powersgd_of_rank_1_learns_the_same_everywhere(agree):
 
 
 def test_hook_of_a_user_raises_where_it_is_called(agree):
-    def hook(state, bucket):  # DDP reads annotations, and knows no strings
+    def hook(state, bucket):  # DDP reads annotations, which must not be strings
         work = dist.all_reduce(bucket.buffer(), async_op=True)
 
         def fail(future: torch.futures.Future) -> torch.Tensor:
@@ -183,11 +183,11 @@ def average(models: list[nn.Module]) -> None:
 
 
 def test_zero_in_a_hook(agree):
-    """Each rank updates its part of the parameters as soon as a bucket has come, and broadcasts it."""
+    """Each rank updates its part of the parameters as soon as a bucket has been reduced, and broadcasts it."""
     model = parallel()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.01, eps=1e-3)
     model.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer))
-    # The first two steps only find out in which order the gradients come, and do not update.
+    # The first two steps only determine the order of the gradients, without an update.
     for step in (0, 0, *range(4)):
         loss_of(model, step, share()).backward()
         optimizer.step()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import torchmpi as mpi
-from torchmpi.distributed.transfers import MOST_TAG
+from torchmpi.distributed.transfers import MAX_TAG
 from torchmpi.errors import StallError, TorchMPIError
 from torchmpi.session import runtime
 
@@ -49,7 +49,7 @@ def torch_world(request) -> Iterator[str]:
 
 
 def error_of(work) -> str:
-    """Waits; what went wrong comes back as text, so that the other ranks are not left in the next call."""
+    """Wait, and return the error as text, so that this rank too makes the next call."""
     try:
         work.wait()
     except Exception as error:
@@ -97,7 +97,7 @@ def test_messages_of_a_pair_keep_their_order(agree):
 
 
 def test_tags_tell_messages_apart(agree):
-    tags = (0, 5, 3, MOST_TAG)
+    tags = (0, 5, 3, MAX_TAG)
     received = {tag: torch.empty(20) for tag in tags}
     works = [dist.irecv(received[tag], PREVIOUS, tag=tag) for tag in reversed(tags)]
     works += [dist.isend(numbers(20, index + RANK), NEXT, tag=tag) for index, tag in enumerate(tags)]
@@ -109,7 +109,7 @@ def test_tags_tell_messages_apart(agree):
 
 @pytest.mark.parametrize("numel", (3, 40), ids=("short", "longer"))
 def test_from_any_rank(agree, numel):
-    """Several at once, each of which may come from anybody."""
+    """Several receives at the same time, each from any rank."""
     if RANK == 0:
         targets = [torch.empty(numel) for _ in range(2 * (SIZE - 1))]
         works = [dist.irecv(target) for target in targets]
@@ -134,7 +134,7 @@ def test_from_any_rank(agree, numel):
 
 
 def test_batches(agree):
-    """Everybody to everybody else, some with nothing; sends and receives in an order of each rank's own."""
+    """Between all pairs of ranks, some without elements; each rank in an order of its own."""
     others = [rank for rank in range(SIZE) if rank != RANK]
     targets = {rank: torch.empty((RANK + 2 * rank) % 4 * 10) for rank in others}
     operations = [dist.P2POp(dist.irecv, targets[rank], rank) for rank in others]
@@ -146,7 +146,7 @@ def test_batches(agree):
 
 
 def test_a_send_under_way_goes_on_while_its_rank_is_in_a_collective(agree):
-    """The receiver does not come to the collective before it has the message."""
+    """The receiver calls the collective after it has received the message."""
     total = torch.ones(3)
     numel = LONG if runtime.current().config.message_bytes > 64 else 4_000
     if RANK % 2 == 0 and RANK + 1 < SIZE:
@@ -192,7 +192,7 @@ def test_futures(agree):
     agree.equal(total, numbers(100, PREVIOUS).sum())
 
 
-@pytest.mark.parametrize("is_there", (False, True), ids=("before it comes", "when it is there"))
+@pytest.mark.parametrize("is_there", (False, True), ids=("before it arrives", "when it has arrived"))
 def test_who_is_called_back_may_ask_the_message_that_has_come(agree, is_there):
     """The callback waited for the look at the message of which it was the end."""
     sources = []
@@ -241,7 +241,7 @@ def test_a_message_of_another_length_raises_on_the_receiver(agree, sent, room):
         try:
             dist.recv(wrong, 0, group=pair)
         except TorchMPIError as error:
-            agree("rank 1" in str(error) and ("rank 0" in str(error)), f"not who with whom: {error}")
+            agree("rank 1" in str(error) and ("rank 0" in str(error)), f"the ranks are not named: {error}")
         else:
             agree(False, f"{sent} elements were taken for {room}: {wrong.tolist()}")
         dist.recv(right, 0, tag=1, group=pair)
@@ -295,12 +295,12 @@ def refused_calls():
     ones, world = torch.ones(3), dist.group.WORLD
     return {
         "negative tag": (lambda: dist.isend(ones, NEXT, tag=-1), "tag=-1"),
-        "tag too large": (lambda: dist.isend(ones, NEXT, tag=MOST_TAG + 1), f"tag={MOST_TAG + 1}"),
+        "tag too large": (lambda: dist.isend(ones, NEXT, tag=MAX_TAG + 1), f"tag={MAX_TAG + 1}"),
         "tag of a receive": (lambda: dist.irecv(ones, PREVIOUS, tag=1 << 30), f"tag={1 << 30}"),
-        "to nobody": (lambda: dist.send(ones, SIZE), f"{SIZE}"),
+        "to no rank": (lambda: dist.send(ones, SIZE), f"{SIZE}"),
         "to a negative rank": (lambda: world.send([ones], -1, 0), "-1"),
         "from a negative rank": (lambda: world.recv([ones], -1, 0), "-1"),
-        "from nobody": (lambda: world.recv([ones], SIZE, 0), f"{SIZE}"),
+        "from no rank": (lambda: world.recv([ones], SIZE, 0), f"{SIZE}"),
         "two tensors": (lambda: world.send([ones, ones], NEXT, 0), "2 tensors"),
         "sparse": (lambda: dist.send(ones.to_sparse(), NEXT), "to_dense"),
         "meta": (lambda: dist.recv(ones.to("meta"), PREVIOUS), "meta"),
@@ -309,8 +309,8 @@ def refused_calls():
 
 
 REFUSED = (
-    "negative tag", "tag too large", "tag of a receive", "to nobody", "to a negative rank", "from a negative rank",
-    "from nobody", "two tensors", "sparse", "meta", "expanded",
+    "negative tag", "tag too large", "tag of a receive", "to no rank", "to a negative rank", "from a negative rank",
+    "from no rank", "two tensors", "sparse", "meta", "expanded",
 )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_redistribute_over_two_dimensions(agree):
 
 
 def test_products_of_sharded_tensors(agree):
-    """Also backwards; the sum over the shared dimension is left to whoever asks for the result."""
+    """Also backwards; the sum over the shared dimension is computed when the result is read."""
     mesh = mesh_1d()
     a, b = numbers(6, 12), numbers(12, 4, start=5)
     plain = [a.clone().requires_grad_(), b.clone().requires_grad_()]

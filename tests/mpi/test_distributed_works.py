@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 
-def test_what_a_work_tells(agree):
+def test_properties_of_a_work(agree):
     size = dist.get_world_size()
     tensor = torch.ones(4)
     work = dist.all_reduce(tensor, async_op=True)
@@ -53,8 +53,27 @@ def test_a_work_completes_without_being_waited_for(agree):
     agree.equal(tensor, torch.full((4,), float(dist.get_world_size())))
 
 
-def test_futures_and_what_is_chained_to_them(agree):
-    """As PowerSGD does it: what is called back makes further calls, and waits for them."""
+def test_an_asynchronous_all_reduce_takes_few_python_calls(agree):
+    """Calls of this package in the caller's thread, after warming up."""
+    package, calls, tensor = str(Path(runtime.__file__).parents[1]), [], torch.ones(8)
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append(frame.f_code)
+
+    dist.all_reduce(tensor, async_op=True).wait()
+    sys.setprofile(note)
+    try:
+        work = dist.all_reduce(tensor, async_op=True)
+    finally:
+        sys.setprofile(None)
+    work.wait()
+    agree(0 < len(calls) <= 13, [code.co_name for code in calls])
+    agree(len({code.co_filename for code in calls}) <= 8)
+
+
+def test_chained_futures(agree):
+    """As in PowerSGD: the callback makes further calls and waits for them."""
     size = dist.get_world_size()
     first, second, third = torch.ones(3), torch.ones(5), torch.ones(7)
 
@@ -104,7 +123,7 @@ def test_many_works_waited_for_in_any_order(agree):
         agree.equal(tensor, torch.full_like(tensor, float(number * size)), f"call {number}")
 
 
-def test_a_tensor_that_only_the_call_still_knows_stays_alive(agree):
+def test_a_tensor_stays_alive_until_its_call_has_ended(agree):
     size, numel = dist.get_world_size(), 300_000
     works, references = [], []
     for number in range(8):

@@ -1,6 +1,6 @@
-"""The calls of torch.distributed with what must come out of them, computed by every rank from everybody's inputs.
+"""The calls of torch.distributed with their expected results, which every rank computes from all inputs.
 
-Each call is a function of a :class:`Setting` that makes it and says which tensors it fills, and with what.
+Each call is a function of a :class:`Setting` that makes it and returns the tensors it writes with the expected values.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def all_reduce_coalesced(s: Setting) -> tuple[Any, Pairs]:
 
 
 def reduce(s: Setting) -> tuple[Any, Pairs]:
-    """Those that are not the root keep what they have."""
+    """The tensors of the other ranks keep their values."""
     inputs = [s.value(rank) for rank in range(s.size)]
     tensor = s.laid(inputs[s.rank])
     work = dist.reduce(tensor, op=OPS[s.op], group_dst=s.root, **s.common)
@@ -259,7 +259,7 @@ def is_asynchronous(mode: str, rank: int) -> bool:
 
 
 def wrong(name: str, setting: Setting, pairs: Pairs) -> list[str]:
-    """What came out other than expected."""
+    """Descriptions of the results that differ from the expected ones."""
     return [
         f"{name} {setting._replace(group=None)}: got {actual.detach().flatten()[:8].tolist()}, "
         f"expected {expected.flatten()[:8].tolist()}"

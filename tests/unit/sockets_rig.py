@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
-from torchmpi.distributed.sockets.communicator import Communicator
-from torchmpi.distributed.sockets.endpoint import Endpoint
+from torchmpi.distributed.sockets.intracomm import Intracomm
+from torchmpi.distributed.sockets.socket_endpoint import Endpoint
 
 LIMIT_SECONDS = 60
 
@@ -36,13 +36,13 @@ def world(size: int, *, tcp: bool = False, eager_seconds: float = 0.0):
         Endpoint(rank, size, sockets, eager_seconds=eager_seconds) for rank, sockets in enumerate(mesh(size, tcp=tcp))
     ]
     try:
-        yield [Communicator(endpoint, range(size), 0, ["host"] * size) for endpoint in endpoints]
+        yield [Intracomm(endpoint, range(size), 0, ["host"] * size) for endpoint in endpoints]
     finally:
         for endpoint in endpoints:
             endpoint.close()
 
 
-def on_all(comms: list[Communicator], action: Callable[[Communicator], Any]) -> list[Any]:
+def on_all(comms: list[Intracomm], action: Callable[[Intracomm], Any]) -> list[Any]:
     """What the action gives on each rank, all running at once; an exception is given like a result."""
     results: list[Any] = [TimeoutError("it does not end")] * len(comms)
 

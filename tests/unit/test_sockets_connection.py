@@ -9,8 +9,8 @@ import pytest
 
 from torchmpi.distributed.sockets import wire
 from torchmpi.distributed.sockets.connection import Connection, StreamError
-from torchmpi.distributed.sockets.endpoint import Endpoint
 from torchmpi.distributed.sockets.requests import CommunicationError, Request
+from torchmpi.distributed.sockets.socket_endpoint import Endpoint
 
 CONTEXT = 8
 

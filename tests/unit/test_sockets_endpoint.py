@@ -17,10 +17,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from sockets_rig import mesh, on_all, world
 
-from torchmpi.distributed.sockets.communicator import Communicator
 from torchmpi.distributed.sockets.datatypes import DATATYPES
-from torchmpi.distributed.sockets.endpoint import Endpoint
+from torchmpi.distributed.sockets.intracomm import Intracomm
 from torchmpi.distributed.sockets.requests import ANY, NOBODY, UNDEFINED, CommunicationError, Request, Status
+from torchmpi.distributed.sockets.socket_endpoint import Endpoint
 
 BYTE = DATATYPES["BYTE"]
 BIG = 20_000_000
@@ -316,7 +316,7 @@ def test_an_idle_endpoint_sleeps():
 
 def test_a_world_of_one():
     endpoint = Endpoint(0, 1, mesh(1)[0], eager_seconds=0)
-    comm = Communicator(endpoint, [0], 0, ["host"])
+    comm = Intracomm(endpoint, [0], 0, ["host"])
     comm.Barrier()
     assert comm.allgather(5) == [5] and comm.Dup().bcast(6) == 6
     endpoint.close()

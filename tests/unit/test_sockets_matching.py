@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from torchmpi.distributed.sockets.endpoint import Endpoint
 from torchmpi.distributed.sockets.requests import ANY, CommunicationError, Receive, Status
+from torchmpi.distributed.sockets.socket_endpoint import Endpoint
 
 CONTEXT = 4
 WORLD = {rank: rank for rank in range(4)}

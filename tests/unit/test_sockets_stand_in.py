@@ -63,7 +63,7 @@ def test_it_has_every_name_that_is_used_of_communicators(MPI):
 def test_it_has_every_type_and_operation_by_name(MPI):
     for name in ("FLOAT", "DOUBLE", "C_DOUBLE_COMPLEX", "UINT64_T", "SUM", "LXOR"):
         assert getattr(MPI, name) is getattr(MPI, name)
-    with pytest.raises(AttributeError, match="no MPI.BFLOAT16"):
+    with pytest.raises(AttributeError, match=r"no MPI\.BFLOAT16"):
         _ = MPI.BFLOAT16
 
 

@@ -1,24 +1,57 @@
 """The ``torch.distributed`` backend: ``dist.init_process_group("torchmpi")``.
 
-Where torchmpi is installed, torch knows the backend as soon as torch is imported; a script need not import this. It
-has two functions that torch itself has no place for.
+torch registers the backend when it is imported, if torchmpi is installed; a script need not import this package. It
+offers two functions that torch itself has no place for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+# torch imports this package together with itself, in every process: it must not import more than that.
+from .registration import register
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["monitored_barrier", "register"]
 
 
-def __getattr__(name: str) -> Any:
-    # Loaded with torch itself, into every process: nothing more than a script asks for.
-    if name == "monitored_barrier":
-        from .process_group import monitored_barrier
+def monitored_barrier(
+    group: dist.ProcessGroup | int | None = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """Run a barrier that raises an error with the names of missing ranks.
 
-        return monitored_barrier
-    if name == "register":
-        from .registration import register
+    This is ``torch.distributed.monitored_barrier``, which torch itself allows for gloo only. Rank 0 of the group waits
+    for the other ranks; if one is missing, the ranks that have arrived raise an error too.
 
-        return register
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    Args:
+        group: A process group with the backend ``torchmpi``; the default group if None.
+        timeout: Time, or number of seconds, to wait; the timeout of the group if None.
+        wait_all_ranks: Name all missing ranks instead of the first one.
+
+    Raises:
+        StallError: If a rank did not arrive in time.
+        ArgumentError: If the group has another backend.
+
+    Example::
+
+        from torchmpi.distributed import monitored_barrier
+        monitored_barrier(timeout=timedelta(seconds=30))
+    """
+    import torch.distributed as dist
+
+    from ..errors import ArgumentError
+    from .process_group import ProcessGroup
+
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return  # as in every collective of torch
+    chosen = group or dist.group.WORLD
+    if not isinstance(chosen, ProcessGroup):
+        raise ArgumentError("monitored_barrier needs a group with the backend 'torchmpi'; torch has one for gloo.")
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    chosen.monitored_barrier(timeout, wait_all_ranks)

@@ -1,8 +1,4 @@
-"""Buckets of DistributedDataParallel, moved once to memory that all ranks of the host can reach.
-
-DDP makes its buckets itself, so they are private memory, and to reduce them each gradient is copied to a slot and back.
-torch can move a storage to a file in memory with everything that looks into it, the reducer's views among them.
-"""
+"""Shared memory for the buckets of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -11,14 +7,16 @@ import torch
 from ..session import runtime
 from . import torch_names
 
-LEAST_BYTES = 256 << 10
-"""Shorter ones are not worth their descriptors: a part of one slot."""
+MIN_BYTES = 256 << 10
+"""Shorter buckets stay private: copying them costs less than the file descriptors for sharing them."""
 
 
 def share(bucket: torch.Tensor) -> bool:
-    """See to it that a bucket is in shared memory; False if there is none to be had, or nobody to share it with.
+    """Move a bucket to memory that the ranks of the host share; return False if that is impossible or useless.
 
-    The ranks need not agree: where one of them has private memory, all go through the slots.
+    DDP allocates its buckets in private memory, and a reduction would copy them to slots and back. torch can move a
+    storage to a file in memory together with all views of it, such as those of DDP's reducer. The ranks may differ in
+    the outcome: if the bucket of one rank is private, all of them go through the slots.
     """
     current = runtime.current()
     if current.local_size == 1 or not (current.config.share_ddp_buckets and current.can_share):
@@ -30,6 +28,6 @@ def share(bucket: torch.Tensor) -> bool:
         moved = torch_names.move_to_file(bucket, at_once=current.local_size)
         if moved is not None:
             current.heap.adopt(*moved)
-    except (OSError, RuntimeError):  # no descriptors, no /dev/shm, or a limit that torch ran into
+    except (OSError, RuntimeError):  # no descriptors, no /dev/shm, or a limit of torch
         return False
     return moved is not None

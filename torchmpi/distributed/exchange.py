@@ -1,4 +1,4 @@
-"""Parts of any length from every rank to every rank: what torch's all_to_all and uneven gathers are made of."""
+"""Exchange of tensors of any length between all ranks, for all_to_all and for gathers of unequal lengths."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes
 
-_ABLE = ("shm", "mpi")
+_BACKENDS = ("shm", "mpi")
+"""Those with the operation ``exchange_parts``."""
 
 
 def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
-    """Send part j of `sources` to rank j, and fill part j of `destinations` with what rank j sends here."""
+    """Send `sources[j]` to rank j, and receive `destinations[j]` from rank j."""
     outgoing = [buffers.plain(source, to_host=True) for source in sources]
     incoming = [
         part.detach()
@@ -27,9 +28,9 @@ def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequen
         for part in destinations
     ]
     group.perform(_plan(group, incoming[0].dtype), outgoing, incoming, 0)
-    for part, arrived in zip(destinations, incoming, strict=True):
-        if arrived.data_ptr() != part.data_ptr() or part.device.type != "cpu":
-            buffers.overwrite(part, arrived)
+    for part, received in zip(destinations, incoming, strict=True):
+        if received.data_ptr() != part.data_ptr() or part.device.type != "cpu":
+            buffers.overwrite(part, received)
         else:
             buffers.touch(part)
 
@@ -40,7 +41,7 @@ def check(
     destinations: Sequence[torch.Tensor],
     collective: str,
 ) -> None:
-    """Refuse what cannot be exchanged, before anything is queued."""
+    """Raise if the tensors cannot be exchanged."""
     what = f"{group.where}: {collective}"
     for kind, parts in (("input", sources), ("output", destinations)):
         if len(parts) != group.size:
@@ -62,7 +63,7 @@ def _plan(group: Group, dtype: torch.dtype) -> Plan:
     plan: Plan | None = group.plans.get(("exchange", dtype))
     if plan is None:
         choice = runtime.current().selector.select("alltoall", "cpu", group)[-1].backend
-        backend = choice if choice.name in _ABLE else runtime.current().selector.backends["mpi"]
+        backend = choice if choice.name in _BACKENDS else runtime.current().selector.backends["mpi"]
         operation = bind(backend, group, "exchange_parts", dtype, None)
         plan = Plan("alltoall", call_code("alltoall", None, dtypes.info(dtype).code), operation)
         group.plans["exchange", dtype] = plan

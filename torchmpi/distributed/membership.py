@@ -1,7 +1,7 @@
-"""Process groups as groups of ranks: torchmpi is started with the first of them, and stopped with the last.
+"""Communicators of process groups: torchmpi is started with the first group and stopped with the last.
 
-The ranks of torch's world are those of MPI's, if an MPI launcher has started as many processes; otherwise (torchrun)
-they meet through torch's store and talk over sockets.
+The ranks of torch's world are those of MPI's world if an MPI launcher has started that number of processes. Otherwise
+(torchrun) they are connected by sockets, with a rendezvous through torch's store.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from ..communicators.group import Group
 from ..communicators.release import release
 from ..errors import ArgumentError, LaunchError
 from ..session import mpi_library, runtime
+from .torch_names import BackendOptions
 
-_TAG_BITS = 14  # of what MPI guarantees for tags
+_TAG_BITS = 14  # MPI guarantees 15
 
 
 class Membership:
-    """Of this process, between the first group and the last."""
+    """This process's place in torch's world, from the first process group to the last."""
 
-    def __init__(self, options: Any) -> None:
-        """Collective over all ranks of torch's world."""
+    def __init__(self, options: BackendOptions) -> None:
+        """Start torchmpi unless it runs. Collective over all ranks of torch's world."""
         rank, size = options.group_rank, options.group_size
         self._stand_in: Any = None
         self._started = not runtime.is_running()
         if self._started:
-            if not _started_by_mpi(size):
-                self._meet(options, rank, size)
+            if not _is_started_by_mpi(size):
+                self._connect(options)
             runtime.start()
         self._pid = os.getpid()
         self._num_groups = 0
@@ -41,24 +42,25 @@ class Membership:
         ranks = world.allgather(rank)
         if sorted(ranks) != list(range(size)):
             raise LaunchError(
-                f"rank {rank} of torch's world, {world.rank} of MPI's: the ranks given to init_process_group are "
-                f"{ranks}. Give each process a rank of its own, or none: MPI knows them."
+                f"rank {rank} of torch's world, {world.rank} of MPI's: the ranks passed to init_process_group are "
+                f"{ranks}. Pass a different rank in each process, or none: MPI provides them."
             )
         self._world_ranks = [ranks.index(number) for number in range(size)]
-        """Rank in MPI's world of each rank of torch's."""
+        """The rank in MPI's world of each rank of torch's world."""
         self._base = world.Split(0, rank)
 
-    def _meet(self, options: Any, rank: int, size: int) -> None:
+    def _connect(self, options: BackendOptions) -> None:
         from . import sockets
 
-        self._stand_in = sockets.connect(options.store, rank, size, timeout_seconds=options.timeout.total_seconds())
+        seconds = options.timeout.total_seconds()
+        self._stand_in = sockets.connect(options.store, options.group_rank, options.group_size, timeout_seconds=seconds)
         mpi_library.adopt(self._stand_in)
 
-    def open(self, options: Any) -> Communicator:
-        """The ranks of a process group as a communicator of their own. Collective over them."""
+    def open(self, options: BackendOptions) -> Communicator:
+        """Create the communicator of a process group. Collective over its ranks."""
         ranks = list(options.global_ranks_in_group)
         if ranks:
-            # Not of the name, in which torch counts the groups that this rank has made, which may differ among ranks.
+            # Not made of the name: in it torch counts the groups that this rank has created, and ranks may differ.
             tag = zlib.crc32(repr(ranks).encode()) & ((1 << _TAG_BITS) - 1)
             comm = self._base.Create_group(self._base.Get_group().Incl(ranks), tag)
             name = f"process group {options.group_id}"
@@ -72,7 +74,7 @@ class Membership:
         return Communicator(-1, name, group, None, split=split, parent=None)
 
     def close(self, communicator: Communicator) -> None:
-        """Give the ranks of a process group back; with the last one everything that was started for them."""
+        """Free the communicator of a process group; with the last one, stop what was started."""
         global _membership
         if os.getpid() != self._pid or not runtime.is_running():
             return
@@ -93,8 +95,8 @@ class Membership:
 _membership: Membership | None = None
 
 
-def current(options: Any) -> Membership:
-    """That of this process; made with its first group."""
+def current(options: BackendOptions) -> Membership:
+    """Return the membership of this process, created with its first group."""
     global _membership
     if _membership is None or not runtime.is_running():
         ranks = list(options.global_ranks_in_group)
@@ -108,8 +110,8 @@ def current(options: Any) -> Membership:
     return _membership
 
 
-def _started_by_mpi(size: int) -> bool:
-    """Whether MPI's world are the processes that make up torch's, as far as can be told before it is initialised."""
+def _is_started_by_mpi(size: int) -> bool:
+    """Return whether MPI's world has the processes of torch's, as far as that is known before MPI is initialised."""
     if dist.is_torchelastic_launched():
         return False
     return size == 1 or mpi_library.launcher().num_ranks == size

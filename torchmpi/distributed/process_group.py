@@ -1,33 +1,66 @@
-"""The process group: every call of torch.distributed as calls of torchmpi."""
+"""The process group: calls of torch.distributed carried out by torchmpi's collectives.
+
+A synchronous call runs in the calling thread if the group's call queue is empty, and otherwise in the queue. torch
+allows the ranks to differ in this, so both use the same plan: that of the synchronous call.
+
+Tensor lists of equal lengths are sent as one row per rank. The length of a row is part of the signature that the ranks
+compare, so lists that do not match raise an error on all ranks.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .. import collectives
 from ..collectives import dispatch
+from ..collectives.prepared import PreparedPlan
+from ..communicators.handle import Handle
 from ..errors import ArgumentError
-from . import torch_names, transfers
-from .monitored import meet
-from .moving import Moving
-from .reducing import Reducing
-from .rows import one_of
-from .work import PendingMessage
+from ..session import runtime
+from ..tensors import buffers, dtypes, fusion, sparse
+from . import bucket_memory, exchange, membership, monitored, torch_names, transfers
+from .arguments import broadcast_options, is_scaled, op_name, reduce_options, scale, scaled, single
+from .rows import as_rows, check_sizes, deliver, deliver_each, have_equal_lengths, result_rows, split, stacked
+from .torch_names import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BackendOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    CallOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    is_asynchronous,
+)
+from .work import COMPLETED, MessageWork, PendingWork
+
+Tensors = list[torch.Tensor]
+
+_ABORT_POLL_SECONDS = 0.001
+_REPORT_SECONDS = 10.0
 
 
-def create(options: Any) -> ProcessGroup:
-    """What torch calls to make a group: for its members, collectively."""
+def create(options: BackendOptions) -> ProcessGroup:
+    """Create a process group, as torch asks of a backend. Collective over its members."""
     torch_names.warn_if_untested()
     torch_names.keep_works_of_join()
-    _refuse_others()
+    _refuse_mixed_backends()
     return ProcessGroup(options)
 
 
-def _refuse_others() -> None:
-    """Torch takes a process group written in Python for all devices, and would drop another backend without a word."""
+def _refuse_mixed_backends() -> None:
+    """Raise if other devices have another backend: torch would ignore it and use a Python process group for all."""
     config = torch_names.variable_of_caller("_new_process_group_helper", "backend_config")
     names = set() if config is None else set(config.get_device_backend_map().values())
     if len(names) > 1:
@@ -37,67 +70,524 @@ def _refuse_others() -> None:
         )
 
 
-class ProcessGroup(Reducing, Moving):
-    """A group of ranks, as torch.distributed uses it."""
+class ProcessGroup(dist.ProcessGroup):
+    """Ranks that torch.distributed communicates among.
 
-    _num_monitored = 0
+    torch overloads its methods. C++ and :mod:`torch.distributed` call the overload with lists and options, the only one
+    implemented here (hence ``type: ignore[override]``).
+    """
 
-    def barrier(self, opts: Any = torch_names.BARRIER) -> dist.Work:
-        """Return when everybody has come."""
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+
+    def __init__(self, options: BackendOptions) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        self._store = options.store
+        self._membership = membership.current(options)
+        self._communicator = self._membership.open(options)
+        self._group = self._communicator.intra
+        self._where = self._group.where
+        # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the caller's wait for that ends.
+        self._by_messages = self._group.size > 1 and self._group.status_board is None
+        self._limit_seconds = 0.0
+        self.set_timeout(options.timeout)
+        self._op_names: dict[tuple[int, torch.dtype], str] = {}
+        """Names of operations without a factor, by torch's number and dtype, as far as allreduce has seen them."""
+        self._may_share = True
+        """False once a bucket of DDP could not be moved to shared memory."""
+        self._num_monitored = 0
+        self._name, self._description = str(options.group_id), "undefined"
+
+    # --- Reductions -------------------------------------------------------------------------------------------------
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Tensors | torch.Tensor, opts: AllreduceOptions = torch_names.ALLREDUCE
+    ) -> dist.Work:
+        """Reduce one tensor of all ranks, in place."""
+        if type(tensors) is list and len(tensors) == 1 and type(opts) is AllreduceOptions:
+            tensor = tensors[0]  # the usual arguments, without function calls: a short call takes 2 us in all
+        else:
+            tensor, opts = single(tensors), reduce_options(opts)
+        reduction: Any = opts.reduceOp
+        number = reduction.op.value  # hashing reduction.op itself takes 1 us
+        op = self._op_names.get((number, tensor.dtype))
+        has_factor = False
+        if op is None:
+            op, has_factor = op_name(reduction, tensor.dtype), is_scaled(reduction)
+            if not has_factor:
+                self._op_names[number, tensor.dtype] = op
+        if tensor.is_sparse:
+            return self._allreduce_sparse(tensor, op, opts)
+        if not (is_asynchronous(opts) or has_factor or self._by_messages):
+            collectives.allreduce(tensor, op=op, comm=self._communicator)
+            return COMPLETED
+        if dispatch.is_simple(tensor) and not tensor.is_conj():
+            plan = dispatch.plan_for(self._communicator, ("allreduce", op, tensor.dtype, "cpu", True, None, False))
+        else:
+            plan = dispatch.plan_of(self._communicator, "allreduce", tensor, op=op)
+        is_long = tensor.is_cpu and tensor.nbytes >= bucket_memory.MIN_BYTES
+        if is_long and self._may_share and torch_names.is_bucket_of_ddp(tensor):
+            self._may_share = bucket_memory.share(tensor)
+        task: Callable[[], object] = partial(self._group.perform, plan, tensor, None, 0)
+        if has_factor:
+            task = partial(self._run_scaled, task, [tensor], reduction)
+        return self._launch(task, [tensor], opts, "all_reduce")
+
+    def _run_scaled(self, task: Callable[[], object], tensors: Tensors, reduction: Any) -> None:
+        """Scale the tensors, then run `task`. Runs in the queue: earlier calls may still use the tensors before."""
+        scale(tensors, reduction)
+        task()
+
+    def _allreduce_sparse(self, tensor: torch.Tensor, op: str, opts: AllreduceOptions) -> dist.Work:
+        if op not in ("sum", "avg") or is_scaled(opts.reduceOp):
+            raise ArgumentError(f"{self._where}: all_reduce: sparse tensors can be summed or averaged, no more.")
+        dtypes.check_reduction(tensor.dtype, op)
+        divisor = self.size() if op == "avg" else 1
+
+        def gather(rows: torch.Tensor) -> torch.Tensor:
+            # The whole shape is compared among the ranks: each entry of another rank must have a place here.
+            plan = dispatch.plan_of(self._communicator, "allgather", rows)
+            plan = plan.announcing(tensor.dtype, *tensor.shape, *rows.shape[1:])
+            gathered: torch.Tensor = self._group.perform(plan, rows, None, 0)
+            return gathered
+
+        def task() -> None:
+            total = sparse.total(*sparse.entries(tensor), tensor.shape, gather, divisor=divisor)
+            with torch.no_grad():
+                tensor.copy_(total)
+
+        return self._launch(task, [tensor], opts, "all_reduce")
+
+    def allreduce_coalesced(
+        self, tensors: Tensors, opts: AllreduceCoalescedOptions = torch_names.ALLREDUCE_COALESCED
+    ) -> dist.Work:
+        """Reduce several tensors in place, packed into buckets."""
+        tensors = list(tensors)
+        if not tensors:
+            return COMPLETED
+        op = op_name(opts.reduceOp, tensors[0].dtype)
+        for tensor in tensors:  # raise here rather than in the queue
+            dispatch.plan_of(self._communicator, "allreduce", tensor, op=op)
+        task = partial(self._reduce_packed, tensors, opts.reduceOp, op)
+        return self._launch(task, tensors, opts, "allreduce_coalesced")
+
+    def _reduce_packed(self, tensors: Tensors, reduction: Any, op: str) -> None:
+        scale(tensors, reduction)
+        for members in fusion.plan_buckets(tensors, runtime.current().config.bucket_bytes):
+            parts = [tensors[index] for index in members]
+            flat = parts[0] if len(parts) == 1 else torch.cat([part.detach().reshape(-1) for part in parts])
+            plan = dispatch.plan_of(self._communicator, "allreduce", flat, op=op)
+            if len(parts) == 1:
+                self._group.perform(plan, flat, None, 0)
+                continue
+            self._group.perform(plan.for_many(tuple(tuple(part.shape) for part in parts)), flat, None, 0)
+            fusion.unpack(flat, parts)
+
+    def reduce(  # type: ignore[override]
+        self, tensors: Tensors | torch.Tensor, opts: ReduceOptions = torch_names.REDUCE
+    ) -> dist.Work:
+        """Reduce one tensor of all ranks into that of the root; the other tensors keep their values."""
+        tensor, reduction = single(tensors), opts.reduceOp
+        op = op_name(reduction, tensor.dtype)
+        root = dispatch.check_root(self._group, opts.rootRank, "reduce")
+        plan = dispatch.plan_of(self._communicator, "reduce", tensor, op=op)
+
+        def task() -> None:
+            source = tensor
+            if self.rank() == root:
+                scale([tensor], reduction)
+            else:
+                source = scaled(tensor, reduction)
+            self._group.perform(plan, source, None, root)
+
+        return self._launch(task, [tensor], opts, "reduce")
+
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: Tensors, inputs: list[Tensors], opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
+    ) -> dist.Work:
+        """Reduce one tensor list of all ranks; each rank receives the entry of its number."""
+        output, parts = single(outputs), single(inputs)
+        op = op_name(opts.reduceOp, output.dtype)
+        if len(parts) != self.size() or parts[self.rank()].numel() != output.numel():
+            raise ArgumentError(
+                f"{self._where}: reduce_scatter: {len(parts)} input tensors, of which this rank's has "
+                f"{parts[self.rank()].numel() if len(parts) > self.rank() else 0} elements and the output "
+                f"{output.numel()}. Pass one for each of the {self.size()} ranks, and an output like this rank's."
+            )
+        self._check("reduce_scatter", parts, [output])
+
+        def flat() -> torch.Tensor:
+            return scaled(torch.cat([part.detach().reshape(-1) for part in parts]), opts.reduceOp)
+
+        if have_equal_lengths(parts):
+            return self._reduce_scatter_rows(output, parts[0], flat, op, opts)
+        lengths = [part.numel() for part in parts]
+        begin = sum(lengths[: self.rank()])
+
+        def task() -> None:
+            work = flat()
+            plan = dispatch.plan_of(self._communicator, "allreduce", work, op=op)
+            self._group.perform(plan.for_many(tuple((numel,) for numel in lengths)), work, None, 0)
+            buffers.overwrite(output, work[begin : begin + output.numel()].view(output.shape))
+
+        return self._launch(task, [output], opts, "reduce_scatter")
+
+    def _reduce_scatter_base(  # type: ignore[override]
+        self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
+    ) -> dist.Work:
+        """Do the same on one tensor that holds the parts of all ranks."""
+        op = op_name(opts.reduceOp, output.dtype)
+        check_sizes(input, output, self.size(), f"{self._where}: reduce_scatter_tensor")
+        self._check("reduce_scatter", [input], [output])
+
+        def flat() -> torch.Tensor:
+            return scaled(input.detach().reshape(-1), opts.reduceOp)
+
+        return self._reduce_scatter_rows(output, input, flat, op, opts)
+
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+
+    def _reduce_scatter_rows(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        flat: Callable[[], torch.Tensor],
+        op: str,
+        opts: ReduceScatterOptions,
+    ) -> dist.Work:
+        target, plan = result_rows(output, 1), self._rows_plan("reduce_scatter", source, op)
+
+        def task() -> None:
+            self._group.perform(plan, as_rows(flat(), self.size()), target, 0)
+            deliver(target, output)
+
+        return self._launch(task, [output], opts, "reduce_scatter")
+
+    def reduce_scatter_single_coalesced(  # type: ignore[override]
+        self, outputs: Tensors, inputs: Tensors, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
+    ) -> dist.Work:
+        """Run several of these calls as one."""
+        return self._coalesced(self._reduce_scatter_base, zip(outputs, inputs, strict=True), outputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    # --- Data movement ----------------------------------------------------------------------------------------------
+
+    def broadcast(  # type: ignore[override]
+        self, tensors: Tensors | torch.Tensor, opts: BroadcastOptions = torch_names.BROADCAST
+    ) -> dist.Work:
+        """Copy the root's tensor to all ranks."""
+        tensor, opts = single(tensors), broadcast_options(opts)
+        root = dispatch.check_root(self._group, opts.rootRank, "broadcast")
+        plan = dispatch.plan_of(self._communicator, "broadcast", tensor)
+        task = partial(self._group.perform, plan, tensor, None, root)
+        return self._launch(task, [tensor], opts, "broadcast")
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions = torch_names.ALLGATHER
+    ) -> dist.Work:
+        """Gather one tensor of each rank into a list on all ranks; the tensors may differ in length."""
+        parts, tensor = list(single(outputs)), single(inputs)
+        exchange.check(self._group, [tensor] * self.size(), parts, "all_gather")
+        if not have_equal_lengths([*parts, tensor]):
+            task = partial(exchange.exchange, self._group, [tensor] * self.size(), parts)
+            return self._launch(task, parts, opts, "all_gather")
+        target, plan = stacked(parts), self._rows_plan("allgather", tensor)
+
+        def gather_rows() -> None:
+            self._group.perform(plan, as_rows(tensor, 1), target, 0)
+            deliver_each(target, parts)
+
+        return self._launch(gather_rows, parts, opts, "all_gather")
+
+    def _allgather_base(
+        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions = torch_names.ALLGATHER
+    ) -> dist.Work:
+        """Gather one tensor of each rank into one tensor on all ranks."""
+        check_sizes(output, input, self.size(), f"{self._where}: all_gather_into_tensor")
+        self._check("allgather", [input], [output])
+        target, plan = result_rows(output, self.size()), self._rows_plan("allgather", input)
+
+        def task() -> None:
+            self._group.perform(plan, as_rows(input, 1), target, 0)
+            deliver(target, output)
+
+        return self._launch(task, [output], opts, "all_gather_into_tensor")
+
+    all_gather_single = _allgather_base
+
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions = torch_names.ALLGATHER
+    ) -> dist.Work:
+        """Run several allgathers as one: `outputs[rank][i]` receives the input i of that rank."""
+        arguments = (([[row[index] for row in outputs]], [tensor]) for index, tensor in enumerate(inputs))
+        return self._coalesced(self.allgather, arguments, [part for row in outputs for part in row], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions = torch_names.ALLGATHER
+    ) -> dist.Work:
+        """Run several allgathers into one tensor each as one."""
+        return self._coalesced(self._allgather_base, zip(outputs, inputs, strict=True), outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+    def gather(  # type: ignore[override]
+        self, outputs: list[Tensors], inputs: Tensors, opts: GatherOptions = torch_names.GATHER
+    ) -> dist.Work:
+        """Gather one tensor of each rank into a list on the root."""
+        tensor, is_root = single(inputs), self.rank() == opts.rootRank
+        parts = list(single(outputs)) if is_root else []
+        if is_root and (len(parts) != self.size() or not have_equal_lengths([*parts, tensor])):
+            raise ArgumentError(
+                f"{self._where}: gather: {len(parts)} output tensors of "
+                f"{[part.numel() for part in parts]} elements; the input has {tensor.numel()}. "
+                f"Pass one like the input for each of the {self.size()} ranks."
+            )
+        target = stacked(parts) if parts else None
+        self._check("gather", [], parts)
+        plan = dispatch.plan_of(self._communicator, "gather", tensor)
+        root = dispatch.check_root(self._group, opts.rootRank, "gather")
+
+        def task() -> None:
+            self._group.perform(plan, as_rows(tensor, 1), target, root)
+            if target is not None:
+                deliver_each(target, parts)
+
+        return self._launch(task, parts or [tensor], opts, "gather")
+
+    def scatter(  # type: ignore[override]
+        self, outputs: Tensors, inputs: list[Tensors], opts: ScatterOptions = torch_names.SCATTER
+    ) -> dist.Work:
+        """Send entry j of the root's list to rank j."""
+        output, is_root = single(outputs), self.rank() == opts.rootRank
+        parts = list(single(inputs)) if is_root else []
+        if is_root and (len(parts) != self.size() or not have_equal_lengths([*parts, output])):
+            raise ArgumentError(
+                f"{self._where}: scatter: {len(parts)} input tensors of "
+                f"{[part.numel() for part in parts]} elements; the output has {output.numel()}. "
+                f"Pass one like the output for each of the {self.size()} ranks."
+            )
+        root, target = dispatch.check_root(self._group, opts.rootRank, "scatter"), result_rows(output, 1)
+        self._check("scatter", parts, [])
+        plan = dispatch.plan_of(self._communicator, "scatter", parts[0] if is_root else None, output)
+        plan = plan.announcing(output.dtype, *target.shape)
+
+        def task() -> None:
+            flat = torch.cat([part.detach().reshape(-1) for part in parts]) if is_root else None
+            self._group.perform(plan, None if flat is None else as_rows(flat, self.size()), target, root)
+            deliver(target, output)
+
+        return self._launch(task, [output], opts, "scatter")
+
+    def alltoall(  # type: ignore[override]
+        self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions = torch_names.ALLTOALL
+    ) -> dist.Work:
+        """Send entry j of every rank's list to rank j."""
+        outputs, inputs = list(outputs), list(inputs)
+        exchange.check(self._group, inputs, outputs, "all_to_all")
+        return self._launch(partial(exchange.exchange, self._group, inputs, outputs), outputs, opts, "all_to_all")
+
+    def alltoall_base(  # type: ignore[override]
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: AllToAllOptions = torch_names.ALLTOALL,
+    ) -> dist.Work:
+        """Do the same with one tensor for the inputs and one for the outputs, split along dim 0."""
+        what = f"{self._where}: all_to_all_single"
+        sources = split(input, input_split_sizes, self.size(), f"{what}: the input")
+        parts = split(output, output_split_sizes, self.size(), f"{what}: the output")
+        exchange.check(self._group, sources, parts, "all_to_all_single")
+
+        def task() -> None:
+            exchange.exchange(self._group, sources, parts)
+            buffers.touch(output)  # to autograd, the detached parts are no views of it
+
+        return self._launch(task, [output], opts, "all_to_all_single")
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+    # --- Point-to-point ---------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+        """Send one tensor to one rank."""
+        tensor = single(tensors)
+        message = transfers.send(self._group, tensor, dst, tag)
+        return MessageWork(message, [tensor], self._group.timeout_seconds)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+        """Receive one tensor from one rank."""
+        return self._receive(single(tensors), src, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        """Receive one tensor from any rank."""
+        return self._receive(single(tensors), None, tag)
+
+    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
+        message = transfers.receive(self._group, tensor, peer, tag)
+        return MessageWork(message, [tensor], self._group.timeout_seconds)
+
+    # --- Barriers ---------------------------------------------------------------------------------------------------
+
+    def barrier(self, opts: BarrierOptions = torch_names.BARRIER) -> dist.Work:  # type: ignore[override]
+        """Return when all ranks have called it; the timeout of the options takes precedence over the group's."""
         plan = dispatch.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
-        limit = opts.timeout.total_seconds() if opts.timeout.total_seconds() > 0 else self._group.timeout_seconds
+        seconds = opts.timeout.total_seconds()
+        limit = seconds if seconds > 0 else self._group.timeout_seconds
 
         def task() -> None:
             usual, self._group.timeout_seconds = self._group.timeout_seconds, limit
             try:
                 self._group.perform(plan, None, None, 0)
             finally:
-                if self._group.timeout_seconds == limit:  # otherwise somebody has set another one meanwhile
+                if self._group.timeout_seconds == limit:  # otherwise set_timeout was called meanwhile
                     self._group.timeout_seconds = usual
 
         return self._launch(task, [], opts, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that tells which ranks did not come; see :func:`torchmpi.distributed.monitored_barrier`."""
+        """Run a barrier that names missing ranks; see :func:`torchmpi.distributed.monitored_barrier`."""
         seconds = self._group.timeout_seconds if timeout is None else timeout.total_seconds()
         self._num_monitored += 1
-        meet(self._group, seconds, self._num_monitored, wait_all_ranks=wait_all_ranks)
+        monitored.barrier(self._group, seconds, self._num_monitored, wait_all_ranks=wait_all_ranks)
 
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
-        """Send one tensor to one rank."""
-        tensor = one_of(tensors)
-        transfer = transfers.send(self._group, tensor, dst, tag)
-        return PendingMessage(transfer, [tensor], self._group.timeout_seconds)
+    # --- Lifetime and timeouts --------------------------------------------------------------------------------------
 
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
-        """Receive one tensor from one rank."""
-        return self._receive(one_of(tensors), src, tag)
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time after which a call raises."""
+        seconds = timeout.total_seconds()
+        self._group.timeout_seconds = seconds
+        # A call in shared memory raises by itself, with a report of the missing ranks, which takes some time to make.
+        self._limit_seconds = seconds + (0 if self._by_messages else _REPORT_SECONDS)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        """Receive one tensor from whoever sends one."""
-        return self._receive(one_of(tensors), None, tag)
+    _set_default_timeout = set_timeout
 
-    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
-        transfer = transfers.receive(self._group, tensor, peer, tag)
-        return PendingMessage(transfer, [tensor], self._group.timeout_seconds)
+    def shutdown(self) -> None:
+        """Finish queued calls and free the group; called by ``destroy_process_group``."""
+        self._membership.close(self._communicator)
+
+    def abort(self) -> None:
+        """Free the group; calls that wait in shared memory end with an error, one after the other."""
+        group, call_queue = self._group, self._group.call_queue
+        while (
+            (call_queue.pending or call_queue.run_lock.locked())
+            and not call_queue.closed
+            and group.status_board is not None
+        ):
+            current, shared = group.call_log.current, group.shared
+            if current is not None and shared is not None:
+                shared.expire(current[0])
+            time.sleep(_ABORT_POLL_SECONDS)
+        self.shutdown()
+
+    # --- Properties that torch asks for -----------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """Return ``torchmpi``."""
+        return torch_names.NAME
+
+    def getGroupName(self) -> str:
+        """Return the name under which functional collectives find the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name; called by torch when the group has been created."""
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:
+        """Return the user's description of the group."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Set the description; called by torch when the group has been created."""
+        self._description = description
+
+    _set_group_desc = setGroupDesc  # type: ignore[assignment]
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The name, as Python code reads it."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """The description, as Python code reads it."""
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        with_cuda = [torch.device("cuda")] if torch.cuda.is_available() else []
+        return [torch.device("cpu"), *with_cuda]
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:  # type: ignore[override]
+        return self
+
+    def get_group_store(self) -> torch_names.Store:
+        """Return the store with which the group was created."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group.call_log.seq
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: calls are always counted."""
+
+    # --- Execution of a call ----------------------------------------------------------------------------------------
+
+    def _launch(self, task: Callable[[], object], outputs: Tensors, options: CallOptions, collective: str) -> dist.Work:
+        """Run a task in the order of the group's calls: now, or in the background."""
+        runtime.current()  # raises in a forked child
+        tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
+        if is_asynchronous(options):
+            if torch_names.profiler_enabled():
+                task = torch_names.as_event(f"torchmpi:{collective}", task)
+            return PendingWork(self._submit(task, collective, tensor), outputs, self._limit_seconds)
+        with torch_names.event(f"torchmpi:{collective}"):
+            if self._by_messages:
+                self._submit(task, collective, tensor).wait(self._limit_seconds or None)
+            else:
+                self._group.call_queue.run(task, subject=None if tensor is None or tensor.is_cpu else tensor)
+        return COMPLETED
+
+    def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle:
+        """Queue a task, ordered after the work on the device of `tensor` so far."""
+        subject = None if tensor is None or tensor.is_cpu else tensor
+        return self._group.call_queue.submit(task, f"{self._where}: {collective}", subject)
+
+    def _coalesced(
+        self, call: Callable[..., dist.Work], arguments: Iterable[tuple[Any, Any]], outputs: Tensors, opts: CallOptions
+    ) -> dist.Work:
+        """Make calls one after the other, and return one work for all."""
+        works = [call(*pair, opts) for pair in arguments]
+        if all(work is COMPLETED for work in works):
+            return COMPLETED
+        last = self._submit(lambda: [work.wait() for work in works], "coalesced calls", _on_device(outputs))
+        return PendingWork(last, outputs, self._limit_seconds)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Do nothing: calls until the end of the block are queued one by one."""
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        tensor = torch.empty(0, device=device) if device.type != "cpu" else None
+        return PendingWork(self._submit(lambda: None, "coalesced calls", tensor), [], self._limit_seconds)
+
+    def _rows_plan(self, collective: str, source: torch.Tensor, op: str | None = None) -> PreparedPlan:
+        """Return the plan of a call on rows, which are made of `source` when the call runs."""
+        key = (collective, op, source.dtype, source.device.type, False, None, False)
+        return dispatch.plan_for(self._communicator, key)
+
+    def _check(self, collective: str, inputs: Tensors, outputs: Tensors) -> None:
+        """Raise if a tensor cannot be sent or written."""
+        what = f"{self._where}: {collective}"
+        for tensor in inputs:
+            buffers.check(tensor, what)
+        for tensor in outputs:
+            buffers.check(tensor, what, written=True)
 
 
-def monitored_barrier(
-    group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
-) -> None:
-    """``torch.distributed.monitored_barrier``, which torch itself allows for gloo only.
-
-    Rank 0 of the group waits for all others and raises an error that names the first rank which does not come in time,
-    or all of them with `wait_all_ranks`; ranks that have come raise too.
-
-        from torchmpi.distributed import monitored_barrier
-        monitored_barrier(timeout=timedelta(seconds=30))
-    """
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return  # as for every collective of torch
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
-    chosen = group or dist.group.WORLD
-    if not isinstance(chosen, ProcessGroup):
-        raise ArgumentError("monitored_barrier needs a group with the backend 'torchmpi'; torch has one for gloo.")
-    chosen.monitored_barrier(timeout, wait_all_ranks)
+def _on_device(tensors: Tensors) -> torch.Tensor | None:
+    """Return the first tensor that is not on the host, if there is one."""
+    return next((tensor for tensor in tensors if not tensor.is_cpu), None)

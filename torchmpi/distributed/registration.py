@@ -1,7 +1,7 @@
-"""What happens at ``import torch``: the backend's name becomes known, and nothing else is loaded.
+"""Registration of the backend with torch.
 
-torch calls :func:`register` through the entry point of this package. It must be quick, must not import MPI, and must
-not fail: torch would refuse to be imported at all.
+``import torch`` calls :func:`register` through an entry point of this package. It must be fast, must not import MPI and
+must not raise: ``import torch`` would fail.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ _AS_MPI = "TORCHMPI_AS_MPI"
 
 
 def register() -> None:
-    """Make ``init_process_group("torchmpi")`` and ``init_method="mpi://"`` work in this process. Twice is harmless.
+    """Register the backend ``torchmpi`` and the rendezvous ``mpi://`` with torch.
+
+    ``import torch`` calls this function if torchmpi is installed; a program needs it only if torchmpi is merely on the
+    path. Further calls have no effect. Without MASTER_ADDR in the environment, processes that an MPI launcher started
+    have their rendezvous through MPI from then on, for every backend.
+
+    Example::
 
         import torchmpi.distributed
-        torchmpi.distributed.register()     # only where torchmpi is not installed, but on the path
-
-    Without MASTER_ADDR in the environment, processes that an MPI launcher started meet through MPI, for every backend.
+        torchmpi.distributed.register()
     """
     try:
         _register()
@@ -39,11 +43,11 @@ def _register() -> None:
         return
 
     dist.Backend.register_backend(torch_names.NAME, _create, extended_api=True, devices=DEVICES)
-    dist.register_rendezvous_handler(SCHEME, _meet_through_mpi)
+    dist.register_rendezvous_handler(SCHEME, _rendezvous_through_mpi)  # type: ignore[attr-defined,no-untyped-call]
     torch_names.wrap_rendezvous("env", _environment_or_mpi)
     torch_names.keep_dynamo_out(torch_names.NAME)
     if os.environ.get(_AS_MPI, "") not in ("", "0"):
-        torch_names.take_name_of_mpi(_create)
+        torch_names.take_name_of_mpi()
 
 
 def _create(options: Any, pg_options: Any) -> Any:
@@ -52,14 +56,14 @@ def _create(options: Any, pg_options: Any) -> Any:
     return process_group.create(options)
 
 
-def _meet_through_mpi(url: str, **options: Any) -> Iterator[Any]:
+def _rendezvous_through_mpi(url: str, **options: Any) -> Iterator[Any]:
     from . import rendezvous
 
     return rendezvous.through_mpi(url, **options)
 
 
 def _environment_or_mpi(original: Any, url: str, **options: Any) -> Iterator[Any]:
-    """``env://``, which is also what torch takes if nothing is said."""
+    """Handle ``env://``, torch's default."""
     from . import rendezvous
 
     return rendezvous.through_environment(original, url, **options)

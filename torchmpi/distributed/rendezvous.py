@@ -1,7 +1,7 @@
-"""How the processes of a job find each other: through MPI, which knows them already, without address or port.
+"""Rendezvous of torch's ranks through MPI, without an address or port from the user.
 
-torch wants a key-value store that all ranks reach. Rank 0 opens one and MPI tells the others where; it listens on the
-loopback interface if all ranks are on one host, and otherwise on one address that every host could reach.
+torch needs a key-value store that all ranks can connect to. Rank 0 opens one and broadcasts its address by MPI. The
+store listens on the loopback interface if all ranks are on one host, otherwise on one address that all hosts can reach.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,15 +23,15 @@ from ..session import mpi_library
 from . import torch_names
 
 _LOOPBACK = "127.0.0.1"
-_PATIENCE_SECONDS = 3.0
+_CONNECT_SECONDS = 3.0
 _SIOCGIFADDR = 0x8915
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
 
-Found = Iterator[tuple[Any, int, int]]
+Rendezvous = Iterator[tuple[torch_names.Store, int, int]]
 
 
-def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Found:
-    """The handler of ``mpi://``: rank and size are those of MPI's world."""
+def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Rendezvous:
+    """Handle ``mpi://``: rank and size are those of MPI's world."""
     if dist.is_torchelastic_launched():
         raise LaunchError(
             "init_method='mpi://' is for processes that an MPI launcher started; torchrun started these, and MPI would "
@@ -44,21 +44,21 @@ def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Fo
     yield _open_store(world, timeout), world.rank, world.size
 
 
-def through_environment(original: Any, url: str, **options: Any) -> Found:
-    """The handler of ``env://``: as torch does it where MASTER_ADDR says so, else through MPI if that started us."""
+def through_environment(original: Callable[..., Rendezvous], url: str, **options: Any) -> Rendezvous:
+    """Handle ``env://``: as torch does if MASTER_ADDR is set, otherwise through MPI if its launcher was used."""
     if os.environ.get("MASTER_ADDR"):
-        return original(url, **options)  # type: ignore[no-any-return]
+        return original(url, **options)
     if mpi_library.launcher().name is not None:
         return through_mpi(url, **options)
     backend = torch_names.variable_of_caller("init_process_group", "backend")
     alone = not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not _numbers(url)
     if backend == torch_names.NAME and alone:
-        return iter([(dist.HashStore(), 0, 1)])
-    return original(url, **options)  # type: ignore[no-any-return]
+        return iter([(torch_names.HashStore(), 0, 1)])
+    return original(url, **options)
 
 
 def _numbers(url: str) -> dict[str, int]:
-    """``rank`` and ``world_size``, as torch puts into the URL what init_process_group was given."""
+    """Return ``rank`` and ``world_size``, which init_process_group puts into the URL if they were passed."""
     return {name: int(value) for name, value in parse_qsl(urlparse(url).query) if name in ("rank", "world_size")}
 
 
@@ -66,15 +66,15 @@ def _check_numbers(url: str, rank: int, size: int) -> None:
     given = _numbers(url)
     if given.get("rank", rank) not in (rank, -1) or given.get("world_size", size) not in (size, -1):
         raise ArgumentError(
-            f"init_process_group was told rank={given.get('rank')}, world_size={given.get('world_size')}, but MPI "
-            f"started this process as rank {rank} of {size}. Leave both out, or give MASTER_ADDR and MASTER_PORT too."
+            f"init_process_group was passed rank={given.get('rank')}, world_size={given.get('world_size')}, but MPI "
+            f"started this process as rank {rank} of {size}. Leave both out, or set MASTER_ADDR and MASTER_PORT too."
         )
 
 
-def _open_store(world: Any, timeout: timedelta) -> Any:
-    """Collective over MPI's world."""
+def _open_store(world: Any, timeout: timedelta) -> torch_names.Store:
+    """Open torch's store on rank 0 and connect to it. Collective over MPI's world."""
     if world.size == 1:
-        return dist.HashStore()
+        return torch_names.HashStore()
     hosts = world.allgather(_host())
     if world.rank == 0:
         own = [_LOOPBACK] if len(set(hosts)) == 1 else _own_addresses()
@@ -94,17 +94,17 @@ def _open_store(world: Any, timeout: timedelta) -> Any:
         for other in listeners.keys() - {address}:
             listeners[other].close()
         own_end = listeners[address].detach()
-        store = dist.TCPStore(
+        store = torch_names.TCPStore(
             address, port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=own_end
         )
     else:
-        store = dist.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
-    world.Barrier()  # rank 0 may fail at its next step, and the others would knock at a closed door for long
+        store = torch_names.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
+    world.Barrier()  # if rank 0 failed before the others are connected, they would try until their timeout
     return store
 
 
 def _host() -> tuple[str, str]:
-    """The same for processes that share a network: a loopback address means the same to them."""
+    """Return a value that is equal on processes with a common network, whose loopback interface is the same."""
     try:
         return socket.gethostname(), os.readlink("/proc/self/ns/net")
     except OSError:
@@ -112,7 +112,7 @@ def _host() -> tuple[str, str]:
 
 
 def _own_addresses() -> list[str]:
-    """The IPv4 addresses of this host's interfaces, but for loopback."""
+    """Return the IPv4 addresses of this host's interfaces, without loopback."""
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -131,7 +131,7 @@ def _listen(address: str) -> socket.socket | None:
 
 def _reaches(address: str, port: int) -> bool:
     try:
-        socket.create_connection((address, port), timeout=_PATIENCE_SECONDS).close()
+        socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
     except OSError:
         return False
     return True

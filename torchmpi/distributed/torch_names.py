@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that the backend depends on, in one file, to be tested against each new torch."""
+"""All private names of PyTorch that the backend depends on, to be tested with each new version of torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.machinery import ModuleSpec
+from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,25 +25,49 @@ NAME = "torchmpi"
 TESTED = ("2.13",)
 """Minor versions of torch with which the whole test-suite was run."""
 
-ReduceOp: Any = c10d.ReduceOp
-AllreduceOptions: Any = c10d.AllreduceOptions
-BroadcastOptions: Any = c10d.BroadcastOptions
+Store = c10d.Store
+HashStore = c10d.HashStore
+TCPStore = c10d.TCPStore
+ReduceOp: Any = c10d.ReduceOp  # torch declares its members without their values
+BackendOptions = c10d._DistributedBackendOptions
+AllgatherOptions = c10d.AllgatherOptions
+AllreduceOptions = c10d.AllreduceOptions
+AllreduceCoalescedOptions = c10d.AllreduceCoalescedOptions
+AllToAllOptions = c10d.AllToAllOptions
+BarrierOptions = c10d.BarrierOptions
+BroadcastOptions = c10d.BroadcastOptions
+GatherOptions = c10d.GatherOptions
+ReduceOptions = c10d.ReduceOptions
+ReduceScatterOptions = c10d.ReduceScatterOptions
+ScatterOptions = c10d.ScatterOptions
 
-# The options of a call that is given none.
-ALLGATHER: Any = c10d.AllgatherOptions()
-ALLREDUCE: Any = AllreduceOptions()
-ALLREDUCE_COALESCED: Any = c10d.AllreduceCoalescedOptions()
-ALLTOALL: Any = c10d.AllToAllOptions()
-BARRIER: Any = c10d.BarrierOptions()
-BROADCAST: Any = BroadcastOptions()
-GATHER: Any = c10d.GatherOptions()
-REDUCE: Any = c10d.ReduceOptions()
-REDUCE_SCATTER: Any = c10d.ReduceScatterOptions()
-SCATTER: Any = c10d.ScatterOptions()
+# Options of calls without options.
+ALLGATHER = AllgatherOptions()
+ALLREDUCE = AllreduceOptions()
+ALLREDUCE_COALESCED = AllreduceCoalescedOptions()
+ALLTOALL = AllToAllOptions()
+BARRIER = BarrierOptions()
+BROADCAST = BroadcastOptions()
+GATHER = GatherOptions()
+REDUCE = ReduceOptions()
+REDUCE_SCATTER = ReduceScatterOptions()
+SCATTER = ScatterOptions()
+
+
+class CallOptions(Protocol):
+    """What the options of all calls have in common."""
+
+    asyncOp: bool
+
+
+# Without a Python function around them, as each call uses them. Older versions of torch have no asyncOp.
+is_asynchronous: Callable[[CallOptions], bool]
+is_asynchronous = attrgetter("asyncOp") if hasattr(ALLREDUCE, "asyncOp") else lambda options: True
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def warn_if_untested() -> None:
-    """Say once which versions of torch were tested, if this is none of them."""
+    """Warn if the suite was not run with this version of torch."""
     minor = ".".join(torch.__version__.split(".")[:2])
     if minor not in TESTED:
         warnings.warn(
@@ -52,35 +77,13 @@ def warn_if_untested() -> None:
         )
 
 
-def reduce_options(given: Any) -> Any:
-    """The options of an allreduce; torch's bindings also take the operation alone."""
-    if isinstance(given, AllreduceOptions):
-        return given
-    options = AllreduceOptions()
-    options.reduceOp = given
-    return options
-
-
-def broadcast_options(given: Any) -> Any:
-    """The options of a broadcast; torch's bindings also take the root alone."""
-    if isinstance(given, BroadcastOptions):
-        return given
-    options = BroadcastOptions()
-    options.rootRank = given
-    return options
-
-
-def is_asynchronous(options: Any) -> bool:
-    """Whether the caller goes on before the call has ended. Older versions do not tell."""
-    return bool(getattr(options, "asyncOp", True))
-
-
 def is_bucket_of_ddp(tensor: torch.Tensor) -> bool:
-    """Whether a call of the backend comes from DDP's reducer: flat memory of its own, handed over by `backward()`.
+    """Return whether the caller, a method of the process group, was called by DDP's reducer with one of its buckets.
 
-    Everybody else who reduces while gradients are computed does so from Python: in a hook, or a function's backward.
+    The reducer calls from C++ below `backward()`, with a flat tensor that owns its memory. Other reductions below
+    `backward()` come from Python: from a hook, or the backward of a function.
     """
-    caller = sys._getframe(1).f_back  # of the backend's function; none in a thread of autograd's, which GPUs have
+    caller = sys._getframe(1).f_back  # None in a thread of autograd, which GPUs have
     return (
         caller is not None
         and caller.f_code is getattr(_RUN_BACKWARD, "__code__", None)
@@ -94,23 +97,24 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 def move_to_file(tensor: torch.Tensor, at_once: int) -> tuple[torch.UntypedStorage, int, int] | None:
-    """Move the memory of a tensor, and of all that share it, to a file without a name; None if that cannot be.
+    """Move the storage of a tensor, with all its views, to an unlinked file; return None if that is impossible.
 
-    Gives the storage, the file, which belongs to it, and its length. `at_once` processes may be doing the same.
+    Returns the storage, the descriptor of the file, which the storage owns, and its length. Up to `at_once` processes
+    may do this at the same time.
     """
-    system = os.statvfs(_SHARED_MEMORY)  # where torch makes the file; half of it is for others, such as data loaders
+    system = os.statvfs(_SHARED_MEMORY)  # torch creates the file here; half of it is left to others: data loaders
     if system.f_bavail * system.f_frsize - at_once * tensor.nbytes < system.f_blocks * system.f_frsize // 2:
         return None
     alive = weakref.ref(tensor.untyped_storage())
     storage = alive()
-    if storage is None:  # a torch that makes a new object for each look: it would not tell when the memory goes
+    if storage is None:  # torch before 2.1 makes a new object each time: its end would not be that of the memory
         return None
     file, num_bytes = storage._share_fd_cpu_()
     return storage, file, num_bytes
 
 
 def wrap_rendezvous(scheme: str, handler: Callable[..., Iterator[Any]]) -> None:
-    """Put ``handler(original, url, **options)`` before a rendezvous handler of torch."""
+    """Replace a rendezvous handler of torch by ``handler(original, url, **options)``."""
     # torch.distributed.rendezvous is a function of that name, which hides the module.
     module = importlib.import_module("torch.distributed.rendezvous")
     handlers = module._rendezvous_handlers
@@ -118,7 +122,7 @@ def wrap_rendezvous(scheme: str, handler: Callable[..., Iterator[Any]]) -> None:
 
 
 def variable_of_caller(function: str, variable: str) -> Any:
-    """A local variable of the innermost function of torch.distributed with this name that is under way, or None."""
+    """Return a local variable of the innermost active function of torch.distributed with this name, or None."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
@@ -127,28 +131,26 @@ def variable_of_caller(function: str, variable: str) -> Any:
     return None
 
 
-def take_name_of_mpi(create: Callable[[Any, Any], Any]) -> None:
-    """Let ``init_process_group("mpi")`` mean this backend, where torch was built without its own."""
+def take_name_of_mpi() -> None:
+    """Make ``init_process_group("mpi")`` use this backend, if torch was built without its own."""
     if dist.is_mpi_available():
         return
     original = dist.Backend.__new__
 
     def renamed(cls: type, name: Any) -> Any:
         value = original(cls, name)
-        return "torchmpi" if value == "mpi" else value
+        return NAME if value == "mpi" else value
 
-    dist.Backend.__new__ = renamed  # type: ignore[method-assign,assignment]
+    dist.Backend.__new__ = renamed  # type: ignore[method-assign]
 
 
 def event(name: str) -> AbstractContextManager[Any]:
-    """A block that torch.profiler shows under this name, if it is at work."""
-    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    """Return a block that torch.profiler records under this name, if it is active."""
+    return torch.profiler.record_function(name) if profiler_enabled() else nullcontext()
 
 
 def as_event(name: str, task: Callable[[], Any]) -> Callable[[], Any]:
-    """A task to be run elsewhere, whose time from now to its end torch.profiler shows, if it is at work."""
-    if not torch.autograd._profiler_enabled():
-        return task
+    """Return a task for another thread; torch.profiler records the time from now to its end."""
     begun = torch.ops.profiler._record_function_enter_new(name)
 
     def run() -> Any:
@@ -161,9 +163,9 @@ def as_event(name: str, task: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def keep_works_of_join() -> None:
-    """Let a work that ``Join`` hands to C++ live as long as its model is not called again.
+    """Keep each work that ``Join`` passes to C++ alive until the model is called again.
 
-    DDP's reducer holds the C++ half of it only; without its Python half, waiting for it would be for ever (torch 2.13).
+    DDP's reducer holds the C++ half of the work only, and without its Python half a wait would not end (torch 2.13).
     """
     from torch.distributed.algorithms.join import Join
 
@@ -176,19 +178,19 @@ def keep_works_of_join() -> None:
         return work
 
     notify_join_context.keeps = True  # type: ignore[attr-defined]
-    Join.notify_join_context = staticmethod(notify_join_context)  # type: ignore[method-assign,assignment]
+    Join.notify_join_context = staticmethod(notify_join_context)  # type: ignore[method-assign]
 
 
 def keep_dynamo_out(package: str) -> None:
-    """Tell torch.compile not to look into this package, once it is loaded: loading it costs a second."""
+    """Exclude a package from torch.compile's tracing, once its rules are loaded: loading them takes a second."""
     if "torch._dynamo.trace_rules" in sys.modules:
-        sys.modules["torch._dynamo.trace_rules"].add(package)  # type: ignore[attr-defined]
+        sys.modules["torch._dynamo.trace_rules"].add(package)
     else:
         sys.meta_path.insert(0, _WhenTraceRulesLoad(package))
 
 
 class _WhenTraceRulesLoad(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; adds the package to the rules when somebody else has found and loaded them."""
+    """Finds no module itself; adds the package to the rules when they are loaded."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -203,7 +205,7 @@ class _WhenTraceRulesLoad(importlib.abc.MetaPathFinder):
 
             def load_and_add(module: ModuleType) -> None:
                 load(module)
-                module.add(self._package)  # type: ignore[attr-defined]
+                module.add(self._package)
 
             spec.loader.exec_module = load_and_add  # type: ignore[method-assign]
         return spec

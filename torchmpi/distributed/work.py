@@ -1,8 +1,10 @@
-"""What torch.distributed calls return: the promise that a call has ended, in torch's form."""
+"""Works: the objects by which torch.distributed waits for calls."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -10,127 +12,121 @@ import torch.distributed as dist
 
 from ..communicators.handle import Handle
 from ..errors import StallError
-from .transfers import Transfer
+from .transfers import MessageHandle
+
+Future = torch.futures.Future[Any]
 
 
-class Ended(dist.Work):
-    """A call that had ended when it returned."""
+class CompletedWork(dist.Work):
+    """Work of a synchronous call, which had ended when it returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
+        """Return True immediately."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """It was."""
+        """Return True: a failed call has raised."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def exception(self) -> None:
-        """It raised already, if at all."""
+        """Return None: a failed call has raised."""
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Done."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+    def get_future(self) -> Future:
+        """Return a completed future."""
+        future: Future = torch.futures.Future()
         future.set_result([])
         return future
 
 
-ENDED = Ended()
-"""Of synchronous calls, whose work nobody keeps."""
+COMPLETED = CompletedWork()
+"""The work of all synchronous calls."""
 
 
-class Pending(dist.Work):
-    """A call under way."""
+class PendingWork(dist.Work):
+    """Work of a call in the background."""
 
     def __init__(self, handle: Handle, outputs: list[torch.Tensor], limit_seconds: float) -> None:
         super().__init__()
         self._handle, self._outputs, self._limit_seconds = handle, outputs, limit_seconds
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the call has ended, or raise its error; also if it takes longer than `timeout`."""
+        """Block until the call has ended; raise its error, or StallError after `timeout` or the group's timeout."""
         seconds = timeout.total_seconds() if timeout else 0.0
         self._handle.wait(seconds if seconds > 0 else self._limit_seconds or None)
         return True
 
     def synchronize(self) -> None:
-        """The same."""
+        """Do the same as :meth:`wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or not."""
+        """Return whether the call has ended, with or without an error."""
         return self._handle.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return whether the call has ended without an error."""
         return self._handle.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, if it has."""
+        """Return the error of the call, if it has failed."""
         return self._handle.error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the call fills."""
+        """Return the tensors that the call writes."""
         return self._outputs
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors that the call fills."""
+    def get_future(self) -> Future:
+        """Return a future of the list of tensors that the call writes."""
         if self._future is None:
-            self._future = _future_of(self._handle, self._outputs)
+            devices: list[Any] = []
+            if self._outputs and not self._outputs[0].is_cpu:
+                devices = sorted({tensor.device for tensor in self._outputs}, key=str)
+            ended: Future = torch.futures.Future(devices=devices)
+            # C++ waits for the child: only a child carries an error in the form that C++ knows. A future that was
+            # given an exception in Python returns it as its value (torch 2.13).
+            self._future = ended.then(methodcaller("value"))
+            self._handle.when_done(partial(self._complete, ended))
         return self._future
 
-
-def _future_of(handle: Handle, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
-    devices: list[Any] = sorted({tensor.device for tensor in outputs if tensor.device.type != "cpu"}, key=str)
-    ended: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-
-    def complete() -> None:
-        error = handle.error
+    def _complete(self, future: Future) -> None:
+        error = self._handle.error
         if error is None:
-            ended.set_result(outputs)
+            future.set_result(self._outputs)
         else:
-            ended.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-    # What C++ waits for must carry the error as C++ knows it, which only a child future does (torch 2.13): one that
-    # was given an exception in Python hands it out as its value.
-    child: torch.futures.Future[Any] = ended.then(_value)
-    handle.when_done(complete)
-    return child
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
-def _value(future: torch.futures.Future[Any]) -> Any:
-    return future.value()
+class MessageWork(PendingWork):
+    """Work of one point-to-point message."""
 
-
-class PendingMessage(Pending):
-    """A message under way; a receive knows from whom."""
-
-    def __init__(self, transfer: Transfer, outputs: list[torch.Tensor], limit_seconds: float) -> None:
-        super().__init__(transfer, outputs, limit_seconds)
-        self._transfer = transfer
+    def __init__(self, handle: MessageHandle, outputs: list[torch.Tensor], limit_seconds: float) -> None:
+        super().__init__(handle, outputs, limit_seconds)
+        self._message = handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As :meth:`Pending.wait`; a receive is over when the group allows no more time."""
+        """Do as :meth:`PendingWork.wait`; cancel a receive that exceeds the timeout of the group."""
         if timeout is not None and timeout.total_seconds() > 0:
             return super().wait(timeout)
         try:
-            self._transfer.wait(self._limit_seconds or None)
+            self._message.wait(self._limit_seconds or None)
         except StallError:
             limit = f"the timeout of {self._limit_seconds:g} s that this group has"
-            late = StallError(f"{self._transfer.what} has not ended within {limit}.")
-            self._transfer.abort(late)
+            late = StallError(f"{self._message.what} has not ended within {limit}.")
+            self._message.abort(late)
             raise late from None
         return True
 
     def source_rank(self) -> int:
-        """The rank in the group whose message came."""
+        """Return the rank in the group that sent the message."""
         self.wait()
-        return self._transfer.source
+        return self._message.source
 
     _source_rank = source_rank

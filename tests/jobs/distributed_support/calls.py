@@ -75,7 +75,7 @@ OWN = {call.__name__: call for call in (all_to_all_even, all_gather_single, redu
 
 
 def compare(call: str, **setting: Any) -> None:
-    """Make a call of the tests of collectives and look at what it filled."""
+    """Make a call of the tests of collectives and check its results."""
     it = Setting(group=dist.group.WORLD, **setting)
     work, pairs = (OWN | CALLS)[call](it)
     if it.asynchronous:
@@ -111,8 +111,8 @@ def _() -> None:
 
 for title, dtypes in DTYPES.items():
     for dtype in dtypes:
-        feature("Operations and dtypes", f"{title} added")(partial(compare, "all_reduce", dtype=dtype))
-        feature("Operations and dtypes", f"{title} moved")(partial(compare, "all_gather", dtype=dtype))
+        feature("Operations and dtypes", f"{title} reduced")(partial(compare, "all_reduce", dtype=dtype))
+        feature("Operations and dtypes", f"{title} sent")(partial(compare, "all_gather", dtype=dtype))
 
 
 @feature("Operations and dtypes", "`bool`: `SUM` as torch adds them, `MIN`, `MAX`")
@@ -124,7 +124,7 @@ def _() -> None:
 
 
 for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-    feature("Operations and dtypes", "`float8` moved")(partial(compare, "broadcast", dtype=dtype))
+    feature("Operations and dtypes", "`float8` sent")(partial(compare, "broadcast", dtype=dtype))
 for layout in LAYOUTS:
     for call in ("all_reduce", "all_gather", "reduce_scatter_single", "broadcast"):
         feature("Operations and dtypes", {
@@ -133,7 +133,7 @@ for layout in LAYOUTS:
         }[layout])(partial(compare, call, shape=(4, 3), layout=layout))  # fmt: skip
 for shape in ((), (0,), (2, 0, 3)):
     for call in ("all_reduce", "all_gather"):
-        feature("Operations and dtypes", "tensors of no dimension, empty tensors")(partial(compare, call, shape=shape))
+        feature("Operations and dtypes", "0-dim tensors, empty tensors")(partial(compare, call, shape=shape))
 
 
 @feature("Operations and dtypes", "sparse tensors in `all_reduce`")
@@ -180,7 +180,7 @@ def _() -> None:
     equal(dist.all_reduce(ones(), async_op=True).get_future().then(again).wait(), [6.0] * 3)
 
 
-@feature("Work objects", "calls of two groups, in another order on each rank")
+@feature("Work objects", "calls of two groups, in a different order on each rank")
 def _() -> None:
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     tensors = [ones(), ones() * 10]
@@ -209,7 +209,7 @@ for coalesced in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
-def meet_by(asynchronous: bool, **receiver: Any) -> None:
+def exchange_by(asynchronous: bool, **receiver: Any) -> None:
     """A message from rank 0 to rank 1, and one back."""
     received = torch.zeros(3)
 
@@ -227,25 +227,25 @@ def meet_by(asynchronous: bool, **receiver: Any) -> None:
 
 @feature("Messages", "`send`, `recv`")
 def _() -> None:
-    meet_by(False, src=other())
+    exchange_by(False, src=other())
 
 
 @feature("Messages", "`recv` from any rank")
 def _() -> None:
-    meet_by(False)
+    exchange_by(False)
 
 
 @feature("Messages", "`isend`, `irecv`")
 def _() -> None:
-    meet_by(True, src=other())
+    exchange_by(True, src=other())
 
 
 @feature("Messages", "`irecv` from any rank")
 def _() -> None:
-    meet_by(True)
+    exchange_by(True)
 
 
-@feature("Messages", "tags: messages received in another order than sent")
+@feature("Messages", "tags: messages received in a different order than sent")
 def _() -> None:
     sent, received = [torch.tensor([1.0]), torch.tensor([2.0])], [torch.zeros(1), torch.zeros(1)]
     if rank() == 0:

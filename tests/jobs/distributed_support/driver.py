@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What a check waits for, the other rank may have given up: it is the group's timeout that ends that wait.
+# The other rank may have aborted the call that a check waits for: the timeout of the group ends that wait.
 TIMEOUT = timedelta(seconds=20)
 REASON_CHARACTERS = 90
 MEANINGLESS = (
@@ -70,7 +70,7 @@ def outcome_of(check: Any, *, show: bool) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The beginning of a message, without what is different each time."""
+    """The beginning of a message, without the parts that vary."""
     text = " ".join(str(error).split())
     for meaningless in MEANINGLESS:
         text = re.sub(meaningless, "", text)

@@ -1,4 +1,4 @@
-"""What a check of a feature is: a few lines that make the call and compare what comes out."""
+"""Checks of features: each makes a call and compares its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Feature(NamedTuple):
     check: Callable[[], None]
     """Raises where it does not work."""
     renews: bool
-    """Whether what it leaves behind is no group to go on with."""
+    """Whether the group cannot be used after it."""
     turn: int
     """When it is checked: those after turn 0 leave a process behind that cannot make groups any more, or none."""
 
@@ -41,7 +41,7 @@ def feature(section: str, name: str, *, renews: bool = False, turn: int = 0) -> 
 
 
 class Wrong(AssertionError):
-    """Something came out, and it was not what it had to be."""
+    """The result differs from the expected one."""
 
 
 def equal(actual: Any, expected: Any) -> None:
@@ -56,7 +56,7 @@ def equal(actual: Any, expected: Any) -> None:
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> None:
-    """For what is rounded on its way."""
+    """For results with rounding errors."""
     if not torch.allclose(actual.detach(), expected.detach(), rtol=tolerance, atol=tolerance):
         raise Wrong(f"wrong result: {actual!r} instead of {expected!r}")
 
@@ -71,7 +71,7 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Ca
 
 
 def finished(works: Any) -> None:
-    """Wait for what an asynchronous call returned, in one of its forms."""
+    """Wait for the result of an asynchronous call, in one of its forms."""
     for work in works if isinstance(works, Iterable) else [works]:
         work.wait()
 

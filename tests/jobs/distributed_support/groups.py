@@ -45,7 +45,7 @@ def numbers() -> dict[str, int]:
     return {"rank": rank(), "world_size": 2}
 
 
-@feature("Starting", 'nothing but the backend: `init_process_group("...")`', renews=True)
+@feature("Starting", 'the backend alone: `init_process_group("...")`', renews=True)
 def _() -> None:
     with another_world(str(dist.get_backend())):
         equal(dist.get_world_size(), 2)
@@ -93,7 +93,7 @@ def _() -> None:
         pass
 
 
-@feature("Starting", "`destroy_process_group()`, and all of it again", renews=True)
+@feature("Starting", "`destroy_process_group()`, then `init_process_group()` again", renews=True)
 def _() -> None:
     for _ in range(2):
         with another_world(str(dist.get_backend())):
@@ -215,7 +215,7 @@ def _() -> None:
     dist.monitored_barrier(timeout=TIMEOUT)
 
 
-@feature("Errors", "`torchmpi.distributed.monitored_barrier`: names the ranks that do not come", renews=True)
+@feature("Errors", "`torchmpi.distributed.monitored_barrier`: names the missing ranks", renews=True)
 def _() -> None:
     from torchmpi.distributed import monitored_barrier
 
@@ -230,7 +230,7 @@ def short_group(seconds: float = 1) -> Any:
     return dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
 
 
-@feature("Errors", "a rank that does not come: the call raises after `timeout`", renews=True)
+@feature("Errors", "a missing rank: the call raises after `timeout`", renews=True)
 def _() -> None:
     group = short_group()
     if rank() == 0:
@@ -246,7 +246,7 @@ def _() -> None:
             raise Wrong("it does not")
 
 
-@feature("Errors", "`recv` of a message that nobody sends raises after `timeout`", renews=True)
+@feature("Errors", "`recv` of a message that is never sent raises after `timeout`", renews=True)
 def _() -> None:
     group = short_group()
     if rank() == 0:
@@ -283,7 +283,7 @@ def _() -> None:
     raises(RuntimeError, lambda: call(ones(), group=group))
 
 
-@feature("Errors", "a message that is longer than the tensor to receive it raises", turn=2)
+@feature("Errors", "a message longer than the receiving tensor raises", turn=2)
 def _() -> None:
     group = short_group()
     if rank() == 0:
@@ -292,6 +292,6 @@ def _() -> None:
         raises(RuntimeError, lambda: dist.recv(torch.zeros(2), 0, group=group))
 
 
-@feature("Errors", "a root that is none of the group raises")
+@feature("Errors", "a root outside the group raises")
 def _() -> None:
     raises((RuntimeError, ValueError), lambda: dist.broadcast(ones(), group_src=7))

@@ -205,7 +205,7 @@ def _() -> None:
     close(loss.full_tensor(), nn.functional.cross_entropy(logits.detach(), target), 1e-5)
 
 
-@feature("Tensor and pipeline parallel", "`fully_shard` of what is tensor-parallel")
+@feature("Tensor and pipeline parallel", "`fully_shard` of tensor-parallel modules")
 def _() -> None:
     both = mesh(2, 1, names=("data", "tensor"))
     model = net()
@@ -267,7 +267,7 @@ def _() -> None:
     equal(full_values(model), before)
 
 
-@feature("Checkpoints", "loading into other shards than were saved")
+@feature("Checkpoints", "loading into a different sharding")
 def _() -> None:
     folder, whole = agreed(tempfile.mkdtemp), torch.arange(12.0).view(4, 3)
     checkpoint.save({"x": distribute_tensor(whole, mesh(), [Shard(0)])}, checkpoint_id=folder)

@@ -101,7 +101,7 @@ def _() -> None:
             close(gradients(model), gradients_alone() / (2 if by_initial_size else 1))
 
 
-@feature("DistributedDataParallel", "buffers sent before each forward pass")
+@feature("DistributedDataParallel", "buffers broadcast before each forward pass")
 def _() -> None:
     model = DDP(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
     for _ in range(2):
@@ -125,7 +125,7 @@ def _() -> None:
     trains(torch.compile(DDP(net()), backend="aot_eager"))
 
 
-@feature("DistributedDataParallel", "a rank that does not come: `backward()` raises after `timeout`", renews=True)
+@feature("DistributedDataParallel", "a missing rank: `backward()` raises after `timeout`", renews=True)
 def _() -> None:
     model = DDP(net(), process_group=short_group())
     loss = loss_of(model, 0)
@@ -288,6 +288,6 @@ def _() -> None:
     if process.is_alive():
         process.kill()
         process.join()
-        raise Wrong("the child waits for ever")
+        raise Wrong("the child hangs")
     if queue.get() == "no error":
         raise Wrong("no error")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from .addresses import here
-from .endpoint import Endpoint
-from .rendezvous_store import Meeting
+from .rendezvous_store import StoreRendezvous
+from .socket_endpoint import Endpoint
 from .stand_in import StandIn
 
 _EAGER_SECONDS = 50e-6
@@ -23,11 +23,11 @@ def connect(store: Any, rank: int, size: int, *, timeout_seconds: float) -> Stan
     mpi_library.adopt(MPI)
     torchmpi.start()
     """
-    meeting = Meeting(store, rank, size, here(), timeout_seconds=timeout_seconds)
+    meeting = StoreRendezvous(store, rank, size, here(), timeout_seconds=timeout_seconds)
     return enter(meeting, rank, size)
 
 
-def enter(meeting: Meeting, rank: int, size: int) -> StandIn:
+def enter(meeting: StoreRendezvous, rank: int, size: int) -> StandIn:
     """What :func:`connect` does, for ranks that are where the meeting says they are."""
     sockets = meeting.run()
     # To sleep and be woken takes longer than most messages; but another rank may need the core.

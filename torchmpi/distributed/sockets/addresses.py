@@ -43,8 +43,10 @@ def _namespace(kind: str) -> str:
 
 
 def own_address(store: Any, environment: Mapping[str, str] = os.environ) -> str:
-    """An address of this host for others: of the interface chosen by GLOO_SOCKET_IFNAME, else that which leads to the
-    store's host, else that which leads out, else any.
+    """Return an address of this host for other hosts.
+
+    It is that of the interface chosen by GLOO_SOCKET_IFNAME, else that of the route to the store's host, else that of
+    the default route, else any.
 
     >>> own_address(None, {"GLOO_SOCKET_IFNAME": "lo"})
     '127.0.0.1'

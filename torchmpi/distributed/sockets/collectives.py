@@ -1,5 +1,4 @@
-"""Calls of all ranks of a communicator, made of messages between pairs after the plans of
-:mod:`torchmpi.backends.schedule`.
+"""Collectives made of messages between pairs of ranks, after the plans of :mod:`torchmpi.backends.schedule`.
 
 Each call has a number, which is the tag of its messages. Every rank must make the same calls in the same order, as MPI
 wants it. Reductions combine in rank order, so that all ranks get the same bits.
@@ -15,11 +14,11 @@ import numpy as np
 
 from ...backends import schedule
 from ...tensors import partition
-from .datatypes import IN_PLACE, Buffer, Op, blocks_of, buffer_of, combine
-from .endpoint import Endpoint
+from .datatypes import IN_PLACE, BufferSpec, Op, blocks_of, buffer_of, combine
 from .matching import new_memory
 from .messages import COLLECTIVES, Messenger, packed
 from .requests import CommunicationError, Receive, Request
+from .socket_endpoint import Endpoint
 
 _SHORT_BYTES = 16 << 10
 """Up to this many in all, few rounds matter more than few bytes."""
@@ -227,7 +226,7 @@ class Collective(Messenger):
         """What all have in the block of this rank, combined."""
         parts = self._versions(new_memory(len(blocks[self.rank])), self.rank)
         self._exchange(blocks, parts, call)
-        _combine(parts, Buffer(parts[self.rank], datatype), op)
+        _combine(parts, BufferSpec(parts[self.rank], datatype), op)
         return parts[self.rank]
 
 
@@ -257,12 +256,12 @@ class _Barrier:
         poller.when_done(self._receive, self._advance)
 
 
-def _parts_of(given: Buffer, size: int) -> list[memoryview]:
+def _parts_of(given: BufferSpec, size: int) -> list[memoryview]:
     """An even partition by elements."""
     spans = partition.even_partition(len(given.view) // given.datatype.itemsize, size)
     return blocks_of((given.view, [numel for _, numel in spans], [begin for begin, _ in spans], given.datatype), size)
 
 
-def _combine(parts: Sequence[memoryview], out: Buffer, op: Op) -> None:
-    arrays = [Buffer(part, out.datatype).array() for part in parts]
+def _combine(parts: Sequence[memoryview], out: BufferSpec, op: Op) -> None:
+    arrays = [BufferSpec(part, out.datatype).array() for part in parts]
     combine(arrays, op, out.array())

@@ -75,10 +75,8 @@ class Connection:
 
     def send(self, head: bytes, view: memoryview, request: Request | None = None) -> bool:
         """Write a frame, or what there is room for, and the rest later; whether it has left as a whole."""
-        if len(view) <= _JOINED_BYTES:
-            pieces = [memoryview(head + view)]
-        else:
-            pieces = [memoryview(head), view]
+        is_short = len(view) <= _JOINED_BYTES
+        pieces = [memoryview(head + view)] if is_short else [memoryview(head), view]
         with self._sending:
             if self._problem is not None:
                 raise CommunicationError(self._problem)

@@ -49,6 +49,7 @@ class Op(NamedTuple):
     of_objects: Callable[[Any, Any], Any]
 
     def __call__(self, a: Any, b: Any) -> Any:
+        """Combine two objects."""
         return self.of_objects(a, b)
 
 
@@ -89,7 +90,7 @@ class buffer:
         return _memory_at(address, nbytes, 0 if readonly else _PyBUF_WRITE)  # type: ignore[no-any-return]
 
 
-class Buffer(NamedTuple):
+class BufferSpec(NamedTuple):
     """What a caller passed: its bytes, and what they are."""
 
     view: memoryview
@@ -100,7 +101,7 @@ class Buffer(NamedTuple):
         return np.frombuffer(self.view, self.datatype.numpy)
 
 
-def buffer_of(given: Any, *, written: bool = False) -> Buffer:
+def buffer_of(given: Any, *, written: bool = False) -> BufferSpec:
     """A buffer passed as ``array``, ``(array, type)`` or ``(array, count, type)``.
 
     >>> buffer_of((np.zeros(3, np.float32), 2, DATATYPES["FLOAT"])).view.nbytes
@@ -108,7 +109,7 @@ def buffer_of(given: Any, *, written: bool = False) -> Buffer:
     """
     if not isinstance(given, (tuple, list)):
         view = _bytes_of(given)
-        found = Buffer(view, _type_of(given))
+        found = BufferSpec(view, _type_of(given))
     else:
         view, datatype = _bytes_of(given[0]), given[-1]
         if not isinstance(datatype, Datatype) or len(given) > 3:
@@ -118,7 +119,7 @@ def buffer_of(given: Any, *, written: bool = False) -> Buffer:
             if num_bytes > len(view):
                 raise CommunicationError(f"{given[1]} elements of {datatype} are more than the {len(view)} bytes given")
             view = view[:num_bytes]
-        found = Buffer(view, datatype)
+        found = BufferSpec(view, datatype)
     if written and view.readonly and len(view):
         raise CommunicationError("the memory to receive into cannot be written")
     return found

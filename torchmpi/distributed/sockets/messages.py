@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .datatypes import buffer_of
-from .endpoint import Endpoint
 from .requests import ANY, NOBODY, CommunicationError, Receive, Request, Status
+from .socket_endpoint import Endpoint
 
+AnyRequest = TypeVar("AnyRequest", bound=Request)
 _NUM_PLANES = 4
 MESSAGES, COLLECTIVES, CREATION = range(3)
 """The messages of users, those within collectives, and those that make communicators never meet."""
@@ -131,6 +132,6 @@ def packed(obj: Any) -> memoryview:
     return memoryview(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
 
 
-def _ended(request: Any) -> Any:
+def _ended(request: AnyRequest) -> AnyRequest:
     request.is_done = True
     return request

@@ -25,8 +25,10 @@ Handle = Callable[[bool, bool], None]
 
 
 class _Baton:
-    """Who leads. From the instant at which it is taken it says by whom, so that an exception out of a signal handler,
-    which may come right then, does not leave it with nobody: a lock would not do.
+    """The right to poll, and the thread that has it.
+
+    It is assigned together with its holder, so that an exception in a signal handler cannot leave it without one, as
+    it could with a lock.
     """
 
     def __init__(self) -> None:

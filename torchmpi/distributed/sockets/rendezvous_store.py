@@ -30,7 +30,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 _BUFFER_BYTES = 4 << 20
 
 
-class Meeting:
+class StoreRendezvous:
     """One rank's part in it."""
 
     def __init__(self, store: Any, rank: int, size: int, place: Place, *, timeout_seconds: float) -> None:

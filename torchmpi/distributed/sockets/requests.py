@@ -13,7 +13,7 @@ NOBODY = -2
 UNDEFINED = -3
 
 
-class Datatype(Protocol):
+class HasItemsize(Protocol):
     """The part of a datatype that a status needs."""
 
     @property
@@ -21,7 +21,7 @@ class Datatype(Protocol):
         """Bytes of an element."""
 
 
-class Poller(Protocol):
+class RequestPoller(Protocol):
     """The part of a poller that a request needs."""
 
     def wait(self, request: Request) -> None:
@@ -61,12 +61,12 @@ class Status:
         """The message's tag."""
         return self.tag
 
-    def Get_count(self, datatype: Datatype | None = None) -> int:
+    def Get_count(self, datatype: HasItemsize | None = None) -> int:
         """The number of elements, of bytes if not said otherwise; UNDEFINED if they are not whole."""
         count, rest = divmod(self._num_bytes, datatype.itemsize if datatype is not None else 1)
         return UNDEFINED if rest else count
 
-    def Get_elements(self, datatype: Datatype | None = None) -> int:
+    def Get_elements(self, datatype: HasItemsize | None = None) -> int:
         """The same, as nothing here is made of several types."""
         return self.Get_count(datatype)
 
@@ -80,7 +80,7 @@ class Request:
 
     __slots__ = ("_was_seen", "callbacks", "error", "gate", "is_done", "poller")
 
-    def __init__(self, poller: Poller) -> None:
+    def __init__(self, poller: RequestPoller) -> None:
         self.poller = poller
         self.is_done = False
         self.error: str | None = None
@@ -175,7 +175,7 @@ class Receive(Request):
 
     def __init__(
         self,
-        poller: Poller,
+        poller: RequestPoller,
         context: int,
         source: int,
         tag: int,

@@ -8,11 +8,11 @@ from typing import Any
 
 from ... import _version
 from .addresses import Place
-from .communicator import COMM_TYPE_SHARED, Communicator
 from .datatypes import DATATYPES, IN_PLACE, OPS, Datatype, Op, buffer
-from .endpoint import Endpoint
+from .intracomm import COMM_TYPE_SHARED, Intracomm
 from .losses import LossWatch
 from .requests import ANY, NOBODY, UNDEFINED, CommunicationError, Request, Status
+from .socket_endpoint import Endpoint
 
 
 class StandIn:
@@ -30,7 +30,7 @@ class StandIn:
 
     def __init__(self, endpoint: Endpoint, places: list[Place]) -> None:
         self._endpoint = endpoint
-        self.COMM_WORLD = Communicator(endpoint, range(endpoint.size), 0, [place.memory for place in places])
+        self.COMM_WORLD = Intracomm(endpoint, range(endpoint.size), 0, [place.memory for place in places])
         atexit.register(self.close)
 
     def __getattr__(self, name: str) -> Any:

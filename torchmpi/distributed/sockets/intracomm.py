@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .collectives import Collective
-from .endpoint import Endpoint
 from .messages import COLLECTIVES, CREATION, MESSAGES, packed
 from .requests import UNDEFINED, CommunicationError, Request
+from .socket_endpoint import Endpoint
 
 COMM_TYPE_SHARED = 1
 
 
-class Ranks:
+class RankGroup:
     """A group in MPI's sense: ranks without a communicator."""
 
     def __init__(self, world_ranks: Sequence[int]) -> None:
         self.world_ranks = tuple(world_ranks)
 
-    def Incl(self, ranks: Sequence[int]) -> Ranks:
+    def Incl(self, ranks: Sequence[int]) -> RankGroup:
         """Some of them, in this order."""
-        return Ranks([self.world_ranks[rank] for rank in ranks])
+        return RankGroup([self.world_ranks[rank] for rank in ranks])
 
 
-class Communicator(Collective):
+class Intracomm(Collective):
     """Stands where ``mpi4py.MPI.Comm`` does."""
 
     has_unique_context = True
@@ -37,15 +37,15 @@ class Communicator(Collective):
     def __repr__(self) -> str:
         return f"<communicator over sockets: rank {self.rank} of {self.size}>"
 
-    def Get_group(self) -> Ranks:
+    def Get_group(self) -> RankGroup:
         """Its ranks."""
-        return Ranks(self.world_ranks)
+        return RankGroup(self.world_ranks)
 
-    def Dup(self) -> Communicator:
+    def Dup(self) -> Intracomm:
         """The same ranks, with messages of their own. Collective."""
         return self._made(self.world_ranks, self.bcast(self._fresh_number()))
 
-    def Split(self, color: int = 0, key: int = 0) -> Communicator | None:
+    def Split(self, color: int = 0, key: int = 0) -> Intracomm | None:
         """The ranks that gave the same colour, ordered by key; None for who gave UNDEFINED. Collective."""
         offers = self.allgather((color, key, self._fresh_number()))
         number = offers[0][2]  # of all parts: no two ranks are in more than one of them
@@ -54,14 +54,14 @@ class Communicator(Collective):
         ranks = sorted((theirs, rank) for rank, (other, theirs, _) in enumerate(offers) if other == color)
         return self._made([self.world_ranks[rank] for _, rank in ranks], number)
 
-    def Split_type(self, split_type: int, key: int = 0) -> Communicator | None:
+    def Split_type(self, split_type: int, key: int = 0) -> Intracomm | None:
         """The ranks that share memory with this one. Collective."""
         if split_type != COMM_TYPE_SHARED:
             raise CommunicationError(f"rank {self.rank}: Split_type knows COMM_TYPE_SHARED only, not {split_type}")
         hosts = [self._hosts[world_rank] for world_rank in self.world_ranks]
         return self.Split(hosts.index(hosts[self.rank]), key)
 
-    def Create_group(self, group: Ranks, tag: int = 0) -> Communicator:
+    def Create_group(self, group: RankGroup, tag: int = 0) -> Intracomm:
         """Some of the ranks as a communicator. Collective over these only."""
         ranks = [self.members[world_rank] for world_rank in group.world_ranks]
         if self.rank == ranks[0]:
@@ -80,8 +80,8 @@ class Communicator(Collective):
         """End all ranks of the job. Does not return."""
         self.endpoint.abort(errorcode)
 
-    def _made(self, world_ranks: Sequence[int], number: int) -> Communicator:
-        return Communicator(self.endpoint, world_ranks, number, self._hosts)
+    def _made(self, world_ranks: Sequence[int], number: int) -> Intracomm:
+        return Intracomm(self.endpoint, world_ranks, number, self._hosts)
 
     def _fresh_number(self) -> int:
         """One that no communicator has: made of this rank's and how often it has been asked."""

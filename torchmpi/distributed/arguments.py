@@ -1,0 +1,92 @@
+"""Conversion of the arguments of torch.distributed calls: single tensors, options and reduction operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+
+from ..errors import ArgumentError
+from ..tensors import buffers
+from .torch_names import AllreduceOptions, BroadcastOptions, ReduceOp
+
+Entry = TypeVar("Entry")
+
+_OP_NAMES = {
+    ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.PRODUCT: "prod", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band", ReduceOp.BOR: "bor", ReduceOp.BXOR: "bxor", ReduceOp.PREMUL_SUM: "sum",
+}  # fmt: skip
+_BOOL_OP_NAMES = {"sum": "lor", "prod": "land"}
+
+
+@overload
+def single(values: torch.Tensor) -> torch.Tensor: ...
+@overload
+def single(values: Sequence[Entry]) -> Entry: ...
+def single(values: Any) -> Any:
+    """Return a tensor, or the only entry of a list that torch passes with one entry per device of the rank.
+
+    >>> single([7]), single(torch.ones(1))
+    (7, tensor([1.]))
+    """
+    if isinstance(values, torch.Tensor):
+        return values
+    if len(values) != 1:
+        raise ArgumentError(f"{len(values)} tensors where one is wanted: a rank has one device. Pass a list of one.")
+    return values[0]
+
+
+def reduce_options(given: Any) -> AllreduceOptions:
+    """Return the options of an allreduce; torch's bindings also accept the operation alone."""
+    if isinstance(given, AllreduceOptions):
+        return given
+    options = AllreduceOptions()
+    options.reduceOp = given
+    return options
+
+
+def broadcast_options(given: Any) -> BroadcastOptions:
+    """Return the options of a broadcast; torch's bindings also accept the root alone."""
+    if isinstance(given, BroadcastOptions):
+        return given
+    options = BroadcastOptions()
+    options.rootRank = given
+    return options
+
+
+def op_name(reduction: Any, dtype: torch.dtype) -> str:
+    """Return torchmpi's name of a torch ReduceOp; on bool, SUM is a logical or, as in torch's addition.
+
+    >>> op_name(ReduceOp(ReduceOp.PRODUCT), torch.float32), op_name(ReduceOp(ReduceOp.SUM), torch.bool)
+    ('prod', 'lor')
+    """
+    try:
+        name = _OP_NAMES[reduction.op]
+    except KeyError:
+        known = ", ".join(map(str, _OP_NAMES))
+        raise ArgumentError(f"{reduction.op} is not known. Use one of: {known}.") from None
+    if is_scaled(reduction) and not (dtype.is_floating_point or dtype.is_complex):
+        raise ArgumentError(f"PREMUL_SUM needs floating point tensors, this one is {dtype}. Use SUM.")
+    return _BOOL_OP_NAMES.get(name, name) if dtype is torch.bool else name
+
+
+def is_scaled(reduction: Any) -> bool:
+    """Return whether the operation is PREMUL_SUM, which carries a factor."""
+    return bool(reduction.op == ReduceOp.PREMUL_SUM)
+
+
+def scaled(tensor: torch.Tensor, reduction: Any) -> torch.Tensor:
+    """Return the tensor times the factor of PREMUL_SUM; for other operations the tensor itself.
+
+    >>> scaled(torch.ones(2), ReduceOp(ReduceOp.SUM))
+    tensor([1., 1.])
+    """
+    return tensor.detach() * reduction.factor if is_scaled(reduction) else tensor
+
+
+def scale(tensors: Sequence[torch.Tensor], reduction: Any) -> None:
+    """Multiply the tensors by the factor of PREMUL_SUM, in place; for other operations do nothing."""
+    if is_scaled(reduction):
+        for tensor in tensors:
+            buffers.overwrite(tensor, scaled(tensor, reduction))
