@@ -89,7 +89,7 @@ def test_the_wait_for_a_rank_that_has_stopped_names_it(job):
     code = """
 if rank == 1:
     header = server.shards.headers(1)
-    header[0, 0] = server.service.client.number  # as if it had stopped in the middle of a chunk
+    header[0, 0] = server.context.client.number  # as if it had stopped in the middle of a chunk
     mpi.barrier()
     time.sleep(50)
 mpi.barrier()

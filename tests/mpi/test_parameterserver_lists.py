@@ -14,7 +14,7 @@ from torch import nn
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
 from torchmpi.errors import ReplicaError
-from torchmpi.parameterserver.tensors import _book
+from torchmpi.parameterserver.tensor_lists import _registry
 
 sys.path.insert(0, str(Path(__file__).parent))
 import updates_rig
@@ -158,12 +158,12 @@ def test_lists_that_differ_between_ranks_are_refused(agree):
 
 def test_the_book_keeps_no_tensor_alive(agree):
     gc.collect()
-    before = len(_book())
+    before = len(_registry())
     tensors = [torch.zeros(3), nn.Parameter(torch.zeros(2))]
     ps.init_tensors(tensors)
     ps.sync_handles(ps.prefetch_tensors(tensors) + ps.send_tensors(tensors, tensors))
     ps.integrate_tensors(tensors, lambda fetched, tensor: None)
-    agree.equal(len(_book()), before + 2)
+    agree.equal(len(_registry()), before + 2)
     del tensors
     gc.collect()
-    agree.equal(len(_book()), before, "entries of tensors that are no more")
+    agree.equal(len(_registry()), before, "entries of tensors that are no more")

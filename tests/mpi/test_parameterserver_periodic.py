@@ -148,7 +148,7 @@ def test_the_same_bits_in_every_run(agree, make):
 def test_wrong_outer_options_are_refused(agree):
     for options in ({"outer_lr": 0.0}, {"outer_momentum": 1.0}):
         agree(ArgumentError.__name__ in refusal(lambda options=options: ps.DiLoCoUpdate(make_net(), **options)))
-    agree("nothing to train" in refusal(lambda: ps.LocalSGDUpdate(nn.Tanh())))
+    agree("no trainable parameters" in refusal(lambda: ps.LocalSGDUpdate(nn.Tanh())))
 
 
 # --- resuming --------------------------------------------------------------------------------------------

@@ -401,7 +401,7 @@ def test_waiting_in_vain_names_the_slowest(agree, monkeypatch, capfd):
     mpi.barrier()
     if mpi.rank() != 0:
         agree(found.startswith(StallError.__name__), found)
-        agree("has ended 3 rounds and waited" in found and "for rank 0, which has ended 0" in found, found)
+        agree("has completed 3 rounds and waited" in found and "for rank 0, which has completed 0" in found, found)
         agree("for rank 0" in capfd.readouterr().err, "a warning before")
 
 

@@ -11,15 +11,11 @@ import numpy as np
 import torch
 
 from torchmpi.parameterserver import rules
-from torchmpi.parameterserver.actor import Actor, Shards
-from torchmpi.parameterserver.arena import CLIENT, Arena, Memory
 from torchmpi.parameterserver.rules import Rule
-from torchmpi.parameterserver.shards import layout
+from torchmpi.parameterserver.shards import CLIENT, Actor, ActorTable, Memory, Shards, layout
 from torchmpi.shared_memory.kernels import server_rules as native
 from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.segments import Segment
-
-WORDS_PER_HEADER = fields.HEADER_BYTES // 8
 
 
 class Rig:
@@ -33,7 +29,7 @@ class Rig:
         begins = [sum(numels[:index]) for index in range(len(numels))]
         parts = list(zip(begins, numels, strict=True))
         self.dtype, self.numel = dtype, sum(numels)
-        self.arena = memory_of(Arena.num_bytes(4), shared)
+        self.actors = memory_of(ActorTable.num_bytes(4), shared)
         self.shards = Shards(memory_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
         if chunk:
             assert max(numels) <= chunk * 4096 // fields.HEADER_BYTES, "a page of headers"
@@ -41,12 +37,12 @@ class Rig:
 
     def actor(self, index: int, kind: int = CLIENT) -> Actor:
         """Of the calling process."""
-        return Actor(Arena(self.arena, index), kind)
+        return Actor(ActorTable(self.actors, index), kind)
 
-    def row(self, number: int) -> np.ndarray:
-        """The words of an actor in the arena."""
+    def block(self, number: int) -> np.ndarray:
+        """The first fields of the block of an actor."""
         start = (number - 1) * fields.BLOCK_BYTES
-        return np.frombuffer(self.arena.bytes, np.int64, 16, start)
+        return np.frombuffer(self.actors.bytes, np.int64, 16, start)
 
     def apply(self, actor: Actor, rule: str | Rule, data: torch.Tensor, span: tuple[int, int] | None = None) -> None:
         """`data` holds the elements of the span."""
@@ -79,7 +75,7 @@ class Rig:
 
     def close(self) -> None:
         self.shards.close()
-        self.arena.close()
+        self.actors.close()
 
 
 def memory_of(num_bytes: int, shared: bool) -> Memory:

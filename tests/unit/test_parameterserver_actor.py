@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shard_rig import Rig, Twin, fork
 
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
-from torchmpi.parameterserver.arena import CLIENT, SERVER
+from torchmpi.parameterserver.shards import CLIENT, SERVER
 from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.kernels.server_rules import state_dtype
 

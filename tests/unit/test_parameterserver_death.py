@@ -21,8 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from shard_rig import Rig, Twin, dead_process, fork
 
-from torchmpi.parameterserver import adam, arena, register_rule, rules, sgd
-from torchmpi.parameterserver.actor import Actor
+from torchmpi.parameterserver import adam, register_rule, rules, sgd
+from torchmpi.parameterserver.shards import Actor, process_start
 from torchmpi.shared_memory.kernels import shard_layout as fields
 
 NUMEL = 11  # two stores for the C library's memcpy: there is a half
@@ -37,7 +37,7 @@ class Memory:
 
     def __init__(self, rig: Rig) -> None:
         chunk = np.frombuffer(rig.shards.memory.bytes, np.uint8)
-        actors = np.frombuffer(rig.arena.bytes, np.uint8)
+        actors = np.frombuffer(rig.actors.bytes, np.uint8)
         base, first = rig.shards.memory.address, rig.shards.table[0]
         starts = [int(start) - base for start in first[fields.SHARD_ARRAYS : fields.SHARD_BEGIN]]
         self.parts = [chunk[:24], *(chunk[start : start + 4 * NUMEL] for start in starts)]
@@ -99,7 +99,7 @@ def content(rig: Rig) -> tuple[object, ...]:
 
 def ready(rig: Rig, actor: Actor, rule, sent: torch.Tensor) -> int:
     """Have an actor stand before its pass; the address of the plan."""
-    actor._set(rig.shards, sent.data_ptr(), (0, NUMEL), rules.prepare(rule, rig.dtype))
+    actor._prepare(rig.shards, sent.data_ptr(), (0, NUMEL), rules.prepare(rule, rig.dtype))
     return actor._address
 
 
@@ -109,7 +109,7 @@ def rescue(rig: Rig, actor: Actor, sent: torch.Tensor) -> None:
     if holder:
         ready(rig, actor, "add", sent)
         actor._plan[fields.HOLDER] = holder
-        actor._look_after_holder()
+        actor._check_holder()
     assert rig.headers()[0, fields.LOCK] == 0
 
 
@@ -207,12 +207,12 @@ def test_death_after_any_instruction_that_ends_a_rule_in_python(monkeypatch):
 
 def write_row(rig: Rig, number: int, *, process: int, redo: float | None = None, taking: int = 0) -> None:
     """The row of an actor that has died; with `redo`, about to make all values of its chunk that number."""
-    row = rig.row(number)
+    row = rig.block(number)
     row[:9] = 0
     row[fields.PROCESS], row[fields.STARTED], row[fields.TAKING] = process, 12345, taking
     if redo is not None:
         start = (number - 1) * fields.BLOCK_BYTES + fields.SCRATCH_START
-        np.frombuffer(rig.arena.bytes, np.float32, NUMEL, start)[:] = redo
+        np.frombuffer(rig.actors.bytes, np.float32, NUMEL, start)[:] = redo
         row[fields.REDO], row[fields.NEW_VERSION], row[fields.NEW_STEPS] = 1, 8, 3
         row[fields.NEW_BYTES] = 4 * NUMEL
 
@@ -289,9 +289,9 @@ def test_without_descriptors_left_nobody_is_taken_for_dead(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(builtins, "open", full)
-    assert not holder.arena.is_dead(holder.number)
+    assert not holder.table.is_dead(holder.number)
     monkeypatch.undo()
-    assert arena.start_of(os.getpid()) > 0 and not holder.arena.is_dead(holder.number)
+    assert process_start(os.getpid()) > 0 and not holder.table.is_dead(holder.number)
 
 
 # --- at random moments, with others at work

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchmpi import errors
 from torchmpi.backends.schedule import even_partition
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
-from torchmpi.parameterserver.shards import PIECE_BYTES, chunk_numel, layout, pieces
+from torchmpi.parameterserver.shards import MESSAGE_BYTES, chunk_numel, layout, message_ranges
 from torchmpi.shared_memory.kernels import server_rules as native
 from torchmpi.shared_memory.kernels.shard_layout import CHUNK_BYTES, HEADER_BYTES, NUM_ARRAYS
 
@@ -60,13 +60,13 @@ def test_tensors_of_more_than_four_billion_elements():
 # --- messages
 
 
-def check_pieces(numel: int, chunk: int, item_bytes: int, most_bytes: int = PIECE_BYTES) -> None:
-    cut = pieces(numel, chunk, item_bytes, most_bytes)
+def check_pieces(numel: int, chunk: int, item_bytes: int, max_bytes: int = MESSAGE_BYTES) -> None:
+    cut = message_ranges(numel, chunk, item_bytes, max_bytes)
     assert [begin for begin, _ in cut] == [0, *(end for _, end in cut[:-1])][: len(cut)]
     assert (cut[-1][1] if cut else 0) == numel
     for begin, end in cut:
         assert begin < end and begin % chunk == 0, "a chunk must not arrive in two pieces"
-        assert (end - begin) * item_bytes <= max(most_bytes, chunk * item_bytes)
+        assert (end - begin) * item_bytes <= max(max_bytes, chunk * item_bytes)
     lengths = {end - begin for begin, end in cut[:-1]}
     assert len(lengths) <= 1 and all(length >= cut[-1][1] - cut[-1][0] for length in lengths)
 
@@ -75,18 +75,18 @@ def check_pieces(numel: int, chunk: int, item_bytes: int, most_bytes: int = PIEC
 def test_pieces_of_every_shard_are_cut_at_chunks(size):
     for item_bytes, state_bytes in ITEMS:
         chunk = chunk_numel(item_bytes, state_bytes)
-        per_piece = PIECE_BYTES // item_bytes
+        per_piece = MESSAGE_BYTES // item_bytes
         for numel in (0, 1, chunk - 1, chunk, chunk + 1, per_piece - 1, per_piece, per_piece + 1, 7 * per_piece + 3):
             for _, length in even_partition(size * numel + size // 2, size)[:: max(1, size - 1)]:
                 check_pieces(length, chunk, item_bytes)
                 assert all(
-                    (end - begin) * item_bytes <= PIECE_BYTES for begin, end in pieces(length, chunk, item_bytes)
+                    (end - begin) * item_bytes <= MESSAGE_BYTES for begin, end in message_ranges(length, chunk, item_bytes)
                 )
 
 
 @given(st.integers(0, 10000), st.integers(1, 300), st.integers(1, 16), st.integers(1, 10000))
-def test_pieces_of_any_size(numel, chunk, item_bytes, most_bytes):
-    check_pieces(numel, chunk, item_bytes, most_bytes)
+def test_pieces_of_any_size(numel, chunk, item_bytes, max_bytes):
+    check_pieces(numel, chunk, item_bytes, max_bytes)
 
 
 # --- rules
@@ -111,8 +111,8 @@ def test_every_built_in_rule_is_found_by_what_makes_it():
 @pytest.mark.parametrize(
     ("rule", "dtype", "kind", "remedy"),
     [
-        ("sum", torch.float32, errors.ArgumentError, "There are adagrad"),
-        ("", torch.float32, errors.ArgumentError, "There are adagrad"),
+        ("sum", torch.float32, errors.ArgumentError, "Available: adagrad"),
+        ("", torch.float32, errors.ArgumentError, "Available: adagrad"),
         ("scaled_add", torch.float32, errors.ArgumentError, "scaled_add(...)"),
         (Rule("add", (1.0,)), torch.float32, errors.ArgumentError, "needs 0 coefficients"),
         (Rule("axpby", (1.0,)), torch.float32, errors.ArgumentError, "needs 2 coefficients"),

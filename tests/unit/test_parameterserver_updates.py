@@ -14,13 +14,13 @@ from torch import nn
 
 import torchmpi.parameterserver as ps
 from torchmpi.errors import ArgumentError, CheckpointError, NotStartedError
-from torchmpi.parameterserver import tensors
-from torchmpi.parameterserver.tensors import FlatViews, pieces
+from torchmpi.parameterserver.tensor_lists import FlatBuffers, apply_local_update, cache_blocks
+from torchmpi.parameterserver.updates.base import Schedule, check_whole
 from torchmpi.parameterserver.updates.easgd import _attract
-from torchmpi.parameterserver.updates.periodic import Schedule, check_whole
 
-UPDATES = ("diloco", "downpour", "easgd", "localsgd", "periodic", "update")
-MODULES = ("staleness", "tensors", *(f"updates.{name}" for name in UPDATES))
+MODULES = (
+    "checkpoint", "rules", "shards", "staleness", "tensor_lists", "updates.base", "updates.easgd",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -67,8 +67,8 @@ SHAPES = [(3, 4), (5,), (), (0, 2), (2, 2, 2)]
 
 def test_flat_views_fuse_by_dtype_and_keep_the_order():
     tensors = [torch.randn(shape).to(dtype) for shape in SHAPES for dtype in (torch.float32, torch.float64)]
-    flat = FlatViews(tensors)
-    assert [(piece.dtype, piece.numel()) for piece in flat.flats] == [(torch.float32, 26), (torch.float64, 26)]
+    flat = FlatBuffers(tensors)
+    assert [(piece.dtype, piece.numel()) for piece in flat.buffers] == [(torch.float32, 26), (torch.float64, 26)]
     flat.gather(tensors)
     for view, tensor in zip(flat.views, tensors, strict=True):
         assert torch.equal(view, tensor) and view.dtype is tensor.dtype
@@ -81,8 +81,8 @@ def test_gather_adds_and_takes_what_gradients_may_be():
     like = [torch.zeros(4, 3), torch.zeros(3, 4), torch.zeros(2)]
     sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 3), (4, 3))
     transposed = torch.arange(12.0).view(4, 3).t()
-    flat = FlatViews(like)
-    flat.flats[0].fill_(math.nan)  # of uninitialised memory nothing may be left
+    flat = FlatBuffers(like)
+    flat.buffers[0].fill_(math.nan)  # of uninitialised memory nothing may be left
     flat.gather([sparse, transposed, None])
     expected = [sparse.to_dense(), transposed.contiguous(), torch.zeros(2)]
     assert all(torch.equal(view, value) for view, value in zip(flat.views, expected, strict=True))
@@ -93,7 +93,7 @@ def test_gather_adds_and_takes_what_gradients_may_be():
 def test_flat_views_write_to_parameters():
     layer = nn.Linear(3, 2)
     parameters = list(layer.parameters())
-    flat = FlatViews(parameters)
+    flat = FlatBuffers(parameters)
     flat.gather([torch.ones_like(parameter) for parameter in parameters])
     flat.scatter(parameters)
     assert all(bool((parameter == 1).all()) and parameter.requires_grad for parameter in parameters)
@@ -101,18 +101,18 @@ def test_flat_views_write_to_parameters():
 
 @pytest.mark.parametrize("given", [torch.zeros(4), torch.zeros(3, dtype=torch.float64), torch.zeros(6)[::2], None])
 def test_a_wrong_allocator_is_refused(given):
-    with pytest.raises(ArgumentError, match="prefetch_allocator\\(3, torch.float32\\) must give"):
-        FlatViews([torch.zeros(3)], lambda numel, dtype: given)
+    with pytest.raises(ArgumentError, match="prefetch_allocator\\(3, torch.float32\\) must return"):
+        FlatBuffers([torch.zeros(3)], lambda numel, dtype: given)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 200))
-def test_pieces_walk_over_everything_once(numels, piece_bytes):
+def test_pieces_walk_over_everything_once(numels, block_bytes):
     first = [torch.zeros(numel) for numel in numels]
     second = [torch.zeros(numel) for numel in numels]
-    for ones, twos in pieces(first, second, piece_bytes=piece_bytes):
+    for ones, twos in cache_blocks(first, second, block_bytes=block_bytes):
         assert [tensor.shape for tensor in ones] == [tensor.shape for tensor in twos]
-        assert sum(tensor.nbytes for tensor in ones[:-1]) < piece_bytes
+        assert sum(tensor.nbytes for tensor in ones[:-1]) < block_bytes
         torch._foreach_add_(ones, 1.0)
         torch._foreach_add_(twos, 2.0)
     assert all(bool((tensor == 1).all()) for tensor in first)
@@ -121,7 +121,7 @@ def test_pieces_walk_over_everything_once(numels, piece_bytes):
 
 def test_pieces_leave_tensors_with_gaps_whole():
     a, b = torch.zeros(64, 64).t(), torch.ones(64, 64)
-    ((left, right),) = pieces([a], [b], piece_bytes=128)
+    ((left, right),) = cache_blocks([a], [b], block_bytes=128)
     assert left[0] is a and right[0] is b
 
 
@@ -146,10 +146,9 @@ def test_attraction_against_a_readable_twin():
 
 
 @pytest.mark.parametrize("result", [None, torch.zeros(())], ids=["nothing", "a number"])
-def test_a_local_update_has_to_return_what_is_sent(monkeypatch, result):
-    monkeypatch.setattr(tensors, "_where", lambda: "rank 0")
-    with pytest.raises(ArgumentError, match="must return what is to be sent, a tensor of shape \\[3\\]"):
-        tensors.apply_to_each(lambda update: result, FlatViews([torch.zeros(3)]))
+def test_a_local_update_has_to_return_what_is_sent(result):
+    with pytest.raises(ArgumentError, match="must return the tensor to send, of shape \\[3\\]"):
+        apply_local_update(lambda update: result, FlatBuffers([torch.zeros(3)]))
 
 
 def test_staleness_meter():
@@ -241,5 +240,5 @@ def test_a_class_of_ones_own_has_to_say_what_it_does():
     class Nothing(ps.Update):
         pass
 
-    with pytest.raises(NotImplementedError, match="Nothing does not say how to integrate"):
+    with pytest.raises(NotImplementedError, match="Nothing does not implement _integrate"):
         Nothing(nn.Linear(2, 2))._integrate()
