@@ -1,4 +1,4 @@
-"""Shards without MPI: memory that forked processes share, actors for it, and a twin of the rules in plain torch."""
+"""Shards without MPI: memory shared by forked processes, actors, and a reference of the rules in plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchmpi.shared_memory.segments import Segment
 
 
 class Rig:
-    """A server's shards of so many elements. With `chunk` its chunks are that small, so that little memory has many."""
+    """The shards of a server, of `numels` elements; `chunk` makes their chunks smaller than usual."""
 
     def __init__(
         self, numels: tuple[int, ...], dtype: torch.dtype = torch.float32, *, chunk: int = 0, shared: bool = False
@@ -36,7 +36,7 @@ class Rig:
             self.shards.chunk_numel = chunk
 
     def actor(self, index: int, kind: int = CLIENT) -> Actor:
-        """Of the calling process."""
+        """An actor of the calling process."""
         return Actor(ActorTable(self.actors, index), kind)
 
     def block(self, number: int) -> np.ndarray:
@@ -45,7 +45,7 @@ class Rig:
         return np.frombuffer(self.actors.bytes, np.int64, 16, start)
 
     def apply(self, actor: Actor, rule: str | Rule, data: torch.Tensor, span: tuple[int, int] | None = None) -> None:
-        """`data` holds the elements of the span."""
+        """Apply a rule; `data` holds the elements of the span."""
         span = span or (0, self.numel)
         assert data.numel() == span[1] - span[0] and data.dtype is self.dtype and data.is_contiguous()
         actor.apply(self.shards, data.data_ptr(), span, rules.prepare(rule, self.dtype))
@@ -57,7 +57,7 @@ class Rig:
         return data
 
     def arrays(self, which: int = 0) -> torch.Tensor:
-        """The values (0) or a state of all shards, as they are."""
+        """The values (0) or a state of all shards."""
         return torch.cat([self.shards.array(index, which) for index in range(len(self.shards.parts))])
 
     def headers(self) -> torch.Tensor:
@@ -87,7 +87,7 @@ def memory_of(num_bytes: int, shared: bool) -> Memory:
 
 
 def fork(work: Callable[[], object]) -> int:
-    """Run `work` in a process of its own; its id. What fails there is a status other than 0."""
+    """Run `work` in a forked process and return its id; its exit status is not 0 if `work` fails."""
     process = os.fork()
     if process == 0:
         try:
@@ -101,14 +101,14 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def dead_process() -> int:
-    """The id of a process that has been and is no more."""
+    """The id of a process that has ended."""
     process = fork(lambda: None)
     os.waitpid(process, 0)
     return process
 
 
 class Twin:
-    """What the shards of a rig should be: rules as torch computes them, chunk by chunk."""
+    """The expected content of the shards of a rig: rules computed by torch, chunk by chunk."""
 
     def __init__(self, rig: Rig) -> None:
         self.chunks, self.dtype = rig.chunks(), rig.dtype
@@ -134,7 +134,7 @@ class Twin:
                 value.copy_(_combined(rule, value, sent))
 
     def agrees(self, rig: Rig) -> None:
-        """Every bit, and every word."""
+        """Compare all bits of values and headers."""
         header = rig.headers()
         assert header[:, fields.LOCK].count_nonzero() == 0
         assert header[:, fields.VERSION].tolist() == self.versions
@@ -148,7 +148,7 @@ def _combined(rule: Rule, value: torch.Tensor, sent: torch.Tensor) -> torch.Tens
         return torch.zeros_like(value) if rule.name == "zero" else sent
     if rule.name in ("add", "max", "min"):
         return {"add": torch.add, "max": torch.maximum, "min": torch.minimum}[rule.name](value, sent)
-    # Operation by operation in the wide type, since torch would fuse some, and 16 bits are rounded once.
+    # Single operations in the wide dtype: torch would fuse some of them, and 16-bit values are rounded once.
     wide, wide_sent = value.to(native.state_dtype(value.dtype)), sent.to(native.state_dtype(value.dtype))
     coefficients = [torch.tensor(number, dtype=wide.dtype) for number in rule.coefficients]
     if rule.name == "scaled_add":
@@ -188,5 +188,5 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """NumPy's, which is exact; torch's may be off by a bit."""
+    """NumPy's square root is exact; that of torch may be off by a bit."""
     return torch.from_numpy(np.sqrt(tensor.numpy()))
