@@ -97,7 +97,7 @@ def test_invalid_lists_are_rejected(agree):
         (lambda: ps.prefetch_tensors([torch.zeros(1)]), "tensor 0 of the list has no server. Call init_tensors()"),
         (lambda: ps.prefetch_tensors(tensors[:1]), "in another list"),
         (lambda: ps.integrate_tensors(tensors[::-1], print), "in another list"),
-        (lambda: ps.integrate_tensors(tensors, print), "no fetched values. Call prefetch_tensors()"),
+        (lambda: ps.integrate_tensors(tensors, print), "no values have been fetched. Call prefetch_tensors()"),
         (lambda: ps.prefetch_tensors(tensors + others), "in another list"),
         (lambda: ps.prefetch_tensors([]), "found an empty one"),
         (lambda: ps.prefetch_tensors([1.0]), "found a float in it"),

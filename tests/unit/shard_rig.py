@@ -12,7 +12,7 @@ import torch
 
 from torchmpi.parameterserver import rules
 from torchmpi.parameterserver.rules import Rule
-from torchmpi.parameterserver.shards import CLIENT, Actor, ActorTable, Memory, Shards, layout
+from torchmpi.parameterserver.shards import CLIENT, Actor, ActorTable, Shards, layout, private_segment
 from torchmpi.shared_memory.kernels import server_rules as native
 from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.segments import Segment
@@ -29,8 +29,8 @@ class Rig:
         begins = [sum(numels[:index]) for index in range(len(numels))]
         parts = list(zip(begins, numels, strict=True))
         self.dtype, self.numel = dtype, sum(numels)
-        self.actors = memory_of(ActorTable.num_bytes(4), shared)
-        self.shards = Shards(memory_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
+        self.actors = segment_of(ActorTable.num_bytes(4), shared)
+        self.shards = Shards(segment_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
         if chunk:
             assert max(numels) <= chunk * 4096 // fields.HEADER_BYTES, "a page of headers"
             self.shards.chunk_numel = chunk
@@ -42,7 +42,7 @@ class Rig:
     def block(self, number: int) -> np.ndarray:
         """The first fields of the block of an actor."""
         start = (number - 1) * fields.BLOCK_BYTES
-        return np.frombuffer(self.actors.bytes, np.int64, 16, start)
+        return np.frombuffer(self.actors.memory, np.int64, 16, start)
 
     def apply(self, actor: Actor, rule: str | Rule, data: torch.Tensor, span: tuple[int, int] | None = None) -> None:
         """Apply a rule; `data` holds the elements of the span."""
@@ -78,12 +78,12 @@ class Rig:
         self.actors.close()
 
 
-def memory_of(num_bytes: int, shared: bool) -> Memory:
+def segment_of(num_bytes: int, shared: bool) -> Segment:
     if not shared:
-        return Memory(None, num_bytes)
+        return private_segment(num_bytes)
     segment = Segment.create("test", num_bytes)
     segment.withdraw()
-    return Memory(segment, num_bytes)
+    return segment
 
 
 def fork(work: Callable[[], object]) -> int:

@@ -36,9 +36,9 @@ class Memory:
     """The shared memory of a chunk and of the first actors; can be saved and restored."""
 
     def __init__(self, rig: Rig) -> None:
-        chunk = np.frombuffer(rig.shards.memory.bytes, np.uint8)
-        actors = np.frombuffer(rig.actors.bytes, np.uint8)
-        base, first = rig.shards.memory.address, rig.shards.table[0]
+        chunk = np.frombuffer(rig.shards.segment.memory, np.uint8)
+        actors = np.frombuffer(rig.actors.memory, np.uint8)
+        base, first = rig.shards.segment.address, rig.shards.table[0]
         starts = [int(start) - base for start in first[fields.SHARD_ARRAYS : fields.SHARD_BEGIN]]
         self.parts = [chunk[:24], *(chunk[start : start + 4 * NUMEL] for start in starts)]
         for row in range(0, 6 * fields.BLOCK_BYTES, fields.BLOCK_BYTES):
@@ -214,7 +214,7 @@ def write_block(rig: Rig, number: int, *, process: int, redo: float | None = Non
     row[fields.PROCESS], row[fields.STARTED], row[fields.TAKING] = process, 12345, taking
     if redo is not None:
         start = (number - 1) * fields.BLOCK_BYTES + fields.SCRATCH_START
-        np.frombuffer(rig.actors.bytes, np.float32, NUMEL, start)[:] = redo
+        np.frombuffer(rig.actors.memory, np.float32, NUMEL, start)[:] = redo
         row[fields.REDO], row[fields.NEW_VERSION], row[fields.NEW_STEPS] = 1, 8, 3
         row[fields.NEW_BYTES] = 4 * NUMEL
 

@@ -222,8 +222,7 @@ class ServerThread(threading.Thread):
             client, message = status.Get_source(), bytearray(_HEADER.size)
             self.comm.Recv(message, client, _REQUEST)
             header = _Header.unpack(bytes(message))
-            kind = _ApplySession if header.operation == _APPLY else _ReadSession
-            self._sessions.append(kind(self, client, header))
+            self._sessions.append(_Session(self, client, header))
             accepted = True
         return accepted
 
@@ -234,108 +233,82 @@ class ServerThread(threading.Thread):
 
 
 class _Session:
-    """One request of one client, on the server."""
+    """One request of one client, on the server; several of its messages are in flight at a time."""
 
     def __init__(self, thread: ServerThread, client: int, header: _Header) -> None:
-        self.comm, self.actor, self.client, self.is_complete = thread.comm, thread.actor, client, False
-        self.server = thread.servers.get(header.server)
-        self.rule: PreparedRule | None = None
-        self.ranges = iter([(0, MESSAGE_BYTES)] * header.num_messages)  # of a server that has been freed
-        self.in_flight: deque[tuple[Request, Any, tuple[int, int]]] = deque()
-        self.spare: list[Any] = []
-        self._byte, self._item_bytes = thread.MPI.BYTE, 1
+        self._comm, self._actor, self._byte, self._client = thread.comm, thread.actor, thread.MPI.BYTE, client
+        self.is_complete, self._is_reading = False, header.operation == _READ
+        self._in_flight: deque[tuple[Request, Any, tuple[int, int]]] = deque()
+        self._spare: list[Any] = []
         self._status, self._problem, self._versions, self._num_chunks = _DONE, "", 0, 0
         self._reply: Request | None = None
-        if self.server is None:
+        self._rule: PreparedRule | None = None
+        self._server = server = thread.servers.get(header.server)
+        if server is None:
             self._fail(_REFUSED, f"there is no server {header.server}; it may have been freed")
+            self._item_bytes = 1
+            # The data of a send arrive nevertheless.
+            self._ranges = iter([(0, MESSAGE_BYTES)] * (0 if self._is_reading else header.num_messages))
             return
-        self._item_bytes = self.server.dtype.itemsize
-        begin, numel = self.server.parts[self.comm.rank]
-        ranges = message_ranges(numel, self.server.shards.chunk_numel, self._item_bytes)
-        self.ranges = iter([(begin + first, begin + last) for first, last in ranges])
-        if header.operation == _APPLY:
+        self._item_bytes = server.dtype.itemsize
+        begin, numel = server.parts[thread.comm.rank]
+        ranges = message_ranges(numel, server.shards.chunk_numel, self._item_bytes)
+        self._ranges = iter([(begin + first, begin + last) for first, last in ranges])
+        if not self._is_reading:
             try:
-                self.rule = self.server.prepared(header.rule)
+                self._rule = server.prepared(header.rule)
             except ArgumentError as error:
                 self._fail(_REFUSED, str(error))
-
-    @property
-    def has_failed(self) -> bool:
-        return self._status != _DONE
 
     def _fail(self, status: int, problem: str) -> None:
         self._status, self._problem = status, problem
 
-    def run(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Run `action` on the shard unless the request has failed; report its error to the client."""
-        if self.has_failed:
-            return
-        try:
-            action(*arguments)
-        except BaseException as error:  # a SystemExit of a rule would end the thread without a message
-            self._fail(_FAILED, "".join(traceback.format_exception_only(type(error), error)).strip())
-        else:
-            self._versions += self.actor.versions
-            self._num_chunks += self.actor.num_chunks
-
-    def next_message(self) -> tuple[tuple[int, int], Any, list[Any]] | None:
-        """Return the range of the next message, its memory, and the buffer for MPI, if a message may be started."""
-        if len(self.in_flight) >= _MAX_IN_FLIGHT or (span := next(self.ranges, None)) is None:
-            return None
-        memory = self.spare.pop() if self.spare else np.empty(MESSAGE_BYTES, np.uint8)
-        return span, memory, [memory[: (span[1] - span[0]) * self._item_bytes], self._byte]
-
-    def finish(self) -> None:
-        """Send the reply; the session is complete when the reply has been sent."""
-        if self._reply is None:
-            text = self._problem.encode(errors="replace")[:999]
-            data = _REPLY_FORMAT.pack(self._status, self._versions, self._num_chunks, text)
-            self._reply = self.comm.Isend(data, self.client, _REPLY)
-        self.is_complete = self._reply.Test()
-
     def advance(self) -> bool:
         """Do everything that needs no waiting; return whether there was anything."""
-        raise NotImplementedError
-
-
-class _ApplySession(_Session):
-    """Receives data, several messages at a time, and applies the rule to one after the other."""
-
-    def advance(self) -> bool:
         progressed = self._start_messages()
-        while self.in_flight and self.in_flight[0][0].Test():
-            _, memory, span = self.in_flight.popleft()
-            if self.server is not None:
-                self.run(self.actor.apply, self.server.shards, int(memory.ctypes.data), span, self.rule)
-            self.spare.append(memory)
+        while self._in_flight and self._in_flight[0][0].Test():
+            _, memory, span = self._in_flight.popleft()
+            if not self._is_reading:
+                self._access(memory, span)
+            self._spare.append(memory)
             self._start_messages()
             progressed = True
-        if not self.in_flight:
-            self.finish()
+        if not self._in_flight:
+            self._send_reply()
         return progressed or self.is_complete
 
     def _start_messages(self) -> bool:
         started = False
-        while (message := self.next_message()) is not None:
-            span, memory, buffer = message
-            self.in_flight.append((self.comm.Irecv(buffer, self.client, _DATA_TO_SERVER), memory, span))
+        while len(self._in_flight) < _MAX_IN_FLIGHT and (span := next(self._ranges, None)) is not None:
+            memory = self._spare.pop() if self._spare else np.empty(MESSAGE_BYTES, np.uint8)
+            buffer = memory[: (span[1] - span[0]) * self._item_bytes], self._byte
+            if self._is_reading:
+                self._access(memory, span)
+                request = self._comm.Isend(buffer, self._client, _DATA_TO_CLIENT)
+            else:
+                request = self._comm.Irecv(buffer, self._client, _DATA_TO_SERVER)
+            self._in_flight.append((request, memory, span))
             started = True
         return started
 
+    def _access(self, memory: Any, span: tuple[int, int]) -> None:
+        """Apply the rule to the shard, or read it, unless the request has failed; note an error for the reply."""
+        if self._status != _DONE or self._server is None:
+            return
+        try:
+            if self._rule is None:
+                self._actor.read(self._server.shards, int(memory.ctypes.data), span)
+            else:
+                self._actor.apply(self._server.shards, int(memory.ctypes.data), span, self._rule)
+        except BaseException as error:  # a SystemExit of a rule would end the thread without a message
+            self._fail(_FAILED, "".join(traceback.format_exception_only(type(error), error)).strip())
+        else:
+            self._versions += self._actor.versions
+            self._num_chunks += self._actor.num_chunks
 
-class _ReadSession(_Session):
-    """Reads ranges of the shard and sends them, several messages at a time."""
-
-    def advance(self) -> bool:
-        progressed = False
-        while self.in_flight and self.in_flight[0][0].Test():
-            self.spare.append(self.in_flight.popleft()[1])
-            progressed = True
-        while self.server is not None and (message := self.next_message()) is not None:
-            span, memory, buffer = message
-            self.run(self.actor.read, self.server.shards, int(memory.ctypes.data), span)
-            self.in_flight.append((self.comm.Isend(buffer, self.client, _DATA_TO_CLIENT), memory, span))
-            progressed = True
-        if not self.in_flight:
-            self.finish()
-        return progressed or self.is_complete
+    def _send_reply(self) -> None:
+        if self._reply is None:
+            text = self._problem.encode(errors="replace")[:999]
+            data = _REPLY_FORMAT.pack(self._status, self._versions, self._num_chunks, text)
+            self._reply = self._comm.Isend(data, self._client, _REPLY)
+        self.is_complete = self._reply.Test()

@@ -137,12 +137,8 @@ class PreparedRule(NamedTuple):
     function: Function | None
 
 
-class _Registered(NamedTuple):
-    function: Function
-    num_states: int
-
-
-_registered: dict[str, _Registered] = {}
+_registered: dict[str, tuple[Function, int]] = {}
+"""Functions and numbers of states of registered rules."""
 _changing = threading.Lock()
 
 
@@ -182,7 +178,7 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
     with _changing:
         if name in native.BUILT_IN:
             raise ArgumentError(f"register_rule: {name!r} is built in. Use another name.")
-        _registered[name] = _Registered(function, num_states)
+        _registered[name] = function, num_states
 
 
 def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:
@@ -203,7 +199,8 @@ scaled_add, sgd, zero, and the rules added by register_rule.
         )
     registered = _registered.get(rule.name)
     if registered is not None:
-        return PreparedRule(rule.name, rule.coefficients, registered.num_states, 0, registered.function)
+        function, num_states = registered
+        return PreparedRule(rule.name, rule.coefficients, num_states, 0, function)
     code = native.BUILT_IN.get(rule.name)
     if code is None:
         names = ", ".join(sorted({*native.BUILT_IN, *_registered}))

@@ -23,11 +23,12 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError
 from ..session import runtime
 from ..shared_memory.kernels.server_rules import state_dtype
+from ..shared_memory.segments import Segment
 from ..tensors import buffers, streams
 from ..tensors import dtypes as dtype_table
 from .remote import RemoteClient, ServerThread
 from .rules import PreparedRule, Rule, prepare
-from .shards import CLIENT, SERVER, Actor, ActorTable, Memory, Shards, layout
+from .shards import CLIENT, SERVER, Actor, ActorTable, Shards, layout, private_segment
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm as MPIComm
@@ -153,18 +154,18 @@ class ServerContext:
         """Allocate and map the shards of the local ranks. Collective."""
         local_parts, states = [parts[rank] for rank in self.local_ranks], state_dtype(dtype)
         plan = layout(tuple(numel for _, numel in local_parts), dtype.itemsize, states.itemsize)
-        memory = _shared_memory(self.comm, self.local_comm, "shards", plan.num_bytes)
-        if memory is None:
+        segment = _allocate(self.comm, self.local_comm, "shards", plan.num_bytes)
+        if segment is None:
             raise TorchMPIError(
                 f"{self.group.where}: cannot allocate {plan.num_bytes} bytes of shared memory for the shards on some "
                 "host. Give the container more (docker --shm-size), or disable shared memory: TORCHMPI_SLOT_BYTES=0."
             )
-        return Shards(memory, plan, local_parts, dtypes=(dtype, states))
+        return Shards(segment, plan, local_parts, dtypes=(dtype, states))
 
     def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle:
         """Run `task` in the calling thread if it is small and nothing is queued, otherwise in the call queue."""
         queue, run = self.call_queue, partial(self._run, server, task, what)
-        is_inline = server.context.remote is None and num_bytes <= INLINE_BYTES
+        is_inline = self.remote is None and num_bytes <= INLINE_BYTES
         if not (is_inline and queue.pending == 0 and queue.run_lock.acquire(False)):
             return queue.submit(run, what)
         handle = Handle(what)
@@ -209,7 +210,7 @@ class ServerContext:
         for server in list(self.servers.values()):
             server.close()
         self.servers.clear()
-        self.actors.memory.close()
+        self.actors.segment.close()
         self.local_comm.Free()
         self.comm.Free()
 
@@ -218,18 +219,18 @@ def _make_actor_table(group: Group, comm: MPIComm) -> tuple[MPIComm, ActorTable]
     """Return the communicator of the ranks that share memory, possibly this one alone, and their actor table."""
     hosts = [group.context.hosts[rank] for rank in group.world_ranks]
     local = comm.Split(hosts[group.rank] if group.context.slot_bytes else group.rank, group.rank)
-    memory = _shared_memory(comm, local, "actors", ActorTable.num_bytes(local.size))
-    if memory is None:
+    segment = _allocate(comm, local, "actors", ActorTable.num_bytes(local.size))
+    if segment is None:
         local.Free()
-        local, memory = comm.Split(group.rank, 0), Memory(None, ActorTable.num_bytes(1))
-    return local, ActorTable(memory, local.rank)
+        local, segment = comm.Split(group.rank, 0), private_segment(ActorTable.num_bytes(1))
+    return local, ActorTable(segment, local.rank)
 
 
-def _shared_memory(comm: MPIComm, local: MPIComm, name: str, num_bytes: int) -> Memory | None:
+def _allocate(comm: MPIComm, local: MPIComm, name: str, num_bytes: int) -> Segment | None:
     """Allocate memory on each host, for the ranks of `local`; None if it fails on any rank of `comm`. Collective."""
-    segment = share(local, name, num_bytes) if local.size > 1 else None
-    if all(comm.allgather(segment is not None or local.size == 1)):
-        return Memory(segment, num_bytes)
+    segment = share(local, name, num_bytes) if local.size > 1 else private_segment(num_bytes)
+    if all(comm.allgather(segment is not None)):
+        return segment
     if segment is not None:
         segment.close()
     return None

@@ -7,6 +7,7 @@ protocol is described in docs/design/parameterserver.md.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import torch
 
 from ..shared_memory import kernels
 from ..shared_memory.kernels import shard_layout as fields
-from ..shared_memory.segments import Segment
+from ..shared_memory.segments import Segment, Ticket
 from .rules import PreparedRule
 
 MESSAGE_BYTES = 1 << 20
@@ -86,40 +87,19 @@ def message_ranges(numel: int, chunk: int, item_bytes: int, max_bytes: int = MES
 # ---- memory
 
 
-class Memory:
-    """Zeroed memory that kernels access by address: a shared segment, or private memory if `segment` is None.
-
-    >>> memory = Memory(None, 4096)
-    >>> memory.bytes[3]
-    0
-    >>> memory.close()
-    """
-
-    def __init__(self, segment: Segment | None, num_bytes: int) -> None:
-        self._segment = segment
-        if segment is not None:
-            self.address, self.bytes = segment.address, memoryview(segment.memory)
-        else:
-            private = np.zeros(num_bytes + 64, np.uint8)
-            begin = -private.ctypes.data % 64  # on a cache line
-            self.address, self.bytes = private.ctypes.data + begin, private.data[begin : begin + num_bytes]
-
-    def close(self) -> None:
-        """Unmap the memory; it must no longer be in use."""
-        self.bytes.release()
-        self.address = 0
-        if self._segment is not None:
-            self._segment.close()
+def private_segment(num_bytes: int) -> Segment:
+    """Return zeroed memory of this process alone, for ranks that have nobody to share memory with."""
+    return Segment(mmap.mmap(-1, num_bytes), None, None, Ticket("", 0, 0, num_bytes))
 
 
 class Shards:
     """The shards of one server that this process reaches through memory."""
 
     def __init__(
-        self, memory: Memory, layout: Layout, parts: list[tuple[int, int]], *, dtypes: tuple[torch.dtype, torch.dtype]
+        self, segment: Segment, layout: Layout, parts: list[tuple[int, int]], *, dtypes: tuple[torch.dtype, torch.dtype]
     ) -> None:
         """`parts`: first element and number of elements of each shard; `dtypes`: of the values and of the states."""
-        self.memory = memory
+        self.segment, address = segment, segment.address
         self.dtype, self.state_dtype = dtypes
         self.chunk_numel = chunk_numel(self.dtype.itemsize, self.state_dtype.itemsize)
         self.parts = parts
@@ -127,8 +107,8 @@ class Shards:
         for entry, (begin, numel), headers, arrays in zip(
             self.table, parts, layout.headers, layout.arrays, strict=True
         ):
-            entry[fields.SHARD_HEADERS] = memory.address + headers
-            entry[fields.SHARD_ARRAYS : fields.SHARD_BEGIN] = [memory.address + array for array in arrays]
+            entry[fields.SHARD_HEADERS] = address + headers
+            entry[fields.SHARD_ARRAYS : fields.SHARD_BEGIN] = [address + array for array in arrays]
             entry[fields.SHARD_BEGIN], entry[fields.SHARD_NUMEL] = begin, numel
 
     def array(self, index: int, which: int = 0) -> torch.Tensor:
@@ -144,7 +124,7 @@ class Shards:
 
     def close(self) -> None:
         """Unmap the shards."""
-        self.memory.close()
+        self.segment.close()
 
 
 def _tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -163,9 +143,9 @@ class ActorTable:
     identity of its process, its redo record and its scratch memory.
     """
 
-    def __init__(self, memory: Memory, index: int) -> None:
-        """`index`: of this rank among those that share `memory`."""
-        self.memory, self.index = memory, index
+    def __init__(self, segment: Segment, index: int) -> None:
+        """`index`: of this rank among those that share `segment`."""
+        self.segment, self.index = segment, index
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
@@ -194,7 +174,7 @@ class ActorTable:
 
     def _block(self, actor: int) -> memoryview[int]:
         begin = (actor - 1) * fields.BLOCK_BYTES
-        return self.memory.bytes[begin : begin + 64].cast("B").cast("q")
+        return memoryview(self.segment.memory)[begin : begin + 64].cast("B").cast("q")
 
 
 def process_start(process: int) -> int:
@@ -223,7 +203,7 @@ class Actor:
         self._coefficients = np.zeros(fields.NUM_COEFFICIENTS, np.float64)
         self._address = int(self._plan.ctypes.data)
         plan = self._plan
-        plan[fields.ARENA], plan[fields.ACTOR] = table.memory.address, self.number
+        plan[fields.ARENA], plan[fields.ACTOR] = table.segment.address, self.number
         plan[fields.COEFFICIENTS] = self._coefficients.ctypes.data
         plan[fields.SPINS], plan[fields.YIELDS] = _CROWDED_SPINS if is_crowded else _SPINS, _YIELDS
         self.on_wait: Callable[[int], None] = lambda holder: None

@@ -219,7 +219,7 @@ def _copy_from_rank_0(server: Server, values: Tensor) -> None:
 # ---- functions on lists of tensors, whose servers are found by the tensors
 
 _registries: weakref.WeakKeyDictionary[runtime.Runtime, WeakTensorKeyDictionary] = weakref.WeakKeyDictionary()
-"""For each runtime, so that stop() ends it: the servers of each tensor, its index in the list, and the list's length."""
+"""For each runtime, and so until stop(): the servers of each tensor, its index in its list, and the list's length."""
 
 
 def init_tensors(
