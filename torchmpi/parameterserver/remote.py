@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group
@@ -238,8 +239,8 @@ class _Session:
     def __init__(self, thread: ServerThread, client: int, header: _Header) -> None:
         self._comm, self._actor, self._byte, self._client = thread.comm, thread.actor, thread.MPI.BYTE, client
         self.is_complete, self._is_reading = False, header.operation == _READ
-        self._in_flight: deque[tuple[Request, Any, tuple[int, int]]] = deque()
-        self._spare: list[Any] = []
+        self._in_flight: deque[tuple[Request, NDArray[np.uint8], tuple[int, int]]] = deque()
+        self._spare: list[NDArray[np.uint8]] = []
         self._status, self._problem, self._versions, self._num_chunks = _DONE, "", 0, 0
         self._reply: Request | None = None
         self._rule: PreparedRule | None = None
@@ -291,7 +292,7 @@ class _Session:
             started = True
         return started
 
-    def _access(self, memory: Any, span: tuple[int, int]) -> None:
+    def _access(self, memory: NDArray[np.uint8], span: tuple[int, int]) -> None:
         """Apply the rule to the shard, or read it, unless the request has failed; note an error for the reply."""
         if self._status != _DONE or self._server is None:
             return

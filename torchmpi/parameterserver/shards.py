@@ -88,8 +88,9 @@ def message_ranges(numel: int, chunk: int, item_bytes: int, max_bytes: int = MES
 
 
 def private_segment(num_bytes: int) -> Segment:
-    """Return zeroed memory of this process alone, for ranks that have nobody to share memory with."""
-    return Segment(mmap.mmap(-1, num_bytes), None, None, Ticket("", 0, 0, num_bytes))
+    """Return zeroed memory of this process alone, for a rank that shares memory with no other."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return Segment(memory, None, None, Ticket("", 0, 0, num_bytes))
 
 
 class Shards:
@@ -139,8 +140,8 @@ def _tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 class ActorTable:
     """A block of shared memory for each actor of the ranks that share memory.
 
-    An actor is what may hold the lock of a chunk: the client of a rank, and its server thread. Its block holds the
-    identity of its process, its redo record and its scratch memory.
+    An actor can hold the lock of a chunk: the client of a rank, and its server thread. Its block contains the identity
+    of its process, its redo record and its scratch memory.
     """
 
     def __init__(self, segment: Segment, index: int) -> None:
