@@ -53,6 +53,7 @@ class Server:
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
         parts: First element and number of elements of the shard of each rank.
+        is_local: Whether this rank reaches all shards through memory.
         is_open: False after :func:`free`.
         is_saved: Whether :func:`save` and :func:`load` include this server; may be set to False.
         num_sent: Number of completed sends of this client.
@@ -68,6 +69,7 @@ class Server:
         self.dtype = shards.dtype
         self.numel = shape.numel()
         self.parts = even_partition(self.numel, context.group.size)
+        self.is_local = context.remote is None
         self.is_open = self.is_saved = True
         self.bytes_sent = self.bytes_received = self.num_sent = 0
         self.sent_version = self.received_version = 0.0
@@ -165,7 +167,7 @@ class ServerContext:
     def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle:
         """Run `task` in the calling thread if it is small and nothing is queued, otherwise in the call queue."""
         queue, run = self.call_queue, partial(self._run, server, task, what)
-        is_inline = self.remote is None and num_bytes <= INLINE_BYTES
+        is_inline = server.is_local and num_bytes <= INLINE_BYTES
         if not (is_inline and queue.pending == 0 and queue.run_lock.acquire(False)):
             return queue.submit(run, what)
         handle = Handle(what)
