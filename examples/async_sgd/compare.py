@@ -1,7 +1,7 @@
 """Compare sequential SGD, allreduce, Downpour, EASGD, EAMSGD, LocalSGD and DiLoCo at equally many samples.
 
-Those that communicate once per period do so for several periods. Test error against samples, wall time and bytes
-sent goes to a table, plots, and a file with all curves.
+Methods that communicate once per period are run with several periods. Test error against samples, wall time and bytes
+sent is written to a table, plots, and a file with all curves.
 
     mpirun -n 4 python examples/async_sgd/compare.py
 """
@@ -24,7 +24,7 @@ import torchmpi.parameterserver as ps
 
 
 class Snapshot(NamedTuple):
-    """What is noted during a run, to be tested afterwards."""
+    """State of a run, tested afterwards."""
 
     num_steps: int
     seconds: float
@@ -33,8 +33,8 @@ class Snapshot(NamedTuple):
 
 
 def train(plan: Plan, data: Dataset, num_steps: int, interval: int) -> Run:
-    """One run of `num_steps` on each rank; rank 0's record has a point for every `interval` of its own steps."""
-    # Sequential training takes the steps of all ranks, one after another, while the others wait.
+    """One run of `num_steps` on each rank; its curve has a point for every `interval` steps of rank 0."""
+    # Sequential training: rank 0 takes the steps of all ranks, while the others wait.
     is_alone = plan.method == "sequential"
     rank, size = (0, 1) if is_alone else (mpi.rank(), mpi.size())
     share = mpi.size() if is_alone else 1
@@ -53,7 +53,7 @@ def train(plan: Plan, data: Dataset, num_steps: int, interval: int) -> Run:
             note(step, time.perf_counter() - begin)
         trainer.step(*next(source))
     trainer.finish()
-    seconds = mpi.allreduce(time.perf_counter() - begin, op="max")  # the run ends when all have ended
+    seconds = mpi.allreduce(time.perf_counter() - begin, op="max")  # the end of the last rank
     if mpi.rank() == 0:
         note(num_steps * share, seconds)
     mpi.barrier()
@@ -84,13 +84,13 @@ def main() -> None:
     data = load(options.data)
     data = validation(data) if options.tune else data
     plans = make_plans(options)
-    interval = math.lcm(*options.periods)  # periods end there, all of them
+    interval = math.lcm(*options.periods)  # a multiple of all periods
     per_step = mpi.size() * BATCH_SIZE
     num_steps = max(1, round(options.epochs * len(data.train) / per_step / interval)) * interval
     say(f"data: {data.origin}")
     say(f"{len(plans)} runs of {num_steps * per_step} samples: {num_steps} steps of {BATCH_SIZE} on each rank")
 
-    train(plans[0], data, interval, interval)  # what is slow only once is not measured
+    train(plans[0], data, interval, interval)  # warm up
     runs, begin = [], time.perf_counter()
     for number, plan in enumerate(plans, 1):
         runs.append(train(plan, data, num_steps, interval))

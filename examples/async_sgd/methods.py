@@ -1,4 +1,4 @@
-"""The methods that are compared, by name. Those that communicate once per period leave that to torchmpi's updates."""
+"""The compared methods, by name. Those that communicate once per period use the updates of torchmpi."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Server(Periodic):
 
 
 class Downpour(Server):
-    """Gradients of a period are added up and sent to the server, whose parameters replace the rank's own."""
+    """The sum of the gradients of a period is sent to the server, whose parameters replace those of the rank."""
 
     def make_update(self) -> Any:
         every = self.period
@@ -55,18 +55,18 @@ class Downpour(Server):
 
 
 class EASGD(Server):
-    """Each rank trains on its own, held by a spring to a center on the server."""
+    """Each rank trains independently, attracted by a center on the server."""
 
     def make_update(self) -> Any:
         return ps.EASGDUpdate(self.network, beta=0.9, update_frequency=self.period, init_delay=0)
 
     def finish(self) -> None:
-        self.update.update()  # what the last period has brought
+        self.update.update()  # the last period
         super().finish()
 
 
 class EAMSGD(EASGD):
-    """The same, the ranks' steps being those of Nesterov's momentum."""
+    """The same, with Nesterov's momentum in the steps of the ranks."""
 
     momentum = 0.9
 
@@ -75,7 +75,7 @@ class EAMSGD(EASGD):
 
 
 class LocalSGD(Periodic):
-    """Each rank trains on its own; at the end of a period all take the average."""
+    """Each rank trains independently; at the end of a period all take the average."""
 
     def make_update(self) -> Any:
         return ps.LocalSGDUpdate(self.network, update_frequency=self.period)
@@ -85,7 +85,7 @@ class LocalSGD(Periodic):
 
 
 class DiLoCo(LocalSGD):
-    """The same, but all take a step of an outer optimizer with Nesterov's momentum along the average way."""
+    """The same, but with an outer step with Nesterov's momentum along the average change."""
 
     def make_update(self) -> Any:
         return ps.DiLoCoUpdate(self.network, outer_lr=0.7, outer_momentum=0.9, update_frequency=self.period)
@@ -110,9 +110,9 @@ LEARNING_RATES: dict[str, dict[int, float]] = {
     "localsgd": {1: 1.0, 4: 1.0, 16: 0.5, 64: 1.0},
     "diloco": {1: 0.5, 4: 0.5, 16: 0.5, 64: 0.5},
 }
-"""By method and period, as ``compare.py --tune --seeds 1`` has found them on 4 ranks."""
+"""By method and period: the result of ``compare.py --tune --seeds 1`` on 4 ranks."""
 
 
 def learning_rate(name: str, period: int) -> float:
-    """Of this period, or of the next shorter one that has been tuned."""
+    """Of this period, or of the longest tuned period below it."""
     return LEARNING_RATES[name][max(tuned for tuned in LEARNING_RATES[name] if tuned <= period)]

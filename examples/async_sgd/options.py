@@ -1,4 +1,4 @@
-"""The options of the comparison, and the runs that follow from them."""
+"""The options of the comparison, and the resulting runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRID = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class Plan(NamedTuple):
-    """A run to be made; `period` is 0 for methods that have none."""
+    """Options of a run; `period` is 0 for methods without one."""
 
     seed: int
     method: str
@@ -31,7 +31,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
     add("--epochs", type=float, default=45, help="passes over the images, by all ranks together (default: 45)")
     add("--lr", nargs="+", type=float, metavar="X", help="learning rates for all (default: one tuned for each)")
     add("--tune", action="store_true", help="try a grid of learning rates, testing on a fifth of the training images")
-    add("--quick", action="store_true", help="a look: one seed, periods 4 and 16, a third of the epochs")
+    add("--quick", action="store_true", help="one seed, periods 4 and 16, a third of the epochs")
     add("--out", type=Path, default=Path("results/async_sgd"), metavar="DIR", help="(default: results/async_sgd)")
     options = parser.parse_args()
     if min(options.periods) < 1:
@@ -44,7 +44,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
 
 
 def make_plans(options: argparse.Namespace) -> list[Plan]:
-    """Everything for the first seed, then everything for the next: so a slow minute does not hit one method alone."""
+    """All runs in order, seed by seed, so that a slow minute does not affect a single method."""
     return [
         Plan(seed, method, period, lr)
         for seed, method in product(options.seeds, options.methods)

@@ -1,4 +1,4 @@
-"""The plots: error against samples, wall time, bytes and period, or against the learning rate."""
+"""Plots of the error against samples, wall time, bytes and period, or against the learning rate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLORS = {
     "diloco": "tab:orange",
 }
 REFERENCES = ("sequential", "allreduce")
-"""Methods without a period: dashed, and in front."""
+"""Methods without a period, drawn dashed."""
 
 
 def style(method: str) -> dict[str, Any]:
@@ -28,13 +28,13 @@ def style(method: str) -> dict[str, Any]:
 
 
 def draw(runs: list[Run], folder: Path) -> list[Path]:
-    """Save all plots, and say which."""
+    """Save all plots and return their paths."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     periods = sorted({run.period for run in runs if run.period}) or [0]
     table = rows(runs)
-    # With several learning rates for the same method and period, they are what is of interest.
+    # Several learning rates per method and period: plot the error against them.
     is_tuning = len(table) > len({(row.method, row.period) for row in table})
     paths = []
     for name in ["rates"] if is_tuning else [*AXES, "summary"]:
@@ -58,7 +58,7 @@ def draw(runs: list[Run], folder: Path) -> list[Path]:
 
 
 def finish(figure: Any, panels: Any) -> None:
-    """Axes of errors, and one legend for all panels."""
+    """Set the error axes, and one legend for all panels."""
     ticks = [1, 2, 5, 10, 20, 50, 100]
     labels: dict[str, Any] = {}
     for panel in panels:
@@ -73,11 +73,11 @@ def finish(figure: Any, panels: Any) -> None:
 
 
 def draw_curves(panel: Any, runs: list[Run], axis: str) -> None:
-    """The mean over the seeds, and from the lowest to the highest."""
+    """Mean over the seeds, and the range."""
     for method in dict.fromkeys(run.method for run in runs):
         points = list(zip(*(run.curve for run in runs if run.method == method), strict=True))
         if axis == "megabytes" and not points[0][0].megabytes:
-            continue  # it sends nothing
+            continue  # nothing sent
         scale = 1000 if axis == "samples" else 1
         x = [mean(getattr(point, axis) for point in row) / scale for row in points]
         errors = [[100 * point.error for point in row] for row in points]
@@ -90,7 +90,7 @@ def draw_curves(panel: Any, runs: list[Run], axis: str) -> None:
 
 
 def draw_rates(panel: Any, table: list[Row]) -> None:
-    """Error at the end, against the learning rate."""
+    """Final error against the learning rate."""
     for method in dict.fromkeys(row.method for row in table):
         own = sorted((row.lr, 100 * row.error) for row in table if row.method == method)
         panel.plot(*zip(*own, strict=True), marker=".", **style(method))
@@ -98,7 +98,7 @@ def draw_rates(panel: Any, table: list[Row]) -> None:
 
 
 def draw_summary(by_period: Any, by_bytes: Any, table: list[Row]) -> None:
-    """Error at the end, against the period and against what has been sent."""
+    """Final error against the period and the bytes sent."""
     for method in dict.fromkeys(row.method for row in table):
         own = sorted((row for row in table if row.method == method), key=lambda row: row.period)
         errors = [100 * row.error for row in own]

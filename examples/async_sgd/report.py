@@ -1,4 +1,4 @@
-"""What comes of the runs: a table in Markdown and CSV, and all curves in JSON."""
+"""Results of the runs: a table in Markdown and CSV, and all curves in JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import mean
 
 @dataclass(frozen=True)
 class Point:
-    """How far a run was: samples of all ranks, seconds, megabytes sent by each rank; and its error."""
+    """A point of a curve: samples of all ranks, seconds, megabytes sent by each rank, error."""
 
     samples: int
     seconds: float
@@ -22,7 +22,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """One training; `period` is 0 for methods that have none."""
+    """Results of a run; `period` is 0 for methods without one."""
 
     method: str
     period: int
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """What the seeds of one method, period and learning rate give: means, and the lowest and highest error."""
+    """Means over the seeds of a method, period and learning rate, and the lowest and highest error."""
 
     method: str
     period: int
@@ -76,7 +76,7 @@ def markdown(table: Sequence[Row]) -> str:
 def best_rates(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
     """For each method and period the learning rate with the lowest error.
 
-    It is the mean over the seeds and the last quarter of each curve, as one figure of one small set says little.
+    The mean over the seeds and the last quarter of each curve, because single errors on a small set are noisy.
     """
     errors: dict[tuple[str, int, float], list[float]] = {}
     for run in runs:
@@ -102,6 +102,6 @@ def save(runs: Sequence[Run], folder: Path) -> str:
 
 
 def load(path: Path) -> list[Run]:
-    """The runs of a ``runs.json``, to draw or tabulate them anew."""
+    """Read the runs of a ``runs.json``."""
     records = json.loads(path.read_text())
     return [Run(**{**record, "curve": [Point(**point) for point in record["curve"]]}) for record in records]

@@ -1,4 +1,4 @@
-"""What is learnt: handwritten digits, of which each rank has a part of its own, and a small network."""
+"""The task: handwritten digits, divided among the ranks, and a small network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mnist_data import Dataset, Split, load
 __all__ = ["BATCH_SIZE", "Dataset", "batches", "load", "make_network", "test_error", "validation"]
 
 BATCH_SIZE = 16
-"""Images of one step of one rank."""
+"""Images per step and rank."""
 HIDDEN = 64
 
 
@@ -27,10 +27,7 @@ def make_network(num_inputs: int, seed: int) -> nn.Sequential:
 
 
 def batches(split: Split, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffled batches without end, all of the same size, so that equally many steps are equally many samples.
-
-    What is left over at the end of a pass is left out of it.
-    """
+    """Shuffled batches of equal size, without end; an incomplete last batch is omitted."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(split), generator=generator)
@@ -39,7 +36,7 @@ def batches(split: Split, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def validation(data: Dataset) -> Dataset:
-    """A fifth of the training images to test on, instead of the test images, for choosing learning rates."""
+    """Replace the test images by a fifth of the training images, to tune learning rates."""
     num_train = len(data.train) * 4 // 5
     train = Split(data.train.input[:num_train], data.train.target[:num_train])
     held_out = Split(data.train.input[num_train:], data.train.target[num_train:])
@@ -48,7 +45,7 @@ def validation(data: Dataset) -> Dataset:
 
 @torch.no_grad()
 def test_error(network: nn.Module, flat: Tensor, split: Split) -> float:
-    """Fraction of wrong answers of the network with these parameters; what is not finite answers nothing."""
+    """Fraction of wrong predictions of the network with these parameters; non-finite outputs are wrong."""
     vector_to_parameters(flat, network.parameters())
     output = network(split.input)
     wrong = (output.argmax(1) != split.target) | ~output.isfinite().all(1)

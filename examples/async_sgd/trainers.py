@@ -1,4 +1,4 @@
-"""What all methods are: a network and an optimizer that take a step. Here the two without communication periods."""
+"""Base class of all methods: a network and an optimizer; and the two methods without communication periods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torchmpi.nn as mpinn
 
 
 class Sequential:
-    """Plain SGD in one process, which sees all images."""
+    """Plain SGD in one process, on all images."""
 
     momentum = 0.0
 
@@ -31,26 +31,26 @@ class Sequential:
         self.num_steps += 1
 
     def before_step(self) -> None:
-        """What a method does with the gradients."""
+        """Hook for the gradients."""
 
     def after_step(self) -> None:
-        """What a method does with the new parameters."""
+        """Hook for the new parameters."""
 
     def finish(self) -> None:
-        """End what is under way."""
+        """Complete communication in progress."""
 
     def center(self) -> Tensor:
-        """A copy of the parameters that one would keep, all in one tensor. Asked of rank 0, at the end of a period."""
+        """A flat copy of the parameters to test; called on rank 0 at the end of a period."""
         return parameters_to_vector(self.network.parameters()).detach()
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank."""
+        """Bytes sent by this rank."""
         return 0
 
     @property
     def staleness(self) -> float:
-        """How many updates of others a gradient did not know of, on average."""
+        """Mean number of updates of other ranks that a gradient does not include."""
         return 0.0
 
 
@@ -62,6 +62,5 @@ class AllReduce(Sequential):
 
     @property
     def bytes_sent(self) -> int:
-        # What is handed to allreduce, as torchmpi's update objects count. Between hosts a ring sends
-        # 2 (n - 1) / n times as much, of these gradients as of LocalSGD's parameters.
+        # Bytes passed to allreduce, as torchmpi's updates count them.
         return self.num_steps * self.num_bytes

@@ -1,4 +1,4 @@
-"""The comparison of asynchronous methods as a user runs it: what it learns, and files that agree with each other."""
+"""The comparison of asynchronous methods as a user runs it: errors, and consistent output files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("sklearn", reason="the examples train on the digits of sciki
 
 
 class Outcome(NamedTuple):
-    """What a comparison leaves behind."""
+    """The output of a comparison."""
 
     folder: Path
     stdout: str
@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def compare(launch, tmp_path):
-    """``compare("--quick")`` runs on two ranks and reads what has been written; plots take it some seconds."""
+    """``compare("--quick")`` runs on two ranks and reads its output; plots take some seconds."""
 
     def run(*options: str | Path, plots: bool = False) -> Outcome:
         folder = tmp_path / "results"
@@ -47,7 +47,7 @@ def compare(launch, tmp_path):
 
 
 def test_quick(compare, digits):
-    """Two methods learn, from equally many samples; table, curves, plots and progress tell the same."""
+    """Two methods learn from equally many samples; table, curves and progress are consistent."""
     outcome = compare("--quick", "--methods", *METHODS, "--data", digits)
     expected = [("allreduce", 0), ("easgd", 4), ("easgd", 16)]
     assert [(run["method"], run["period"]) for run in outcome.runs] == expected
@@ -91,8 +91,8 @@ def test_plots(compare, digits):
         assert (float(row["lowest"]), float(row["highest"])) == (min(errors), max(errors))
 
 
-def test_tuning_chooses_the_better_rate(compare, digits):
-    """A rate with which nothing is learnt loses, and the test images are left alone."""
+def test_tuning_selects_the_better_rate(compare, digits):
+    """A rate that is too small is not selected, and the test images are not used."""
     options = ["--tune", "--methods", "localsgd", "--periods", "4", "--seeds", "1", "--epochs", "4", "--data", digits]
     outcome = compare(*options, "--lr", "1e-5", "0.2")
     assert "no plots: matplotlib is not installed" in outcome.stdout
@@ -101,7 +101,7 @@ def test_tuning_chooses_the_better_rate(compare, digits):
 
 
 def test_length_and_imports():
-    """It is short, and uses public names only."""
+    """The files are short, and use public names only."""
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text()
         assert len(text.splitlines()) < MAX_LINES, path
@@ -110,6 +110,6 @@ def test_length_and_imports():
         assert set(imports) <= set(public), path
 
 
-def test_unknown_method_is_refused(launch):
+def test_unknown_method_is_rejected(launch):
     result = launch(1, [COMPARE, "--methods", "magic"])
     assert result.returncode == 2 and "invalid choice: 'magic'" in result.stderr

@@ -1,4 +1,4 @@
-"""Jobs with parameter servers: a rank is killed, a rank forgets to stop, and nobody asks the servers for anything."""
+"""Jobs with parameter servers: killed ranks, missing stop(), idle servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ mpi.barrier()
 if rank == 0:
     print("running", flush=True)
 """
-WAYS = pytest.mark.parametrize("slot_bytes", ("", "0"), ids=("shared memory", "by messages"))
+TRANSPORTS = pytest.mark.parametrize("slot_bytes", ("", "0"), ids=("shared memory", "by messages"))
 # Starting Python and torch on a busy machine is most of this.
 LIMIT_SECONDS = 60
 
@@ -26,8 +26,8 @@ def environment(slot_bytes: str) -> dict[str, str]:
     return {"TORCHMPI_SLOT_BYTES": slot_bytes} if slot_bytes else {}
 
 
-@WAYS
-def test_a_rank_that_is_killed_while_all_send_ends_the_job(job, slot_bytes):
+@TRANSPORTS
+def test_a_killed_rank_ends_the_job(job, slot_bytes):
     code = """
 end = time.monotonic() + 50
 while time.monotonic() < end:
@@ -35,20 +35,20 @@ while time.monotonic() < end:
     ps.receive(server).wait()
     if rank == 1 and time.monotonic() > end - 49.5:
         os.kill(os.getpid(), signal.SIGKILL)
-print("nobody has ended this", flush=True)
+print("not ended", flush=True)
 """
     result = job(2, START + code, timeout=LIMIT_SECONDS, env=environment(slot_bytes))
     assert result.returncode != 0, result.output
-    assert "running" in result.stdout and "nobody" not in result.stdout, result.output
+    assert "running" in result.stdout and "not ended" not in result.stdout, result.output
     assert result.seconds < 40, result.output
 
 
-def test_ranks_that_come_to_their_end_without_stop_serve_until_all_have(job):
+def test_ranks_that_exit_without_stop_serve_until_all_have_exited(job):
     code = """
 if rank == 0:
-    sys.exit(0)  # while the others need its shard
+    sys.exit(0)  # while the other rank needs its shard
 child = os.fork()
-if child == 0:  # which would be taken for its parent, and hold locks under its name
+if child == 0:  # its locks would be attributed to its parent
     try:
         ps.send(server, ones)
     except mpi.TorchMPIError as error:
@@ -66,8 +66,8 @@ print("all has arrived", bool((ps.receive(server).wait() == 20).all()), flush=Tr
     assert "all has arrived True" in result.stdout, result.output
 
 
-def test_servers_that_nobody_asks_sleep(job):
-    """A wait inside MPI would take a whole core of each rank."""
+def test_idle_servers_sleep(job):
+    """A wait inside MPI would occupy a core per rank."""
     code = """
 ps.send(server, ones).wait()
 time.sleep(0.5)
@@ -84,12 +84,12 @@ print(f"share {min(shares):.4f}", flush=True)
     assert len(shares) == 2 and max(shares) < 0.05, result.output
 
 
-def test_the_wait_for_a_rank_that_has_stopped_names_it(job):
-    """In shared memory one waits for a lock, by messages for an answer: the watchdog sees both."""
+def test_a_stalled_wait_for_a_lock_names_its_holder(job):
+    """The watchdog reports which rank holds the lock."""
     code = """
 if rank == 1:
     header = server.shards.headers(1)
-    header[0, 0] = server.service.client.number  # as if it had stopped in the middle of a chunk
+    header[0, 0] = server.context.client.number  # as if it had stopped in a chunk
     mpi.barrier()
     time.sleep(50)
 mpi.barrier()

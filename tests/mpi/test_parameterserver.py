@@ -1,4 +1,4 @@
-"""The contract of parameter servers: in shared memory, by messages, and with both (hosts in name only)."""
+"""Parameter servers in shared memory, by messages, and with both (simulated hosts)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import torchmpi as mpi
 import torchmpi.parameterserver as ps
 from torchmpi import errors
 from torchmpi.parameterserver.servers import INLINE_BYTES
-from torchmpi.parameterserver.shards import PIECE_BYTES
+from torchmpi.parameterserver.shards import MESSAGE_BYTES
 from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import contextlib
+
 import contract
 from leftovers import in_use
 from shard_rig import Twin
@@ -32,7 +34,7 @@ LARGE = INLINE_BYTES // 4 + 1001  # float32; more than runs in the caller's thre
 
 
 def picky(value, sent):
-    """Goes on for a while, then finds something."""
+    """Raises in one of several chunks."""
     value.add_(sent)
     if bool((sent == 13).any()):
         raise ValueError("thirteen")
@@ -52,14 +54,14 @@ def world() -> tuple[int, int]:
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
-def start(way: str) -> None:
-    settings = {"by messages": {"slot_bytes": 0}, "both": {"host_name": f"host{world()[0] // 2}"}}.get(way, {})
+def start(transport: str) -> None:
+    settings = {"by messages": {"slot_bytes": 0}, "both": {"host_name": f"host{world()[0] // 2}"}}.get(transport, {})
     mpi.start(config=dataclasses.replace(mpi.Config.from_environment(), verbose=False, **settings))
 
 
 @pytest.fixture(scope="module", params=("shared memory", "by messages", "both"))
 def started(request):
-    """torchmpi, started so that shards are reached in that way; the session's own start is put back afterwards."""
+    """Start torchmpi so that shards are reached by this transport; restore the session's start afterwards."""
     if request.param == ("by messages" if world()[1] == 3 else "both"):  # three ranks do both: two hosts, one shared
         pytest.skip("left to other numbers of ranks")
     was_running = runtime.is_running()
@@ -72,8 +74,8 @@ def started(request):
 
 
 @pytest.fixture
-def way(started):
-    """The same, with the servers of a test freed."""
+def transport(started):
+    """The transport; the servers of a test are freed."""
     yield started
     ps.free_all()
 
@@ -83,7 +85,7 @@ def of_ranks(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 
 
 def received(server: ps.Server) -> torch.Tensor:
-    """What everybody sees when all have got here."""
+    """The values after all ranks have called this."""
     mpi.barrier()
     result = ps.receive(server).wait()
     mpi.barrier()
@@ -96,12 +98,12 @@ def default(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts).view(tensors[0].shape)
 
 
-# --- what servers do
+# --- values
 
 
 @pytest.mark.parametrize("shape", ((), (0,), (1,), (2, 0, 3), (3,), (7, 5), (64, 33, 5), (LARGE,)), ids=str)
-def test_shapes(way, agree, shape):
-    """The five scenarios of the original, with fewer elements than ranks too."""
+def test_shapes(transport, agree, shape):
+    """The five scenarios of the Lua original, and fewer elements than ranks."""
     tensors = of_ranks(shape)
     server = ps.init(tensors[mpi.rank()])
     agree.equal(received(server), default(tensors), "default")
@@ -118,7 +120,7 @@ def test_shapes(way, agree, shape):
     agree.equal(received(server), torch.full(shape, total), "add from all")
 
 
-def test_dtypes(way, agree):
+def test_dtypes(transport, agree):
     for dtype in DTYPES:
         tensors = of_ranks((131,), dtype)
         server = ps.init(tensors[mpi.rank()])
@@ -134,7 +136,7 @@ def test_dtypes(way, agree):
         agree.equal(received(server), tensors[0] + tensors[-1], f"{dtype} add")
 
 
-def test_strides_and_autograd(way, agree):
+def test_strides_and_autograd(transport, agree):
     base = torch.arange(24.0).view(4, 6)
     server = ps.init(base.t())
     agree.equal(received(server), base.t(), "init")
@@ -163,7 +165,7 @@ def test_strides_and_autograd(way, agree):
         agree(target._version > before, f"autograd does not know that {name} was written")
 
 
-def test_several_servers_and_communicators(way, agree):
+def test_several_servers_and_communicators(transport, agree):
     level = mpi.push_communicator(mpi.rank() % 2)
     mpi.set_communicator(0)
     whole = [ps.init(torch.full((50 + index,), float(index))) for index in range(3)]
@@ -184,8 +186,8 @@ def test_several_servers_and_communicators(way, agree):
     agree.equal(received(second), torch.full((7,), 1.0 + members), "of a level in use")
 
 
-def test_large_tensors_come_in_pieces(way, agree):
-    numel = mpi.size() * (5 * PIECE_BYTES // 2 // 4) + 12345
+def test_large_tensors_take_several_messages(transport, agree):
+    numel = mpi.size() * (5 * MESSAGE_BYTES // 2 // 4) + 12345
     server = ps.init(torch.zeros(numel, dtype=torch.int32))
     sent = torch.arange(numel, dtype=torch.int32)
     handles = [ps.send(server, sent * (mpi.rank() + 1)) for _ in range(2)]
@@ -202,9 +204,8 @@ RULES = ("zero", "copy", "add", "max", "min", ps.scaled_add(-0.5), ps.axpby(0.3,
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_one_client_sends_is_applied_in_order(way, agree, seed):
-    """Rules whose order matters, small and large calls mixed, hardly any waited for. Each rank has servers of its own,
-    so that all are at it at once."""
+def test_sends_of_a_client_are_applied_in_order(transport, agree, seed):
+    """Rules that do not commute, small and large calls, few waits. Each rank has its own servers, all concurrently."""
     sizes = (100, 100, LARGE)
     servers = [[ps.init(torch.zeros(numel)) for numel in sizes] for _ in range(mpi.size())][mpi.rank()]
     twins = [Twin(SimpleNamespace(chunks=lambda n=n: [(0, n)], dtype=torch.float32, numel=n)) for n in sizes]
@@ -227,8 +228,8 @@ def test_what_one_client_sends_is_applied_in_order(way, agree, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_all_send_at_once_is_applied_once(way, agree, seed):
-    """Integers, for which the order does not matter: the sum is exact."""
+def test_concurrent_sends_are_applied_once(transport, agree, seed):
+    """Integers, whose sum does not depend on the order."""
     sizes, choose = (5, 1000, 2 * LARGE), random.Random(seed)
     servers = [(ps.init(torch.zeros(n, dtype=torch.int16)), ps.init(torch.zeros(n, dtype=torch.int64))) for n in sizes]
     plan = [(choose.choices(range(3), (10, 10, 1))[0], choose.randrange(1000)) for _ in range(30)]
@@ -246,7 +247,7 @@ def test_what_all_send_at_once_is_applied_once(way, agree, seed):
         agree.equal(received(most), torch.arange(sizes[index]) * max(numbers, default=0) * mpi.size(), f"max {index}")
 
 
-def test_threads_of_one_rank(way, agree):
+def test_threads_of_one_rank(transport, agree):
     small, large = ps.init(torch.zeros(1000, dtype=torch.int64)), ps.init(torch.zeros(LARGE, dtype=torch.int64))
     problems = []
 
@@ -273,7 +274,7 @@ def test_threads_of_one_rank(way, agree):
     agree.equal(received(large), torch.full((LARGE,), 3 * 111 * mpi.size()))
 
 
-def test_others_see_what_was_waited_for(way, agree):
+def test_completed_sends_are_visible_to_other_ranks(transport, agree):
     server = ps.init(torch.zeros(4097))
     for sender in range(mpi.size()):
         if mpi.rank() == sender:
@@ -283,7 +284,7 @@ def test_others_see_what_was_waited_for(way, agree):
         mpi.barrier()
 
 
-def test_counters(way, agree):
+def test_counters(transport, agree):
     server = ps.init(torch.zeros(2 * LARGE))
     ps.receive(server).wait()
     mpi.barrier()
@@ -299,11 +300,11 @@ def test_counters(way, agree):
     agree(2 <= server.sent_version < 3 * mpi.size(), str(server.sent_version))
 
 
-# --- refusals
+# --- invalid arguments
 
 
 BAD_SENDS = {
-    "unknown rule": (lambda server: ps.send(server, torch.ones(10), "sum"), errors.ArgumentError, "There are adagrad"),
+    "unknown rule": (lambda server: ps.send(server, torch.ones(10), "sum"), errors.ArgumentError, "Available: adagrad"),
     "no rule": (lambda server: ps.send(server, torch.ones(10), 3), errors.ArgumentError, "a rule is a name"),
     "rule without numbers": (lambda server: ps.send(server, torch.ones(10), "sgd"), errors.ArgumentError, "sgd(...)"),
     "too many": (lambda server: ps.send(server, torch.ones(11)), errors.ArgumentError, "11 elements [11]"),
@@ -314,14 +315,14 @@ BAD_SENDS = {
     "none": (lambda server: ps.send(server, None, "copy"), errors.ArgumentError, "only 'zero'"),
     "sparse": (lambda server: ps.send(server, torch.ones(10).to_sparse()), errors.ArgumentError, "to_dense"),
     "expanded": (lambda server: ps.receive(server, torch.ones(1).expand(10)), errors.ArgumentError, "contiguous"),
-    "no server": (lambda server: ps.send(torch.ones(10), torch.ones(10)), errors.ArgumentError, "no server"),
+    "no server": (lambda server: ps.send(torch.ones(10), torch.ones(10)), errors.ArgumentError, "not a server"),
     "complex": (lambda server: ps.init(torch.ones(3, dtype=torch.complex64)), errors.DtypeError, "only for float32"),
     "bool": (lambda server: ps.init(torch.ones(3, dtype=torch.bool)), errors.DtypeError, "only for float32"),
     "list": (lambda server: ps.init([1.0]), errors.DtypeError, "torch.Tensor"),
 }
 
 
-def test_refused_at_the_door(way, agree):
+def test_invalid_arguments_are_rejected(transport, agree):
     server, integers = ps.init(torch.ones(10)), ps.init(torch.ones(10, dtype=torch.int32))
     cases = BAD_SENDS | {
         "rule for floats": (
@@ -342,7 +343,7 @@ def test_refused_at_the_door(way, agree):
     agree.equal(server.num_sent, 0)
 
 
-def test_a_freed_server_is_refused(way, agree):
+def test_a_freed_server_is_rejected(transport, agree):
     first, second = ps.init(torch.ones(10)), ps.init(torch.ones(10))
     ps.send(first, torch.ones(10))  # not waited for
     ps.free(first)
@@ -370,8 +371,8 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_servers_that_differ_are_an_error_on_all_ranks(way, agree, kind):
-    """Otherwise a rank that goes on after the error would meet the others in the middle of the first server."""
+def test_servers_that_differ_are_an_error_on_all_ranks(transport, agree, kind):
+    """Otherwise a rank that continues after the error would exchange data of another server."""
     if mpi.size() == 1:
         return
     call, fields = MISMATCHES[kind]
@@ -386,7 +387,7 @@ def test_servers_that_differ_are_an_error_on_all_ranks(way, agree, kind):
     agree.equal(server.name, "same")
 
 
-def test_freeing_different_servers_is_an_error_on_all_ranks(way, agree):
+def test_freeing_different_servers_is_an_error_on_all_ranks(transport, agree):
     if mpi.size() == 1:
         return
     servers = [ps.init(torch.ones(10)) for _ in range(2)]
@@ -400,8 +401,8 @@ def test_freeing_different_servers_is_an_error_on_all_ranks(way, agree):
         agree.equal(received(server), torch.ones(10))
 
 
-def test_freeing_while_other_threads_of_the_rank_send(way, agree):
-    """They sent to memory that was no longer there."""
+def test_freeing_while_other_threads_of_the_rank_send(transport, agree):
+    """They sent to unmapped memory."""
     outcomes = []
 
     def work(server: ps.Server, sent: torch.Tensor) -> None:
@@ -427,22 +428,20 @@ def test_freeing_while_other_threads_of_the_rank_send(way, agree):
     agree.equal(outcomes, [True] * 20)
 
 
-def test_calls_that_fail_or_have_ever_new_coefficients_leave_nothing(way, agree):
+def test_failed_calls_and_new_coefficients_do_not_accumulate(transport, agree):
     server = ps.init(torch.zeros(10))
     bad = torch.full((10,), 13.0)
     for step in range(200):
         ps.send(server, bad, ps.scaled_add(1 / (1 + step))).wait()
         if step < 20:
-            try:
+            with contextlib.suppress(ValueError, errors.TorchMPIError):
                 ps.send(server, bad, "picky").wait()
-            except (ValueError, errors.TorchMPIError):
-                pass
     agree(len(server._rules) <= 100, f"{len(server._rules)} rules")
-    agree(len(server.service.call_queue.failed) <= 1, f"{len(server.service.call_queue.failed)} failed calls")
+    agree(len(server.context.call_queue.failed) <= 1, f"{len(server.context.call_queue.failed)} failed calls")
 
 
-def test_a_rule_that_raises_fails_the_call_and_nothing_else(way, agree):
-    """In shared memory it raises in the client; by messages on the rank that serves, which goes on serving."""
+def test_a_rule_that_raises_fails_the_call_and_nothing_else(transport, agree):
+    """In shared memory it raises in the client, by messages on the serving rank, which continues."""
     server = ps.init(torch.zeros(100))
     bad, end = torch.ones(100), server.parts[-1][0]
     bad[end:] = 13.0  # the last rank's
@@ -454,7 +453,7 @@ def test_a_rule_that_raises_fails_the_call_and_nothing_else(way, agree):
             except ValueError as error:
                 agree(str(error) == "thirteen", str(error))
             except errors.TorchMPIError as error:
-                agree(f"rank {mpi.size() - 1} could not do its part: ValueError: thirteen" in str(error), str(error))
+                agree(f"failed on rank {mpi.size() - 1}: ValueError: thirteen" in str(error), str(error))
             else:
                 agree(False, "no error")
             ps.send(server, torch.ones(100), "picky").wait()
@@ -465,8 +464,8 @@ def test_a_rule_that_raises_fails_the_call_and_nothing_else(way, agree):
     agree.equal(server.num_sent, 1)
 
 
-def test_a_rule_that_tries_to_end_the_thread(way, agree):
-    """SystemExit ended the thread that serves without a word, and the clients waited."""
+def test_a_rule_that_raises_system_exit(transport, agree):
+    """SystemExit ended the server thread silently, and the clients waited."""
     server = ps.init(torch.zeros(100))
     if mpi.rank() == 0:
         try:
@@ -480,7 +479,7 @@ def test_a_rule_that_tries_to_end_the_thread(way, agree):
     agree.equal(received(server), torch.full((100,), float(mpi.size())))
 
 
-def test_a_rule_that_others_do_not_know(way, agree):
+def test_a_rule_registered_on_one_rank_only(transport, agree):
     server = ps.init(torch.zeros(100))
     if mpi.rank() == 0:
         ps.register_rule("only_here", lambda value, sent: value.add_(sent))
@@ -489,7 +488,7 @@ def test_a_rule_that_others_do_not_know(way, agree):
         except errors.ArgumentError as error:
             agree("unknown rule 'only_here'" in str(error), str(error))
         else:
-            agree(not server.service.far_ranks, "no error")
+            agree(not server.context.remote_ranks, "no error")
     agree.equal(received(server)[server.parts[0][1] - 1].item(), 1.0, "own shard")
 
 
@@ -497,16 +496,16 @@ def test_a_rule_that_others_do_not_know(way, agree):
 
 
 def kept_at_the_end(server: ps.Server) -> list[torch.Tensor]:
-    """Into which this rank's shard goes when the server is closed."""
-    kept, close, index = [], server.shards.close, server.service.near_ranks.index(server.group.rank)
+    """Gets a copy of this rank's shard when the server is closed."""
+    kept, close, index = [], server.shards.close, server.context.local_ranks.index(server.group.rank)
     server.shards.close = lambda: (kept.append(server.shards.array(index).clone()), close())
     return kept
 
 
 @pytest.mark.parametrize("end", ("free", "stop"))
-def test_what_is_queued_at_the_end_is_not_lost(started, agree, end):
-    """Rank 0 is first there, while the others still send."""
-    way, rank, numel = started, mpi.rank(), 2 * LARGE
+def test_queued_sends_are_applied_before_the_end(started, agree, end):
+    """Rank 0 ends first, while other ranks send."""
+    transport, rank, numel = started, mpi.rank(), 2 * LARGE
     server = ps.init(torch.zeros(numel, dtype=torch.int64))
     kept, sent = kept_at_the_end(server), torch.ones(numel, dtype=torch.int64)
     expected = server.parts[rank][1]
@@ -517,12 +516,12 @@ def test_what_is_queued_at_the_end_is_not_lost(started, agree, end):
         ps.free(server)
     else:
         mpi.stop()
-        start(way)
+        start(transport)
     agree(all(handle.done() for handle in handles))
     agree.equal(kept[0], torch.full((expected,), num_sent))
 
 
-def test_cycles_leave_nothing_behind(started, agree):
+def test_start_and_stop_leak_nothing(started, agree):
     def one_run() -> None:
         start(started)
         servers = [ps.init(torch.ones(numel)) for numel in (10, LARGE)]
@@ -542,7 +541,7 @@ def test_cycles_leave_nothing_behind(started, agree):
     agree(not [name for name in os.listdir("/dev/shm") if name.startswith("torchmpi-")], "left in /dev/shm")
 
 
-def test_making_and_freeing_leaves_nothing_behind(way, agree):
+def test_init_and_free_leak_nothing(transport, agree):
     before = None
     for _ in range(4):
         server = ps.init(torch.ones(LARGE))

@@ -14,7 +14,7 @@ from torch import nn
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
 from torchmpi.errors import ReplicaError
-from torchmpi.parameterserver.tensors import _book
+from torchmpi.parameterserver.tensor_lists import _registry
 
 sys.path.insert(0, str(Path(__file__).parent))
 import updates_rig
@@ -53,8 +53,8 @@ def test_lists_of_tensors(agree):
     ps.free_tensors(tensors)
 
 
-def test_the_first_values_can_be_chosen(agree):
-    """The original's psInitFun, which its own default shadowed."""
+def test_server_init(agree):
+    """The psInitFun of the Lua original, where its own default shadowed it."""
     tensors = [torch.full((6,), mpi.rank() + 1.0), torch.full((2,), mpi.rank() + 1.0)]
     ps.init_tensors(tensors, server_init=lambda server, values: ps.send(server, values, "max").wait())
     ps.prefetch_tensors(tensors)
@@ -63,7 +63,7 @@ def test_the_first_values_can_be_chosen(agree):
         agree.equal(tensor, torch.full_like(tensor, float(mpi.size())), "the largest of all ranks")
 
 
-def test_the_place_of_fetched_values_can_be_chosen(agree):
+def test_prefetch_allocator(agree):
     made = []
 
     def allocate(numel, dtype):
@@ -78,7 +78,7 @@ def test_the_place_of_fetched_values_can_be_chosen(agree):
     agree.equal(addresses, [made[0].data_ptr(), made[0][3:].data_ptr()])
 
 
-def test_nothing_for_a_tensor_counts_as_zeros(agree):
+def test_none_counts_as_zeros(agree):
     tensors = [torch.zeros(3), torch.zeros(2)]
     ps.init_tensors(tensors)
     ps.sync_handles(ps.send_tensors(tensors, [None, torch.ones(2)]))
@@ -88,7 +88,7 @@ def test_nothing_for_a_tensor_counts_as_zeros(agree):
     agree.equal(torch.cat(tensors), torch.tensor([0.0] * 3 + [float(mpi.size())] * 2))
 
 
-def test_wrong_lists_are_refused(agree):
+def test_invalid_lists_are_rejected(agree):
     tensors, others = [torch.zeros(3), torch.zeros(2)], [torch.zeros(1)]
     ps.init_tensors(tensors)
     ps.init_tensors(others)
@@ -97,7 +97,7 @@ def test_wrong_lists_are_refused(agree):
         (lambda: ps.prefetch_tensors([torch.zeros(1)]), "tensor 0 of the list has no server. Call init_tensors()"),
         (lambda: ps.prefetch_tensors(tensors[:1]), "in another list"),
         (lambda: ps.integrate_tensors(tensors[::-1], print), "in another list"),
-        (lambda: ps.integrate_tensors(tensors, print), "nothing has been fetched. Call prefetch_tensors()"),
+        (lambda: ps.integrate_tensors(tensors, print), "no values have been fetched. Call prefetch_tensors()"),
         (lambda: ps.prefetch_tensors(tensors + others), "in another list"),
         (lambda: ps.prefetch_tensors([]), "found an empty one"),
         (lambda: ps.prefetch_tensors([1.0]), "found a float in it"),
@@ -119,14 +119,14 @@ def refuse_nans(values, sent):
     values.add_(sent)
 
 
-def test_a_failed_send_does_not_stand_in_the_way_of_the_next(agree):
+def test_sends_after_a_failed_send(agree):
     ps.register_rule("refuse_nans", refuse_nans)
     tensors = [torch.zeros(4)]
     ps.init_tensors(tensors)
     handles = ps.send_tensors(tensors, [torch.full((4,), math.nan)], "refuse_nans")
     seen = refusal(lambda: ps.sync_handles(handles))
     found = refusal(lambda: ps.sync_handles(ps.send_tensors(tensors, [torch.ones(4)])))
-    ps.send_tensors(tensors, [torch.full((4,), math.nan)], "refuse_nans")  # nobody has waited for this one
+    ps.send_tensors(tensors, [torch.full((4,), math.nan)], "refuse_nans")  # not waited for
     told = refusal(lambda: ps.send_tensors(tensors, [torch.ones(4)]))
     mpi.barrier()
     ps.prefetch_tensors(tensors)
@@ -139,7 +139,7 @@ def test_a_failed_send_does_not_stand_in_the_way_of_the_next(agree):
     agree.equal(tensors[0], torch.full((4,), float(mpi.size())))
 
 
-def test_a_rule_that_one_dtype_refuses_is_sent_to_none(agree):
+def test_a_rule_that_is_undefined_for_one_dtype_is_not_sent(agree):
     tensors = [torch.zeros(3), torch.zeros(2, dtype=torch.int64)]
     ps.init_tensors(tensors)
     found = refusal(lambda: ps.send_tensors(tensors, [torch.ones(3), None], ps.scaled_add(1.0)))
@@ -150,20 +150,20 @@ def test_a_rule_that_one_dtype_refuses_is_sent_to_none(agree):
     agree.equal(tensors[0], torch.zeros(3), "nothing was sent")
 
 
-def test_lists_that_differ_between_ranks_are_refused(agree):
+def test_lists_that_differ_between_ranks_are_rejected(agree):
     tensors = [torch.zeros(3 + (mpi.rank() == 1))]
     found = refusal(lambda: ps.init_tensors(tensors))
     agree(found.startswith(ReplicaError.__name__) if mpi.size() > 1 else "nothing" in found, found)
 
 
-def test_the_book_keeps_no_tensor_alive(agree):
+def test_no_reference_to_the_tensors_is_kept(agree):
     gc.collect()
-    before = len(_book())
+    before = len(_registry())
     tensors = [torch.zeros(3), nn.Parameter(torch.zeros(2))]
     ps.init_tensors(tensors)
     ps.sync_handles(ps.prefetch_tensors(tensors) + ps.send_tensors(tensors, tensors))
     ps.integrate_tensors(tensors, lambda fetched, tensor: None)
-    agree.equal(len(_book()), before + 2)
+    agree.equal(len(_registry()), before + 2)
     del tensors
     gc.collect()
-    agree.equal(len(_book()), before, "entries of tensors that are no more")
+    agree.equal(len(_registry()), before, "entries of deleted tensors")

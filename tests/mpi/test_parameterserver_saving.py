@@ -1,4 +1,4 @@
-"""Shards saved and loaded: by the same ranks, by others, and what is refused."""
+"""Saving and loading shards, by the same and by other ranks, and invalid checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 @pytest.fixture
 def folder(tmp_path):
-    """One folder for all ranks."""
+    """A folder common to all ranks."""
     yield Path(mpi.broadcast_object(str(tmp_path / "servers")))
     ps.free_all()
 
@@ -49,7 +49,7 @@ def compare(agree, found: list[torch.Tensor], expected: list[torch.Tensor]) -> N
         agree.equal(one, other, str(dtype))
 
 
-def test_training_goes_on_where_it_was(folder, agree):
+def test_training_continues_from_a_checkpoint(folder, agree):
     servers = make()
     step(servers, 0)
     step(servers, 1)
@@ -59,12 +59,12 @@ def test_training_goes_on_where_it_was(folder, agree):
     expected = values(servers)
     ps.load(folder)
     compare(agree, values(servers), saved)
-    step(servers, 2)  # with the states and step counts of then
+    step(servers, 2)  # with the saved states and step counts
     compare(agree, values(servers), expected)
 
 
 def test_clocks_are_not_saved(folder, agree):
-    """A state saved after the end would bring back clocks that hold nobody, on other numbers of ranks none at all."""
+    """A clock belongs to its ranks; restoring a finished one would disable it."""
     servers, clock = make(), ps.Clock(2)
     ps.save(folder)
     clock.finish()
@@ -74,7 +74,7 @@ def test_clocks_are_not_saved(folder, agree):
     agree.equal(len(values(servers)), len(SHAPES))
 
 
-def test_states_that_were_not_saved_are_none(folder, agree):
+def test_states_that_were_not_saved_are_zero(folder, agree):
     servers = make()
     ps.save(folder)
     step(servers, 0)
@@ -118,11 +118,11 @@ def refused(action, *arguments: object) -> str:
     return "accepted"
 
 
-def test_what_is_refused_on_all_ranks(folder, agree):
+def test_invalid_checkpoints_are_rejected_on_all_ranks(folder, agree):
     agree("has no servers" in refused(ps.save, folder, mpi.push_communicator("all")), "no servers")
     mpi.set_communicator(0)
     servers = make()
-    agree("nothing was saved there" in refused(ps.load, folder), "nothing there")
+    agree("no save to this folder was completed" in refused(ps.load, folder), "nothing there")
     ps.save(folder)
     extra = ps.init(torch.zeros(3))
     agree("holds 4 servers" in refused(ps.load, folder), "other servers")
@@ -136,7 +136,7 @@ def test_what_is_refused_on_all_ranks(folder, agree):
     compare(agree, values(servers), before)
 
 
-def test_a_save_that_fails_leaves_the_one_before(folder, agree, monkeypatch):
+def test_a_failed_save_keeps_the_previous_one(folder, agree, monkeypatch):
     servers = make()
     step(servers, 0)
     expected = values(servers)

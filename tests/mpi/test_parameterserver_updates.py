@@ -1,6 +1,6 @@
 """Training through servers: schedules, Downpour, elastic averaging, data-parallel groups, clocks.
 
-Where the order of calls decides the result, ranks take turns, so that a readable twin can foretell it.
+Where the order of calls determines the result, ranks take their steps in rank order, as the reference does.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ no_servers_left = updates_rig.no_servers_left
 pytestmark = pytest.mark.usefixtures("world")
 
 
-# --- schedules -------------------------------------------------------------------------------------------
+# --- schedules
 
 
 class Recorder(ps.Update):
-    """Writes down what is called when."""
+    """Records its calls."""
 
     def __init__(self, network, **options):
         super().__init__(network, **options)
@@ -53,7 +53,7 @@ class Recorder(ps.Update):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3, 4])
 @pytest.mark.parametrize("init_delay", [0, 5])
-def test_what_is_called_when(agree, prefetch, init_delay):
+def test_order_of_calls(agree, prefetch, init_delay):
     update = Recorder(make_net(), update_frequency=4, init_delay=init_delay, prefetch=prefetch)
     changed = [update.update() for _ in range(20)]
     integrations = [step for step in range(20) if step > init_delay and (step - init_delay) % 4 == 0]
@@ -78,7 +78,7 @@ def test_steps_can_be_given(agree):
     agree.equal(update.step, 131)
 
 
-def test_start_before_its_time(agree):
+def test_early_start(agree):
     update = Recorder(make_net(), init_delay=10)
     update.start()
     agree("has started already" in refusal(update.start))
@@ -86,14 +86,14 @@ def test_start_before_its_time(agree):
     agree.equal(update.servers.servers[0].name, "parameters 0")
 
 
-def test_different_options_are_refused_everywhere(agree):
+def test_different_options_are_rejected_on_all_ranks(agree):
     update = ps.EASGDUpdate(make_net(), update_frequency=5 + (mpi.rank() == mpi.size() - 1), init_delay=0)
     found = refusal(update.update)
     if mpi.size() > 1:
         agree("update_frequency is 5 on rank 0 and 6 on rank" in found, found)
 
 
-def test_a_changed_network_is_refused(agree):
+def test_a_changed_network_is_rejected(agree):
     net = make_net()
     update = ps.EASGDUpdate(net, update_frequency=2, init_delay=0)
     update.update()
@@ -103,7 +103,7 @@ def test_a_changed_network_is_refused(agree):
     agree("other trainable parameters than when this EASGDUpdate started" in found, found)
 
 
-# --- Downpour --------------------------------------------------------------------------------------------
+# --- Downpour
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_changed_network_is_refused(agree):
 )
 @pytest.mark.parametrize("frequency", [1, 3])
 def test_downpour_of_one_rank_is_sgd_bit_for_bit(agree, levels, options, frequency):
-    """On a level where every rank is alone, so that there is a server in each of several groups."""
+    """On a level of groups of one rank, each with its own server."""
     net, twin = make_net(mpi.rank()), make_net(mpi.rank())
     optimizer, other = torch.optim.SGD(net.parameters(), lr=LR), torch.optim.SGD(twin.parameters(), lr=LR)
     update = ps.DownpourUpdate(
@@ -137,7 +137,7 @@ def test_downpour_of_one_rank_is_sgd_bit_for_bit(agree, levels, options, frequen
 @pytest.mark.parametrize("send_frequency", [1, 3])
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_downpour_loses_no_gradient(agree, send_frequency, prefetch):
-    """Whatever the order, every gradient of every rank arrives once; those that are left over at the end too."""
+    """Every gradient of every rank is applied once, also those accumulated at the end."""
     net = make_net()
     expected = [parameter.detach().clone() for parameter in net.parameters()]
     settings = {"update_frequency": 4, "init_delay": 1, "prefetch": prefetch, "send_frequency": send_frequency}
@@ -178,7 +178,7 @@ def test_downpour_with_an_optimizer_on_the_server(agree, levels):
         agree.close(ours.detach(), theirs.detach())
 
 
-def test_staleness_is_what_others_did_meanwhile(agree):
+def test_staleness_counts_sends_of_other_ranks(agree):
     net = make_net()
     update = ps.DownpourUpdate(net, lr=LR, update_frequency=2, init_delay=0)
     update.start()
@@ -194,11 +194,11 @@ def test_staleness_is_what_others_did_meanwhile(agree):
     agree.equal(update.metrics()["staleness_mean"], 3 * (mpi.size() - 1) / 7)
 
 
-# --- elastic averaging -----------------------------------------------------------------------------------
+# --- elastic averaging
 
 
 def targets() -> list[torch.Tensor]:
-    """Where each rank is drawn to: its loss is half the squared distance."""
+    """The minimum of the loss of each rank, which is half the squared distance."""
     return [torch.full((7,), float(rank + 1)) for rank in range(mpi.size())]
 
 
@@ -209,7 +209,7 @@ class Point(nn.Module):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_easgd_against_a_readable_twin(agree, prefetch):
+def test_easgd_against_a_reference(agree, prefetch):
     size, lr, alpha = mpi.size(), 0.25, 0.9 / mpi.size()
     point = Point()
     update = ps.EASGDUpdate(point, beta=0.9, update_frequency=2, init_delay=0, prefetch=prefetch)
@@ -260,7 +260,7 @@ def test_eamsgd_is_equation_5(agree):
                 center = center + difference
             vs[rank] = delta * vs[rank] - lr * gradient
             xs[rank] = xs[rank] + vs[rank] - difference
-        # The optimizer keeps the network at the point ahead.
+        # The optimizer keeps the network ahead of the position.
         agree.close(point.at.detach(), xs[mpi.rank()] + delta * vs[mpi.rank()], f"step {step}")
     update.finish()
     mpi.barrier()
@@ -268,7 +268,7 @@ def test_eamsgd_is_equation_5(agree):
     agree.close(point.at.detach(), center, "the center")
 
 
-def test_eamsgd_wants_all_parameters_in_its_optimizer(agree):
+def test_eamsgd_needs_all_parameters_in_its_optimizer(agree):
     net = make_net()
     optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9, nesterov=True)
     update = ps.EAMSGDUpdate(net, optimizer, update_frequency=1, init_delay=0)
@@ -278,7 +278,7 @@ def test_eamsgd_wants_all_parameters_in_its_optimizer(agree):
 
 
 def test_eamsgd_with_a_rate_of_zero(agree):
-    """Where some parameters have a momentum and others have never had a gradient."""
+    """Some parameters have a momentum, others have never had a gradient."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     update = ps.EAMSGDUpdate(net, optimizer, update_frequency=1, init_delay=0)
@@ -290,11 +290,11 @@ def test_eamsgd_with_a_rate_of_zero(agree):
     agree.equal(update.num_integrations, 2)
 
 
-# --- data-parallel groups --------------------------------------------------------------------------------
+# --- data-parallel groups
 
 
 @pytest.mark.parametrize("kind", ["downpour", "easgd"])
-def test_only_the_first_of_a_group_talks_to_the_server(agree, levels, kind):
+def test_only_rank_0_of_a_group_is_a_client(agree, levels, kind):
     rank, size = mpi.rank(), mpi.size()
     net = make_net()
     settings = {"dataparallel_communicator": levels["pairs"], "update_frequency": 2, "init_delay": 1, "prefetch": 1}
@@ -316,12 +316,12 @@ def test_only_the_first_of_a_group_talks_to_the_server(agree, levels, kind):
     if kind == "easgd":
         agree.equal(update.alpha, 0.5 / num_groups)
     if rank % 2:
-        agree.equal((update.num_sends, update.bytes_sent, update.bytes_received), (0, 0, 0), "this rank is no client")
+        agree.equal((update.num_sends, update.bytes_sent, update.bytes_received), (0, 0, 0), "not a client")
     else:
-        agree(update.num_sends > 0 and update.bytes_received > 0, "this rank is a client")
+        agree(update.num_sends > 0 and update.bytes_received > 0, "a client")
     mpi.barrier()
     update.pull()
-    mpinn.check_with_allreduce(net)  # everybody may fetch
+    mpinn.check_with_allreduce(net)  # any rank may fetch
 
 
 def test_the_sharding_group_as_data_parallel_group_changes_nothing(agree):
@@ -332,11 +332,11 @@ def test_the_sharding_group_as_data_parallel_group_changes_nothing(agree):
     agree.equal((update.num_clients, update.num_sends), (mpi.size(), 1))
 
 
-# --- bounded staleness -----------------------------------------------------------------------------------
+# --- bounded staleness
 
 
 @pytest.mark.parametrize("bound", [0, 2])
-def test_nobody_runs_further_ahead_than_allowed(agree, bound):
+def test_ranks_stay_within_the_bound(agree, bound):
     rank, leads = mpi.rank(), []
     with ps.Clock(bound) as clock:
         for _ in range(12):
@@ -351,7 +351,7 @@ def test_nobody_runs_further_ahead_than_allowed(agree, bound):
     agree.equal(clock.read(), [None] * mpi.size(), "all have finished")
 
 
-def test_a_finished_rank_holds_nobody_back(agree):
+def test_no_rank_waits_for_a_finished_one(agree):
     rank = mpi.rank()
     clock = ps.Clock(1, participates=rank != mpi.size() - 1 or mpi.size() == 1)
     if rank == 0:
@@ -368,7 +368,7 @@ def test_a_finished_rank_holds_nobody_back(agree):
     agree("advance() on a clock that this rank has finished" in refusal(clock.advance))
 
 
-def test_a_rank_that_cannot_send_its_last_gradients_holds_nobody_back(agree):
+def test_no_rank_waits_for_one_whose_last_send_fails(agree):
     net = make_net()
     set_gradients(net, 0)
     options = {"send_frequency": 2, "update_frequency": 1, "init_delay": 0, "max_staleness": 0}
@@ -380,7 +380,7 @@ def test_a_rank_that_cannot_send_its_last_gradients_holds_nobody_back(agree):
     agree.equal(update.clock.read(), [None] * mpi.size())
 
 
-def test_a_clock_ends_with_an_exception_too(agree):
+def test_a_clock_finishes_after_an_exception(agree):
     clock = ps.Clock(0)
     with pytest.raises(KeyError), clock:
         raise KeyError
@@ -388,7 +388,7 @@ def test_a_clock_ends_with_an_exception_too(agree):
     agree.equal(clock.read(), [None] * mpi.size())
 
 
-def test_waiting_in_vain_names_the_slowest(agree, monkeypatch, capfd):
+def test_a_stalled_wait_names_the_slowest_rank(agree, monkeypatch, capfd):
     running = runtime.current()
     config = dataclasses.replace(running.config, stall_warning_seconds=0.05, stall_abort_seconds=0.3)
     monkeypatch.setattr(running, "config", config)
@@ -401,13 +401,13 @@ def test_waiting_in_vain_names_the_slowest(agree, monkeypatch, capfd):
     mpi.barrier()
     if mpi.rank() != 0:
         agree(found.startswith(StallError.__name__), found)
-        agree("has ended 3 rounds and waited" in found and "for rank 0, which has ended 0" in found, found)
+        agree("has completed 3 rounds and waited" in found and "for rank 0, which has completed 0" in found, found)
         agree("for rank 0" in capfd.readouterr().err, "a warning before")
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_update_with_bounded_staleness(agree, prefetch):
-    """Ranks take different numbers of steps; whoever has finished holds nobody back."""
+    """Ranks take different numbers of steps; no rank waits for one that has finished."""
     net = make_net()
     leads = []
     update = ps.EASGDUpdate(net, update_frequency=2, init_delay=0, prefetch=prefetch, max_staleness=1)

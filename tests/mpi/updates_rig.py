@@ -1,4 +1,4 @@
-"""What the tests of updates share: a net, gradients, and ranks that take turns."""
+"""Shared by the tests of updates: a network, gradients, and steps in rank order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def no_servers_left() -> Iterator[None]:
 
 
 def step_in_turn(update: ps.Update) -> None:
-    """Each rank takes its step, and what it sends and fetches arrives, while the others wait."""
+    """Take a step on one rank after the other, and complete its sends and fetches."""
     for turn in range(mpi.size()):
         if mpi.rank() == turn:
             update.update()

@@ -1,4 +1,4 @@
-"""Shards without MPI: memory that forked processes share, actors for it, and a twin of the rules in plain torch."""
+"""Shards without MPI: memory shared by forked processes, actors, and a reference of the rules in plain torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ import numpy as np
 import torch
 
 from torchmpi.parameterserver import rules
-from torchmpi.parameterserver.actor import Actor, Shards
-from torchmpi.parameterserver.arena import CLIENT, Arena, Memory
 from torchmpi.parameterserver.rules import Rule
-from torchmpi.parameterserver.shards import layout
+from torchmpi.parameterserver.shards import CLIENT, Actor, ActorTable, Shards, layout, private_segment
 from torchmpi.shared_memory.kernels import server_rules as native
 from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.segments import Segment
 
-WORDS_PER_HEADER = fields.HEADER_BYTES // 8
-
 
 class Rig:
-    """A server's shards of so many elements. With `chunk` its chunks are that small, so that little memory has many."""
+    """The shards of a server, of `numels` elements; `chunk` makes their chunks smaller than usual."""
 
     def __init__(
         self, numels: tuple[int, ...], dtype: torch.dtype = torch.float32, *, chunk: int = 0, shared: bool = False
@@ -33,23 +29,23 @@ class Rig:
         begins = [sum(numels[:index]) for index in range(len(numels))]
         parts = list(zip(begins, numels, strict=True))
         self.dtype, self.numel = dtype, sum(numels)
-        self.arena = memory_of(Arena.num_bytes(4), shared)
-        self.shards = Shards(memory_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
+        self.actors = segment_of(ActorTable.num_bytes(4), shared)
+        self.shards = Shards(segment_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
         if chunk:
             assert max(numels) <= chunk * 4096 // fields.HEADER_BYTES, "a page of headers"
             self.shards.chunk_numel = chunk
 
     def actor(self, index: int, kind: int = CLIENT) -> Actor:
-        """Of the calling process."""
-        return Actor(Arena(self.arena, index), kind)
+        """An actor of the calling process."""
+        return Actor(ActorTable(self.actors, index), kind)
 
-    def row(self, number: int) -> np.ndarray:
-        """The words of an actor in the arena."""
+    def block(self, number: int) -> np.ndarray:
+        """The first fields of the block of an actor."""
         start = (number - 1) * fields.BLOCK_BYTES
-        return np.frombuffer(self.arena.bytes, np.int64, 16, start)
+        return np.frombuffer(self.actors.memory, np.int64, 16, start)
 
     def apply(self, actor: Actor, rule: str | Rule, data: torch.Tensor, span: tuple[int, int] | None = None) -> None:
-        """`data` holds the elements of the span."""
+        """Apply a rule; `data` holds the elements of the span."""
         span = span or (0, self.numel)
         assert data.numel() == span[1] - span[0] and data.dtype is self.dtype and data.is_contiguous()
         actor.apply(self.shards, data.data_ptr(), span, rules.prepare(rule, self.dtype))
@@ -61,7 +57,7 @@ class Rig:
         return data
 
     def arrays(self, which: int = 0) -> torch.Tensor:
-        """The values (0) or a state of all shards, as they are."""
+        """The values (0) or a state of all shards."""
         return torch.cat([self.shards.array(index, which) for index in range(len(self.shards.parts))])
 
     def headers(self) -> torch.Tensor:
@@ -79,19 +75,19 @@ class Rig:
 
     def close(self) -> None:
         self.shards.close()
-        self.arena.close()
+        self.actors.close()
 
 
-def memory_of(num_bytes: int, shared: bool) -> Memory:
+def segment_of(num_bytes: int, shared: bool) -> Segment:
     if not shared:
-        return Memory(None, num_bytes)
+        return private_segment(num_bytes)
     segment = Segment.create("test", num_bytes)
     segment.withdraw()
-    return Memory(segment, num_bytes)
+    return segment
 
 
 def fork(work: Callable[[], object]) -> int:
-    """Run `work` in a process of its own; its id. What fails there is a status other than 0."""
+    """Run `work` in a forked process and return its id; its exit status is not 0 if `work` fails."""
     process = os.fork()
     if process == 0:
         try:
@@ -105,14 +101,14 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def dead_process() -> int:
-    """The id of a process that has been and is no more."""
+    """The id of a process that has ended."""
     process = fork(lambda: None)
     os.waitpid(process, 0)
     return process
 
 
 class Twin:
-    """What the shards of a rig should be: rules as torch computes them, chunk by chunk."""
+    """The expected content of the shards of a rig: rules computed by torch, chunk by chunk."""
 
     def __init__(self, rig: Rig) -> None:
         self.chunks, self.dtype = rig.chunks(), rig.dtype
@@ -138,7 +134,7 @@ class Twin:
                 value.copy_(_combined(rule, value, sent))
 
     def agrees(self, rig: Rig) -> None:
-        """Every bit, and every word."""
+        """Compare all bits of values and headers."""
         header = rig.headers()
         assert header[:, fields.LOCK].count_nonzero() == 0
         assert header[:, fields.VERSION].tolist() == self.versions
@@ -152,7 +148,7 @@ def _combined(rule: Rule, value: torch.Tensor, sent: torch.Tensor) -> torch.Tens
         return torch.zeros_like(value) if rule.name == "zero" else sent
     if rule.name in ("add", "max", "min"):
         return {"add": torch.add, "max": torch.maximum, "min": torch.minimum}[rule.name](value, sent)
-    # Operation by operation in the wide type, since torch would fuse some, and 16 bits are rounded once.
+    # Single operations in the wide dtype: torch would fuse some of them, and 16-bit values are rounded once.
     wide, wide_sent = value.to(native.state_dtype(value.dtype)), sent.to(native.state_dtype(value.dtype))
     coefficients = [torch.tensor(number, dtype=wide.dtype) for number in rule.coefficients]
     if rule.name == "scaled_add":
@@ -192,5 +188,5 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """NumPy's, which is exact; torch's may be off by a bit."""
+    """NumPy's square root is exact; that of torch may be off by a bit."""
     return torch.from_numpy(np.sqrt(tensor.numpy()))

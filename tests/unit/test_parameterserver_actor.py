@@ -1,4 +1,4 @@
-"""Actors: rules applied to shards in memory, by one process and by several, against a twin in plain torch."""
+"""Actors: rules applied to shards in memory, by one process and by several, against a reference in plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shard_rig import Rig, Twin, fork
 
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
-from torchmpi.parameterserver.arena import CLIENT, SERVER
+from torchmpi.parameterserver.shards import CLIENT, SERVER
 from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.kernels.server_rules import state_dtype
 
@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.uint8,
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """The rules that a test registers go with it."""
+    """Remove the rules that a test registers."""
     monkeypatch.setattr(rules, "_registered", dict(rules._registered))
 
 
@@ -48,21 +48,21 @@ def values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
 
 
-# --- one after the other
+# --- sequential
 
 
 @st.composite
 def passes(draw, rig: Rig, optimizer: Rule):
-    """An actor, a rule, and which elements: from the beginning of a chunk to the end of one."""
+    """An actor, a rule, and a range of whole chunks."""
     begin, end = sorted(draw(st.tuples(*[st.integers(0, len(rig.chunks()) - 1)] * 2)))
-    # One optimizer, since the states of another would make square roots of negative numbers.
+    # A single optimizer: the states of another could lead to square roots of negative numbers.
     rule = draw(st.sampled_from((*FLOAT_RULES, optimizer) if rig.dtype.is_floating_point else PLAIN_RULES))
     return draw(st.integers(0, 5)), rule, (rig.chunks()[begin][0], rig.chunks()[end][1]), draw(st.integers(0, 99))
 
 
 @settings(deadline=None, max_examples=2000)
 @given(data=st.data())
-def test_random_sequences_of_passes_equal_the_twin(data):
+def test_random_sequences_of_passes(data):
     numels = tuple(data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4)))
     rig = Rig((*numels, 1), data.draw(st.sampled_from(DTYPES)), chunk=data.draw(st.integers(1, 17)))
     actors = [rig.actor(index, kind) for index in range(3) for kind in (CLIENT, SERVER)]
@@ -81,7 +81,7 @@ def test_random_sequences_of_passes_equal_the_twin(data):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64), ids=str)
 def test_chunks_of_full_size(dtype):
-    """Of 64 KB, several in a shard, with odd ends."""
+    """64 KB, several in a shard, with incomplete last chunks."""
     chunk = Rig((1,), dtype).shards.chunk_numel
     rig = Rig((2 * chunk + 7, 0, chunk, chunk - 1), dtype)
     twin, actors = Twin(rig), [rig.actor(0), rig.actor(3)]
@@ -96,7 +96,7 @@ def test_chunks_of_full_size(dtype):
     rig.close()
 
 
-def test_long_reads_go_past_the_caches_and_are_the_same():
+def test_long_reads_that_bypass_the_caches():
     rig = Rig(((2 << 20) + 5, 100000))
     actor, sent = rig.actor(0), torch.arange((2 << 20) + 100005, dtype=torch.float32)
     rig.apply(actor, "copy", sent)
@@ -115,11 +115,11 @@ def test_a_span_without_elements_does_nothing():
     assert rig.headers()[:, fields.VERSION].tolist() == [0]
 
 
-# --- at the same time
+# --- concurrent
 
 
-def test_processes_and_threads_that_add_at_once_lose_nothing():
-    """Integers, spans that overlap, chunks so small that they are always wanted: the sum is exact."""
+def test_concurrent_adds_of_processes_and_threads():
+    """Integers, whose sum is exact; overlapping ranges, and small chunks for contention."""
     rig = Rig((300, 257, 64), torch.int64, chunk=64, shared=True)
     spans = [(begin, end) for begin, _ in rig.chunks() for _, end in rig.chunks() if begin < end]
     rounds = 300
@@ -152,7 +152,7 @@ def test_processes_and_threads_that_add_at_once_lose_nothing():
     rig.close()
 
 
-def test_what_is_read_is_of_one_time_in_each_chunk():
+def test_reads_are_consistent_per_chunk():
     rig = Rig((5000, 5000), torch.int32, chunk=1000, shared=True)
     writers = [rig.actor(index) for index in range(2)]
     reader, stop = rig.actor(2), threading.Event()
@@ -177,7 +177,7 @@ def test_what_is_read_is_of_one_time_in_each_chunk():
     rig.close()
 
 
-# --- rules in Python
+# --- registered rules
 
 
 def clipped(value, sent, limit=1.0):
@@ -210,7 +210,7 @@ def test_registered_rules(dtype):
     assert (actors[1].num_chunks, actors[1].versions) == (5, 5 * 11)
 
 
-def test_a_rule_that_raises_leaves_the_chunk_as_it_was_and_no_lock():
+def test_a_rule_that_raises_leaves_the_chunk_unchanged_and_unlocked():
     def picky(value, sent):
         value.add_(1)
         if (sent < 0).any():
@@ -228,8 +228,8 @@ def test_a_rule_that_raises_leaves_the_chunk_as_it_was_and_no_lock():
     assert rig.headers()[:, fields.VERSION].tolist() == [2, 2, 1, 1]
 
 
-def test_an_interrupt_anywhere_in_a_rule_in_python_leaves_no_lock():
-    """Ctrl-C, before every single instruction of Python in turn: the process lives on, so nobody would take over."""
+def test_an_interrupt_in_a_registered_rule_leaves_no_lock():
+    """Ctrl-C before each Python instruction in turn. The process stays alive, so its lock could not be taken over."""
     register_rule("plus", lambda value, sent: value.add_(sent))
     rig, countdown = Rig((10,), chunk=5), 0
     actor, prepared, sent = rig.actor(0), rules.prepare("plus", torch.float32), torch.ones(10)

@@ -1,4 +1,4 @@
-"""A process that applies rules is killed, between any two instructions: chunks stay whole, and locks are not lost."""
+"""A process that applies rules is killed between any two instructions: chunks stay consistent, locks are recovered."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from shard_rig import Rig, Twin, dead_process, fork
 
-from torchmpi.parameterserver import adam, arena, register_rule, rules, sgd
-from torchmpi.parameterserver.actor import Actor
+from torchmpi.parameterserver import adam, register_rule, rules, sgd
+from torchmpi.parameterserver.shards import Actor, process_start
 from torchmpi.shared_memory.kernels import shard_layout as fields
 
-NUMEL = 11  # two stores for the C library's memcpy: there is a half
+NUMEL = 11  # memcpy of the C library copies it in two stores
 STEPPED_RULES = ("add", sgd(0.1, 0.9), adam(0.1))
 
 
-# --- every state that a death can leave: the process is run instruction by instruction, and watched
+# --- all states after a kill: the process is single-stepped
 
 
 class Memory:
-    """All that a chunk and the first actors have in shared memory; can be kept, and put back."""
+    """The shared memory of a chunk and of the first actors; can be saved and restored."""
 
     def __init__(self, rig: Rig) -> None:
-        chunk = np.frombuffer(rig.shards.memory.bytes, np.uint8)
-        actors = np.frombuffer(rig.arena.bytes, np.uint8)
-        base, first = rig.shards.memory.address, rig.shards.table[0]
+        chunk = np.frombuffer(rig.shards.segment.memory, np.uint8)
+        actors = np.frombuffer(rig.actors.memory, np.uint8)
+        base, first = rig.shards.segment.address, rig.shards.table[0]
         starts = [int(start) - base for start in first[fields.SHARD_ARRAYS : fields.SHARD_BEGIN]]
         self.parts = [chunk[:24], *(chunk[start : start + 4 * NUMEL] for start in starts)]
         for row in range(0, 6 * fields.BLOCK_BYTES, fields.BLOCK_BYTES):
             scratches = range(row + fields.SCRATCH_START, row + fields.BLOCK_BYTES, fields.CHUNK_BYTES)
             self.parts += [actors[row : row + 72], *(actors[start : start + 4 * NUMEL] for start in scratches)]
 
-    def keep(self) -> list[bytes]:
+    def save(self) -> list[bytes]:
         return [part.tobytes() for part in self.parts]
 
-    def restore(self, kept: list[bytes]) -> None:
-        for part, data in zip(self.parts, kept, strict=True):
+    def restore(self, saved: list[bytes]) -> None:
+        for part, data in zip(self.parts, saved, strict=True):
             part[:] = np.frombuffer(data, np.uint8)
 
 
@@ -63,7 +63,7 @@ def ptrace(request: int, process: int = 0) -> int:
 
 
 def states_of(memory: Memory, prepare) -> list[list[bytes]]:
-    """What is in memory after each instruction that changed it, of a process that does what `prepare` returns."""
+    """The content of memory after each instruction that changed it, in a process that runs what `prepare` returns."""
 
     def work() -> None:
         if ptrace(_TRACE_ME) != 0:
@@ -78,14 +78,14 @@ def states_of(memory: Memory, prepare) -> list[list[bytes]]:
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 77:
         pytest.skip("this system allows no ptrace")
     assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
-    states = [memory.keep()]
+    states = [memory.save()]
     for _ in range(200_000):
         assert ptrace(_SINGLE_STEP, process) == 0
         _, status = os.waitpid(process, 0)
         assert os.WIFSTOPPED(status), status
         if os.WSTOPSIG(status) == signal.SIGSTOP:
             break
-        now = memory.keep()
+        now = memory.save()
         if now != states[-1]:
             states.append(now)
     os.kill(process, signal.SIGKILL)
@@ -98,26 +98,28 @@ def content(rig: Rig) -> tuple[object, ...]:
 
 
 def ready(rig: Rig, actor: Actor, rule, sent: torch.Tensor) -> int:
-    """Have an actor stand before its pass; the address of the plan."""
-    actor._set(rig.shards, sent.data_ptr(), (0, NUMEL), rules.prepare(rule, rig.dtype))
+    """Prepare a pass; return the address of its plan."""
+    actor._prepare(rig.shards, sent.data_ptr(), (0, NUMEL), rules.prepare(rule, rig.dtype))
     return actor._address
 
 
 def rescue(rig: Rig, actor: Actor, sent: torch.Tensor) -> None:
-    """What a pass does that has waited for a lock in vain, without the tenth of a second that it waits."""
+    """Do what a pass does after waiting for a lock for a tenth of a second."""
     holder = int(rig.headers()[0, fields.LOCK])
     if holder:
         ready(rig, actor, "add", sent)
         actor._plan[fields.HOLDER] = holder
-        actor._look_after_holder()
+        actor._check_holder()
     assert rig.headers()[0, fields.LOCK] == 0
 
 
-needs_stepping = pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors lose a lock by a step")
+needs_stepping = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="single-stepping breaks atomic operations of other processors"
+)
 
 
 def one_pass(rig: Rig, rule, sent: torch.Tensor):
-    """Have the first actor make one pass, watched: what the chunk was, all states, and what it becomes."""
+    """Single-step a pass of the first actor: return the content before, all states, and the content after."""
     rig.apply(rig.actor(0), rule, sent)
     memory, before = Memory(rig), content(rig)
 
@@ -139,7 +141,7 @@ def is_held(state: list[bytes]) -> bool:
 
 @needs_stepping
 @pytest.mark.parametrize("rule", STEPPED_RULES, ids=str)
-def test_death_after_any_instruction_of_a_pass(rule):
+def test_kill_after_any_instruction_of_a_pass(rule):
     rig, sent = Rig((NUMEL,), shared=True), torch.linspace(-1, 1, NUMEL)
     memory, before, states, after = one_pass(rig, rule, sent)
     last, outcomes = rig.actor(2), []
@@ -147,14 +149,14 @@ def test_death_after_any_instruction_of_a_pass(rule):
         memory.restore(state)
         rescue(rig, last, sent)
         outcomes.append((before, after).index(content(rig)))
-    assert outcomes == sorted(outcomes), "what was done is not undone"
+    assert outcomes == sorted(outcomes), "a completed update must not be undone"
     assert sum(map(is_held, states)) > 8 and outcomes.count(0) > 3 and outcomes.count(1) > 3
 
 
 @needs_stepping
-def test_death_after_any_instruction_of_one_who_takes_over():
+def test_kill_after_any_instruction_of_a_takeover():
     rig, sent = Rig((NUMEL,), shared=True), torch.linspace(-1, 1, NUMEL)
-    memory, before, states, after = one_pass(rig, sgd(0.1, 0.9), sent)
+    memory, _before, states, after = one_pass(rig, sgd(0.1, 0.9), sent)
     last, outcomes = rig.actor(2), set()
 
     def take_over():
@@ -178,7 +180,7 @@ def test_death_after_any_instruction_of_one_who_takes_over():
 
 
 @needs_stepping
-def test_death_after_any_instruction_that_ends_a_rule_in_python(monkeypatch):
+def test_kill_after_any_instruction_at_the_end_of_a_registered_rule(monkeypatch):
     monkeypatch.setattr(rules, "_registered", {})
     register_rule("plus", lambda value, sent, state: (value.add_(sent), state.sub_(sent)), num_states=1)
     rig, sent = Rig((NUMEL,), shared=True), torch.linspace(-1, 1, NUMEL)
@@ -202,60 +204,59 @@ def test_death_after_any_instruction_that_ends_a_rule_in_python(monkeypatch):
     assert outcomes == sorted(outcomes) and set(outcomes) == {0, 1}
 
 
-# --- states that would take more than one death, or other ends
+# --- states after several kills, and other ends of a process
 
 
-def write_row(rig: Rig, number: int, *, process: int, redo: float | None = None, taking: int = 0) -> None:
-    """The row of an actor that has died; with `redo`, about to make all values of its chunk that number."""
-    row = rig.row(number)
+def write_block(rig: Rig, number: int, *, process: int, redo: float | None = None, taking: int = 0) -> None:
+    """Write the block of a dead actor; with `redo`, about to set all values of its chunk to that number."""
+    row = rig.block(number)
     row[:9] = 0
     row[fields.PROCESS], row[fields.STARTED], row[fields.TAKING] = process, 12345, taking
     if redo is not None:
         start = (number - 1) * fields.BLOCK_BYTES + fields.SCRATCH_START
-        np.frombuffer(rig.arena.bytes, np.float32, NUMEL, start)[:] = redo
+        np.frombuffer(rig.actors.memory, np.float32, NUMEL, start)[:] = redo
         row[fields.REDO], row[fields.NEW_VERSION], row[fields.NEW_STEPS] = 1, 8, 3
         row[fields.NEW_BYTES] = 4 * NUMEL
 
 
 def dead_states():
-    """(name, rows as {number: its redo and whom it takes over},
-    holder of the lock, whether the redo record counts)."""
+    """Name, {actor: (redo, actor that it takes over from)}, holder of the lock, whether the redo record is applied."""
     yield "died before the record", {1: (None, 0)}, 1, False
     yield "died after it", {1: (5.0, 0)}, 1, True
-    yield "one who takes over died before the record", {1: (None, 0), 3: (None, 1)}, 3, False
-    yield "one who takes over died before the end", {1: (5.0, 0), 3: (None, 1)}, 3, True
+    yield "died in a takeover before the record", {1: (None, 0), 3: (None, 1)}, 3, False
+    yield "died in a takeover before the end", {1: (5.0, 0), 3: (None, 1)}, 3, True
     yield "three in a row", {1: (5.0, 0), 3: (None, 1), 4: (None, 3)}, 4, True
-    yield "was about to take over, and has not", {1: (5.0, 0), 3: (None, 1)}, 1, True
-    yield "a record of another chunk's", {1: (None, 0), 2: (5.0, 0)}, 1, False
+    yield "died before the takeover", {1: (5.0, 0), 3: (None, 1)}, 1, True
+    yield "a record of another chunk", {1: (None, 0), 2: (5.0, 0)}, 1, False
 
 
 @pytest.mark.parametrize("case", list(dead_states()), ids=lambda case: case[0])
 @pytest.mark.parametrize("in_python", (False, True), ids=("native", "in Python"))
-def test_states_of_several_deaths(case, in_python, monkeypatch):
-    """By the way of a pass itself, which waits, looks, and takes over: the lock is never found free."""
+def test_states_after_several_kills(case, in_python, monkeypatch):
+    """In a pass, which waits for the lock, checks its holder, and takes over."""
     _, rows, holder, is_redone = case
     monkeypatch.setattr(rules, "_registered", {})
     register_rule("plus", lambda value, sent: value.add_(sent))
     rig = Rig((NUMEL,))
     process = dead_process()
     for number, (redo, taking) in rows.items():
-        write_row(rig, number, process=process, redo=redo, taking=taking)
+        write_block(rig, number, process=process, redo=redo, taking=taking)
     rig.shards.headers(0)[0, :3] = torch.tensor([holder, 7, 2])
-    rig.shards.array(0)[:3] = 5.0 if is_redone else 0.0  # what it had got to
+    rig.shards.array(0)[:3] = 5.0 if is_redone else 0.0  # partly written
     rig.apply(rig.actor(2), "plus" if in_python else "add", torch.ones(NUMEL))
     assert rig.headers().tolist() == [[0, 9, 3] if is_redone else [0, 8, 2]]
     assert rig.arrays().tolist() == [6.0 if is_redone else 1.0] * NUMEL
     rig.close()
 
 
-def test_a_process_id_that_is_used_again_is_another_process():
+def test_a_reused_process_id():
     rig = Rig((NUMEL,))
-    write_row(rig, 1, process=os.getpid())  # alive, but not since then
+    write_block(rig, 1, process=os.getpid())  # alive, but not since then
     rig.shards.headers(0)[0, fields.LOCK] = 1
     assert rig.read(rig.actor(2)).tolist() == [0.0] * NUMEL
 
 
-def test_a_process_that_nobody_has_waited_for_yet_is_dead():
+def test_a_zombie_process_is_dead():
     rig = Rig((NUMEL,), shared=True)
     process = fork(lambda: (rig.actor(0), os.kill(os.getpid(), signal.SIGKILL)))
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
@@ -264,7 +265,7 @@ def test_a_process_that_nobody_has_waited_for_yet_is_dead():
     os.waitpid(process, 0)
 
 
-def test_whoever_lives_keeps_the_lock_and_is_named():
+def test_a_live_holder_keeps_the_lock_and_is_reported():
     rig = Rig((NUMEL,))
     holder, other, seen = rig.actor(0), rig.actor(2), []
     rig.shards.headers(0)[0, fields.LOCK] = holder.number
@@ -280,8 +281,8 @@ def test_whoever_lives_keeps_the_lock_and_is_named():
     assert rig.arrays().tolist() == [1.0] * NUMEL
 
 
-def test_without_descriptors_left_nobody_is_taken_for_dead(monkeypatch):
-    """A lock was then taken from one who was in the middle of its chunk."""
+def test_without_file_descriptors_no_process_is_considered_dead(monkeypatch):
+    """The lock of a live holder was taken over."""
     rig = Rig((NUMEL,))
     holder = rig.actor(0)
 
@@ -289,16 +290,16 @@ def test_without_descriptors_left_nobody_is_taken_for_dead(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(builtins, "open", full)
-    assert not holder.arena.is_dead(holder.number)
+    assert not holder.table.is_dead(holder.number)
     monkeypatch.undo()
-    assert arena.start_of(os.getpid()) > 0 and not holder.arena.is_dead(holder.number)
+    assert process_start(os.getpid()) > 0 and not holder.table.is_dead(holder.number)
 
 
-# --- at random moments, with others at work
+# --- kills at random times, with concurrent actors
 
 
 def numbers_of(rule, gradient: float):
-    """What an element and its states are after 0, 1, 2, ... times."""
+    """An element and its states after 0, 1, 2, ... updates."""
     rig = Rig((1,))
     actor, sent = rig.actor(0), torch.full((1,), gradient)
     while True:
@@ -307,8 +308,8 @@ def numbers_of(rule, gradient: float):
 
 
 @pytest.mark.parametrize("rule", ("copy", adam(0.1)), ids=("copy", "adam"))
-def test_killed_at_random_while_others_go_on(rule):
-    """All elements of a chunk are alike at any time, and tell its VERSION: half a rule, or one lost, would show."""
+def test_random_kills_during_concurrent_updates(rule):
+    """All elements of a chunk are equal and correspond to its VERSION: a partial or lost update would show."""
     chunk, choose = 4096, random.Random(1)
     rig = Rig((3 * chunk, chunk + 5), chunk=chunk, shared=True)
     own, numbers, series = rig.actor(0), [], numbers_of(rule, 0.5)
@@ -327,7 +328,7 @@ def test_killed_at_random_while_others_go_on(rule):
             os.kill(child, signal.SIGKILL)
         for child in children:
             os.waitpid(child, 0)
-        rig.read(own)  # whatever lock was left is taken
+        rig.read(own)  # takes over the locks of killed processes
         header, arrays = rig.headers().tolist(), [rig.arrays(which) for which in range(3)]
         numbers += itertools.islice(series, max(0, max(row[fields.VERSION] for row in header) + 1 - len(numbers)))
         for (lock, version, steps), (begin, end) in zip(header, rig.chunks(), strict=True):

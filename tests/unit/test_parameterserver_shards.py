@@ -1,6 +1,8 @@
-"""How a tensor is cut into shards, chunks and pieces, and what is refused as a rule: arithmetic, without processes."""
+"""Layout of shards, chunks and messages, and rejected rules, without processes."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchmpi import errors
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
-from torchmpi.parameterserver.shards import PIECE_BYTES, chunk_numel, layout, pieces
+from torchmpi.parameterserver.shards import MESSAGE_BYTES, chunk_numel, layout, message_ranges
 from torchmpi.shared_memory.kernels import server_rules as native
 from torchmpi.shared_memory.kernels.shard_layout import CHUNK_BYTES, HEADER_BYTES, NUM_ARRAYS
 from torchmpi.tensors.partition import even_partition
@@ -26,9 +28,8 @@ def num_chunks(numel: int, chunk: int) -> int:
 # --- memory
 
 
-@pytest.mark.parametrize("size", range(1, 65))
-def test_arrays_of_all_shards_have_room_and_do_not_overlap(size):
-    for item_bytes, state_bytes in ITEMS:
+def test_arrays_of_all_shards_have_room_and_do_not_overlap():
+    for size, (item_bytes, state_bytes) in itertools.product(range(1, 65), ITEMS):
         chunk = chunk_numel(item_bytes, state_bytes)
         for numel in (0, 1, size - 1, size, size + 1, chunk * size - 1, chunk * size, chunk * size + 1, 1000003):
             numels = tuple(length for _, length in even_partition(numel, size))
@@ -42,7 +43,7 @@ def test_arrays_of_all_shards_have_room_and_do_not_overlap(size):
             used = sorted((begin, begin + length) for begin, length in spans if length)
             ends = [0, *(end for _, end in used)]
             assert all(begin >= end for (begin, _), end in zip(used, ends, strict=False))
-            assert ends[-1] <= plan.num_bytes and plan.num_bytes > 0, "nobody can map nothing"
+            assert ends[-1] <= plan.num_bytes and plan.num_bytes > 0, "a mapping of no bytes is impossible"
 
 
 @pytest.mark.parametrize(("item_bytes", "state_bytes"), ITEMS)
@@ -60,33 +61,31 @@ def test_tensors_of_more_than_four_billion_elements():
 # --- messages
 
 
-def check_pieces(numel: int, chunk: int, item_bytes: int, most_bytes: int = PIECE_BYTES) -> None:
-    cut = pieces(numel, chunk, item_bytes, most_bytes)
+def check_messages(numel: int, chunk: int, item_bytes: int, max_bytes: int = MESSAGE_BYTES) -> None:
+    cut = message_ranges(numel, chunk, item_bytes, max_bytes)
     assert [begin for begin, _ in cut] == [0, *(end for _, end in cut[:-1])][: len(cut)]
     assert (cut[-1][1] if cut else 0) == numel
     for begin, end in cut:
-        assert begin < end and begin % chunk == 0, "a chunk must not arrive in two pieces"
-        assert (end - begin) * item_bytes <= max(most_bytes, chunk * item_bytes)
+        assert begin < end and begin % chunk == 0, "a chunk must not arrive in two messages"
+        assert (end - begin) * item_bytes <= max(max_bytes, chunk * item_bytes)
     lengths = {end - begin for begin, end in cut[:-1]}
     assert len(lengths) <= 1 and all(length >= cut[-1][1] - cut[-1][0] for length in lengths)
 
 
-@pytest.mark.parametrize("size", range(1, 65))
-def test_pieces_of_every_shard_are_cut_at_chunks(size):
-    for item_bytes, state_bytes in ITEMS:
+def test_messages_of_every_shard_end_at_chunks():
+    for size, (item_bytes, state_bytes) in itertools.product(range(1, 65), ITEMS):
         chunk = chunk_numel(item_bytes, state_bytes)
-        per_piece = PIECE_BYTES // item_bytes
-        for numel in (0, 1, chunk - 1, chunk, chunk + 1, per_piece - 1, per_piece, per_piece + 1, 7 * per_piece + 3):
+        most = MESSAGE_BYTES // item_bytes
+        for numel in (0, 1, chunk - 1, chunk, chunk + 1, most - 1, most, most + 1, 7 * most + 3):
             for _, length in even_partition(size * numel + size // 2, size)[:: max(1, size - 1)]:
-                check_pieces(length, chunk, item_bytes)
-                assert all(
-                    (end - begin) * item_bytes <= PIECE_BYTES for begin, end in pieces(length, chunk, item_bytes)
-                )
+                check_messages(length, chunk, item_bytes)
+                ranges = message_ranges(length, chunk, item_bytes)
+                assert all((end - begin) * item_bytes <= MESSAGE_BYTES for begin, end in ranges)
 
 
 @given(st.integers(0, 10000), st.integers(1, 300), st.integers(1, 16), st.integers(1, 10000))
-def test_pieces_of_any_size(numel, chunk, item_bytes, most_bytes):
-    check_pieces(numel, chunk, item_bytes, most_bytes)
+def test_messages_of_any_size(numel, chunk, item_bytes, max_bytes):
+    check_messages(numel, chunk, item_bytes, max_bytes)
 
 
 # --- rules
@@ -94,11 +93,11 @@ def test_pieces_of_any_size(numel, chunk, item_bytes, most_bytes):
 
 @pytest.fixture
 def registry(monkeypatch):
-    """The rules that a test registers go with it."""
+    """Remove the rules that a test registers."""
     monkeypatch.setattr(rules, "_registered", {})
 
 
-def test_every_built_in_rule_is_found_by_what_makes_it():
+def test_every_built_in_rule_can_be_prepared():
     made = (scaled_add(2), axpby(1, 2), sgd(0.1), adagrad(0.1), adam(0.1))
     for rule in (*("zero", "copy", "add", "max", "min"), *made):
         prepared = rules.prepare(rule, torch.float32)
@@ -111,8 +110,8 @@ def test_every_built_in_rule_is_found_by_what_makes_it():
 @pytest.mark.parametrize(
     ("rule", "dtype", "kind", "remedy"),
     [
-        ("sum", torch.float32, errors.ArgumentError, "There are adagrad"),
-        ("", torch.float32, errors.ArgumentError, "There are adagrad"),
+        ("sum", torch.float32, errors.ArgumentError, "Available: adagrad"),
+        ("", torch.float32, errors.ArgumentError, "Available: adagrad"),
         ("scaled_add", torch.float32, errors.ArgumentError, "scaled_add(...)"),
         (Rule("add", (1.0,)), torch.float32, errors.ArgumentError, "needs 0 coefficients"),
         (Rule("axpby", (1.0,)), torch.float32, errors.ArgumentError, "needs 2 coefficients"),
@@ -123,7 +122,7 @@ def test_every_built_in_rule_is_found_by_what_makes_it():
         (scaled_add(0.5), torch.int64, errors.DtypeError, "float32"),
     ],
 )
-def test_refused_rules(rule, dtype, kind, remedy):
+def test_rejected_rules(rule, dtype, kind, remedy):
     with pytest.raises(kind) as caught:
         rules.prepare(rule, dtype)
     assert type(caught.value) is kind and remedy in str(caught.value)
@@ -142,7 +141,7 @@ def test_refused_rules(rule, dtype, kind, remedy):
         ("mine", max, -1, "num_states=-1"),
     ],
 )
-def test_refused_registrations(registry, name, function, num_states, problem):
+def test_rejected_registrations(registry, name, function, num_states, problem):
     with pytest.raises(errors.ArgumentError, match=problem):
         register_rule(name, function, num_states=num_states)
     assert not rules._registered

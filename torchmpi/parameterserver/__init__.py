@@ -1,24 +1,19 @@
-"""Parameter servers: tensors spread over the ranks, to which any rank may send and from which it may receive.
+"""Parameter servers: tensors sharded over the ranks, which any rank may update and read without a matching call.
 
-Nobody has to enter a matching call::
-
+Example:
     import torchmpi.parameterserver as ps
 
     server = ps.init(weights)                       # collective
-    ps.send(server, -0.1 * gradient, "add").wait()  # whenever this rank is ready
+    ps.send(server, -0.1 * gradient, "add").wait()  # at any time, by any rank
     weights = ps.receive(server).wait()
 """
 
+from .checkpoint import load, save
 from .rules import Rule, adagrad, adam, axpby, register_rule, scaled_add, sgd
-from .saving import load, save
 from .servers import Server, free, free_all, init, receive, send
 from .staleness import Clock, StalenessMeter
-from .tensors import free_tensors, init_tensors, integrate_tensors, prefetch_tensors, send_tensors, sync_handles
-from .updates.diloco import DiLoCoUpdate
-from .updates.downpour import DownpourUpdate
-from .updates.easgd import EAMSGDUpdate, EASGDUpdate
-from .updates.localsgd import LocalSGDUpdate
-from .updates.update import Update
+from .tensor_lists import free_tensors, init_tensors, integrate_tensors, prefetch_tensors, send_tensors, sync_handles
+from .updates import DiLoCoUpdate, DownpourUpdate, EAMSGDUpdate, EASGDUpdate, LocalSGDUpdate, Update
 
 __all__ = [
     "Clock",

@@ -1,4 +1,4 @@
-"""Rules: what a server does with what is sent to it."""
+"""Rules: how a server combines its values with those that are sent."""
 
 from __future__ import annotations
 
@@ -14,66 +14,121 @@ from ..shared_memory.kernels import server_rules as native
 from ..shared_memory.kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
 
 Function = Callable[..., object]
-MOST_COEFFICIENTS = NUM_COEFFICIENTS - 2
-MOST_NAME_BYTES = 64
-"""What a request to another host has room for."""
+MAX_COEFFICIENTS = NUM_COEFFICIENTS - 2
+MAX_NAME_BYTES = 64
+"""Space for the name in a request to another host."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule with its coefficients; what `scaled_add` and the others make, and names stand for."""
+    """A rule with its coefficients.
+
+    :func:`scaled_add`, :func:`axpby`, :func:`sgd`, :func:`adagrad` and :func:`adam` return one; a rule without
+    coefficients may be given by its name alone.
+
+    Args:
+        name: Name of a built-in rule, or of one of :func:`register_rule`.
+        coefficients: At most six numbers. A registered rule gets them as its last arguments.
+
+    Example:
+        ps.send(server, gradient, ps.Rule("clipped", (0.5,)))
+    """
 
     name: str
     coefficients: tuple[float, ...] = ()
 
 
 def scaled_add(alpha: float) -> Rule:
-    """``value += alpha * sent``.
+    """Return the rule ``value += alpha * sent``.
 
-    >>> scaled_add(-0.1)
-    Rule(name='scaled_add', coefficients=(-0.1,))
+    Args:
+        alpha: Factor of the sent values.
+
+    Returns:
+        The rule, for floating-point servers.
+
+    Example:
+        >>> scaled_add(-0.1)
+        Rule(name='scaled_add', coefficients=(-0.1,))
     """
     return Rule("scaled_add", (float(alpha),))
 
 
 def axpby(a: float, b: float) -> Rule:
-    """``value = a * sent + b * value``.
+    """Return the rule ``value = a * sent + b * value``.
 
-    >>> axpby(0.1, 0.9).coefficients
-    (0.1, 0.9)
+    Args:
+        a: Factor of the sent values.
+        b: Factor of the values of the server.
+
+    Returns:
+        The rule, for floating-point servers.
+
+    Example:
+        >>> axpby(0.1, 0.9).coefficients
+        (0.1, 0.9)
     """
     return Rule("axpby", (float(a), float(b)))
 
 
 def sgd(lr: float, momentum: float = 0.0, *, weight_decay: float = 0.0, nesterov: bool = False) -> Rule:
-    """What is sent is a gradient: a step of SGD as torch.optim.SGD makes it, the momentum being kept by the server.
+    """Return the rule that takes a step of ``torch.optim.SGD``; the sent values are a gradient.
 
-    >>> sgd(0.1, 0.9).name
-    'sgd'
+    Args:
+        lr: Learning rate.
+        momentum: Momentum. The server keeps the momentum buffer, which all senders share.
+        weight_decay: Weight decay.
+        nesterov: Whether to use Nesterov's momentum.
+
+    Returns:
+        The rule, for floating-point servers.
+
+    Example:
+        >>> sgd(0.1, 0.9).name
+        'sgd'
     """
     return Rule("sgd", (float(lr), float(momentum), float(weight_decay), float(nesterov)))
 
 
 def adagrad(lr: float, *, eps: float = 1e-10, weight_decay: float = 0.0) -> Rule:
-    """What is sent is a gradient: a step of torch.optim.Adagrad.
+    """Return the rule that takes a step of ``torch.optim.Adagrad``; the sent values are a gradient.
 
-    >>> adagrad(0.01).coefficients
-    (0.01, 1e-10, 0.0)
+    Args:
+        lr: Learning rate.
+        eps: Term added to the denominator.
+        weight_decay: Weight decay.
+
+    Returns:
+        The rule, for floating-point servers. The server keeps the sum of squares.
+
+    Example:
+        >>> adagrad(0.01).coefficients
+        (0.01, 1e-10, 0.0)
     """
     return Rule("adagrad", (float(lr), float(eps), float(weight_decay)))
 
 
 def adam(lr: float, betas: tuple[float, float] = (0.9, 0.999), *, eps: float = 1e-8, weight_decay: float = 0.0) -> Rule:
-    """What is sent is a gradient: a step of torch.optim.Adam. Each chunk counts its own steps.
+    """Return the rule that takes a step of ``torch.optim.Adam``; the sent values are a gradient.
 
-    >>> adam(0.001).coefficients
-    (0.001, 0.9, 0.999, 1e-08, 0.0)
+    Args:
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Term added to the denominator.
+        weight_decay: Weight decay.
+
+    Returns:
+        The rule, for floating-point servers. The server keeps both moments, and a step count per chunk.
+
+    Example:
+        >>> adam(0.001).coefficients
+        (0.001, 0.9, 0.999, 1e-08, 0.0)
     """
     return Rule("adam", (float(lr), float(betas[0]), float(betas[1]), float(eps), float(weight_decay)))
 
 
-class Prepared(NamedTuple):
-    """A rule for a dtype: an address, or a function of Python."""
+class PreparedRule(NamedTuple):
+    """A rule for one dtype: the address of native code, or a Python function."""
 
     name: str
     coefficients: tuple[float, ...]
@@ -82,25 +137,31 @@ class Prepared(NamedTuple):
     function: Function | None
 
 
-class _Registered(NamedTuple):
-    function: Function
-    num_states: int
-
-
-_registered: dict[str, _Registered] = {}
+_registered: dict[str, tuple[Function, int]] = {}
+"""Functions and numbers of states of registered rules."""
 _changing = threading.Lock()
 
 
 def register_rule(name: str, function: Function, *, num_states: int = 0) -> None:
-    """Add a rule of your own: ``function(values, sent, *states)`` changes `values` (and `states`) in place.
+    """Add a rule written in Python. Call it on all ranks.
 
-    It is called for each chunk, with flat tensors of some thousand elements, by the client that sends or by the server
-    of another host, in whatever thread: it must depend on nothing but its arguments. If it raises, the chunk stays as
-    it was. Register it under the same name on all ranks. States (at most two) start at zero; they are float32, for
-    float64 float64.
+    ``function(values, sent, *states, *coefficients)`` is called for each chunk, with flat tensors of at most 64 KB. It
+    changes `values` and `states` in place. It runs in any thread of the sender, or of a rank on another host, and must
+    depend on nothing but its arguments. If it raises, the chunk stays unchanged and ``wait()`` of the sender raises.
 
+    Args:
+        name: Name of the rule: an identifier, the same on all ranks. A registered rule may be replaced.
+        function: The rule.
+        num_states: Number of tensors, at most two, that the server keeps for the rule. They start at zero, in float64
+            for float64 servers and in float32 for all others.
+
+    Raises:
+        ArgumentError: The name is not an identifier or that of a built-in rule, or another argument is invalid.
+
+    Example:
         def clipped(values, sent):
             values.add_(sent.clamp(-1, 1))
+
         ps.register_rule("clipped", clipped)
         ps.send(server, gradient, "clipped").wait()
     """
@@ -112,40 +173,41 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
         raise ArgumentError(
             f"register_rule: num_states={num_states} for rule {name!r}; 0 to {MOST_STATES} are possible."
         )
-    if len(name.encode()) > MOST_NAME_BYTES:
-        raise ArgumentError(f"register_rule: the name {name!r} is longer than {MOST_NAME_BYTES} bytes.")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise ArgumentError(f"register_rule: the name {name!r} is longer than {MAX_NAME_BYTES} bytes.")
     with _changing:
         if name in native.BUILT_IN:
-            raise ArgumentError(f"register_rule: {name!r} is built in. Take another name.")
-        _registered[name] = _Registered(function, num_states)
+            raise ArgumentError(f"register_rule: {name!r} is built in. Use another name.")
+        _registered[name] = function, num_states
 
 
-def prepare(rule: object, dtype: torch.dtype) -> Prepared:
-    """Find what a rule means for a dtype, or refuse it.
+def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:
+    """Return a rule for a dtype, or raise an error.
 
     >>> prepare("nonsense", torch.float32)
     Traceback (most recent call last):
-    torchmpi.errors.ArgumentError: unknown rule 'nonsense'. There are adagrad, adam, add, axpby, copy, max, min, \
-scaled_add, sgd, zero, and what register_rule adds.
+    torchmpi.errors.ArgumentError: unknown rule 'nonsense'. Available: adagrad, adam, add, axpby, copy, max, min, \
+scaled_add, sgd, zero, and the rules added by register_rule.
     """
     if isinstance(rule, str):
         rule = Rule(rule)
     if not isinstance(rule, Rule):
-        raise ArgumentError(f"a rule is a name or what torchmpi.parameterserver.scaled_add(...) gives, not {rule!r}.")
-    if len(rule.coefficients) > MOST_COEFFICIENTS:
+        raise ArgumentError(f"a rule is a name or a torchmpi.parameterserver.Rule, not {rule!r}.")
+    if len(rule.coefficients) > MAX_COEFFICIENTS:
         raise ArgumentError(
-            f"rule {rule.name!r} has {len(rule.coefficients)} coefficients; {MOST_COEFFICIENTS} are possible."
+            f"rule {rule.name!r} has {len(rule.coefficients)} coefficients; {MAX_COEFFICIENTS} are possible."
         )
-    own = _registered.get(rule.name)
-    if own is not None:
-        return Prepared(rule.name, rule.coefficients, own.num_states, 0, own.function)
+    registered = _registered.get(rule.name)
+    if registered is not None:
+        function, num_states = registered
+        return PreparedRule(rule.name, rule.coefficients, num_states, 0, function)
     code = native.BUILT_IN.get(rule.name)
     if code is None:
         names = ", ".join(sorted({*native.BUILT_IN, *_registered}))
-        raise ArgumentError(f"unknown rule {rule.name!r}. There are {names}, and what register_rule adds.")
+        raise ArgumentError(f"unknown rule {rule.name!r}. Available: {names}, and the rules added by register_rule.")
     if len(rule.coefficients) != code.num_coefficients:
         raise ArgumentError(
             f"rule {rule.name!r} needs {code.num_coefficients} coefficients: write "
             f"torchmpi.parameterserver.{rule.name}(...)."
         )
-    return Prepared(rule.name, rule.coefficients, code.num_states, native.address(dtype, rule.name), None)
+    return PreparedRule(rule.name, rule.coefficients, code.num_states, native.address(dtype, rule.name), None)

@@ -1,29 +1,41 @@
-"""Servers, and what may be done with them: make, send to, receive from, free."""
+"""Parameter servers: `init`, `send`, `receive`, `free`.
+
+`send` and `receive` check their arguments, then run `Server.apply` or `Server.read`, in the calling thread or in the
+call queue of the communicator. These reach the shards of this host through memory (:class:`.shards.Actor`) and all
+others by messages (:class:`.remote.RemoteClient`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from ..collectives.dispatch import is_simple
-from ..communicators.group import Group
+from ..communicators.call_queue import CallQueue
+from ..communicators.group import Group, share
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
-from ..errors import ArgumentError, CommunicatorError, DtypeError
+from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError
 from ..session import runtime
 from ..shared_memory.kernels.server_rules import state_dtype
+from ..shared_memory.segments import Segment
 from ..tensors import buffers, streams
 from ..tensors import dtypes as dtype_table
 from ..tensors.partition import even_partition
-from .actor import Shards
-from .rules import Prepared, Rule, prepare
-from .service import Service, call_on_servers, require_threads, service_of
+from .remote import RemoteClient, ServerThread
+from .rules import PreparedRule, Rule, prepare
+from .shards import CLIENT, SERVER, Actor, ActorTable, Shards, layout, private_segment
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm as MPIComm
+
+T = TypeVar("T")
 INLINE_BYTES = 256 << 10
-"""Up to this size a call runs in the caller's thread, if all shards are within reach."""
-_MOST_RULES = 64
+"""Calls of up to this size run in the calling thread, if all shards are in reach through memory."""
+_MAX_PREPARED_RULES = 64
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
@@ -31,73 +43,245 @@ _DTYPES = (
 
 
 class Server:
-    """A tensor that is spread over the ranks of a communicator, as its clients see it. Made by `init`."""
+    """A tensor that is sharded over the ranks of a communicator, as seen by one of its clients.
 
-    def __init__(self, service: Service, number: int, shape: torch.Size, *, shards: Shards, name: str) -> None:
-        self.service, self.number, self.shape, self.shards, self.name = service, number, shape, shards, name
+    Returned by :func:`init`.
+
+    Attributes:
+        name: The name given to :func:`init`, or ``server`` and a number.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        parts: First element and number of elements of the shard of each rank.
+        is_local: Whether this rank reaches all shards through memory.
+        is_open: False after :func:`free`.
+        is_saved: Whether :func:`save` and :func:`load` include this server; may be set to False.
+        num_sent: Number of completed sends of this client.
+        bytes_sent: Bytes that this client has sent, including those to shards of this host.
+        bytes_received: Bytes that this client has received.
+        sent_version: Number of rules that had been applied to a chunk when the last send of this client reached it;
+            mean over the chunks.
+        received_version: The same for the last receive.
+    """
+
+    def __init__(self, context: ServerContext, number: int, shape: torch.Size, *, shards: Shards, name: str) -> None:
+        self.context, self.number, self.shape, self.shards, self.name = context, number, shape, shards, name
         self.dtype = shards.dtype
         self.numel = shape.numel()
-        self.parts = even_partition(self.numel, service.group.size)
-        """First element and number of elements of the shard of each rank."""
-        self.is_local = not service.far_ranks
+        self.parts = even_partition(self.numel, context.group.size)
+        self.is_local = context.remote is None
         self.is_open = self.is_saved = True
-        """`is_saved`: part of what `save` writes and `load` reads, unless somebody has set it to False."""
         self.bytes_sent = self.bytes_received = self.num_sent = 0
-        """What this client has sent and received, in all calls that have ended."""
         self.sent_version = self.received_version = 0.0
-        """How many rules had been applied to its chunks, on average, when the last send of this client was, and the
-        last receive."""
-        self._rules: dict[Any, Prepared] = {}
+        self._rules: dict[str | Rule, PreparedRule] = {}
 
     @property
     def group(self) -> Group:
-        """Its ranks."""
-        return self.service.group
+        """The ranks that hold the shards."""
+        return self.context.group
 
     def __repr__(self) -> str:
         what = f"{list(self.shape)} {dtype_table.short_name(self.dtype)} on {self.group.size} ranks"
         return f"<Server {self.name!r}: {what}{'' if self.is_open else ', freed'}>"
 
-    def prepared(self, rule: str | Rule) -> Prepared:
-        """The rule for this dtype."""
+    def prepared(self, rule: str | Rule) -> PreparedRule:
+        """Return the rule for the dtype of this server."""
         known = self._rules.get(rule)
         if known is None:
             known = prepare(rule, self.dtype)
-            if known.function is None:  # others may be registered anew
-                if len(self._rules) >= _MOST_RULES:  # a learning rate that changes makes a new one each step
+            if known.function is None:  # a registered rule may be replaced
+                if len(self._rules) >= _MAX_PREPARED_RULES:  # each value of a learning rate makes a rule
                     self._rules.clear()
                 self._rules[rule] = known
         return known
 
-    def send(self, data: torch.Tensor, prepared: Prepared) -> None:
-        """Apply a rule with plain memory of the host; in the lane's turn."""
-        client, requests = self.service.client, self.service.requests
-        client.apply(self.shards, data.data_ptr(), (0, self.numel), prepared)
-        far = requests.send(self, data, prepared) if requests is not None else (0, 0)
-        self.sent_version = (client.versions + far[0]) / max(client.num_chunks + far[1], 1)
+    def apply(self, data: torch.Tensor, rule: PreparedRule) -> None:
+        """Apply a rule to all shards with contiguous values in host memory; the caller holds the run lock."""
+        client, remote = self.context.client, self.context.remote
+        client.apply(self.shards, data.data_ptr(), (0, self.numel), rule)
+        versions, num_chunks = remote.apply(self, data, rule) if remote is not None else (0, 0)
+        self.sent_version = (client.versions + versions) / max(client.num_chunks + num_chunks, 1)
         self.num_sent += 1
         self.bytes_sent += data.nbytes
 
-    def receive(self, data: torch.Tensor) -> None:
-        """Read everything into plain memory of the host; in the lane's turn."""
-        client, requests = self.service.client, self.service.requests
+    def read(self, data: torch.Tensor) -> None:
+        """Copy all shards to contiguous host memory; the caller holds the run lock."""
+        client, remote = self.context.client, self.context.remote
         client.read(self.shards, data.data_ptr(), (0, self.numel))
-        far = requests.receive(self, data) if requests is not None else (0, 0)
-        self.received_version = (client.versions + far[0]) / max(client.num_chunks + far[1], 1)
+        versions, num_chunks = remote.read(self, data) if remote is not None else (0, 0)
+        self.received_version = (client.versions + versions) / max(client.num_chunks + num_chunks, 1)
         self.bytes_received += data.nbytes
 
     def close(self) -> None:
-        """Nobody uses it any more: unmap."""
+        """Unmap the shards."""
         self.is_open = False
         self.shards.close()
 
 
+class ServerContext:
+    """What all servers of a group share; made by the first `init` on the group and closed with it."""
+
+    def __init__(self, group: Group) -> None:
+        context = group.context
+        self.group = group
+        self.comm: MPIComm = group.comm.Dup()
+        self.local_comm, self.actors = _make_actor_table(group, self.comm)
+        self.local_ranks: tuple[int, ...] = tuple(self.local_comm.allgather(group.rank))
+        """Ranks whose shards this rank reaches through memory; the others are remote."""
+        self.remote_ranks = tuple(rank for rank in range(group.size) if rank not in self.local_ranks)
+        self.client = Actor(self.actors, CLIENT, is_crowded=context.is_crowded)
+        self.client.on_wait = self._note_wait
+        # Without messages MPI need not support threads for calls to run in one.
+        queue = CallQueue(f"{group.name} parameter server", threaded=context.threaded or not self.remote_ranks)
+        self.call_queue = group.peer_queues.setdefault(("parameter server", 0), queue)
+        self.servers: dict[int, Server] = {}
+        """Servers that have not been freed, by number."""
+        self.num_made = 0
+        self.remote: RemoteClient | None = None
+        self._thread: ServerThread | None = None
+        if self.remote_ranks:
+            self.remote = RemoteClient(context.MPI, self.comm, group, self.remote_ranks, self.call_queue)
+            actor = Actor(self.actors, SERVER, is_crowded=context.is_crowded)
+            end_job = runtime.current().failures.end_job
+            self._thread = ServerThread(context.MPI, self.comm, actor, self.servers, name=group.name, end_job=end_job)
+            self._thread.start()
+        group.attachments.append(self)
+
+    @staticmethod
+    def of(group: Group) -> ServerContext | None:
+        """Return the context of a group, if it has one."""
+        return next((item for item in group.attachments if isinstance(item, ServerContext)), None)
+
+    def allocate(self, parts: list[tuple[int, int]], dtype: torch.dtype) -> Shards:
+        """Allocate and map the shards of the local ranks. Collective."""
+        local_parts, states = [parts[rank] for rank in self.local_ranks], state_dtype(dtype)
+        plan = layout(tuple(numel for _, numel in local_parts), dtype.itemsize, states.itemsize)
+        segment = _allocate(self.comm, self.local_comm, "shards", plan.num_bytes)
+        if segment is None:
+            raise TorchMPIError(
+                f"{self.group.where}: cannot allocate {plan.num_bytes} bytes of shared memory for the shards on some "
+                "host. Give the container more (docker --shm-size), or disable shared memory: TORCHMPI_SLOT_BYTES=0."
+            )
+        return Shards(segment, plan, local_parts, dtypes=(dtype, states))
+
+    def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle:
+        """Run `task` in the calling thread if it is small and nothing is queued, otherwise in the call queue."""
+        queue, run = self.call_queue, partial(self._run, server, task, what)
+        is_inline = server.is_local and num_bytes <= INLINE_BYTES
+        if not (is_inline and queue.pending == 0 and queue.run_lock.acquire(False)):
+            return queue.submit(run, what)
+        handle = Handle(what)
+        try:
+            handle.set_result(run())
+        except Exception as error:  # raised by wait(), as from the queue
+            queue.failed = [*(other for other in queue.failed if other.unseen_error is not None), handle]
+            handle.set_error(error)
+        finally:
+            queue.run_lock.release()
+        return handle
+
+    def _run(self, server: Server, task: Callable[[], T], what: str) -> T:
+        try:
+            _check_open(server, what)  # again: another thread may have freed it
+            return task()
+        finally:
+            self.call_queue.doing = None
+
+    def _note_wait(self, holder: int) -> None:
+        """Let the watchdog report which rank holds the lock that this rank waits for."""
+        if self.call_queue.doing is None:
+            rank = self.group.world_ranks[self.local_ranks[self.actors.rank_of(holder)]]
+            self.call_queue.doing = f"a call of the parameter server, for a chunk that rank {rank} has locked,"
+
+    def free(self, server: Server) -> None:
+        """Complete all calls and unmap a server. Collective."""
+        self.call_queue.drain()
+        with self.call_queue.run_lock:  # other threads may be about to call
+            server.is_open = False
+        self.comm.Barrier()
+        del self.servers[server.number]
+        server.close()
+
+    def close(self) -> None:
+        """Close all servers after a barrier, since other ranks may send until then. Collective."""
+        for server in self.servers.values():
+            server.is_open = False  # the group has closed the call queue: no call is running
+        self.comm.Barrier()
+        if self._thread is not None:
+            self._thread.stop()
+        for server in list(self.servers.values()):
+            server.close()
+        self.servers.clear()
+        self.actors.segment.close()
+        self.local_comm.Free()
+        self.comm.Free()
+
+
+def _make_actor_table(group: Group, comm: MPIComm) -> tuple[MPIComm, ActorTable]:
+    """Return the communicator of the ranks that share memory, possibly this one alone, and their actor table."""
+    hosts = [group.context.hosts[rank] for rank in group.world_ranks]
+    local = comm.Split(hosts[group.rank] if group.context.slot_bytes else group.rank, group.rank)
+    segment = _allocate(comm, local, "actors", ActorTable.num_bytes(local.size))
+    if segment is None:
+        local.Free()
+        local, segment = comm.Split(group.rank, 0), private_segment(ActorTable.num_bytes(1))
+    return local, ActorTable(segment, local.rank)
+
+
+def _allocate(comm: MPIComm, local: MPIComm, name: str, num_bytes: int) -> Segment | None:
+    """Allocate memory on each host, for the ranks of `local`; None if it fails on any rank of `comm`. Collective."""
+    segment = share(local, name, num_bytes) if local.size > 1 else private_segment(num_bytes)
+    if all(comm.allgather(segment is not None)):
+        return segment
+    if segment is not None:
+        segment.close()
+    return None
+
+
+def call_collectively(group: Group, collective: str, subject: str, action: Callable[[], T]) -> T:
+    """Run `action` as a call of all ranks of a group if `subject` is the same on all; otherwise raise on all.
+
+    The subjects are compared before the action starts, since a rank inside the action could not be stopped by one that
+    finds the difference later.
+    """
+
+    def run() -> T:
+        calls = group.comm.allgather((group.call_log.seq, subject))
+        if calls != [calls[0]] * group.size:
+            listing = "; ".join(
+                f"rank {rank}: {what}, call #{seq}" for rank, (seq, what) in zip(group.world_ranks, calls, strict=True)
+            )
+            raise MismatchError(
+                f"{group.where}: the ranks called {collective} with different arguments: {listing}. "
+                "Pass the same on all ranks."
+            )
+        return action()
+
+    return group.call_action(collective, run)
+
+
+# ---- public functions
+
+
 def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) -> Server:
-    """Spread a tensor over the ranks of a communicator: the shard of rank i starts with rank i's values. Collective.
+    """Create a server for tensors of this shape and dtype. Collective.
 
-    All ranks pass a tensor of the same shape and dtype; it is copied. To start with the same values everywhere,
-    broadcast it before.
+    The shard of rank i starts with the values of rank i, which are copied. For a server with the values of one
+    tensor, broadcast the tensor before, or let one rank ``send`` it with the rule ``"copy"``.
 
+    Args:
+        tensor: Initial values; float32, float64, float16, bfloat16, int8, int16, int32, int64 or uint8.
+        comm: Communicator, or its level, whose ranks hold the shards. Default: the current communicator.
+        name: Name of the server in messages.
+
+    Returns:
+        The server. It lives until :func:`free` or :func:`torchmpi.stop`.
+
+    Raises:
+        DtypeError: There are no servers for this dtype.
+        MismatchError: Shape, dtype or name differ between the ranks.
+        CommunicatorError: The ranks do not share memory, and the MPI library does not support MPI_THREAD_MULTIPLE.
+
+    Example:
         server = ps.init(weights)
         ps.send(server, -0.1 * gradient, "add").wait()
         weights = ps.receive(server).wait()
@@ -108,38 +292,62 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
     if tensor.dtype not in _DTYPES:
         names = ", ".join(dtype_table.short_name(dtype) for dtype in _DTYPES)
         raise DtypeError(f"{what}: there are no servers for {tensor.dtype}, only for {names}.")
-    require_threads(group)
+    _require_threads(group)
     plain = buffers.plain(tensor, to_host=True)
     subject = f"{dtype_table.short_name(tensor.dtype)} {list(tensor.shape)}{'' if name is None else f' named {name!r}'}"
-    return call_on_servers(group, "server_init", subject, partial(_make, group, plain, name))
+    return call_collectively(group, "server_init", subject, partial(_make, group, plain, name))
 
 
 def _make(group: Group, tensor: torch.Tensor, name: str | None) -> Server:
-    service = service_of(group) or Service(group)
-    number = service.num_made
+    context = ServerContext.of(group) or ServerContext(group)
+    number = context.num_made
     parts = even_partition(tensor.numel(), group.size)
-    shards = service.allocate(parts, (tensor.dtype, state_dtype(tensor.dtype)))
-    server = Server(service, number, tensor.shape, shards=shards, name=name or f"server {number}")
+    shards = context.allocate(parts, tensor.dtype)
+    server = Server(context, number, tensor.shape, shards=shards, name=name or f"server {number}")
     begin, numel = parts[group.rank]
-    shards.array(service.near_ranks.index(group.rank)).copy_(tensor.view(-1)[begin : begin + numel])
-    service.num_made += 1
-    service.servers[number] = server
-    service.comm.Barrier()  # from now on every rank may be asked
+    shards.array(context.local_ranks.index(group.rank)).copy_(tensor.view(-1)[begin : begin + numel])
+    context.num_made += 1
+    context.servers[number] = server
+    context.comm.Barrier()  # other ranks may send from now on
     return server
 
 
+def _require_threads(group: Group) -> None:
+    context = group.context
+    if not context.threaded and (len(group.hosts) > 1 or not context.slot_bytes) and group.size > 1:
+        raise CommunicatorError(
+            f"{group.where}: parameter servers for ranks that share no memory need MPI_THREAD_MULTIPLE, which this MPI "
+            "library does not support. Use servers within the hosts (comm=1, the level of hosts that start() makes), "
+            "or another MPI library."
+        )
+
+
 def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") -> Handle:
-    """Apply a rule to the server's values with those of `tensor`; do not change `tensor` before ``wait()``.
+    """Apply a rule to the values of a server, asynchronously.
 
-    Rules: ``"zero"`` (needs no tensor), ``"copy"``, ``"add"``, ``"max"``, ``"min"``, `scaled_add`, `axpby`, the
-    optimizers `sgd`, `adagrad` and `adam`, and what `register_rule` added. Any shape of the right number of
-    elements will do.
+    Sends of one rank to one server are applied in the order of the calls.
 
+    Args:
+        server: What :func:`init` returned.
+        tensor: The sent values: of the dtype of the server, with its number of elements in any shape. It must not be
+            changed before ``wait()`` returns. None is possible with the rule ``"zero"``.
+        rule: ``"zero"``, ``"copy"``, ``"add"``, ``"max"``, ``"min"``, the result of :func:`scaled_add`, :func:`axpby`,
+            :func:`sgd`, :func:`adagrad` or :func:`adam`, or a rule of :func:`register_rule`.
+
+    Returns:
+        A handle; ``wait()`` returns None when the rule has been applied to all chunks, or raises its exception.
+
+    Raises:
+        ArgumentError: The rule is unknown, or the tensor has another number of elements or another layout.
+        DtypeError: The dtype is not that of the server, or the rule is not defined for it.
+        CommunicatorError: The server has been freed.
+
+    Example:
         handle = ps.send(server, gradient, ps.sgd(lr=0.1, momentum=0.9))
         compute()
         handle.wait()
     """
-    what = _check_open(server, "send")
+    what = _check_server(server, "send")
     prepared = prepared_for(server, rule, what)
     if tensor is None:
         if prepared.name != "zero":
@@ -149,75 +357,89 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
         buffers.check(tensor, what)
     _check_fits(server, tensor, what)
     if tensor.is_cpu:
-        task = partial(server.send, buffers.plain(tensor, to_host=True), prepared)
-    else:
-        mark, device = streams.fence(tensor), tensor.device
-        task = partial(_send_staged, server, tensor, prepared, mark, device)
-    return _run(server, task, what, tensor.nbytes if tensor.is_cpu else INLINE_BYTES + 1)
+        task = partial(server.apply, buffers.plain(tensor, to_host=True), prepared)
+        return server.context.call(server, task, what, tensor.nbytes)
+    staged = partial(_send_staged, server, tensor, prepared, streams.fence(tensor))
+    return server.context.call(server, staged, what, INLINE_BYTES + 1)
 
 
-def prepared_for(server: Server, rule: str | Rule, what: str) -> Prepared:
-    """The rule for this server, or an error that says `what` was about to be done."""
+def prepared_for(server: Server, rule: str | Rule, what: str) -> PreparedRule:
+    """Return the rule for this server, or raise an error that begins with `what`."""
     try:
         return server.prepared(rule)
-    except (ArgumentError, TypeError) as error:  # what cannot be hashed is no rule either
+    except (ArgumentError, TypeError) as error:  # TypeError: an object that cannot be hashed
         kind = type(error) if isinstance(error, ArgumentError) else ArgumentError
         raise kind(f"{what}: {error}") from None
 
 
-def _send_staged(server: Server, tensor: torch.Tensor, prepared: Prepared, mark: Any, device: torch.device) -> None:
-    server.send(streams.run_after(mark, device, partial(buffers.plain, tensor, to_host=True)), prepared)
+def _send_staged(server: Server, tensor: torch.Tensor, rule: PreparedRule, mark: streams.Mark | None) -> None:
+    server.apply(streams.run_after(mark, tensor.device, partial(buffers.plain, tensor, to_host=True)), rule)
 
 
 def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle:
-    """Fetch the server's values into `tensor`, or into a new one; ``wait()`` returns it.
+    """Fetch the values of a server, asynchronously.
 
-    weights = ps.receive(server).wait()
+    The values include everything that this rank has sent before.
+
+    Args:
+        server: What :func:`init` returned.
+        tensor: The destination, of the dtype of the server, with its number of elements in any shape. It must not be
+            used before ``wait()`` returns. Default: a new tensor on the CPU.
+
+    Returns:
+        A handle; ``wait()`` returns the tensor.
+
+    Raises:
+        ArgumentError: The tensor has another number of elements, or its elements share memory.
+        DtypeError: The dtype is not that of the server.
+        CommunicatorError: The server has been freed.
+
+    Example:
+        weights = ps.receive(server).wait()
     """
-    what = _check_open(server, "receive")
+    what = _check_server(server, "receive")
     if tensor is None:
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
     elif not is_simple(tensor):
         buffers.check(tensor, what, written=True)
     _check_fits(server, tensor, what)
     if tensor.is_cpu and buffers.is_direct(tensor):
-        return _run(server, partial(_receive_directly, server, tensor), what, tensor.nbytes)
-    mark = streams.fence(tensor)
-    device = None if mark is None else tensor.device
+        return server.context.call(server, partial(_receive_directly, server, tensor), what, tensor.nbytes)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
-    task = partial(_receive_staged, server, tensor, host, mark, device)
-    return _run(server, task, what, tensor.nbytes if tensor.is_cpu else INLINE_BYTES + 1)
+    staged = partial(_receive_staged, server, tensor, host, streams.fence(tensor))
+    return server.context.call(server, staged, what, tensor.nbytes if tensor.is_cpu else INLINE_BYTES + 1)
 
 
 def _receive_directly(server: Server, tensor: torch.Tensor) -> torch.Tensor:
-    server.receive(tensor)
+    server.read(tensor)
     buffers.touch(tensor)
     return tensor
 
 
 def _receive_staged(
-    server: Server, tensor: torch.Tensor, host: torch.Tensor, mark: Any, device: torch.device | None
+    server: Server, tensor: torch.Tensor, host: torch.Tensor, mark: streams.Mark | None
 ) -> torch.Tensor:
-    server.receive(host)
-    streams.run_after(mark, device, partial(buffers.overwrite, tensor, host))
+    server.read(host)
+    streams.run_after(mark, tensor.device, partial(buffers.overwrite, tensor, host))
     return tensor
 
 
-def _check_open(server: Any, collective: str) -> str:
+def _check_server(server: object, call: str) -> str:
+    """Refuse anything but an open server; return the rank and the name of the call, for messages."""
     if not isinstance(server, Server):
         raise ArgumentError(
-            f"parameterserver.{collective}: a {type(server).__name__} is no server. "
+            f"parameterserver.{call}: a {type(server).__name__} is not a server. "
             "Pass what parameterserver.init returned."
         )
-    what = f"{server.group.where}: parameterserver.{collective}"
-    if not server.is_open:
-        raise _freed(server, what)
-    runtime.current()  # refuses in a forked child, which would be taken for its parent
+    what = f"{server.group.where}: parameterserver.{call}"
+    _check_open(server, what)
+    runtime.current()  # raises in a forked child, whose locks would be attributed to its parent
     return what
 
 
-def _freed(server: Server, what: str) -> CommunicatorError:
-    return CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
+def _check_open(server: Server, what: str) -> None:
+    if not server.is_open:
+        raise CommunicatorError(f"{what}: {server.name} has been freed. Make a new one with parameterserver.init.")
 
 
 def _check_fits(server: Server, tensor: torch.Tensor, what: str) -> None:
@@ -233,59 +455,30 @@ def _check_fits(server: Server, tensor: torch.Tensor, what: str) -> None:
         )
 
 
-def _run(server: Server, task: Any, description: str, num_bytes: int) -> Handle:
-    """Now, if it is small and nothing is queued before it; otherwise in the lane's turn."""
-    call_queue = server.service.call_queue
-    if not (
-        server.is_local and num_bytes <= INLINE_BYTES and call_queue.pending == 0 and call_queue.run_lock.acquire(False)
-    ):
-        return call_queue.submit(partial(_in_turn, server, task, description), description)
-    handle = Handle(description)
-    try:
-        handle.set_result(_in_turn(server, task, description))
-    except Exception as error:  # which belongs to the one who waits, as in the lane
-        call_queue.failed = [*(other for other in call_queue.failed if other.unseen_error is not None), handle]
-        handle.set_error(error)
-    finally:
-        call_queue.run_lock.release()
-    return handle
-
-
-def _in_turn(server: Server, task: Any, description: str) -> Any:
-    try:
-        if not server.is_open:  # another thread has freed it since it was looked at
-            raise _freed(server, description)
-        return task()
-    finally:
-        server.service.call_queue.doing = None
-
-
 def free(server: Server) -> None:
-    """Give a server back, after everything that was sent to it by anybody. Collective.
+    """Free the memory of a server after all calls of all ranks have completed. Collective.
 
-    ps.free(server)
+    Args:
+        server: What :func:`init` returned.
+
+    Raises:
+        CommunicatorError: The server has been freed already.
+        MismatchError: The ranks passed different servers.
+
+    Example:
+        ps.free(server)
     """
-    _check_open(server, "free")
-    group = server.group
-    call_on_servers(group, "server_free", f"server {server.number}", partial(_free, server))
-
-
-def _free(server: Server) -> None:
-    service = server.service
-    service.call_queue.drain()
-    service.refuse_calls(server)
-    service.comm.Barrier()
-    del service.servers[server.number]
-    server.close()
+    _check_server(server, "free")
+    call_collectively(server.group, "server_free", f"server {server.number}", partial(server.context.free, server))
 
 
 def free_all() -> None:
     """Free the servers of all communicators, the last one first. Collective.
 
-    ps.free_all()
+    Example:
+        ps.free_all()
     """
     for group in reversed(list(runtime.current().context.groups)):
-        service = service_of(group)
-        for number in sorted(service.servers, reverse=True) if service is not None else ():
-            assert service is not None
-            free(service.servers[number])
+        context = ServerContext.of(group)
+        for server in reversed(list(context.servers.values()) if context is not None else []):
+            free(server)

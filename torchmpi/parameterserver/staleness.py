@@ -1,4 +1,4 @@
-"""How old a client's view is: measured after the fact, and bounded beforehand if wished."""
+"""Staleness of a client's values: measured by a meter, bounded by a clock."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from ..session import runtime
 from .servers import init, receive, send
 
 _FINISHED = torch.iinfo(torch.int64).max
-_SHORTEST_NAP_SECONDS = 0.0005
-_LONGEST_NAP_SECONDS = 0.01
+_MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 0.0005, 0.01
 
 
 class StalenessMeter:
-    """Last, mean and largest of the numbers it was given.
+    """Last, mean and largest of the values that were added.
 
-    >>> meter = StalenessMeter()
-    >>> for value in (0.0, 3.0): meter.add(value)
-    >>> meter.last, meter.mean, meter.max, meter.count
-    (3.0, 1.5, 3.0, 2)
+    Attributes:
+        last: The last value; nan before the first.
+        mean: The mean; nan before the first value.
+        max: The largest value; nan before the first.
+        count: Number of values.
+
+    Example:
+        >>> meter = StalenessMeter()
+        >>> for value in (0.0, 3.0): meter.add(value)
+        >>> meter.last, meter.mean, meter.max, meter.count
+        (3.0, 1.5, 3.0, 2)
     """
 
     def __init__(self) -> None:
@@ -36,11 +42,11 @@ class StalenessMeter:
 
     @property
     def mean(self) -> float:
-        """The mean; nan if there is nothing yet."""
+        """The mean; nan before the first value."""
         return self._sum / self.count if self.count else math.nan
 
     def add(self, value: float) -> None:
-        """Count one more."""
+        """Add a value."""
         self.max = max(value, self.max) if self.count else value
         self.last = value
         self._sum += value
@@ -50,30 +56,40 @@ class StalenessMeter:
         return f"<staleness: last {self.last:g}, mean {self.mean:g}, max {self.max:g}, count {self.count}>"
 
     def state_dict(self) -> dict[str, float]:
-        """The numbers, for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"last": self.last, "max": self.max, "count": self.count, "sum": self._sum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave.
-
-        >>> meter = StalenessMeter(); meter.add(2.0)
-        >>> other = StalenessMeter(); other.load_state_dict(meter.state_dict()); other.mean
-        2.0
-        """
+        """Restore the state that ``state_dict`` returned."""
         self.last, self.max = float(state["last"]), float(state["max"])
         self.count, self._sum = int(state["count"]), float(state["sum"])
 
 
 class Clock:
-    """Counts the rounds of each rank, and holds those back that are too far ahead of the slowest.
+    """Counts the rounds of each rank, and blocks ranks that are too far ahead of the slowest (bounded staleness).
 
-    Making one is collective over `comm`; after that nobody has to enter a matching call. `value` is the number of
-    rounds this rank has ended. A rank that ends its loop says so with ``finish()``, or the others would wait for it:
-    best by ``with``. Ranks with ``participates=False`` are never waited for.
+    Only the constructor is collective. A rank must call :meth:`finish` when it leaves its loop, also early, or other
+    ranks wait for it; as a context manager the clock does so.
 
+    Args:
+        max_staleness: How many rounds a rank may be ahead of the slowest one; ``math.inf`` for no bound.
+        comm: Communicator, or its level. Default: the current communicator.
+        participates: False for a rank that no rank waits for.
+        initial: Number of rounds that this rank has completed before, when resuming.
+
+    Attributes:
+        value: Number of rounds that this rank has completed.
+        num_waits: How often :meth:`wait` has blocked.
+        waited_seconds: How long.
+        is_finished: Whether this rank has finished.
+
+    Raises:
+        ArgumentError: `max_staleness` is negative or not a number.
+
+    Example:
         with ps.Clock(max_staleness=2) as clock:
             for batch in my_data:
-                clock.wait()            # returns when nobody is more than two rounds behind
+                clock.wait()            # returns when no rank is more than two rounds behind
                 train(batch)
                 clock.advance()
     """
@@ -86,48 +102,46 @@ class Clock:
         self.is_finished = not participates
         self.group = communicator.intra
         self.server = init(torch.zeros(self.group.size, dtype=torch.int64), comm=communicator)
-        self.server.is_saved = False  # rounds belong to these ranks: see `initial`
+        self.server.is_saved = False  # each rank restores its own rounds: see `initial`
         self._values = torch.zeros(self.group.size, dtype=torch.int64)
-        self._put(initial if participates else _FINISHED)
-        collectives.barrier(communicator)  # nobody looks before everybody has said where it begins
+        self._publish(initial if participates else _FINISHED)
+        collectives.barrier(communicator)  # all ranks have published their first value
 
     def advance(self) -> None:
-        """Note that this rank has ended one more round.
-
-        What it has sent in that round must have been waited for, so that others find it.
-        """
+        """Complete a round. Everything sent in it must have been waited for, so that other ranks can receive it."""
         if self.is_finished:
             raise ArgumentError(f"{self.group.where}: advance() on a clock that this rank has finished.")
         self.value += 1
-        self._put(self.value)
+        self._publish(self.value)
 
     def finish(self) -> None:
-        """Never be waited for again; a second call is harmless."""
+        """Leave the clock: no rank waits for this one any more. Further calls have no effect."""
         if not self.is_finished:
             self.is_finished = True
-            self._put(_FINISHED)
+            self._publish(_FINISHED)
 
     def read(self) -> list[int | None]:
-        """The rounds of all ranks, None for those that have finished."""
+        """Return the number of rounds of each rank; None for ranks that have finished."""
         values = receive(self.server, self._values).wait().tolist()
         return [None if value == _FINISHED else value for value in values]
 
     def wait(self) -> None:
-        """Return when no rank is more than `max_staleness` rounds behind this one.
+        """Block until no rank is more than `max_staleness` rounds behind this one.
 
-        Raises :class:`~torchmpi.errors.StallError` after ``stall_abort_seconds``, naming the ranks that are behind.
+        Raises:
+            StallError: After ``stall_abort_seconds``; the message names the slowest ranks.
         """
         if math.isinf(self.max_staleness) or self.is_finished or not (behind := self._behind()):
             return
-        begin, nap, warned = time.monotonic(), _SHORTEST_NAP_SECONDS, False
+        begin, seconds, warned = time.monotonic(), _MIN_SLEEP_SECONDS, False
         self.num_waits += 1
         config = runtime.current().config
         while behind:
-            time.sleep(nap)
-            nap = min(1.5 * nap, _LONGEST_NAP_SECONDS)
+            time.sleep(seconds)
+            seconds = min(1.5 * seconds, _MAX_SLEEP_SECONDS)
             behind, waited = self._behind(), time.monotonic() - begin
             if behind and waited >= config.stall_abort_seconds > 0:
-                raise StallError(f"{self._report(behind, waited)} Giving up (stall_abort_seconds).")
+                raise StallError(f"{self._report(behind, waited)} Aborted (stall_abort_seconds).")
             if behind and waited >= config.stall_warning_seconds and not warned:
                 warned = True
                 print(f"torchmpi: {self._report(behind, waited)}", file=sys.stderr, flush=True)
@@ -139,29 +153,29 @@ class Clock:
     def __exit__(self, *exception: object) -> None:
         self.finish()
 
-    def _put(self, value: int) -> None:
+    def _publish(self, value: int) -> None:
         own = torch.zeros(self.group.size, dtype=torch.int64)
         own[self.group.rank] = value
         send(self.server, own, "max").wait()
 
     def _behind(self) -> dict[int, int]:
-        """The ranks that this one has to wait for, and their rounds."""
+        """Return the world ranks that this rank has to wait for, and their rounds."""
         limit = self.value - self.max_staleness
-        values = enumerate(self.read())
-        return {self.group.world_ranks[row]: value for row, value in values if value is not None and value < limit}
+        pairs = zip(self.group.world_ranks, self.read(), strict=True)
+        return {rank: value for rank, value in pairs if value is not None and value < limit}
 
     def _report(self, behind: dict[int, int], waited: float) -> str:
         slowest = min(behind.values())
         ranks = ", ".join(str(rank) for rank, value in behind.items() if value == slowest)
         return (
-            f"{self.group.where} has ended {self.value} rounds and waited {waited:.0f} s for rank {ranks}, which has "
-            f"ended {slowest}: max_staleness={self.max_staleness:g} allows no more. A rank that leaves its loop early "
-            "must call finish()."
+            f"{self.group.where} has completed {self.value} rounds and waited {waited:.0f} s for rank {ranks}, which "
+            f"has completed {slowest}: max_staleness={self.max_staleness:g} allows no more. A rank that leaves its "
+            "loop early must call finish()."
         )
 
 
 def check_max_staleness(max_staleness: float) -> None:
-    """Refuse what is no number of rounds.
+    """Raise an ArgumentError unless `max_staleness` is a number of rounds.
 
     >>> check_max_staleness(-1)
     Traceback (most recent call last):

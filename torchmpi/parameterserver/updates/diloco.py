@@ -1,4 +1,4 @@
-"""DiLoCo: local training, and now and then an outer step of SGD with momentum on how far all have come on average.
+"""DiLoCo: local training, and periodically an outer step of SGD with momentum along the average change of all ranks.
 
 Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023.
 """
@@ -14,22 +14,33 @@ from ... import collectives
 from ...communicators.levels import Comm
 from ...errors import ArgumentError
 from ...nn.buckets import allocate_flat
-from ..tensors import FlatViews, pieces
-from .downpour import restore_flats
+from ..tensor_lists import FlatBuffers, cache_blocks
 from .localsgd import LocalSGDUpdate
-from .periodic import broadcast_many
 
 
 class DiLoCoUpdate(LocalSGDUpdate):
-    """Every `update_frequency` steps the average way of all ranks is the gradient of an outer step.
+    """Takes an outer step every `update_frequency` steps, without servers.
 
-    The way is anchor - parameters, the anchor being where all began; the outer optimizer steps as
-    ``torch.optim.SGD(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)`` does, and its result is the next anchor
-    and the parameters of all ranks. With ``outer_lr=1, outer_momentum=0`` it is local SGD.
+    The outer gradient is ``anchor - parameters``, averaged over the ranks; the anchor is the result of the previous
+    outer step. The outer step is that of ``torch.optim.SGD``, and its result is the new anchor and the parameters of
+    all ranks. With ``outer_lr=1, outer_momentum=0`` it is :class:`LocalSGDUpdate`.
 
-    `update()` is called once per step, *after* the (inner) optimizer's, by all ranks equally often: it is collective,
-    and so is making it. The first anchor is rank 0's network, when this is made or after `init_delay` steps.
+    Call ``update()`` once per step, *after* the step of the inner optimizer. It is collective, and so is the
+    constructor. The first anchor is the network of rank 0, at the beginning or after `init_delay` steps.
 
+    Args:
+        network: The network.
+        update_frequency: Steps between two outer steps.
+        init_delay: Number of first steps that are not counted.
+        outer_lr: Learning rate of the outer step.
+        outer_momentum: Momentum of the outer step.
+        nesterov: Whether the outer step uses Nesterov's momentum.
+        comm: Communicator, or its level. Default: the current communicator.
+
+    Raises:
+        ArgumentError: An option is invalid, or the network has no trainable parameters.
+
+    Example:
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
         with ps.DiLoCoUpdate(model, update_frequency=100) as update:
             for x, y in batches:
@@ -56,61 +67,63 @@ class DiLoCoUpdate(LocalSGDUpdate):
                 f"outer_lr={outer_lr!r} must be greater than zero, outer_momentum={outer_momentum!r} from 0 to below 1."
             )
         self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
-        # Averaged where it lies: memory that ranks of one host share is not copied.
-        self._way = FlatViews(self._parameters, allocate=self._allocate)
-        self._anchor = FlatViews(self._parameters)
-        self._momentum = FlatViews(self._parameters)
-        for flat in self._momentum.flats:
-            flat.zero_()
+        self._gradient = FlatBuffers(self._parameters, allocate=self._allocate)
+        """The outer gradient; in shared memory, which allreduce does not copy."""
+        self._anchor = FlatBuffers(self._parameters)
+        self._momentum = FlatBuffers(self._parameters)
+        for buffer in self._momentum.buffers:
+            buffer.zero_()
         self._has_anchor = False
         if init_delay == 0:
-            self._drop_anchor()
+            self._set_anchor()
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate_flat(numel, self._parameters[0].detach().new_empty(0, dtype=dtype))
 
-    def _drop_anchor(self) -> None:
+    def _set_anchor(self) -> None:
         self._anchor.gather(self._parameters)
-        broadcast_many(self._anchor.flats, self.communicator)
+        for buffer in self._anchor.buffers:
+            collectives.broadcast(buffer, 0, comm=self.communicator)
         self._has_anchor = True
 
     def _take_step(self) -> bool:
         if self._has_anchor:
             return super()._take_step()
-        if self.step + 1 >= self.init_delay:  # later, if steps are given that do not come by it
-            self._drop_anchor()
+        if self.step + 1 >= self.init_delay:  # greater if update(step) skips steps
+            self._set_anchor()
         return False
 
     def _integrate(self) -> None:
-        for way, anchor, own in pieces(self._way.views, self._anchor.views, self._parameters):
-            torch._foreach_copy_(way, anchor)
-            torch._foreach_sub_(way, own)
-        for flat in self._way.flats:
-            collectives.allreduce(flat, op="avg", comm=self.communicator)
-        lists = (self._way.views, self._momentum.views, self._anchor.views, self._parameters)
-        for way, momentum, anchor, own in pieces(*lists):
+        for gradient, anchor, own in cache_blocks(self._gradient.views, self._anchor.views, self._parameters):
+            torch._foreach_copy_(gradient, anchor)
+            torch._foreach_sub_(gradient, own)
+        for buffer in self._gradient.buffers:
+            collectives.allreduce(buffer, op="avg", comm=self.communicator)
+        lists = (self._gradient.views, self._momentum.views, self._anchor.views, self._parameters)
+        for gradient, momentum, anchor, own in cache_blocks(*lists):
+            step = gradient
             if self.outer_momentum:
                 torch._foreach_mul_(momentum, self.outer_momentum)
-                torch._foreach_add_(momentum, way)
+                torch._foreach_add_(momentum, gradient)
                 if self.nesterov:
-                    torch._foreach_add_(way, momentum, alpha=self.outer_momentum)
+                    torch._foreach_add_(gradient, momentum, alpha=self.outer_momentum)
                 else:
-                    way = momentum
-            torch._foreach_sub_(anchor, way, alpha=self.outer_lr)
+                    step = momentum
+            torch._foreach_sub_(anchor, step, alpha=self.outer_lr)
             torch._foreach_copy_(own, anchor)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on later, apart from the network: the anchor and the outer momentum too."""
+        """Return the state of this rank, including anchor and outer momentum, without the network."""
         return {
             **super().state_dict(),
             "has_anchor": self._has_anchor,
-            "anchor": [flat.clone() for flat in self._anchor.flats],
-            "momentum": [flat.clone() for flat in self._momentum.flats],
+            "anchor": self._anchor.clones(),
+            "momentum": self._momentum.clones(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
         super().load_state_dict(state)
         self._has_anchor = state["has_anchor"]
-        restore_flats(self._anchor.flats, state["anchor"])
-        restore_flats(self._momentum.flats, state["momentum"])
+        self._anchor.restore(state["anchor"])
+        self._momentum.restore(state["momentum"])

@@ -1,33 +1,39 @@
-"""Downpour: gradients go to the server as they come, and its values replace the network's now and then.
+"""Downpour: gradients are sent to the servers, whose values periodically replace those of the network.
 
 Dean et al., Large Scale Distributed Deep Networks, 2012.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import ArgumentError, CheckpointError
+from ...errors import ArgumentError
 from ..rules import Rule, scaled_add
-from ..tensors import apply_to_each
-from .periodic import check_whole
-from .update import Update
-
-LocalUpdate = Callable[[Tensor], Tensor]
+from ..tensor_lists import LocalUpdate, apply_local_update
+from .base import Update, check_whole
 
 
 class DownpourUpdate(Update):
-    """Accumulates gradients, sends them every `send_frequency` steps, and copies what the server has.
+    """Sends accumulated gradients every `send_frequency` steps, and periodically copies the values of the servers.
 
-    What the server does with them is one of three: with `lr`, it subtracts ``lr * gradient`` (change ``update.lr`` as
-    you would in an optimizer); with `local_update`, it adds what that makes of each accumulated gradient, which it
-    may change in place; with a `rule` such as ``ps.adam(1e-3)``, it takes a step of that optimizer. Other options are
-    those of :class:`Update`.
+    Exactly one of `lr`, `local_update` and `rule` determines how the servers use the gradients; `local_update` may be
+    combined with `rule`. The gradients of all ranks add up: divide `lr` by their number to move as fast as one rank.
 
+    Args:
+        network: The network.
+        send_frequency: Steps for which gradients are accumulated before they are sent.
+        lr: The servers subtract ``lr * gradient``. The attribute ``lr`` may be changed during training.
+        local_update: The servers add ``local_update(gradient)``. It may change its argument in place.
+        rule: The servers apply this rule to the gradient, for example ``ps.adam(1e-3)``.
+        **options: The other options of :class:`Update`.
+
+    Raises:
+        ArgumentError: An option is invalid.
+
+    Example:
         update = ps.DownpourUpdate(model, lr=0.1, update_frequency=5, init_delay=0)
         for x, y in batches:
             optimizer.zero_grad()
@@ -52,13 +58,13 @@ class DownpourUpdate(Update):
         given = [lr is not None, local_update is not None, rule != "add"]
         if not any(given) or (given[0] and sum(given) > 1):
             raise ArgumentError(
-                "DownpourUpdate needs to know what the server shall do with gradients: pass lr=, or local_update=, or "
-                "the rule= of an optimizer such as adam(1e-3)."
+                "DownpourUpdate: the use of the gradients by the servers is not determined: pass lr=, or "
+                "local_update=, or the rule= of an optimizer such as adam(1e-3)."
             )
         self.send_frequency, self.lr, self.local_update, self.rule = send_frequency, lr, local_update, rule
         self._num_accumulated = 0
         self._restored: list[Tensor] = []
-        """What had been accumulated when the state was saved, until there are servers to accumulate for."""
+        """Accumulated gradients of a loaded state, until there are servers."""
 
     def _options(self) -> dict[str, Any]:
         return {**super()._options(), "send_frequency": self.send_frequency}
@@ -67,7 +73,7 @@ class DownpourUpdate(Update):
         self._fetched().scatter(self._parameters)
 
     def _send(self, integrated: bool) -> None:
-        self._settle_send()  # gradients are accumulated where they are sent from
+        self._settle_send()  # gradients are accumulated in the buffers that are sent
         gradients = [parameter.grad for parameter in self._parameters]
         self.servers.outgoing.gather(gradients, add=self._num_accumulated > 0)
         self._num_accumulated += 1
@@ -77,11 +83,11 @@ class DownpourUpdate(Update):
     def _send_accumulated(self) -> None:
         self._num_accumulated = 0
         flat = self.servers.outgoing
-        apply_to_each(self.local_update, flat)
+        apply_local_update(self.local_update, flat)
         self._begin_send(self.rule if self.lr is None else scaled_add(-self.lr), flat)
 
     def finish(self) -> None:
-        """Send what has been accumulated, wait for it, and let no other rank wait for this one."""
+        """Send the accumulated gradients, wait for the sends of this rank, and leave the clock."""
         try:
             if self._num_accumulated and not self.is_finished:
                 with torch.no_grad():
@@ -90,36 +96,20 @@ class DownpourUpdate(Update):
             super().finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on later, the gradients that have not been sent included."""
+        """Return the state of this rank, including accumulated gradients, without the network and the shards."""
         state = super().state_dict()
         has_own = self._num_accumulated and self._servers is not None
-        flats = self.servers.outgoing.flats if has_own else self._restored
-        return {**state, "num_accumulated": self._num_accumulated, "accumulated": [flat.clone() for flat in flats]}
+        accumulated = self.servers.outgoing.clones() if has_own else self._restored
+        return {**state, "num_accumulated": self._num_accumulated, "accumulated": accumulated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave; before ``start()`` or the first step."""
+        """Restore what ``state_dict`` returned; call it before ``start()`` and the first step."""
         super().load_state_dict(state)
         self._num_accumulated, self._restored = state["num_accumulated"], state["accumulated"]
 
     def start(self) -> None:
-        """Make the servers now, and not at step `init_delay`. Collective over the sharding communicator."""
+        """Create the servers now instead of at step `init_delay`. Collective over the sharding communicator."""
         super().start()
         if self._num_accumulated:
-            restore_flats(self.servers.outgoing.flats, self._restored)
+            self.servers.outgoing.restore(self._restored)
             self._restored = []
-
-
-def restore_flats(flats: list[Tensor], saved: list[Tensor]) -> None:
-    """Copy saved flat memory back.
-
-    >>> restore_flats([torch.zeros(2)], [torch.zeros(3)])
-    Traceback (most recent call last):
-    torchmpi.errors.CheckpointError: The saved state has [3] elements, the network [2]. Resume with the same network.
-    """
-    lengths, expected = [flat.numel() for flat in saved], [flat.numel() for flat in flats]
-    if lengths != expected:
-        raise CheckpointError(
-            f"The saved state has {lengths} elements, the network {expected}. Resume with the same network."
-        )
-    for flat, values in zip(flats, saved, strict=True):
-        flat.copy_(values)

@@ -1,4 +1,4 @@
-"""Local SGD: each rank trains on its own, and every so many steps all take the average.
+"""Local SGD: each rank trains independently, and periodically all ranks take the average.
 
 Stich, Local SGD Converges Fast and Communicates Little, 2019.
 """
@@ -13,16 +13,26 @@ from torch import nn
 from ...collectives.tensor_lists import allreduce_many
 from ...communicators.levels import Comm
 from ...session import runtime
-from .periodic import PeriodicUpdate
+from .base import PeriodicUpdate
 
 
 class LocalSGDUpdate(PeriodicUpdate):
-    """Averages the parameters over the ranks of `comm` every `update_frequency` steps, without servers.
+    """Averages the parameters over the ranks every `update_frequency` steps, without servers.
 
-    `update()` is called once per step, *after* the optimizer's, by all ranks equally often: it is collective. The
-    first `init_delay` steps do not count. The ranks should begin with equal parameters
+    Call ``update()`` once per step, *after* ``optimizer.step()``. It is collective: all ranks take the same number of
+    steps. ``finish()`` averages a last time if steps were taken since the last average. Start with equal parameters
     (``mpinn.synchronize_parameters``). With ``update_frequency=1`` and plain SGD it is data-parallel training.
 
+    Args:
+        network: The network.
+        update_frequency: Steps between two averages.
+        init_delay: Number of first steps that are not counted.
+        comm: Communicator, or its level. Default: the current communicator.
+
+    Raises:
+        ArgumentError: An option is invalid, or the network has no trainable parameters.
+
+    Example:
         with ps.LocalSGDUpdate(model, update_frequency=16) as update:
             for x, y in batches:
                 optimizer.zero_grad()
@@ -37,14 +47,14 @@ class LocalSGDUpdate(PeriodicUpdate):
         super().__init__(network, update_frequency=update_frequency, init_delay=init_delay)
         self.communicator = runtime.communicator(comm)
         self._adopt_parameters()
-        self._has_news = False
+        self._has_changed = False
         """Whether a step has been taken since the last average."""
 
     def _take_step(self) -> bool:
         num_steps = self.step + 1 - self.init_delay
         if num_steps <= 0:
             return False
-        self._has_news = True
+        self._has_changed = True
         if num_steps % self.update_frequency:
             return False
         self._communicate()
@@ -54,10 +64,10 @@ class LocalSGDUpdate(PeriodicUpdate):
     def _communicate(self) -> None:
         self._check_parameters()
         self._integrate()
-        self._has_news = False
+        self._has_changed = False
         self.num_integrations += 1
         self.num_sends += 1
-        # What is given to allreduce and comes back, however it travels.
+        # The bytes passed to allreduce, whatever the algorithm sends.
         num_bytes = sum(parameter.nbytes for parameter in self._parameters)
         self._bytes_sent += num_bytes
         self._bytes_received += num_bytes
@@ -67,17 +77,17 @@ class LocalSGDUpdate(PeriodicUpdate):
         allreduce_many(self._parameters, op="avg", comm=self.communicator)
 
     def finish(self) -> None:
-        """Average a last time, if there were steps since. Collective."""
+        """Average a last time, if steps were taken since. Collective."""
         if not self.is_finished:
             super().finish()
-            if self._has_news:
+            if self._has_changed:
                 self._communicate()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on later, apart from the network."""
-        return {**super().state_dict(), "has_news": self._has_news}
+        """Return the state of this rank, without the network."""
+        return {**super().state_dict(), "has_changed": self._has_changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
         super().load_state_dict(state)
-        self._has_news = state["has_news"]
+        self._has_changed = state["has_changed"]

@@ -1,0 +1,244 @@
+"""Shards on disk: saved by each rank, loaded by the same or another number of ranks.
+
+A checkpoint consists of a file per rank and, written last, `servers.json` with their description; until then the
+previous checkpoint remains valid. The files are those of ``torch.save`` and contain only tensors and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..communicators.levels import Comm
+from ..errors import CheckpointError
+from ..session import runtime
+from ..shared_memory.kernels.shard_layout import MOST_STATES, STEPS, VERSION
+from ..tensors import archive
+from ..tensors.dtypes import short_name
+from ..tensors.partition import even_partition
+from .servers import Server, ServerContext, call_collectively
+
+_FORMAT = ("torchmpi_shards", 1)
+_INDEX = "servers.json"
+_ARRAYS = ("values", *(f"state {number}" for number in range(1, MOST_STATES + 1)))
+_Saved = tuple[int, dict[str, Any]]
+"""First element of a saved shard, and the content of its file for one server."""
+T = TypeVar("T")
+
+
+def save(folder: str | os.PathLike[str], comm: Comm = None) -> None:
+    """Write the shards of all servers of a communicator. Collective.
+
+    Everything that was sent before is included. No rank may send while `save` runs.
+
+    Args:
+        folder: A folder that all ranks can access; created if needed. A checkpoint in it is replaced when the new one
+            is complete.
+        comm: Communicator, or its level. Default: the current communicator.
+
+    Raises:
+        CheckpointError: The communicator has no servers, or a rank failed to write; raised on all ranks.
+
+    Example:
+        ps.save("run/servers")
+    """
+    _collectively("server_save", partial(_save, Path(folder)), comm)
+
+
+def load(folder: str | os.PathLike[str], comm: Comm = None) -> None:
+    """Read what :func:`save` wrote into the existing servers, possibly with another number of ranks. Collective.
+
+    The servers must correspond to the saved ones: the same number, created in the same order, with the same shapes and
+    dtypes. States of optimizers are restored. Where shards are divided into chunks differently, a chunk gets the
+    largest of the step counts of the saved chunks that overlap with it.
+
+    Args:
+        folder: The folder that was passed to :func:`save`.
+        comm: Communicator, or its level. Default: the current communicator.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint, or it does not match the servers; raised on all ranks.
+
+    Example:
+        ps.load("run/servers")
+    """
+    _collectively("server_load", partial(_load, Path(folder)), comm)
+
+
+def _collectively(collective: str, action: Callable[[ServerContext], None], comm: Comm) -> None:
+    group = runtime.communicator(comm).intra
+    context = ServerContext.of(group)
+    if context is None:
+        raise CheckpointError(
+            f"{group.where}: communicator {group.name} has no servers. Call parameterserver.init first."
+        )
+    call_collectively(group, collective, "all servers", partial(_exclusively, context, action))
+
+
+def _exclusively(context: ServerContext, action: Callable[[ServerContext], None]) -> None:
+    context.call_queue.drain()
+    with context.call_queue.run_lock:  # other threads of this rank wait
+        context.comm.Barrier()  # no rank has a call in progress
+        try:
+            action(context)
+        finally:
+            context.comm.Barrier()
+
+
+def _together(context: ServerContext, action: Callable[[], T]) -> T:
+    """Run `action`; if it fails on any rank, raise on all."""
+    try:
+        result, problem = action(), ""
+    except (OSError, CheckpointError, ValueError) as error:
+        problem = str(error) or repr(error)
+    except KeyError as error:
+        problem = f"{context.group.where}: {type(error).__name__}: {error}"
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(context.comm.allgather(problem)) if text]
+    if problems:
+        raise CheckpointError(
+            f"{context.group.where}: parameterserver checkpoint: {'; '.join(sorted(set(problems))[:4])}"
+        )
+    return result
+
+
+def _servers(context: ServerContext) -> list[Server]:
+    return [server for server in context.servers.values() if server.is_saved]
+
+
+def _describe(context: ServerContext) -> list[dict[str, Any]]:
+    return [
+        {"name": server.name, "shape": list(server.shape), "dtype": short_name(server.dtype)}
+        for server in _servers(context)
+    ]
+
+
+# ---- saving
+
+
+def _save(folder: Path, context: ServerContext) -> None:
+    token = context.comm.bcast(secrets.token_hex(4))
+    _together(context, partial(_write_shards, folder, token, context))
+    _together(context, partial(_write_index, folder, token, context))
+
+
+def _file_name(token: str, rank: int) -> str:
+    return f"shards-{token}-{rank}.pt"
+
+
+def _write_shards(folder: Path, token: str, context: ServerContext) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    index = context.local_ranks.index(context.group.rank)
+    content: dict[str, Any] = dict([_FORMAT])
+    for number, server in enumerate(_servers(context)):
+        headers = server.shards.headers(index)
+        # Reading states that no rule has written to would allocate their memory.
+        arrays = _ARRAYS if headers[:, STEPS].any() else _ARRAYS[:1]
+        content[str(number)] = {
+            "versions": headers[:, VERSION].clone(),
+            "steps": headers[:, STEPS].clone(),
+            **{name: server.shards.array(index, array).clone() for array, name in enumerate(arrays)},
+        }
+    archive.write(folder / _file_name(token, context.group.rank), content)
+
+
+def _write_index(folder: Path, token: str, context: ServerContext) -> None:
+    if context.group.rank != 0:
+        return
+    index = dict([_FORMAT]) | {"token": token, "size": context.group.size, "servers": _describe(context)}
+    temporary = folder / f".{_INDEX}.tmp"
+    temporary.write_text(json.dumps(index, indent=1))
+    os.replace(temporary, folder / _INDEX)
+    for old in folder.glob("shards-*.pt"):
+        if not old.name.startswith(f"shards-{token}-"):
+            old.unlink(missing_ok=True)
+
+
+# ---- loading
+
+
+def _load(folder: Path, context: ServerContext) -> None:
+    index = _together(context, partial(_read_index, folder, context))
+    saved = _together(context, partial(_read_shards, folder, index, context))
+    own = context.local_ranks.index(context.group.rank)
+    for server, parts in zip(_servers(context), saved, strict=True):
+        _fill(server, own, parts)
+
+
+def _read_index(folder: Path, context: ServerContext) -> dict[str, Any]:
+    try:
+        index: dict[str, Any] = json.loads((folder / _INDEX).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {folder / _INDEX}: no save to this folder was completed") from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / _INDEX} is damaged: {error}") from None
+    if index.get(_FORMAT[0]) != _FORMAT[1]:
+        raise CheckpointError(f"{folder / _INDEX} has another format than {_FORMAT[1]}, that of this torchmpi version")
+    # Names are not compared: default names contain numbers, which depend on the servers that were made before.
+    saved, own = (
+        [(item["shape"], item["dtype"]) for item in items] for items in (index["servers"], _describe(context))
+    )
+    if saved != own:
+        raise CheckpointError(
+            f"{folder} holds {len(saved)} servers {saved[:4]}, but there are {len(own)} {own[:4]}. "
+            "Create the same servers, in the same order, before loading"
+        )
+    return index
+
+
+def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) -> list[list[_Saved]]:
+    """Return, for each server, the saved shards that overlap with the shard of this rank."""
+    servers = _servers(context)
+    found: list[list[_Saved]] = [[] for _ in servers]
+    old_parts = [even_partition(server.numel, index["size"]) for server in servers]
+    for rank in range(index["size"]):
+        wanted = [
+            number
+            for number, server in enumerate(servers)
+            if _overlap(old_parts[number][rank], server.parts[context.group.rank])
+        ]
+        if wanted:
+            path = folder / _file_name(index["token"], rank)
+            content = archive.parse(path, path.read_bytes(), mark=_FORMAT, what="file of shards")
+            for number in wanted:
+                found[number].append((old_parts[number][rank][0], content[str(number)]))
+    return found
+
+
+def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    return max(first[0], second[0]) < min(sum(first), sum(second))
+
+
+def _fill(server: Server, own: int, parts: list[_Saved]) -> None:
+    headers = server.shards.headers(own)
+    own_begin, own_numel = server.parts[server.group.rank]
+    if headers[:, STEPS].any() or any(_ARRAYS[1] in saved for _, saved in parts):
+        for array in range(1, len(_ARRAYS)):
+            server.shards.array(own, array).zero_()
+    headers[:, VERSION:] = 0
+    for begin, saved in parts:
+        first, last = max(begin, own_begin), min(begin + saved["values"].numel(), own_begin + own_numel)
+        for array, name in enumerate(_ARRAYS):
+            if name in saved:
+                target = server.shards.array(own, array)[first - own_begin : last - own_begin]
+                target.copy_(saved[name][first - begin : last - begin])
+        for old, new in _common_chunks(server.shards.chunk_numel, (begin, own_begin), (first, last)):
+            headers[new, VERSION] = max(int(headers[new, VERSION]), int(saved["versions"][old]))
+            headers[new, STEPS] = max(int(headers[new, STEPS]), int(saved["steps"][old]))
+
+
+def _common_chunks(chunk: int, begins: tuple[int, int], span: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of the chunks of two shards, which begin at `begins`, that share an element of `span`.
+
+    >>> list(_common_chunks(10, (0, 15), (15, 40)))
+    [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2)]
+    """
+    element = span[0]
+    while element < span[1]:
+        old, new = ((element - begin) // chunk for begin in begins)
+        yield old, new
+        element = min((old + 1) * chunk + begins[0], (new + 1) * chunk + begins[1])

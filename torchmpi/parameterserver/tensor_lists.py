@@ -1,0 +1,451 @@
+"""Servers for lists of tensors: one server for all tensors of a dtype.
+
+ResNet-50 has 161 parameters of one dtype. With one server for all of them, a step takes one request instead of 161.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import collectives
+from ..communicators.handle import Handle
+from ..communicators.levels import Comm
+from ..errors import ArgumentError, CheckpointError
+from ..nn.agreement import check_same_layout
+from ..nn.replica import Replica
+from ..session import runtime
+from .rules import Rule
+from .servers import Server, free, init, prepared_for, receive, send
+
+Allocate = Callable[[int, torch.dtype], Tensor]
+"""``allocate(numel, dtype)`` returns a flat tensor."""
+ServerInit = Callable[[Server, Tensor], object]
+"""``server_init(server, values)`` sends the initial values of a server."""
+LocalUpdate = Callable[[Tensor], Tensor]
+
+_BLOCK_BYTES = 256 << 10  # two of them fit into the second-level cache
+
+
+class FlatBuffers:
+    """A flat buffer per dtype and device for a list of tensors, and a view into it for each tensor.
+
+    >>> flat = FlatBuffers([torch.ones(2, 2), torch.ones(1)])
+    >>> flat.buffers[0].shape, [view.shape for view in flat.views]
+    (torch.Size([5]), [torch.Size([2, 2]), torch.Size([1])])
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], allocate: Allocate | None = None) -> None:
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            groups.setdefault((tensor.dtype, tensor.device), []).append(index)
+        self.buffers: list[Tensor] = []
+        views: dict[int, Tensor] = {}
+        for (dtype, device), members in groups.items():
+            sizes = [tensors[index].numel() for index in members]
+            numel = sum(sizes)
+            buffer = torch.empty(numel, dtype=dtype, device=device) if allocate is None else allocate(numel, dtype)
+            _check_buffer(buffer, numel, dtype)
+            self.buffers.append(buffer)
+            for index, part in zip(members, torch.split(buffer, sizes), strict=True):
+                views[index] = part.view(tensors[index].shape)
+        self.views = [views[index] for index in range(len(tensors))]
+
+    @torch.no_grad()
+    def gather(self, tensors: Sequence[Tensor | None], *, add: bool = False) -> None:
+        """Copy the tensors into the buffers, or add them; None counts as zeros, and sparse tensors are possible.
+
+        >>> flat = FlatBuffers([torch.ones(2), torch.ones(1)])
+        >>> flat.gather([torch.tensor([3.0, 4.0]), None]); flat.buffers
+        [tensor([3., 4., 0.])]
+        """
+        dense = [(view, tensor) for view, tensor in zip(self.views, tensors, strict=True) if _is_dense(tensor)]
+        if dense:
+            views, sources = zip(*dense, strict=True)
+            (torch._foreach_add_ if add else torch._foreach_copy_)(list(views), [source.detach() for source in sources])
+        for view, tensor in zip(self.views, tensors, strict=True):
+            if not _is_dense(tensor):
+                if not add:
+                    view.zero_()
+                if tensor is not None:
+                    view.add_(tensor.detach())
+
+    @torch.no_grad()
+    def scatter(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the buffers into the tensors.
+
+        >>> tensors = [torch.zeros(2), torch.zeros(1)]
+        >>> flat = FlatBuffers(tensors); flat.gather([torch.ones(2), torch.ones(1)]); flat.scatter(tensors); tensors
+        [tensor([1., 1.]), tensor([1.])]
+        """
+        if self.views:
+            torch._foreach_copy_([tensor.detach() for tensor in tensors], self.views)
+
+    def clones(self) -> list[Tensor]:
+        """Return copies of the buffers, for a checkpoint."""
+        return [buffer.clone() for buffer in self.buffers]
+
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        """Copy saved buffers back.
+
+        >>> FlatBuffers([torch.zeros(2)]).restore([torch.zeros(3)])
+        Traceback (most recent call last):
+        torchmpi.errors.CheckpointError: The saved state has [3] elements, the network [2]. Resume with the same \
+network.
+        """
+        lengths, expected = ([buffer.numel() for buffer in buffers] for buffers in (saved, self.buffers))
+        if lengths != expected:
+            raise CheckpointError(
+                f"The saved state has {lengths} elements, the network {expected}. Resume with the same network."
+            )
+        for buffer, values in zip(self.buffers, saved, strict=True):
+            buffer.copy_(values)
+
+
+def _is_dense(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and tensor.layout is torch.strided
+
+
+def _check_buffer(buffer: object, numel: int, dtype: torch.dtype) -> None:
+    if not (
+        isinstance(buffer, Tensor) and buffer.dtype is dtype and buffer.shape == (numel,) and buffer.is_contiguous()
+    ):
+        raise ArgumentError(
+            f"prefetch_allocator({numel}, {dtype}) must return a contiguous flat tensor of that length and dtype."
+        )
+
+
+def cache_blocks(*lists: Sequence[Tensor], block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[list[Tensor], ...]]:
+    """Iterate over lists of tensors in blocks that stay in the cache, so that several operations read memory once.
+
+    The lists have the same shapes in the same order. Large contiguous tensors are split.
+
+    >>> a, b = [torch.zeros(5), torch.zeros(1)], [torch.ones(5), torch.ones(1)]
+    >>> [(len(first), len(second)) for first, second in cache_blocks(a, b, block_bytes=8)]
+    [(1, 1), (1, 1), (2, 2)]
+    """
+    block: list[tuple[Tensor, ...]] = []
+    num_bytes = 0
+    for tensors in zip(*lists, strict=True):
+        for parts in _split(tensors, block_bytes):
+            block.append(parts)
+            num_bytes += parts[0].nbytes
+            if num_bytes >= block_bytes:
+                yield tuple(map(list, zip(*block, strict=True)))
+                block, num_bytes = [], 0
+    if block:
+        yield tuple(map(list, zip(*block, strict=True)))
+
+
+def _split(tensors: tuple[Tensor, ...], block_bytes: int) -> Iterable[tuple[Tensor, ...]]:
+    if tensors[0].nbytes <= block_bytes or not all(tensor.is_contiguous() for tensor in tensors):
+        return [tensors]
+    numel = max(1, block_bytes // tensors[0].element_size())
+    return zip(*(torch.split(tensor.view(-1), numel) for tensor in tensors), strict=True)
+
+
+class TensorServers:
+    """The servers of a list of tensors, and the buffers of this rank to receive into and to send from.
+
+    The constructor is collective. No reference to the tensors is kept.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        comm: Comm = None,
+        *,
+        name: str | None = None,
+        prefetch_allocator: Allocate | None = None,
+        server_init: ServerInit | None = None,
+    ) -> None:
+        communicator = runtime.communicator(comm)
+        check_same_layout(Replica(tensors), tensors, communicator)
+        self.incoming = FlatBuffers(tensors, prefetch_allocator)
+        self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        self._devices = [tensor.device for tensor in tensors]
+        self._outgoing: FlatBuffers | None = None
+        self.has_fetched = False
+        self.fetching: list[Handle] = []
+        self.sending: list[Handle] = []
+        self.incoming.gather(tensors)
+        self.servers = [
+            init(buffer, communicator, name=name and f"{name} {index}")
+            for index, buffer in enumerate(self.incoming.buffers)
+        ]
+        for server, buffer in zip(self.servers, self.incoming.buffers, strict=True):
+            (server_init or _copy_from_rank_0)(server, buffer)
+        collectives.barrier(communicator)  # no rank may receive before
+
+    @property
+    def outgoing(self) -> FlatBuffers:
+        """The buffers to send from, allocated on first use."""
+        if self._outgoing is None:
+            pairs = zip(self._like, self._devices, strict=True)
+            self._outgoing = FlatBuffers([torch.empty_like(like, device=device) for like, device in pairs])
+        return self._outgoing
+
+    def fetch(self) -> list[Handle]:
+        """Start to receive the values of the servers into `incoming`."""
+        pairs = zip(self.servers, self.incoming.buffers, strict=True)
+        self.fetching = [receive(server, buffer) for server, buffer in pairs]
+        self.has_fetched = True
+        return self.fetching
+
+    def send(self, rule: str | Rule, flat: FlatBuffers) -> list[Handle]:
+        """Start to send buffers, which must not be changed until the handles have been waited for."""
+        for server in self.servers:  # raise before anything is sent
+            prepared_for(server, rule, f"{server.group.where}: parameterserver.send")
+        pairs = zip(self.servers, flat.buffers, strict=True)
+        self.sending = [send(server, buffer, rule) for server, buffer in pairs]
+        return self.sending
+
+    def free(self) -> None:
+        """Free the servers after everything in progress has completed. Collective."""
+        for server in self.servers:
+            free(server)
+
+
+def _copy_from_rank_0(server: Server, values: Tensor) -> None:
+    if server.group.rank == 0:
+        send(server, values, "copy").wait()
+
+
+# ---- functions on lists of tensors, whose servers are found by the tensors
+
+_registries: weakref.WeakKeyDictionary[runtime.Runtime, WeakTensorKeyDictionary] = weakref.WeakKeyDictionary()
+"""For each runtime, and so until stop(): the servers of each tensor, its index in its list, and the list's length."""
+
+
+def init_tensors(
+    tensors: Iterable[Tensor],
+    comm: Comm = None,
+    *,
+    prefetch_allocator: Allocate | None = None,
+    server_init: ServerInit | None = None,
+) -> None:
+    """Create servers for a list of tensors, such as the parameters of a network. Collective.
+
+    Tensors of one dtype share a server. The servers start with the values of rank 0. The tensors are remembered by weak
+    references.
+
+    Args:
+        tensors: The tensors. The other functions on lists need the same tensors in the same order.
+        comm: Communicator, or its level. Default: the current communicator.
+        prefetch_allocator: ``prefetch_allocator(numel, dtype)`` returns the flat tensor for received values. Default:
+            a tensor on the device of `tensors`.
+        server_init: ``server_init(server, values)`` is called on all ranks with the flat values of the rank, to send
+            the initial values and wait for them; a barrier follows. Default: rank 0 copies its values.
+
+    Raises:
+        ArgumentError: The list is empty, or one of the tensors is in it twice or has a server already.
+        ReplicaError: Shapes or dtypes differ between the ranks.
+
+    Example:
+        parameters = list(model.parameters())
+        ps.init_tensors(parameters)
+        handles = ps.prefetch_tensors(parameters)
+        compute()
+        ps.sync_handles(handles)
+        ps.integrate_tensors(parameters, lambda fetched, parameter: parameter.copy_(fetched))
+    """
+    tensors, registry = _checked(tensors, "init_tensors"), _registry()
+    if any(tensor in registry for tensor in tensors):
+        raise ArgumentError(
+            f"{where()}: init_tensors: {_first(tensor in registry for tensor in tensors)} has a server already. Call "
+            "free_tensors() on its list first."
+        )
+    servers = TensorServers(tensors, comm, prefetch_allocator=prefetch_allocator, server_init=server_init)
+    for index, tensor in enumerate(tensors):
+        registry[tensor] = (servers, index, len(tensors))
+
+
+def prefetch_tensors(tensors: Iterable[Tensor]) -> list[Handle]:
+    """Start to receive the values of the servers, for :func:`integrate_tensors`.
+
+    Args:
+        tensors: The list that was passed to :func:`init_tensors`.
+
+    Returns:
+        A handle per server.
+
+    Raises:
+        ArgumentError: The tensors have no servers.
+
+    Example:
+        handles = ps.prefetch_tensors(parameters)
+    """
+    servers, _ = _find(tensors, "prefetch_tensors")
+    _wait_before_reuse(servers.fetching)
+    return list(servers.fetch())
+
+
+@torch.no_grad()
+def integrate_tensors(tensors: Iterable[Tensor], function: Callable[[Tensor, Tensor], object]) -> None:
+    """Wait for the prefetched values and call ``function(fetched, tensor)`` for each tensor, without autograd.
+
+    Args:
+        tensors: The list that was passed to :func:`init_tensors`.
+        function: Changes `tensor` in place.
+
+    Raises:
+        ArgumentError: The tensors have no servers, or :func:`prefetch_tensors` has not been called.
+
+    Example:
+        ps.integrate_tensors(parameters, lambda fetched, parameter: parameter.lerp_(fetched, 0.5))
+    """
+    servers, listed = _find(tensors, "integrate_tensors")
+    if not servers.has_fetched:
+        raise ArgumentError(
+            f"{where()}: integrate_tensors: no values have been fetched. Call prefetch_tensors() first."
+        )
+    servers.fetching = sync_handles(servers.fetching)
+    for fetched, tensor in zip(servers.incoming.views, listed, strict=True):
+        function(fetched, tensor)
+
+
+@torch.no_grad()
+def send_tensors(
+    tensors: Iterable[Tensor],
+    updates: Iterable[Tensor | None],
+    rule: str | Rule = "add",
+    local_update: LocalUpdate | None = None,
+) -> list[Handle]:
+    """Start to send an update for each tensor.
+
+    The updates are copied, and may be changed when the function returns.
+
+    Args:
+        tensors: The list that was passed to :func:`init_tensors`.
+        updates: A tensor of the same shape for each tensor; None counts as zeros.
+        rule: See :func:`send`.
+        local_update: ``local_update(update)`` is called with each copy, which it may change in place, and returns the
+            tensor to send.
+
+    Returns:
+        A handle per server.
+
+    Raises:
+        ArgumentError: The tensors have no servers, the shapes differ, or the rule is unknown.
+        DtypeError: The rule is not defined for one of the dtypes; nothing is sent.
+
+    Example:
+        gradients = [parameter.grad for parameter in parameters]
+        ps.sync_handles(ps.send_tensors(parameters, gradients, ps.scaled_add(-0.1)))
+    """
+    servers, listed = _find(tensors, "send_tensors")
+    updates = list(updates)
+    if len(updates) != len(listed) or any(
+        update is not None and update.shape != tensor.shape for update, tensor in zip(updates, listed, strict=True)
+    ):
+        raise ArgumentError(f"{where()}: send_tensors: the updates need the shapes of the tensors, in the same order.")
+    _wait_before_reuse(servers.sending)
+    servers.outgoing.gather(updates)
+    apply_local_update(local_update, servers.outgoing)
+    return list(servers.send(rule, servers.outgoing))
+
+
+def apply_local_update(local_update: LocalUpdate | None, flat: FlatBuffers) -> None:
+    """Replace each view by the result of `local_update`."""
+    if local_update is None:
+        return
+    for view in flat.views:
+        result = local_update(view)
+        if not isinstance(result, Tensor) or result.shape != view.shape:
+            found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+            raise ArgumentError(
+                f"{where()}: local_update must return the tensor to send, of shape {list(view.shape)}, even if it has "
+                f"changed its argument in place; it returned {found}."
+            )
+        if result is not view:
+            view.copy_(result)
+
+
+def sync_handles(handles: Iterable[Handle]) -> list[Handle]:
+    """Wait for all handles.
+
+    Args:
+        handles: The handles.
+
+    Returns:
+        An empty list, to replace the list of handles.
+
+    Example:
+        >>> sync_handles([Handle.completed(1), Handle.completed(2)])
+        []
+    """
+    for handle in handles:
+        handle.wait()
+    return []
+
+
+def _wait_before_reuse(handles: Iterable[Handle]) -> None:
+    """Wait for the handles of a buffer; an error that has been raised before is not raised again."""
+    for handle in handles:
+        if not handle.done() or handle.unseen_error is not None:
+            handle.wait()
+
+
+def free_tensors(tensors: Iterable[Tensor]) -> None:
+    """Free the servers of a list of tensors. Collective.
+
+    Args:
+        tensors: The list that was passed to :func:`init_tensors`.
+
+    Raises:
+        ArgumentError: The tensors have no servers.
+
+    Example:
+        ps.free_tensors(parameters)
+    """
+    servers, listed = _find(tensors, "free_tensors")
+    registry = _registry()
+    for tensor in listed:
+        del registry[tensor]
+    servers.free()
+
+
+def _registry() -> WeakTensorKeyDictionary:
+    return _registries.setdefault(runtime.current(), WeakTensorKeyDictionary())
+
+
+def _checked(tensors: Iterable[Tensor], call: str) -> list[Tensor]:
+    listed = list(tensors)
+    wrong = [type(tensor).__name__ for tensor in listed if not isinstance(tensor, Tensor)]
+    if wrong or not listed:
+        found = f"a {wrong[0]} in it" if wrong else "an empty one"
+        raise ArgumentError(f"{where()}: {call}: expected a list of tensors, found {found}.")
+    if len({id(tensor) for tensor in listed}) < len(listed):
+        raise ArgumentError(f"{where()}: {call}: a tensor is in the list twice. Pass each one once.")
+    return listed
+
+
+def _find(tensors: Iterable[Tensor], call: str) -> tuple[TensorServers, list[Tensor]]:
+    listed, registry = _checked(tensors, call), _registry()
+    if not all(tensor in registry for tensor in listed):
+        raise ArgumentError(
+            f"{where()}: {call}: {_first(tensor not in registry for tensor in listed)} has no server. Call "
+            "init_tensors() on the list first. (A network that was moved or loaded may have other tensors.)"
+        )
+    entries = [registry[tensor] for tensor in listed]
+    servers, _, length = entries[0]
+    if entries != [(servers, index, length) for index in range(length)]:
+        raise ArgumentError(
+            f"{where()}: {call}: these tensors were passed to init_tensors() in another list. Pass that list: the "
+            "same tensors, in the same order."
+        )
+    return servers, listed
+
+
+def _first(flags: Iterable[bool]) -> str:
+    return f"tensor {list(flags).index(True)} of the list"
+
+
+def where() -> str:
+    """Return the rank, with which messages begin, also before ``start()``."""
+    return runtime.current().world.where if runtime.is_running() else "torchmpi"

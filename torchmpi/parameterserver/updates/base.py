@@ -1,0 +1,471 @@
+"""What all updates share: counting steps, metrics, checkpoints; and for those with servers, when to communicate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ... import collectives
+from ...communicators.communicator import Communicator
+from ...communicators.levels import Comm
+from ...errors import ArgumentError, CheckpointError
+from ...nn.replica import Replica
+from ...nn.sync import broadcast_replica
+from ...session import runtime
+from ..rules import Rule
+from ..servers import Server, free
+from ..staleness import Clock, StalenessMeter, check_max_staleness
+from ..tensor_lists import FlatBuffers, TensorServers, sync_handles, where
+
+PeriodicT = TypeVar("PeriodicT", bound="PeriodicUpdate")
+
+
+class Schedule(NamedTuple):
+    """Which steps fetch and which integrate.
+
+    >>> schedule = Schedule(update_frequency=10, init_delay=100, prefetch=3)
+    >>> [step for step in range(125) if schedule.integrates(step)]
+    [110, 120]
+    >>> [step for step in range(125) if schedule.fetches(step)]
+    [107, 117]
+    """
+
+    update_frequency: int
+    init_delay: int
+    prefetch: int = 0
+
+    def integrates(self, step: int) -> bool:
+        """Return whether this step integrates fetched values."""
+        return step > self.init_delay and (step - self.init_delay) % self.update_frequency == 0
+
+    def fetches(self, step: int) -> bool:
+        """Return whether this step fetches the values for the next integration."""
+        return self.integrates(step + self.prefetch)
+
+
+class PeriodicUpdate:
+    """Base of all updates: counts steps and keeps metrics. As a context manager it calls :meth:`finish` at the end."""
+
+    def __init__(self, network: nn.Module, *, update_frequency: int, init_delay: int) -> None:
+        check_whole("update_frequency", update_frequency, 1)
+        check_whole("init_delay", init_delay, 0)
+        self.network = network
+        self.update_frequency, self.init_delay = update_frequency, init_delay
+        self.step = 0
+        """The number of the next step."""
+        self.staleness = StalenessMeter()
+        """For each send: how many rules of other ranks were applied since the values it is based on were fetched."""
+        self.num_integrations = self.num_sends = 0
+        self.is_finished = False
+        self._bytes_sent = self._bytes_received = 0
+        self._parameters: list[Tensor] = []
+
+    def update(self, step: int | None = None) -> bool:
+        """Communicate if this step requires it.
+
+        Args:
+            step: Number of the step. Default: calls are counted from 0.
+
+        Returns:
+            Whether the parameters of the network have changed.
+        """
+        if self.is_finished:
+            raise ArgumentError(f"{where()}: update() after finish(). Make a new {type(self).__name__} to go on.")
+        if step is not None:
+            check_whole("step", step, 0)
+            self.step = step
+        with torch.no_grad():
+            changed = self._take_step()
+        self.step += 1
+        return changed
+
+    def _take_step(self) -> bool:
+        raise NotImplementedError(f"{type(self).__name__} does not implement _take_step().")
+
+    def finish(self) -> None:
+        """Complete everything in progress; no update may follow. Further calls have no effect."""
+        self.is_finished = True
+
+    def __enter__(self: PeriodicT) -> PeriodicT:
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is None:
+            self.finish()
+        else:  # other ranks may never make the calls that finish() waits for
+            self._abort()
+
+    def _abort(self) -> None:
+        self.is_finished = True
+
+    # --- metrics
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent."""
+        return self._bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that this rank has received."""
+        return self._bytes_received
+
+    def metrics(self) -> dict[str, float]:
+        """Return all metrics of this rank, for a log.
+
+        Example:
+            writer.add_scalars("parameter server", update.metrics(), step)
+        """
+        return {
+            "step": self.step,
+            "num_integrations": self.num_integrations,
+            "num_sends": self.num_sends,
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "staleness_last": self.staleness.last,
+            "staleness_mean": self.staleness.mean,
+            "staleness_max": self.staleness.max,
+        }
+
+    # --- parameters
+
+    def _adopt_parameters(self) -> list[Tensor]:
+        """Determine the trainable parameters of the network, which must not change afterwards."""
+        self._parameters = Replica(self.network).trainable
+        if not self._parameters:
+            raise ArgumentError(f"{where()}: the network of this {type(self).__name__} has no trainable parameters.")
+        return self._parameters
+
+    def _check_parameters(self) -> None:
+        current = Replica(self.network).trainable
+        if list(map(id, current)) != list(map(id, self._parameters)):
+            raise ArgumentError(
+                f"{where()}: the network has other trainable parameters than when this {type(self).__name__} "
+                "started. Freeze, unfreeze and replace parameters before, or make a new one afterwards."
+            )
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank, without the network and the shards."""
+        return {
+            "kind": type(self).__name__,
+            "step": self.step,
+            "num_integrations": self.num_integrations,
+            "num_sends": self.num_sends,
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "staleness": self.staleness.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned, with the same options and a network of the same structure."""
+        if state.get("kind") != type(self).__name__:
+            raise CheckpointError(
+                f"This is the state of a {state.get('kind')}, not of a {type(self).__name__}. Resume with the class "
+                "with which it was saved."
+            )
+        self.step = state["step"]
+        self.num_integrations, self.num_sends = state["num_integrations"], state["num_sends"]
+        self._bytes_sent += state["bytes_sent"] - self.bytes_sent
+        self._bytes_received += state["bytes_received"] - self.bytes_received
+        self.staleness.load_state_dict(state["staleness"])
+
+
+class Update(PeriodicUpdate):
+    """Base class of training through a parameter server.
+
+    Call :meth:`update` once per step, between ``backward()`` and ``optimizer.step()``. A subclass implements
+    ``_integrate`` and ``_send``.
+
+    Args:
+        network: The network. Its trainable parameters must not change after the first step.
+        sharding_communicator: Communicator, or its level, whose ranks hold the shards. Each of its groups has its own
+            servers.
+        dataparallel_communicator: Communicator, or its level, within which ranks train with the same gradients. Only
+            its rank 0 communicates with the servers, and broadcasts the parameters after an integration.
+        update_frequency: Steps between two integrations of the values of the servers.
+        init_delay: Step at which the servers are created, with the values of rank 0.
+        prefetch: How many steps before the integration the values are fetched; at most `update_frequency`.
+        max_staleness: How many integrations a rank may be ahead of the slowest one before it waits.
+        name: Name of the servers.
+
+    Attributes:
+        step: Number of the next step.
+        num_clients: Number of ranks that communicate with the servers; known once they have been created.
+        num_integrations: Number of integrations of this rank.
+        num_sends: Number of sends of this rank.
+        staleness: A :class:`StalenessMeter` of the sends of this rank.
+        clock: The :class:`Clock`, if `max_staleness` is finite and the servers have been created.
+
+    Raises:
+        ArgumentError: An option is invalid, or differs between the ranks.
+
+    Example:
+        class LargestWins(ps.Update):
+            def _integrate(self):
+                self._fetched().scatter(self.network.parameters())
+
+            def _send(self, integrated):
+                self._settle_send()
+                self.servers.outgoing.gather(list(self.network.parameters()))
+                self._begin_send("max", self.servers.outgoing)
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        sharding_communicator: Comm = 0,
+        dataparallel_communicator: Comm = None,
+        update_frequency: int = 10,
+        init_delay: int = 100,
+        prefetch: int = 0,
+        max_staleness: float = math.inf,
+        name: str = "parameters",
+    ) -> None:
+        super().__init__(network, update_frequency=update_frequency, init_delay=init_delay)
+        check_whole("prefetch", prefetch, 0)
+        if prefetch > update_frequency:
+            raise ArgumentError(
+                f"prefetch={prefetch} is more than update_frequency={update_frequency}: values cannot be fetched "
+                "before the previous integration."
+            )
+        check_max_staleness(max_staleness)
+        self.schedule = Schedule(update_frequency, init_delay, prefetch)
+        self.sharding_communicator, self.dataparallel_communicator = sharding_communicator, dataparallel_communicator
+        self.max_staleness, self.name = max_staleness, name
+        self.num_clients = 0
+        self.clock: Clock | None = None
+        self._servers: TensorServers | None = None
+        self._is_client = True
+        self._data_parallel: Communicator | None = None
+        self._is_fetching = False
+        self._num_sends_at_fetch = 0
+        self._base: list[float] | None = None
+        """For each server: version of the values that were integrated last, without the sends of this rank."""
+        self._expected: list[float] | None = None
+        """For each server: version that the current send finds if no other rank has sent anything."""
+        self._is_sending = False
+        self._rounds = 0
+
+    def start(self) -> None:
+        """Create the servers now instead of at step `init_delay`. Collective over the sharding communicator.
+
+        Needed to load saved shards before the first step.
+        """
+        if self._servers is not None:
+            raise ArgumentError(f"{where()}: this {type(self).__name__} has started already.")
+        sharding = runtime.communicator(self.sharding_communicator)
+        if self.dataparallel_communicator is not None:
+            data_parallel = runtime.communicator(self.dataparallel_communicator)
+            self._data_parallel = None if data_parallel is sharding else data_parallel
+        self._is_client = self._data_parallel is None or self._data_parallel.rank == 0
+        self.num_clients = self._count_clients(sharding)
+        self._servers = TensorServers(self._adopt_parameters(), sharding, name=self.name)
+        if not math.isinf(self.max_staleness):
+            self.clock = Clock(self.max_staleness, sharding, participates=self._is_client, initial=self._rounds)
+
+    def _count_clients(self, sharding: Communicator) -> int:
+        """Exchange the options, raise if they differ between ranks, and count the clients."""
+        exchanged = collectives.allgather_object((self._options(), self._is_client), comm=sharding)
+        first, _ = exchanged[0]
+        for rank, (options, _) in zip(sharding.intra.world_ranks, exchanged, strict=True):
+            for option, value in first.items():
+                if options.get(option) != value:
+                    raise ArgumentError(
+                        f"{where()}: the ranks have different options: {option} is {value!r} on rank "
+                        f"{sharding.intra.world_ranks[0]} and {options.get(option)!r} on rank {rank}. Pass the same "
+                        "on all ranks."
+                    )
+        return sum(is_client for _, is_client in exchanged)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options that must be equal on all ranks."""
+        return {
+            "class": type(self).__name__,
+            **self.schedule._asdict(),
+            "max_staleness": self.max_staleness,
+            "data-parallel groups": self._data_parallel is not None,
+        }
+
+    @property
+    def servers(self) -> TensorServers:
+        """The servers of the parameters, from step `init_delay` on."""
+        if self._servers is None:
+            raise ArgumentError(
+                f"{where()}: there is no server before step {self.init_delay}. Call start() to create one now."
+            )
+        return self._servers
+
+    def _take_step(self) -> bool:
+        if self._servers is None:
+            if self.step < self.init_delay:
+                return False
+            self.start()
+        integrates = self.schedule.integrates(self.step)
+        if integrates:
+            self._check_parameters()
+        if self._is_client:
+            if integrates:
+                if not self._is_fetching:  # without prefetch, or in the first round of a resumed run
+                    self._begin_fetch()
+                self._integrate()
+            self._send(integrates)
+            if integrates and self.clock is not None:
+                self._settle_send()  # before other ranks see the end of this round
+                self.clock.advance()
+            if self.schedule.prefetch and self.schedule.fetches(self.step):
+                self._begin_fetch()
+        self.num_integrations += integrates
+        if integrates and self._data_parallel is not None:
+            broadcast_replica(Replica(self._parameters), 0, self._data_parallel)
+        return integrates
+
+    def _begin_fetch(self) -> None:
+        if self.clock is not None:
+            self.clock.wait()
+        self._num_sends_at_fetch = self.num_sends
+        self._is_fetching = True
+        self._fetch()
+
+    # --- methods for subclasses to override
+
+    def _fetch(self) -> None:
+        """Start to receive the values of the servers."""
+        self.servers.fetch()
+
+    def _integrate(self) -> None:
+        """Combine the network with the fetched values (:meth:`_fetched`)."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _integrate().")
+
+    def _send(self, integrated: bool) -> None:
+        """Send if this step requires it; called at each step, after a possible integration."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _send().")
+
+    # --- methods for subclasses to call
+
+    def _fetched(self) -> FlatBuffers:
+        """Wait for the fetched values and return them."""
+        servers = self.servers
+        servers.fetching = sync_handles(servers.fetching)
+        self._is_fetching = False
+        own = self._num_sends_at_fetch
+        self._base = [server.received_version - own for server in servers.servers]
+        return servers.incoming
+
+    def _begin_send(self, rule: str | Rule, flat: FlatBuffers) -> None:
+        """Start to send buffers, which must not be changed before :meth:`_settle_send`."""
+        self._settle_send()
+        self._expected = None if self._base is None else [version + self.num_sends for version in self._base]
+        self._is_sending = True
+        self.servers.send(rule, flat)
+        self.num_sends += 1
+
+    def _settle_send(self) -> None:
+        """Wait for the current send, if there is one, and record its staleness."""
+        servers = self._servers
+        if servers is None or not self._is_sending:
+            return
+        self._is_sending = False
+        servers.sending = sync_handles(servers.sending)
+        if self._expected is not None:
+            found = [server.sent_version for server in servers.servers]
+            ages = [version - expected for version, expected in zip(found, self._expected, strict=True)]
+            self.staleness.add(sum(ages) / len(ages))
+
+    # --- end, metrics, checkpoints
+
+    def finish(self) -> None:
+        """Wait for the sends of this rank, and leave the clock. The rank serves its shards until ``stop()``."""
+        if not self.is_finished:
+            super().finish()
+            try:
+                self._settle_send()
+            finally:
+                if self.clock is not None:
+                    self.clock.finish()
+
+    def free(self) -> None:
+        """Call :meth:`finish` and free the servers, which otherwise live until ``stop()``. Collective."""
+        self.finish()
+        if self._servers is not None:
+            self._bytes_sent, self._bytes_received = self.bytes_sent, self.bytes_received
+            self._servers.free()
+            if self.clock is not None:
+                free(self.clock.server)
+            self._servers = self.clock = None
+
+    def _abort(self) -> None:
+        super()._abort()
+        if self.clock is not None:
+            self.clock.finish()
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Copy the current values of the servers into the network.
+
+        Any rank may call it at any time, for example before an evaluation. After ``finish()`` on all ranks and a
+        barrier, all ranks get the same values.
+        """
+        servers = self.servers
+        self._settle_send()
+        servers.fetching = sync_handles(servers.fetching)
+        self._is_fetching = False  # prefetched values are overwritten
+        sync_handles(servers.fetch())
+        servers.incoming.scatter(self._parameters)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to servers, including shards in its own memory."""
+        return self._bytes_sent + sum(server.bytes_sent for server in self._all_servers())
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that this rank has received from servers, including shards in its own memory."""
+        return self._bytes_received + sum(server.bytes_received for server in self._all_servers())
+
+    def _all_servers(self) -> Iterator[Server]:
+        if self._servers is not None:
+            yield from self._servers.servers
+        if self.clock is not None:
+            yield self.clock.server
+
+    def metrics(self) -> dict[str, float]:
+        """Return all metrics of this rank, for a log."""
+        clock = self.clock
+        return {
+            **super().metrics(),
+            "num_waits": clock.num_waits if clock is not None else 0,
+            "waited_seconds": clock.waited_seconds if clock is not None else 0.0,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Wait for the current send and return the state of this rank, without the network and the shards.
+
+        To resume, make the same update, and call ``load_state_dict(state)``, ``start()`` and ``ps.load(folder)``.
+        """
+        self._settle_send()
+        return {**super().state_dict(), "rounds": self._rounds if self.clock is None else self.clock.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned; call it before ``start()`` and the first step."""
+        if self._servers is not None:
+            raise ArgumentError(f"{where()}: load_state_dict() after the start. Call it before start() and update().")
+        super().load_state_dict(state)
+        self._rounds = state["rounds"]
+
+
+def check_whole(option: str, value: object, least: int) -> None:
+    """Raise an ArgumentError unless `value` is a whole number of at least `least`.
+
+    >>> check_whole("prefetch", -1, 0)
+    Traceback (most recent call last):
+    torchmpi.errors.ArgumentError: prefetch=-1: expected a whole number from 0.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentError(f"{option}={value!r}: expected a whole number from {least}.")
