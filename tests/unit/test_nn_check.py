@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchmpi.nn import check
-from torchmpi.nn.check import checksum
+from torchmpi.nn import replica_check
+from torchmpi.nn.replica_check import checksum
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn,
@@ -38,7 +38,7 @@ def test_equals_the_readable_twin(dtype, numel):
 def test_chunks_do_not_matter(monkeypatch):
     tensor = torch.randn(1000)
     whole = checksum(tensor)
-    monkeypatch.setattr(check, "_CHUNK_WORDS", 7)
+    monkeypatch.setattr(replica_check, "_CHUNK_WORDS", 7)
     assert checksum(tensor) == whole
 
 

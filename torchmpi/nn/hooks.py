@@ -18,9 +18,9 @@ from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of
 from .buckets import SeatedBucket
 from .channel import close_private, default_bucket_bytes, open_private, resolve
+from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
 from .reduction import Reduction
 from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
-from .roll_call import HOOKS, ROLL_CALL, RollCall, Round, refuse_inside_join
 from .sync import ASYNC_BACKWARD, reduce_sparse_gradients
 
 
@@ -116,7 +116,7 @@ class AsyncBackward(Attachment):
         """Whether this round has begun on this rank, so that others may be waiting for its end."""
         return self._reduction is not None
 
-    def finish(self, *, flush: bool = False, shadowed: Round | None = None) -> bool:
+    def finish(self, *, flush: bool = False, shadowed: JoinRound | None = None) -> bool:
         """Send what is left, wait for everything, and give the parameters their gradients."""
         is_due = self.frequency == 1 or max(self._counts, default=0) >= self.frequency
         if not (is_due or flush or self._failed()):
@@ -206,14 +206,14 @@ class AsyncBackward(Attachment):
                 self._reduction = self._begin(None)
             self._launch(self._reduction)
 
-    def _begin(self, shadowed: Round | None) -> Reduction:
+    def _begin(self, shadowed: JoinRound | None) -> Reduction:
         """Find out how this round is reduced; inside join that takes all ranks."""
         size = self.comm.size
-        roll_call: RollCall | None = attached(self.net, ROLL_CALL)
-        if roll_call is None:
+        join_state: JoinState | None = attached(self.net, JOIN_STATE)
+        if join_state is None:
             return Reduction(size if self.average else 1, size)
-        call = shadowed or roll_call.active(HOOKS, self.average, self.bucket_bytes)
-        return roll_call.reduction(call)
+        call = shadowed or join_state.announce_active(HOOKS, self.average, self.bucket_bytes)
+        return join_state.reduction(call)
 
     def _launch(self, reduction: Reduction) -> None:
         index = len(self._finishers)
@@ -224,7 +224,7 @@ class AsyncBackward(Attachment):
 
     # --- after backward --------------------------------------------------------------------------
 
-    def _finish_round(self, replica: Replica, shadowed: Round | None) -> str:
+    def _finish_round(self, replica: Replica, shadowed: JoinRound | None) -> str:
         """Take part in what is left of this round; says what went wrong with the backward, if it did."""
         has_failed = self._failed()
         failure = self._failure or f"backward failed on {'this' if has_failed else 'another'} rank"

@@ -13,8 +13,8 @@ from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
 from .channel import resolve
 from .hooks import AsyncBackward
+from .join_state import JOIN_STATE, JoinRound, JoinState, refuse_inside_join
 from .replica import SHARDED, Net, Replica, attach, attached
-from .roll_call import ROLL_CALL, RollCall, Round, refuse_inside_join
 from .sync import ASYNC_BACKWARD, broadcast_replica, reduce_gradients
 
 
@@ -50,17 +50,17 @@ def join(
         )
     refuse_inside_join(net, "join")
     _refuse_sharded(net)
-    roll_call = RollCall(resolve(comm) if backward is None else backward.comm, divide_by)
-    attach(net, ROLL_CALL, roll_call)
+    join_state = JoinState(resolve(comm) if backward is None else backward.comm, divide_by)
+    attach(net, JOIN_STATE, join_state)
     try:
         yield
         if backward is not None and backward.is_under_way:
             raise GradientError("join: the block ended between a backward and its synchronize_gradients_async(net).")
-        while (call := roll_call.finished()) is not None:
-            _shadow(net, call, roll_call)
+        while (call := join_state.announce_finished()) is not None:
+            _shadow(net, call, join_state)
     finally:
-        attach(net, ROLL_CALL, None)
-    _level(net, optimizer, roll_call)
+        attach(net, JOIN_STATE, None)
+    _level(net, optimizer, join_state)
 
 
 def _refuse_sharded(net: Net) -> None:
@@ -70,22 +70,22 @@ def _refuse_sharded(net: Net) -> None:
         )
 
 
-def _shadow(net: nn.Module, call: Round, roll_call: RollCall) -> None:
+def _shadow(net: nn.Module, call: JoinRound, join_state: JoinState) -> None:
     """Take part in one round with nothing to contribute, and nothing to keep."""
     net.zero_grad(set_to_none=True)
     backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
     if backward is not None:
         backward.finish(flush=True, shadowed=call)
     else:
-        reduce_gradients(Replica(net), roll_call.reduction(call), call.bucket_bytes, roll_call.comm)
+        reduce_gradients(Replica(net), join_state.reduction(call), call.bucket_bytes, join_state.comm)
     net.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
-def _level(net: nn.Module, optimizer: torch.optim.Optimizer | None, roll_call: RollCall) -> None:
+def _level(net: nn.Module, optimizer: torch.optim.Optimizer | None, join_state: JoinState) -> None:
     """Give everybody the state of the lowest rank that took part in most rounds, that is, in all."""
-    comm = roll_call.comm
-    rounds = collectives.allgather(torch.tensor([roll_call.num_rounds]), comm=comm).tolist()
+    comm = join_state.comm
+    rounds = collectives.allgather(torch.tensor([join_state.num_rounds]), comm=comm).tolist()
     if min(rounds) == max(rounds):
         return
     root = rounds.index(max(rounds))

@@ -17,9 +17,9 @@ from .agreement import Presence, agree_on_gradients, check_same_layout
 from .blocksequential import gradient_buckets_of, parameter_blocks_of
 from .buckets import CopiedBucket, SeatedBucket
 from .channel import default_bucket_bytes, resolve
+from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
 from .reduction import Reduction
 from .replica import Net, Replica, attached
-from .roll_call import DIRECT, ROLL_CALL, refuse_inside_join
 from .sharing import shared_gradients
 from .sparse import reduce_sparse
 
@@ -99,14 +99,14 @@ def synchronize_gradients(
     communicator = resolve(comm)
     bucket_bytes = default_bucket_bytes(bucket_bytes)
     reduction = Reduction(communicator.size if average else 1, communicator.size)
-    roll_call = attached(net, ROLL_CALL)
-    if roll_call is not None:
-        if roll_call.comm is not communicator:
+    join_state = attached(net, JOIN_STATE)
+    if join_state is not None:
+        if join_state.comm is not communicator:
             raise ArgumentError(
-                f"synchronize_gradients(comm={communicator!r}): the net was joined on {roll_call.comm!r}. "
+                f"synchronize_gradients(comm={communicator!r}): the net was joined on {join_state.comm!r}. "
                 "Give join() and the calls inside it the same comm."
             )
-        reduction = roll_call.reduction(roll_call.active(DIRECT, average, bucket_bytes))
+        reduction = join_state.reduction(join_state.announce_active(DIRECT, average, bucket_bytes))
     reduce_gradients(Replica(net), reduction, bucket_bytes, communicator)
 
 

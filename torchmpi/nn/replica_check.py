@@ -10,8 +10,8 @@ from ..communicators.communicator import Communicator
 from ..errors import ReplicaError
 from .agreement import check_same_layout
 from .channel import resolve
+from .join_state import refuse_inside_join
 from .replica import Net, Replica
-from .roll_call import refuse_inside_join
 
 _CHUNK_WORDS = 1 << 20  # bounds the memory of the intermediate results
 
