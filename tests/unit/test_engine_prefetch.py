@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchmpi.engine.prefetch import Prefetcher
+from torchmpi.engine.data_loading import Prefetcher
 
 
 def threads() -> list[str]:
