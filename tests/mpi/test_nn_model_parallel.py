@@ -127,5 +127,5 @@ def test_on_a_communicator_of_its_own(agree):
 
 def test_a_part_of_the_input_is_refused(agree):
     parallel, _ = both()
-    with pytest.raises(ArgumentError, match="the whole input, with 7 features"):
+    with pytest.raises(ArgumentError, match="the complete input, with 7 features"):
         parallel(batch(3))

@@ -103,7 +103,9 @@ class DeviceCopy:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(self, sample: Sample) -> Sample:
         """Copy a batch; the copy is complete on return.

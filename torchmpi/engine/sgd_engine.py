@@ -290,7 +290,7 @@ class SGDEngine:
         self._begin_step(state)
         state.optimizer.zero_grad()
         if sample is not None:
-            self._forward(state).backward()
+            self._forward(state).backward()  # type: ignore[no-untyped-call]
         self._synchronize(state, num_active)
         self.hooks.call("on_backward", state)
         self._apply(state.optimizer)

@@ -1,4 +1,4 @@
-"""Who still has data: the exchange with which every synchronisation inside ``join`` begins."""
+"""Exchange at the beginning of each synchronization inside ``join``: which ranks still have data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .replica import Attachment, Net, attached
 
 JOIN_STATE = "torchmpi_join"
 DIRECT, HOOKS = 1, 2
-"""The two kinds of synchronisation: synchronize_gradients, and the asynchronous backward."""
+"""The two kinds of synchronization: synchronize_gradients, and the asynchronous backward."""
 _DIVISORS = ("active", "size")
 
 
 class JoinRound(NamedTuple):
-    """One synchronisation that somebody asked for, as all ranks see it."""
+    """One synchronization of gradients, with the options that the active ranks have passed."""
 
     kind: int
     average: bool
@@ -36,36 +36,36 @@ class JoinState(Attachment):
         self.comm = comm
         self.divide_by = divide_by
         self.num_rounds = 0
-        """Rounds this rank took part in with data of its own."""
+        """Rounds in which this rank had data."""
 
     def announce_active(self, kind: int, average: bool, bucket_bytes: int) -> JoinRound:
-        """Announce a synchronisation of a rank that has data."""
+        """Announce a synchronization of this rank, which has data."""
         self.num_rounds += 1
-        wish = self._exchange([1, kind, int(average), bucket_bytes])
-        assert wish is not None  # this rank is active
-        return wish
+        joint = self._exchange([1, kind, int(average), bucket_bytes])
+        assert joint is not None  # this rank is active
+        return joint
 
     def announce_finished(self) -> JoinRound | None:
-        """Announce that this rank has run out; the round to shadow, or None when all have."""
+        """Announce that this rank has no more data; return the round to take part in, or None if no rank has data."""
         return self._exchange([0, 0, 0, 0])
 
-    def reduction(self, call: JoinRound) -> Reduction:
-        """How the gradients of a round are combined."""
+    def reduction(self, joint: JoinRound) -> Reduction:
+        """Return the reduction of the gradients in a round."""
         size = self.comm.size
-        if not call.average:
+        if not joint.average:
             return Reduction(1, size)
-        return Reduction(call.num_active if self.divide_by == "active" else size, size)
+        return Reduction(joint.num_active if self.divide_by == "active" else size, size)
 
-    def _exchange(self, row: list[int]) -> JoinRound | None:
-        rows = collectives.allgather(torch.tensor([row]), comm=self.comm).tolist()
-        wishes = {rank: tuple(row[1:]) for rank, row in enumerate(rows) if row[0]}
-        if not wishes:
+    def _exchange(self, announcement: list[int]) -> JoinRound | None:
+        announcements = collectives.allgather(torch.tensor([announcement]), comm=self.comm).tolist()
+        calls = {rank: tuple(options) for rank, (is_active, *options) in enumerate(announcements) if is_active}
+        if not calls:
             return None
-        if len(set(wishes.values())) > 1:
-            calls = "; ".join(f"rank {rank}: {_describe(*wish)}" for rank, wish in wishes.items())
-            raise MismatchError(f"rank {self.comm.rank}: inside join the ranks synchronise differently: {calls}.")
-        kind, average, bucket_bytes = next(iter(wishes.values()))
-        return JoinRound(kind, bool(average), bucket_bytes, len(wishes))
+        if len(set(calls.values())) > 1:
+            text = "; ".join(f"rank {rank}: {_describe(*options)}" for rank, options in calls.items())
+            raise MismatchError(f"rank {self.comm.rank}: the ranks differ in their calls inside join: {text}.")
+        kind, average, bucket_bytes = next(iter(calls.values()))
+        return JoinRound(kind, bool(average), bucket_bytes, len(calls))
 
 
 def _describe(kind: int, average: int, bucket_bytes: int) -> str:
@@ -74,9 +74,9 @@ def _describe(kind: int, average: int, bucket_bytes: int) -> str:
 
 
 def refuse_inside_join(net: Net, call: str) -> None:
-    """Refuse a collective that ranks which have run out would not take part in."""
+    """Raise inside ``join``, where ranks without data would not take part in the collective `call`."""
     if attached(net, JOIN_STATE) is not None:
         raise ArgumentError(
-            f"{call}(): the net is inside join(), where ranks without data only follow the synchronisation "
-            "of gradients. Call it after the join block."
+            f"{call}(): the net is inside join(), where ranks without data take part in the synchronization of "
+            "gradients only. Call this function after the join block."
         )
