@@ -73,7 +73,7 @@ class Replica:
             if tensor is None or id(tensor) in self._seen or getattr(tensor, SHARDED, False):
                 continue
             if is_lazy(tensor):
-                raise ArgumentError("The net has lazy parameters without a shape. Run a forward pass first.")
+                raise ArgumentError("The net has lazy parameters without a shape. Run one batch through the net first.")
             self._seen.add(id(tensor))
             found.append(tensor)
 
