@@ -60,7 +60,7 @@ def check_messages(lines: list[str], n: int) -> None:
         assert f"rank {rank}: blocking, has {rank + 1}" in lines
         assert f"rank {rank}: nonblocking, has {(rank - 1) % n} from its left" in lines
     assert f"rank {n - 1}: tagged, has [1.0, 1.0] and [2.0, 2.0]" in lines
-    assert f"rank 0: from anybody, has heard from {list(range(1, n))}" in lines
+    assert f"rank 0: from any source, has messages from {list(range(1, n))}" in lines
     assert sum(": batched, " in line for line in lines) == n
 
 

@@ -13,7 +13,8 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "mnist"
 sys.path.insert(0, str(EXAMPLES))
 
-from mnist_data import Batches, DataError, Split, load, read_idx  # noqa: E402
+from mnist_data import Batches, Split, load  # noqa: E402
+from mnist_files import DataError, read_idx  # noqa: E402
 
 
 def idx(array: np.ndarray) -> bytes:
