@@ -1,8 +1,8 @@
 """Model-parallel training: the input features of the first layer are divided over the ranks.
 
 Every rank processes every batch, but stores only its part of the large weight, as for a weight that does not fit on
-one device. ``MPLinear`` adds the partial outputs. The small second layer is replicated: its input is equal on all ranks,
-and therefore its gradients and parameters are too, without communication.
+one device. ``MPLinear`` adds the partial outputs. The small second layer is replicated; its input is equal on all
+ranks, and therefore so are its gradients and parameters, without communication.
 
     mpirun -n 4 python examples/mnist/mnist_modelparallel.py
 """

@@ -22,13 +22,9 @@ import torchmpi.parameterserver as ps
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tau", type=int, default=10, help="steps between integrations (default: %(default)s)")
-    parser.add_argument(
-        "--prefetch", type=int, default=2, help="steps from fetch to integration (default: %(default)s)"
-    )
+    parser.add_argument("--prefetch", type=int, default=2, help="steps from fetch to use (default: %(default)s)")
     parser.add_argument("--send-frequency", type=int, default=2, help="steps between sends (default: %(default)s)")
-    parser.add_argument(
-        "--init-delay", type=int, default=20, help="steps before the servers are created (default: %(default)s)"
-    )
+    parser.add_argument("--init-delay", type=int, default=20, help="steps before sharing begins (default: %(default)s)")
     parser.add_argument("--max-staleness", type=float, default=float("inf"), help="integrations a rank may be ahead")
     parser.set_defaults(batch_size=32)
     options = parser.parse_args()

@@ -21,14 +21,10 @@ import torchmpi.parameterserver as ps
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tau", type=int, default=10, help="steps between integrations (default: %(default)s)")
-    parser.add_argument(
-        "--prefetch", type=int, default=2, help="steps from fetch to integration (default: %(default)s)"
-    )
+    parser.add_argument("--prefetch", type=int, default=2, help="steps from fetch to use (default: %(default)s)")
     parser.add_argument("--beta", type=float, default=0.9, help="elasticity (default: %(default)s)")
     parser.add_argument("--momentum", type=float, default=0.9, help="Nesterov's, 0 for none (default: %(default)s)")
-    parser.add_argument(
-        "--init-delay", type=int, default=20, help="steps before the servers are created (default: %(default)s)"
-    )
+    parser.add_argument("--init-delay", type=int, default=20, help="steps before sharing begins (default: %(default)s)")
     parser.set_defaults(batch_size=32, lr=0.05)
     options = parser.parse_args()
     mpi.start(with_cuda=options.gpu)

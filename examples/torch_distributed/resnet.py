@@ -1,8 +1,8 @@
 """Train a ResNet with DistributedDataParallel, and measure step time, images per second and scaling efficiency.
 
-Plain ``torch.distributed``. Between blocks of steps rank 0 takes steps alone, with the same number of images and threads,
-while the other ranks sleep; the efficiency is relative to these. With --json, runs on different numbers of ranks are
-shown in one chart.
+Plain ``torch.distributed``. Between blocks of steps rank 0 takes steps alone, with the same number of images and
+threads, while the other ranks sleep; the efficiency is relative to these. With --json, runs on different numbers of
+ranks are shown in one chart.
 
     mpirun -n 1 python examples/torch_distributed/resnet.py --json resnet.json
     mpirun -n 2 python examples/torch_distributed/resnet.py --json resnet.json --plot resnet.png
@@ -92,10 +92,8 @@ def main() -> None:
     torch.manual_seed(0)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.data:
-        images = read_cifar10(options.data)
-    else:
-        images = SyntheticImages(10_000, options.image_size, options.classes)
+    synthetic = SyntheticImages(10_000, options.image_size, options.classes)
+    images = read_cifar10(options.data) if options.data else synthetic
     own_model = make_model(options.model, options.classes).to(device)
     model = DistributedDataParallel(copy.deepcopy(own_model), gradient_as_bucket_view=True)
     together = Trainer(model, batches(images, options.batch_size), options)

@@ -44,7 +44,7 @@ class Report:
         self.runs = {int(ranks): run for ranks, run in record["runs"].items()}
 
     def add(self, ranks: int, together: list[float], alone: list[float]) -> None:
-        """Add the step times of all ranks and of rank 0 alone, print the figures, and save file and chart if requested."""
+        """Add the step times of all ranks and of rank 0 alone; print the figures, save file and chart if requested."""
         batch_size = self.options.batch_size
         run = {"together": summary(together, ranks * batch_size), "alone": summary(alone, batch_size)}
         # Rank 0 alone has the images of one rank, so with ideal scaling both take the same time for a step.
