@@ -22,7 +22,7 @@ def test_average_is_not_the_mean_of_means(agree):
             if rank == mpi.rank():
                 meter.add(value / 7, num=rank + 1)
     local = copy.deepcopy(meter)
-    agree(meter.synchronize() is meter, "synchronize() gives the meter back")
+    agree(meter.synchronize() is meter, "synchronize() returns the meter")
     agree(abs(meter.value() - everything.value()) < 1e-12, "mean")
     agree(abs(meter.std() - everything.std()) < 1e-12 or everything.num_samples < 2, "deviation")
     agree.equal(meter.num_samples, everything.num_samples)

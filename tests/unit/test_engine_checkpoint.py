@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, and refused when they are not what they should be."""
+"""Checkpoint files: atomic replacement, and refusal of invalid files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVED = Saved(common={"epoch": 3}, own={"kept": {"a": {"x": 1}}}, trees={"networ
 
 
 class TwoRanks(SingleProcess):
-    """Rank 0 of two, the other being like it."""
+    """Rank 0 of two equal ranks."""
 
     size = 2
 
@@ -63,7 +63,7 @@ def test_mode_follows_the_umask(path):
 
 
 def test_missing(tmp_path):
-    with pytest.raises(CheckpointError, match="No such file.*b.ckpt"):
+    with pytest.raises(CheckpointError, match=r"No such file.*b\.ckpt"):
         read(tmp_path / "b.ckpt", SingleProcess())
     with pytest.raises(CheckpointError, match="No such file"):
         write(tmp_path / "no" / "b.ckpt", SAVED, SingleProcess())
@@ -72,7 +72,7 @@ def test_missing(tmp_path):
 @pytest.mark.parametrize("length", [0, 10, 1000, -1])
 def test_truncated(path, length):
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(CheckpointError, match="a.ckpt .* is no checkpoint, or is truncated"):
+    with pytest.raises(CheckpointError, match=r"a\.ckpt .* is no checkpoint, or is truncated"):
         read(path, SingleProcess())
 
 
@@ -100,9 +100,9 @@ def test_other_number_of_ranks(path):
         read(path, TwoRanks())
 
 
-def test_what_could_not_be_read_back_is_refused_when_saving(tmp_path):
+def test_unreadable_state_is_refused_when_saving(tmp_path):
     own = {"kept": {"fine": {"x": [1, 2.0, "three", None, torch.zeros(1)]}, "mine": {"f": Path("x")}}}
-    with pytest.raises(CheckpointError, match="state_dict.. of 'mine'"):
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) of 'mine'"):
         write(tmp_path / "a.ckpt", Saved({}, own, {}), SingleProcess())
 
 

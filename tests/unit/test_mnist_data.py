@@ -1,4 +1,4 @@
-"""The data module of the MNIST examples: reads what it should, and names what is wrong with a file."""
+"""The data modules of the MNIST examples: reading, error messages, and division into batches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_reads_mnist_in_every_spelling(tmp_path, dot, suffix):
     assert "30 training and 10 test images" in data.origin and "split" not in data.origin
 
 
-def test_splits_the_test_files_if_they_are_all_there_is(tmp_path):
+def test_splits_the_test_files_if_there_are_no_others(tmp_path):
     write(tmp_path, "t10k-images-idx3-ubyte", images(50))
     write(tmp_path, "t10k-labels-idx1-ubyte", labels(50))
     data = load(str(tmp_path))
@@ -86,7 +86,7 @@ def test_wrong_files_are_named(tmp_path, content, message):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(DataError, match="nowhere: expected a directory"):
         load(str(tmp_path / "nowhere"))
-    with pytest.raises(DataError, match="expected one of t10k-images-idx3-ubyte, .*found none"):
+    with pytest.raises(DataError, match=r"expected one of t10k-images-idx3-ubyte, .*found none"):
         load(str(tmp_path))
     write(tmp_path, "t10k-images-idx3-ubyte", images(5))
     write(tmp_path, "t10k-labels-idx1-ubyte", labels(5))

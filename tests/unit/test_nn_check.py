@@ -15,7 +15,7 @@ DTYPES = [
 
 
 def slow_checksum(tensor: torch.Tensor) -> int:
-    """The same in plain integers, word by word."""
+    """The same in Python integers, word by word."""
     data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
     data += bytes(-len(data) % 8)
     total = tensor.numel()
@@ -30,7 +30,7 @@ def slow_checksum(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 33])
-def test_equals_the_readable_twin(dtype, numel):
+def test_equals_the_slow_checksum(dtype, numel):
     tensor = (torch.arange(numel) % 5 - 2).to(dtype)
     assert checksum(tensor) == slow_checksum(tensor)
 
