@@ -70,7 +70,7 @@ def main() -> None:
     )
     test = data.test.part(mpi.rank(), mpi.size())
     result = engine.test(network=network, criterion=nn.CrossEntropyLoss(), iterator=Batches(test, options.batch_size))
-    report.say(f"test loss {result.loss.value():.6f}")
+    report.print(f"test loss {result.loss.value():.6f}")
     mpi.stop()
     report.finish(1 - result.error.value() / 100)
 

@@ -29,7 +29,7 @@ def main() -> None:
     network = nn.Sequential(mpinn.MPLinear(data.num_inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
     network.to(mpi.device())
     columns = mpi.allgather_object(network[0].weight.shape[1])
-    report.say(f"columns of the {HIDDEN} x {data.num_inputs} weight on each rank: {columns}")
+    report.print(f"columns of the {HIDDEN} x {data.num_inputs} weight on each rank: {columns}")
     optimizer = torch.optim.SGD(network.parameters(), lr=options.lr, momentum=0.9)
     batches = Batches(data.train, options.batch_size, seed=options.seed)  # every rank takes the complete batch
 

@@ -59,7 +59,7 @@ def main() -> None:
 
     mpinn.check_with_allreduce(network)  # all ranks are equal after the last outer step
     num_bytes = sum(parameter.nbytes for parameter in network.parameters()) * update.step
-    report.say(f"{update.bytes_sent / 1e6:.1f} MB sent by each rank, data-parallel: {num_bytes / 1e6:.1f} MB")
+    report.print(f"{update.bytes_sent / 1e6:.1f} MB sent by each rank, data-parallel: {num_bytes / 1e6:.1f} MB")
     test = data.test.part(mpi.rank(), mpi.size())
     with torch.no_grad():
         answers = network(test.input.to(mpi.device())).argmax(1).cpu()

@@ -66,7 +66,7 @@ def main() -> None:
     mpi.barrier()  # all gradients have been added
     update.pull()
     staleness = update.staleness
-    report.say(f"staleness of rank 0's sends: {staleness.mean:.1f} on average, {staleness.max:.0f} at most")
+    report.print(f"staleness of rank 0's sends: {staleness.mean:.1f} on average, {staleness.max:.0f} at most")
     test = data.test.part(mpi.rank(), mpi.size())
     with torch.no_grad():
         answers = network(test.input.to(mpi.device())).argmax(1).cpu()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line with one write: otherwise the ends of lines of several ranks mix."""
     print(f"rank {dist.get_rank()}: {text}\n", end="", flush=True)
 
@@ -27,7 +27,7 @@ def blocking(rank: int, size: int) -> None:
     token += 1
     if rank < size - 1:
         dist.send(token, dst=rank + 1)
-    say(f"blocking, has {token.item():g}")
+    print_line(f"blocking, has {token.item():g}")
     assert token.item() == rank + 1
 
 
@@ -39,7 +39,7 @@ def nonblocking(rank: int, size: int) -> None:
     # Until wait() returns, `outgoing` must not be changed and `incoming` must not be read.
     sent.wait()
     received.wait()
-    say(f"nonblocking, has {incoming[0].item():g} from its left")
+    print_line(f"nonblocking, has {incoming[0].item():g} from its left")
     assert torch.all(incoming == (rank - 1) % size)
 
 
@@ -53,7 +53,7 @@ def tagged(rank: int, size: int) -> None:
         first, second = torch.empty(2), torch.empty(2)
         dist.recv(second, src=0, tag=2)
         dist.recv(first, src=0, tag=1)
-        say(f"tagged, has {first.tolist()} and {second.tolist()}")
+        print_line(f"tagged, has {first.tolist()} and {second.tolist()}")
         assert first.tolist() == [1, 1] and second.tolist() == [2, 2]
 
 
@@ -67,7 +67,7 @@ def from_any_source(rank: int, size: int) -> None:
         square = torch.empty(1, dtype=torch.int64)
         senders.append(dist.recv(square))
         assert square.item() == senders[-1] ** 2
-    say(f"from any source, has messages from {sorted(senders)}")
+    print_line(f"from any source, has messages from {sorted(senders)}")
     assert sorted(senders) == list(range(1, size))
 
 
@@ -85,7 +85,7 @@ def batched(rank: int, size: int) -> None:
     ]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
-    say(f"batched, {before.item():g} | {cells.int().tolist()} | {after.item():g}")
+    print_line(f"batched, {before.item():g} | {cells.int().tolist()} | {after.item():g}")
     assert (before.item(), after.item()) == (10 * left + 9, 10 * right)
 
 
@@ -102,7 +102,7 @@ def main() -> None:
         part(rank, size)
         dist.barrier()  # otherwise the receive from any source might take a message of the next part
     if rank == 0:
-        say(f"all messages have arrived, on {size} ranks with {dist.get_backend()}")
+        print_line(f"all messages have arrived, on {size} ranks with {dist.get_backend()}")
     dist.destroy_process_group()
 
 

@@ -110,9 +110,9 @@ def test_hooks_see_the_averaged_gradient(agree):
     gradients: list[Tensor] = []
     engine.hooks.on_backward.append(lambda state: gradients.append(state.network[0].weight.grad.clone()))
     train(engine, network(), make_batches(2, seed=mpi.rank()))
-    everywhere = mpi.allgather_object(gradients)
+    of_all_ranks = mpi.allgather_object(gradients)
     agree.equal(len(gradients), 4)
-    for theirs in everywhere:
+    for theirs in of_all_ranks:
         agree(all(torch.equal(a, b) for a, b in zip(gradients, theirs, strict=True)), "gradients differ")
 
 

@@ -61,5 +61,5 @@ def test_over_a_part_of_the_ranks(agree):
     meter = AverageValueMeter()
     meter.add(float(mpi.rank()))
     meter.synchronize(comm=level)
-    alike = [rank for rank in range(mpi.size()) if rank % 2 == mpi.rank() % 2]
-    agree.equal((meter.value(), meter.num_samples), (sum(alike) / len(alike), len(alike)))
+    same_parity = [rank for rank in range(mpi.size()) if rank % 2 == mpi.rank() % 2]
+    agree.equal((meter.value(), meter.num_samples), (sum(same_parity) / len(same_parity), len(same_parity)))

@@ -56,7 +56,7 @@ def test_comparison_of_buffers_is_optional(agree):
     agree.equal(error_of(replica, buffers=False), "")
 
 
-def test_other_shapes_are_found_first(agree):
+def test_different_shapes_are_reported_first(agree):
     if mpi.size() > 1:
         agree("'weight' float32 [2, 3]" in error_of(nn.Linear(3, 2 + mpi.rank())))
 

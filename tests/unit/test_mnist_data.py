@@ -103,7 +103,7 @@ def test_huge_shape_is_refused_before_reading(tmp_path):
 
 
 def test_digits():
-    pytest.importorskip("sklearn", reason="the built-in digits come with scikit-learn")
+    pytest.importorskip("sklearn", reason="the built-in digits are part of scikit-learn")
     data = load()
     assert (len(data.train), len(data.test), data.num_inputs) == (1437, 360, 64)
     assert data.train.input.min() == 0 and data.train.input.max() == 1
