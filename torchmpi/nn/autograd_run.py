@@ -22,11 +22,8 @@ class AutogradRun:
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(self._end, token))
 
-    @staticmethod
-    def current() -> int:
-        """Return the number of the run that the calling hook belongs to."""
-        # A private function of torch, also used by torch.utils.checkpoint to distinguish runs.
-        return torch._C._current_graph_task_id()
+    current = staticmethod(torch._C._current_graph_task_id)
+    """The number of the run that the calling hook belongs to; torch.utils.checkpoint uses the same private function."""
 
     @property
     def has_failed(self) -> bool:

@@ -40,7 +40,7 @@ class Replica:
 
     @property
     def trainable(self) -> list[Tensor]:
-        """The parameters with ``requires_grad``."""
+        """The parameters that want a gradient."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def names(self, tensors: Iterable[Tensor]) -> list[str]:
@@ -73,7 +73,7 @@ class Replica:
             if tensor is None or id(tensor) in self._seen or getattr(tensor, SHARDED, False):
                 continue
             if is_lazy(tensor):
-                raise ArgumentError("The net has lazy parameters without a shape. Run one batch through the net first.")
+                raise ArgumentError("The net has lazy parameters without a shape. Run one batch through it first.")
             self._seen.add(id(tensor))
             found.append(tensor)
 
