@@ -1,7 +1,7 @@
 """Data-parallel training: every rank takes its slice of each batch, and gradients are averaged.
 
-Compare with ``mnist_sequential.py``: the four lines marked with an arrow are all that was added for the
-training. The curve is the same for any number of ranks, because the global batches are.
+The four lines marked with an arrow are the additions to ``mnist_sequential.py``. The global batches, and therefore the
+curve, are the same for any number of ranks.
 
     mpirun -n 4 python examples/mnist/mnist_allreduce.py --plot curves.png
 """
@@ -39,8 +39,8 @@ def main() -> None:
             optimizer.zero_grad()
             output = network(images)
             loss = cross_entropy(output, labels, reduction="sum")
-            # Slices differ in length when the batch does not divide by the ranks. Averaged over the ranks,
-            # this is the sum over the whole batch divided by its size: every image weighs the same.
+            # Slices differ in length if the batch size is no multiple of the number of ranks. The average of this
+            # loss over the ranks is the sum over the global batch divided by its size: images have equal weights.
             (loss * mpi.size() / options.batch_size).backward()
             mpinn.synchronize_gradients(network)  # <--
             optimizer.step()
@@ -48,7 +48,7 @@ def main() -> None:
         loss, error = (mpi.allreduce(totals) / len(data.train)).tolist()
         report.epoch(loss, error)
 
-    mpinn.check_with_allreduce(network)  # all ranks still have the same parameters, bit for bit
+    mpinn.check_with_allreduce(network)  # all ranks have the same parameters, bit for bit
     test = data.test.part(mpi.rank(), mpi.size())
     with torch.no_grad():
         answers = network(test.input.to(mpi.device())).argmax(1).cpu()

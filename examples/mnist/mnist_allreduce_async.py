@@ -1,7 +1,7 @@
-"""Data-parallel training in which gradients are sent while backward still runs.
+"""Data-parallel training with communication during the backward pass.
 
-Once a layer's gradient is there it leaves in a bucket with others, and the layers before it are computed
-meanwhile. The result is that of ``mnist_allreduce.py``; the two calls that differ are marked with an arrow.
+When the gradients of a bucket are complete they are sent, while the gradients of earlier layers are computed. The
+result is that of ``mnist_allreduce.py``; the two calls that differ are marked with an arrow.
 
     mpirun -n 4 python examples/mnist/mnist_allreduce_async.py
 """
@@ -26,7 +26,7 @@ def main() -> None:
 
     network = make_network(data.num_inputs).to(mpi.device())
     mpinn.synchronize_parameters(network)
-    # Small buckets, so that this small network has several; the default suits larger ones.
+    # Small buckets, so that this small network has several; the default is for larger networks.
     mpinn.register_async_backward(network, bucket_bytes=4096)  # <--
     optimizer = torch.optim.SGD(network.parameters(), lr=options.lr, momentum=0.9)
     batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
@@ -39,9 +39,9 @@ def main() -> None:
             optimizer.zero_grad()
             output = network(images)
             loss = cross_entropy(output, labels, reduction="sum")
-            # Averaged over the ranks, this is the sum over the whole batch divided by its size.
+            # The average of this loss over the ranks is the sum over the global batch divided by its size.
             (loss * mpi.size() / options.batch_size).backward()
-            # What needs no gradients goes here, where it overlaps with communication.
+            # Computations without gradients overlap with the communication here.
             totals += torch.tensor([loss.item(), (output.argmax(1) != labels).sum().item()])
             mpinn.synchronize_gradients_async(network)  # <--
             optimizer.step()

@@ -1,4 +1,4 @@
-"""What the MNIST examples share besides the data: options, the network, and the report of a run."""
+"""Options, network and report of the MNIST examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HIDDEN = 128
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """The options all examples have."""
+    """Return a parser with the common options of the examples."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (default: %(default)s)")
     parser.add_argument(
@@ -44,27 +44,27 @@ def make_network(num_inputs: int) -> nn.Sequential:
 
 
 class Report:
-    """Loss and error per epoch: printed as they come, then saved. Only rank 0 speaks and writes."""
+    """Loss and error per epoch, printed and saved by rank 0."""
 
     def __init__(self, options: argparse.Namespace, *, origin: str, rank: int = 0) -> None:
         self.options, self.rank = options, rank
         self.losses: list[float] = []
         self.errors: list[float] = []
-        self.say(f"data: {origin}")
+        self.print(f"data: {origin}")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
 
     def epoch(self, loss: float, error: float) -> None:
-        """Note one epoch: mean loss and fraction of wrong answers over the training images."""
+        """Record one epoch: mean loss and fraction of wrong answers over the training images."""
         self.losses.append(loss)
         self.errors.append(error)
-        self.say(f"epoch {len(self.losses):2d}/{self.options.epochs}  loss {loss:.6f}  error {100 * error:5.2f} %")
+        self.print(f"epoch {len(self.losses):2d}/{self.options.epochs}  loss {loss:.6f}  error {100 * error:5.2f} %")
 
     def finish(self, accuracy: float) -> None:
-        """Print the test accuracy, save what was asked for, and fail if the accuracy is too low."""
-        self.say(f"test accuracy {accuracy:.4f}")
+        """Print the test accuracy, save curves and plot if requested, and fail if the accuracy is too low."""
+        self.print(f"test accuracy {accuracy:.4f}")
         if self.rank == 0 and self.options.json:
             record = {"loss": self.losses, "error": self.errors, "accuracy": accuracy}
             Path(self.options.json).write_text(json.dumps(record))
@@ -72,7 +72,7 @@ class Report:
             self.plot(Path(self.options.plot))
         wanted = self.options.assert_accuracy
         if wanted is not None and not accuracy >= wanted:
-            self.say(f"failed: expected a test accuracy of at least {wanted}")
+            self.print(f"failed: expected a test accuracy of at least {wanted}")
             sys.exit(1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Report:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError:
-            self.say("no plot: matplotlib is not installed (pip install 'torchmpi[examples]')")
+            self.print("no plot: matplotlib is not installed (pip install 'torchmpi[examples]')")
             return
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         FigureCanvasAgg(figure)
@@ -101,4 +101,4 @@ class Report:
             axes.set(xlabel="epoch", title=label, ylim=(0, None))
             axes.grid(alpha=0.3)
         figure.savefig(path, dpi=120)
-        self.say(f"curves saved in {path.resolve()}")
+        self.print(f"curves saved in {path.resolve()}")

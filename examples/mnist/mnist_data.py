@@ -1,7 +1,7 @@
-"""The images for the MNIST examples: IDX files from a directory, or scikit-learn's built-in digits.
+"""The images for the MNIST examples: MNIST files from a directory, or the digits of scikit-learn.
 
-The digits (1,797 real handwritten 8x8 images) come with scikit-learn, so the examples need no download.
-With ``--data DIR`` the original MNIST files are read, packed or not, in either spelling of their names.
+The digits (1,797 handwritten digits of 8x8 pixels) are part of scikit-learn, so that the examples need no download.
+With ``--data DIR`` the original MNIST files are read, compressed or not, in either spelling of their names.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from mnist_idx import DataError, read_idx
+from mnist_files import DataError, find, read_images
 from torch import Tensor
 
 
@@ -27,13 +26,13 @@ class Split:
         return len(self.target)
 
     def part(self, rank: int, size: int) -> Split:
-        """The rows of one rank: consecutive parts whose lengths differ by at most one."""
+        """Return the rows of one rank: consecutive parts whose lengths differ by at most one."""
         return Split(self.input.tensor_split(size)[rank], self.target.tensor_split(size)[rank])
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and test images, and one line saying where they come from."""
+    """Training and test images, and a description of their origin."""
 
     train: Split
     test: Split
@@ -45,9 +44,9 @@ class Dataset:
 
 
 class Batches:
-    """Shuffled batches; every rank shuffles alike and takes its slice of each global batch.
+    """Shuffled batches: all ranks shuffle with the same seed, and each takes its slice of each global batch.
 
-    The order depends on the seed and the epoch alone, so any number of ranks walks the same global batches.
+    The order depends only on seed and epoch, so the global batches are the same for any number of ranks.
     """
 
     def __init__(self, split: Split, batch_size: int, *, seed: int = 0, rank: int = 0, size: int = 1) -> None:
@@ -68,7 +67,7 @@ class Batches:
 
 
 def load(directory: str | None = None) -> Dataset:
-    """Read MNIST from ``directory``, or the built-in digits when none is given."""
+    """Read MNIST from ``directory``, or the digits of scikit-learn if it is None."""
     return load_digits() if directory is None else load_mnist(Path(directory))
 
 
@@ -88,46 +87,17 @@ def load_digits() -> Dataset:
 def load_mnist(directory: Path) -> Dataset:
     if not directory.is_dir():
         raise DataError(f"{directory}: expected a directory of MNIST files, found no directory")
-    test = _read_pair(directory, "t10k")
-    if _find(directory, "train", "images", 3) or _find(directory, "train", "labels", 1):
-        train, note = _read_pair(directory, "train"), ""
+    images, labels = read_images(directory, "t10k")
+    if find(directory, "train", "images", 3) or find(directory, "train", "labels", 1):
+        train, test, note = Split(*read_images(directory, "train")), Split(images, labels), ""
     else:
-        train, test = _split_off_test(test.input, test.target)
+        train, test = _split_off_test(images, labels)
         note = " (only the t10k files are there: split into training and test)"
     return Dataset(train, test, f"MNIST in {directory}, {len(train)} training and {len(test)} test images{note}")
 
 
 def _split_off_test(images: Tensor, labels: Tensor) -> tuple[Split, Split]:
-    """Four fifths for training and the rest for testing, by a fixed shuffle."""
+    """Four fifths for training and the rest for testing, after a shuffle with a fixed seed."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1797))
     rows, test_rows = order.split([len(order) * 4 // 5, len(order) - len(order) * 4 // 5])
     return Split(images[rows], labels[rows]), Split(images[test_rows], labels[test_rows])
-
-
-def _names(prefix: str, kind: str, ndim: int) -> list[str]:
-    return [f"{prefix}-{kind}{dot}idx{ndim}-ubyte{gz}" for dot in "-." for gz in ("", ".gz")]
-
-
-def _find(directory: Path, prefix: str, kind: str, ndim: int) -> Path | None:
-    found = (directory / name for name in _names(prefix, kind, ndim))
-    return next((path for path in found if path.is_file()), None)
-
-
-def _read_pair(directory: Path, prefix: str) -> Split:
-    arrays = []
-    for kind, ndim in (("images", 3), ("labels", 1)):
-        path = _find(directory, prefix, kind, ndim)
-        if path is None:
-            raise DataError(f"{directory}: expected one of {', '.join(_names(prefix, kind, ndim))}; found none")
-        arrays.append((path, read_idx(path, ndim)))
-    (images_path, images), (labels_path, labels) = arrays
-    if len(images) != len(labels):
-        raise DataError(
-            f"{labels_path}: expected {len(images)} labels, one for each image of {images_path}, found {len(labels)}"
-        )
-    if not len(labels) or labels.max() > 9:
-        raise DataError(
-            f"{labels_path}: expected labels from 0 to 9, found {labels.max(initial=0)} as the largest of {len(labels)}"
-        )
-    pixels = torch.from_numpy(images.reshape(len(images), -1).astype(np.float32) / 255)
-    return Split(pixels, torch.from_numpy(labels.astype(np.int64)))

@@ -1,7 +1,7 @@
-"""Data-parallel training with an engine: the loop is written for you, and hooks say what happens when.
+"""Data-parallel training with an engine, which runs the loop and calls hooks.
 
-Shows hooks, meters that add up over ranks, a learning-rate scheduler, and checkpoints: stop the job at any
-time and continue it with ``--resume``.
+Shows hooks, meters with totals over ranks, a learning-rate scheduler, and checkpoints: the job can be stopped at any
+time and continued with ``--resume``.
 
     mpirun -n 4 python examples/mnist/mnist_engine.py --checkpoint mnist.ckpt
     mpirun -n 4 python examples/mnist/mnist_engine.py --checkpoint mnist.ckpt --resume
@@ -24,7 +24,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--checkpoint", metavar="FILE", help="save a checkpoint every 25 updates")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
-    parser.add_argument("--asynchronous", action="store_true", help="send gradients while backward runs")
+    parser.add_argument("--asynchronous", action="store_true", help="send gradients during the backward pass")
     options = parser.parse_args()
     if options.resume and not options.checkpoint:
         parser.error("--resume needs --checkpoint FILE")
@@ -39,7 +39,7 @@ def main() -> None:
 
     engine = AllReduceSGDEngine(use_gpu=options.gpu, asynchronous=options.asynchronous)
     engine.step_scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs))
-    engine.keep(loss=loss, error=error, report=report)  # these go into checkpoints too
+    engine.keep(loss=loss, error=error, report=report)  # saved in checkpoints too
     if options.checkpoint:
         engine.checkpoint(options.checkpoint, every=25)
 
@@ -55,8 +55,8 @@ def main() -> None:
             error.add(state.output.cpu(), state.sample.target.cpu())
 
     @engine.on("on_end_epoch")
-    def tell(state):
-        # synchronize() adds up the ranks; on copies, as the meters count for this rank alone.
+    def print_totals(state):
+        # synchronize() adds the sums of all ranks; on copies, since the meters count for this rank only.
         total_loss, total_error = copy.deepcopy(loss).synchronize(), copy.deepcopy(error).synchronize()
         report.epoch(total_loss.value(), total_error.value() / 100)
 
@@ -70,7 +70,7 @@ def main() -> None:
     )
     test = data.test.part(mpi.rank(), mpi.size())
     result = engine.test(network=network, criterion=nn.CrossEntropyLoss(), iterator=Batches(test, options.batch_size))
-    report.say(f"test loss {result.loss.value():.6f}")
+    report.print(f"test loss {result.loss.value():.6f}")
     mpi.stop()
     report.finish(1 - result.error.value() / 100)
 

@@ -1,8 +1,8 @@
 """Model-parallel training: the input features of the first layer are divided over the ranks.
 
-Every rank works on the whole of each batch, but holds only a part of the large weight, as one would do with a
-weight that does not fit on one device. ``MPLinear`` adds up the parts of its output. The small second layer
-is on all ranks; it sees the same numbers everywhere and so stays the same, without any exchange of gradients.
+Every rank processes every batch, but stores only its part of the large weight, as for a weight that does not fit on
+one device. ``MPLinear`` adds the partial outputs. The small second layer is replicated; its input is equal on all
+ranks, and therefore so are its gradients and parameters, without communication.
 
     mpirun -n 4 python examples/mnist/mnist_modelparallel.py
 """
@@ -22,16 +22,16 @@ import torchmpi.nn as mpinn
 def main() -> None:
     options = parse_options(__doc__)
     mpi.start(with_cuda=options.gpu)
-    torch.manual_seed(options.seed)  # the same on all ranks, so that they draw one and the same network
+    torch.manual_seed(options.seed)  # the same on all ranks, for equal initial parameters
     data = load(options.data)
     report = Report(options, origin=data.origin, rank=mpi.rank())
 
     network = nn.Sequential(mpinn.MPLinear(data.num_inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
     network.to(mpi.device())
     columns = mpi.allgather_object(network[0].weight.shape[1])
-    report.say(f"columns of the {HIDDEN} x {data.num_inputs} weight on each rank: {columns}")
+    report.print(f"columns of the {HIDDEN} x {data.num_inputs} weight on each rank: {columns}")
     optimizer = torch.optim.SGD(network.parameters(), lr=options.lr, momentum=0.9)
-    batches = Batches(data.train, options.batch_size, seed=options.seed)  # every rank takes all of each batch
+    batches = Batches(data.train, options.batch_size, seed=options.seed)  # every rank takes the complete batch
 
     for epoch in range(options.epochs):
         batches.set_epoch(epoch)
@@ -47,7 +47,7 @@ def main() -> None:
         loss, error = (totals / len(data.train)).tolist()
         report.epoch(loss, error)
 
-    mpinn.check_with_allreduce(network)  # what is not divided is still the same on all ranks
+    mpinn.check_with_allreduce(network)  # replicated parameters are equal on all ranks
     with torch.no_grad():
         answers = network(data.test.input.to(mpi.device())).argmax(1).cpu()
     accuracy = (answers == data.test.target).double().mean().item()

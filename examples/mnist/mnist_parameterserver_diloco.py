@@ -1,7 +1,7 @@
-"""DiLoCo: every rank trains on its own for many steps; then all take one outer step on their average way.
+"""DiLoCo: every rank takes many steps of its own; then all take one outer step along their average change.
 
-No server is needed, as all ranks meet at the outer steps; but they meet rarely. The program says how many bytes
-that took, and how many data-parallel training (``mnist_allreduce.py``) would have.
+No server is needed, as all ranks synchronize in the outer steps. The program prints the number of bytes sent, and the
+number for data-parallel training (``mnist_allreduce.py``).
 
     mpirun -n 4 python examples/mnist/mnist_parameterserver_diloco.py
 """
@@ -20,7 +20,7 @@ import torchmpi.parameterserver as ps
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--inner-steps", type=int, default=20, help="steps between outer ones (default: %(default)s)")
+    parser.add_argument("--inner-steps", type=int, default=20, help="steps between outer steps (default: %(default)s)")
     parser.add_argument("--outer-lr", type=float, default=0.7, help="outer learning rate (default: %(default)s)")
     parser.add_argument("--outer-momentum", type=float, default=0.9, help="of the outer steps (default: %(default)s)")
     parser.set_defaults(batch_size=32, lr=0.001)
@@ -57,9 +57,9 @@ def main() -> None:
             loss, error = (mpi.allreduce(totals) / len(data.train)).tolist()
             report.epoch(loss, error)
 
-    mpinn.check_with_allreduce(network)  # the last outer step has made all ranks equal
+    mpinn.check_with_allreduce(network)  # all ranks are equal after the last outer step
     num_bytes = sum(parameter.nbytes for parameter in network.parameters()) * update.step
-    report.say(f"{update.bytes_sent / 1e6:.1f} MB sent by each rank, data-parallel: {num_bytes / 1e6:.1f} MB")
+    report.print(f"{update.bytes_sent / 1e6:.1f} MB sent by each rank, data-parallel: {num_bytes / 1e6:.1f} MB")
     test = data.test.part(mpi.rank(), mpi.size())
     with torch.no_grad():
         answers = network(test.input.to(mpi.device())).argmax(1).cpu()

@@ -1,8 +1,8 @@
-"""Asynchronous SGD (Downpour): ranks send gradients and fetch weights when they are ready, and wait for nobody.
+"""Asynchronous SGD (Downpour): ranks send gradients and receive weights without waiting for other ranks.
 
-Each rank takes its own steps. Every few of them it sends what its gradients have added up to, and every few it
-replaces its weights by those of the server, which it has asked for some steps before. The curve is rank 0's own and
-differs a little from run to run; the accuracy is that of the server's weights.
+Each rank takes steps of its own. Every few steps it sends the sum of its gradients, and every few steps it replaces its
+weights by those of the server, which it has requested some steps before. The curve is that of rank 0 and differs a
+little between runs; the accuracy is that of the server's weights.
 
     mpirun -n 4 python examples/mnist/mnist_parameterserver_downpour.py
 """
@@ -22,10 +22,10 @@ import torchmpi.parameterserver as ps
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tau", type=int, default=10, help="steps between integrations (default: %(default)s)")
-    parser.add_argument("--prefetch", type=int, default=2, help="fetch so much earlier (default: %(default)s)")
+    parser.add_argument("--prefetch", type=int, default=2, help="steps from fetch to use (default: %(default)s)")
     parser.add_argument("--send-frequency", type=int, default=2, help="steps between sends (default: %(default)s)")
-    parser.add_argument("--init-delay", type=int, default=20, help="steps before it begins (default: %(default)s)")
-    parser.add_argument("--max-staleness", type=float, default=float("inf"), help="rounds a rank may be ahead")
+    parser.add_argument("--init-delay", type=int, default=20, help="steps before sharing begins (default: %(default)s)")
+    parser.add_argument("--max-staleness", type=float, default=float("inf"), help="integrations a rank may be ahead")
     parser.set_defaults(batch_size=32)
     options = parser.parse_args()
     mpi.start(with_cuda=options.gpu)
@@ -39,7 +39,7 @@ def main() -> None:
     batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
     update = ps.DownpourUpdate(
         network,
-        lr=options.lr / mpi.size(),  # all ranks together move the weights as far as one would alone
+        lr=options.lr / mpi.size(),  # all ranks together move the weights as far as one rank alone
         update_frequency=options.tau,
         prefetch=options.prefetch,
         send_frequency=options.send_frequency,
@@ -63,10 +63,10 @@ def main() -> None:
                 totals += torch.tensor([loss.item() * len(labels), (output.argmax(1) != labels).sum().item()])
             report.epoch(*(totals / num_images).tolist())
 
-    mpi.barrier()  # all gradients are in
+    mpi.barrier()  # all gradients have been added
     update.pull()
     staleness = update.staleness
-    report.say(f"staleness of rank 0's sends: {staleness.mean:.1f} on average, {staleness.max:.0f} at most")
+    report.print(f"staleness of rank 0's sends: {staleness.mean:.1f} on average, {staleness.max:.0f} at most")
     test = data.test.part(mpi.rank(), mpi.size())
     with torch.no_grad():
         answers = network(test.input.to(mpi.device())).argmax(1).cpu()

@@ -1,8 +1,8 @@
-"""Synchronous SGD through a parameter server: every rank adds its gradient to weights that all ranks hold together.
+"""Synchronous SGD through a parameter server: every rank adds its gradient to weights that are divided over the ranks.
 
-Two barriers make it synchronous: one after sending, so that all gradients are in, and one after receiving, so
-that nobody sends the next one before all have the weights of this step. An allreduce does the same faster
-(``mnist_allreduce.py``); this shows how sending and receiving work, and the curve is the same.
+Two barriers make the training synchronous: one after sending, so that all gradients have been added, and one after
+receiving, so that no rank sends its next gradient before all ranks have the weights of this step. An allreduce
+(``mnist_allreduce.py``) is faster; this program shows sending and receiving, and has the same curve.
 
     mpirun -n 4 python examples/mnist/mnist_parameterserver_dsgd.py
 """
@@ -21,7 +21,7 @@ import torchmpi.parameterserver as ps
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.set_defaults(batch_size=32)  # without momentum: smaller steps, and more of them
+    parser.set_defaults(batch_size=32)  # more and smaller steps, as there is no momentum
     options = parser.parse_args()
     mpi.start(with_cuda=options.gpu)
     torch.manual_seed(options.seed)
@@ -30,7 +30,7 @@ def main() -> None:
 
     network = make_network(data.num_inputs).to(mpi.device())
     parameters = list(network.parameters())
-    ps.init_tensors(parameters)  # the weights, with the values of rank 0, spread over the ranks
+    ps.init_tensors(parameters)  # the weights of rank 0, divided over the ranks
     batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
 
     for epoch in range(options.epochs):
@@ -43,7 +43,7 @@ def main() -> None:
             loss = cross_entropy(output, labels, reduction="sum")
             (loss / options.batch_size).backward()
 
-            # weights -= lr * gradient, done where the weights are; the gradients of all ranks add up.
+            # weights -= lr * gradient for the gradient of each rank, on the ranks that store the weights.
             gradients = [parameter.grad for parameter in parameters]
             ps.sync_handles(ps.send_tensors(parameters, gradients, ps.scaled_add(-options.lr)))
             mpi.barrier()
@@ -55,7 +55,7 @@ def main() -> None:
         loss, error = (mpi.allreduce(totals) / len(data.train)).tolist()
         report.epoch(loss, error)
 
-    mpinn.check_with_allreduce(network)  # all ranks have received the same
+    mpinn.check_with_allreduce(network)  # all ranks have received the same weights
     test = data.test.part(mpi.rank(), mpi.size())
     with torch.no_grad():
         answers = network(test.input.to(mpi.device())).argmax(1).cpu()

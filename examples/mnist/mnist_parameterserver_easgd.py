@@ -1,7 +1,7 @@
-"""Elastic averaging (EASGD): every rank trains on its own, held by a spring to a center that the server keeps.
+"""Elastic averaging (EASGD): every rank trains on its own, with an elastic force towards a center on the server.
 
-Every tau steps a rank and the center move towards each other. With momentum (the default) this is EAMSGD. Ranks
-wait for nobody. The curve is rank 0's own and differs a little from run to run; the accuracy is the center's.
+Every tau steps a rank and the center move towards each other. With momentum (the default) this is EAMSGD. Ranks do not
+wait for each other. The curve is that of rank 0 and differs a little between runs; the accuracy is that of the center.
 
     mpirun -n 4 python examples/mnist/mnist_parameterserver_easgd.py
 """
@@ -21,10 +21,10 @@ import torchmpi.parameterserver as ps
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tau", type=int, default=10, help="steps between integrations (default: %(default)s)")
-    parser.add_argument("--prefetch", type=int, default=2, help="fetch so much earlier (default: %(default)s)")
-    parser.add_argument("--beta", type=float, default=0.9, help="pull of the spring (default: %(default)s)")
+    parser.add_argument("--prefetch", type=int, default=2, help="steps from fetch to use (default: %(default)s)")
+    parser.add_argument("--beta", type=float, default=0.9, help="elasticity (default: %(default)s)")
     parser.add_argument("--momentum", type=float, default=0.9, help="Nesterov's, 0 for none (default: %(default)s)")
-    parser.add_argument("--init-delay", type=int, default=20, help="steps before it begins (default: %(default)s)")
+    parser.add_argument("--init-delay", type=int, default=20, help="steps before sharing begins (default: %(default)s)")
     parser.set_defaults(batch_size=32, lr=0.05)
     options = parser.parse_args()
     mpi.start(with_cuda=options.gpu)
@@ -64,7 +64,7 @@ def main() -> None:
                 totals += torch.tensor([loss.item() * len(labels), (output.argmax(1) != labels).sum().item()])
             report.epoch(*(totals / num_images).tolist())
 
-    mpi.barrier()  # all ranks have pulled a last time
+    mpi.barrier()  # all ranks have finished their last integration
     update.pull()  # the center
     test = data.test.part(mpi.rank(), mpi.size())
     with torch.no_grad():

@@ -1,8 +1,9 @@
-"""Elastic averaging between groups of ranks, data-parallel within: the two ways of training together combined.
+"""Elastic averaging between groups of ranks, with data-parallel training within each group.
 
-The ranks of a group average their gradients at every step, as in ``mnist_allreduce.py``, and so stay equal. The
-groups are held together by a center on the parameter server, as in ``mnist_parameterserver_easgd.py``: the first
-rank of each talks to it, and broadcasts what comes of it. Groups may differ in size, and do not wait for each other.
+The ranks of a group average their gradients at every step, as in ``mnist_allreduce.py``, and remain equal. The groups
+use elastic averaging with a center on the parameter server, as in ``mnist_parameterserver_easgd.py``: the first rank of
+each group communicates with the server and broadcasts the result. Groups may differ in size, and do not wait for each
+other.
 
     mpirun -n 4 python examples/mnist/mnist_parameterserver_easgd_dataparallel.py
 """
@@ -21,16 +22,16 @@ import torchmpi.parameterserver as ps
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--group-size", type=int, default=2, help="ranks of a group (default: %(default)s)")
+    parser.add_argument("--group-size", type=int, default=2, help="ranks per group (default: %(default)s)")
     parser.add_argument("--tau", type=int, default=10, help="steps between integrations (default: %(default)s)")
-    parser.add_argument("--prefetch", type=int, default=2, help="fetch so much earlier (default: %(default)s)")
-    parser.add_argument("--beta", type=float, default=0.9, help="pull of the spring (default: %(default)s)")
-    parser.add_argument("--init-delay", type=int, default=20, help="steps before it begins (default: %(default)s)")
+    parser.add_argument("--prefetch", type=int, default=2, help="steps from fetch to use (default: %(default)s)")
+    parser.add_argument("--beta", type=float, default=0.9, help="elasticity (default: %(default)s)")
+    parser.add_argument("--init-delay", type=int, default=20, help="steps before sharing begins (default: %(default)s)")
     parser.set_defaults(batch_size=32, lr=0.05)
     options = parser.parse_args()
     mpi.start(
         with_cuda=options.gpu,
-        # Level 1: ranks with the same key are a group. What start() adds comes after it.
+        # Level 1: ranks with the same key form a group. start() adds its levels after this one.
         custom_communicator_init=lambda: mpi.push_communicator(str(mpi.rank() // options.group_size)),
     )
     torch.manual_seed(options.seed)
@@ -68,7 +69,7 @@ def main() -> None:
                 totals += torch.tensor([loss.item() * len(labels), (output.argmax(1) != labels).sum().item()])
             report.epoch(*(totals / num_images).tolist())
 
-    mpi.barrier()  # all groups have pulled a last time
+    mpi.barrier()  # all groups have finished their last integration
     update.pull()  # the center
     test = data.test.part(mpi.rank(), mpi.size())
     with torch.no_grad():

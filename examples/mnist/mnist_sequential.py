@@ -1,6 +1,6 @@
 """Train a small network on handwritten digits in one process, without torchmpi.
 
-This is the program that ``mnist_allreduce.py`` spreads over ranks: compare the two.
+``mnist_allreduce.py`` is the same program for many ranks.
 
     python examples/mnist/mnist_sequential.py --plot curves.png
 """
@@ -32,7 +32,7 @@ def main() -> None:
             optimizer.zero_grad()
             output = network(images)
             loss = cross_entropy(output, labels, reduction="sum")
-            # Every image weighs the same, also in the shorter last batch.
+            # Images have equal weights, also in the shorter last batch.
             (loss / options.batch_size).backward()
             optimizer.step()
             totals += torch.tensor([loss.item(), (output.argmax(1) != labels).sum().item()])

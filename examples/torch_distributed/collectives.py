@@ -1,6 +1,6 @@
-"""The collectives of ``torch.distributed`` one by one, in the whole world and in groups, with what comes of them.
+"""The collectives of ``torch.distributed``, in the world and in groups, with their results.
 
-Plain ``torch.distributed``, the second part of PyTorch's tutorial "Writing Distributed Applications".
+Plain ``torch.distributed``, after the second part of PyTorch's tutorial "Writing Distributed Applications".
 
     mpirun -n 4 python examples/torch_distributed/collectives.py
     torchrun --nproc-per-node 4 examples/torch_distributed/collectives.py --backend gloo
@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 
 def show(name: str, mine: Any, expected: Any) -> None:
-    """What this rank has after a collective, and whether that is right."""
-    # In one piece, since the ends of lines of several ranks would mix.
+    """Print the result of a collective on this rank, and check it."""
+    # One write per line: otherwise the ends of lines of several ranks mix.
     print(f"rank {dist.get_rank()}: {name} {mine}\n", end="", flush=True)
     assert mine == expected, f"{name} on rank {dist.get_rank()}: expected {expected}, found {mine}"
 
 
 def reductions(rank: int, size: int) -> None:
-    """Rank r holds r + 1: sum, product, smallest and largest of these, on all ranks or on one."""
+    """Sum, product, minimum and maximum of r + 1 over all ranks r, on all ranks or on one."""
     numbers = [r + 1 for r in range(size)]
     factorial = 1
     for number in numbers:
@@ -35,12 +35,12 @@ def reductions(rank: int, size: int) -> None:
         show(f"all_reduce {name}", tensor.item(), result)
     tensor = torch.tensor([rank + 1])
     dist.reduce(tensor, dst=0)
-    if rank == 0:  # elsewhere the tensor holds nothing of use
+    if rank == 0:  # the tensor is undefined on other ranks
         show("reduce", tensor.item(), sum(numbers))
 
 
 def from_one_and_to_one(rank: int, size: int) -> None:
-    """Rank 0 gives everybody the same, gives each its part, and collects a part from each."""
+    """Broadcast and scatter from rank 0, and gather on rank 0."""
     tensor = torch.tensor([3.5, -1.0]) if rank == 0 else torch.empty(2)
     dist.broadcast(tensor, src=0)
     show("broadcast", tensor.tolist(), [3.5, -1])
@@ -54,7 +54,7 @@ def from_one_and_to_one(rank: int, size: int) -> None:
 
 
 def from_all_to_all(rank: int, size: int) -> None:
-    """All ranks give, and all receive: everything, their part of the sum, or what each has for them."""
+    """Every rank receives from every rank: all parts, its part of the sum, or the part for this rank."""
     parts = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(parts, torch.tensor([10 * rank]))
     show("all_gather", [p.item() for p in parts], [10 * r for r in range(size)])
@@ -67,7 +67,7 @@ def from_all_to_all(rank: int, size: int) -> None:
 
 
 def objects(rank: int, size: int) -> None:
-    """Python objects go the same ways, pickled: for settings and results, not for data."""
+    """Collectives on pickled Python objects, such as settings and results."""
     settings = [{"lr": 0.1}] if rank == 0 else [None]
     dist.broadcast_object_list(settings, src=0)
     show("broadcast_object_list", settings, [{"lr": 0.1}])
@@ -77,7 +77,7 @@ def objects(rank: int, size: int) -> None:
 
 
 def groups(rank: int, size: int) -> None:
-    """Some of the ranks among themselves. All ranks make every group, also those that are not in it."""
+    """Collectives in groups. All ranks call new_group() for every group, also those outside the group."""
     for name, members in {"even": range(0, size, 2), "odd": range(1, size, 2)}.items():
         group = dist.new_group(list(members)) if members else None
         if rank in members:
@@ -90,14 +90,14 @@ def groups(rank: int, size: int) -> None:
 
 
 def asynchronous(rank: int, size: int) -> None:
-    """With async_op a collective runs beside the program, until its result is waited for."""
+    """With async_op a collective runs in the background until wait()."""
     tensors = [torch.full((1000,), float(rank + i)) for i in range(3)]
     handles = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    busy = sum(range(1000))  # something else
+    busy = sum(range(1000))  # a computation in the meantime
     for handle in handles:
         handle.wait()
     ranks = size * (size - 1) // 2
-    show(f"all_reduce of three, beside {busy}", [t[-1].item() for t in tensors], [ranks + i * size for i in range(3)])
+    show(f"all_reduce of three, during {busy}", [t[-1].item() for t in tensors], [ranks + i * size for i in range(3)])
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     dist.init_process_group(parser.parse_args().backend)
     for part in (reductions, from_one_and_to_one, from_all_to_all, objects, groups, asynchronous):
         part(dist.get_rank(), dist.get_world_size())
-        dist.barrier()  # so that the parts are printed one after the other
+        dist.barrier()  # so that the output of the parts does not mix
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""The images for ``distributed_sgd.py``: those of the MNIST examples, of which each rank keeps a part.
+"""The images for ``distributed_sgd.py``: those of the MNIST examples, divided over the ranks.
 
-Without a directory of MNIST files these are scikit-learn's digits, so that nothing needs to be downloaded.
+Without a directory of MNIST files these are the digits of scikit-learn, which need no download.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mnist_data import Split, load
 
 
 def load_images(directory: str | None) -> tuple[TensorDataset, TensorDataset, str]:
-    """Training images, test images, and where they come from."""
+    """Return training images, test images, and a description of their origin."""
     data = load(directory)
     return _square(data.train), _square(data.test), data.origin
 
 
 def part_of(images: TensorDataset, rank: int, size: int, *, seed: int) -> TensorDataset:
-    """The part of one rank: all ranks shuffle alike, and no image is in two parts.
+    """Return the part of one rank: all ranks shuffle with the same seed, and no image is in two parts.
 
-    The parts are equally long, at the cost of up to `size` - 1 images: in synchronous training a rank with one more
-    batch would wait for the others for ever.
+    The parts have equal lengths, so that up to `size` - 1 images are unused: in synchronous training a rank with an
+    additional batch would wait for the others without end.
     """
     order: Tensor = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     length = len(images) // size
@@ -35,6 +35,6 @@ def part_of(images: TensorDataset, rank: int, size: int, *, seed: int) -> Tensor
 
 
 def _square(split: Split) -> TensorDataset:
-    """Rows of pixels become images of one channel, as convolutions want them."""
+    """Reshape rows of pixels to images of one channel, for convolutions."""
     side = math.isqrt(split.input.shape[1])
     return TensorDataset(split.input.view(-1, 1, side, side), split.target)

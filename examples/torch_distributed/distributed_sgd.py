@@ -1,7 +1,7 @@
-"""Synchronous SGD by hand: every rank has a part of the images, and gradients are averaged by ``dist.all_reduce``.
+"""Synchronous SGD: every rank has a part of the images, and gradients are averaged by ``dist.all_reduce``.
 
-Plain ``torch.distributed``, the third part of PyTorch's tutorial "Writing Distributed Applications", on scikit-learn's
-digits or the files of MNIST. What DistributedDataParallel does besides, as in ``resnet.py``, is to do it faster.
+Plain ``torch.distributed``, after the third part of PyTorch's tutorial "Writing Distributed Applications", with the
+digits of scikit-learn or MNIST files. DistributedDataParallel, as in ``resnet.py``, does the same faster.
 
     mpirun -n 4 python examples/torch_distributed/distributed_sgd.py
     torchrun --nproc-per-node 4 examples/torch_distributed/distributed_sgd.py --backend gloo
@@ -33,14 +33,14 @@ def make_network(side: int) -> nn.Sequential:
 
 
 def average_gradients(network: nn.Module) -> None:
-    """Replace each gradient by its average over the ranks. This is all that makes the training distributed."""
+    """Replace each gradient by its average over the ranks. Only this makes the training distributed."""
     for parameter in network.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 
 
 def accuracy(network: nn.Module, images: TensorDataset, device: torch.device) -> float:
-    """Fraction of right answers; each rank tests every size-th image."""
+    """Return the fraction of right answers; each rank tests every size-th image."""
     inputs, labels = (part.to(device) for part in images[dist.get_rank() :: dist.get_world_size()])
     with torch.no_grad():
         num_right = (network(inputs).argmax(1) == labels).sum()
@@ -49,11 +49,11 @@ def accuracy(network: nn.Module, images: TensorDataset, device: torch.device) ->
 
 
 def check_same_everywhere(network: nn.Module) -> None:
-    """All ranks have taken the same steps, so they have the same parameters, bit for bit."""
+    """Check that all ranks have the same parameters, bit for bit, as they have taken the same steps."""
     for name, parameter in network.named_parameters():
         of_rank_0 = parameter.detach().clone()
         dist.broadcast(of_rank_0, src=0)
-        assert torch.equal(parameter, of_rank_0), f"{name} on rank {dist.get_rank()} is not what rank 0 has"
+        assert torch.equal(parameter, of_rank_0), f"{name} on rank {dist.get_rank()} differs from rank 0"
 
 
 def parse_options() -> argparse.Namespace:
@@ -75,14 +75,14 @@ def main() -> None:
     options = parse_options()
     dist.init_process_group(options.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
-    # With torchmpi it is the one that suits this rank.
+    # torchmpi has selected the GPU of this rank.
     device = torch.device("cuda", torch.cuda.current_device()) if options.gpu else torch.device("cpu")
-    torch.manual_seed(options.seed)  # the same first weights everywhere
+    torch.manual_seed(options.seed)  # the same initial weights on all ranks
     train, test, origin = load_images(options.data)
     network = make_network(train.tensors[0].shape[-1]).to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=options.lr, momentum=0.9)
     part = part_of(train, rank, size, seed=options.seed)
-    # The more ranks, the smaller the batch of each, so that a step is made of equally many images.
+    # The batch of a rank is smaller with more ranks, so that the number of images per step is constant.
     batches = DataLoader(part, batch_size=max(1, options.batch_size // size), shuffle=True)
     if rank == 0:
         print(f"data: {origin}; {len(part)} for each of {size} ranks, {dist.get_backend()}", flush=True)
@@ -104,7 +104,7 @@ def main() -> None:
     result = accuracy(network, test, device)
     if rank == 0:
         print(f"test accuracy {result:.4f}", flush=True)
-    dist.barrier()  # nobody leaves while others still talk, or while a thread of gloo still holds the last tensor
+    dist.barrier()  # no rank may leave while others communicate, or while a thread of gloo holds the last tensor
     dist.destroy_process_group()
     assert result >= options.assert_accuracy, f"expected a test accuracy of at least {options.assert_accuracy}"
 

@@ -1,6 +1,6 @@
-"""Tensors from one rank to another: blocking, nonblocking, from whoever sends first, and as a batch.
+"""Messages between two ranks: blocking, nonblocking, from any source, and in batches.
 
-Plain ``torch.distributed``, the first part of PyTorch's tutorial "Writing Distributed Applications".
+Plain ``torch.distributed``, after the first part of PyTorch's tutorial "Writing Distributed Applications".
 
     mpirun -n 2 python examples/torch_distributed/point_to_point.py
     torchrun --nproc-per-node 2 examples/torch_distributed/point_to_point.py --backend gloo
@@ -14,37 +14,37 @@ import torch
 import torch.distributed as dist
 
 
-def say(text: str) -> None:
-    """One line, written in one piece: else the ends of lines of several ranks mix."""
+def print_line(text: str) -> None:
+    """Print a line with one write: otherwise the ends of lines of several ranks mix."""
     print(f"rank {dist.get_rank()}: {text}\n", end="", flush=True)
 
 
 def blocking(rank: int, size: int) -> None:
-    """A tensor goes from rank 0 to the last, and each rank adds one: nobody goes on before its neighbour has sent."""
+    """Send a tensor from rank 0 through all ranks, each of which adds one and waits for its neighbour."""
     token = torch.zeros(1)
     if rank > 0:
         dist.recv(token, src=rank - 1)
     token += 1
     if rank < size - 1:
         dist.send(token, dst=rank + 1)
-    say(f"blocking, has {token.item():g}")
+    print_line(f"blocking, has {token.item():g}")
     assert token.item() == rank + 1
 
 
 def nonblocking(rank: int, size: int) -> None:
-    """Round a ring, all at once. Were the sends blocking, every rank might wait for its neighbour to receive."""
+    """Send around a ring. With blocking sends every rank might wait for its neighbour to receive."""
     outgoing, incoming = torch.full((1000,), float(rank)), torch.empty(1000)
     sent = dist.isend(outgoing, dst=(rank + 1) % size)
     received = dist.irecv(incoming, src=(rank - 1) % size)
-    # Until wait() returns, `outgoing` must not be changed and `incoming` must not be read. Something else may be done.
+    # Until wait() returns, `outgoing` must not be changed and `incoming` must not be read.
     sent.wait()
     received.wait()
-    say(f"nonblocking, has {incoming[0].item():g} from its left")
+    print_line(f"nonblocking, has {incoming[0].item():g} from its left")
     assert torch.all(incoming == (rank - 1) % size)
 
 
 def tagged(rank: int, size: int) -> None:
-    """From rank 0 to the last: messages with different tags may be received in another order than they were sent in."""
+    """Receive messages with different tags in another order than they were sent in."""
     if rank == 0:
         work = [dist.isend(torch.full((2,), float(tag)), dst=size - 1, tag=tag) for tag in (1, 2)]
         for request in work:
@@ -53,12 +53,12 @@ def tagged(rank: int, size: int) -> None:
         first, second = torch.empty(2), torch.empty(2)
         dist.recv(second, src=0, tag=2)
         dist.recv(first, src=0, tag=1)
-        say(f"tagged, has {first.tolist()} and {second.tolist()}")
+        print_line(f"tagged, has {first.tolist()} and {second.tolist()}")
         assert first.tolist() == [1, 1] and second.tolist() == [2, 2]
 
 
-def from_anybody(rank: int, size: int) -> None:
-    """Without `src`, recv takes the first message that comes, and says whose it was."""
+def from_any_source(rank: int, size: int) -> None:
+    """Without `src`, recv takes the first message that arrives and returns its source."""
     if rank > 0:
         dist.send(torch.tensor([rank * rank]), dst=0)
         return
@@ -67,16 +67,16 @@ def from_anybody(rank: int, size: int) -> None:
         square = torch.empty(1, dtype=torch.int64)
         senders.append(dist.recv(square))
         assert square.item() == senders[-1] ** 2
-    say(f"from anybody, has heard from {sorted(senders)}")
+    print_line(f"from any source, has messages from {sorted(senders)}")
     assert sorted(senders) == list(range(1, size))
 
 
 def batched(rank: int, size: int) -> None:
-    """Neighbours exchange the edges of what they hold, in both directions, as solvers on a grid do."""
+    """Exchange the first and last cells with both neighbours, as solvers on a grid do."""
     left, right = (rank - 1) % size, (rank + 1) % size
     cells = torch.arange(10.0) + 10 * rank
     before, after = torch.empty(1), torch.empty(1)
-    # On two ranks, both neighbours are the same rank: what is sent first there is received first here.
+    # On two ranks both neighbours are the same rank, and messages are received in the order of sending.
     exchange = [
         dist.P2POp(dist.isend, cells[-1:], right),
         dist.P2POp(dist.isend, cells[:1], left),
@@ -85,7 +85,7 @@ def batched(rank: int, size: int) -> None:
     ]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
-    say(f"batched, {before.item():g} | {cells.int().tolist()} | {after.item():g}")
+    print_line(f"batched, {before.item():g} | {cells.int().tolist()} | {after.item():g}")
     assert (before.item(), after.item()) == (10 * left + 9, 10 * right)
 
 
@@ -97,12 +97,12 @@ def main() -> None:
     dist.init_process_group(options.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     if size < 2:
-        raise SystemExit("messages need 2 ranks at least: mpirun -n 2, or torchrun --nproc-per-node 2")
-    for part in (blocking, nonblocking, tagged, from_anybody, batched):
+        raise SystemExit("at least 2 ranks are needed: mpirun -n 2, or torchrun --nproc-per-node 2")
+    for part in (blocking, nonblocking, tagged, from_any_source, batched):
         part(rank, size)
-        dist.barrier()  # else the receive from anybody might take what a faster rank sends in the next part
+        dist.barrier()  # otherwise the receive from any source might take a message of the next part
     if rank == 0:
-        say(f"all messages have arrived, on {size} ranks with {dist.get_backend()}")
+        print_line(f"all messages have arrived, on {size} ranks with {dist.get_backend()}")
     dist.destroy_process_group()
 
 

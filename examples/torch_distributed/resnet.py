@@ -1,7 +1,8 @@
-"""Train a ResNet with DistributedDataParallel, and see what it gains: step time, images per second, efficiency.
+"""Train a ResNet with DistributedDataParallel, and measure step time, images per second and scaling efficiency.
 
-Plain ``torch.distributed``. In between, rank 0 takes steps alone, on as many images and with as many threads, while the
-others sleep: that is what the efficiency refers to. With --json, runs on different numbers of ranks fill one chart.
+Plain ``torch.distributed``. Between blocks of steps rank 0 takes steps alone, with the same number of images and
+threads, while the other ranks sleep; the efficiency is relative to these. With --json, runs on different numbers of
+ranks are shown in one chart.
 
     mpirun -n 1 python examples/torch_distributed/resnet.py --json resnet.json
     mpirun -n 2 python examples/torch_distributed/resnet.py --json resnet.json --plot resnet.png
@@ -27,12 +28,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
-STEPS_OF_A_BLOCK = 5
-WARM_UP = 3
+STEPS_PER_BLOCK = 5
+WARM_UP_STEPS = 3
 
 
 class Trainer:
-    """Takes steps, and notes how long each takes and what its loss is."""
+    """Takes steps, and records duration and loss of each."""
 
     def __init__(self, model: nn.Module, source: Iterator[tuple[Tensor, Tensor]], options: argparse.Namespace) -> None:
         self.model, self.source, self.bf16 = model, source, options.bf16
@@ -63,11 +64,11 @@ def choose_device(options: argparse.Namespace) -> torch.device:
 
 
 def measure(together: Trainer, alone: Trainer, num_steps: int) -> None:
-    """Blocks of steps by all ranks and by rank 0 in turn, so that a machine that gets slower does so for both."""
-    # While ranks wait for a message they may keep cores busy that rank 0 could use. In a barrier of gloo they sleep.
+    """Alternate blocks of steps by all ranks and by rank 0, as the speed of a machine may change during the run."""
+    # Ranks that wait for a message may keep a core busy, which rank 0 could use. In a barrier of gloo they sleep.
     sleepers = dist.new_group(backend="gloo")
-    blocks = [min(STEPS_OF_A_BLOCK, num_steps - first) for first in range(0, num_steps, STEPS_OF_A_BLOCK)]
-    for number in (WARM_UP, *blocks):
+    blocks = [min(STEPS_PER_BLOCK, num_steps - first) for first in range(0, num_steps, STEPS_PER_BLOCK)]
+    for number in (WARM_UP_STEPS, *blocks):
         together.steps(number)
         dist.barrier(sleepers)
         if dist.get_rank() == 0:
@@ -76,11 +77,11 @@ def measure(together: Trainer, alone: Trainer, num_steps: int) -> None:
 
 
 def check_same_everywhere(model: nn.Module) -> None:
-    """All ranks have taken the same steps, so they have the same parameters, bit for bit."""
+    """Check that all ranks have the same parameters, bit for bit, as they have taken the same steps."""
     own = parameters_to_vector(model.parameters()).detach()
     of_rank_0 = own.clone()
     dist.broadcast(of_rank_0, src=0)
-    assert torch.equal(own, of_rank_0), f"the parameters of rank {dist.get_rank()} are not those of rank 0"
+    assert torch.equal(own, of_rank_0), f"the parameters of rank {dist.get_rank()} differ from rank 0"
 
 
 def main() -> None:
@@ -91,10 +92,8 @@ def main() -> None:
     torch.manual_seed(0)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.data:
-        images = read_cifar10(options.data)
-    else:
-        images = SyntheticImages(10_000, options.image_size, options.classes)
+    synthetic = SyntheticImages(10_000, options.image_size, options.classes)
+    images = read_cifar10(options.data) if options.data else synthetic
     own_model = make_model(options.model, options.classes).to(device)
     model = DistributedDataParallel(copy.deepcopy(own_model), gradient_as_bucket_view=True)
     together = Trainer(model, batches(images, options.batch_size), options)
@@ -102,14 +101,14 @@ def main() -> None:
 
     measure(together, alone, options.steps)
     slowest = torch.tensor(together.seconds, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # a step takes as long as it takes the slowest rank
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # the duration of a step is that on the slowest rank
     check_same_everywhere(model)
     assert all(map(math.isfinite, together.losses)), f"the loss became {together.losses[-1]}: try a smaller --lr"
     if rank == 0:
         numel = sum(parameter.numel() for parameter in model.parameters())
         print(f"{options.model}, {numel:,} parameters, loss {together.losses[0]:.4f} to {together.losses[-1]:.4f}")
-        report.add(size, slowest.tolist()[WARM_UP:], alone.seconds[WARM_UP:])
-    dist.barrier()  # nobody leaves while others still talk, or while a thread of gloo still holds the last tensor
+        report.add(size, slowest.tolist()[WARM_UP_STEPS:], alone.seconds[WARM_UP_STEPS:])
+    dist.barrier()  # no rank may leave while others communicate, or while a thread of gloo holds the last tensor
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Images to train on: made up ones of any size, or those of CIFAR-10 from its binary files."""
+"""Training images: synthetic images of any size, or CIFAR-10 from its binary files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD_BYTES = 1 + 3 * 32 * 32
 
 
 class SyntheticImages(Dataset[tuple[Tensor, int]]):
-    """Every class has a pattern, and every image is its class's with noise. Nothing is read or downloaded.
+    """Synthetic images: a pattern per class, with noise.
 
     Image i is the same on all ranks and in all runs.
     """
@@ -25,7 +25,7 @@ class SyntheticImages(Dataset[tuple[Tensor, int]]):
         generator = torch.Generator().manual_seed(0)
         self.num_images, self.num_classes, self.size = num_images, num_classes, size
         self.patches = torch.randn(num_classes, 3, 4, 4, generator=generator)
-        # Noise takes longer to make than a small network takes for a step, and a few pieces of it are enough.
+        # Generating noise takes longer than a step of a small network, and a few noise images are sufficient.
         self.noises = torch.randn(16, 3, size, size, generator=generator)
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class SyntheticImages(Dataset[tuple[Tensor, int]]):
 
 
 def read_cifar10(directory: str) -> TensorDataset:
-    """The training images of CIFAR-10's binary version, ``data_batch_1.bin`` to ``data_batch_5.bin``."""
+    """Read the training images of CIFAR-10's binary version, ``data_batch_1.bin`` to ``data_batch_5.bin``."""
     paths = sorted(Path(directory).glob("data_batch_*.bin"))
     if not paths:
         raise SystemExit(f"{directory}: expected files data_batch_*.bin, of the binary version of CIFAR-10; found none")
@@ -55,14 +55,14 @@ def read_cifar10(directory: str) -> TensorDataset:
 
 
 def batches(images: Dataset, batch_size: int, **ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches without end: in each epoch every rank has other images, and all ranks together have all of them.
+    """Yield batches without end: in each epoch the images are divided over the ranks in a new order.
 
-    Ranks are those of the job, or `num_replicas` and `rank`.
+    `ranks` are `num_replicas` and `rank`; default: those of the job.
     """
     sampler = DistributedSampler(images, **ranks)
     loader = DataLoader(images, batch_size, sampler=sampler, drop_last=True)
     if not len(loader):
-        raise SystemExit(f"a rank has {len(sampler)} images, which are less than a batch of {batch_size}")
+        raise SystemExit(f"a rank has {len(sampler)} images, fewer than a batch of {batch_size}")
     epoch = 0
     while True:
         sampler.set_epoch(epoch)

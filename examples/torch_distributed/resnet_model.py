@@ -1,4 +1,4 @@
-"""Residual networks (He et al. 2015, arXiv:1512.03385): ResNet-18, 34 and 50, and a tiny one for trying things out."""
+"""Residual networks (He et al. 2015, arXiv:1512.03385): ResNet-18, 34 and 50, and a tiny one for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn.functional import relu
 
 
 def convolution(num_inputs: int, num_outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution that keeps the image's size, but for its stride, and batch normalisation."""
+    """Return a convolution that keeps the size of the image, except for the stride, and batch normalization."""
     return nn.Sequential(
         nn.Conv2d(num_inputs, num_outputs, size, stride, padding=size // 2, bias=False),
         nn.BatchNorm2d(num_outputs),
@@ -15,7 +15,7 @@ def convolution(num_inputs: int, num_outputs: int, size: int, stride: int = 1) -
 
 
 class Block(nn.Module):
-    """Adds what its layers make of the input to the input itself."""
+    """Residual block: the sum of the input and the output of the layers."""
 
     expansion = 1
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
         super().__init__()
         num_outputs = width * self.expansion
         self.layers = self.make_layers(num_inputs, width, stride)
-        # The last scale begins at zero, so that at first a block passes on its input, and deep networks train well.
+        # With an initial scale of zero a block is the identity, which improves the training of deep networks.
         nn.init.zeros_(self.layers[-1][-1].weight)
         has_same_shape = stride == 1 and num_inputs == num_outputs
         self.shortcut = nn.Identity() if has_same_shape else convolution(num_inputs, num_outputs, 1, stride)
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Bottleneck(Block):
-    """Narrows, convolves, widens; the stride is at the 3x3 convolution, as in most implementations today."""
+    """Three convolutions, the second with fewer channels and the stride, as in most current implementations."""
 
     expansion = 4
 
@@ -51,7 +51,7 @@ class Bottleneck(Block):
 
 
 class ResNet(nn.Sequential):
-    """A stem, stages of blocks, each half as large and twice as wide as the one before, and a linear classifier."""
+    """A stem, stages of blocks with half the size and twice the channels of the previous stage, and a classifier."""
 
     def __init__(self, block: type[Block], depths: tuple[int, ...], *, width: int = 64, num_classes: int = 10) -> None:
         layers = [convolution(3, width, 7, stride=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
@@ -73,7 +73,7 @@ MODELS = {
 
 
 def make_model(name: str, num_classes: int) -> ResNet:
-    """One of MODELS.
+    """Return one of MODELS.
 
     Example: ``make_model("resnet50", 1000)`` has 25,557,032 parameters.
     """

@@ -1,4 +1,4 @@
-"""The figures of ``resnet.py``: printed, collected in a JSON file by the number of ranks, and drawn as bars."""
+"""Figures of ``resnet.py``: printed, collected in a JSON file by the number of ranks, and shown in a chart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 SETTINGS = ("model", "batch_size", "image_size", "classes", "data", "bf16", "backend")
-"""What must be equal in runs that share a chart."""
+"""Options that must be equal in runs that share a chart."""
 
 
 def summary(seconds: list[float], num_images: int) -> dict[str, float]:
-    """Of steps on `num_images` each: the median, what a tenth is faster or slower than, and images per second.
+    """Return the median of the step times, their first and last decile, and images per second.
 
-    On a shared machine a few steps may take far longer than the others, so images per second are those of the median.
+    Images per second refer to the median, since on a shared machine a few steps may take far longer than the others.
     """
     milliseconds = [1000 * second for second in seconds]
     tenths = quantiles(milliseconds, n=10, method="inclusive") if len(milliseconds) > 1 else milliseconds
@@ -26,7 +26,7 @@ def summary(seconds: list[float], num_images: int) -> dict[str, float]:
 
 
 class Report:
-    """The runs of earlier jobs, if there is a file of them, and this one."""
+    """The runs of earlier jobs, from the JSON file if it exists, and this run."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -44,10 +44,10 @@ class Report:
         self.runs = {int(ranks): run for ranks, run in record["runs"].items()}
 
     def add(self, ranks: int, together: list[float], alone: list[float]) -> None:
-        """Note the seconds of the steps of all ranks and of rank 0 alone; print and save what was asked for."""
+        """Add the step times of all ranks and of rank 0 alone; print the figures, save file and chart if requested."""
         batch_size = self.options.batch_size
         run = {"together": summary(together, ranks * batch_size), "alone": summary(alone, batch_size)}
-        # Rank 0 alone has a rank's share of the images, so with ideal scaling both take equally long for a step.
+        # Rank 0 alone has the images of one rank, so with ideal scaling both take the same time for a step.
         efficiency = run["alone"]["median_ms"] / run["together"]["median_ms"]
         self.runs[ranks] = {**run, "efficiency": efficiency, "threads": torch.get_num_threads()}
         for name, figures in ((f"{ranks} rank{'s' * (ranks > 1)}", run["together"]), ("rank 0 alone", run["alone"])):
@@ -74,7 +74,7 @@ class Report:
         runs = [self.runs[number] for number in numbers]
         names = [f"{number}\nthreads of each: {run['threads']}" for number, run in zip(numbers, runs, strict=True)]
         ideal = [number * run["alone"]["images_per_s"] for number, run in zip(numbers, runs, strict=True)]
-        rates.bar(names, ideal, fill=False, linestyle="--", label="rank 0 alone, as many times")
+        rates.bar(names, ideal, fill=False, linestyle="--", label="rank 0 alone, times ranks")
         measured = [run["together"]["images_per_s"] for run in runs]
         rates.bar_label(rates.bar(names, measured, color="tab:blue", label="measured"), fmt="%.3g")
         rates.set(title="images per second", xlabel="ranks", ylim=(0, 1.35 * max(ideal + measured)))

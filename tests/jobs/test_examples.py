@@ -1,4 +1,4 @@
-"""The MNIST examples as a user runs them: same curves on any number of ranks, accuracy, plots, bad data."""
+"""The MNIST examples as jobs: equal curves on any number of ranks, accuracy, plots, invalid data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = ROOT / "examples" / "mnist"
 DISTRIBUTED = ("mnist_allreduce", "mnist_allreduce_async", "mnist_modelparallel", "mnist_engine")
 PARAMETER_SERVER = {
     "mnist_parameterserver_dsgd": 0.95,
-    # Asynchronous runs differ: they reach 0.96 to 0.975, and get a margin that chance does not use up.
+    # Asynchronous runs differ: they reach 0.96 to 0.975, and the limit has a sufficient margin.
     "mnist_parameterserver_downpour": 0.92,
     "mnist_parameterserver_easgd": 0.92,
     "mnist_parameterserver_easgd_dataparallel": 0.92,
@@ -25,6 +25,7 @@ MAX_LINES = 120
 once = pytest.mark.once
 
 pytest.importorskip("sklearn", reason="the examples train on the digits of scikit-learn: install the extra examples")
+pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def records() -> dict[tuple[Any, ...], dict[str, Any]]:
 @pytest.fixture
 def example(launch, tmp_path, records, digits):
     """``example("mnist_allreduce", 4, "--epochs", "2")`` gives the record of a job; it is run only once."""
-    one_thread = {"TORCHMPI_THREADS": "1"}  # for these networks a second one does nothing
+    one_thread = {"TORCHMPI_THREADS": "1"}  # a second thread has no effect for these networks
 
     def run(name: str, n: int, *options: str) -> dict[str, Any]:
         key = (name, n, options)
@@ -50,7 +51,7 @@ def example(launch, tmp_path, records, digits):
     return run
 
 
-# A batch of 50 divides neither by 4 nor by 3, and leaves a last batch of 37 images. Both tests look at the same jobs.
+# A batch of 50 is no multiple of 4 or 3, and the last batch has 37 images. Both tests use the same jobs.
 SYNCHRONOUS = ("--epochs", "6", "--batch-size", "50", "--assert-accuracy", "0.95")
 SAME_CURVE = [
     pytest.param("mnist_allreduce", 1, marks=once),
@@ -82,7 +83,7 @@ def test_accuracy(example, name, n):
 
 @once
 def test_digits_of_scikit_learn(launch):
-    """As one starts it first: what the other jobs read from files is what comes with scikit-learn."""
+    """Without --data; the other jobs read the same images from files."""
     result = launch(2, [EXAMPLES / "mnist_allreduce.py", "--cpu"], timeout=120)
     assert result.returncode == 0, result.output
     lines = result.stdout.splitlines()
@@ -100,7 +101,7 @@ def test_digits_of_scikit_learn(launch):
         pytest.param("mnist_parameterserver_easgd", 3, marks=once),
         pytest.param("mnist_parameterserver_easgd_dataparallel", 3, marks=once),
         pytest.param("mnist_parameterserver_diloco", 3, marks=once),
-        # For other numbers of ranks one stands for all, but where there are groups of two.
+        # Other numbers of ranks: one example for all, and the one with groups of two.
         pytest.param("mnist_parameterserver_downpour", 2, marks=once),
         pytest.param("mnist_parameterserver_downpour", 4, marks=once),
         pytest.param("mnist_parameterserver_easgd_dataparallel", 4, marks=once),
@@ -117,7 +118,7 @@ def test_accuracy_with_a_parameter_server(example, name, n):
 
 
 def test_synchronous_training_through_a_server_has_the_same_curve(example):
-    """The gradients of the ranks add up in any order, so not to the last digit."""
+    """The gradients of the ranks are added in any order, so the last digits differ."""
     name = "mnist_parameterserver_dsgd"
     one = example(name, 1, "--epochs", "2")
     three = example(name, 3, "--assert-accuracy", str(PARAMETER_SERVER[name]))  # the job of the test above
@@ -127,30 +128,33 @@ def test_synchronous_training_through_a_server_has_the_same_curve(example):
 
 @once
 def test_elastic_averaging_without_momentum(example):
-    """The other of the two updates that the example has."""
+    """The second update of the example."""
     record = example("mnist_parameterserver_easgd", 2, "--momentum", "0", "--lr", "0.2")
     assert record["accuracy"] >= 0.9
 
 
 @once
 def test_bounded_staleness(example):
-    """No rank begins a round while another is more than one behind: so no send can have missed much."""
+    """No rank begins a round while another rank is more than one round behind, which limits the staleness."""
     options = ("--max-staleness", "1", "--prefetch", "0", "--send-frequency", "1", "--tau", "5", "--epochs", "4")
     record = example("mnist_parameterserver_downpour", 3, *options)
     (line,) = (line for line in record["output"].splitlines() if line.startswith("staleness of rank 0's sends"))
     most = int(line.split(" on average, ")[1].split()[0])
-    # Two others. One may be a round behind when this rank fetches, and three ahead of that when it last sends before it
-    # fetches again, held up at its own next fetch: less than five rounds of five sends.
+    # Two other ranks. Between two fetches of this rank each may proceed from one round behind to three ahead of that:
+    # less than five rounds of five sends.
     assert most < 2 * 5 * 5
 
 
 @once
-def test_too_low_an_accuracy_fails(launch, digits):
-    options = ["--cpu", "--data", digits, "--epochs", "1", "--assert-accuracy", "0.999"]
+def test_plot_and_too_low_an_accuracy(launch, tmp_path, digits):
+    path = tmp_path / "curves.png"
+    options = ["--cpu", "--data", digits, "--epochs", "1", "--assert-accuracy", "0.999", "--plot", path]
     result = launch(2, [EXAMPLES / "mnist_allreduce.py", *options])
     assert result.returncode != 0
     assert result.stdout.count("failed: expected a test accuracy of at least 0.999") == 1
     assert "Traceback" not in result.stderr
+    assert result.stdout.count(f"curves saved in {path}") == 1
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @once
@@ -188,17 +192,6 @@ def test_engine_shows_progress_on_rank_0(example):
 
 
 @once
-def test_plot(launch, tmp_path, digits):
-    pytest.importorskip("matplotlib", reason="matplotlib draws the curves: install the extra examples")
-    path = tmp_path / "curves.png"
-    options = ["--cpu", "--data", digits, "--epochs", "2", "--plot", path]
-    result = launch(2, [EXAMPLES / "mnist_allreduce.py", *options], timeout=120)
-    assert result.returncode == 0, result.output
-    assert result.stdout.count(f"curves saved in {path}") == 1
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@once
 def test_plot_without_matplotlib(launch, tmp_path, digits):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     options = ["--cpu", "--data", digits, "--epochs", "1", "--plot", tmp_path / "curves.png"]
@@ -227,34 +220,34 @@ def test_truncated_file_ends_the_job(launch, tmp_path):
     assert f"{labels}: expected 100 bytes of data for shape (100,), found 60" in result.stderr
 
 
-@pytest.fixture(scope="module")
-def help_of():
-    """What each example says to ``--help``: of one process, as each would import torch for it."""
+@once
+def test_help():
+    """All examples in one process, as each would import torch."""
     code = f"""
 import contextlib, io, json, runpy, sys
 sys.path.insert(0, {str(EXAMPLES)!r})
-said = {{}}
+texts = {{}}
 for name in sys.argv[1:]:
     sys.argv = [name, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
         runpy.run_path(f"{EXAMPLES}/{{name}}.py", run_name="__main__")
-    said[name] = output.getvalue()
-print(json.dumps(said))
+    texts[name] = output.getvalue()
+print(json.dumps(texts))
 """
     done = subprocess.run(
         [sys.executable, "-c", code, *NAMES], capture_output=True, text=True, timeout=60, env=job_environment({})
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    for name, text in json.loads(done.stdout).items():
+        for option in ("--epochs", "--batch-size", "--lr", "--seed", "--data", "--plot", "--gpu", "--cpu"):
+            assert option in text, f"{name} has no {option}"
 
 
 @once
-@pytest.mark.parametrize("name", NAMES)
-def test_help_and_length(help_of, name):
-    """An example explains itself, is short, and uses public names only."""
-    for option in ("--epochs", "--batch-size", "--lr", "--seed", "--data", "--plot", "--gpu", "--cpu"):
-        assert option in help_of[name]
-    text = (EXAMPLES / f"{name}.py").read_text()
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_length_and_imports(path):
+    """Short, and with public names only."""
+    text = path.read_text()
     assert len(text.splitlines()) < MAX_LINES
     imports = [line for line in text.splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
     packages = ("torchmpi as mpi", "torchmpi.nn as mpinn", "torchmpi.parameterserver as ps")

@@ -1,4 +1,4 @@
-"""The examples for plain torch.distributed: under mpirun and torchrun, without a line or a variable for either."""
+"""The examples for torch.distributed, under mpirun and torchrun, without changes for either."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ sys.path.insert(0, str(EXAMPLES))
 
 @pytest.fixture(autouse=True, scope="module")
 def backend_is_known():
-    """The programs do not import torchmpi: torch finds its backend by what the installation has left."""
+    """The programs do not import torchmpi: torch finds the backend by the entry point of the installation."""
     if not entry_points(group="torch.backends", name="torchmpi"):
-        pytest.fail("torchmpi is on the path, but not installed, so torch does not know its backend: pip install -e .")
+        pytest.fail("torchmpi is on the path, but not installed, so torch cannot find its backend: pip install -e .")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def torchrun():
 
 
 def lines_of(result: Result) -> list[str]:
-    """What the program has printed, if it has ended well."""
+    """The output of a program, which must have succeeded."""
     assert result.returncode == 0, result.output
     return result.stdout.splitlines()
 
@@ -60,7 +60,7 @@ def check_messages(lines: list[str], n: int) -> None:
         assert f"rank {rank}: blocking, has {rank + 1}" in lines
         assert f"rank {rank}: nonblocking, has {(rank - 1) % n} from its left" in lines
     assert f"rank {n - 1}: tagged, has [1.0, 1.0] and [2.0, 2.0]" in lines
-    assert f"rank 0: from anybody, has heard from {list(range(1, n))}" in lines
+    assert f"rank 0: from any source, has messages from {list(range(1, n))}" in lines
     assert sum(": batched, " in line for line in lines) == n
 
 
@@ -93,7 +93,7 @@ def test_ring_allreduce(launch):
 
 @once
 def test_ring_allreduce_on_gloo_under_torchrun(torchrun):
-    """The programs are PyTorch's, not ours: they run where torchmpi is not even used."""
+    """The programs run without torchmpi."""
     lines = lines_of(torchrun(2, "ring_allreduce", "--backend", "gloo"))
     check_sums(lines)
     assert "gloo's own" in lines[-1]
@@ -125,7 +125,7 @@ def test_resnet(launch, tmp_path):
 
 @once
 def test_figures_of_several_runs(tmp_path, capsys):
-    """Runs on different numbers of ranks come into one file; other settings are refused."""
+    """Runs on different numbers of ranks share a file; other settings are refused."""
     from resnet_report import SETTINGS, Report
 
     path = tmp_path / "resnet.json"
@@ -195,7 +195,7 @@ def test_parts_of_the_images(size):
 
 @once
 def test_help():
-    """Each says what it does and how it is started."""
+    """The help text contains the commands that start the program."""
     code = f"""
 import runpy, sys
 sys.path.insert(0, {str(EXAMPLES)!r})
@@ -219,7 +219,7 @@ for name in {PROGRAMS!r}:
 @once
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_length_and_imports(path):
-    """Short, of public names, and never torchmpi's."""
+    """Short, with public names only, and without torchmpi."""
     text = path.read_text()
     assert len(text.splitlines()) < MAX_LINES
     assert "environ" not in text

@@ -1,4 +1,4 @@
-"""AllReduceSGDEngine against a loop by hand on all data in one process."""
+"""AllReduceSGDEngine compared with an explicit loop on all data in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(engine: AllReduceSGDEngine, net: nn.Module, batches: list[Batch], **op
     return engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=batches, **options)
 
 
-def by_hand(batches_of_ranks: list[list[Batch]], max_epochs: int = 2) -> nn.Module:
+def explicit_loop(batches_of_ranks: list[list[Batch]], max_epochs: int = 2) -> nn.Module:
     """At each step the average over the ranks that have a batch."""
     net = network()
     optimizer = momentum(net)
@@ -57,9 +57,10 @@ def compare(agree, net: nn.Module, reference: nn.Module) -> None:
     mpinn.check_with_allreduce(net)
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("dynamic_network", [False, True])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("asynchronous", "dynamic_network", "debug"),
+    [(False, True, False), (False, False, True), (True, False, False), (True, True, True)],  # all pairs
+)
 def test_averages_over_ranks(agree, asynchronous, dynamic_network, debug):
     data = [make_batches(3, seed=rank) for rank in range(mpi.size())]
     engine = AllReduceSGDEngine(asynchronous=asynchronous, dynamic_network=dynamic_network, debug=debug, progress=False)
@@ -68,8 +69,8 @@ def test_averages_over_ranks(agree, asynchronous, dynamic_network, debug):
         net[0].weight.add_(mpi.rank())
     state = train(engine, net, data[mpi.rank()])
     agree.equal((state.t, state.batch, state.epoch), (6, 3, 2))
-    compare(agree, net, by_hand(data))
-    train(engine, net, data[mpi.rank()])  # once more with the same engine: nothing is left registered
+    compare(agree, net, explicit_loop(data))
+    train(engine, net, data[mpi.rank()])  # again with the same engine: no registration is left
 
 
 def num_batches(rank: int) -> int:
@@ -90,7 +91,7 @@ def test_ranks_may_have_different_amounts_of_data(agree, asynchronous):
     agree.equal(fired["on_sample"], [True] * mine * 2)
     agree.equal(fired["on_update"], ([True] * mine + [False] * (most - mine)) * 2)
     agree.equal(fired["on_backward"], fired["on_update"])
-    compare(agree, net, by_hand(data))
+    compare(agree, net, explicit_loop(data))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -101,7 +102,7 @@ def test_distributed_optimizer(agree, asynchronous):
     optimizer = mpinn.DistributedOptimizer(momentum(net), net, asynchronous=asynchronous)
     engine = AllReduceSGDEngine(asynchronous=True, progress=False)
     train(engine, net, data[mpi.rank()], optimizer=optimizer)
-    compare(agree, net, by_hand(data))
+    compare(agree, net, explicit_loop(data))
 
 
 def test_hooks_see_the_averaged_gradient(agree):
@@ -109,9 +110,9 @@ def test_hooks_see_the_averaged_gradient(agree):
     gradients: list[Tensor] = []
     engine.hooks.on_backward.append(lambda state: gradients.append(state.network[0].weight.grad.clone()))
     train(engine, network(), make_batches(2, seed=mpi.rank()))
-    everywhere = mpi.allgather_object(gradients)
+    of_all_ranks = mpi.allgather_object(gradients)
     agree.equal(len(gradients), 4)
-    for theirs in everywhere:
+    for theirs in of_all_ranks:
         agree(all(torch.equal(a, b) for a, b in zip(gradients, theirs, strict=True)), "gradients differ")
 
 
@@ -147,28 +148,28 @@ def test_stop_on_one_rank_stops_all(agree, hook, t, epoch):
 
 
 def test_network_may_change_while_training(agree):
-    """Layers are thawed after the first epoch; asynchronous hooks are registered anew."""
+    """Layers become trainable after the first epoch; asynchronous hooks are registered again."""
     net, engine = network(), AllReduceSGDEngine(asynchronous=True, progress=False)
     net[0].requires_grad_(False)
     before = net[0].weight.detach().clone()
     optimizer = momentum(net)
 
     @engine.on("on_end_epoch")
-    def thaw(state):
+    def unfreeze(state):
         if state.epoch == 0:
             agree.equal(net[0].weight.detach(), before, "frozen weight")
             net[0].requires_grad_(True)
 
     train(engine, net, make_batches(3, seed=mpi.rank()), optimizer=optimizer, max_epochs=2)
-    agree(not torch.equal(net[0].weight, before), "the thawed layer was not trained")
+    agree(not torch.equal(net[0].weight, before), "the unfrozen layer was not trained")
     mpinn.check_with_allreduce(net)
 
 
-def test_debug_finds_replicas_that_part(agree):
+def test_debug_detects_replicas_that_differ(agree):
     engine = AllReduceSGDEngine(debug=True, progress=False)
 
     @engine.on("on_update")
-    def part(state):
+    def change(state):
         with torch.no_grad():
             state.network[2].bias.add_(mpi.rank() * (state.t == 2))
 
@@ -176,17 +177,17 @@ def test_debug_finds_replicas_that_part(agree):
     if mpi.size() == 1:
         train(engine, network(), batches)
         return
-    with pytest.raises(ReplicaError, match="2.bias"):
+    with pytest.raises(ReplicaError, match=r"2\.bias"):
         train(engine, network(), batches)
 
 
 def test_model_parallel_network(agree):
-    """Sharded weights keep their part, and everybody gets the same batches."""
+    """Sharded weights remain sharded; all ranks get the same batches."""
     torch.manual_seed(0)
     net = nn.Sequential(mpinn.MPLinear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     data = make_batches(3, seed=7)
     train(AllReduceSGDEngine(progress=False, debug=True), net, data)
-    reference = by_hand([data])
+    reference = explicit_loop([data])
     agree.close(net[0].full_weight(), reference[0].weight.detach(), rtol=1e-5, atol=1e-6)
     agree.close(net[2].weight.detach(), reference[2].weight.detach(), rtol=1e-5, atol=1e-6)
 
@@ -208,7 +209,7 @@ def test_on_gpus(agree, asynchronous):
     net = network()
     train(AllReduceSGDEngine(use_gpu=True, asynchronous=asynchronous, progress=False), net, data[mpi.rank()])
     agree.equal(next(net.parameters()).device, mpi.device())
-    compare(agree, copy.deepcopy(net).cpu(), by_hand(data))
+    compare(agree, copy.deepcopy(net).cpu(), explicit_loop(data))
 
 
 def test_bar_on_rank_0_only(agree, capsys):

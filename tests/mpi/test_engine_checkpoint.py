@@ -35,7 +35,7 @@ def path() -> Iterator[Path]:
 
 
 class Trial:
-    """Each rank has its own random numbers, shuffling and batch statistics, and more data than the last."""
+    """Each rank has its own random numbers, shuffling and batch statistics, and more data than the previous rank."""
 
     def __init__(self, make_optimizer, *, asynchronous: bool = False, sharded: bool = False) -> None:
         torch.manual_seed(1)
@@ -110,7 +110,7 @@ def test_resumes_anywhere(agree, path, make_optimizer, options):
             agree.equal(mine, theirs, f"after update {t}")
 
 
-def test_what_ranks_share_is_stored_once(agree, path):
+def test_equal_state_is_stored_once(agree, path):
     Trial(adam).stop_after(3, path)
     archive = torch.load(path, weights_only=True)
     agree.equal(archive["size"], mpi.size())
@@ -120,7 +120,7 @@ def test_what_ranks_share_is_stored_once(agree, path):
         agree.equal(entry["trees"]["optimizer"], {}, f"optimizer entries of rank {rank}")
 
 
-def test_trouble_is_an_error_on_all_ranks(agree, path):
+def test_errors_are_raised_on_all_ranks(agree, path):
     with pytest.raises(CheckpointError, match="No such file"):
         Trial(adam).train(resume=path)
     trial = Trial(adam)

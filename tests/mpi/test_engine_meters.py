@@ -22,7 +22,7 @@ def test_average_is_not_the_mean_of_means(agree):
             if rank == mpi.rank():
                 meter.add(value / 7, num=rank + 1)
     local = copy.deepcopy(meter)
-    agree(meter.synchronize() is meter, "synchronize() gives the meter back")
+    agree(meter.synchronize() is meter, "synchronize() returns the meter")
     agree(abs(meter.value() - everything.value()) < 1e-12, "mean")
     agree(abs(meter.std() - everything.std()) < 1e-12 or everything.num_samples < 2, "deviation")
     agree.equal(meter.num_samples, everything.num_samples)
@@ -61,5 +61,5 @@ def test_over_a_part_of_the_ranks(agree):
     meter = AverageValueMeter()
     meter.add(float(mpi.rank()))
     meter.synchronize(comm=level)
-    alike = [rank for rank in range(mpi.size()) if rank % 2 == mpi.rank() % 2]
-    agree.equal((meter.value(), meter.num_samples), (sum(alike) / len(alike), len(alike)))
+    same_parity = [rank for rank in range(mpi.size()) if rank % 2 == mpi.rank() % 2]
+    agree.equal((meter.value(), meter.num_samples), (sum(same_parity) / len(same_parity), len(same_parity)))

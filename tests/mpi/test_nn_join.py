@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +27,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 def num_batches(rank: int) -> int:
-    """0, 2, 4, ...: rank 0 has nothing at all."""
+    """0, 2, 4, ...: rank 0 has no data."""
     return 2 * rank
 
 
@@ -34,8 +35,22 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     model(batch(rank, step)).square().mean().backward()
 
 
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    synchronize: Callable[[nn.Module], object],
+    num_steps: int | None = None,
+) -> None:
+    """Take a step for each batch of this rank, or `num_steps` steps."""
+    for step in range(num_batches(mpi.rank()) if num_steps is None else num_steps):
+        optimizer.zero_grad()
+        backward(model, mpi.rank(), step)
+        synchronize(model)
+        optimizer.step()
+
+
 def simulated(optimizer_of: Callable[..., torch.optim.Optimizer], divide_by: str = "active") -> torch.Tensor:
-    """What should come out, computed on one rank: the average over those that still have data."""
+    """The expected parameters, computed on one rank: the average over the ranks with data."""
     model = net()
     optimizer = optimizer_of(model.parameters())
     for step in range(num_batches(mpi.size() - 1)):
@@ -65,11 +80,7 @@ def test_average_is_over_the_ranks_with_data(agree, asynchronous, divide_by):
     if asynchronous:
         mpinn.register_async_backward(model, bucket_bytes=40)
     with mpinn.join(model, divide_by=divide_by):
-        for step in range(num_batches(mpi.rank())):
-            optimizer.zero_grad()
-            backward(model, mpi.rank(), step)
-            synchronize(model)
-            optimizer.step()
+        train(model, optimizer, synchronize)
     if asynchronous:
         mpinn.unregister_async_backward(model)
     mpinn.check_with_allreduce(model)
@@ -81,22 +92,15 @@ def test_with_distributed_optimizer(agree, asynchronous):
     model = net()
     optimizer = mpinn.DistributedOptimizer(sgd(model.parameters()), model, asynchronous=asynchronous)
     with mpinn.join(model, optimizer=optimizer):
-        for step in range(num_batches(mpi.rank())):
-            optimizer.zero_grad()
-            backward(model, mpi.rank(), step)
-            optimizer.step()
+        train(model, optimizer, lambda _: None)
     agree.close(values(model), simulated(sgd), **TIGHT)
 
 
-def test_optimizer_state_comes_from_a_rank_that_worked_to_the_last(agree):
+def test_optimizer_state_is_copied_from_a_rank_that_took_part_until_the_end(agree):
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with mpinn.join(model, optimizer=optimizer):
-        for step in range(num_batches(mpi.rank())):
-            optimizer.zero_grad()
-            backward(model, mpi.rank(), step)
-            mpinn.synchronize_gradients(model)
-            optimizer.step()
+        train(model, optimizer, mpinn.synchronize_gradients)
     state = optimizer.state_dict()["state"]
     agree.equal(len(state), 4 if mpi.size() > 1 else 0)
     for index, entry in state.items():
@@ -109,37 +113,21 @@ def test_several_epochs(agree):
     optimizer = sgd(model.parameters())
     for _ in range(3):
         with mpinn.join(model, optimizer=optimizer):
-            for step in range(num_batches(mpi.rank())):
-                optimizer.zero_grad()
-                backward(model, mpi.rank(), step)
-                mpinn.synchronize_gradients(model)
-                optimizer.step()
+            train(model, optimizer, mpinn.synchronize_gradients)
         mpinn.check_with_allreduce(model)
 
 
-def test_equal_numbers_of_batches_change_nothing(agree):
+def test_join_does_not_change_equal_numbers_of_batches(agree):
     results = []
-    for joined in (False, True):
+    for context in (contextlib.nullcontext, mpinn.join):
         model = net()
-        optimizer = sgd(model.parameters())
-
-        def train(model=model, optimizer=optimizer):
-            for step in range(3):
-                optimizer.zero_grad()
-                backward(model, mpi.rank(), step)
-                mpinn.synchronize_gradients(model)
-                optimizer.step()
-
-        if joined:
-            with mpinn.join(model):
-                train()
-        else:
-            train()
+        with context(model):
+            train(model, sgd(model.parameters()), mpinn.synchronize_gradients, num_steps=3)
         results.append(values(model))
     agree.equal(results[1], results[0])
 
 
-def test_nobody_has_data(agree):
+def test_no_rank_has_data(agree):
     model = net()
     with mpinn.join(model):
         pass
@@ -159,7 +147,7 @@ def test_half_precision_is_rounded_once(agree, average):
             agree.equal(model.weight.grad, torch.tensor([[expected]], dtype=torch.bfloat16))
 
 
-def test_ranks_that_have_run_out_keep_no_gradients(agree):
+def test_ranks_without_data_have_no_gradients(agree):
     model = net()
     with mpinn.join(model):
         for step in range(num_batches(mpi.rank())):
@@ -173,18 +161,18 @@ def test_ranks_that_have_run_out_keep_no_gradients(agree):
 def test_accumulation_inside_join(agree):
     model = net()
     mpinn.register_async_backward(model, sync_gradient_frequency=2)
-    num_synchronised = 0
+    num_synchronized = 0
     with mpinn.join(model):
         for step in range(num_batches(mpi.rank())):
             backward(model, mpi.rank(), step)
             if mpinn.synchronize_gradients_async(model):
-                num_synchronised += 1
+                num_synchronized += 1
                 model.zero_grad()
     mpinn.unregister_async_backward(model)
-    agree.equal(num_synchronised, mpi.rank())
+    agree.equal(num_synchronized, mpi.rank())
 
 
-def test_ranks_that_synchronise_differently_are_told(agree):
+def test_different_synchronizations_are_refused(agree):
     if mpi.size() == 1:
         return
     model = net()
@@ -194,7 +182,7 @@ def test_ranks_that_synchronise_differently_are_told(agree):
             mpinn.synchronize_gradients(model, average=mpi.rank() != 1)
 
 
-def test_an_exception_in_the_block_comes_through(agree):
+def test_an_exception_in_the_block_propagates(agree):
     model = net()
     with pytest.raises(ZeroDivisionError):
         with mpinn.join(model):
@@ -227,7 +215,7 @@ def test_refusals(agree):
             pass
 
 
-def test_leaving_between_backward_and_synchronisation_is_an_error(agree):
+def test_leaving_between_backward_and_synchronization_is_an_error(agree):
     model = net()
     mpinn.register_async_backward(model)
     with pytest.raises(GradientError, match="between a backward and its synchronize_gradients_async"):

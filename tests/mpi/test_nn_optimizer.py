@@ -79,7 +79,7 @@ def test_clipping_between_synchronize_and_step(agree, asynchronous):
 
 
 @MODES
-def test_synchronising_twice_is_refused(agree, asynchronous):
+def test_synchronizing_twice_is_refused(agree, asynchronous):
     net, optimizer, x, y = wrapped(asynchronous)
     loss(net, x, y).backward()
     optimizer.synchronize()
@@ -143,7 +143,7 @@ def test_grad_scaler(agree):
     for poisoned in (False, True, False):
         optimizer.zero_grad()
         result = loss(net, x, y)
-        # Rank 0 overflows in one step: everybody must skip it.
+        # Rank 0 overflows in one step, which all ranks must skip.
         factor = float("inf") if poisoned and mpi.rank() == 0 else 1.0
         scaler.scale(result * factor).backward()
         optimizer.synchronize()

@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, and refused when they are not what they should be."""
+"""Checkpoint files: atomic replacement, and refusal of invalid files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 
 from torchmpi.engine import SGDEngine
 from torchmpi.engine.checkpoint import Saved, digest, read, write
-from torchmpi.engine.ranks import OneRank
+from torchmpi.engine.coordination import SingleProcess
 from torchmpi.errors import ArgumentError, CheckpointError
 
 WEIGHTS = {"weight": torch.arange(5000.0)}
 SAVED = Saved(common={"epoch": 3}, own={"kept": {"a": {"x": 1}}}, trees={"network": WEIGHTS})
 
 
-class TwoRanks(OneRank):
-    """Rank 0 of two, the other being like it."""
+class TwoRanks(SingleProcess):
+    """Rank 0 of two equal ranks."""
 
     size = 2
 
@@ -29,12 +29,12 @@ class TwoRanks(OneRank):
 
 @pytest.fixture
 def path(tmp_path) -> Path:
-    write(tmp_path / "a.ckpt", SAVED, OneRank())
+    write(tmp_path / "a.ckpt", SAVED, SingleProcess())
     return tmp_path / "a.ckpt"
 
 
 def test_round_trip(path):
-    saved = read(path, OneRank())
+    saved = read(path, SingleProcess())
     assert (saved.common, saved.own) == (SAVED.common, SAVED.own)
     assert torch.equal(saved.trees["network"]["weight"], WEIGHTS["weight"])
     assert torch.equal(torch.load(path, weights_only=True)["network"]["weight"], WEIGHTS["weight"])
@@ -48,7 +48,7 @@ def test_overwriting_is_atomic(path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(CheckpointError, match="disk full"):
-        write(path, Saved({"epoch": 4}, {}, {}), OneRank())
+        write(path, Saved({"epoch": 4}, {}, {}), SingleProcess())
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 
@@ -56,24 +56,24 @@ def test_overwriting_is_atomic(path, monkeypatch):
 def test_mode_follows_the_umask(path):
     mask = os.umask(0o027)
     try:
-        write(path, SAVED, OneRank())
+        write(path, SAVED, SingleProcess())
     finally:
         os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_missing(tmp_path):
-    with pytest.raises(CheckpointError, match="No such file.*b.ckpt"):
-        read(tmp_path / "b.ckpt", OneRank())
+    with pytest.raises(CheckpointError, match=r"No such file.*b\.ckpt"):
+        read(tmp_path / "b.ckpt", SingleProcess())
     with pytest.raises(CheckpointError, match="No such file"):
-        write(tmp_path / "no" / "b.ckpt", SAVED, OneRank())
+        write(tmp_path / "no" / "b.ckpt", SAVED, SingleProcess())
 
 
 @pytest.mark.parametrize("length", [0, 10, 1000, -1])
 def test_truncated(path, length):
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(CheckpointError, match="a.ckpt .* is no checkpoint, or is truncated"):
-        read(path, OneRank())
+    with pytest.raises(CheckpointError, match=r"a\.ckpt .* is no checkpoint, or is truncated"):
+        read(path, SingleProcess())
 
 
 def test_one_flipped_bit(path):
@@ -83,16 +83,16 @@ def test_one_flipped_bit(path):
     content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged"):
-        read(path, OneRank())
+        read(path, SingleProcess())
 
 
 def test_other_files_of_torch(path):
     torch.save({"weight": torch.zeros(1)}, path)
     with pytest.raises(CheckpointError, match="no checkpoint of an engine"):
-        read(path, OneRank())
+        read(path, SingleProcess())
     torch.save(nn.Linear(1, 1), path)  # would run code
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        read(path, OneRank())
+        read(path, SingleProcess())
 
 
 def test_other_number_of_ranks(path):
@@ -100,10 +100,10 @@ def test_other_number_of_ranks(path):
         read(path, TwoRanks())
 
 
-def test_what_could_not_be_read_back_is_refused_when_saving(tmp_path):
+def test_unreadable_state_is_refused_when_saving(tmp_path):
     own = {"kept": {"fine": {"x": [1, 2.0, "three", None, torch.zeros(1)]}, "mine": {"f": Path("x")}}}
-    with pytest.raises(CheckpointError, match="state_dict.. of 'mine'"):
-        write(tmp_path / "a.ckpt", Saved({}, own, {}), OneRank())
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) of 'mine'"):
+        write(tmp_path / "a.ckpt", Saved({}, own, {}), SingleProcess())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])

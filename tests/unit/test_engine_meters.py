@@ -1,4 +1,4 @@
-"""Meters against plain arithmetic on all values at once."""
+"""Meters compared with arithmetic on all values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_average_and_deviation(numbers):
         meter.add(number)
     reference = torch.tensor(numbers, dtype=torch.float64)
     assert meter.value() == pytest.approx(reference.mean().item(), rel=1e-12, abs=1e-9)
-    # The difference of two large sums: good to the square root of the precision.
+    # The difference of two large sums is accurate to the square root of the precision.
     assert meter.std() == pytest.approx(reference.std().item(), rel=1e-6, abs=1e-6 * (1 + max(map(abs, numbers))))
     assert meter.num_samples == len(numbers)
 
@@ -61,7 +61,7 @@ def test_single_row():
     assert (meter.value(), meter.num_samples) == (0.0, 1)
 
 
-def test_reset_forgets():
+def test_reset():
     meter = AverageValueMeter()
     meter.add(3.0)
     meter.reset()
@@ -69,7 +69,7 @@ def test_reset_forgets():
     assert meter.value() == 1.0
 
 
-def test_state_goes_over():
+def test_state_dict():
     meter, other = ClassErrorMeter(), ClassErrorMeter()
     meter.add(torch.eye(6), torch.zeros(6, dtype=torch.long))
     other.load_state_dict(meter.state_dict())

@@ -33,7 +33,7 @@ class Augmented(Dataset):
 
 
 class Resumable:
-    """An iterator that keeps its place itself, and shuffles with a generator nobody else can see."""
+    """An iterator that saves its position, and shuffles with a generator of its own."""
 
     def __init__(self, rows: TensorDataset) -> None:
         self.rows, self.epoch, self.position = rows, 0, 0
@@ -81,7 +81,7 @@ def two_workers() -> DataLoader:
 
 
 class Trial:
-    """An engine with everything that has a state: dropout, batch norm, optimizer, scheduler, meter."""
+    """An engine with all kinds of state: dropout, batch norm, optimizer, scheduler, meter."""
 
     def __init__(self, make_iterator, make_optimizer, prefetch: int = 1) -> None:
         torch.manual_seed(1)
@@ -143,8 +143,10 @@ def assert_same(resumed: Trial, reference: Trial) -> None:
     assert torch.equal(torch.get_rng_state(), reference.final_rng)
 
 
-@pytest.mark.parametrize("make_optimizer", [momentum, adam])
-@pytest.mark.parametrize("make_iterator", [shuffled, own_generator, augmented, resumable])
+@pytest.mark.parametrize(
+    ("make_iterator", "make_optimizer"),
+    [(shuffled, momentum), (own_generator, adam), (augmented, momentum), (resumable, adam)],
+)
 def test_resumes_anywhere(make_iterator, make_optimizer, tmp_path):
     reference = Trial(make_iterator, make_optimizer)
     reference.train()
@@ -155,7 +157,7 @@ def test_resumes_anywhere(make_iterator, make_optimizer, tmp_path):
         first.stop_after(t, tmp_path / "a.ckpt")
         assert first.seen == list(range(1, t + 1))
         second = Trial(make_iterator, make_optimizer)
-        torch.manual_seed(999)  # whatever the new process did before must not matter
+        torch.manual_seed(999)  # the state of the new process must not matter
         random.seed(999)
         np.random.seed(999)
         state = second.train(resume=tmp_path / "a.ckpt")
@@ -164,7 +166,7 @@ def test_resumes_anywhere(make_iterator, make_optimizer, tmp_path):
         assert_same(second, reference)
 
 
-def test_prefetching_changes_nothing():
+def test_prefetching_does_not_change_results():
     for make_iterator in (shuffled, own_generator, augmented, resumable):
         plain = Trial(make_iterator, adam, prefetch=0)
         plain.train()
@@ -222,44 +224,37 @@ def test_lr_mode_resumes(tmp_path):
     assert torch.equal(whole.weight, rest.weight)
 
 
-def test_shorter_data_is_refused(tmp_path):
-    Trial(shuffled, momentum).stop_after(5, tmp_path / "a.ckpt")
-    other = Trial(lambda: [rows()[:8]] * 3, momentum)
-    with pytest.raises(CheckpointError, match="after 5 batches of this epoch, but the iterator ended after 3"):
-        other.train(resume=tmp_path / "a.ckpt")
+def keep_another(trial: Trial) -> None:
+    trial.engine.keep(more=AverageValueMeter())
 
 
-def test_iterator_without_its_state_is_refused(tmp_path):
-    Trial(resumable, momentum).stop_after(5, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="no load_state_dict"):
-        Trial(lambda: [rows()[:8]] * 3, momentum).train(resume=tmp_path / "a.ckpt")
+def change_network(trial: Trial) -> None:
+    trial.network[4] = nn.Linear(8, 5)
 
 
-def test_other_generators_are_refused(tmp_path):
-    Trial(own_generator, momentum).stop_after(5, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"1 generator.s. of a DataLoader, but the iterator has 0"):
-        Trial(shuffled, momentum).train(resume=tmp_path / "a.ckpt")
+def change_optimizer(trial: Trial) -> None:
+    trial.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
-def test_other_kept_objects_are_refused(tmp_path):
-    Trial(shuffled, momentum).stop_after(5, tmp_path / "a.ckpt")
-    other = Trial(shuffled, momentum)
-    other.engine.keep(more=AverageValueMeter())
-    with pytest.raises(CheckpointError, match=r"has the state of \['meter', 'scheduler 0'\]"):
-        other.train(resume=tmp_path / "a.ckpt")
+def three_batches() -> list[tuple[Tensor, Tensor]]:
+    return [rows()[:8]] * 3
 
 
-def test_other_network_is_refused(tmp_path):
-    Trial(shuffled, momentum).stop_after(5, tmp_path / "a.ckpt")
-    other = Trial(shuffled, momentum)
-    other.network[4] = nn.Linear(8, 5)
-    with pytest.raises(CheckpointError, match="does not fit this network"):
-        other.train(resume=tmp_path / "a.ckpt")
-
-
-def test_other_optimizer_is_refused(tmp_path):
-    Trial(shuffled, momentum).stop_after(5, tmp_path / "a.ckpt")
-    other = Trial(shuffled, momentum)
-    other.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(CheckpointError, match="does not fit this optimizer"):
+@pytest.mark.parametrize(
+    ("saved_iterator", "iterator", "change", "message"),
+    [
+        (shuffled, three_batches, None, "after 5 batches of this epoch, but the iterator ended after 3"),
+        (resumable, three_batches, None, "no load_state_dict"),
+        (own_generator, shuffled, None, r"1 generator.s. of a DataLoader, but the iterator has 0"),
+        (shuffled, shuffled, keep_another, r"has the state of \['meter', 'scheduler 0'\]"),
+        (shuffled, shuffled, change_network, "does not fit this network"),
+        (shuffled, shuffled, change_optimizer, "does not fit this optimizer"),
+    ],
+)
+def test_a_run_of_another_kind_is_refused(saved_iterator, iterator, change, message, tmp_path):
+    Trial(saved_iterator, momentum).stop_after(5, tmp_path / "a.ckpt")
+    other = Trial(iterator, momentum)
+    if change is not None:
+        change(other)
+    with pytest.raises(CheckpointError, match=message):
         other.train(resume=tmp_path / "a.ckpt")

@@ -1,4 +1,4 @@
-"""The loop of SGDEngine against the loop one would write by hand."""
+"""SGDEngine compared with an explicit loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def quiet() -> SGDEngine:
     return SGDEngine(progress=False)
 
 
-def by_hand(net: nn.Module, optimizer: torch.optim.Optimizer, max_epochs: int) -> None:
+def explicit_loop(net: nn.Module, optimizer: torch.optim.Optimizer, max_epochs: int) -> None:
     for _ in range(max_epochs):
         for x, y in batches():
             optimizer.zero_grad()
@@ -45,10 +45,10 @@ def by_hand(net: nn.Module, optimizer: torch.optim.Optimizer, max_epochs: int) -
         lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     ],
 )
-def test_equals_a_loop_by_hand(make):
+def test_equals_an_explicit_loop(make):
     net = network()
     reference = copy.deepcopy(net)
-    by_hand(reference, make(reference.parameters()), 3)
+    explicit_loop(reference, make(reference.parameters()), 3)
     state = quiet().train(
         network=net,
         criterion=nn.CrossEntropyLoss(),
@@ -93,7 +93,7 @@ def test_hooks_fire_in_order_with_the_right_state():
     assert seen == expected
 
 
-def test_what_each_hook_finds():
+def test_state_at_each_hook():
     engine = quiet()
     has_gradient: dict[str, bool] = {}
 
@@ -143,7 +143,7 @@ def test_schedulers():
     assert lrs == pytest.approx([1.0, 0.05, 0.0025])
 
 
-def test_errors_of_hooks_and_data_pass_through_and_leave_nothing():
+def test_errors_of_hooks_and_data_propagate_and_leave_no_thread():
     engine = quiet()
 
     @engine.on("on_update")
@@ -161,7 +161,7 @@ def test_errors_of_hooks_and_data_pass_through_and_leave_nothing():
     engine.train(iterator=batches(), **arguments)  # the engine is usable again
 
 
-def test_stop_ends_the_epoch_at_once():
+def test_stop_ends_the_epoch():
     engine, ends = quiet(), []
     engine.hooks.on_update.append(lambda state: setattr(state, "stop", state.t == 5))
     engine.hooks.on_end_epoch.append(lambda state: ends.append(state.epoch))
@@ -222,17 +222,19 @@ def test_misuse_is_refused():
 
 
 class Sampler(torch.utils.data.RandomSampler):
-    epochs: list[int] = []
+    def __init__(self, rows: torch.utils.data.Dataset) -> None:
+        super().__init__(rows)
+        self.epochs: list[int] = []
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
 
-def test_samplers_are_told_the_epoch():
+def test_set_epoch_of_samplers_is_called():
     rows = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
     loader = torch.utils.data.DataLoader(rows, batch_size=4, sampler=Sampler(rows))
     quiet().train(network=network(), criterion=nn.CrossEntropyLoss(), iterator=loader, lr=0.1, max_epochs=3)
-    assert Sampler.epochs == [0, 1, 2]
+    assert loader.sampler.epochs == [0, 1, 2]
 
 
 # --- test() -------------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ def test_samplers_are_told_the_epoch():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_measures_loss_and_error_of_all_rows(reduction):
     net, data = network(), [(x[: 5 - i], y[: 5 - i]) for i, (x, y) in enumerate(batches())]
-    net[0].eval()  # frozen by hand; must stay so
+    net[0].eval()  # must remain in evaluation mode
     x, y = (torch.cat(part) for part in zip(*data, strict=True))
     result = quiet().test(network=net, criterion=nn.CrossEntropyLoss(reduction=reduction), iterator=data, topk=(1, 2))
     net_in_eval = copy.deepcopy(net).eval()
@@ -308,7 +310,7 @@ def test_bar_on_a_terminal():
     assert all("2/2" in line and "loss 0.5000" in line for line in lines[:2]) and lines[2] == ""
 
 
-def test_bar_elsewhere_prints_plain_lines_now_and_then():
+def test_bar_without_a_terminal_prints_plain_lines():
     stream = io.StringIO()
     bar = ProgressBar(stream)
     for epoch in range(50):

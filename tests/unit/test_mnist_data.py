@@ -1,4 +1,4 @@
-"""The data module of the MNIST examples: reads what it should, and names what is wrong with a file."""
+"""The data modules of the MNIST examples: reading, error messages, and division into batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "mnist"
 sys.path.insert(0, str(EXAMPLES))
 
-from mnist_data import Batches, DataError, Split, load, read_idx  # noqa: E402
+from mnist_data import Batches, Split, load  # noqa: E402
+from mnist_files import DataError, read_idx  # noqa: E402
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -49,7 +50,7 @@ def test_reads_mnist_in_every_spelling(tmp_path, dot, suffix):
     assert "30 training and 10 test images" in data.origin and "split" not in data.origin
 
 
-def test_splits_the_test_files_if_they_are_all_there_is(tmp_path):
+def test_splits_the_test_files_if_there_are_no_others(tmp_path):
     write(tmp_path, "t10k-images-idx3-ubyte", images(50))
     write(tmp_path, "t10k-labels-idx1-ubyte", labels(50))
     data = load(str(tmp_path))
@@ -85,7 +86,7 @@ def test_wrong_files_are_named(tmp_path, content, message):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(DataError, match="nowhere: expected a directory"):
         load(str(tmp_path / "nowhere"))
-    with pytest.raises(DataError, match="expected one of t10k-images-idx3-ubyte, .*found none"):
+    with pytest.raises(DataError, match=r"expected one of t10k-images-idx3-ubyte, .*found none"):
         load(str(tmp_path))
     write(tmp_path, "t10k-images-idx3-ubyte", images(5))
     write(tmp_path, "t10k-labels-idx1-ubyte", labels(5))
@@ -102,7 +103,7 @@ def test_huge_shape_is_refused_before_reading(tmp_path):
 
 
 def test_digits():
-    pytest.importorskip("sklearn", reason="the built-in digits come with scikit-learn")
+    pytest.importorskip("sklearn", reason="the built-in digits are part of scikit-learn")
     data = load()
     assert (len(data.train), len(data.test), data.num_inputs) == (1437, 360, 64)
     assert data.train.input.min() == 0 and data.train.input.max() == 1

@@ -1,4 +1,4 @@
-"""BlockSequential: parameters in blocks, and everything else as in Sequential."""
+"""BlockSequential: parameters in blocks, otherwise equal to Sequential."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_trains_like_sequential():
     assert is_in_blocks(net)
 
 
-def test_state_dict_goes_both_ways():
+def test_state_dict_of_and_for_sequential():
     net, plain = pair()
     nn.init.ones_(plain[0].weight)
     net.load_state_dict(plain.state_dict())
@@ -77,7 +77,7 @@ def test_state_dict_goes_both_ways():
     assert is_in_blocks(net)
 
 
-def test_assigned_state_is_put_into_blocks():
+def test_assigned_state_is_moved_to_blocks():
     net, plain = pair()
     net.load_state_dict(plain.state_dict(), assign=True)
     assert is_in_blocks(net)
@@ -142,13 +142,13 @@ def test_frozen_parameters_have_no_gradient_in_a_block():
     assert net[0].weight.grad is None
 
 
-def test_sharded_parameters_stay_outside():
+def test_sharded_parameters_are_not_in_blocks():
     layer = nn.Linear(2, 2)
     layer.weight.torchmpi_sharded = True
     assert [block.numel() for block in BlockSequential(1, layer).parameter_blocks()] == [2]
 
 
-def test_shared_parameters_have_one_place():
+def test_shared_parameters_are_stored_once():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
     net = BlockSequential(1, first, second)
@@ -184,5 +184,5 @@ def test_refusals():
         BlockSequential(0, nn.Linear(1, 1))
     with pytest.raises(ArgumentError, match="partitions"):
         BlockSequential(nn.Linear(1, 1))
-    with pytest.raises(ArgumentError, match="cannot lie in another"):
+    with pytest.raises(ArgumentError, match="cannot contain another"):
         BlockSequential(1, nn.Sequential(BlockSequential(1, nn.Linear(1, 1))))

@@ -64,7 +64,7 @@ def test_declared_sparse():
     assert sparse_by_declaration(net.modules()) == {id(net[1].weight), id(net[2].weight)}
 
 
-def test_attachments_stay_behind_when_a_net_is_copied():
+def test_attachments_are_not_copied_with_a_net():
     net = nn.Linear(2, 2)
     state = Attachment()
     attach(net, "torchmpi_test", state)

@@ -1,11 +1,9 @@
 """Training loops with hooks, meters, prefetching and checkpoints."""
 
-from .allreduce import AllReduceSGDEngine
-from .evaluate import TestResult
-from .hooks import HOOK_NAMES, Hooks
-from .meters import AverageValueMeter, ClassErrorMeter
-from .sgd import SGDEngine
-from .state import Sample, State
+from .allreduce_engine import AllReduceSGDEngine
+from .meters import AverageValueMeter, ClassErrorMeter, TestResult
+from .sgd_engine import SGDEngine
+from .state import HOOK_NAMES, Hooks, Sample, State
 
 __all__ = [
     "HOOK_NAMES",

@@ -1,42 +1,56 @@
-"""Running averages that add up exactly over ranks: they keep sums and counts, never means of means."""
+"""Averages over samples, and their exact totals over ranks: meters keep sums and counts, not means."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchmpi import collectives
-from torchmpi.errors import ArgumentError
+from .. import collectives
+from ..communicators.communicator import Communicator
+from ..errors import ArgumentError
+from .state import State
 
 MeterT = TypeVar("MeterT", bound="Meter")
 
 
 class Meter:
-    """What all meters share: float64 sums, and their total over ranks."""
+    """Base of the meters: float64 sums, and their total over ranks."""
 
     def __init__(self, num_sums: int) -> None:
         self._sums = torch.zeros(num_sums, dtype=torch.float64)
         self._is_global = False
 
     def reset(self) -> None:
-        """Forget everything.
+        """Set all sums to zero.
 
-        >>> meter = AverageValueMeter(); meter.add(1.0); meter.reset(); meter.num_samples
-        0
+        Example:
+            >>> meter = AverageValueMeter(); meter.add(1.0); meter.reset(); meter.num_samples
+            0
         """
         self._sums.zero_()
         self._is_global = False
 
-    def synchronize(self: MeterT, comm: Any = None) -> MeterT:
-        """Replace this rank's sums by those of all ranks, and return the meter. Collective.
+    def synchronize(self: MeterT, comm: int | Communicator | None = None) -> MeterT:
+        """Replace this rank's sums by the sums over all ranks. Collective.
 
-        Afterwards the meter is read-only until ``reset()``, so that nothing is counted twice; to look at
-        totals and count on, synchronize a copy: ``copy.deepcopy(meter).synchronize()``.
+        The meter is then read-only until ``reset()``, so that nothing is counted twice. To read totals while counting
+        continues, synchronize a copy: ``copy.deepcopy(meter).synchronize()``.
 
+        Args:
+            comm: Communicator or level; default: the current communicator.
+
+        Returns:
+            The meter itself.
+
+        Raises:
+            ArgumentError: The meter holds totals already.
+
+        Example:
             error = meter.synchronize().value()
         """
         self._refuse_if_global("synchronize")
@@ -45,17 +59,28 @@ class Meter:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, for a checkpoint.
+        """Return the sums, for a checkpoint.
 
-        >>> sorted(AverageValueMeter().state_dict())
-        ['is_global', 'sums']
+        Returns:
+            A dict of plain values and one tensor.
+
+        Example:
+            >>> sorted(AverageValueMeter().state_dict())
+            ['is_global', 'sums']
         """
         return {"sums": self._sums.clone(), "is_global": self._is_global}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` gave.
+        """Restore the sums from a checkpoint.
 
-        >>> meter = AverageValueMeter(); meter.load_state_dict(meter.state_dict())
+        Args:
+            state: Result of ``state_dict()``.
+
+        Raises:
+            ArgumentError: The state belongs to a meter with other options.
+
+        Example:
+            >>> meter = AverageValueMeter(); meter.load_state_dict(meter.state_dict())
         """
         if state["sums"].shape != self._sums.shape:
             raise ArgumentError("the saved meter has another number of sums: it was made with other options")
@@ -74,57 +99,79 @@ class Meter:
 class AverageValueMeter(Meter):
     """Mean and standard deviation of numbers.
 
-    >>> meter = AverageValueMeter()
-    >>> meter.add(2.0); meter.add(5.0, num=2)
-    >>> meter.value()
-    4.0
+    Example:
+        >>> meter = AverageValueMeter()
+        >>> meter.add(2.0); meter.add(5.0, num=2)
+        >>> meter.value()
+        4.0
     """
 
     def __init__(self) -> None:
         super().__init__(3)
 
     def add(self, value: float | Tensor, num: int = 1) -> None:
-        """Count `value` in `num` times: the mean loss of a batch with its number of rows, for example.
+        """Count `value` `num` times.
 
-        >>> AverageValueMeter().add(0.5, num=64)
+        Args:
+            value: A number or a tensor of one element, such as the mean loss of a batch.
+            num: Weight of the value, such as the number of rows of the batch.
+
+        Raises:
+            ArgumentError: The meter holds the totals of all ranks.
+
+        Example:
+            >>> AverageValueMeter().add(0.5, num=64)
         """
         number = value.item() if isinstance(value, Tensor) else value
         self._accumulate((number * num, number * number * num, num))
 
     @property
     def num_samples(self) -> int:
-        """How many numbers went in."""
+        """Sum of the weights added."""
         return int(self._sums[2])
 
     def value(self) -> float:
-        """The mean; nan if nothing went in.
+        """Return the mean.
 
-        >>> AverageValueMeter().value()
-        nan
+        Returns:
+            The mean; nan if nothing was added.
+
+        Example:
+            >>> AverageValueMeter().value()
+            nan
         """
         total, _, num = self._sums.tolist()
         return total / num if num else math.nan
 
     def std(self) -> float:
-        """The standard deviation (of a sample: divided by n - 1); nan for fewer than two numbers.
+        """Return the sample standard deviation, with the divisor n - 1.
 
-        >>> meter = AverageValueMeter(); meter.add(1.0); meter.add(3.0); round(meter.std(), 4)
-        1.4142
+        Returns:
+            The standard deviation; nan for fewer than two samples.
+
+        Example:
+            >>> meter = AverageValueMeter(); meter.add(1.0); meter.add(3.0); round(meter.std(), 4)
+            1.4142
         """
         total, squares, num = self._sums.tolist()
         return math.sqrt(max(squares - total * total / num, 0.0) / (num - 1)) if num > 1 else math.nan
 
 
 class ClassErrorMeter(Meter):
-    """Percentage of examples whose class is not among the k highest outputs, for each k in `topk`.
+    """Percentage of examples whose class is not among the k highest scores, for each k in `topk`.
 
-    With ``accuracy=True`` it is the percentage of those whose class is. More outputs than classes count as
-    all classes.
+    Args:
+        topk: Values of k. A k above the number of classes counts as the number of classes.
+        accuracy: Measure the percentage of examples whose class is among the k highest scores instead.
 
-    >>> meter = ClassErrorMeter(topk=(1, 2))
-    >>> meter.add(torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.3]]), torch.tensor([1, 2]))
-    >>> meter.value(1), meter.value(2)
-    (50.0, 0.0)
+    Raises:
+        ArgumentError: `topk` is empty or contains a number below 1.
+
+    Example:
+        >>> meter = ClassErrorMeter(topk=(1, 2))
+        >>> meter.add(torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.3]]), torch.tensor([1, 2]))
+        >>> meter.value(1), meter.value(2)
+        (50.0, 0.0)
     """
 
     def __init__(self, topk: Sequence[int] = (1, 5), accuracy: bool = False) -> None:
@@ -135,9 +182,17 @@ class ClassErrorMeter(Meter):
         super().__init__(len(self.topk) + 1)
 
     def add(self, output: Tensor, target: Tensor) -> None:
-        """Count a batch: `output` has a row of scores per example, `target` the right classes.
+        """Count a batch.
 
-        >>> ClassErrorMeter(topk=(1,)).add(torch.eye(10), torch.arange(10))
+        Args:
+            output: Scores of shape (examples, classes), or (classes,) for one example.
+            target: Class of each example.
+
+        Raises:
+            ArgumentError: The shapes do not match, or the meter holds the totals of all ranks.
+
+        Example:
+            >>> ClassErrorMeter(topk=(1,)).add(torch.eye(10), torch.arange(10))
         """
         if output.dim() == 1:
             output = output.unsqueeze(0)
@@ -154,14 +209,24 @@ class ClassErrorMeter(Meter):
 
     @property
     def num_samples(self) -> int:
-        """How many examples went in."""
+        """Number of examples added."""
         return int(self._sums[-1])
 
     def value(self, k: int | None = None) -> float:
-        """The percentage for one k (default: the first of `topk`); nan if nothing went in.
+        """Return the percentage for one k.
 
-        >>> ClassErrorMeter().value(5)
-        nan
+        Args:
+            k: One of `topk`; default: the first.
+
+        Returns:
+            The percentage; nan if nothing was added.
+
+        Raises:
+            ArgumentError: `k` is not in `topk`.
+
+        Example:
+            >>> ClassErrorMeter().value(5)
+            nan
         """
         k = self.topk[0] if k is None else k
         if k not in self.topk:
@@ -170,3 +235,47 @@ class ClassErrorMeter(Meter):
             return math.nan
         error = 100.0 * float(self._sums[self.topk.index(k)]) / self.num_samples
         return 100.0 - error if self.accuracy else error
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """Result of ``SGDEngine.test()``, over the data of all ranks.
+
+    Args:
+        loss: Meter of the loss per example.
+        error: Meter of the class error; empty unless outputs and targets are those of a classification.
+
+    Example:
+        result = engine.test(network=net, criterion=nn.CrossEntropyLoss(), iterator=loader)
+        print(result.loss.value(), result.error.value(1))
+    """
+
+    __test__ = False  # pytest would collect a class of this name
+
+    loss: AverageValueMeter
+    error: ClassErrorMeter
+
+    def add(self, state: State) -> None:
+        """Count the current batch.
+
+        Args:
+            state: State with `sample`, `output` and `loss`.
+        """
+        assert state.sample is not None and state.loss is not None
+        num_rows, output, target = state.sample.num_rows, state.output, state.sample.target
+        if num_rows == 0:
+            return  # the mean over no rows is nan
+        is_sum = getattr(state.criterion, "reduction", "mean") == "sum"
+        self.loss.add(state.loss.item() / (num_rows if is_sum else 1), num_rows)
+        if _is_classification(output, target):
+            self.error.add(output.cpu(), target.cpu())
+
+
+def _is_classification(output: object, target: object) -> bool:
+    return (
+        isinstance(output, Tensor)
+        and isinstance(target, Tensor)
+        and output.dim() == 2
+        and target.shape == output.shape[:1]
+        and not target.is_floating_point()
+    )

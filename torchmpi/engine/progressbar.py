@@ -1,4 +1,4 @@
-"""A small progress bar on standard error: a moving line on a terminal, an occasional plain line elsewhere."""
+"""A progress bar on standard error: an updated line on a terminal, a plain line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TextIO
 from torch import Tensor
 
 WIDTH = 24
-TERMINAL_PERIOD = 0.1
-PLAIN_PERIOD = 10.0
+TERMINAL_PERIOD_S = 0.1
+PLAIN_PERIOD_S = 10.0
 
 
 class ProgressBar:
-    """Shows how far a run is, one line per epoch on a terminal. `total` is None when the length is not known.
+    """Progress of a run, one line per epoch on a terminal.
 
     bar = ProgressBar()
     bar.begin("epoch 1/5", total=100)
@@ -30,31 +30,31 @@ class ProgressBar:
         self.begin("", None)
 
     def begin(self, title: str, total: int | None) -> None:
-        """Start an epoch; the line of the one before stays."""
+        """Start an epoch on a new line. `total` is the number of batches, None if unknown."""
         self._end_line()
         self._title, self._total = title, total
         self._begin = time.monotonic()
         self._width = 0
 
     def update(self, done: int, loss: Tensor | float | None) -> None:
-        """Say how many batches are done; draws now and then only."""
+        """Set the number of batches done. Draws at most once per period."""
         now = time.monotonic()
-        is_due = now - self._shown >= (TERMINAL_PERIOD if self._is_terminal else PLAIN_PERIOD)
+        is_due = now - self._shown >= (TERMINAL_PERIOD_S if self._is_terminal else PLAIN_PERIOD_S)
         if is_due or done == self._total:
-            # Reading a loss makes the host wait for a GPU, so it is read only when it is shown.
+            # Reading a loss makes the host wait for a GPU, so it is read only to be shown.
             number = loss.item() if isinstance(loss, Tensor) else loss
             self._pending = self.line(done, number, now - self._begin)
         if is_due or (self._is_terminal and done == self._total):
             self._draw(now)
 
     def close(self) -> None:
-        """Leave the last line standing."""
+        """Draw the last line and end it."""
         if not self._is_terminal and self._pending is not None:
             self._draw(time.monotonic())
         self._end_line()
 
     def line(self, done: int, loss: float | None, seconds: float) -> str:
-        """The text of the bar.
+        """Return the text of the bar.
 
         >>> bar = ProgressBar(); bar.begin("epoch 1/2", 4); bar.line(2, 0.5, 1.0)
         'epoch 1/2 [############............] 2/4, 2.0 batches/s, loss 0.5000'
@@ -70,7 +70,7 @@ class ProgressBar:
 
     def _draw(self, now: float) -> None:
         assert self._pending is not None
-        # Spaces wipe what a longer line left behind.
+        # Spaces overwrite the end of a longer line.
         self._stream.write("\r" + self._pending.ljust(self._width) if self._is_terminal else self._pending + "\n")
         self._stream.flush()
         self._width, self._shown, self._pending = len(self._pending), now, None

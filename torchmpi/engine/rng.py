@@ -1,4 +1,4 @@
-"""The process-wide random generators a training step may draw from: Python's, NumPy's and torch's."""
+"""State of the process-wide random generators of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchmpi.errors import CheckpointError
+from ..errors import CheckpointError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """State of all global generators, as plain numbers and tensors that a checkpoint can hold.
+    """Return the state of all global generators, as plain numbers and tensors that a checkpoint can hold.
 
     >>> sorted(capture(torch.device("cpu")))
     ['device', 'numpy', 'python', 'torch']
     """
-    version, words, gauss = random.getstate()
+    version, numbers, gauss = random.getstate()
     numpy_state = _numpy_state()
     inner = {name: _plain(value) for name, value in numpy_state["state"].items()}
     return {
-        "python": [version, list(words), gauss],
+        "python": [version, list(numbers), gauss],
         "numpy": {**numpy_state, "state": inner},
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -31,14 +31,14 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Bring all global generators back to a captured state.
+    """Restore all global generators to a captured state.
 
     >>> cpu = torch.device("cpu")
     >>> before = capture(cpu); x = torch.rand(1); restore(before, cpu); torch.equal(x, torch.rand(1))
     True
     """
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
     inner = {
         name: value.numpy().astype(np.uint32) if isinstance(value, Tensor) else value
         for name, value in state["numpy"]["state"].items()
@@ -50,14 +50,14 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 
 
 def fingerprint() -> tuple[Any, ...]:
-    """Something cheap that changes whenever the host's global generators are drawn from.
+    """Return a value that changes whenever a global generator of the host is used; cheap to compute.
 
     >>> before = fingerprint(); x = random.random(); before == fingerprint()
     False
     """
     numpy_state = _numpy_state()
-    words = [value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy_state["state"].values()]
-    return random.getstate(), words, numpy_state["has_gauss"], torch.get_rng_state().numpy().tobytes()
+    inner = [value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy_state["state"].values()]
+    return random.getstate(), inner, numpy_state["has_gauss"], torch.get_rng_state().numpy().tobytes()
 
 
 def _numpy_state() -> dict[str, Any]:
@@ -66,12 +66,12 @@ def _numpy_state() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    # As a tensor of a type that every torch can load; the words have 32 bits.
+    # As a tensor of a dtype that every version of torch can load; the numbers have 32 bits.
     return torch.from_numpy(value.astype(np.int64)) if isinstance(value, np.ndarray) else value
 
 
 def generators(iterator: Any) -> list[torch.Generator]:
-    """The generators a ``DataLoader`` was given for itself and its samplers, each once.
+    """Return the generators that were passed to a ``DataLoader`` and its samplers, each once.
 
     >>> loader = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=torch.Generator())
     >>> len(generators(loader))
@@ -85,7 +85,7 @@ def generators(iterator: Any) -> list[torch.Generator]:
 
 
 def capture_generators(iterator: Any) -> list[torch.Tensor]:
-    """States of ``generators(iterator)``.
+    """Return the states of ``generators(iterator)``.
 
     >>> capture_generators([1, 2, 3])
     []
@@ -94,7 +94,7 @@ def capture_generators(iterator: Any) -> list[torch.Tensor]:
 
 
 def restore_generators(iterator: Any, states: Sequence[torch.Tensor]) -> None:
-    """Bring ``generators(iterator)`` back to the states captured before.
+    """Restore ``generators(iterator)`` to captured states.
 
     >>> restore_generators([1, 2, 3], [])
     """
@@ -102,7 +102,7 @@ def restore_generators(iterator: Any, states: Sequence[torch.Tensor]) -> None:
     if len(found) != len(states):
         raise CheckpointError(
             f"the checkpoint has the state of {len(states)} generator(s) of a DataLoader, but the iterator "
-            f"has {len(found)}: make it as in the run that is resumed"
+            f"has {len(found)}: make the iterator as in the run that is resumed"
         )
     for generator, state in zip(found, states, strict=True):
         generator.set_state(state)

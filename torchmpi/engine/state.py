@@ -1,30 +1,35 @@
-"""What the hooks of an engine are given: the whole state of a run, by name and with types."""
+"""The state of a run and the lists of hooks that receive it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from torchmpi.errors import ArgumentError
+from ..errors import ArgumentError, HookError
 
 
 class Sample(NamedTuple):
-    """One batch: what the network is given and what the criterion compares its output with."""
+    """One batch of data.
+
+    Args:
+        input: Argument of the network: a tensor, or nested tuples, lists and mappings of tensors.
+        target: Second argument of the criterion, of the same kinds.
+
+    Example:
+        >>> Sample(torch.zeros(3, 8), torch.zeros(3)).num_rows
+        3
+    """
 
     input: Any
     target: Any
 
     @property
     def num_rows(self) -> int:
-        """How many examples the batch holds, by the length of its target.
-
-        >>> Sample(torch.zeros(3, 8), torch.zeros(3)).num_rows
-        3
-        """
+        """Number of examples in the batch: the length of the target, or of the input if the target is no tensor."""
         for part in (self.target, self.input):
             if isinstance(part, Tensor):
                 return len(part) if part.dim() else 1
@@ -32,7 +37,7 @@ class Sample(NamedTuple):
 
 
 def as_sample(batch: Any) -> Sample:
-    """Read what an iterator gave as a :class:`Sample`: a pair, or a mapping with ``input`` and ``target``.
+    """Convert a pair, or a mapping with the keys ``input`` and ``target``, to a :class:`Sample`.
 
     >>> as_sample(("x", "y")).target
     'y'
@@ -44,15 +49,33 @@ def as_sample(batch: Any) -> Sample:
     length = f" of length {len(batch)}" if hasattr(batch, "__len__") else ""
     raise ArgumentError(
         f"the iterator, or a hook, gave a {type(batch).__name__}{length} as a batch; an engine takes a pair "
-        "(input, target) or a mapping with these two keys. Wrap the iterator to make such pairs."
+        "(input, target) or a mapping with these two keys. Wrap the iterator so that it yields such pairs."
     )
 
 
 @dataclass
 class State:
-    """A run as its hooks see it. Hooks may change it: ``lr``, ``sample``, ``loss`` and ``stop`` among others.
+    """State of a run, passed to every hook. Hooks may change ``lr``, ``sample``, ``loss`` and ``stop``.
 
-    ``t`` counts the updates of the whole run, ``batch`` the batches that this rank has done in this epoch.
+    Args:
+        network: Network that is trained or tested.
+        criterion: Loss function or module, called as ``criterion(output, target)``.
+        iterator: Iterable over the batches of an epoch.
+        optimizer: Optimizer of the run; None in ``test()``.
+        training: False in ``test()``.
+        max_epochs: Number of epochs of the run.
+        epoch: Current epoch, from 0.
+        t: Number of updates since the beginning of the run.
+        batch: Number of batches that this rank has processed in this epoch.
+        sample: Current batch; None on a rank that has no batch for this update.
+        output: Output of the network for the current batch.
+        loss: Output of the criterion for the current batch. The backward pass starts from this tensor.
+        stop: Ends the run after the current update or epoch, on all ranks, when one rank sets it.
+
+    Example:
+        >>> state = State(nn.Linear(2, 1), nn.MSELoss(), [])
+        >>> state.t, state.training
+        (0, True)
     """
 
     network: nn.Module
@@ -71,14 +94,107 @@ class State:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the optimizer's first group; setting it sets all groups."""
-        if self.optimizer is None:
-            raise ArgumentError("this state has no optimizer, so no learning rate: it belongs to test()")
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Learning rate of the optimizer's first parameter group. Assignment sets the rate of all groups.
+
+        Raises:
+            ArgumentError: The state has no optimizer.
+        """
+        return float(self._param_groups()[0]["lr"])
 
     @lr.setter
     def lr(self, value: float) -> None:
+        for group in self._param_groups():
+            group["lr"] = value
+
+    def _param_groups(self) -> list[dict[str, Any]]:
         if self.optimizer is None:
             raise ArgumentError("this state has no optimizer, so no learning rate: it belongs to test()")
-        for group in self.optimizer.param_groups:
-            group["lr"] = value
+        return self.optimizer.param_groups
+
+
+Hook = Callable[[State], Any]
+
+HOOK_NAMES = (
+    "on_start",
+    "on_start_epoch",
+    "on_sample",
+    "on_forward",
+    "on_forward_criterion",
+    "on_backward_criterion",
+    "on_backward",
+    "on_update",
+    "on_end_epoch",
+    "on_end",
+)
+
+
+class Hooks:
+    """One list of functions per hook point. Each function is called with the :class:`State`, in list order.
+
+    Raises:
+        HookError: On access to a name that is not in ``HOOK_NAMES``, or on assignment of anything but a list.
+
+    Example:
+        >>> hooks = Hooks()
+        >>> hooks.on_update.append(lambda state: print(state.t))
+    """
+
+    __slots__ = HOOK_NAMES
+
+    on_start: list[Hook]
+    on_start_epoch: list[Hook]
+    on_sample: list[Hook]
+    on_forward: list[Hook]
+    on_forward_criterion: list[Hook]
+    on_backward_criterion: list[Hook]
+    on_backward: list[Hook]
+    on_update: list[Hook]
+    on_end_epoch: list[Hook]
+    on_end: list[Hook]
+
+    def __init__(self) -> None:
+        for name in HOOK_NAMES:
+            setattr(self, name, [])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise HookError(f"no hook point {name!r}; there are {', '.join(HOOK_NAMES)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in HOOK_NAMES:
+            self.__getattr__(name)
+        if not isinstance(value, list):
+            raise HookError(f"hooks.{name} is a list: use hooks.{name}.append(function), not an assignment")
+        object.__setattr__(self, name, value)
+
+    def at(self, name: str) -> list[Hook]:
+        """Return the list of one hook point.
+
+        Args:
+            name: One of ``HOOK_NAMES``.
+
+        Returns:
+            The list itself, not a copy.
+
+        Raises:
+            HookError: No hook point has this name.
+
+        Example:
+            >>> Hooks().at("on_start")
+            []
+        """
+        hooks: list[Hook] = getattr(self, name)
+        return hooks
+
+    def call(self, name: str, state: State) -> None:
+        """Call the functions of one hook point. Exceptions of the functions propagate.
+
+        Args:
+            name: One of ``HOOK_NAMES``.
+            state: Argument of the functions.
+
+        Example:
+            >>> Hooks().call("on_start", State(nn.Linear(2, 1), nn.MSELoss(), []))
+        """
+        # A copy, so that a function may remove itself from the list.
+        for hook in tuple(self.at(name)):
+            hook(state)

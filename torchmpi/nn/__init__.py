@@ -1,11 +1,11 @@
 """Data-parallel and model-parallel training of ``torch.nn`` modules."""
 
 from .blocksequential import BlockSequential
-from .check import check_with_allreduce
 from .hooks import register_async_backward, synchronize_gradients_async, unregister_async_backward
 from .join import join
+from .model_parallel import MPLinear
 from .optimizer import DistributedOptimizer
-from .parallel import MPLinear
+from .replica_check import check_with_allreduce
 from .sync import synchronize_gradients, synchronize_parameters
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One run of the autograd engine, as seen from a hook within it."""
+"""Detection of backward passes that fail, from a hook within the pass."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class AutogradRun:
-    """Knows later whether the run in which it was made came to its end.
+    """The run of the autograd engine in which this object was created; tells later whether the run has failed.
 
-    The engine keeps the callback, and with it the token, until the run is over; it calls it only if the run
-    succeeds. So a token that died without the call tells of a run that broke off.
+    The engine holds the callback, and with it the token, until the run is over, and calls the callback only if the run
+    succeeds. A token that was released without a call therefore means that the run has failed.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class AutogradRun:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run is over without having come to its end."""
+        """Whether the run ended with an error."""
         return not self._has_ended and self._token() is None
 
     def _end(self, _: _Token) -> None:
@@ -35,4 +35,4 @@ class AutogradRun:
 
 
 class _Token:
-    """Something that can be weakly referenced."""
+    """An object that can be weakly referenced."""

@@ -1,4 +1,4 @@
-"""A Sequential whose parameters lie in few contiguous blocks, so that one collective moves many of them."""
+"""A Sequential whose parameters are stored in a few contiguous blocks, with one collective per block."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from .replica import Attachment, Replica, sparse_by_declaration
 
 
 class BlockSequential(nn.Sequential):
-    """``nn.Sequential`` that keeps its parameters in `partitions` contiguous blocks of about equal size.
+    """``nn.Sequential`` with its parameters stored in contiguous blocks of about equal size.
 
-    The parameters stay what they were (same objects, same names in ``state_dict()``): only their memory
-    moves. Optimizers, ``load_state_dict`` and ``.to()`` work as usual. ``synchronize_parameters``,
-    ``synchronize_gradients`` and the asynchronous hooks use one collective per block. Parameters of different
-    dtypes or devices get blocks of their own.
+    Parameters remain the same objects, with the same names in ``state_dict()``; only their memory is moved. Optimizers,
+    ``load_state_dict`` and ``.to()`` work as usual. ``synchronize_parameters``, ``synchronize_gradients`` and the
+    asynchronous hooks use one collective per block.
 
-    >>> net = BlockSequential(2, nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    >>> [block.numel() for block in net.parameter_blocks()]
-    [20, 20]
+    Args:
+        partitions: Number of blocks, if all parameters have one dtype and device; others get blocks of their own.
+        *modules: As for ``nn.Sequential``.
+
+    Raises:
+        ArgumentError: `partitions` is no positive integer, or a module contains a BlockSequential.
+
+    Example:
+        >>> net = BlockSequential(2, nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        >>> [block.numel() for block in net.parameter_blocks()]
+        [20, 20]
     """
 
     def __init__(self, partitions: int, *modules: Any) -> None:
@@ -34,31 +41,39 @@ class BlockSequential(nn.Sequential):
         super().__init__(*modules)
         if any(isinstance(module, BlockSequential) for module in list(self.modules())[1:]):
             raise ArgumentError(
-                "A BlockSequential cannot lie in another one: a parameter has only one place in memory."
+                "A BlockSequential cannot contain another one: a parameter can be stored in only one block."
             )
         self.partitions = partitions
         self._blocks: _Blocks | None = None
         self.parameter_blocks()
 
     def parameter_blocks(self) -> list[Tensor]:
-        """The flat tensors that hold the parameters, in their order.
+        """Return the flat tensors that contain the parameters.
 
-        >>> net = BlockSequential(1, nn.Linear(2, 1))
-        >>> flat = net.parameter_blocks()[0].fill_(1.0)
-        >>> net[0].weight.tolist()
-        [[1.0, 1.0]]
+        Returns:
+            One tensor per block, in the order of the parameters.
+
+        Example:
+            >>> net = BlockSequential(1, nn.Linear(2, 1))
+            >>> flat = net.parameter_blocks()[0].fill_(1.0)
+            >>> net[0].weight.tolist()
+            [[1.0, 1.0]]
         """
         return self._current().flats
 
     def gradient_blocks(self) -> list[Tensor]:
-        """The flat tensors that hold the gradients.
+        """Make the ``.grad`` of every trainable parameter a view of a block, and return the blocks.
 
-        After this call every trainable parameter's ``.grad`` is a part of one, zeros if it had none.
+        A gradient that is None becomes zeros.
 
-        >>> net = BlockSequential(1, nn.Linear(2, 1))
-        >>> flat = net.gradient_blocks()[0].fill_(1.0)
-        >>> net[0].bias.grad
-        tensor([1.])
+        Returns:
+            One flat tensor per block, in the order of the parameters.
+
+        Example:
+            >>> net = BlockSequential(1, nn.Linear(2, 1))
+            >>> flat = net.gradient_blocks()[0].fill_(1.0)
+            >>> net[0].bias.grad
+            tensor([1.])
         """
         with torch.no_grad():
             buckets = self.gradient_buckets()
@@ -68,7 +83,7 @@ class BlockSequential(nn.Sequential):
         return [bucket.flat for bucket in buckets]
 
     def gradient_buckets(self) -> list[SeatedBucket]:
-        """The buckets behind `gradient_blocks`; the gradients are left where they are."""
+        """Return the buckets of `gradient_blocks`, without a change of the gradients."""
         return self._current().gradient_buckets(self)
 
     def _current(self) -> _Blocks:
@@ -77,20 +92,20 @@ class BlockSequential(nn.Sequential):
         return self._blocks
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSequential:
-        super()._apply(fn, recurse)
-        # Whatever moved or converted the parameters gave each its own memory again.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # A conversion gives each parameter memory of its own.
         self._blocks = None
         self.parameter_blocks()
         return self
 
 
 class _Blocks(Attachment):
-    """The memory of the parameters of one BlockSequential; a copy of it makes blocks of its own."""
+    """The memory of the parameters of one BlockSequential. A copy of the net allocates blocks of its own."""
 
     def __init__(self, parameters: list[Tensor], partitions: int) -> None:
         self.groups = _group(parameters, partitions)
         self.flats: list[Tensor] = []
-        self._places: list[tuple[Tensor, int]] = []
+        self._addresses: list[tuple[Tensor, int]] = []
         self._buckets: list[SeatedBucket] = []
         self._bucket_key: tuple[Any, ...] = ()
         with torch.no_grad():
@@ -104,19 +119,19 @@ class _Blocks(Attachment):
             view = dense_view(flat, offset, parameter.detach())
             view.copy_(parameter)
             parameter.data = view
-            self._places.append((parameter, view.data_ptr()))
+            self._addresses.append((parameter, view.data_ptr()))
             offset += parameter.numel()
         self.flats.append(flat)
 
     def are_in_place(self, parameters: list[Tensor]) -> bool:
-        """Whether exactly these parameters still lie where they were put."""
-        return len(parameters) == len(self._places) and all(
+        """Return whether the blocks contain exactly these parameters."""
+        return len(parameters) == len(self._addresses) and all(
             parameter is known and parameter.data_ptr() == address
-            for parameter, (known, address) in zip(parameters, self._places, strict=True)
+            for parameter, (known, address) in zip(parameters, self._addresses, strict=True)
         )
 
     def gradient_buckets(self, net: nn.Module) -> list[SeatedBucket]:
-        """One bucket per block, of what is trainable and dense now."""
+        """Return one bucket per block, of the parameters that are trainable and have dense gradients."""
         sparse = sparse_by_declaration(net.modules())
         groups = [[p for p in group if p.requires_grad and id(p) not in sparse] for group in self.groups]
         key = tuple(id(parameter) for group in groups for parameter in group)
@@ -127,7 +142,7 @@ class _Blocks(Attachment):
 
 
 def _group(parameters: list[Tensor], partitions: int) -> list[list[Tensor]]:
-    """Cut into partitions by size, then by dtype and device within each."""
+    """Divide parameters into partitions by size, and each partition by dtype and device."""
     groups: list[list[Tensor]] = []
     for run in partition_by_size([parameter.numel() for parameter in parameters], partitions):
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -139,7 +154,7 @@ def _group(parameters: list[Tensor], partitions: int) -> list[list[Tensor]]:
 
 
 def parameter_blocks_of(modules: Iterable[nn.Module]) -> tuple[list[Tensor], set[int]]:
-    """All parameter blocks among `modules`, and the ids of the parameters that lie in them."""
+    """Return the parameter blocks of all `modules`, and the ids of the parameters in them."""
     blocks: list[Tensor] = []
     inside: set[int] = set()
     for module in modules:
@@ -150,5 +165,5 @@ def parameter_blocks_of(modules: Iterable[nn.Module]) -> tuple[list[Tensor], set
 
 
 def gradient_buckets_of(modules: Iterable[nn.Module]) -> list[SeatedBucket]:
-    """All gradient buckets among `modules`."""
+    """Return the gradient buckets of all `modules`."""
     return [bucket for module in modules if isinstance(module, BlockSequential) for bucket in module.gradient_buckets()]

@@ -21,8 +21,8 @@ from .buckets import SeatedBucket
 from .channel import close_private, default_bucket_bytes, open_private
 from .gradient_reduction import GradientReduction
 from .gradients import GradientList, Presence
+from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
 from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
-from .roll_call import HOOKS, ROLL_CALL, RollCall, Round, refuse_inside_join
 from .sync import ASYNC_BACKWARD
 
 
@@ -151,7 +151,7 @@ class AsyncBackward(Attachment):
         """Whether this round has begun on this rank, so that other ranks may be waiting for its end."""
         return self._reduction is not None
 
-    def finish(self, *, flush: bool = False, shadowed: Round | None = None) -> bool:
+    def finish(self, *, flush: bool = False, shadowed: JoinRound | None = None) -> bool:
         """Reduce the remaining buckets, wait for all, and set the gradients of the parameters."""
         is_due = self.frequency == 1 or max(self._counts, default=0) >= self.frequency
         if not (is_due or flush or self._failed()):
@@ -242,14 +242,14 @@ class AsyncBackward(Attachment):
                 self._reduction = self._begin(None)
             self._launch(self._reduction)
 
-    def _begin(self, shadowed: Round | None) -> GradientReduction:
+    def _begin(self, shadowed: JoinRound | None) -> GradientReduction:
         """Return how this round is reduced; inside join the ranks agree on that."""
         size = self.comm.size
-        roll_call: RollCall | None = attached(self.net, ROLL_CALL)
-        if roll_call is None:
+        join_state: JoinState | None = attached(self.net, JOIN_STATE)
+        if join_state is None:
             return GradientReduction(size if self.average else 1, size)
-        call = shadowed or roll_call.active(HOOKS, self.average, self.bucket_bytes)
-        return roll_call.reduction(call)
+        call = shadowed or join_state.announce_active(HOOKS, self.average, self.bucket_bytes)
+        return join_state.reduction(call)
 
     def _launch(self, reduction: GradientReduction) -> None:
         index = len(self._finishers)
@@ -262,7 +262,7 @@ class AsyncBackward(Attachment):
 
     # --- after backward --------------------------------------------------------------------------
 
-    def _finish_round(self, replica: Replica, shadowed: Round | None) -> str:
+    def _finish_round(self, replica: Replica, shadowed: JoinRound | None) -> str:
         """Finish this round, and return a description of the error if backward has failed."""
         has_failed = self._failed()
         failure = self._failure or f"backward failed on {'this' if has_failed else 'another'} rank"

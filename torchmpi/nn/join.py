@@ -1,4 +1,4 @@
-"""Training on uneven data: ranks that have run out follow the others until the last one is done."""
+"""Training on uneven data: ranks without data take part in the synchronizations of the other ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
 from .channel import resolve
 from .hooks import AsyncBackward
-from .replica import SHARDED, Net, Replica, attach, attached
-from .roll_call import ROLL_CALL, RollCall, Round, refuse_inside_join
+from .join_state import JOIN_STATE, JoinRound, JoinState, refuse_inside_join
+from .replica import SHARDED, Replica, attach, attached
 from .sync import ASYNC_BACKWARD, broadcast_replica, reduce_gradients
 
 
@@ -26,16 +26,29 @@ def join(
     divide_by: str = "active",
     comm: int | Communicator | None = None,
 ) -> Iterator[None]:
-    """Let ranks have different numbers of batches, none included.
+    """Context manager for training with different numbers of batches on the ranks, including none. Collective.
 
-    A rank that leaves the loop early takes part, with zeros, in every synchronisation of `net`'s gradients
-    that others still call: ``synchronize_gradients``, ``synchronize_gradients_async`` or the step of a
-    ``DistributedOptimizer``. Averages are over the ranks still active, or over all with ``divide_by="size"``.
-    At the end all ranks get the parameters and buffers of one that worked to the last, and with `optimizer`
-    its state too (momentum, Adam's moments), without which the replicas would part again.
+    A rank that reaches the end of the block takes part, with zeros, in every synchronization of `net`'s gradients by
+    the other ranks: ``synchronize_gradients``, ``synchronize_gradients_async`` or the step of a
+    ``DistributedOptimizer``. When all ranks have reached the end, all get the parameters and buffers of a rank that
+    took part until the last synchronization.
 
-    Other collectives inside the block, on the same communicator, would find ranks missing: keep them outside.
+    Other collectives inside the block, on the same communicator, would wait for the ranks without data.
 
+    Args:
+        net: Module without sharded parameters.
+        optimizer: Optimizer whose state (momentum, moments of Adam) is copied at the end too. Without the copy an
+            optimizer with a state would make the replicas differ in the next epoch.
+        divide_by: Divisor of averages: ``"active"``, the number of ranks with data, or ``"size"``, that of all ranks.
+        comm: Communicator or level; default: the current communicator, or that of ``register_async_backward``.
+
+    Raises:
+        ArgumentError: The net is inside ``join`` already or has sharded parameters, `divide_by` is unknown, or `comm`
+            is given for a net that is registered for asynchronous backward.
+        GradientError: The block ended between a backward pass and its ``synchronize_gradients_async``.
+        MismatchError: The ranks synchronize with different functions or options.
+
+    Example:
         with mpinn.join(model, optimizer=optimizer):
             for x, y in my_data:
                 optimizer.zero_grad()
@@ -49,46 +62,40 @@ def join(
             "join(comm=...): the net was registered for asynchronous backward with a communicator already."
         )
     refuse_inside_join(net, "join")
-    _refuse_sharded(net)
-    roll_call = RollCall(resolve(comm) if backward is None else backward.comm, divide_by)
-    attach(net, ROLL_CALL, roll_call)
+    if any(getattr(parameter, SHARDED, False) for parameter in net.parameters()):
+        raise ArgumentError(
+            "join: a net with sharded parameters communicates in its forward pass, which ranks without data do not run."
+        )
+    state = JoinState(resolve(comm) if backward is None else backward.comm, divide_by)
+    attach(net, JOIN_STATE, state)
     try:
         yield
         if backward is not None and backward.is_running:
             raise GradientError("join: the block ended between a backward and its synchronize_gradients_async(net).")
-        while (call := roll_call.finished()) is not None:
-            _shadow(net, call, roll_call)
+        while (joint := state.announce_finished()) is not None:
+            _contribute_zeros(net, joint, state)
     finally:
-        attach(net, ROLL_CALL, None)
-    _level(net, optimizer, roll_call)
+        attach(net, JOIN_STATE, None)
+    _copy_final_state(net, optimizer, state)
 
 
-def _refuse_sharded(net: Net) -> None:
-    if isinstance(net, nn.Module) and any(getattr(parameter, SHARDED, False) for parameter in net.parameters()):
-        raise ArgumentError(
-            "join: a net with sharded parameters communicates in its forward, which an idle rank never runs."
-        )
-
-
-def _shadow(net: nn.Module, call: Round, roll_call: RollCall) -> None:
-    """Take part in one round with nothing to contribute, and nothing to keep."""
+def _contribute_zeros(net: nn.Module, joint: JoinRound, state: JoinState) -> None:
     net.zero_grad(set_to_none=True)
     backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
     if backward is not None:
-        backward.finish(flush=True, shadowed=call)
+        backward.finish(flush=True, shadowed=joint)
     else:
-        reduce_gradients(Replica(net), roll_call.reduction(call), call.bucket_bytes, roll_call.comm)
+        reduce_gradients(Replica(net), state.reduction(joint), joint.bucket_bytes, state.comm)
     net.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
-def _level(net: nn.Module, optimizer: torch.optim.Optimizer | None, roll_call: RollCall) -> None:
-    """Give everybody the state of the lowest rank that took part in most rounds, that is, in all."""
-    comm = roll_call.comm
-    rounds = collectives.allgather(torch.tensor([roll_call.num_rounds]), comm=comm).tolist()
+def _copy_final_state(net: nn.Module, optimizer: torch.optim.Optimizer | None, state: JoinState) -> None:
+    """Broadcast from the lowest rank that had data in the most rounds, which are all rounds."""
+    rounds = collectives.allgather(torch.tensor([state.num_rounds]), comm=state.comm).tolist()
     if min(rounds) == max(rounds):
         return
     root = rounds.index(max(rounds))
-    broadcast_replica(Replica(net), root, comm)
+    broadcast_replica(Replica(net), root, state.comm)
     if optimizer is not None:
-        optimizer.load_state_dict(collectives.broadcast_object(optimizer.state_dict(), root, comm=comm))
+        optimizer.load_state_dict(collectives.broadcast_object(optimizer.state_dict(), root, comm=state.comm))

@@ -1,4 +1,4 @@
-"""Any torch optimizer, with gradients synchronised before each step."""
+"""A wrapper of torch optimizers that synchronizes gradients before each step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,32 @@ from .sync import synchronize_gradients
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps `opt` so that ``step()`` first averages the gradients of `model` over the ranks.
+    """Wrapper of an optimizer whose ``step()`` first averages the gradients over the ranks. All calls are collective.
 
-    It shares the parameter groups and state of `opt`, so learning-rate schedulers and checkpoints work with
-    either. With ``asynchronous=True`` (default) the model is registered for asynchronous backward, gradients
-    being accumulated over `backward_passes_per_step`; ``mpinn.unregister_async_backward(model)`` undoes that.
+    The wrapper shares the parameter groups and the state of `opt`, so that learning-rate schedulers and checkpoints
+    work with either of them.
 
+    Args:
+        opt: Any ``torch.optim`` optimizer.
+        model: Module that contains all parameters of `opt`.
+        average: Average the gradients; False adds them.
+        asynchronous: Register `model` for asynchronous backward;
+            ``mpinn.unregister_async_backward(model)`` reverts the registration.
+        backward_passes_per_step: With `asynchronous`, number of backward passes whose gradients are accumulated.
+        comm: Communicator or level; default: the current communicator.
+
+    Raises:
+        ArgumentError: A parameter of `opt` is no parameter of `model`, or `model` is registered already.
+        ReplicaError: On all ranks: the models differ in names, shapes or dtypes (with `asynchronous`).
+
+    Example:
         optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for x, y in data:
             optimizer.zero_grad()
             criterion(model(x), y).backward()
             optimizer.step()
 
-    To do something with the averaged gradients before the step:
-
+        # To use the averaged gradients before the step:
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with optimizer.skip_synchronize():
@@ -48,8 +60,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int = 1,
         comm: int | Communicator | None = None,
     ) -> None:
-        # Optimizer.__init__ is not called on purpose: it would make state of its own. Everything lives in
-        # `opt`.
+        # Optimizer.__init__ is deliberately not called: it would create a second state, besides that of `opt`.
         _check_parameters(opt, model)
         self.optimizer = opt
         self._model, self._average, self._asynchronous = model, average, asynchronous
@@ -60,7 +71,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             register_async_backward(model, backward_passes_per_step, average=average, comm=self._comm)
 
     def synchronize(self) -> None:
-        """Average the gradients now. Follow with ``step()`` inside ``skip_synchronize()``."""
+        """Average the gradients. Afterwards call ``step()`` inside ``skip_synchronize()``.
+
+        Raises:
+            GradientError: On all ranks: a backward pass has failed (with ``asynchronous=True``).
+
+        Example:
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
         if self._asynchronous:
             synchronize_gradients_async(self._model, flush=True)
         else:
@@ -69,21 +89,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within this block ``step()`` takes the gradients as they are."""
+        """Context manager in which ``step()`` does not synchronize gradients.
+
+        Example:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
         self._skips = True
         try:
             yield
         finally:
             self._skips = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Synchronise, then step. A `closure`'s loss is averaged too, since some optimizers decide by it."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronize the gradients and call ``step()`` of the wrapped optimizer.
+
+        Args:
+            closure: Function that computes gradients and returns the loss, as for ``torch.optim.LBFGS``. Gradients
+                are synchronized after each call, and the loss is averaged, so that all ranks take the same decisions.
+
+        Returns:
+            Result of the wrapped optimizer's ``step()``.
+
+        Raises:
+            GradientError: The gradients are synchronized already, or, on all ranks, a backward pass has failed.
+
+        Example:
+            optimizer.step()
+        """
         if self._skips:
             self._is_synchronized = False
             return self.optimizer.step(closure)
         if self._is_synchronized:
             raise GradientError(
-                f"rank {self._comm.rank}: step() would synchronise what synchronize() has synchronised. "
+                f"rank {self._comm.rank}: step() would synchronize gradients that synchronize() has synchronized. "
                 "Write `with optimizer.skip_synchronize(): optimizer.step()`."
             )
         if closure is not None:
@@ -101,30 +140,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
             loss = loss.detach().clone()
         return loss if loss is None else collectives.allreduce(loss, op="avg", comm=self._comm)
 
-    # --- everything else is the wrapped optimizer's ---------------------------------------------------
+    # --- delegation to the wrapped optimizer -----------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of the wrapped optimizer."""
         self._is_synchronized = False
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
+        """As of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of the wrapped optimizer; the parameters must be parameters of the model."""
         self.optimizer.add_param_group(param_group)
         _check_parameters(self.optimizer, self._model)
 
     def __getattribute__(self, name: str) -> Any:
-        # Methods of the base class such as register_step_pre_hook() work on attributes that only `opt` has.
+        # Methods of the base class such as register_step_pre_hook() use attributes that only `opt` has.
         if name.startswith("register_"):
             return getattr(self.optimizer, name)
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet: a copy is being made
+        if name == "optimizer":  # not set yet, during copying
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -139,6 +182,6 @@ def _check_parameters(opt: torch.optim.Optimizer, model: nn.Module) -> None:
             if id(parameter) not in known:
                 raise ArgumentError(
                     f"DistributedOptimizer: parameter {position} of group {index}, of shape "
-                    f"{list(parameter.shape)}, is no parameter of the model: nobody would synchronise it. "
-                    "Pass the model that holds all of them."
+                    f"{list(parameter.shape)}, is no parameter of the model, so it would not be synchronized. "
+                    "Pass the model that contains all parameters."
                 )

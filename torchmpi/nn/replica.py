@@ -1,11 +1,10 @@
-"""Which tensors of a net are replicated: every rank holds them, and they should be equal."""
+"""The replicated tensors of a net, which are equal on all ranks, and state attached to a net."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -14,14 +13,14 @@ from ..errors import ArgumentError
 Net = nn.Module | Iterable[Tensor]
 
 SHARDED = "torchmpi_sharded"
-"""Attribute of a parameter of which each rank holds another part: nothing here synchronises it."""
+"""Attribute of a parameter of which each rank holds a different shard, so that it is not synchronized."""
 
 
 class Replica:
     """The replicated tensors of a net: parameters and buffers, each once, in the order of the modules.
 
-    Written as one loop over the modules because ``named_parameters()`` costs a millisecond on a net with 200
-    parameters; names are looked up only for messages.
+    Implemented as one recursion over the modules, because ``named_parameters()`` takes a millisecond for a net with
+    200 parameters. Names are computed only for messages.
 
     >>> shared = nn.Linear(2, 2, bias=False)
     >>> len(Replica(nn.Sequential(shared, shared)).parameters)
@@ -64,7 +63,7 @@ class Replica:
                         self.trainable.append(tensor)
 
     def names(self, tensors: Iterable[Tensor]) -> list[str]:
-        """The names of `tensors`, for messages and comparisons."""
+        """Return the names of `tensors`."""
         known: dict[int, str] = {}
         if self.net is not None:
             known = {id(tensor): name for name, tensor in self.net.named_buffers()}
@@ -72,7 +71,7 @@ class Replica:
         return [known.get(id(tensor), f"tensor {index}") for index, tensor in enumerate(tensors)]
 
     def name(self, tensor: Tensor) -> str:
-        """The name of one tensor."""
+        """Return the name of one tensor."""
         everything = self.parameters + self.buffers
         names = self.names(everything)
         return next((name for name, other in zip(names, everything, strict=True) if other is tensor), "a tensor")
@@ -82,12 +81,12 @@ def _checked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise ArgumentError(f"Expected a module or an iterable of tensors, found a {kind} in it.")
+            raise ArgumentError(f"Expected a module or an iterable of tensors, found a {kind} in the iterable.")
         yield tensor
 
 
 def sparse_by_declaration(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of parameters whose gradients will be sparse because their module says so.
+    """Return the ids of the parameters of embeddings with ``sparse=True``, whose gradients are sparse.
 
     >>> table = nn.Embedding(10, 3, sparse=True)
     >>> sparse_by_declaration([table]) == {id(table.weight)}
@@ -98,19 +97,19 @@ def sparse_by_declaration(modules: Iterable[nn.Module]) -> set[int]:
 
 
 class Attachment:
-    """State that belongs to one net: a copy or a pickle of the net has ``None`` in its place."""
+    """Base of state that belongs to one net: copies and pickles of the net contain ``None`` instead."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
 def attached(net: Net, name: str) -> Any:
-    """The state attached to `net` as `name`, or None."""
-    return net.__dict__.get(name) if isinstance(net, torch.nn.Module) else None
+    """Return the state attached to `net` as `name`, or None."""
+    return net.__dict__.get(name) if isinstance(net, nn.Module) else None
 
 
 def attach(net: nn.Module, name: str, state: Attachment | None) -> None:
-    """Attach `state` to `net`, or remove it (None)."""
+    """Attach `state` to `net`; None removes the state."""
     if state is None:
         net.__dict__.pop(name, None)
     else:

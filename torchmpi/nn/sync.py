@@ -21,8 +21,8 @@ from .buckets import CopiedBucket, SeatedBucket
 from .channel import default_bucket_bytes
 from .gradient_reduction import GradientReduction
 from .gradients import GradientList, shared_gradients
+from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
 from .replica import Net, Replica, attached
-from .roll_call import DIRECT, ROLL_CALL, refuse_inside_join
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
 _IN_FLIGHT = 3  # buckets: one is sent, one is filled, and one waits so that the network is never idle
@@ -119,14 +119,16 @@ def synchronize_gradients(
     communicator = runtime.communicator(comm)
     size = communicator.intra.size
     reduction = GradientReduction(size if average else 1, size)
-    roll_call = attached(net, ROLL_CALL)
-    if roll_call is not None:
-        if roll_call.comm is not communicator:
+    join_state = attached(net, JOIN_STATE)
+    if join_state is not None:
+        if join_state.comm is not communicator:
             raise ArgumentError(
-                f"synchronize_gradients(comm={communicator!r}): the net was joined on {roll_call.comm!r}. "
+                f"synchronize_gradients(comm={communicator!r}): the net was joined on {join_state.comm!r}. "
                 "Give join() and the calls inside it the same comm."
             )
-        reduction = roll_call.reduction(roll_call.active(DIRECT, average, default_bucket_bytes(bucket_bytes)))
+        reduction = join_state.reduction(
+            join_state.announce_active(DIRECT, average, default_bucket_bytes(bucket_bytes))
+        )
     reduce_gradients(Replica(net), reduction, bucket_bytes, communicator)
 
 

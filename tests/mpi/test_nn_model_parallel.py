@@ -50,7 +50,7 @@ def test_full_weight_is_that_of_linear_with_the_same_seed(agree):
     agree.equal(parallel.full_weight(), whole.weight.detach())
 
 
-def test_the_generator_is_left_as_by_linear(agree):
+def test_the_generator_state_is_that_after_linear(agree):
     states = []
     for layer in (mpinn.MPLinear, nn.Linear):
         torch.manual_seed(4)
@@ -81,18 +81,18 @@ def test_trains_like_linear_in_the_middle_of_a_net(agree):
     agree.close(parallel.full_weight(), whole.weight.detach(), **TIGHT)
 
 
-def test_under_the_synchronisation_of_the_rest(agree):
-    parallel, whole = both()
+def test_synchronization_ignores_shards(agree):
+    parallel, _ = both()
     net = nn.Sequential(parallel, nn.Linear(5, 2).double())
     shard = parallel.weight.detach().clone()
     mpinn.synchronize_parameters(net)
-    agree.equal(parallel.weight.detach(), shard, "shards stay")
+    agree.equal(parallel.weight.detach(), shard, "shards are unchanged")
     mpinn.register_async_backward(net)
     net(batch()).sum().backward()
     local = parallel.weight.grad.clone()
     mpinn.synchronize_gradients_async(net)
     mpinn.unregister_async_backward(net)
-    agree.equal(parallel.weight.grad, local, "gradients of shards stay")
+    agree.equal(parallel.weight.grad, local, "gradients of shards are unchanged")
     mpinn.check_with_allreduce(net)
 
 
@@ -125,7 +125,7 @@ def test_on_a_communicator_of_its_own(agree):
     agree.close(parallel(batch()), whole(batch()), **TIGHT)
 
 
-def test_a_part_of_the_input_is_refused(agree):
+def test_an_incomplete_input_is_refused(agree):
     parallel, _ = both()
-    with pytest.raises(ArgumentError, match="the whole input, with 7 features"):
+    with pytest.raises(ArgumentError, match="the complete input, with 7 features"):
         parallel(batch(3))

@@ -1,4 +1,4 @@
-"""BlockSequential and what synchronises it: one collective per block."""
+"""Synchronization of a BlockSequential: one collective per block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def num_calls() -> int:
     return mpi.communicator().intra.call_log.seq
 
 
-def test_parameters_travel_in_blocks(agree):
+def test_parameters_are_sent_in_blocks(agree):
     torch.manual_seed(mpi.rank())
     net = mpinn.BlockSequential(2, *[nn.Linear(3, 3) for _ in range(6)])
     before = num_calls()
@@ -36,7 +36,7 @@ def test_parameters_travel_in_blocks(agree):
     agree.equal(values(net), values(nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)])))
 
 
-def test_gradients_travel_in_blocks(agree):
+def test_gradients_are_sent_in_blocks(agree):
     net, plain, x, y = blocks_and_plain()
     for n in (net, plain):
         loss(n, x, y).backward()

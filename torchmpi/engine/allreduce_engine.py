@@ -1,29 +1,39 @@
-"""The training loop over all ranks: each takes its own batches, and all apply the same averaged gradient."""
+"""The training loop on all ranks: each rank takes its own batches, and all apply the same averaged gradient."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-import torchmpi.nn as mpinn
-from torchmpi.errors import DeviceError
-from torchmpi.session import api
-
-from .evaluate import TestResult
-from .ranks import AllRanks
-from .sgd import SGDEngine
+from .. import nn as mpinn
+from ..errors import DeviceError
+from ..session import api
+from .coordination import AllRanks
+from .meters import TestResult
+from .sgd_engine import SGDEngine
 from .state import State
 
 
 class AllReduceSGDEngine(SGDEngine):
-    """Data-parallel training on all ranks of the current communicator.
+    """Data-parallel training on all ranks of the current communicator. All methods are collective.
 
-    `use_gpu`: None takes ``mpi.device()``, True insists on a GPU, False stays on the CPU. `asynchronous`
-    sends gradients while backward still runs. `device_sync` waits for the GPU before forward and before
-    backward. `dynamic_network` looks at each step whether the trainable parameters have changed; False saves
-    that for networks that stay as they are. `debug` checks at each step that all ranks have the same
-    parameters. The rest is as in :class:`SGDEngine`.
+    Args:
+        use_gpu: None takes ``mpi.device()``, True requires a GPU, False uses the CPU.
+        asynchronous: Send gradients during the backward pass.
+        device_sync: Wait for the GPU before the forward and the backward pass.
+        dynamic_network: With `asynchronous`, check before each update whether the set of trainable parameters has
+            changed. False saves the check for networks that do not change.
+        debug: Check before each update that all ranks have the same parameters.
+        prefetch: Number of batches loaded ahead in a thread; 0 loads each batch when it is needed.
+        progress: Show a progress bar on standard error, on rank 0.
 
+    Raises:
+        ArgumentError: `prefetch` is negative.
+        DeviceError: By ``train()`` and ``test()``: `use_gpu` is True and this rank has no GPU.
+        ReplicaError: By ``train()``, on all ranks: the networks differ in names, shapes or dtypes, or with `debug` in
+            values.
+
+    Example:
         engine = AllReduceSGDEngine(asynchronous=True)
         engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=my_part, lr=0.1, max_epochs=5)
     """
@@ -40,7 +50,7 @@ class AllReduceSGDEngine(SGDEngine):
         progress: bool = True,
     ) -> None:
         super().__init__(prefetch=prefetch, progress=progress)
-        self._ranks = AllRanks()
+        self._coordinator = AllRanks()
         self._use_gpu, self._device_sync = use_gpu, device_sync
         self._asynchronous, self._dynamic_network, self._debug = asynchronous, dynamic_network, debug
         self._registered: list[tuple[nn.Module, list[nn.Parameter]]] = []
@@ -52,7 +62,7 @@ class AllReduceSGDEngine(SGDEngine):
         if self._use_gpu and device.type != "cuda":
             raise DeviceError(
                 f"rank {api.rank()}: use_gpu=True, but the device of this rank is the {device}. "
-                "Use start(with_cuda=True) on hosts with GPUs, or use_gpu=None to take what there is."
+                "Use start(with_cuda=True) on hosts with GPUs, or use_gpu=None to use a GPU only where there is one."
             )
         return device
 
@@ -70,10 +80,10 @@ class AllReduceSGDEngine(SGDEngine):
                 self._register(state)
         if self._debug:
             for module in _trained(state):
-                # Not the buffers: statistics of batch norm are those of each rank's own data.
+                # Without buffers: the statistics of batch norm differ, as each rank has its own data.
                 mpinn.check_with_allreduce(module, buffers=False)
 
-    def _settle(self) -> None:
+    def _wait_for_device(self) -> None:
         if self._device_sync and api.device().type == "cuda" and self._use_gpu is not False:
             torch.cuda.synchronize(api.device())
 
@@ -85,9 +95,9 @@ class AllReduceSGDEngine(SGDEngine):
                 mpinn.synchronize_gradients_async(module)
             else:
                 mpinn.synchronize_gradients(module)
-            if num_active < self._ranks.size:
-                # The average counted ranks that had run out of data, with a gradient of zero.
-                _scale_gradients(module, self._ranks.size / num_active)
+            if num_active < self._coordinator.size:
+                # The average includes zero gradients of the ranks without a batch.
+                _scale_gradients(module, self._coordinator.size / num_active)
 
     def _apply(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, mpinn.DistributedOptimizer):
@@ -114,13 +124,13 @@ class AllReduceSGDEngine(SGDEngine):
 
 
 def _trained(state: State) -> list[nn.Module]:
-    """The network, and a criterion that has something to train."""
+    """Return the network, and the criterion if it has trainable parameters."""
     modules = (module for module in (state.network, state.criterion) if isinstance(module, nn.Module))
     return [module for module in modules if module is state.network or _trainable(module)]
 
 
 def _own(state: State) -> list[nn.Module]:
-    """The modules whose gradients the engine synchronises: a DistributedOptimizer does its network itself."""
+    """Return the modules whose gradients the engine synchronizes: not the network of a DistributedOptimizer."""
     has_synchronizer = isinstance(state.optimizer, mpinn.DistributedOptimizer)
     return [module for module in _trained(state) if not (has_synchronizer and module is state.network)]
 

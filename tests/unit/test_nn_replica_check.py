@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchmpi.nn import check
-from torchmpi.nn.check import checksum
+from torchmpi.nn import replica_check
+from torchmpi.nn.replica_check import checksum
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn,
@@ -15,7 +15,7 @@ DTYPES = [
 
 
 def slow_checksum(tensor: torch.Tensor) -> int:
-    """The same in plain integers, word by word."""
+    """The same in Python integers, word by word."""
     data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
     data += bytes(-len(data) % 8)
     total = tensor.numel()
@@ -30,7 +30,7 @@ def slow_checksum(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 33])
-def test_equals_the_readable_twin(dtype, numel):
+def test_equals_the_slow_checksum(dtype, numel):
     tensor = (torch.arange(numel) % 5 - 2).to(dtype)
     assert checksum(tensor) == slow_checksum(tensor)
 
@@ -38,7 +38,7 @@ def test_equals_the_readable_twin(dtype, numel):
 def test_chunks_do_not_matter(monkeypatch):
     tensor = torch.randn(1000)
     whole = checksum(tensor)
-    monkeypatch.setattr(check, "_CHUNK_WORDS", 7)
+    monkeypatch.setattr(replica_check, "_CHUNK_WORDS", 7)
     assert checksum(tensor) == whole
 
 

@@ -1,4 +1,4 @@
-"""Loading ahead: same batches in the same order, errors with their origin, no thread left behind."""
+"""Prefetching: same batches in the same order, errors with their traceback, no thread left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchmpi.engine.prefetch import Prefetcher
+from torchmpi.engine.data_loading import Prefetcher
 
 
 def threads() -> list[str]:
@@ -22,12 +22,12 @@ def threads() -> list[str]:
 def test_order(depth, num):
     with Prefetcher(iter(range(num)).__next__, depth) as ahead:
         assert list(ahead) == list(range(num))
-        assert list(ahead) == []  # the end stays the end
+        assert list(ahead) == []  # the iterator remains exhausted
     assert not threads()
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_loads_at_most_so_many_ahead(depth):
+def test_loads_up_to_depth_ahead(depth):
     loaded = []
     enough = threading.Semaphore(0)
 
@@ -88,12 +88,12 @@ def test_failed_run_does_not_wait_for_a_hanging_load():
             raise KeyError("in a hook")
     left = threads()
     release.set()
-    assert left  # it was not waited for
+    assert left  # the failed run did not wait for the thread
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
-def test_loads_that_draw_stay_in_this_thread(draw):
-    """Two threads drawing from one generator would make runs differ."""
+def test_loads_that_use_global_generators_stay_in_the_training_thread(draw):
+    """Runs would differ if two threads used one generator."""
 
     def load():
         assert threading.current_thread() is threading.main_thread()
@@ -105,7 +105,7 @@ def test_loads_that_draw_stay_in_this_thread(draw):
         assert not ahead.is_ahead
 
 
-def test_seeds_drawn_with_the_first_batch_do_not_count():
+def test_seeds_drawn_with_the_first_batch_are_allowed():
     def batches():
         random.random()
         yield from range(5)

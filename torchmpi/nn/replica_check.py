@@ -1,4 +1,4 @@
-"""Proof that replicas are equal: a checksum of the bits of every tensor, compared between all ranks."""
+"""Comparison of replicas over the ranks: a checksum of the bits of every tensor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from ..communicators.communicator import Communicator
 from ..errors import ReplicaError
 from .agreement import check_same_layout
 from .channel import resolve
+from .join_state import refuse_inside_join
 from .replica import Net, Replica
-from .roll_call import refuse_inside_join
 
-_CHUNK_WORDS = 1 << 20  # bounds the memory of the intermediate results
-
+_CHUNK_WORDS = 1 << 20  # 64-bit words; limits the memory of intermediate results
 
 # Constants of the splitmix64 generator, as signed 64-bit numbers.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -25,12 +24,19 @@ _MAX_NAMED = 8
 
 @torch.no_grad()
 def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communicator | None = None) -> None:
-    """Raise on all ranks unless every parameter and buffer has the same bits on all of them.
+    """Check that every parameter and buffer has the same bits on all ranks. Collective.
 
-    The :class:`~torchmpi.errors.ReplicaError` names the tensors that differ, and which ranks agree. With
-    ``buffers=False`` only parameters are compared: the running statistics of batch norm differ in
-    data-parallel training, since each rank sees other data.
+    Args:
+        net: Module, or iterable of tensors. Sharded parameters are ignored.
+        buffers: Compare buffers too. In data-parallel training the running statistics of batch norm differ between
+            ranks, as each rank has its own data.
+        comm: Communicator or level; default: the current communicator.
 
+    Raises:
+        ReplicaError: On all ranks: tensors differ. The message names them and the ranks that agree.
+        ArgumentError: Called inside ``join``.
+
+    Example:
         mpinn.check_with_allreduce(model)
     """
     refuse_inside_join(net, "check_with_allreduce")
@@ -57,7 +63,7 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communic
 
 
 def _describe(sums: list[int]) -> str:
-    """Which ranks hold the same bits.
+    """Describe which ranks have the same checksum.
 
     >>> _describe([7, 9, 7])
     'ranks 0, 2 agree; rank 1 differs'
@@ -69,15 +75,15 @@ def _describe(sums: list[int]) -> str:
     others = [rank for group in groups.values() if group is not largest for rank in group]
     if len(largest) == 1 and len(groups) > 1:
         return "all ranks differ"
-    collective = "differs" if len(others) == 1 else "differ"
-    return f"ranks {', '.join(largest)} agree; rank{'s' * (len(others) > 1)} {', '.join(others)} {collective}"
+    differing = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(others)} differ"
+    return f"ranks {', '.join(largest)} agree; {differing}"
 
 
 def checksum(tensor: Tensor) -> int:
-    """A 64-bit number that depends on every bit of `tensor` and on its place.
+    """Return a 64-bit checksum that depends on every bit of `tensor` and its position.
 
-    Each 64-bit word is combined with its index, scrambled (the finalizer of splitmix64) and added up. A plain
-    weighted sum would not do: it misses two flipped sign bits.
+    Each 64-bit word is combined with its index and scrambled (the finalizer of splitmix64), and the results are added.
+    A plain weighted sum would not detect two flipped sign bits.
 
     >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 1.0]))
     False
@@ -92,7 +98,7 @@ def checksum(tensor: Tensor) -> int:
     for begin in range(0, data.numel() // 8, _CHUNK_WORDS):
         words = data[begin * 8 : (begin + _CHUNK_WORDS) * 8].view(torch.int64)
         total += _scrambled_sum(words, begin)
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped like the int64 it travels as
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped to the range of int64
 
 
 def _scrambled_sum(words: Tensor, begin: int) -> int:
@@ -104,5 +110,5 @@ def _scrambled_sum(words: Tensor, begin: int) -> int:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch shifts the sign bit in."""
+    """Shift to the right logically; the operator of torch copies the sign bit."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)

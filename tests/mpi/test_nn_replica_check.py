@@ -13,8 +13,8 @@ from torchmpi.errors import ReplicaError
 pytestmark = pytest.mark.usefixtures("world")
 
 
-def complaint(net, **options) -> str:
-    """What the check has to say; empty if nothing."""
+def error_of(net, **options) -> str:
+    """The message of the check; empty if it passes."""
     try:
         mpinn.check_with_allreduce(net, **options)
     except ReplicaError as error:
@@ -28,14 +28,14 @@ def net() -> nn.Sequential:
 
 
 def test_equal_replicas_pass(agree):
-    agree.equal(complaint(net()), "")
+    agree.equal(error_of(net()), "")
 
 
-def test_one_bit_on_one_rank_is_found_and_named_everywhere(agree):
+def test_one_bit_on_one_rank_is_reported_on_all_ranks(agree):
     replica = net()
     if mpi.rank() == mpi.size() - 1 and mpi.size() > 1:
         replica[0].weight.detach()[1, 2] *= -1
-    message = complaint(replica)
+    message = error_of(replica)
     if mpi.size() > 1:
         agree("'0.weight'" in message and "'0.bias'" not in message, message)
     if mpi.size() > 2:
@@ -46,20 +46,20 @@ def test_same_mean_and_variance_are_not_enough(agree):
     replica = net()
     with torch.no_grad():
         replica[0].weight.copy_(replica[0].weight.roll(mpi.rank(), dims=1))
-    agree(("'0.weight'" in complaint(replica)) == (mpi.size() > 1))
+    agree(("'0.weight'" in error_of(replica)) == (mpi.size() > 1))
 
 
-def test_buffers_are_compared_unless_told_otherwise(agree):
+def test_comparison_of_buffers_is_optional(agree):
     replica = net()
     replica[1].running_mean += mpi.rank()
-    agree(("'1.running_mean'" in complaint(replica)) == (mpi.size() > 1))
-    agree.equal(complaint(replica, buffers=False), "")
+    agree(("'1.running_mean'" in error_of(replica)) == (mpi.size() > 1))
+    agree.equal(error_of(replica, buffers=False), "")
 
 
-def test_other_shapes_are_found_first(agree):
+def test_different_shapes_are_reported_first(agree):
     if mpi.size() > 1:
-        agree("'weight' float32 [2, 3]" in complaint(nn.Linear(3, 2 + mpi.rank())))
+        agree("'weight' float32 [2, 3]" in error_of(nn.Linear(3, 2 + mpi.rank())))
 
 
 def test_nothing_to_check(agree):
-    agree.equal(complaint(nn.ReLU()), "")
+    agree.equal(error_of(nn.ReLU()), "")

@@ -1,0 +1,78 @@
+"""Communication of the training loop: the same loop runs in one process and on all ranks of a communicator."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from .. import collectives
+from ..session import api
+
+
+class Coordinator(Protocol):
+    """Operations by which the ranks that train together agree. All are collective."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def count(self, flag: bool) -> int:
+        """Return the number of ranks on which `flag` is true."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's object on all ranks."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order."""
+
+
+class SingleProcess:
+    """A process without other ranks; needs no MPI.
+
+    >>> SingleProcess().count(True)
+    1
+    """
+
+    rank = 0
+    size = 1
+
+    def count(self, flag: bool) -> int:
+        """Return 1 or 0."""
+        return int(flag)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return `value`."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return a list of `value` only."""
+        return [value]
+
+
+class AllRanks:
+    """The ranks of the current communicator."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return api.rank()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return api.size()
+
+    def count(self, flag: bool) -> int:
+        """Return the number of ranks on which `flag` is true."""
+        return int(collectives.allreduce(int(flag)))
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's object on all ranks."""
+        return collectives.broadcast_object(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order."""
+        return list(collectives.allgather_object(value))

@@ -1,0 +1,300 @@
+"""One pass over the data: loading ahead in a thread, copying to the device, and resuming within an epoch.
+
+Batches are loaded ahead in order, and without a change of random numbers. A loading thread that draws from the
+global random generators, while dropout draws from them in the training thread, would make runs irreproducible. The
+thread therefore starts only for an iterator that does not draw from these generators: the first batch (where samplers
+draw their seed) and the second are loaded in the training thread; if the second draws too, as random augmentation
+does, all batches are loaded there. ``DataLoader(num_workers=1)`` is loaded ahead, as its workers have generators of
+their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from . import rng
+from .state import Sample, as_sample
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 2.0
+"""Limit of the wait for a load in progress after a run has failed: a failed job must end within seconds."""
+
+
+def num_batches(iterator: Iterable[Any]) -> int | None:
+    """Return the number of batches of an epoch, or None if the iterator has no length.
+
+    >>> num_batches([1, 2]), num_batches(iter([1, 2]))
+    (2, None)
+    """
+    try:
+        return len(iterator)  # type: ignore[arg-type]  # an iterator without a length raises
+    except TypeError:
+        return None
+
+
+def set_epoch(iterator: Any, epoch: int) -> None:
+    """Call ``set_epoch(epoch)`` of the iterator and its samplers, where they have it (``DistributedSampler`` does)."""
+    for owner in (iterator, getattr(iterator, "sampler", None), getattr(iterator, "batch_sampler", None)):
+        listener = getattr(owner, "set_epoch", None)
+        if listener is not None:
+            listener(epoch)
+
+
+def iterator_state(iterator: Any) -> Any:
+    """Return a copy of ``iterator.state_dict()``, or None if the iterator cannot save and load its state.
+
+    >>> iterator_state([1, 2])
+    """
+    if hasattr(iterator, "state_dict") and hasattr(iterator, "load_state_dict"):
+        return copy.deepcopy(iterator.state_dict())
+    return None
+
+
+def load_iterator_state(iterator: Any, state: Any) -> None:
+    """Restore what :func:`iterator_state` returned.
+
+    >>> load_iterator_state([1, 2], None)
+    """
+    if state is None:
+        return
+    if not hasattr(iterator, "load_state_dict"):
+        raise CheckpointError(
+            f"the checkpoint has the state of an iterator, but a {type(iterator).__name__} has no load_state_dict()"
+        )
+    iterator.load_state_dict(state)
+
+
+# --- copying to the device ---------------------------------------------------------------------------------
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply `function` to every tensor in nested tuples, lists and mappings; keep all other values.
+
+    >>> map_tensors(torch.neg, (torch.ones(1), ["label"]))
+    (tensor([-1.]), ['label'])
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return value
+
+
+class DeviceCopy:
+    """Copies batches to a device. On a GPU the copies use a stream of their own and overlap with the current step.
+
+    copies = DeviceCopy(torch.device("cuda:0"))
+    sample = copies.adopt(copies.send(sample))   # send() may run in another thread
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def send(self, sample: Sample) -> Sample:
+        """Copy a batch; the copy is complete on return.
+
+        >>> DeviceCopy(torch.device("cpu")).send(Sample(torch.ones(1), 0)).input
+        tensor([1.])
+        """
+        if self._stream is None:
+            return Sample(*(map_tensors(lambda t: t.to(self.device), part) for part in sample))
+        with torch.cuda.stream(self._stream):
+            sent = Sample(*(map_tensors(lambda t: t.to(self.device, non_blocking=True), part) for part in sample))
+        self._stream.synchronize()
+        return sent
+
+    def adopt(self, sample: Sample) -> Sample:
+        """Make the result of `send` safe to use on the stream of the calling thread.
+
+        >>> DeviceCopy(torch.device("cpu")).adopt(Sample(1, 2))
+        Sample(input=1, target=2)
+        """
+        if self._stream is not None:
+            # The memory belongs to the copy stream. Unrecorded, it would be given to a later copy as soon as the
+            # batch is dropped, although kernels of the step may still have to read it.
+            current = torch.cuda.current_stream(self.device)
+
+            def record(tensor: Tensor) -> Tensor:
+                tensor.record_stream(current)
+                return tensor
+
+            for part in sample:
+                map_tensors(record, part)
+        return sample
+
+
+# --- loading ahead -----------------------------------------------------------------------------------------
+
+
+class Prefetcher(Generic[T]):
+    """Iterates over the results of `load` until it raises ``StopIteration``, loading up to `depth` batches ahead.
+
+    Exceptions of `load` are raised by the iteration that would have returned the batch, with the traceback of the
+    thread.
+
+        with Prefetcher(iter(batches).__next__, depth=1) as ahead:
+            for batch in ahead:
+                train_on(batch)
+    """
+
+    def __init__(self, load: Callable[[], T], depth: int) -> None:
+        self._load, self._depth = load, depth
+        self._num_direct = 0
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._room = threading.Semaphore(depth)
+        self._loaded: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the loading thread has been started."""
+        return self._thread is not None
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._is_closed:
+            raise StopIteration
+        try:
+            return self._take() if self._thread else self._load_directly()
+        except BaseException:
+            self._is_closed = True
+            raise
+
+    def _load_directly(self) -> T:
+        watched = self._depth > 0 and self._num_direct == 1
+        before = rng.fingerprint() if watched else None
+        item = self._load()
+        self._num_direct += 1
+        if watched and rng.fingerprint() == before:
+            self._thread = threading.Thread(target=self._run, name="torchmpi-prefetch", daemon=True)
+            self._thread.start()
+        return item
+
+    def _take(self) -> T:
+        item, error = self._loaded.get()
+        self._room.release()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # otherwise this frame, the error and its traceback keep each other alive
+        return cast(T, item)  # T may itself be None, so None is no sign of an error
+
+    def _run(self) -> None:
+        while True:
+            self._room.acquire()
+            if self._is_closed:
+                return
+            try:
+                self._loaded.put((self._load(), None))
+            except BaseException as error:
+                self._loaded.put((None, error))
+                return
+
+    def close(self, timeout: float | None = None) -> None:
+        """Stop loading and wait up to `timeout` seconds for the thread to end. May be called twice.
+
+        >>> Prefetcher(iter([1]).__next__, depth=1).close()
+        """
+        self._is_closed = True
+        if self._thread is not None:
+            self._room.release()
+            self._thread.join(timeout)
+
+    def __enter__(self) -> Prefetcher[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(CLOSE_TIMEOUT_S if kind else None)
+
+
+# --- one epoch ---------------------------------------------------------------------------------------------
+
+
+class _Loaded(NamedTuple):
+    sample: Sample
+    iterator_state: Any
+
+
+class Epoch:
+    """One pass over `iterator`, from the beginning or from a saved position.
+
+    with Epoch(loader, DeviceCopy(device), depth=1) as epoch:
+        while (sample := epoch.next()) is not None:
+            train_on(sample)
+    """
+
+    def __init__(
+        self, iterator: Iterable[Any], device_copy: DeviceCopy, depth: int, position: dict[str, Any] | None = None
+    ) -> None:
+        self._iterator, self._device_copy = iterator, device_copy
+        if position is None:
+            self._rng = rng.capture(device_copy.device)
+            self._generators = rng.capture_generators(iterator)
+            self._state = iterator_state(iterator)
+            self._batches = iter(iterator)
+        else:
+            self._return_to(position)
+        self._ahead = Prefetcher(self._load, depth)
+
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, besides the number of batches, to continue after the batches taken so far."""
+        return {"begin": self._rng, "generators": self._generators, "iterator": self._state}
+
+    def next(self) -> Sample | None:
+        """Return the next batch on the device, or None after the last."""
+        loaded = next(self._ahead, None)
+        if loaded is None:
+            return None
+        self._state = loaded.iterator_state
+        return self._device_copy.adopt(loaded.sample)
+
+    def _load(self) -> _Loaded:
+        sample = as_sample(next(self._batches))
+        return _Loaded(self._device_copy.send(sample), iterator_state(self._iterator))
+
+    def _return_to(self, position: dict[str, Any]) -> None:
+        """Restore the iterator's own state, or else begin the epoch with the same random state and skip batches."""
+        self._rng, self._generators, self._state = position["begin"], position["generators"], position["iterator"]
+        num_skipped = 0
+        if self._state is not None:
+            load_iterator_state(self._iterator, self._state)
+        else:
+            num_skipped = position["batch"]
+            rng.restore_generators(self._iterator, self._generators)
+            rng.restore(self._rng, self._device_copy.device)
+        self._batches = iter(self._iterator)
+        for index in range(num_skipped):
+            if next(self._batches, self) is self:
+                raise CheckpointError(
+                    f"the checkpoint was written after {num_skipped} batches of this epoch, but the iterator "
+                    f"ended after {index}: resume with the same data and batch size"
+                )
+        rng.restore(position["rng"], self._device_copy.device)
+
+    def __enter__(self) -> Epoch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ahead.__exit__(kind, error, traceback)

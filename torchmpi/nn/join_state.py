@@ -1,0 +1,82 @@
+"""Exchange at the beginning of each synchronization inside ``join``: which ranks still have data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import collectives
+from ..communicators.communicator import Communicator
+from ..errors import ArgumentError, MismatchError
+from .gradient_reduction import GradientReduction
+from .replica import Attachment, Net, attached
+
+JOIN_STATE = "torchmpi_join"
+DIRECT, HOOKS = 1, 2
+"""The two kinds of synchronization: synchronize_gradients, and the asynchronous backward."""
+_DIVISORS = ("active", "size")
+
+
+class JoinRound(NamedTuple):
+    """One synchronization of gradients, with the options that the active ranks have passed."""
+
+    kind: int
+    average: bool
+    bucket_bytes: int
+    num_active: int
+
+
+class JoinState(Attachment):
+    """Attached to a net while it is inside ``join``."""
+
+    def __init__(self, comm: Communicator, divide_by: str) -> None:
+        if divide_by not in _DIVISORS:
+            raise ArgumentError(f"join: divide_by={divide_by!r} is not one of {', '.join(_DIVISORS)}.")
+        self.comm = comm
+        self.divide_by = divide_by
+        self.num_rounds = 0
+        """Rounds in which this rank had data."""
+
+    def announce_active(self, kind: int, average: bool, bucket_bytes: int) -> JoinRound:
+        """Announce a synchronization of this rank, which has data."""
+        self.num_rounds += 1
+        joint = self._exchange([1, kind, int(average), bucket_bytes])
+        assert joint is not None  # this rank is active
+        return joint
+
+    def announce_finished(self) -> JoinRound | None:
+        """Announce that this rank has no more data; return the round to take part in, or None if no rank has data."""
+        return self._exchange([0, 0, 0, 0])
+
+    def reduction(self, joint: JoinRound) -> GradientReduction:
+        """Return the reduction of the gradients in a round."""
+        size = self.comm.size
+        if not joint.average:
+            return GradientReduction(1, size)
+        return GradientReduction(joint.num_active if self.divide_by == "active" else size, size)
+
+    def _exchange(self, announcement: list[int]) -> JoinRound | None:
+        announcements = collectives.allgather(torch.tensor([announcement]), comm=self.comm).tolist()
+        calls = {rank: tuple(options) for rank, (is_active, *options) in enumerate(announcements) if is_active}
+        if not calls:
+            return None
+        if len(set(calls.values())) > 1:
+            text = "; ".join(f"rank {rank}: {_describe(*options)}" for rank, options in calls.items())
+            raise MismatchError(f"rank {self.comm.rank}: the ranks differ in their calls inside join: {text}.")
+        kind, average, bucket_bytes = next(iter(calls.values()))
+        return JoinRound(kind, bool(average), bucket_bytes, len(calls))
+
+
+def _describe(kind: int, average: int, bucket_bytes: int) -> str:
+    name = "synchronize_gradients" if kind == DIRECT else "synchronize_gradients_async"
+    return f"{name}(average={bool(average)}, bucket_bytes={bucket_bytes})"
+
+
+def refuse_inside_join(net: Net, call: str) -> None:
+    """Raise inside ``join``, where ranks without data would not take part in the collective `call`."""
+    if attached(net, JOIN_STATE) is not None:
+        raise ArgumentError(
+            f"{call}(): the net is inside join(), where ranks without data take part in the synchronization of "
+            "gradients only. Call this function after the join block."
+        )

@@ -1,0 +1,188 @@
+"""Model parallelism: a linear layer with its input features divided over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import collectives
+from ..communicators.communicator import Communicator
+from ..errors import ArgumentError
+from ..tensors.partition import part_of
+from .channel import resolve
+from .replica import SHARDED, Attachment
+
+
+class MPLinear(nn.Module):
+    """``nn.Linear`` with its input features divided over the ranks, for weights too large for one device. Collective.
+
+    Input and output are complete and equal on all ranks; each rank stores only its columns of the weight and computes a
+    partial output, and the partial outputs are added. The layer can be used anywhere in a replicated net whose
+    *batches are the same on all ranks*. With the same seed on all ranks the initial weights are those of ``nn.Linear``.
+
+    ``weight`` has the attribute ``torchmpi_sharded``: the ``synchronize_*`` functions and checks do not change or
+    compare it. ``bias`` is replicated.
+
+    Args:
+        in_features: Size of the last dimension of the input; need not be divisible by the number of ranks.
+        out_features: Size of the last dimension of the output.
+        bias: Add a bias.
+        comm: Communicator or level; default: the current communicator.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Raises:
+        ArgumentError: In the forward pass: the input does not have `in_features` features.
+
+    Example:
+        layer = mpinn.MPLinear(784, 10)
+        layer(x).sum().backward()
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        comm: int | Communicator | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self._layer_comm = _LayerComm(resolve(comm))
+        # The complete weight is initialized, so that values and generator state do not depend on the number of ranks.
+        full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        begin, length = self._layer_comm.part(in_features)
+        self.weight = nn.Parameter(full.weight.detach()[:, begin : begin + length].clone())
+        self.bias = full.bias
+        setattr(self.weight, SHARDED, True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer to the complete input."""
+        if input.shape[-1] != self.in_features:
+            raise ArgumentError(
+                f"MPLinear({self.in_features}, {self.out_features}) got an input of shape "
+                f"{list(input.shape)}. Pass the complete input, with {self.in_features} features in the "
+                "last dimension."
+            )
+        layer_comm = self._layer_comm
+        partial_output = nn.functional.linear(_apply(_Narrow, input, layer_comm), self.weight)
+        output = _apply(_Reduce, partial_output, layer_comm)
+        return output if self.bias is None else output + self.bias
+
+    @torch.no_grad()
+    def full_weight(self) -> Tensor:
+        """Gather the weight of the equivalent ``nn.Linear`` on every rank. Collective.
+
+        Returns:
+            A tensor of shape (out_features, in_features).
+
+        Example:
+            torch.save(layer.full_weight(), "weight.pt")
+        """
+        return _gather_last(self.weight.detach(), self._layer_comm)
+
+    def extra_repr(self) -> str:
+        """Describe the layer, for ``repr``."""
+        return (
+            f"in_features={self.in_features} ({self.weight.shape[1]} here), "
+            f"out_features={self.out_features}, bias={self.bias is not None}"
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        setattr(self.weight, SHARDED, True)  # a copied parameter does not have the attribute
+        # A pickle contains no communicator, as that of another job would be of no use.
+        self._layer_comm = self._layer_comm or _LayerComm(resolve(None))
+
+
+class _LayerComm(Attachment):
+    """The communicator of a layer. Copies of the layer share it; pickles do not contain it."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LayerComm:
+        return self
+
+    def part(self, length: int) -> tuple[int, int]:
+        """Return begin and length of this rank's part of `length` features."""
+        return part_of(length, self.comm.size, self.comm.rank)
+
+
+def _sum(tensor: Tensor, layer_comm: _LayerComm) -> Tensor:
+    result: Tensor = collectives.allreduce(
+        tensor.detach().clone(memory_format=torch.contiguous_format), comm=layer_comm.comm
+    )
+    return result
+
+
+def _gather_last(tensor: Tensor, layer_comm: _LayerComm) -> Tensor:
+    """Concatenate along the last dimension, in rank order."""
+    result: Tensor = collectives.allgather(tensor.detach().movedim(-1, 0).contiguous(), comm=layer_comm.comm)
+    return result.movedim(0, -1)
+
+
+def _apply(function: type[torch.autograd.Function], tensor: Tensor, layer_comm: _LayerComm) -> Tensor:
+    result: Tensor = function.apply(tensor, layer_comm)  # type: ignore[no-untyped-call]
+    return result
+
+
+# As operations of the whole job these four are linear maps, each the transpose of another: a replicated tensor is one
+# value, a partial or divided tensor is one value per rank.
+
+
+class _Reduce(torch.autograd.Function):
+    """Add partial tensors; the sum is replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, layer_comm: _LayerComm) -> Tensor:
+        ctx.layer_comm = layer_comm
+        return _sum(part, layer_comm)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _apply(_Replicate, gradient, ctx.layer_comm), None
+
+
+class _Replicate(torch.autograd.Function):
+    """Convert a replicated tensor to one partial tensor per rank."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, layer_comm: _LayerComm) -> Tensor:
+        ctx.layer_comm = layer_comm
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _apply(_Reduce, gradient, ctx.layer_comm), None
+
+
+class _Narrow(torch.autograd.Function):
+    """Select the features of this rank from a replicated tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, layer_comm: _LayerComm) -> Tensor:
+        ctx.layer_comm = layer_comm
+        return whole.narrow(-1, *layer_comm.part(whole.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _apply(_Gather, gradient, ctx.layer_comm), None
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenate the features of all ranks; the result is replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, layer_comm: _LayerComm) -> Tensor:
+        ctx.layer_comm = layer_comm
+        return _gather_last(part, layer_comm)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _apply(_Narrow, gradient, ctx.layer_comm), None
