@@ -1,4 +1,4 @@
-"""What Numba has no words for: raw addresses, atomic loads and stores, the processor's pause and the kernel's sleep."""
+"""Numba intrinsics: raw memory, fields, atomic access, cache control, and calls of the C library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTE_POINTER = ir.IntType(8).as_pointer()
 
 
 def intrinsic(function: Any) -> Any:
-    """Numba's, without the types it gives to what it makes: a call has one argument less than the definition."""
+    """Apply Numba's decorator, untyped: a call has one argument less than the definition."""
     return _intrinsic(function)
 
 
@@ -23,9 +23,13 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _WORD.as_pointer())
 
 
+def _field_pointer(builder: Any, record: Any, field: Any) -> Any:
+    return _pointer(builder, builder.add(record, builder.mul(field, _WORD(8))))
+
+
 @intrinsic
 def load(typing_context, address):  # type: ignore[no-untyped-def]
-    """A word."""
+    """Load a 64-bit integer."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.load(_pointer(builder, arguments[0]), align=8)
@@ -35,7 +39,7 @@ def load(typing_context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Write a word."""
+    """Store a 64-bit integer."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         builder.store(arguments[1], _pointer(builder, arguments[0]), align=8)
@@ -46,7 +50,7 @@ def store(typing_context, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load_acquire(typing_context, address):  # type: ignore[no-untyped-def]
-    """A word; what its writer wrote before it is seen by what we read after it."""
+    """Load a 64-bit integer; what its writer wrote before is visible to what is read afterwards."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.load_atomic(_pointer(builder, arguments[0]), ordering="acquire", align=8)
@@ -56,7 +60,7 @@ def load_acquire(typing_context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store_release(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Write a word after everything we have read and written before."""
+    """Store a 64-bit integer after everything read and written before."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), ordering="release", align=8)
@@ -66,8 +70,60 @@ def store_release(typing_context, address, value):  # type: ignore[no-untyped-de
 
 
 @intrinsic
+def load_field(typing_context, record, field):  # type: ignore[no-untyped-def]
+    """Load a field of a record, by its number."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.load(_field_pointer(builder, *arguments), align=8)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def store_field(typing_context, record, field, value):  # type: ignore[no-untyped-def]
+    """Store a field of a record."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.store(arguments[2], _field_pointer(builder, *arguments[:2]), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def load_field_acquire(typing_context, record, field):  # type: ignore[no-untyped-def]
+    """`load_acquire` of a field."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.load_atomic(_field_pointer(builder, *arguments), ordering="acquire", align=8)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def store_field_release(typing_context, record, field, value):  # type: ignore[no-untyped-def]
+    """`store_release` of a field."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.store_atomic(arguments[2], _field_pointer(builder, *arguments[:2]), ordering="release", align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def field_address(typing_context, record, field):  # type: ignore[no-untyped-def]
+    """Return the address of a field."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.add(arguments[0], builder.mul(arguments[1], _WORD(8)))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
 def copy(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-def]
-    """The C library's memcpy."""
+    """Copy with the C library's memcpy."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         target, source = (builder.inttoptr(address, _BYTE_POINTER) for address in arguments[:2])
@@ -78,7 +134,7 @@ def copy(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-
 
 
 def _lines_copier(*, past: bool) -> Any:
-    """Code that copies four lines of 64 bytes: to an aligned target past the caches, or to any."""
+    """Generate a copy of four cache lines: with non-temporal stores to an aligned target, or to any."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         line = ir.VectorType(_WORD, 8).as_pointer()
@@ -95,18 +151,18 @@ def _lines_copier(*, past: bool) -> Any:
 
 @intrinsic
 def copy_lines(typing_context, target, source):  # type: ignore[no-untyped-def]
-    """Copy four lines of 64 bytes."""
+    """Copy four cache lines of 64 bytes."""
     return types.void(types.int64, types.int64), _lines_copier(past=False)
 
 
 @intrinsic
 def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-def]
-    """Copy four lines of 64 bytes to an aligned target, past the caches: what is there is not fetched first."""
+    """Copy four cache lines to an aligned target with non-temporal stores, which do not read the target first."""
     return types.void(types.int64, types.int64), _lines_copier(past=True)
 
 
 def _lines_prefetcher(is_write: int, locality: int) -> Any:
-    """Code that asks for four lines of 64 bytes; there need be no memory."""
+    """Generate prefetches of four cache lines; the address may be invalid."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         number = ir.IntType(32)
@@ -122,20 +178,20 @@ def _lines_prefetcher(is_write: int, locality: int) -> Any:
 
 
 @intrinsic
-def ask_lines(typing_context, address):  # type: ignore[no-untyped-def]
-    """Ask for four lines that will be read, into the second cache."""
+def prefetch_lines(typing_context, address):  # type: ignore[no-untyped-def]
+    """Prefetch four cache lines for reading, into the second-level cache."""
     return types.void(types.int64), _lines_prefetcher(0, 2)
 
 
 @intrinsic
 def claim_lines(typing_context, address):  # type: ignore[no-untyped-def]
-    """Ask for four lines that will be written to."""
+    """Prefetch four cache lines for writing."""
     return types.void(types.int64), _lines_prefetcher(1, 3)
 
 
 @intrinsic
 def now(typing_context):  # type: ignore[no-untyped-def]
-    """Nanoseconds, of a clock that only goes forward."""
+    """Return nanoseconds of the monotonic clock."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _WORD.as_pointer()])
@@ -151,7 +207,7 @@ def now(typing_context):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def fence(typing_context):  # type: ignore[no-untyped-def]
-    """Everything written before is seen by others before anything that is written after, past the caches or not."""
+    """Order all memory accesses before with all after, non-temporal stores included."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         builder.fence("seq_cst")
@@ -162,7 +218,7 @@ def fence(typing_context):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel):  # type: ignore[no-untyped-def]
-    """Call a reducer by its address (see torchmpi.shared_memory.kernels.reduction)."""
+    """Call a reduction function by its address (see torchmpi.shared_memory.kernels.reduction)."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
@@ -174,7 +230,7 @@ def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel
 
 @intrinsic
 def load_number(typing_context, address):  # type: ignore[no-untyped-def]
-    """A double."""
+    """Load a double."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.load(builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
@@ -184,7 +240,7 @@ def load_number(typing_context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store_number(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Write a double."""
+    """Store a double."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         builder.store(arguments[1], builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
@@ -195,7 +251,7 @@ def store_number(typing_context, address, value):  # type: ignore[no-untyped-def
 
 @intrinsic
 def compare_and_swap(typing_context, address, expected, value):  # type: ignore[no-untyped-def]
-    """Write `value` if `expected` is there, in one step; what was there."""
+    """Store `value` if `expected` is there, atomically; return what was there."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         pair = builder.cmpxchg(_pointer(builder, arguments[0]), arguments[1], arguments[2], "seq_cst", "seq_cst")
@@ -218,7 +274,7 @@ def call_rule(typing_context, function, targets, sources, data, numel, coefficie
 
 @intrinsic
 def this_core(typing_context):  # type: ignore[no-untyped-def]
-    """The core on which this runs now."""
+    """Return the core on which this thread runs now."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -230,7 +286,7 @@ def this_core(typing_context):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def give_way(typing_context):  # type: ignore[no-untyped-def]
-    """Let another thread have this core, if one wants it."""
+    """Yield the core to another thread (`sched_yield`)."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -242,26 +298,26 @@ def give_way(typing_context):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def read_memory(typing_context, process, target, source, num_bytes):  # type: ignore[no-untyped-def]
-    """Copy out of the memory of another process; gives how many bytes, -1 if the system refuses."""
+    """Copy from the memory of another process; return the number of bytes, -1 if the system refuses."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         process, target, source, num_bytes = arguments
-        vector = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 4))  # two of address and length: here, and there
+        vector = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 4))  # two pairs of address and length: local, remote
         fields = builder.bitcast(vector, _WORD.as_pointer())
         for index, value in enumerate((target, num_bytes, source, num_bytes)):
             builder.store(value, builder.gep(fields, [_WORD(index)]))
         number = ir.IntType(32)
         kind = ir.FunctionType(_WORD, [number, fields.type, _WORD, fields.type, _WORD, _WORD])
         function = cgutils.get_or_insert_function(builder.module, kind, "process_vm_readv")
-        there = builder.gep(fields, [_WORD(2)])
-        return builder.call(function, [builder.trunc(process, number), fields, _WORD(1), there, _WORD(1), _WORD(0)])
+        remote = builder.gep(fields, [_WORD(2)])
+        return builder.call(function, [builder.trunc(process, number), fields, _WORD(1), remote, _WORD(1), _WORD(0)])
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
 def sleep(typing_context, microseconds):  # type: ignore[no-untyped-def]
-    """Sleep."""
+    """Sleep (`usleep`)."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
@@ -274,7 +330,7 @@ def sleep(typing_context, microseconds):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def pause(typing_context):  # type: ignore[no-untyped-def]
-    """Tell the processor that this is a loop that waits."""
+    """Issue the processor's hint for a polling loop."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         machine, void = platform.machine(), ir.VoidType()
