@@ -79,7 +79,7 @@ def test_threads_that_open_doors_at_once_are_given_the_same_plan(agree, monkeypa
 
     monkeypatch.setattr(shm.np, "zeros", slowly)
     plans = []
-    threads = [threading.Thread(target=lambda: plans.append(calls.cached_call(0).plan)) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: plans.append(calls.cached_call(0).record)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -54,7 +54,7 @@ class SharedHeap:
             raise OSError("this system has no anonymous files in memory")
         memory = np.frombuffer(segment.memory, np.uint8)
         with self._changing:
-            index = self._free_place()
+            index = self._free_index()
             self._announce(index, segment, memory.ctypes.data)
         weakref.finalize(memory, self._release, index, segment).atexit = False
         return torch.from_numpy(memory)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -72,7 +72,7 @@ class SharedHeap:
             if not os.path.exists(segment.ticket.path):
                 segment.withdraw()
                 raise OSError("this system has no /proc by which others could open it")
-            index = self._free_place()
+            index = self._free_index()
             self._adopted[index] = weakref.ref(storage), storage.data_ptr()
             self._announce(index, segment, storage.data_ptr())
         weakref.finalize(storage, self._release, index, segment).atexit = False
@@ -88,7 +88,7 @@ class SharedHeap:
             if storage is not None and storage.data_ptr() != address:
                 self._withdraw(index, self._own.get(index))
 
-    def _free_place(self) -> int:
+    def _free_index(self) -> int:
         """Return the index of a free record."""
         return next(index for index in range(len(self._own) + 1) if index not in self._own)
 

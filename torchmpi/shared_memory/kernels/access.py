@@ -77,7 +77,7 @@ def kernel(function: Any) -> Any:
 
 
 @inner
-def group_of(call):  # type: ignore[no-untyped-def]
+def group_of(call):
     return load_field(call, GROUP)
 
 
@@ -85,7 +85,7 @@ def group_of(call):  # type: ignore[no-untyped-def]
 
 
 @inner
-def block_of(group, rank):  # type: ignore[no-untyped-def]
+def block_of(group, rank):
     """Return the address of the status block of a rank."""
     if ENABLE_CHECKS and not 0 <= rank < load_field(group, SIZE):
         fail_check(group, CHECK_RANK, rank, load_field(group, SIZE))
@@ -94,30 +94,30 @@ def block_of(group, rank):  # type: ignore[no-untyped-def]
 
 
 @inner
-def own_block(group):  # type: ignore[no-untyped-def]
+def own_block(group):
     return block_of(group, load_field(group, RANK))
 
 
 @inner
-def ring_field(seq):  # type: ignore[no-untyped-def]
+def ring_field(seq):
     """Return the number of the first field of the entry of a call, which is its sequence number."""
     return RING_START + (seq & (RING_LENGTH - 1)) * ENTRY_FIELDS
 
 
 @inner
-def entry_of(group, rank, seq):  # type: ignore[no-untyped-def]
+def entry_of(group, rank, seq):
     """Return the address of the entry of a call in the ring of a rank."""
     return field_address(block_of(group, rank), ring_field(seq))
 
 
 @inner
-def payload_of(group, rank, seq):  # type: ignore[no-untyped-def]
+def payload_of(group, rank, seq):
     """Return the address of the payload of that entry."""
     return entry_of(group, rank, seq) + PAYLOAD * 8
 
 
 @inner
-def copy_to_payload(group, seq, offset, source, num_bytes):  # type: ignore[no-untyped-def]
+def copy_to_payload(group, seq, offset, source, num_bytes):
     """Write to this rank's payload before it arrives."""
     if ENABLE_CHECKS and not 0 <= num_bytes <= PAYLOAD_BYTES - offset:
         return fail_check(group, CHECK_PAYLOAD, num_bytes, PAYLOAD_BYTES - offset)
@@ -126,14 +126,14 @@ def copy_to_payload(group, seq, offset, source, num_bytes):  # type: ignore[no-u
 
 
 @inner
-def slot_of(group, rank, chunk):  # type: ignore[no-untyped-def]
+def slot_of(group, rank, chunk):
     """Return the slot of a rank for a chunk of a reduction: two in alternation, which stay in the caches."""
     index = load_field(group, NUM_SLOTS) * rank + (chunk & 1)
     return load_field(group, SLOTS) + index * load_field(group, SLOT_BYTES)
 
 
 @inner
-def transfer_slot_of(group, rank, chunk):  # type: ignore[no-untyped-def]
+def transfer_slot_of(group, rank, chunk):
     """Return the slot of a rank for a chunk of a transfer: all slots in turn (see `memory_layout.num_slots`).
 
     Two ranks exchange their slots after each round: the slots that a rank has read are in its cache, and it writes
@@ -147,7 +147,16 @@ def transfer_slot_of(group, rank, chunk):  # type: ignore[no-untyped-def]
 
 
 @inner
-def set_counter(group, counter, value):  # type: ignore[no-untyped-def]
+def copy_from_slot(group, target, slot, num_bytes):
+    """Copy data out of a slot of any rank."""
+    if ENABLE_CHECKS and not is_in_slot(group, slot, num_bytes):
+        return 0
+    copy(target, slot, num_bytes)
+    return 0
+
+
+@inner
+def set_counter(group, counter, value):
     """Publish READY or REDUCED of this rank after what it announces."""
     if ENABLE_CHECKS:
         check_counter(group, counter, value)
@@ -159,26 +168,26 @@ def set_counter(group, counter, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def peer_at(rank, size, shift):  # type: ignore[no-untyped-def]
+def peer_at(rank, size, shift):
     """Return ``(rank + shift) % size``: each rank begins with its neighbor, so that no rank is read by all at once."""
     return rank + shift - size if rank + shift >= size else rank + shift
 
 
 @inner
-def transfer_of(transfers, rank):  # type: ignore[no-untyped-def]
+def transfer_of(transfers, rank):
     """Return the address of the transfer record of a rank."""
     return transfers + rank * (TRANSFER_FIELDS * 8)
 
 
 @inner
-def set_send(transfers, rank, address, num_bytes):  # type: ignore[no-untyped-def]
+def set_send(transfers, rank, address, num_bytes):
     store_field(transfer_of(transfers, rank), SEND_ADDRESS, address)
     store_field(transfer_of(transfers, rank), SEND_BYTES, num_bytes)
     return 0
 
 
 @inner
-def set_receive(transfers, rank, address, num_bytes):  # type: ignore[no-untyped-def]
+def set_receive(transfers, rank, address, num_bytes):
     store_field(transfer_of(transfers, rank), RECEIVE_ADDRESS, address)
     store_field(transfer_of(transfers, rank), RECEIVE_BYTES, num_bytes)
     return 0
@@ -188,7 +197,7 @@ def set_receive(transfers, rank, address, num_bytes):  # type: ignore[no-untyped
 
 
 @inner
-def fail_check(group, check, value, limit):  # type: ignore[no-untyped-def]
+def fail_check(group, check, value, limit):
     """Store a violation, unless there is one."""
     if load_field(group, VIOLATED_CHECK) == 0:
         store_field(group, VIOLATED_CHECK, check)
@@ -198,7 +207,7 @@ def fail_check(group, check, value, limit):  # type: ignore[no-untyped-def]
 
 
 @inner
-def is_in_slot(group, address, num_bytes):  # type: ignore[no-untyped-def]
+def is_in_slot(group, address, num_bytes):
     """Check that a range is within one slot, and all slots within the segment."""
     slot_bytes, begin = load_field(group, SLOT_BYTES), load_field(group, SLOTS)
     end = begin + load_field(group, SIZE) * load_field(group, NUM_SLOTS) * slot_bytes
@@ -216,7 +225,7 @@ def is_in_slot(group, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def check_counter(group, counter, value):  # type: ignore[no-untyped-def]
+def check_counter(group, counter, value):
     """Check that READY or REDUCED ascends, to a chunk of the current call."""
     before, chunks = load_field(own_block(group), counter), load_field(group, CHUNKS)
     if value < before:
@@ -227,7 +236,7 @@ def check_counter(group, counter, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def check_peers(group):  # type: ignore[no-untyped-def]
+def check_peers(group):
     """Check the counters of all ranks at the end of a call: none can have put more than the first chunk of the next."""
     chunks = load_field(group, CHUNKS)
     for rank in range(load_field(group, SIZE)):
@@ -240,7 +249,7 @@ def check_peers(group):  # type: ignore[no-untyped-def]
 
 
 @inner
-def outcome(group, status):  # type: ignore[no-untyped-def]
+def outcome(group, status):
     """Return the status of a kernel that ends: in a checked build VIOLATION if a check has failed."""
     if ENABLE_CHECKS:
         if status == 0:

@@ -59,7 +59,7 @@ _RING_REUSE = RING_LENGTH - 1
 
 
 @inner
-def has_aborted(group, rank):  # type: ignore[no-untyped-def]
+def has_aborted(group, rank):
     """Return whether a rank will not finish the current call.
 
     It has aborted this call, or a later one without having taken part in this one.
@@ -75,7 +75,7 @@ def has_aborted(group, rank):  # type: ignore[no-untyped-def]
 
 
 @inner
-def check_reads(group):  # type: ignore[no-untyped-def]
+def check_reads(group):
     """After reading other ranks' tensors: 0, or ABORTED and a rank that may have modified its tensor since.
 
     A rank publishes the abort before its program continues, so one look afterwards suffices.
@@ -88,7 +88,7 @@ def check_reads(group):  # type: ignore[no-untyped-def]
 
 
 @inner
-def wait_long(group, address, value):  # type: ignore[no-untyped-def]
+def wait_long(group, address, value):
     """Yield, then sleep with growing intervals; end with a status if a rank aborts or the call times out."""
     for _ in range(load_field(group, YIELDS)):
         if load_acquire(address) >= value:
@@ -107,7 +107,7 @@ def wait_long(group, address, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def wait(group, address, value):  # type: ignore[no-untyped-def]
+def wait(group, address, value):
     """Wait until a field of a rank on another core has reached a value: 0, or the reason why it will not."""
     for _ in range(load_field(group, SPINS)):
         if load_acquire(address) >= value:
@@ -117,7 +117,7 @@ def wait(group, address, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def wait_core(group, field, value):  # type: ignore[no-untyped-def]
+def wait_core(group, field, value):
     """Wait for a field in the blocks of the ranks on this core, yielding without polling: they run only then."""
     rank, size, core = load_field(group, RANK), load_field(group, SIZE), this_core()
     store_field(block_of(group, rank), CORE, core)
@@ -131,13 +131,13 @@ def wait_core(group, field, value):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def wait_same_core(group, field, value):  # type: ignore[no-untyped-def]
+def wait_same_core(group, field, value):
     """Wait for the ranks on this core first, where ranks share cores."""
     return wait_core(group, field, value) if load_field(group, CROWDED) != 0 else 0
 
 
 @inner
-def wait_all(group, field, value):  # type: ignore[no-untyped-def]
+def wait_all(group, field, value):
     """Wait until a field has reached a value in the blocks of all other ranks."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     status = wait_same_core(group, field, value)
@@ -152,7 +152,7 @@ def wait_all(group, field, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def have_all(group, field, value):  # type: ignore[no-untyped-def]
+def have_all(group, field, value):
     """Return whether a field has reached a value in the blocks of all other ranks."""
     for other in range(load_field(group, SIZE)):
         if other != load_field(group, RANK) and load_field_acquire(block_of(group, other), field) < value:
@@ -161,7 +161,7 @@ def have_all(group, field, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def end_reads(group):  # type: ignore[no-untyped-def]
+def end_reads(group):
     """End a call in which ranks read each other's tensors: wait until all have, so that tensors may be modified.
 
     Counts as one chunk.
@@ -176,7 +176,7 @@ def end_reads(group):  # type: ignore[no-untyped-def]
 
 
 @inner
-def begin(group, seq):  # type: ignore[no-untyped-def]
+def begin(group, seq):
     """Enter a call: wait until this rank's ring entry may be written and, after an aborted call, its slots."""
     if ENABLE_CHECKS and seq < load_field(group, CURRENT_SEQ):
         fail_check(group, CHECK_SEQUENCE, seq, load_field(group, CURRENT_SEQ))
@@ -192,7 +192,7 @@ def begin(group, seq):  # type: ignore[no-untyped-def]
 
 
 @inner
-def arrive(group, seq, signature):  # type: ignore[no-untyped-def]
+def arrive(group, seq, signature):
     """Publish this rank's entry, whose payload is written, and wait for all others; all signatures must be equal.
 
     The number of chunks so far is part of the signature: it differs after a call that failed on some ranks only.
@@ -218,7 +218,7 @@ def arrive(group, seq, signature):  # type: ignore[no-untyped-def]
 
 
 @inner
-def leave(group, seq, status):  # type: ignore[no-untyped-def]
+def leave(group, seq, status):
     """Store the end of a call, and return its status."""
     store_field(own_block(group), LEFT, seq)
     return outcome(group, status)

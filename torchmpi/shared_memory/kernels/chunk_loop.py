@@ -70,13 +70,13 @@ ONE_SENDS_BYTES, ALL_SEND_BYTES, _PARTS_BYTES = 384 << 10, 128 << 10, 256 << 10
 
 
 @inner
-def count_rounds(group, num_bytes):  # type: ignore[no-untyped-def]
+def count_rounds(group, num_bytes):
     """Return the number of rounds that move so many bytes from one rank to another."""
     return (num_bytes + load_field(group, CHUNK_BYTES) - 1) // load_field(group, CHUNK_BYTES)
 
 
 @inner
-def divide_stream(group, num_bytes, max_bytes):  # type: ignore[no-untyped-def]
+def divide_stream(group, num_bytes, max_bytes):
     """Choose the chunks of a stream for all ranks; return the number of rounds."""
     chunk = max((num_bytes + _STREAM_CHUNKS - 1) // _STREAM_CHUNKS, _MIN_CHUNK_BYTES * load_field(group, SIZE))
     chunk = (chunk + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
@@ -86,7 +86,7 @@ def divide_stream(group, num_bytes, max_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def divide_parts(group, num_bytes):  # type: ignore[no-untyped-def]
+def divide_parts(group, num_bytes):
     """Choose the chunks of one part for each rank, of this length at most; return the number of rounds."""
     chunk = min(load_field(group, SLOT_BYTES), _PARTS_BYTES) // load_field(group, SIZE) // _LINE_BYTES * _LINE_BYTES
     store_field(group, CHUNK_BYTES, chunk)
@@ -95,7 +95,7 @@ def divide_parts(group, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def send_to_all(call, address, num_bytes):  # type: ignore[no-untyped-def]
+def send_to_all(call, address, num_bytes):
     """Fill the sending half of the transfers: the same for all ranks. Return their address."""
     transfers = load_field(call, TRANSFERS)
     for other in range(load_field(group_of(call), SIZE)):
@@ -104,7 +104,7 @@ def send_to_all(call, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def deliver(target, source, num_bytes, total_bytes):  # type: ignore[no-untyped-def]
+def deliver(target, source, num_bytes, total_bytes):
     """Copy a chunk of a result; with non-temporal stores if the whole is longer than the caches."""
     if total_bytes >= LONG_BYTES:
         copy_past(target, source, num_bytes)
@@ -114,7 +114,7 @@ def deliver(target, source, num_bytes, total_bytes):  # type: ignore[no-untyped-
 
 
 @inner
-def keeps_while_sending(group, transfers):  # type: ignore[no-untyped-def]
+def keeps_while_sending(group, transfers):
     """Return whether a stream is so long that this rank's own copy is made together with the copy into the slot."""
     own = transfer_of(transfers, load_field(group, RANK))
     is_sent = load_field(group, SIZE) > 1 and load_field(own, SEND_BYTES) == load_field(own, RECEIVE_BYTES)
@@ -122,7 +122,7 @@ def keeps_while_sending(group, transfers):  # type: ignore[no-untyped-def]
 
 
 @inner
-def keep_own(group, chunk, transfers):  # type: ignore[no-untyped-def]
+def keep_own(group, chunk, transfers):
     """Copy this rank's own chunk to its result while it is in the cache because of the copy into the slot."""
     own = transfer_of(transfers, load_field(group, RANK))
     done = (chunk - load_field(group, CHUNKS)) * load_field(group, CHUNK_BYTES)
@@ -134,7 +134,7 @@ def keep_own(group, chunk, transfers):  # type: ignore[no-untyped-def]
 
 
 @inner
-def put(group, chunk, transfers, keeps):  # type: ignore[no-untyped-def]
+def put(group, chunk, transfers, keeps):
     """Copy the next chunk of what this rank sends into its slot, and if it `keeps` it into its own result as well."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     chunk_bytes, spacing = load_field(group, CHUNK_BYTES), load_field(group, SPACING)
@@ -159,7 +159,7 @@ def put(group, chunk, transfers, keeps):  # type: ignore[no-untyped-def]
 
 
 @inner
-def put_first_chunk(group, transfers, num_rounds):  # type: ignore[no-untyped-def]
+def put_first_chunk(group, transfers, num_rounds):
     """Copy the first chunk into the slot, before or after the ranks synchronize."""
     begin_measuring(group, num_rounds, False)
     put(group, load_field(group, CHUNKS), transfers, False)
@@ -167,7 +167,7 @@ def put_first_chunk(group, transfers, num_rounds):  # type: ignore[no-untyped-de
 
 
 @inner
-def put_next(group, index, transfers, keeps):  # type: ignore[no-untyped-def]
+def put_next(group, index, transfers, keeps):
     """In a round, copy the chunk of the next one into its slot: 0, or the reason why the slot will not be free.
 
     The slot is free when all have read the chunk of the previous round; of the calls before, all have been read.
@@ -180,7 +180,7 @@ def put_next(group, index, transfers, keeps):  # type: ignore[no-untyped-def]
 
 
 @inner
-def fetch(group, chunk, transfers):  # type: ignore[no-untyped-def]
+def fetch(group, chunk, transfers):
     """Copy this rank's share of a chunk out of the slots of all others."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     chunk_bytes = load_field(group, CHUNK_BYTES)
@@ -207,7 +207,7 @@ def fetch(group, chunk, transfers):  # type: ignore[no-untyped-def]
 
 
 @inner
-def run_rounds(group, transfers, num_rounds):  # type: ignore[no-untyped-def]
+def run_rounds(group, transfers, num_rounds):
     """Move what is in the transfers, of which the first chunks are in the slots."""
     base = load_field(group, CHUNKS)
     is_stream = load_field(group, SPACING) == 0
@@ -232,7 +232,7 @@ def run_rounds(group, transfers, num_rounds):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def exchange(call, transfers, is_stream, longest, has_sent):  # type: ignore[no-untyped-def]
+def exchange(call, transfers, is_stream, longest, has_sent):
     """Move everything in the transfers, whose lengths may differ between ranks.
 
     `longest` is the longest length of any rank. `has_sent`: the call has used the slots before, and other ranks may

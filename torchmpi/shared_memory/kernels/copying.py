@@ -72,7 +72,7 @@ _READ_AHEAD_BYTES = 4 << 10  # and for reading: hardware prefetchers stop at the
 
 
 @inner
-def copy_past(target, source, num_bytes):  # type: ignore[no-untyped-def]
+def copy_past(target, source, num_bytes):
     """Copy with non-temporal stores, for targets that are not in the caches: a third less memory traffic.
 
     Prefetches beyond the end, because long copies are made in consecutive blocks.
@@ -89,7 +89,7 @@ def copy_past(target, source, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def copy_near(target, source, num_bytes):  # type: ignore[no-untyped-def]
+def copy_near(target, source, num_bytes):
     """Copy through the caches to lines that other cores have just read, with prefetches, unlike memcpy."""
     done = 0
     while done + 4 * _LINE_BYTES <= num_bytes:
@@ -104,7 +104,7 @@ def copy_near(target, source, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def copy_into_slot(group, target, source, num_bytes):  # type: ignore[no-untyped-def]
+def copy_into_slot(group, target, source, num_bytes):
     """Copy to a slot of this rank."""
     if ENABLE_CHECKS and not is_in_slot(group, target, num_bytes):
         return 0
@@ -116,7 +116,7 @@ def copy_into_slot(group, target, source, num_bytes):  # type: ignore[no-untyped
 
 
 @inner
-def copy_into_slot_and(group, target, also, source, num_bytes):  # type: ignore[no-untyped-def]
+def copy_into_slot_and(group, target, also, source, num_bytes):
     """Copy to a slot and, with non-temporal stores, to a second target; the source is read from memory once."""
     done = 0
     while done < num_bytes:
@@ -128,7 +128,7 @@ def copy_into_slot_and(group, target, also, source, num_bytes):  # type: ignore[
 
 
 @inner
-def publish(group, counter, value):  # type: ignore[no-untyped-def]
+def publish(group, counter, value):
     """Publish READY or REDUCED after writing slots, with or without non-temporal stores."""
     if load_field(group, CACHE_BYPASS) != 0:
         fence()
@@ -140,7 +140,7 @@ def publish(group, counter, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def slow_trials(group):  # type: ignore[no-untyped-def]
+def slow_trials(group):
     """Return the highest number of consecutive slow trials of any rank."""
     most = 0
     for rank in range(load_field(group, SIZE)):
@@ -149,20 +149,20 @@ def slow_trials(group):  # type: ignore[no-untyped-def]
 
 
 @inner
-def phase_of_call(group, every):  # type: ignore[no-untyped-def]
+def phase_of_call(group, every):
     """Return a number below `every`, equal on all ranks, that decides in which calls an alternative is tried."""
     # Scrambled: in programs whose calls repeat every 16 or 128 it would always select the same ones.
     return (load_field(group, CURRENT_SEQ) * _SCRAMBLER >> 16) % every
 
 
 @inner
-def is_trial(group, every):  # type: ignore[no-untyped-def]
+def is_trial(group, every):
     """Return whether the current call is one of the calls, one in `every`, that try an alternative."""
     return phase_of_call(group, every) == 0
 
 
 @inner
-def begin_measuring(group, num_chunks, always_bypass):  # type: ignore[no-untyped-def]
+def begin_measuring(group, num_chunks, always_bypass):
     """Choose how a call with chunks writes its slots: around the caches if any rank was slow, except in a trial."""
     every = _PROBE_EVERY if num_chunks < _LONG_CHUNKS else -(-_PROBE_EVERY_CHUNKS // num_chunks)
     # The first repetition comes soon: the call may have been slow for another reason, such as new memory.
@@ -177,20 +177,20 @@ def begin_measuring(group, num_chunks, always_bypass):  # type: ignore[no-untype
 
 
 @inner
-def reset_paces(group):  # type: ignore[no-untyped-def]
+def reset_paces(group):
     store_field(group, PACE, 0)
     store_field(group, PUT_PACE, 0)
     return 0
 
 
 @inner
-def spent_on(group, chunk):  # type: ignore[no-untyped-def]
+def spent_on(group, chunk):
     """Return the address of the time spent on a chunk."""
     return field_address(group, SPENT + (chunk & 1))
 
 
 @inner
-def note_time(group, chunk, since):  # type: ignore[no-untyped-def]
+def note_time(group, chunk, since):
     """Add the time since `since`, in which this rank did not wait, to a chunk."""
     spent = spent_on(group, chunk)
     store(spent, load(spent) + now() - since)
@@ -198,7 +198,7 @@ def note_time(group, chunk, since):  # type: ignore[no-untyped-def]
 
 
 @inner
-def note_best(group, field, index, nanoseconds, num_bytes):  # type: ignore[no-untyped-def]
+def note_best(group, field, index, nanoseconds, num_bytes):
     """Keep the pace of a chunk if it is the best one of the call: slower ones may have been interrupted.
 
     In a call of four chunks and more the first use of each slot does not count, nor more than half of the chunks. If
@@ -217,7 +217,7 @@ def note_best(group, field, index, nanoseconds, num_bytes):  # type: ignore[no-u
 
 
 @inner
-def note_put(group, chunk, since, num_bytes):  # type: ignore[no-untyped-def]
+def note_put(group, chunk, since, num_bytes):
     """Record the copy of a chunk into the slot.
 
     A core must take the lines from the cores that have read them before it can write them: without a common cache that
@@ -228,7 +228,7 @@ def note_put(group, chunk, since, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def judge(group):  # type: ignore[no-untyped-def]
+def judge(group):
     """Store in this rank's block whether the chunks that went through the caches were slow."""
     pace, put_pace = load_field(group, PACE), load_field(group, PUT_PACE)
     is_warm = load_field(group, CHUNKS) >= _WARM_CHUNKS or load_field(group, NUM_MEASURED) >= _TRIAL_CHUNKS
@@ -244,7 +244,7 @@ def judge(group):  # type: ignore[no-untyped-def]
 
 
 @inner
-def compare(group):  # type: ignore[no-untyped-def]
+def compare(group):
     """Withdraw the decision for non-temporal stores if they were no faster: then memory itself is slow at present."""
     cached, pace = load_field(group, CACHED_PACE), load_field(group, PACE) + load_field(group, PUT_PACE)
     if cached != 0 and pace != 0:
@@ -257,7 +257,7 @@ def compare(group):  # type: ignore[no-untyped-def]
 
 
 @inner
-def note_chunk(group, chunk, num_bytes):  # type: ignore[no-untyped-def]
+def note_chunk(group, chunk, num_bytes):
     """Record a finished chunk; decide how to write the next ones after the first chunks of either kind."""
     num_measured = load_field(group, NUM_MEASURED) + 1
     spent = spent_on(group, chunk)
@@ -276,7 +276,7 @@ def note_chunk(group, chunk, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def end_measuring(group):  # type: ignore[no-untyped-def]
+def end_measuring(group):
     """At the end of a call that was too short for a decision before."""
     if load_field(group, NUM_MEASURED) < _TRIAL_CHUNKS:
         judge(group)

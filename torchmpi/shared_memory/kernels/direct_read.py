@@ -32,7 +32,7 @@ _CLASS_FIELDS = 3
 
 
 @inner
-def measurement_of(group, paces, num_bytes, which):  # type: ignore[no-untyped-def]
+def measurement_of(group, paces, num_bytes, which):
     """Return the address of a measurement for a length: pace through the slots, pace of direct reads, or calls.
 
     `paces` is the first field of the collective's measurements; a class of lengths ends at a power of two.
@@ -45,7 +45,7 @@ def measurement_of(group, paces, num_bytes, which):  # type: ignore[no-untyped-d
 
 
 @inner
-def note_pace(group, paces, num_bytes, reads, nanoseconds):  # type: ignore[no-untyped-def]
+def note_pace(group, paces, num_bytes, reads, nanoseconds):
     """Record the duration of a call. A slower call, perhaps disturbed, counts an eighth."""
     if num_bytes < _MIN_BYTES or num_bytes >= _MAX_BYTES:
         return 0
@@ -59,13 +59,13 @@ def note_pace(group, paces, num_bytes, reads, nanoseconds):  # type: ignore[no-u
 
 
 @inner
-def can_read(group, num_bytes):  # type: ignore[no-untyped-def]
+def can_read(group, num_bytes):
     """Return whether this rank may read other processes, and the length is in the range where that can be faster."""
     return load_field(group, PROCESSES) != 0 and num_bytes >= _MIN_BYTES and num_bytes < _MAX_BYTES
 
 
 @inner
-def prefers_reading(group, paces, num_bytes):  # type: ignore[no-untyped-def]
+def prefers_reading(group, paces, num_bytes):
     """Return whether this rank prefers to read so many bytes of each other rank directly."""
     if not can_read(group, num_bytes):
         return False
@@ -79,14 +79,14 @@ def prefers_reading(group, paces, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def show_memory(group, seq, address):  # type: ignore[no-untyped-def]
+def show_memory(group, seq, address):
     """Store in the payload where others may read this rank's data; 0 if they should not."""
     store_field(payload_of(group, load_field(group, RANK), seq), _SHOWN_ADDRESS, address)
     return 0
 
 
 @inner
-def all_show(group, seq):  # type: ignore[no-untyped-def]
+def all_show(group, seq):
     """Return whether all ranks have stored an address: otherwise no rank reads."""
     for rank in range(load_field(group, SIZE)):
         if load_field(payload_of(group, rank, seq), _SHOWN_ADDRESS) == 0:
@@ -95,7 +95,7 @@ def all_show(group, seq):  # type: ignore[no-untyped-def]
 
 
 @inner
-def read_from(group, rank, source, num_bytes, target):  # type: ignore[no-untyped-def]
+def read_from(group, rank, source, num_bytes, target):
     """Read from an address of another process; return whether the system allowed it."""
     if load_field(group, PROCESSES) == 0:
         return False
@@ -109,7 +109,7 @@ def read_from(group, rank, source, num_bytes, target):  # type: ignore[no-untype
 
 
 @inner
-def end_reading(group, has_read):  # type: ignore[no-untyped-def]
+def end_reading(group, has_read):
     """Wait until all ranks have read: 0, UNREADABLE if one could not, or the status of the wait."""
     chunk = load_field(group, CHUNKS)
     store_field(own_block(group), UNREAD, 0 if has_read else chunk + 1)
@@ -125,7 +125,7 @@ def end_reading(group, has_read):  # type: ignore[no-untyped-def]
 
 
 @inner
-def read_all(group, seq, source, first, num_bytes, target):  # type: ignore[no-untyped-def]
+def read_all(group, seq, source, first, num_bytes, target):
     """Read so many bytes, from offset `first`, of all ranks: 0, UNREADABLE if a rank could not, or another status."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     deliver(target + rank * num_bytes, source + first, num_bytes, num_bytes)

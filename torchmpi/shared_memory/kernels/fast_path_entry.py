@@ -63,7 +63,7 @@ _INSTEAD_OF_MINUS_ONE = 1546275796
 
 
 @inner
-def hash_step(total, value):  # type: ignore[no-untyped-def]
+def hash_step(total, value):
     """Add a number to the hash of a tuple."""
     total = total + value * _PRIME_2
     total = (total << 31) | ((total >> 33) & 0x7FFFFFFF)
@@ -71,7 +71,7 @@ def hash_step(total, value):  # type: ignore[no-untyped-def]
 
 
 @inner
-def hash_end(total, length):  # type: ignore[no-untyped-def]
+def hash_end(total, length):
     """Return the hash of a tuple of this length."""
     total = total + (length ^ (_PRIME_5 ^ 3527539))
     return _INSTEAD_OF_MINUS_ONE if total == -1 else total
@@ -81,27 +81,27 @@ def hash_end(total, length):  # type: ignore[no-untyped-def]
 
 
 @inner
-def num_dims(tensor):  # type: ignore[no-untyped-def]
+def num_dims(tensor):
     return load_field(tensor, _NUM_DIMS_AND_DTYPE) & _LOW_BITS
 
 
 @inner
-def dtype_of(tensor):  # type: ignore[no-untyped-def]
+def dtype_of(tensor):
     return load_field(tensor, _NUM_DIMS_AND_DTYPE) >> 32
 
 
 @inner
-def dim(tensor, index):  # type: ignore[no-untyped-def]
+def dim(tensor, index):
     return load_field(load_field(tensor, _SHAPE), index)
 
 
 @inner
-def data(tensor):  # type: ignore[no-untyped-def]
+def data(tensor):
     return load_field(tensor, _DATA) + load_field(tensor, _BYTE_OFFSET)
 
 
 @inner
-def plain_numel(cached_call, tensor):  # type: ignore[no-untyped-def]
+def plain_numel(cached_call, tensor):
     """Return the number of elements of a contiguous host tensor of the cached dtype; NOT_FAST for others."""
     if load_field(tensor, _DEVICE) != _HOST or dtype_of(tensor) != load_field(cached_call, DLPACK_DTYPE):
         return NOT_FAST
@@ -120,7 +120,7 @@ def plain_numel(cached_call, tensor):  # type: ignore[no-untyped-def]
 
 
 @inner
-def row_numel(tensor):  # type: ignore[no-untyped-def]
+def row_numel(tensor):
     """Return the number of elements of a row; a 0-dim tensor is one row of one element."""
     numel = 1
     for index in range(1, num_dims(tensor)):
@@ -129,7 +129,7 @@ def row_numel(tensor):  # type: ignore[no-untyped-def]
 
 
 @inner
-def fits(cached_call, source, target, num_rows):  # type: ignore[no-untyped-def]
+def fits(cached_call, source, target, num_rows):
     """Return whether the target has so many rows like the source's, and shares no memory with it."""
     dims = max(num_dims(source), 1)
     if plain_numel(cached_call, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_rows:
@@ -147,7 +147,7 @@ def fits(cached_call, source, target, num_rows):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def find_cached_call(first, tensor, key, comm):  # type: ignore[no-untyped-def]
+def find_cached_call(first, tensor, key, comm):
     """Return the cached call for this dtype, key and communicator, or 0."""
     dtype, cached_call = dtype_of(tensor), first
     while cached_call != 0:
@@ -159,7 +159,7 @@ def find_cached_call(first, tensor, key, comm):  # type: ignore[no-untyped-def]
 
 
 @inner
-def begin_call(cached_call, tensor, arguments):  # type: ignore[no-untyped-def]
+def begin_call(cached_call, tensor, arguments):
     """Take the run lock and enter the call into the call log; NOT_FAST if the call queue is not idle."""
     run_lock = load_field(cached_call, RUN_LOCK)
     for field in (RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING):
@@ -182,7 +182,7 @@ def begin_call(cached_call, tensor, arguments):  # type: ignore[no-untyped-def]
 
 
 @inner
-def enter_in_place(cached_call, tensor, unit, arguments):  # type: ignore[no-untyped-def]
+def enter_in_place(cached_call, tensor, unit, arguments):
     """Enter a kernel that takes an address, and a length of so many units for each element."""
     numel = plain_numel(cached_call, tensor)
     if numel < 0:
@@ -193,18 +193,18 @@ def enter_in_place(cached_call, tensor, unit, arguments):  # type: ignore[no-unt
 
 
 @kernel
-def enter_allreduce(cached_call, tensor, _, arguments):  # type: ignore[no-untyped-def]
+def enter_allreduce(cached_call, tensor, _, arguments):
     return enter_in_place(cached_call, tensor, 1, arguments)
 
 
 @kernel
-def enter_broadcast(cached_call, tensor, _, arguments):  # type: ignore[no-untyped-def]
+def enter_broadcast(cached_call, tensor, _, arguments):
     item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
     return enter_in_place(cached_call, tensor, item_bytes, arguments)
 
 
 @inner
-def enter_gathering(cached_call, source, numel, target, arguments):  # type: ignore[no-untyped-def]
+def enter_gathering(cached_call, source, numel, target, arguments):
     """Enter an allgather whose result has the address `target`; 0 if this rank gets none."""
     item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
     store_field(arguments, FIRST_ARGUMENT, data(source))
@@ -214,7 +214,7 @@ def enter_gathering(cached_call, source, numel, target, arguments):  # type: ign
 
 
 @kernel
-def enter_allgather(cached_call, source, target, arguments):  # type: ignore[no-untyped-def]
+def enter_allgather(cached_call, source, target, arguments):
     """Enter an allgather that expects the same number of rows of every rank."""
     numel = plain_numel(cached_call, source)
     if numel < 0 or row_numel(source) == 0:
@@ -227,7 +227,7 @@ def enter_allgather(cached_call, source, target, arguments):  # type: ignore[no-
 
 
 @kernel
-def enter_give(cached_call, source, _, arguments):  # type: ignore[no-untyped-def]
+def enter_give(cached_call, source, _, arguments):
     """Enter a gather on a rank that is not the root."""
     numel = plain_numel(cached_call, source)
     if numel < 0 or row_numel(source) == 0:
@@ -236,7 +236,7 @@ def enter_give(cached_call, source, _, arguments):  # type: ignore[no-untyped-de
 
 
 @inner
-def own_rows(call, num_rows):  # type: ignore[no-untyped-def]
+def own_rows(call, num_rows):
     """Return how many of so many rows are this rank's."""
     group = group_of(call)
     rank, size = load_field(group, RANK), load_field(group, SIZE)
@@ -244,7 +244,7 @@ def own_rows(call, num_rows):  # type: ignore[no-untyped-def]
 
 
 @inner
-def enter_with_rows(cached_call, source, target, times, arguments):  # type: ignore[no-untyped-def]
+def enter_with_rows(cached_call, source, target, times, arguments):
     """Enter a kernel that takes the rows of the source, and a target for `times` this rank's part of them."""
     call = load_field(cached_call, PREPARED_CALL)
     if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
@@ -260,12 +260,12 @@ def enter_with_rows(cached_call, source, target, times, arguments):  # type: ign
 
 
 @kernel
-def enter_reduce_scatter(cached_call, source, target, arguments):  # type: ignore[no-untyped-def]
+def enter_reduce_scatter(cached_call, source, target, arguments):
     return enter_with_rows(cached_call, source, target, 1, arguments)
 
 
 @kernel
-def enter_alltoall(cached_call, source, target, arguments):  # type: ignore[no-untyped-def]
+def enter_alltoall(cached_call, source, target, arguments):
     """Enter an alltoall that expects the same number of rows of every rank."""
     if row_numel(source) == 0:
         return NOT_FAST
@@ -278,7 +278,7 @@ _MESSAGE, _MESSAGE_BYTES, _SOURCE, _NUM_ROWS, _ROW_BYTES, _TARGET = range(FIRST_
 
 
 @inner
-def enter_scattering(cached_call, tensor, arguments):  # type: ignore[no-untyped-def]
+def enter_scattering(cached_call, tensor, arguments):
     """Enter a scatter, and write the description of the tensor that this rank offers or expects."""
     status = begin_call(cached_call, tensor, arguments)
     if status != 0:
@@ -296,7 +296,7 @@ def enter_scattering(cached_call, tensor, arguments):  # type: ignore[no-untyped
 
 
 @kernel
-def enter_scatter(cached_call, source, target, arguments):  # type: ignore[no-untyped-def]
+def enter_scatter(cached_call, source, target, arguments):
     """Enter a scatter on the root, which gets its part of its rows."""
     call = load_field(cached_call, PREPARED_CALL)
     if load_field(group_of(call), RANK) != load_field(call, ROOT):
@@ -313,7 +313,7 @@ def enter_scatter(cached_call, source, target, arguments):  # type: ignore[no-un
 
 
 @kernel
-def enter_receive(cached_call, target, _, arguments):  # type: ignore[no-untyped-def]
+def enter_receive(cached_call, target, _, arguments):
     """Enter a scatter on another rank, which expects the root's rows to fit its target."""
     if plain_numel(cached_call, target) < 0 or num_dims(target) == 0:
         return NOT_FAST

@@ -28,20 +28,20 @@ def _field_pointer(builder: Any, record: Any, field: Any) -> Any:
 
 
 @intrinsic
-def load(typing_context, address):  # type: ignore[no-untyped-def]
+def load(typing_context, address):
     """Load a 64-bit integer."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.load(_pointer(builder, arguments[0]), align=8)
 
     return types.int64(types.int64), generate
 
 
 @intrinsic
-def store(typing_context, address, value):  # type: ignore[no-untyped-def]
+def store(typing_context, address, value):
     """Store a 64-bit integer."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.store(arguments[1], _pointer(builder, arguments[0]), align=8)
         return context.get_dummy_value()
 
@@ -49,20 +49,20 @@ def store(typing_context, address, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def load_acquire(typing_context, address):  # type: ignore[no-untyped-def]
+def load_acquire(typing_context, address):
     """Load a 64-bit integer; what its writer wrote before is visible to what is read afterwards."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.load_atomic(_pointer(builder, arguments[0]), ordering="acquire", align=8)
 
     return types.int64(types.int64), generate
 
 
 @intrinsic
-def store_release(typing_context, address, value):  # type: ignore[no-untyped-def]
+def store_release(typing_context, address, value):
     """Store a 64-bit integer after everything read and written before."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), ordering="release", align=8)
         return context.get_dummy_value()
 
@@ -70,20 +70,20 @@ def store_release(typing_context, address, value):  # type: ignore[no-untyped-de
 
 
 @intrinsic
-def load_field(typing_context, record, field):  # type: ignore[no-untyped-def]
+def load_field(typing_context, record, field):
     """Load a field of a record, by its number."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.load(_field_pointer(builder, *arguments), align=8)
 
     return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
-def store_field(typing_context, record, field, value):  # type: ignore[no-untyped-def]
+def store_field(typing_context, record, field, value):
     """Store a field of a record."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.store(arguments[2], _field_pointer(builder, *arguments[:2]), align=8)
         return context.get_dummy_value()
 
@@ -91,20 +91,20 @@ def store_field(typing_context, record, field, value):  # type: ignore[no-untype
 
 
 @intrinsic
-def load_field_acquire(typing_context, record, field):  # type: ignore[no-untyped-def]
+def load_field_acquire(typing_context, record, field):
     """`load_acquire` of a field."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.load_atomic(_field_pointer(builder, *arguments), ordering="acquire", align=8)
 
     return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
-def store_field_release(typing_context, record, field, value):  # type: ignore[no-untyped-def]
+def store_field_release(typing_context, record, field, value):
     """`store_release` of a field."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.store_atomic(arguments[2], _field_pointer(builder, *arguments[:2]), ordering="release", align=8)
         return context.get_dummy_value()
 
@@ -112,20 +112,20 @@ def store_field_release(typing_context, record, field, value):  # type: ignore[n
 
 
 @intrinsic
-def field_address(typing_context, record, field):  # type: ignore[no-untyped-def]
+def field_address(typing_context, record, field):
     """Return the address of a field."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.add(arguments[0], builder.mul(arguments[1], _WORD(8)))
 
     return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
-def copy(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-def]
+def copy(typing_context, target, source, num_bytes):
     """Copy with the C library's memcpy."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         target, source = (builder.inttoptr(address, _BYTE_POINTER) for address in arguments[:2])
         cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
         return context.get_dummy_value()
@@ -136,7 +136,7 @@ def copy(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-
 def _lines_copier(*, past: bool) -> Any:
     """Generate a copy of four cache lines: with non-temporal stores to an aligned target, or to any."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         line = ir.VectorType(_WORD, 8).as_pointer()
         target, source = (builder.inttoptr(address, line) for address in arguments)
         values = [builder.load(builder.gep(source, [_WORD(index)]), align=1) for index in range(4)]
@@ -150,13 +150,13 @@ def _lines_copier(*, past: bool) -> Any:
 
 
 @intrinsic
-def copy_lines(typing_context, target, source):  # type: ignore[no-untyped-def]
+def copy_lines(typing_context, target, source):
     """Copy four cache lines of 64 bytes."""
     return types.void(types.int64, types.int64), _lines_copier(past=False)
 
 
 @intrinsic
-def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-def]
+def copy_lines_past(typing_context, target, source):
     """Copy four cache lines to an aligned target with non-temporal stores, which do not read the target first."""
     return types.void(types.int64, types.int64), _lines_copier(past=True)
 
@@ -164,7 +164,7 @@ def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-
 def _lines_prefetcher(is_write: int, locality: int) -> Any:
     """Generate prefetches of four cache lines; the address may be invalid."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -178,22 +178,22 @@ def _lines_prefetcher(is_write: int, locality: int) -> Any:
 
 
 @intrinsic
-def prefetch_lines(typing_context, address):  # type: ignore[no-untyped-def]
+def prefetch_lines(typing_context, address):
     """Prefetch four cache lines for reading, into the second-level cache."""
     return types.void(types.int64), _lines_prefetcher(0, 2)
 
 
 @intrinsic
-def claim_lines(typing_context, address):  # type: ignore[no-untyped-def]
+def claim_lines(typing_context, address):
     """Prefetch four cache lines for writing."""
     return types.void(types.int64), _lines_prefetcher(1, 3)
 
 
 @intrinsic
-def now(typing_context):  # type: ignore[no-untyped-def]
+def now(typing_context):
     """Return nanoseconds of the monotonic clock."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _WORD.as_pointer()])
         function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
         time = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
@@ -206,10 +206,10 @@ def now(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def fence(typing_context):  # type: ignore[no-untyped-def]
+def fence(typing_context):
     """Order all memory accesses before with all after, non-temporal stores included."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -217,10 +217,10 @@ def fence(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel):  # type: ignore[no-untyped-def]
+def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel):
     """Call a reduction function by its address (see torchmpi.shared_memory.kernels.reduction)."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
@@ -229,20 +229,20 @@ def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel
 
 
 @intrinsic
-def load_number(typing_context, address):  # type: ignore[no-untyped-def]
+def load_number(typing_context, address):
     """Load a double."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.load(builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
 
     return types.float64(types.int64), generate
 
 
 @intrinsic
-def store_number(typing_context, address, value):  # type: ignore[no-untyped-def]
+def store_number(typing_context, address, value):
     """Store a double."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.store(arguments[1], builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
         return context.get_dummy_value()
 
@@ -250,10 +250,10 @@ def store_number(typing_context, address, value):  # type: ignore[no-untyped-def
 
 
 @intrinsic
-def compare_and_swap(typing_context, address, expected, value):  # type: ignore[no-untyped-def]
+def compare_and_swap(typing_context, address, expected, value):
     """Store `value` if `expected` is there, atomically; return what was there."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         pair = builder.cmpxchg(_pointer(builder, arguments[0]), arguments[1], arguments[2], "seq_cst", "seq_cst")
         return builder.extract_value(pair, 0)
 
@@ -261,10 +261,10 @@ def compare_and_swap(typing_context, address, expected, value):  # type: ignore[
 
 
 @intrinsic
-def call_rule(typing_context, function, targets, sources, data, numel, coefficients):  # type: ignore[no-untyped-def]
+def call_rule(typing_context, function, targets, sources, data, numel, coefficients):
     """Call a rule of the parameter server by its address (see torchmpi.shared_memory.kernels.server_rules)."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
@@ -273,10 +273,10 @@ def call_rule(typing_context, function, targets, sources, data, numel, coefficie
 
 
 @intrinsic
-def this_core(typing_context):  # type: ignore[no-untyped-def]
+def this_core(typing_context):
     """Return the core on which this thread runs now."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.IntType(32), [])
         number = builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_getcpu"), [])
         return builder.sext(number, _WORD)
@@ -285,10 +285,10 @@ def this_core(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def give_way(typing_context):  # type: ignore[no-untyped-def]
+def give_way(typing_context):
     """Yield the core to another thread (`sched_yield`)."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.IntType(32), [])
         builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
         return context.get_dummy_value()
@@ -297,10 +297,10 @@ def give_way(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def read_memory(typing_context, process, target, source, num_bytes):  # type: ignore[no-untyped-def]
+def read_memory(typing_context, process, target, source, num_bytes):
     """Copy from the memory of another process; return the number of bytes, -1 if the system refuses."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         process, target, source, num_bytes = arguments
         vector = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 4))  # two pairs of address and length: local, remote
         fields = builder.bitcast(vector, _WORD.as_pointer())
@@ -316,10 +316,10 @@ def read_memory(typing_context, process, target, source, num_bytes):  # type: ig
 
 
 @intrinsic
-def sleep(typing_context, microseconds):  # type: ignore[no-untyped-def]
+def sleep(typing_context, microseconds):
     """Sleep (`usleep`)."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
         function = cgutils.get_or_insert_function(builder.module, kind, "usleep")
         builder.call(function, [builder.trunc(arguments[0], ir.IntType(32))])
@@ -329,10 +329,10 @@ def sleep(typing_context, microseconds):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def pause(typing_context):  # type: ignore[no-untyped-def]
+def pause(typing_context):
     """Issue the processor's hint for a polling loop."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         machine, void = platform.machine(), ir.VoidType()
         if machine in ("x86_64", "AMD64"):
             function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(void, []), "llvm.x86.sse2.pause")

@@ -38,7 +38,7 @@ _KEY, _FILE, _SEGMENT_LENGTH, _OFFSET = range(4)
 
 
 @inner
-def segment_of(group, address, num_bytes):  # type: ignore[no-untyped-def]
+def segment_of(group, address, num_bytes):
     """Return the record of the own segment that holds all these bytes, 0 if none does."""
     segments = load_field(group, OWN_SEGMENTS)
     for index in range(load(segments)):
@@ -52,13 +52,13 @@ def segment_of(group, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def announcement_of(group, rank, seq):  # type: ignore[no-untyped-def]
+def announcement_of(group, rank, seq):
     """Return the address of a rank's announcement of its shared tensor."""
     return payload_of(group, rank, seq) + MEMORY * 8
 
 
 @inner
-def announce_memory(group, seq, address, num_bytes):  # type: ignore[no-untyped-def]
+def announce_memory(group, seq, address, num_bytes):
     """Announce this rank's tensor if it is shared; return whether it is.
 
     Tensors up to WHOLE_BYTES go through the slots: reading shared tensors would take a second synchronization.
@@ -77,7 +77,7 @@ def announce_memory(group, seq, address, num_bytes):  # type: ignore[no-untyped-
 
 
 @inner
-def mapped(group, rank, key):  # type: ignore[no-untyped-def]
+def mapped(group, rank, key):
     """Return where a segment of another rank is mapped in this process, 0 if it is not."""
     pairs = load_field(group, MAPPINGS) + rank * MAPPINGS_PER_RANK * 16
     for index in range(MAPPINGS_PER_RANK):
@@ -87,7 +87,7 @@ def mapped(group, rank, key):  # type: ignore[no-untyped-def]
 
 
 @inner
-def find_of(group, seq, rank):  # type: ignore[no-untyped-def]
+def find_of(group, seq, rank):
     """Store the address of another rank's shared tensor: 0, or UNMAPPED and that rank."""
     announcement = announcement_of(group, rank, seq)
     base = mapped(group, rank, load_field(announcement, _KEY))
@@ -101,13 +101,13 @@ def find_of(group, seq, rank):  # type: ignore[no-untyped-def]
 
 
 @inner
-def shared_tensor_of(group, rank):  # type: ignore[no-untyped-def]
+def shared_tensor_of(group, rank):
     """Return the address of the shared tensor of a rank, after `find_memory`."""
     return load_field(group, POINTERS + load_field(group, SIZE) + rank)
 
 
 @inner
-def find_memory(group, seq, address):  # type: ignore[no-untyped-def]
+def find_memory(group, seq, address):
     """Store the addresses of all ranks' tensors: ALL_SHARED, SOME_SHARED, 0 if none is, or UNMAPPED and a rank."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     num_shared = 0

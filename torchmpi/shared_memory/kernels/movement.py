@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from ..memory_layout import PAYLOAD_BYTES, READY, REDUCED
 from .access import (
+    copy_from_slot,
     copy_to_payload,
     group_of,
     inner,
@@ -65,7 +66,7 @@ _SHORT_BROADCAST_BYTES = 128 << 10  # up to here broadcasts bypass the caches: t
 
 
 @kernel
-def barrier(call, seq, signature, message, num_bytes):  # type: ignore[no-untyped-def]
+def barrier(call, seq, signature, message, num_bytes):
     """Synchronize; the message of each rank can be read in the payload of its entry afterwards."""
     group = group_of(call)
     status = begin(group, seq)
@@ -76,7 +77,7 @@ def barrier(call, seq, signature, message, num_bytes):  # type: ignore[no-untype
 
 
 @inner
-def put_whole(group, address, num_bytes):  # type: ignore[no-untyped-def]
+def put_whole(group, address, num_bytes):
     """Copy short data into the slot before arriving."""
     chunk = load_field(group, CHUNKS)
     slot = transfer_slot_of(group, load_field(group, RANK), chunk)
@@ -87,7 +88,7 @@ def put_whole(group, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def end_whole(group):  # type: ignore[no-untyped-def]
+def end_whole(group):
     """Count the chunk that was put whole into the slots, after reading it."""
     chunk = load_field(group, CHUNKS)
     set_counter(group, REDUCED, chunk + 1)
@@ -96,7 +97,7 @@ def end_whole(group):  # type: ignore[no-untyped-def]
 
 
 @inner
-def broadcast_shared(group, address, num_bytes, root):  # type: ignore[no-untyped-def]
+def broadcast_shared(group, address, num_bytes, root):
     """Broadcast between shared tensors: the root writes the first part of all others, so that all copy equally much."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     share = part_begin(num_bytes, size, 1)
@@ -110,7 +111,7 @@ def broadcast_shared(group, address, num_bytes, root):  # type: ignore[no-untype
 
 
 @inner
-def broadcast_chunks(call, address, num_bytes):  # type: ignore[no-untyped-def]
+def broadcast_chunks(call, address, num_bytes):
     """Broadcast through the slots of the root."""
     group = group_of(call)
     rank, root = load_field(group, RANK), load_field(call, ROOT)
@@ -124,7 +125,7 @@ def broadcast_chunks(call, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def broadcast(call, seq, signature, address, num_bytes):  # type: ignore[no-untyped-def]
+def broadcast(call, seq, signature, address, num_bytes):
     """Copy the root's bytes to all ranks, in place."""
     group = group_of(call)
     rank, root = load_field(group, RANK), load_field(call, ROOT)
@@ -144,7 +145,7 @@ def broadcast(call, seq, signature, address, num_bytes):  # type: ignore[no-unty
             copy(address, payload_of(group, root, seq), num_bytes)
     elif status == 0 and is_whole:
         if rank != root:
-            copy(address, transfer_slot_of(group, root, load_field(group, CHUNKS)), num_bytes)
+            copy_from_slot(group, address, transfer_slot_of(group, root, load_field(group, CHUNKS)), num_bytes)
         end_whole(group)
     elif status == 0:
         memory = find_memory(group, seq, address)
@@ -158,7 +159,7 @@ def broadcast(call, seq, signature, address, num_bytes):  # type: ignore[no-unty
 
 
 @inner
-def are_even(group, seq, length):  # type: ignore[no-untyped-def]
+def are_even(group, seq, length):
     """Return whether all ranks have announced the same length, in bytes or rows, in their payloads."""
     for other in range(load_field(group, SIZE)):
         if load(payload_of(group, other, seq)) != length:
@@ -167,7 +168,7 @@ def are_even(group, seq, length):  # type: ignore[no-untyped-def]
 
 
 @inner
-def gather_shared(group, first, num_bytes, target):  # type: ignore[no-untyped-def]
+def gather_shared(group, first, num_bytes, target):
     """Copy so many bytes, from offset `first`, of every rank's shared tensor."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     for shift in range(size):
@@ -177,7 +178,7 @@ def gather_shared(group, first, num_bytes, target):  # type: ignore[no-untyped-d
 
 
 @kernel
-def allgather(call, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
+def allgather(call, seq, signature, source, num_bytes, target):
     """Concatenate the bytes of all ranks, on all ranks or on the root of the call, if all bring the same length.
 
     Returns UNEVEN otherwise, with the lengths in the payloads.
@@ -220,8 +221,11 @@ def allgather(call, seq, signature, source, num_bytes, target):  # type: ignore[
             copy(target + other * num_bytes, payload_of(group, other, seq) + 8, num_received)
     elif is_whole:
         for other in range(size):
-            data = source if other == rank else transfer_slot_of(group, other, load_field(group, CHUNKS))
-            copy(target + other * num_bytes, data, num_received)
+            if other == rank:
+                copy(target + other * num_bytes, source, num_received)
+            else:
+                slot = transfer_slot_of(group, other, load_field(group, CHUNKS))
+                copy_from_slot(group, target + other * num_bytes, slot, num_received)
         end_whole(group)
     else:
         memory = find_memory(group, seq, source)

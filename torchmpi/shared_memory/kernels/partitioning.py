@@ -21,6 +21,7 @@ from .access import (
     copy_to_payload,
     group_of,
     inner,
+    is_in_slot,
     kernel,
     outcome,
     payload_of,
@@ -34,6 +35,7 @@ from .chunk_loop import deliver, divide_parts, put_first_chunk, put_next, run_ro
 from .copying import begin_measuring, end_measuring, note_chunk, note_time
 from .direct_read import all_show, end_reading, note_pace, prefers_reading, read_all, read_from, show_memory
 from .intrinsics import copy, load, load_field, now, store, store_field
+from .kernel_sets import ENABLE_CHECKS
 from .lookup import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
 from .movement import are_even, gather_shared
 from .records import (
@@ -57,19 +59,19 @@ MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE = range(3)
 
 
 @inner
-def rows_before(num_rows, size, rank):  # type: ignore[no-untyped-def]
+def rows_before(num_rows, size, rank):
     """Return the number of rows of the ranks below."""
     return num_rows // size * rank + min(num_rows % size, rank)
 
 
 @inner
-def divide_rows(group, num_rows, row_bytes):  # type: ignore[no-untyped-def]
+def divide_rows(group, num_rows, row_bytes):
     """Choose the chunks of rows that are divided among the ranks; return the number of rounds."""
     return divide_parts(group, rows_before(num_rows, load_field(group, SIZE), 1) * row_bytes)
 
 
 @inner
-def send_rows(call, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
+def send_rows(call, source, num_rows, row_bytes):
     """Fill the sending half of the transfers: to each rank its rows. Return their address."""
     size, transfers = load_field(group_of(call), SIZE), load_field(call, TRANSFERS)
     for other in range(size):
@@ -79,7 +81,7 @@ def send_rows(call, source, num_rows, row_bytes):  # type: ignore[no-untyped-def
 
 
 @inner
-def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_put):  # type: ignore[no-untyped-def]
+def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_put):
     """Reduce this rank's rows, of which its own begin at `source`, chunk by chunk from the slots.
 
     `is_first_put`: all ranks had written their first chunk before they arrived.
@@ -101,7 +103,9 @@ def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_pu
             set_operand(group, other, transfer_slot_of(group, other, chunk) + rank * chunk_bytes)
         set_operand(group, rank, source + index * chunk_bytes)
         mine, since = max(0, min(chunk_bytes, length - index * chunk_bytes)), now()
-        combine(call, target + index * chunk_bytes, mine)
+        last_slot = transfer_slot_of(group, size - 1, chunk) + rank * chunk_bytes
+        if not ENABLE_CHECKS or is_in_slot(group, last_slot, mine):
+            combine(call, target + index * chunk_bytes, mine)
         note_time(group, chunk, since)
         note_chunk(group, chunk, mine * (size - 1))
         set_counter(group, REDUCED, chunk + 1)
@@ -111,7 +115,7 @@ def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_pu
 
 
 @inner
-def reduce_rows_shared(call, first, length, target):  # type: ignore[no-untyped-def]
+def reduce_rows_shared(call, first, length, target):
     """Reduce this rank's rows, at offset `first`, from the shared tensors of all ranks."""
     group = group_of(call)
     for other in range(load_field(group, SIZE)):
@@ -121,7 +125,7 @@ def reduce_rows_shared(call, first, length, target):  # type: ignore[no-untyped-
 
 
 @kernel
-def reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
+def reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target):
     """Reduce the rows of all ranks, and give each rank its part."""
     group = group_of(call)
     rank, size, num_bytes = load_field(group, RANK), load_field(group, SIZE), num_rows * row_bytes
@@ -156,7 +160,7 @@ def reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target):  
 
 
 @kernel
-def alltoall(call, seq, signature, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
+def alltoall(call, seq, signature, source, num_rows, row_bytes, target):
     """Send each rank its rows, if all ranks bring the same number of rows.
 
     Returns UNEVEN otherwise, with the numbers in the payloads.
@@ -212,7 +216,7 @@ def alltoall(call, seq, signature, source, num_rows, row_bytes, target):  # type
 
 
 @kernel
-def offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
+def offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes):
     """Synchronize for a scatter; the root brings the description of its tensor, and the first rows or their address."""
     group = group_of(call)
     status = begin(group, seq)
@@ -238,13 +242,13 @@ def offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes)
 
 
 @inner
-def message_bytes_of(message):  # type: ignore[no-untyped-def]
+def message_bytes_of(message):
     """Return the length of the description of a tensor."""
     return (MESSAGE_SHAPE + load_field(message, MESSAGE_NUM_DIMS)) * 8
 
 
 @kernel
-def take(call, seq, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-def]
+def take(call, seq, num_rows, row_bytes, source, target):
     """After `offer`: copy this rank's rows of the root's tensor."""
     group = group_of(call)
     rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
@@ -278,7 +282,7 @@ def take(call, seq, num_rows, row_bytes, source, target):  # type: ignore[no-unt
 
 
 @inner
-def is_expected(group, seq, root, message):  # type: ignore[no-untyped-def]
+def is_expected(group, seq, root, message):
     """Return whether the root offers rows of the dtype and shape, and as many to this rank, as the message has."""
     offered = payload_of(group, root, seq)
     for index in range(message_bytes_of(message) // 8):
@@ -290,7 +294,7 @@ def is_expected(group, seq, root, message):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def scatter(call, seq, signature, message, num_bytes, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
+def scatter(call, seq, signature, message, num_bytes, source, num_rows, row_bytes, target):
     """`offer`, then `take`. Ranks other than the root bring what they expect: UNEVEN if the offer differs."""
     group = group_of(call)
     root = load_field(call, ROOT)

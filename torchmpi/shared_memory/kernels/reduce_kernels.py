@@ -30,6 +30,7 @@ from __future__ import annotations
 from ..memory_layout import KEPT, PAYLOAD_BYTES, READY, REDUCED
 from .access import (
     block_of,
+    copy_from_slot,
     copy_to_payload,
     group_of,
     inner,
@@ -42,7 +43,7 @@ from .access import (
 )
 from .arrival import arrive, begin, end_reads, have_all, leave, wait_all
 from .copying import begin_measuring, copy_into_slot, end_measuring, note_chunk, note_put, note_time, publish
-from .intrinsics import copy, field_address, load_field, now, reduce, store_field
+from .intrinsics import field_address, load_field, now, reduce, store_field
 from .kernel_sets import ENABLE_CHECKS
 from .lookup import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
 from .records import (
@@ -78,14 +79,14 @@ _FRAGMENT_BYTES = 4 << 10  # shorter tensors on average: the loop over them is a
 
 
 @inner
-def part_begin(num_bytes, size, rank):  # type: ignore[no-untyped-def]
+def part_begin(num_bytes, size, rank):
     """Return the offset of the part of a rank, in whole cache lines; for rank `size` the end."""
     lines = (num_bytes + _LINE_BYTES - 1) // _LINE_BYTES
     return min(lines * rank // size * _LINE_BYTES, num_bytes)
 
 
 @inner
-def chunk_part_begin(group, rank, num_bytes):  # type: ignore[no-untyped-def]
+def chunk_part_begin(group, rank, num_bytes):
     """Return the same within a chunk; the last chunk, which is shorter, is divided at the same offsets.
 
     Its slot may still be read where the chunk before last had this rank's part: nothing else may be written there.
@@ -97,14 +98,14 @@ def chunk_part_begin(group, rank, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def set_operand(group, rank, address):  # type: ignore[no-untyped-def]
+def set_operand(group, rank, address):
     """Store the address of a rank's operand."""
     store_field(group, POINTERS + rank, address)
     return 0
 
 
 @inner
-def combine(call, out, num_bytes):  # type: ignore[no-untyped-def]
+def combine(call, out, num_bytes):
     """Reduce the operands into `out`."""
     group = group_of(call)
     store_field(group, OUT, out)
@@ -114,7 +115,7 @@ def combine(call, out, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def combine_into_all(call, num_bytes):  # type: ignore[no-untyped-def]
+def combine_into_all(call, num_bytes):
     """Reduce the operands, and write the result over each of them."""
     group = group_of(call)
     operands, size = field_address(group, POINTERS), load_field(group, SIZE)
@@ -123,7 +124,7 @@ def combine_into_all(call, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def combine_into_slot(call, out, also, num_bytes):  # type: ignore[no-untyped-def]
+def combine_into_slot(call, out, also, num_bytes):
     """Reduce the operands into `out`, and copy the result into a slot while it is in the first-level cache."""
     group = group_of(call)
     done = 0
@@ -141,13 +142,13 @@ def combine_into_slot(call, out, also, num_bytes):  # type: ignore[no-untyped-de
 
 
 @inner
-def tensor_record(group, index):  # type: ignore[no-untyped-def]
+def tensor_record(group, index):
     """Return the address of a tensor record of the call."""
     return load_field(group, TENSORS) + index * (TENSOR_FIELDS * 8)
 
 
 @inner
-def tensor_at(group, offset):  # type: ignore[no-untyped-def]
+def tensor_at(group, offset):
     """Return the index of the last tensor that begins at this offset of the stream or before it."""
     low, high = 0, load_field(group, NUM_TENSORS) - 1
     while low < high:
@@ -160,7 +161,7 @@ def tensor_at(group, offset):  # type: ignore[no-untyped-def]
 
 
 @inner
-def overlap(group, index, begin, end):  # type: ignore[no-untyped-def]
+def overlap(group, index, begin, end):
     """Intersect a tensor with a range of the stream: first offset, its address, and the length, 0 in a gap."""
     tensor = tensor_record(group, index)
     tensor_begin = load_field(tensor, TENSOR_BEGIN)
@@ -170,14 +171,14 @@ def overlap(group, index, begin, end):  # type: ignore[no-untyped-def]
 
 
 @inner
-def has_more(group, index, end):  # type: ignore[no-untyped-def]
+def has_more(group, index, end):
     """Return whether there is a tensor of this index that begins before the end of a range."""
     is_there = index < load_field(group, NUM_TENSORS)
     return is_there and load_field(tensor_record(group, index), TENSOR_BEGIN) < end
 
 
 @inner
-def put_range(group, target, begin, end):  # type: ignore[no-untyped-def]
+def put_range(group, target, begin, end):
     """Copy a range of the stream into a slot."""
     index = tensor_at(group, begin)
     while begin < end and has_more(group, index, end):
@@ -188,7 +189,7 @@ def put_range(group, target, begin, end):  # type: ignore[no-untyped-def]
 
 
 @inner
-def combine_range(call, chunk, base, begin, end, publishes):  # type: ignore[no-untyped-def]
+def combine_range(call, chunk, base, begin, end, publishes):
     """Reduce a range of a chunk that begins at offset `base` of the stream; if this rank `publishes`, for all ranks."""
     group = group_of(call)
     rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
@@ -216,13 +217,13 @@ def combine_range(call, chunk, base, begin, end, publishes):  # type: ignore[no-
 
 
 @inner
-def kept_flag(group, rank, chunk):  # type: ignore[no-untyped-def]
+def kept_flag(group, rank, chunk):
     """Return the address of the flag that a rank has kept its part of a chunk in its own slot."""
     return field_address(block_of(group, rank), KEPT + (chunk & 1))
 
 
 @inner
-def copy_in(group, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
+def copy_in(group, chunk, base, num_bytes):
     """Step 1: copy the other ranks' parts of a chunk into this rank's slot."""
     rank = load_field(group, RANK)
     target = slot_of(group, rank, chunk)
@@ -237,7 +238,7 @@ def copy_in(group, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def combine_own(call, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
+def combine_own(call, chunk, base, num_bytes):
     """Step 2: reduce this rank's part of a chunk, into the slots of the others or into its own."""
     group = group_of(call)
     rank = load_field(group, RANK)
@@ -252,7 +253,7 @@ def combine_own(call, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def copy_out(call, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
+def copy_out(call, chunk, base, num_bytes):
     """Step 3: copy the parts that the others have reduced into this rank's tensors."""
     group = group_of(call)
     rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
@@ -266,8 +267,7 @@ def copy_out(call, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
         index = tensor_at(group, base + begin)
         while begin < end and has_more(group, index, base + end):
             first, address, length = overlap(group, index, base + begin, base + end)
-            if not ENABLE_CHECKS or is_in_slot(group, source + first - base, length):
-                copy(address, source + first - base, length)
+            copy_from_slot(group, address, source + first - base, length)
             index += 1
         note_time(group, chunk, since)
     return 0
@@ -277,7 +277,7 @@ def copy_out(call, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def in_payload(call, seq, signature, address, num_bytes):  # type: ignore[no-untyped-def]
+def in_payload(call, seq, signature, address, num_bytes):
     """Reduce a tensor that is short enough for the payload of the ring entry."""
     group = group_of(call)
     rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
@@ -291,7 +291,7 @@ def in_payload(call, seq, signature, address, num_bytes):  # type: ignore[no-unt
 
 
 @inner
-def whole(call, num_bytes):  # type: ignore[no-untyped-def]
+def whole(call, num_bytes):
     """Reduce tensors that every rank has put whole into its slot."""
     group = group_of(call)
     rank, root = load_field(group, RANK), load_field(call, ROOT)
@@ -304,7 +304,7 @@ def whole(call, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def combine_shared(call, address, num_bytes):  # type: ignore[no-untyped-def]
+def combine_shared(call, address, num_bytes):
     """Reduce this rank's part of the shared tensors, and write it to all ranks that receive the result."""
     group = group_of(call)
     rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
@@ -319,7 +319,7 @@ def combine_shared(call, address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def in_chunks(call, num_bytes, num_put):  # type: ignore[no-untyped-def]
+def in_chunks(call, num_bytes, num_put):
     """Reduce through the slots; `num_put` chunks (0 or 1) are there already.
 
     Takes whatever step is possible, of the earliest chunk first: a rank that shares its core goes on as far as it can
@@ -356,7 +356,7 @@ def in_chunks(call, num_bytes, num_put):  # type: ignore[no-untyped-def]
 
 
 @inner
-def divide(group, num_bytes):  # type: ignore[no-untyped-def]
+def divide(group, num_bytes):
     """Choose the chunks of a call; return whether it is so short that it is not divided."""
     # Equal chunks, so that the last one is not much shorter.
     most = min(load_field(group, SLOT_BYTES), load_field(group, MAX_CHUNK_BYTES))
@@ -372,7 +372,7 @@ def divide(group, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @inner
-def put_first(group, num_bytes, is_whole):  # type: ignore[no-untyped-def]
+def put_first(group, num_bytes, is_whole):
     """Before arriving: copy everything into the slot, or the first chunk."""
     if is_whole:
         rank, chunk = load_field(group, RANK), load_field(group, CHUNKS)
@@ -387,7 +387,7 @@ def put_first(group, num_bytes, is_whole):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def allreduce(call, seq, signature, address, numel):  # type: ignore[no-untyped-def]
+def allreduce(call, seq, signature, address, numel):
     """Reduce one tensor in place, on all ranks or on the root of the call."""
     group = group_of(call)
     num_bytes = numel * load_field(call, ITEM_BYTES)
@@ -423,7 +423,7 @@ def allreduce(call, seq, signature, address, numel):  # type: ignore[no-untyped-
 
 
 @kernel
-def allreduce_list(call, seq, signature, tensors, num_tensors, num_bytes):  # type: ignore[no-untyped-def]
+def allreduce_list(call, seq, signature, tensors, num_tensors, num_bytes):
     """Reduce a list of tensors in place, given by their tensor records; `num_bytes` is the length of the stream."""
     group = group_of(call)
     status = begin(group, seq)

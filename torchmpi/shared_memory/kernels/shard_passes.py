@@ -44,13 +44,13 @@ _MOST_NAPS = 120  # a tenth of a second
 
 
 @inner
-def actor_block(plan, actor):  # type: ignore[no-untyped-def]
+def actor_block(plan, actor):
     """Return the address of the block of an actor in the arena."""
     return load_field(plan, fields.ARENA) + (actor - 1) * fields.BLOCK_BYTES
 
 
 @inner
-def lock(plan, header):  # type: ignore[no-untyped-def]
+def lock(plan, header):
     """Take the lock of a chunk: DONE, or HELD if another actor has it for long."""
     actor = load_field(plan, fields.ACTOR)
     if compare_and_swap(header, 0, actor) == 0:
@@ -75,26 +75,26 @@ def lock(plan, header):  # type: ignore[no-untyped-def]
 
 
 @inner
-def unlock(header):  # type: ignore[no-untyped-def]
+def unlock(header):
     store_release(header, 0)
     return 0
 
 
 @inlined
-def shard_at(plan, shift, num_shards):  # type: ignore[no-untyped-def]
+def shard_at(plan, shift, num_shards):
     """Return the address of a shard, counted from FIRST_SHARD."""
     index = (load_field(plan, fields.FIRST_SHARD) + shift) % num_shards
     return field_address(load_field(plan, fields.SHARDS), index * fields.SHARD_FIELDS)
 
 
 @inner
-def begin_of(plan, shard):  # type: ignore[no-untyped-def]
+def begin_of(plan, shard):
     """Return the first element of the data in a shard, relative to the shard; at a boundary of chunks."""
     return max(load_field(plan, fields.DATA_BEGIN) - load_field(shard, fields.SHARD_BEGIN), 0)
 
 
 @inner
-def end_of(plan, shard):  # type: ignore[no-untyped-def]
+def end_of(plan, shard):
     """Return the end of the data in a shard, relative to the shard."""
     return min(
         load_field(plan, fields.DATA_END) - load_field(shard, fields.SHARD_BEGIN), load_field(shard, fields.SHARD_NUMEL)
@@ -102,7 +102,7 @@ def end_of(plan, shard):  # type: ignore[no-untyped-def]
 
 
 @inner
-def select_chunk(plan, shard, begin):  # type: ignore[no-untyped-def]
+def select_chunk(plan, shard, begin):
     """Store the addresses of the arrays of a chunk (SOURCES), and of the scratch for their new values (TARGETS)."""
     scratch = actor_block(plan, load_field(plan, fields.ACTOR)) + fields.SCRATCH_START
     for array in range(fields.NUM_ARRAYS):
@@ -114,7 +114,7 @@ def select_chunk(plan, shard, begin):  # type: ignore[no-untyped-def]
 
 
 @inner
-def bytes_of(plan, array, numel):  # type: ignore[no-untyped-def]
+def bytes_of(plan, array, numel):
     """Return the size of so many elements of an array; 0 if the rule does not use it."""
     if array == 0:
         return numel * load_field(plan, fields.ITEM_BYTES)
@@ -122,7 +122,7 @@ def bytes_of(plan, array, numel):  # type: ignore[no-untyped-def]
 
 
 @inner
-def commit(plan, header, numel):  # type: ignore[no-untyped-def]
+def commit(plan, header, numel):
     """Copy the scratch to the chunk, by a redo record that another actor can carry out if this one dies."""
     mine = actor_block(plan, load_field(plan, fields.ACTOR))
     version, steps = load_field(header, fields.VERSION) + 1, load_field(header, fields.STEPS)
@@ -139,7 +139,7 @@ def commit(plan, header, numel):  # type: ignore[no-untyped-def]
 
 
 @inner
-def redo(plan, block, header):  # type: ignore[no-untyped-def]
+def redo(plan, block, header):
     """Carry out the redo record in an actor's block on the selected chunk."""
     for array in range(fields.NUM_ARRAYS):
         num_bytes = load_field(block, fields.NEW_BYTES + array)
@@ -153,7 +153,7 @@ def redo(plan, block, header):  # type: ignore[no-untyped-def]
 
 
 @inner
-def power(base, exponent):  # type: ignore[no-untyped-def]
+def power(base, exponent):
     """Return ``base ** exponent``, by squaring."""
     result = 1.0
     while exponent > 0:
@@ -165,7 +165,7 @@ def power(base, exponent):  # type: ignore[no-untyped-def]
 
 
 @inner
-def apply_to_chunk(plan, header, begin, numel):  # type: ignore[no-untyped-def]
+def apply_to_chunk(plan, header, begin, numel):
     """Apply the rule to the selected chunk and the data."""
     coefficients = load_field(plan, fields.COEFFICIENTS)
     if load_field(plan, fields.NUM_STATES) == 2:
@@ -180,7 +180,7 @@ def apply_to_chunk(plan, header, begin, numel):  # type: ignore[no-untyped-def]
 
 
 @inner
-def read_chunk(plan, target, num_bytes):  # type: ignore[no-untyped-def]
+def read_chunk(plan, target, num_bytes):
     """Copy the values of the selected chunk out; with non-temporal stores if the data is long."""
     total = (load_field(plan, fields.DATA_END) - load_field(plan, fields.DATA_BEGIN)) * load_field(
         plan, fields.ITEM_BYTES
@@ -193,7 +193,7 @@ def read_chunk(plan, target, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def pass_over(plan):  # type: ignore[no-untyped-def]
+def pass_over(plan):
     """Apply the rule to the elements of the data, or read them: DONE, or HELD with all chunks before POSITION done."""
     chunk_numel, num_shards = load_field(plan, fields.CHUNK_NUMEL), load_field(plan, fields.NUM_SHARDS)
     position, done = 0, load_field(plan, fields.POSITION)
@@ -225,7 +225,7 @@ def pass_over(plan):  # type: ignore[no-untyped-def]
 
 
 @inner
-def header_at(plan, wanted):  # type: ignore[no-untyped-def]
+def header_at(plan, wanted):
     """Select the chunk with this number in the pass, and return the address of its header; 0 after the last."""
     chunk_numel, num_shards = load_field(plan, fields.CHUNK_NUMEL), load_field(plan, fields.NUM_SHARDS)
     for shift in range(num_shards):
@@ -244,7 +244,7 @@ def header_at(plan, wanted):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def take_chunk(plan):  # type: ignore[no-untyped-def]
+def take_chunk(plan):
     """For a rule in Python: lock the chunk at POSITION, and copy it to the scratch: TAKEN, HELD or DONE."""
     header = header_at(plan, load_field(plan, fields.POSITION))
     if header == 0:
@@ -261,7 +261,7 @@ def take_chunk(plan):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def end_chunk(plan, is_good):  # type: ignore[no-untyped-def]
+def end_chunk(plan, is_good):
     """After that rule: copy the scratch to the chunk unless `is_good` is 0. Does nothing if no chunk is taken."""
     header = header_at(plan, load_field(plan, fields.POSITION))
     if header == 0 or load(header) != load_field(plan, fields.ACTOR):
@@ -274,7 +274,7 @@ def end_chunk(plan, is_good):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def take_over(plan):  # type: ignore[no-untyped-def]
+def take_over(plan):
     """Finish the update of the dead HOLDER of the chunk at POSITION, and unlock. Return 1 if another actor did it."""
     actor, holder = load_field(plan, fields.ACTOR), load_field(plan, fields.HOLDER)
     mine, header = actor_block(plan, actor), header_at(plan, load_field(plan, fields.POSITION))

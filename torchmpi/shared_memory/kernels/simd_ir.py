@@ -18,6 +18,9 @@ BYTE, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 
 
+Body = Callable[[Any, list[Any]], list[Any]]
+
+
 class Kind(NamedTuple):
     """Types of one lane of a vector."""
 
@@ -56,9 +59,7 @@ def spread(builder: Any, scalar: Any, vector: Any) -> Any:
     return pick(builder, one_lane, one_lane, [0] * vector.count)
 
 
-def loop(
-    builder: Any, bounds: tuple[Any, Any, Any], carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
-) -> tuple[Any, list[Any]]:
+def loop(builder: Any, bounds: tuple[Any, Any, Any], carried: list[Any], body: Body) -> tuple[Any, list[Any]]:
     """Emit ``for index in range(*bounds): carried = body(index, carried)``; return both as they are at the end."""
     begin, end, step = bounds
     before = builder.block

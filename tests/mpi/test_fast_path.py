@@ -19,6 +19,9 @@ from torchmpi.shared_memory.memory_layout import ENTERED
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
+from shm_rig import start, stopped
+
+__all__ = ["stopped"]
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 
@@ -450,3 +453,23 @@ def test_an_interrupt_leaves_the_queue_usable(agree):
         signal.signal(signal.SIGINT, before)
     agree(not own.intra.call_queue.run_lock.locked(), "the lane is locked")
     agree.equal(own.intra.call_log.current, None, "after the call")
+
+
+def test_results_are_the_same_with_the_fast_path_disabled(agree, stopped):
+    """The setting ``fast_path``, also after a run in which calls were cached, and before another one."""
+    root = 0
+    for enabled in (True, False, True):
+        start(fast_path=enabled)
+        rank, size = mpi.rank(), mpi.size()
+        source, everything, part = values((6,), torch.float32, rank), torch.zeros(6 * size), torch.zeros(2)
+        parts = torch.zeros(2 * size)
+        rows = values((2 * size,), torch.float32, rank)
+        for _ in range(3):
+            agree.bits(mpi.allreduce(source.clone()), mpi.allreduce(source.clone(), backend="mpi"), "allreduce")
+            agree.bits(mpi.broadcast(source.clone(), root), values((6,), torch.float32, root), "broadcast")
+            agree.bits(mpi.allgather(source, everything), mpi.allgather(source, backend="mpi"), "allgather")
+            agree.bits(mpi.reduce_scatter(rows, part), mpi.reduce_scatter(rows, backend="mpi"), "reduce_scatter")
+            agree.bits(mpi.alltoall(rows, parts), mpi.alltoall(rows, backend="mpi"), "alltoall")
+            agree.bits(mpi.reduce(source.clone(), root), mpi.reduce(source.clone(), root, backend="mpi"), "reduce")
+        agree.equal(entered("allreduce", source.clone(), None, "sum"), enabled, "whether calls are cached")
+        mpi.stop()
