@@ -308,8 +308,8 @@ PLANTED = {
     "counters": ("fields[records.CHUNKS] -= 3", 40_000, "counters READY and REDUCED ascend"),
     "slots": ("fields[records.SLOTS] += 1 << 40", 40_000, "slots within the shared segment"),
     "sequence": ("fields[records.CURRENT_SEQ] += 10", 1, "sequence numbers ascend"),
-    "another rank": ("board[memory_layout.REDUCED] += rank == 0", 1, "REDUCED of another rank is not ahead"),
-    "first chunk": (
+    "another rank": ("if rank == 0: board[memory_layout.REDUCED] += 2", 1, "REDUCED of a rank is at most one chunk ahead"),
+    "first chunk": ("if rank == 0: board[memory_layout.READY] += 3", 1, "READY of a rank is at most two chunks ahead"),
         "board[memory_layout.READY] += 2 * (rank == 0)",
         1,
         "READY of another rank is at most one chunk ahead",
@@ -340,5 +340,5 @@ print("right", flush=True)
     result = job(2, code, env=CHECKED, timeout=240)
     assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
     for rank in range(2):
-        message = rf"rank {rank}: call \d+: allreduce.*: a check of the kernels failed: {check}"
+        message = rf"rank {rank}: allreduce.*, call #\d+: a check of the kernels failed: {check}"
         assert re.search(message, result.stdout), result.output

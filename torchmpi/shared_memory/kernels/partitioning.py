@@ -258,7 +258,7 @@ def take(call, seq, num_rows, row_bytes, source, target):
     message_bytes = message_bytes_of(offered)
     if message_bytes + num_rows * row_bytes <= PAYLOAD_BYTES:
         copy(target, offered + message_bytes + first, length)
-        return 0
+        return outcome(group, 0)
     transfers, num_rounds, since = load_field(call, TRANSFERS), divide_rows(group, num_rows, row_bytes), now()
     shown = load(offered + message_bytes) if message_bytes + 8 <= PAYLOAD_BYTES else 0
     if rank == root:

@@ -236,8 +236,8 @@ CHECKS = (
     "copy within the payload of the ring entry",
     "sequence numbers ascend",
     "counters READY and REDUCED ascend within the chunks of the call",
-    "READY of another rank is at most one chunk ahead of the calls that this rank has finished",
-    "REDUCED of another rank is not ahead of the calls that this rank has finished",
+    "READY of a rank is at most two chunks ahead of this rank",
+    "REDUCED of a rank is at most one chunk ahead of this rank",
     "offset within the shared tensor",
 )
 """Descriptions by number; see kernels.access."""
