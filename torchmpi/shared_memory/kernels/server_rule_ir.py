@@ -102,7 +102,7 @@ _FORMULAS: dict[str, Callable[..., tuple[_Number, ...]]] = {
 
 
 def module_text(lane: str, op: str, num_parts: int, sizes: tuple[int, int] = (0, 0), *, has_half: bool = True) -> str:
-    """Return a module with one function, `function`: `op` is `zero`, `copy`, one of simd_ir's, or the name of a formula.
+    """Return a module with a function `function`: `op` is `zero`, `copy`, one of simd_ir's, or the name of a formula.
 
     `num_parts` lanes make an element. `sizes` are how many coefficients the formula takes, and how many states.
     Without `has_half`, 16-bit floats are converted by integer arithmetic: for processors that cannot.
