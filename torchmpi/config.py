@@ -21,7 +21,7 @@ _CHOICES = {
 }
 _POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes")
 # The environment has settings of other parts of the project under the same prefix.
-_NOT_FIELDS = ("TORCHMPI_TEST_", "TORCHMPI_AS_MPI")
+_NOT_FIELDS = ("TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_KERNEL_CHECKS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,8 @@ class Config:
     memory, four if there are two ranks, smaller ones where there are many); 0 = no shared memory."""
     read_directly: bool = True
     """Let ranks of a host read each other's tensors by a call of the system where it allows that, and it is faster."""
+    fast_path: bool = True
+    """Run short collectives that were made before in machine code, without Python (docs/design/fast-path.md)."""
     share_ddp_buckets: bool = True
     """Move the buckets of DistributedDataParallel to memory that the ranks of a host share, so that nothing is copied
     to reduce them."""

@@ -91,6 +91,10 @@ class TransportError(TorchMPIError):
     """A library that moves data, NCCL for instance, is missing or has failed; the message has its own words."""
 
 
+class InternalError(TorchMPIError):
+    """A check of the compiled kernels failed (``TORCHMPI_KERNEL_CHECKS=1``): a bug in torchmpi."""
+
+
 class CudaError(TorchMPIError):
     """A call of the CUDA driver failed."""
 

@@ -248,3 +248,93 @@ except mpi.TorchMPIError as error:
     assert result.returncode == 0 and result.stdout.count("right") == 3, result.output
     assert result.stdout.count("caught:") == 3, result.output
     assert "float32 [3]" in result.stdout and "float32 [50000]" in result.stdout, result.output
+
+
+# --- the checked build of the kernels
+
+CHECKED = {"TORCHMPI_KERNEL_CHECKS": "1"}
+COLLECTIVES = """
+from torchmpi import errors
+from torchmpi.session import runtime
+from torchmpi.shared_memory import memory_layout
+from torchmpi.shared_memory.kernels import kernel_sets, records
+
+assert kernel_sets.ENABLE_CHECKS
+
+def every_collective(numel, root):
+    mine = torch.arange(numel, dtype=torch.float32) + rank
+    everything = torch.stack([torch.arange(numel, dtype=torch.float32) + other for other in range(size)])
+    for tensor in (mine.clone(), mpi.empty_shared(numel).copy_(mine)):
+        assert torch.equal(mpi.allreduce(tensor), everything.sum(0)), ("allreduce", numel)
+    assert torch.equal(mpi.allreduce_many([mine.clone(), mine[:7].clone()])[0], everything.sum(0))
+    assert torch.equal(mpi.broadcast(mine.clone(), root), everything[root])
+    assert torch.equal(mpi.allgather(mine), everything.reshape(-1))
+    uneven = torch.cat([row[: numel - other] for other, row in enumerate(everything)])
+    assert torch.equal(mpi.allgather(mine[: numel - rank]), uneven)
+    reduced = mpi.reduce(mine.clone(), root)
+    assert rank != root or torch.equal(reduced, everything.sum(0))
+    gathered = mpi.gather(mine, root)
+    assert rank != root or torch.equal(gathered, everything.reshape(-1))
+    parts = everything[0].tensor_split(size)
+    assert torch.equal(mpi.scatter(everything[0].clone() if rank == root else None, root), parts[rank])
+    assert torch.equal(mpi.reduce_scatter(mine), everything.sum(0).tensor_split(size)[rank])
+    assert torch.equal(mpi.alltoall(mine), torch.cat([row.tensor_split(size)[rank] for row in everything]))
+    mpi.barrier()
+"""
+
+
+@once
+@pytest.mark.parametrize("size", (1, 2, 3, 4))
+def test_collectives_pass_the_checks_of_the_kernels(job, size):
+    code = f"""{START}{COLLECTIVES}
+for numel in (8, 28, 29, 3000, 40_000, 700_001):
+    for root in range(size):
+        for _ in range(3):
+            every_collective(numel, root)
+if size > 1:  # counters begin anew after a call that failed
+    try:
+        mpi.allreduce(torch.ones(40_000 + rank))
+    except errors.MismatchError:
+        every_collective(40_000, 0)
+        print("right", flush=True)
+else:
+    print("right", flush=True)
+"""
+    result = job(size, code, env=CHECKED, timeout=240)
+    assert result.returncode == 0 and result.stdout.count("right") == size, result.output
+
+
+PLANTED = {
+    "counters": ("fields[records.CHUNKS] -= 3", 40_000, "counters READY and REDUCED ascend"),
+    "slots": ("fields[records.SLOTS] += 1 << 40", 40_000, "slots within the shared segment"),
+    "sequence": ("fields[records.CURRENT_SEQ] += 10", 1, "sequence numbers ascend"),
+    "another rank": ("if rank == 0: board[memory_layout.REDUCED] += 2", 1, "REDUCED of a rank is at most one"),
+    "first chunk": ("if rank == 0: board[memory_layout.READY] += 3", 1, "READY of a rank is at most two"),
+}
+
+
+@once
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_violated_check_is_an_internal_error_on_every_rank(job, what):
+    """The call after it works: a failed call leaves no state behind."""
+    plant, numel, check = PLANTED[what]
+    code = f"""{START}{COLLECTIVES}
+for _ in range(3):  # the last ones by the fast path
+    mpi.allreduce(torch.ones({numel}))
+shared = runtime.current().world.shared
+fields, board, slots = shared.fields, shared.status_board.fields, int(shared.fields[records.SLOTS])
+mpi.barrier()
+{plant}
+try:
+    mpi.allreduce(torch.ones({numel}))
+except errors.InternalError as error:
+    fields[records.SLOTS] = slots
+    print(error, flush=True)
+assert torch.equal(mpi.allreduce(torch.ones(40_000)), torch.full((40_000,), float(size)))
+print("right", flush=True)
+"""
+    result = job(2, code, env=CHECKED, timeout=240)
+    assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
+    for rank in range(2):
+        message = rf"rank {rank}: allreduce.*, call #\d+: a check of the kernels failed: {check}"
+        assert re.search(message, result.stdout), result.output

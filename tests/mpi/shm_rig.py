@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi.backends import shm_group
+from torchmpi.backends import shm
 from torchmpi.session import runtime
 from torchmpi.shared_memory import memory_layout
 
@@ -59,7 +59,7 @@ def numels(itemsize: int, slot_bytes: int) -> list[int]:
         memory_layout.PAYLOAD_BYTES - 8,
         memory_layout.PAYLOAD_BYTES,
         size * (memory_layout.PAYLOAD_BYTES - 8),
-        shm_group.WHOLE_BYTES,
+        shm.WHOLE_BYTES,
         slot_bytes,
         slot_bytes * size,
         2 * slot_bytes,

@@ -13,7 +13,7 @@ import torch
 import torchmpi as mpi
 from torchmpi.session import runtime
 from torchmpi.shared_memory import memory_layout
-from torchmpi.shared_memory.kernels import context
+from torchmpi.shared_memory.kernels import records
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -32,15 +32,15 @@ def fields() -> np.ndarray:
 
 def prefer(way: int) -> None:
     """From now on this rank finds this way faster, but for the calls in which both are tried anyway."""
-    known = fields()[context.ALLGATHER_PACES : context.SPENT_BEFORE]
+    known = fields()[records.ALLGATHER_PACES : records.SPENT_BEFORE]
     known[way::3], known[1 - way :: 3], known[2::3] = 1, 1 << 40, 1000  # calls
 
 
 def chunks_in(call) -> tuple[torch.Tensor, int]:
     """The result, and how many chunks were counted: a direct call counts one, whatever its length."""
-    before = int(fields()[context.CHUNKS])
+    before = int(fields()[records.CHUNKS])
     result = call()
-    return result, int(fields()[context.CHUNKS]) - before
+    return result, int(fields()[records.CHUNKS]) - before
 
 
 def often(call) -> set[int]:
@@ -51,7 +51,7 @@ def often(call) -> set[int]:
 @pytest.fixture
 def reads(stopped):
     start(slot_bytes=64 << 10)
-    if not fields()[context.PROCESSES]:
+    if not fields()[records.PROCESSES]:
         pytest.skip("this system lets no process read another one's memory")
     prefer(DIRECTLY)
 
@@ -137,7 +137,7 @@ def test_what_a_rank_may_not_read_comes_through_the_slots(reads, agree, collecti
 
 def test_what_a_gather_takes_says_nothing_of_an_allgather(reads, agree):
     """A rank that sends and fetches nothing is done in half the time, and kept the others from reading."""
-    known = slice(context.ALLGATHER_PACES, context.ALLTOALL_PACES)
+    known = slice(records.ALLGATHER_PACES, records.ALLTOALL_PACES)
     before = fields()[known].copy()
     for root in range(mpi.size()):
         mpi.gather(inputs_of((100_000,), torch.float32)[mpi.rank()], root)
@@ -170,9 +170,9 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
         agree.bits(result, torch.cat(inputs), "all the same")
         agree(num_chunks > 1, "through the slots")
     known = fields()
-    agree((known[context.PROCESSES] == 0) == (rank == mpi.size() - 1), "the one that could not is against it now")
+    agree((known[records.PROCESSES] == 0) == (rank == mpi.size() - 1), "the one that could not is against it now")
     for numel in (8 << 10, 100_000):  # of one round, and of several
-        runtime.current().world.shared.fields[context.PROCESSES] = runtime.current().world.shared._processes.ctypes.data
+        runtime.current().world.shared.fields[records.PROCESSES] = runtime.current().world.shared._processes.ctypes.data
         agree.bits(mpi.allgather(inputs[rank][:numel]), torch.cat([each[:numel] for each in inputs]), f"{numel} again")
         total = mpi.allreduce(inputs[rank].clone(), op="max")
         agree.bits(total, torch.stack(inputs).amax(0), "and the slots are in order")
@@ -182,6 +182,6 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
 
 def test_it_can_be_switched_off(stopped, agree):
     start(read_directly=False)
-    agree(fields()[context.PROCESSES] == 0, "not even tried")
+    agree(fields()[records.PROCESSES] == 0, "not even tried")
     inputs = inputs_of((100_000,), torch.float32)
     agree.bits(mpi.allgather(inputs[mpi.rank()]), torch.cat(inputs), "through the slots")

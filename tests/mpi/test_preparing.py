@@ -79,7 +79,7 @@ def test_threads_that_cache_a_call_get_the_same_plan(agree, monkeypatch):
 
     monkeypatch.setattr(shm.np, "zeros", slowly)
     plans = []
-    threads = [threading.Thread(target=lambda: plans.append(calls.cached_call(0).plan)) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: plans.append(calls.cached_call(0).record)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,7 +15,7 @@ import torch
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.session import runtime
-from torchmpi.shared_memory.kernels import context
+from torchmpi.shared_memory.kernels import records
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -100,9 +100,9 @@ def chunks_of(call) -> int:
     """How many chunks a call counts: one if tensors were read where they are, whatever its length."""
     mpi.barrier()
     fields = runtime.current().world.shared.fields
-    before = int(fields[context.CHUNKS])
+    before = int(fields[records.CHUNKS])
     call()
-    return int(fields[context.CHUNKS]) - before
+    return int(fields[records.CHUNKS]) - before
 
 
 def test_what_all_share_goes_through_no_slot(slots, agree):

@@ -16,7 +16,7 @@ import torch
 
 from torchmpi.distributed import torch_names
 from torchmpi.shared_memory import segments
-from torchmpi.shared_memory.kernels import context
+from torchmpi.shared_memory.kernels import records
 from torchmpi.shared_memory.segments import Segment, Ticket
 from torchmpi.shared_memory.shared_tensors import SharedHeap
 
@@ -155,8 +155,8 @@ def test_another_process_opens_it_by_its_ticket():
 
 def entries(heap: SharedHeap) -> list[list[int]]:
     """The rows of the table that are in use: begin, end, key, file."""
-    fields = heap.table[1:].reshape(-1, context.SEGMENT_FIELDS)[: heap.table[0]]
-    return [row.tolist() for row in fields if row[context.SEGMENT_END]]
+    fields = heap.table[1:].reshape(-1, records.SEGMENT_FIELDS)[: heap.table[0]]
+    return [row.tolist() for row in fields if row[records.SEGMENT_END]]
 
 
 def test_the_table_tells_where_tensors_are():
@@ -204,7 +204,7 @@ def test_a_place_is_used_again_under_another_key():
     for _ in range(100):
         tensor = heap.empty((10,), torch.float32)
         (entry,) = entries(heap)
-        keys.add(entry[context.SEGMENT_KEY])
+        keys.add(entry[records.SEGMENT_KEY])
         del tensor
     assert len(keys) == 100 and heap.table[0] == 1
 

@@ -1,8 +1,8 @@
-"""The backend within a host: collectives in memory that all ranks share.
+"""The backend `shm`: collectives of the ranks of one host, in memory that they share.
 
-The kernels (:mod:`torchmpi.shared_memory.kernels`) do the work without the GIL; here each verb becomes addresses,
-lengths and one or
-two calls of them. The first call compares what the ranks called, from what they publish on arrival anyway.
+The kernels (:mod:`torchmpi.shared_memory.kernels`) do the work without the GIL. This module turns a collective into
+addresses, lengths and one or two calls of kernels, and handles the statuses that they return. Kernels compare what the
+ranks called when they arrive, so no other comparison is necessary.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..communicators.call_log import ABORTED, NATIVE, call_code
+from ..communicators import call_log
+from ..communicators.call_log import Call, call_code
+from ..communicators.group import Group
 from ..config import Config
-from ..errors import ArgumentError
+from ..errors import ArgumentError, InternalError
 from ..shared_memory import fast_path, kernels, memory_layout
-from ..shared_memory.kernels import context, reduction
+from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import (
     ENTRY_FIELDS,
     FIELD_BYTES,
+    MEMORY,
     PAYLOAD,
     REFUSED,
     RING_LENGTH,
@@ -35,10 +38,17 @@ from ..shared_memory.shared_tensors import SharedHeap
 from ..tensors import dtypes, partition
 from .base import Operation, TensorTable
 from .mpi_messages import destination_for, longest_part, rows_of
-from .shm_group import SharedGroup
 
-_MOST_DIMS = ENTRY_FIELDS - PAYLOAD - 2
-_PAIR_FIELDS = 4
+WHOLE_BYTES = 16 << 10
+"""Up to this size a tensor is not divided among the ranks, which saves one synchronization."""
+
+_EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
+# With more ranks than cores, or beside the computation of the same rank, a waiting thread takes cycles from others.
+_CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
+# Two chunks of each rank on a core, and what they are reduced with, fit into its second-level cache.
+_MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
+_MAX_DIMS = ENTRY_FIELDS - PAYLOAD - 2
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Kernels = dict[str, Callable[..., int]]
 
@@ -58,15 +68,15 @@ class SharedMemoryBackend:
             return
         try:
             self.kernels = kernels.load(announce)
-        except Exception as error:  # whatever numba or LLVM do not like here: the job runs without them
+        except Exception as error:  # of numba or LLVM: the job runs without shared memory
             self.problem = f"its kernels cannot be compiled here ({type(error).__name__}: {error})"
 
     def takes(self, device_type: str) -> bool:
-        """Host memory."""
+        """Return whether tensors of this device need no staging: those of the host."""
         return device_type == "cpu"
 
-    def why_not(self, collective: str, device_type: str, group: Any = None) -> str | None:
-        """It has every verb, among ranks that share memory."""
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Return why a collective cannot run, or None: all can, among ranks that share memory."""
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
         if self.problem:
@@ -75,28 +85,103 @@ class SharedMemoryBackend:
             return "its ranks are on several hosts" if len(group.hosts) > 1 else "its ranks could not share memory"
         return None
 
-    def bind(self, group: Any, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a verb on a group."""
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective on a group."""
         with group.binding:
             if group.shared is None:
                 group.shared = SharedGroup(group, self.heap)
-        kind: Any = {"allreduce": Reduction, "reduce": Reduction, "reduce_scatter": ReduceScatter}.get(
-            collective, Movement
-        )
-        calls = kind(group, self.kernels, dtype, op)
+        is_reduction = collective in ("allreduce", "reduce", "reduce_scatter")
+        calls = (SharedReduction if is_reduction else SharedMovement)(group, self.kernels, dtype, op)
         operation: Operation = getattr(calls, collective)
         if collective not in fast_path.COLLECTIVES or dtype is None:
-            return operation if collective == "barrier" else _or_abort(operation, group.shared)
-        return Entered(
-            calls,
-            collective,
-            call_code(collective, op, dtypes.info(dtype).code if collective != "scatter" else 0),
-            operation,
-        )
+            return operation if collective == "barrier" else _or_abort(operation, calls.shared)
+        code = call_code(collective, op, dtypes.info(dtype).code if collective != "scatter" else 0)
+        return SharedOperation(calls, collective, code, operation)
+
+
+class SharedGroup:
+    """The record of a group for the kernels: its slots, the mapped segments of other ranks, and how to wait."""
+
+    def __init__(self, group: Group, heap: SharedHeap) -> None:
+        assert group.status_board is not None
+        size, status_board, segment = group.size, group.status_board, group.status_board.segment
+        self.heap, self.status_board, self.size = heap, status_board, size
+        self.fields = np.zeros(records.group_fields(size), np.int64)
+        self.address = int(self.fields.ctypes.data)
+        self.mappings = np.zeros((size, records.MAPPINGS_PER_RANK, 2), np.int64)
+        self._num_mapped = [0] * size
+        num_slots, slots_begin = memory_layout.num_slots(size), memory_layout.slots_begin(size)
+        self.slot_bytes = (segment.ticket.num_bytes - slots_begin) // (num_slots * size)
+        is_crowded = group.context.is_crowded
+        processes = [group.context.processes.get(rank, 0) for rank in group.world_ranks]
+        self._processes = np.array(processes, np.int64)
+        fields = self.fields
+        fields[records.RANK], fields[records.SIZE] = group.rank, size
+        fields[records.BLOCKS], fields[records.SEGMENT_BYTES] = segment.address, segment.ticket.num_bytes
+        fields[records.SLOTS] = segment.address + slots_begin
+        fields[records.NUM_SLOTS], fields[records.SLOT_BYTES] = num_slots, self.slot_bytes
+        fields[records.WHOLE_BYTES] = min(WHOLE_BYTES, self.slot_bytes)
+        fields[records.MAX_CHUNK_BYTES] = _CROWDED_CHUNK_BYTES if is_crowded else _MAX_CHUNK_BYTES
+        fields[records.CROWDED] = is_crowded
+        fields[records.OWN_SEGMENTS] = heap.table.ctypes.data
+        fields[records.MAPPINGS] = self.mappings.ctypes.data
+        fields[records.PROCESSES] = self._processes.ctypes.data if all(processes) else 0
+        self._eager = (_CROWDED_SPINS if is_crowded else _EAGER_SPINS), _EAGER_YIELDS
+        self.be_patient(polite=False)
+        self._rank, self._call_log = group.rank, group.call_log
+
+    def abort(self) -> None:
+        """Inform the others that this rank does not finish the current call, and set a new chunk count.
+
+        The count follows from the sequence number, so that all ranks agree on it, and is greater than all before, so
+        that values which the failed call has left in slots and counters are not taken for new ones.
+        """
+        if self._call_log.current is None:
+            return
+        seq = self._call_log.current[0]
+        if self._call_log.log_board is not None:
+            self._call_log.spoil_entry(call_log.NATIVE ^ int(self.fields[records.CHUNKS]))
+        elif self.fields[records.LAST_ABORTED] != seq:
+            own = self.payload(self._rank, seq) - PAYLOAD
+            if self.status_board.fields[own + SEQUENCE] == seq:
+                self.status_board.fields[own + SIGNATURE] ^= call_log.ABORTED
+        self.fields[records.LAST_ABORTED] = seq
+        self.status_board.set(self._rank, REFUSED, seq)
+        self.fields[records.CHUNKS] = seq << memory_layout.CHUNK_BITS
+        self.heap.note_failed_call()
+
+    def expire(self, seq: int) -> None:
+        """Make the kernel that waits in this call return with TIMEOUT."""
+        self.fields[records.EXPIRED] = seq
+
+    def be_patient(self, *, polite: bool) -> None:
+        """Choose how kernels wait: politely beside a computation of this rank, or for the lowest latency."""
+        spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
+        self.fields[records.SPINS], self.fields[records.YIELDS] = spins, yields
+
+    def payload(self, rank: int, seq: int) -> int:
+        """Return the index of the payload of a call in the fields of the status board."""
+        return entry(rank, seq & (RING_LENGTH - 1)) + PAYLOAD
+
+    def map_segment(self, rank: int, seq: int) -> None:
+        """Map the segment in which a rank has announced its tensor."""
+        at = self.payload(rank, seq) + MEMORY
+        key, file, num_bytes = self.status_board.fields[at : at + 3]
+        index = self._num_mapped[rank] % records.MAPPINGS_PER_RANK
+        self._num_mapped[rank] += 1
+        self.mappings[rank, index] = 0, self.heap.map(key, file, num_bytes)
+        self.mappings[rank, index, 0] = key
+
+    def take_violation(self) -> str:
+        """Describe the check that has failed in a kernel of the checked build, and forget it."""
+        first = records.VIOLATED_CHECK
+        check, value, limit = self.fields[first : first + 3].tolist()
+        self.fields[first] = 0
+        return f"{records.CHECKS[check]} (value {value}, limit {limit})"
 
 
 def _or_abort(operation: Operation, shared: SharedGroup) -> Operation:
-    """What may fail on its own between two kernels, or be interrupted there, and then lets the others know."""
+    """Abort the call if the operation fails, or is interrupted, between two kernels."""
 
     def run(source: Any, destination: Any, root: int) -> Any:
         try:
@@ -108,46 +193,53 @@ def _or_abort(operation: Operation, shared: SharedGroup) -> Operation:
     return run
 
 
-class Calls:
-    """One verb on one group: runs kernels, and sees to what they cannot do themselves."""
+class SharedCalls:
+    """One collective on one group: runs kernels, and handles the statuses that they return."""
 
-    def __init__(self, group: Any, kernels: Kernels, dtype: torch.dtype | None, op: str | None) -> None:
+    def __init__(self, group: Group, kernels: Kernels, dtype: torch.dtype | None, op: str | None) -> None:
         self.group, self.call_log, self.call_queue, self.kernels = group, group.call_log, group.call_queue, kernels
         self.shared: SharedGroup = group.shared
         self.rank, self.size = group.rank, group.size
-        self.table = np.zeros((self.size, _PAIR_FIELDS), np.int64)
+        self.transfers = np.zeros((self.size, records.TRANSFER_FIELDS), np.int64)
         self.message = np.zeros(ENTRY_FIELDS - PAYLOAD, np.int64)
         self._item_bytes, self._dtype = (dtype.itemsize, dtypes.info(dtype).code) if dtype is not None else (1, 0)
         self._reducer = reduction.address(dtype, op) if dtype is not None and op is not None else 0
-        self._plans: dict[int, tuple[np.ndarray, int]] = {}
+        self._records: dict[int, tuple[np.ndarray, int]] = {}
         self._lock_fields = self.call_queue.run_lock.fields
-        self.all_ranks = self.plan()
-        """Address of the plan of a call without a root."""
+        self.rootless = self.record()
+        """The address of the call record of a call without a root."""
 
-    def plan(self, root: int = -1) -> int:
-        """Address of what the kernels know of this verb, for a root."""
-        known = self._plans.get(root)
+    def record(self, root: int = -1) -> int:
+        """Return the address of the call record for a root."""
+        known = self._records.get(root)
         if known is None:
-            fields = np.zeros(context.PLAN_FIELDS, np.int64)
-            fields[context.CONTEXT], fields[context.ITEM_BYTES] = self.shared.address, self._item_bytes
-            fields[context.REDUCER], fields[context.ROOT] = self._reducer, root
-            fields[context.TABLE], fields[context.MESSAGE] = self.table.ctypes.data, self.message.ctypes.data
-            fields[context.DTYPE] = self._dtype
-            # Another thread may be here as well: what it was given must stay.
-            known = self._plans.setdefault(root, (fields, int(fields.ctypes.data)))
+            fields = np.zeros(records.CALL_FIELDS, np.int64)
+            fields[records.GROUP], fields[records.ITEM_BYTES] = self.shared.address, self._item_bytes
+            fields[records.REDUCER], fields[records.ROOT] = self._reducer, root
+            fields[records.TRANSFERS], fields[records.MESSAGE] = self.transfers.ctypes.data, self.message.ctypes.data
+            fields[records.DTYPE] = self._dtype
+            # Another thread may have made one meanwhile, and machine code may have its address: the first one stays.
+            known = self._records.setdefault(root, (fields, int(fields.ctypes.data)))
         return known[1]
 
-    def run(self, kernel: str, plan: int, *arguments: int) -> int:
-        """The call that the ledger has entered: 0, or UNEVEN; anything else is mended or raised."""
+    @property
+    def seq(self) -> int:
+        """The sequence number of the current call."""
+        assert self.call_log.current is not None
+        return self.call_log.current[0]
+
+    def run(self, kernel: str, record: int, *arguments: int) -> int:
+        """Run the kernel of the current call: 0, or UNEVEN; every other status is handled here or raises."""
+        assert self.call_log.entered is not None
         seq, code, shape = self.call_log.entered
-        signature = (code ^ hash(shape)) ^ NATIVE
+        signature = (code ^ hash(shape)) ^ call_log.NATIVE
         if self._lock_fields[RUN_LOCK_PENDING] == 0:
-            status = self.kernels[kernel](plan, seq, signature, *arguments)
+            status = self.kernels[kernel](record, seq, signature, *arguments)
         else:
-            status = self._in_kernel(kernel, plan, seq, signature, *arguments)
-        while status and status & context.KINDS != context.UNEVEN:
+            status = self._in_kernel(kernel, record, seq, signature, *arguments)
+        while status and status & records.STATUS_KINDS != records.UNEVEN:
             self.settle(status)
-            status = self._in_kernel(kernel, plan, seq, signature, *arguments)
+            status = self._in_kernel(kernel, record, seq, signature, *arguments)
         return status
 
     def _in_kernel(self, kernel: str, *arguments: int) -> int:
@@ -160,14 +252,18 @@ class Calls:
             self.shared.be_patient(polite=False)
 
     def settle(self, status: int) -> None:
-        """Do what a kernel cannot, so that it may be called again, or raise."""
-        kind, rank = status & context.KINDS, status & ~context.KINDS
+        """Do what a kernel cannot do itself, so that it can be run again, or raise."""
+        kind, rank = status & records.STATUS_KINDS, status & ~records.STATUS_KINDS
         try:
-            if kind == context.UNMAPPED:
+            if kind == records.UNMAPPED:
                 self._map(rank)
-            elif kind == context.MISMATCH and self._difference_to(rank) != ABORTED:
+            elif kind == records.VIOLATION:
+                assert self.call_log.current is not None
+                problem = f"a check of the kernels failed: {self.shared.take_violation()}"
+                raise InternalError(f"{self.group.where}: {Call(*self.call_log.current)}: {problem}.")
+            elif kind == records.MISMATCH and self._difference_to(rank) != call_log.ABORTED:
                 self.call_log.refuse(rank)
-            elif kind == context.LATE:
+            elif kind == records.TIMEOUT:
                 self.call_log.expired()
             elif (other := self._differing()) is not None:
                 self.call_log.refuse(other)
@@ -178,151 +274,99 @@ class Calls:
             raise
 
     def _map(self, rank: int) -> None:
-        seq = self.call_log.current[0]
         try:
-            self.shared.map_segment(rank, seq)
+            self.shared.map_segment(rank, self.seq)
         except OSError:
-            if self.shared.status_board.get(rank, REFUSED) >= seq:
-                self.call_log.raise_aborted(rank)  # and so its tensor may be gone
+            if self.shared.status_board.get(rank, REFUSED) >= self.seq:
+                self.call_log.raise_aborted(rank)  # so its tensor may have been freed
             raise
 
     def _differing(self) -> int | None:
-        """A rank that has arrived with something else: the one that gave up may have met it before this rank did."""
-        return next((rank for rank in range(self.size) if self._difference_to(rank) not in (0, ABORTED)), None)
+        """Return a rank with another call: the rank that aborted may have met that rank before this one did."""
+        same = 0, call_log.ABORTED
+        return next((rank for rank in range(self.size) if self._difference_to(rank) not in same), None)
 
     def _difference_to(self, rank: int) -> int:
-        """Between the signatures of this and another rank in the current call; 0 if one of them has not arrived."""
-        fields, seq = self.shared.status_board.fields, self.call_log.current[0]
-        own, other = (entry(row, seq & (RING_LENGTH - 1)) for row in (self.rank, rank))
+        """Return the difference of the signatures of this and another rank; 0 if one of them has not arrived."""
+        fields, seq = self.shared.status_board.fields, self.seq
+        own, other = (entry(block, seq & (RING_LENGTH - 1)) for block in (self.rank, rank))
         if fields[own + SEQUENCE] != seq or fields[other + SEQUENCE] != seq:
             return 0
         difference: int = fields[own + SIGNATURE] ^ fields[other + SIGNATURE]
         return difference
 
     def exchange(self, *, is_stream: bool, longest: int, has_sent: bool = False) -> None:
-        """Move what is in the table; `longest` is the longest length in anybody's."""
-        arguments = self.table.ctypes.data, int(is_stream), longest, int(has_sent)
-        status = self._in_kernel("exchange", self.plan(), *arguments)
+        """Run the transfers, whose lengths may differ; `longest` is the longest length of any rank."""
+        arguments = self.transfers.ctypes.data, int(is_stream), longest, int(has_sent)
+        status = self._in_kernel("exchange", self.record(), *arguments)
         if status:
             self.settle(status)
 
-    def meet(self, *payload: int) -> None:
-        """Arrive with some words for the others, and wait for everybody."""
+    def synchronize(self, *payload: int) -> None:
+        """Wait for all ranks, with some integers that the others can read afterwards."""
         self.message[: len(payload)] = payload
-        self.run("meet", self.plan(), self.message.ctypes.data, len(payload) * FIELD_BYTES)
+        self.run("barrier", self.record(), self.message.ctypes.data, len(payload) * FIELD_BYTES)
 
-    def payloads(self, index: int = 0) -> list[int]:
-        """A word of everybody's payload of the current call."""
-        seq = self.call_log.current[0]
-        return [self.shared.status_board.fields[self.shared.payload(rank, seq) + index] for rank in range(self.size)]
+    def payloads(self) -> list[int]:
+        """Return the first field of all ranks' payloads of the current call."""
+        return [self.shared.status_board.fields[self.shared.payload(rank, self.seq)] for rank in range(self.size)]
 
 
-class Reduction(Calls):
-    """In place, on all ranks or on one."""
+class SharedReduction(SharedCalls):
+    """Collectives that reduce."""
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Everybody gets the result."""
-        self.run("allreduce", self.all_ranks, buffer.data_ptr(), buffer.numel())
+        """Reduce in place, on all ranks."""
+        self.run("allreduce", self.rootless, buffer.data_ptr(), buffer.numel())
         return buffer
 
     def allreduce_many(self, tensors: TensorTable, _: Any, root: int) -> None:
-        """The same for tensors at separate addresses."""
+        """Reduce a list of tensors in place, without packing them."""
         if tensors.num_bytes == 0:
-            self.run("allreduce", self.all_ranks, 0, 0)
+            self.run("allreduce", self.rootless, 0, 0)
             return
         table = tensors.table
-        self.run("allreduce_many", self.all_ranks, table.ctypes.data, len(table), tensors.num_bytes)
+        self.run("allreduce_list", self.rootless, table.ctypes.data, len(table), tensors.num_bytes)
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """The root gets the result; the others' buffers stay as they are."""
-        self.run("allreduce", self.plan(root), buffer.data_ptr(), buffer.numel())
+        """Reduce in place on the root; the other ranks' buffers are unchanged."""
+        self.run("allreduce", self.record(root), buffer.data_ptr(), buffer.numel())
         return buffer
 
-
-class Entered:
-    """An operation that can also be entered through a gate (see :mod:`torchmpi.shared_memory.fast_path`)."""
-
-    def __init__(self, calls: Calls, collective: str, code: int, operation: Operation) -> None:
-        self._calls, self._code, self._operation = calls, code, operation
-        self._is_rooted = collective in ("broadcast", "reduce", "gather", "scatter")
-        many: Operation | None = getattr(calls, f"{collective}_many", None)
-        self.many = None if many is None else _or_abort(many, calls.shared)
-
-    def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
-        try:
-            return self._operation(source, destination, root)
-        except BaseException:  # as _or_abort, which would be another call
-            self._calls.shared.abort()
-            raise
-
-    def cached_call(self, root: int) -> fast_path.CachedCall | None:
-        """The way in for one root, if there is one."""
-        calls = self._calls
-        if calls.group.is_strict:
-            return None
-        code, plan = self._code | root << 32, calls.plan(root if self._is_rooted else -1)
-        settle = partial(self._settle, root)
-        return fast_path.CachedCall(
-            plan, calls.call_log, calls.call_queue.run_lock, code, code ^ NATIVE, settle, self._abort
-        )
-
-    def _abort(self) -> None:
-        """End a call that nobody has settled."""
-        calls = self._calls
-        calls.call_log.take_over()
-        calls.shared.abort()
-        calls.call_log.abandon()
-
-    def _settle(self, root: int, status: int, source: torch.Tensor, destination: Any) -> Any:
-        """Go on after a kernel that could not finish, or end the call with an error."""
-        calls = self._calls
-        calls.call_log.take_over()
-        try:
-            if status & context.KINDS != context.UNEVEN:
-                calls.settle(status)
-            result = self(source, destination, root)
-        except BaseException:
-            calls.call_log.abandon()
-            raise
-        calls.call_log.leave()
-        return result
-
-
-class ReduceScatter(Calls):
-    """The sum of which each rank gets its rows."""
-
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Split dim 0 of `source` evenly and give each rank the reduced rows that are its."""
+        """Reduce, and give each rank its part of dim 0."""
         num_rows, row_numel = rows_of(source)
         destination = destination_for(source, partition.part_of(num_rows, self.size, self.rank)[1], destination)
         row_bytes = row_numel * source.element_size()
-        self.run("reduce_scatter", self.plan(), source.data_ptr(), num_rows, row_bytes, destination.data_ptr())
+        self.run("reduce_scatter", self.record(), source.data_ptr(), num_rows, row_bytes, destination.data_ptr())
         return destination
 
 
-class Movement(Calls):
-    """Verbs that move bytes and compute nothing."""
+class SharedMovement(SharedCalls):
+    """Collectives that move bytes without computing.
+
+    Allgather, gather and alltoall assume that all ranks bring the same number of rows, and allocate the result for
+    that. If a kernel returns UNEVEN, the lengths are in the payloads, and `exchange` moves the data.
+    """
 
     def barrier(self, source: Any, destination: Any, root: int) -> None:
-        """Return when everybody has come."""
-        self.run("meet", self.plan(), 0, 0)
+        """Wait for all ranks."""
+        self.run("barrier", self.record(), 0, 0)
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Everybody gets the root's values, in place."""
-        self.run("broadcast", self.plan(root), buffer.data_ptr(), buffer.numel() * buffer.element_size())
+        """Copy the root's values to all ranks, in place."""
+        self.run("broadcast", self.record(root), buffer.data_ptr(), buffer.numel() * buffer.element_size())
         return buffer
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Everybody's rows in rank order, to everybody."""
+        """Concatenate all ranks' rows in rank order, on all ranks."""
         num_rows, row_numel = rows_of(source)
         num_bytes = source.numel() * source.element_size()
-        if row_numel == 0:  # nothing to move, but the rows count
-            self.meet(num_rows)
+        if row_numel == 0:  # no bytes to move, but the rows count
+            self.synchronize(num_rows)
             return destination_for(source, sum(self.payloads()), destination)
-        # Most often all have as many rows: then there is nothing to ask before the result can be made.
         target = destination_for(source, num_rows * self.size, destination)
-        arguments = source.data_ptr(), num_bytes, target.data_ptr()
-        if not self.run("allgather", self.plan(), *arguments):
+        if not self.run("allgather", self.record(), source.data_ptr(), num_bytes, target.data_ptr()):
             return target
         lengths = self.payloads()
         target = destination_for(source, sum(lengths) // (row_numel * source.element_size()), destination)
@@ -332,16 +376,16 @@ class Movement(Calls):
         return target
 
     def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
-        """Everybody's rows in rank order, to the root."""
+        """Concatenate all ranks' rows in rank order, on the root."""
         num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        if row_numel == 0:  # nothing to move, but the rows count
-            self.meet(num_rows)
+        if row_numel == 0:  # no bytes to move, but the rows count
+            self.synchronize(num_rows)
             rows, lengths = self.payloads(), [0] * self.size
         else:
             target = destination_for(source, num_rows * self.size, destination) if self.rank == root else None
             arguments = source.data_ptr(), num_rows * row_bytes, 0 if target is None else target.data_ptr()
-            if not self.run("allgather", self.plan(root), *arguments):
+            if not self.run("allgather", self.record(root), *arguments):
                 return target
             lengths = self.payloads()
             rows = [length // row_bytes for length in lengths]
@@ -356,13 +400,13 @@ class Movement(Calls):
         return destination if self.rank == root else None
 
     def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """The root's rows, split evenly: each rank gets its part."""
-        if source is not None and source.dim() > _MOST_DIMS:
+        """Give each rank its part of dim 0 of the root's tensor."""
+        if source is not None and source.dim() > _MAX_DIMS:
             raise ArgumentError(
-                f"{self.group.where}: scatter: the tensor has {source.dim()} dimensions, more than the {_MOST_DIMS} "
+                f"{self.group.where}: scatter: the tensor has {source.dim()} dimensions, more than the {_MAX_DIMS} "
                 "that can be announced. Merge some with flatten()."
             )
-        if self.rank != root:  # what another rank passes is of no concern
+        if self.rank != root:  # what other ranks pass is ignored
             source = None
         num_rows, row_bytes, address = 0, 0, 0
         message: tuple[int, ...] = ()
@@ -371,31 +415,30 @@ class Movement(Calls):
             num_rows, row_numel = rows_of(source)
             row_bytes, address = row_numel * source.element_size(), source.data_ptr()
         self.message[: len(message)] = message
-        plan = self.plan(root)
-        self.run("offer", plan, self.message.ctypes.data, len(message) * FIELD_BYTES, address, num_rows, row_bytes)
-        seq = self.call_log.current[0]
-        at = self.shared.payload(root, seq)
-        code, num_dims, *dims = self.shared.status_board.fields[at : at + 2 + _MOST_DIMS].tolist()
+        record, message_bytes = self.record(root), len(message) * FIELD_BYTES
+        self.run("offer", record, self.message.ctypes.data, message_bytes, address, num_rows, row_bytes)
+        at = self.shared.payload(root, self.seq)
+        code, num_dims, *dims = self.shared.status_board.fields[at : at + 2 + _MAX_DIMS].tolist()
         dtype, shape = dtypes.from_code(code), tuple(dims[:num_dims]) or (1,)
         assert dtype is not None
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source
         destination = destination_for(like, partition.part_of(shape[0], self.size, self.rank)[1], destination)
-        status = self._in_kernel("take", plan, seq, shape[0], row_bytes, address, destination.data_ptr())
+        status = self._in_kernel("take", record, self.seq, shape[0], row_bytes, address, destination.data_ptr())
         if status:
             self.settle(status)
         return destination
 
     def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Part j of everybody's rows goes to rank j."""
+        """Send part j of dim 0 to rank j."""
         num_rows, row_numel = rows_of(source)
         row_bytes = row_numel * source.element_size()
-        if row_numel == 0:  # nothing to move, but the rows count
-            self.meet(num_rows)
-        else:  # most often all have as many rows: then there is nothing to ask before the result can be made
+        if row_numel == 0:  # no bytes to move, but the rows count
+            self.synchronize(num_rows)
+        else:
             num_received = partition.part_of(num_rows, self.size, self.rank)[1] * self.size
             target = destination_for(source, num_received, destination)
-            if not self.run("alltoall", self.plan(), source.data_ptr(), num_rows, row_bytes, target.data_ptr()):
+            if not self.run("alltoall", self.record(), source.data_ptr(), num_rows, row_bytes, target.data_ptr()):
                 return target
         rows = self.payloads()
         received = [partition.part_of(count, self.size, self.rank)[1] for count in rows]
@@ -407,22 +450,78 @@ class Movement(Calls):
         return destination
 
     def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
-        """Part j of `sources` goes to rank j; part j of `destinations` is filled by it."""
+        """Send part j of `sources` to rank j, and fill part j of `destinations` from it."""
         sizes = torch.tensor([[part.nbytes for part in parts] for parts in (sources, destinations)], device="cpu")
-        everybody = torch.empty((self.size, 2, self.size), dtype=torch.int64, device="cpu")
-        self.run("allgather", self.plan(), sizes.data_ptr(), sizes.nbytes, everybody.data_ptr())
-        longest = longest_part(everybody, self.group.where)
+        all_sizes = torch.empty((self.size, 2, self.size), dtype=torch.int64, device="cpu")
+        self.run("allgather", self.record(), sizes.data_ptr(), sizes.nbytes, all_sizes.data_ptr())
+        longest = longest_part(all_sizes, self.group.where)
         self._send([part.data_ptr() for part in sources], sizes[0].tolist())
-        self.table[:, 2], self.table[:, 3] = [part.data_ptr() for part in destinations], sizes[1]
-        # With seven ranks and more the sizes do not fit into the announcements.
+        self.transfers[:, records.RECEIVE_ADDRESS] = [part.data_ptr() for part in destinations]
+        self.transfers[:, records.RECEIVE_BYTES] = sizes[1]
+        # From seven ranks on the sizes go through the slots, because they do not fit into the payloads.
         has_sent = sizes.nbytes + FIELD_BYTES > memory_layout.PAYLOAD_BYTES
         self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
-        """What goes to each rank."""
-        self.table[:, 0], self.table[:, 1] = addresses, lengths
+        """Fill in what this rank sends to each rank."""
+        self.transfers[:, records.SEND_ADDRESS], self.transfers[:, records.SEND_BYTES] = addresses, lengths
 
     def _receive(self, target: torch.Tensor, lengths: Sequence[int]) -> None:
-        """What comes from each rank, one after the other."""
-        ends = np.cumsum(lengths)
-        self.table[:, 2], self.table[:, 3] = ends - lengths + target.data_ptr(), lengths
+        """Fill in what this rank receives from each rank, one after the other."""
+        addresses = np.cumsum(lengths) - lengths + target.data_ptr()
+        self.transfers[:, records.RECEIVE_ADDRESS], self.transfers[:, records.RECEIVE_BYTES] = addresses, lengths
+
+
+class SharedOperation:
+    """An operation that the fast path can also run (see :mod:`torchmpi.shared_memory.fast_path`)."""
+
+    def __init__(self, calls: SharedCalls, collective: str, code: int, operation: Operation) -> None:
+        self._calls, self._code, self._operation = calls, code, operation
+        self._is_rooted = collective in _ROOTED
+        many: Operation | None = getattr(calls, f"{collective}_many", None)
+        self.many = None if many is None else _or_abort(many, calls.shared)
+
+    def __call__(self, source: torch.Tensor, destination: Any, root: int) -> Any:
+        """Run the operation through Python, and abort the call if it fails or is interrupted."""
+        try:
+            return self._operation(source, destination, root)
+        except BaseException:  # written out: _or_abort would be another function call
+            self._calls.shared.abort()
+            raise
+
+    def cached_call(self, root: int) -> fast_path.CachedCall | None:
+        """Return the call with this root for the fast path, if it may take it."""
+        calls = self._calls
+        if calls.group.is_strict:
+            return None
+        code, record = self._code | root << 32, calls.record(root if self._is_rooted else -1)
+        return fast_path.CachedCall(
+            record,
+            calls.call_log,
+            calls.call_queue.run_lock,
+            code,
+            code ^ call_log.NATIVE,
+            partial(self._settle, root),
+            self._abort,
+        )
+
+    def _abort(self) -> None:
+        """Abort a call of the fast path that `_settle` could not begin to handle."""
+        calls = self._calls
+        calls.call_log.take_over()
+        calls.shared.abort()
+        calls.call_log.abandon()
+
+    def _settle(self, root: int, status: int, source: torch.Tensor, destination: Any) -> Any:
+        """Continue after a kernel of the fast path that returned a status, or end the call with an error."""
+        calls = self._calls
+        calls.call_log.take_over()
+        try:
+            if status & records.STATUS_KINDS != records.UNEVEN:
+                calls.settle(status)
+            result = self(source, destination, root)
+        except BaseException:
+            calls.call_log.abandon()
+            raise
+        calls.call_log.leave()
+        return result

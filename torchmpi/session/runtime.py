@@ -56,7 +56,7 @@ class Runtime:
         config = self.config
         self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
         settings = _shared_settings(config, with_cuda, cartesian)
-        own = _host_key(self.MPI, config), affinity.current(), settings, torch.cuda.is_available(), process_vm.ticket()
+        own = _host_key(self.MPI, config), affinity.current(), settings, torch.cuda.is_available(), process_vm.probe()
         facts = world.allgather(own)
         _check_agreement([settings for _, _, settings, *_ in facts])
         if with_cuda:
@@ -86,7 +86,7 @@ class Runtime:
         self.selector.load_saved(self.job)
         self._watch()
 
-    def _backends(self, neighbours: Mapping[int, process_vm.Ticket]) -> dict[str, Any]:
+    def _backends(self, neighbours: Mapping[int, process_vm.Probe]) -> dict[str, Any]:
         shared = SharedMemoryBackend(self.config, self.heap, self._say)
         nccl = NcclBackend(self.config, self.devices)
         reads = self.config.read_directly and not shared.problem and process_vm.can_read(neighbours.values())
@@ -96,9 +96,9 @@ class Runtime:
         for rank, (problem, *_) in enumerate(offers):
             shared.problem = shared.problem or (problem and f"rank {rank} cannot: {problem}")
         if all(reads for *_, reads in offers):
-            self.context.processes = {rank: ticket.process for rank, ticket in neighbours.items()}
+            self.context.processes = {rank: probe.process for rank, probe in neighbours.items()}
         if shared.kernels:
-            fast_path.build(used)
+            fast_path.build(used, enabled=self.config.fast_path)
         for problem in sorted({shared.problem, *self.context.problems} - {""}):
             if self.world.rank == 0 and self.config.slot_bytes:
                 self._say(f"no shared memory between ranks, so that MPI moves everything: {problem}")

@@ -1,9 +1,13 @@
-"""Gates: how a short call gets from a verb into a kernel without Python looking at anything.
+"""The fast path: short collectives from the public function into a kernel without Python code in between.
 
-A *gate* is a function of machine code for a verb. It is given what the verb was given, and if that is the plain case,
-contiguous host tensors on a communicator with an idle lane, it makes the call and returns its result; otherwise it
-returns None, and the verb goes on in Python. Behind a gate are *doors*, one for each prepared call that has been made
-before. All of them are forgotten when anything changes on which they rely: :func:`shut`.
+A *fast path* is a function of machine code for one collective. It gets the arguments of the public function. If they
+are the plain case (contiguous host tensors, an idle call queue) and an equal call has been made before, it makes the
+call and returns the result; otherwise it returns None, and the public function continues in Python.
+
+The calls that it can make are *cached calls*, each of which refers to a prepared call. All are dropped
+(:func:`invalidate`) when anything changes that they depend on; calls through Python cache them again.
+
+docs/design/fast-path.md has the conditions, the locks, and the steps of a call.
 """
 
 from __future__ import annotations
@@ -14,25 +18,25 @@ import threading
 from array import array
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..tensors import buffers, dlpack
 from . import kernels, memory_layout
-from .kernels import context
+from .kernels import records
 
 _EXAMPLE = torch.empty(0, device="cpu")
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter")
-# Those of a rank that gathers nothing and only gives, and of one that scatters nothing and only receives.
+# The last two are a gather on ranks that only send, and a scatter on ranks that only receive.
 _FAST_PATHS = (*COLLECTIVES, "give", "receive")
-# The first dimension that has to be the same on all ranks, if not number 0.
+# First dimension that must be equal on all ranks, if not 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
-_FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows any
+_FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows the shape
 
 
 def _not_built(*arguments: object) -> None:
-    """What stands for a gate before there is one."""
+    """Stand in for a fast path that is not available."""
 
 
 allreduce: Callable[..., Any] = _not_built
@@ -48,97 +52,104 @@ receive: Callable[..., Any] = _not_built
 
 
 Name = tuple[Hashable, torch.dtype, Any]
-"""How callers name a call: operation, root, or `both`, dtype, and communicator, None for the default one."""
+"""Identity of a call: operation, root, or both; dtype; communicator, None for the default one."""
 
 
 @lru_cache(maxsize=1024, typed=True)
 def joint_key(op: str, root: int) -> tuple[str, int]:
-    """Operation and root as one object, always the same one: gates know names by their address."""
+    """Return operation and root as one object, always the same one: fast paths compare addresses."""
     return op, root
 
 
-class CachedCall(NamedTuple):
-    """A prepared call, as its transport describes it."""
+class _CallLog(Protocol):
+    log_fields: Any
 
-    plan: int
-    """Address of what the kernel knows of the call."""
-    call_log: Any
-    run_lock: Any
+
+class _RunLock(Protocol):
+    fields: Any
+    address: int
+
+
+class CachedCall(NamedTuple):
+    """A call that a fast path can make, as its backend describes it."""
+
+    record: int
+    """Address of the call record of the kernel."""
+    call_log: _CallLog
+    run_lock: _RunLock
     code: int
-    """What the ledger writes down of it, but for the shape."""
+    """What the call log stores besides the shape."""
     signed_code: int
+    """The same as it enters the signature."""
     settle: Callable[[int, torch.Tensor, Any], Any]
-    """``settle(status, source, destination)`` goes on where the kernel could not finish."""
+    """``settle(status, source, destination)`` continues after a kernel that returned a status."""
     abort: Callable[[], None]
-    """Ends the call on this rank without a result, and lets the others know."""
+    """Abort the call on this rank, and inform the others."""
 
 
 class _FastPath:
-    """The words of one gate, and what they point at."""
+    """The record of one fast path, its cached calls, and the Python objects that the machine code uses."""
 
     def __init__(self, name: str, chosen: Any) -> None:
         self.name = name
         self.cached_calls: dict[Name, tuple[CachedCall, array[int]]] = {}
         self._retired: dict[int, tuple[CachedCall, array[int]]] = {}
-        self.fields = array("q", bytes(8 * context.FAST_PATH_FIELDS))
-        # The gate keeps alive what it calls: all of it lives as long as the process.
+        self.fields = array("q", bytes(8 * records.FAST_PATH_FIELDS))
+        # Machine code has the addresses of these objects, so they live as long as the process.
         self._objects = {
-            context.CHOSEN: chosen,
-            context.NONE: None,
-            context.TENSOR_TYPE: torch.Tensor,
-            context.IS_NEG: torch.Tensor.is_neg,
-            context.FALSE: False,
-            context.INCREMENT_VERSION: buffers.increment_version,
-            context.SETTLE: self._settle,
-            context.TOUCH: buffers.touch,
-            context.ABORT: self._abort,
+            records.CHOSEN_COMM: chosen,
+            records.NONE: None,
+            records.TENSOR_TYPE: torch.Tensor,
+            records.IS_NEG: torch.Tensor.is_neg,
+            records.FALSE: False,
+            records.INCREMENT_VERSION: buffers.increment_version,
+            records.SETTLE: self._settle,
+            records.TOUCH: buffers.touch,
+            records.ABORT: self._abort,
         }
         for index, item in self._objects.items():
             self.fields[index] = id(item)
-        self.fields[context.EXCHANGE] = dlpack.describer()
+        self.fields[records.DESCRIBE] = dlpack.describer()
         self.function = kernels.fast_path(name, self.fields.buffer_info()[0])
 
     def invalidate(self) -> None:
-        self.fields[context.FIRST] = 0
-        known = {
-            **self._retired,
-            **{fields.buffer_info()[0]: (cached_call, fields) for cached_call, fields in self.cached_calls.values()},
-        }
-        # Another thread may be in a call that it began before.
-        self._retired = {
-            at: item for at, item in known.items() if item[0].run_lock.fields[memory_layout.RUN_LOCK_ENTERED]
-        }
+        """Drop all cached calls; keep those in which another thread may be."""
+        self.fields[records.FIRST_CALL] = 0
+        known = dict(self._retired)
+        known.update((fields.buffer_info()[0], (call, fields)) for call, fields in self.cached_calls.values())
+        entered = memory_layout.RUN_LOCK_ENTERED
+        self._retired = {address: item for address, item in known.items() if item[0].run_lock.fields[entered]}
         self.cached_calls.clear()
 
     def _cached_call_at(self, address: int) -> CachedCall:
-        known = [
-            cached_call
-            for cached_call, fields in list(self.cached_calls.values())
-            if fields.buffer_info()[0] == address
-        ]
-        return known[0] if known else self._retired[address][0]
+        for cached_call, fields in list(self.cached_calls.values()):
+            if fields.buffer_info()[0] == address:
+                return cached_call
+        return self._retired[address][0]
 
     def add(self, name: Name, cached_call: CachedCall) -> None:
+        """Add a cached call in front of the list that the machine code searches."""
         key, dtype, comm = name
-        fields = array("q", bytes(8 * context.CACHED_CALL_FIELDS))
-        fields[context.NEXT] = self.fields[context.FIRST]
-        fields[context.KEY], fields[context.COMM] = id(key), id(comm)
-        fields[context.DLPACK_DTYPE], fields[context.PLAN] = dlpack.dtype_number(dtype), cached_call.plan
-        fields[context.CALL_LOG] = cached_call.call_log.log_fields.buffer_info()[0]
-        fields[context.RUN_LOCK] = cached_call.run_lock.address
-        fields[context.CODE], fields[context.SIGNED_CODE] = cached_call.code, cached_call.signed_code
-        fields[context.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
+        fields = array("q", bytes(8 * records.CACHED_CALL_FIELDS))
+        fields[records.NEXT_CALL] = self.fields[records.FIRST_CALL]
+        fields[records.KEY], fields[records.COMM] = id(key), id(comm)
+        fields[records.DLPACK_DTYPE] = dlpack.dtype_number(dtype)
+        fields[records.PREPARED_CALL] = cached_call.record
+        fields[records.CALL_LOG] = cached_call.call_log.log_fields.buffer_info()[0]
+        fields[records.RUN_LOCK] = cached_call.run_lock.address
+        fields[records.CODE], fields[records.SIGNED_CODE] = cached_call.code, cached_call.signed_code
+        fields[records.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
         self.cached_calls[name] = cached_call, fields
-        self.fields[context.FIRST] = fields.buffer_info()[0]
+        self.fields[records.FIRST_CALL] = fields.buffer_info()[0]
 
     def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
-        """Go on in Python with a call that machine code has entered, and leave in its place."""
+        """Continue in Python a call that machine code has entered, and release its run lock."""
         cached_call = self._cached_call_at(address)
         try:
             result = cached_call.settle(status, tensor, out)
         finally:
             cached_call.run_lock.fields[memory_layout.RUN_LOCK_ENTERED] = 0
-        if result is None:  # it has only given
+        if result is None:  # a gather on another rank than the root
             return tensor
         if out is not None and result is not out:
             buffers.copy_result(result, out)
@@ -146,19 +157,28 @@ class _FastPath:
         return tensor if out is None else out
 
     def _abort(self, address: int) -> None:
-        """A KeyboardInterrupt came before :meth:`_settle` had begun."""
+        """Abort a call after a KeyboardInterrupt that came before :meth:`_settle` had begun."""
         self._cached_call_at(address).abort()
 
 
 _fast_paths: dict[str, _FastPath] = {}
+_is_enabled = True
 _changing = threading.Lock()
 
 
-def build(chosen: Any) -> None:
-    """Put up the gates, once per process; `chosen` is the context variable for a communicator chosen by a thread."""
-    # Machine code looks for the type of an object where CPython has it, if it is not built for debugging.
+def build(chosen: Any, *, enabled: bool = True) -> None:
+    """Make the fast paths, once per process, and enable or disable them (setting ``fast_path``).
+
+    Args:
+        chosen: Context variable of the communicator that a thread or task has chosen.
+        enabled: Whether calls may be cached; without cached calls every fast path returns None.
+    """
+    global _is_enabled
+    _is_enabled = enabled
+    # Machine code loads the type of an object from where CPython keeps it in builds without Py_DEBUG.
     knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
-    if _fast_paths or not dlpack.describer() or not knows_type or sysconfig.get_config_var("Py_GIL_DISABLED"):
+    has_gil = not sysconfig.get_config_var("Py_GIL_DISABLED")
+    if _fast_paths or not (enabled and dlpack.describer() and knows_type and has_gil):
         return
     for name in _FAST_PATHS:
         _fast_paths[name] = _FastPath(name, chosen)
@@ -166,14 +186,18 @@ def build(chosen: Any) -> None:
 
 
 def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) -> None:
-    """Open a gate for calls like one that is about to be made; `find` gives no door if that cannot be."""
+    """Cache a call that is about to be made through Python.
+
+    Args:
+        which: Name of the fast path.
+        name: Identity of the call.
+        find: Returns the cached call, or None if the call cannot be made by a fast path.
+    """
     fast_path = _fast_paths.get(which)
-    if fast_path is None or name in fast_path.cached_calls:
+    if not _is_enabled or fast_path is None or name in fast_path.cached_calls:
         return
     with _changing:
-        if (
-            name in fast_path.cached_calls
-        ):  # another thread was here first, and machine code has the address of its door
+        if name in fast_path.cached_calls:  # by another thread, and machine code has its address
             return
         cached_call = find()
         if cached_call is not None:
@@ -181,14 +205,14 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
 
 
 def invalidate() -> None:
-    """Forget all doors: they rely on something that has changed. They open again by themselves."""
+    """Drop all cached calls, because something that they depend on has changed."""
     with _changing:
         for fast_path in _fast_paths.values():
             fast_path.invalidate()
 
 
 def invalidate_in_child() -> None:
-    """The same in a process that was forked, perhaps while another thread of its parent was changing something."""
+    """Drop all cached calls in a forked process, whose parent may have held the lock at the time."""
     global _changing
     _changing = threading.Lock()
     invalidate()

@@ -1,8 +1,30 @@
-"""How memory is laid out, in 64-bit words: what the ranks of a group share, one row per rank, then the slots.
+"""Layout of the memory that the ranks of a group share: one status block per rank, then the slots.
 
-A row is what one rank tells the others: a head with its state, two counters, a ring with one entry per call, and room
-for a message. Only its owner writes it. What is read often by others has a pair of cache lines to itself, since
-processors fetch lines in pairs.
+All numbers are of 64-bit fields. A status block consists of a head with the state of its rank, two counters, a ring
+with one entry per call, and room for a text; only its rank writes it. Fields that other ranks poll have two cache lines
+to themselves, since processors fetch lines in pairs.
+
+============== ==================================================================================================
+field          contents
+============== ==================================================================================================
+ENTERED, LEFT  number of the last call entered, and left
+REFUSED        number of the last call aborted
+ASKED          number of status requests to this rank
+ANSWERED       number of status requests that it has answered
+DYING          whether the rank is terminating
+FETCHES_SLOWLY consecutive trials in which copies through the caches were slow (see kernels.copying)
+CLOSED         whether the rank has closed the group
+ENQUEUED       number of the last call enqueued on its device
+BROUGHT        length of its tensor in that call
+BLAMES         call (upper bits) and rank (last BLAMED_RANK_BITS) that this rank holds responsible for an abort
+CORE           core on which it last waited, where there are more ranks than cores
+READY          chunks that this rank has put into its slots
+REDUCED        chunks that this rank has reduced, or read
+KEPT           two fields, by chunk parity: whether the result of a reduction is in the rank's own slot
+UNREAD         REDUCED of the last call with direct reads if this rank could not read, otherwise 0
+ring           from RING_START: RING_LENGTH entries of sequence number, signature and payload
+text           from TEXT_START_BYTES: what the rank is doing, on request
+============== ==================================================================================================
 """
 
 from __future__ import annotations
@@ -10,38 +32,29 @@ from __future__ import annotations
 FIELD_BYTES = 8
 _LINE_FIELDS = 16  # 128 bytes
 
-# The head: number of the last call entered and left, of the one refused, questions asked and answered, the end,
-# whether this rank is slow with what goes through the caches (see torchmpi.shared_memory.kernels.copying), whether it
-# has given
-# the group up, and answers no more; how far it has enqueued a call on its device, and how much it brings to that call;
-# for which call it blames another rank, and which one, in the last BLAMED_RANK_BITS; where there are more ranks than
-# cores, the core that it was last on.
 ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BROUGHT, BLAMES, CORE = range(12)
 BLAMED_RANK_BITS = 24
 
-# Chunks of large calls: how many this rank has put into its slots, and how many it has combined or read; for the last
-# two of those, by turns, whether what it has combined is in its own slot instead of those of the others.
 READY = 1 * _LINE_FIELDS
 REDUCED = 2 * _LINE_FIELDS
 KEPT = REDUCED + 1
-# Of the last call in which ranks read each other's memory: REDUCED if this one could not, otherwise 0.
 UNREAD = REDUCED + 3
 CHUNK_BITS = 24  # a call has fewer chunks than two to the power of this
 
-# The ring: of each call its number, its signature, and up to PAYLOAD_BYTES that travel with them.
+# Fields of an entry of the ring: sequence number, signature, payload.
 RING_START = 3 * _LINE_FIELDS
-RING_LENGTH = 32  # calls remembered; a power of two
+RING_LENGTH = 32  # a power of two
 ENTRY_FIELDS = _LINE_FIELDS
 SEQUENCE, SIGNATURE, PAYLOAD = range(3)
 PAYLOAD_BYTES = (ENTRY_FIELDS - PAYLOAD) * FIELD_BYTES
-MEMORY = 2  # the word of the payload of a long call from which a rank says where its tensor is, if that is shared
+MEMORY = 2  # field of the payload of a long call from which a rank announces its shared tensor
 
-# What a rank keeps of a group for machine code, in private memory. Of the ledger: number of the last call, and of the
-# one that machine code has entered and that is under way (0 if none is), its code, its shape as far as it is signed.
+# Private memory that machine code and Python share. The call log of a group: number of the last call; number of the
+# call that the fast path has entered and that is active, or 0; its code; the part of its shape that is signed.
 LOG_SEQUENCE, LOG_ACTIVE, LOG_CODE, LOG_NUM_DIMS, LOG_DIMS = range(5)
 MAX_LOG_DIMS = 12
 LOG_FIELDS = LOG_DIMS + MAX_LOG_DIMS
-# Of the right to run: whether Python holds it, whether machine code has entered, and how many calls are pending.
+# A run lock: whether Python holds it, whether the fast path has entered, and how many calls are pending.
 RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING = range(3)
 RUN_LOCK_FIELDS = 3
 
@@ -49,25 +62,25 @@ TEXT_START_BYTES = (RING_START + RING_LENGTH * ENTRY_FIELDS) * FIELD_BYTES
 BLOCK_BYTES = 8192
 BLOCK_FIELDS = BLOCK_BYTES // FIELD_BYTES
 
-# Processors copy at half their speed to a place that has nearly the same offset in its page as what they copy. Pages
-# begin where slots would, and 16 bytes later large NumPy arrays do: so the slots begin in the middle of a page.
+# Processors copy at half their speed to an address with nearly the same offset in its page as the source. Large NumPy
+# arrays begin 16 bytes after the beginning of a page: so the slots begin in the middle of one.
 _PAGE_BYTES = 4096
 
 
 def slots_begin(size: int) -> int:
-    """The byte at which the slots of so many ranks begin, behind their rows.
+    """Return the offset in bytes of the slots of so many ranks, after their status blocks.
 
-    >>> slots_begin(2) - 2 * ROW_BYTES
+    >>> slots_begin(2) - 2 * BLOCK_BYTES
     2048
     """
     return size * BLOCK_BYTES + _PAGE_BYTES // 2
 
 
 def num_slots(size: int) -> int:
-    """How many slots a rank has: two, by turns, or four if there is only one other rank.
+    """Return how many slots a rank has: two, or four if there is only one other rank.
 
-    A core writes faster to lines that have left the caches of the cores that have read them. From many ranks so much is
-    read that they have, when the slot's turn comes again; from one it takes more slots.
+    A core writes faster to cache lines that have left the caches of their readers. With many ranks so much is read
+    between two uses of a slot that they have; with two it takes more slots.
 
     >>> num_slots(2), num_slots(3), num_slots(64)
     (4, 2, 2)
@@ -75,10 +88,10 @@ def num_slots(size: int) -> int:
     return 4 if size == 2 else 2
 
 
-def entry(row: int, index: int) -> int:
-    """The word at which an entry of the ring of a row begins.
+def entry(block: int, index: int) -> int:
+    """Return the first field of an entry in the ring of a block, counted from the first block.
 
     >>> entry(0, 1) - entry(0, 0), entry(1, 0) - entry(0, 0)
     (16, 1024)
     """
-    return row * BLOCK_FIELDS + RING_START + index * ENTRY_FIELDS
+    return block * BLOCK_FIELDS + RING_START + index * ENTRY_FIELDS

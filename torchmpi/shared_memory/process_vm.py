@@ -1,7 +1,7 @@
-"""Whether the ranks of a host may read each other's memory by a call of the system (Linux: process_vm_readv).
+"""Test whether the ranks of a host can read each other's memory (Linux: process_vm_readv).
 
-Some systems allow it to nobody but debuggers, containers forbid it, and the number of a process means nothing in
-another container. So each rank tries it, on all others.
+Some systems allow that to debuggers only, containers may forbid it, and process ids differ between containers. So each
+rank tries to read a random number from all others.
 """
 
 from __future__ import annotations
@@ -15,45 +15,47 @@ from typing import Any, NamedTuple
 _shown = ctypes.c_uint64(0)
 
 
-class Ticket(NamedTuple):
-    """Where a process has something for others to read, and what."""
+class Probe(NamedTuple):
+    """A value in the memory of a process that others try to read."""
 
     process: int
     address: int
     value: int
 
 
-class _Span(ctypes.Structure):
+class _IoVec(ctypes.Structure):
+    """The struct iovec of the C library."""
+
     _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
 
 
-def ticket() -> Ticket:
-    """Of this process, for `can_read` in others.
+def probe() -> Probe:
+    """Return a probe of this process, for `can_read` in others.
 
-    >>> ticket().process == os.getpid()
+    >>> probe().process == os.getpid()
     True
     """
     while not _shown.value:
         _shown.value = secrets.randbits(64)
-    return Ticket(os.getpid(), ctypes.addressof(_shown), _shown.value)
+    return Probe(os.getpid(), ctypes.addressof(_shown), _shown.value)
 
 
-def can_read(tickets: Iterable[Ticket]) -> bool:
-    """Whether this process can read the memory of all these.
+def can_read(probes: Iterable[Probe]) -> bool:
+    """Return whether this process can read the memory of all these processes.
 
-    >>> can_read([Ticket(process=-1, address=1, value=1)])
+    >>> can_read([Probe(process=-1, address=1, value=1)])
     False
     """
     library: Any = ctypes.CDLL(None, use_errno=True)
     read = getattr(library, "process_vm_readv", None)
-    return read is not None and all(_read(read, *ticket) for ticket in tickets)
+    return read is not None and all(_read(read, *probe) for probe in probes)
 
 
 def _read(read: Any, process: int, address: int, value: int) -> bool:
     found = ctypes.c_uint64(0)
     num_bytes = ctypes.sizeof(found)
-    here, there = _Span(ctypes.addressof(found), num_bytes), _Span(address, num_bytes)
+    local, remote = _IoVec(ctypes.addressof(found), num_bytes), _IoVec(address, num_bytes)
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
     read.restype = ctypes.c_ssize_t
-    count = read(ctypes.c_int(process), ctypes.byref(here), one, ctypes.byref(there), one, none)
+    count = read(ctypes.c_int(process), ctypes.byref(local), one, ctypes.byref(remote), one, none)
     return bool(count == num_bytes and found.value == value)

@@ -1,8 +1,9 @@
-"""Memory that the processes of one host share: made without a name in the file system, and gone with its last user.
+"""Shared-memory segments of the processes of one host, without a name in the file system.
 
-A segment is an anonymous file in memory. Others open it through its owner's entry in /proc while the owner holds it
-open; nothing is left when a process is killed, and the size of /dev/shm (64 MB in a container) is no limit. Where the
-system has no such files, one in /dev/shm takes their place, removed as soon as everybody has it open.
+A segment is an anonymous file in memory (`memfd_create`). Other processes open it through its owner's entry in /proc
+while the owner holds it open. Nothing is left when a process is killed, and the size of /dev/shm (64 MB in a container)
+is no limit. On systems without such files a file in /dev/shm is used, and removed as soon as all processes have opened
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _FOLDER = "/dev/shm"
 
 
 class Ticket(NamedTuple):
-    """What another process needs to open a segment, and to know that it opened the right one."""
+    """Path of a segment, and what identifies the file: another process opens the segment with it."""
 
     path: str
     device: int
@@ -43,14 +44,16 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> Segment:
-        """Make a segment, readable by this user alone; an OSError says that it cannot be had."""
+        """Make a segment that this user alone can read.
+
+        Raises:
+            OSError: The system has no memory for it.
+        """
         return cls._around(*_make_file(f"torchmpi-{name}-", num_bytes), num_bytes)
 
     @classmethod
     def of(cls, file: int, num_bytes: int) -> Segment:
-        """The same around a file without a name that somebody else has made, has mapped, and will not look at any more
-        when this segment is released.
-        """
+        """Make a segment of an open anonymous file, which must not be used any more when the segment is released."""
         return cls._around(os.dup(file), None, num_bytes)
 
     @classmethod
@@ -81,30 +84,30 @@ class Segment:
 
     @property
     def address(self) -> int:
-        """Where it begins in this process."""
+        """Its address in this process."""
         return int(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether it has no name, so that nothing is left of it whatever happens."""
+        """Whether it has no name in the file system."""
         return self._path is None
 
     @property
     def is_released(self) -> bool:
-        """Whether its owner has given the memory back."""
+        """Whether its owner has released the memory."""
         return self.memory.size() == 0
 
     def withdraw(self) -> None:
-        """Nobody else will open it: from now on it lives as long as it is mapped."""
+        """Let no other process open it: from now on it exists as long as it is mapped."""
         self._end(truncate=False)
 
     def release(self) -> None:
-        """Give the memory back to the system, whoever has it mapped; nobody may look at it any more."""
+        """Return the memory to the system, even if other processes have it mapped; it must not be accessed any more."""
         self._end(truncate=True)
 
     def _end(self, *, truncate: bool) -> None:
-        # Taken before anything is closed: a finalizer may come here from another thread meanwhile, and the number of a
-        # file that is closed twice may be somebody else's by then.
+        # Cleared before closing: a finalizer may come here from another thread meanwhile, and the descriptor of a file
+        # closed twice may belong to another file by then.
         (path, self._path), (file, self._file) = (self._path, None), (self._file, None)
         if path is not None:
             os.unlink(path)
@@ -119,7 +122,7 @@ class Segment:
 
 
 def _make_file(prefix: str, num_bytes: int) -> tuple[int, str | None]:
-    """A new file of that size in memory, and its path if it has one."""
+    """Make a file of this size in memory; return its descriptor, and its path if it has one."""
     file, path = _anonymous_file(prefix), None
     if file is None:
         file, path = tempfile.mkstemp(prefix=prefix, dir=_FOLDER if os.access(_FOLDER, os.W_OK) else None)
@@ -127,7 +130,7 @@ def _make_file(prefix: str, num_bytes: int) -> tuple[int, str | None]:
         os.fchmod(file, 0o600)
         os.ftruncate(file, num_bytes)
         if path is not None:
-            os.posix_fallocate(file, 0, num_bytes)  # a full /dev/shm is an error now, not a SIGBUS later
+            os.posix_fallocate(file, 0, num_bytes)  # a full /dev/shm is an error here, and not a SIGBUS later
     except BaseException:
         os.close(file)
         if path is not None:

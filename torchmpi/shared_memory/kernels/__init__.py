@@ -1,19 +1,35 @@
-"""Native code that runs without the GIL: collectives in shared memory, and the reductions in them.
+"""Machine code that runs without the GIL: collectives in shared memory, and their reductions.
 
-Importing this package loads nothing. `load` gives the kernels: compiled by the first process on a machine, machine code
-from a file for all others.
+Importing this package loads nothing. `load` returns the kernels: the first process on a machine compiles them, all
+others load the machine code from a file.
+
+=================================== ============================================================================
+layer, from the top                 modules
+=================================== ============================================================================
+kernels that Python calls           movement, partitioning, reduce_kernels, fast_path_entry, shard_passes
+loop, routes, measurements          chunk_loop, direct_read, lookup, copying
+synchronization                     arrival
+records and shared memory by name   access, records, shard_layout, torchmpi.shared_memory.memory_layout
+raw memory, atomics, system calls   intrinsics
+reductions and rules as LLVM text   reduction, reduction_ir, server_rules, server_rule_ir, simd_ir
+compilation                         kernel_sets, compilation, wrappers, fast_path_ir, native_code
+=================================== ============================================================================
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .kernel_sets import SETS
+from .kernel_sets import ENABLE_CHECKS, SETS
+
+if TYPE_CHECKING:
+    from .native_code import Compiler
 
 _PREFIX = "torchmpi_kernel_"
 _METH_FASTCALL = 0x80
@@ -23,10 +39,10 @@ _kernels: dict[str, dict[str, Callable[..., int]]] = {}
 def load(
     announce: Callable[[str], object] = lambda message: None, *, which: str = "collectives"
 ) -> dict[str, Callable[..., int]]:
-    """A set of kernels by name. The first process on a machine compiles them, and tells by `announce` that it does.
+    """Return a set of kernels by name. The first process on a machine compiles them, and calls `announce` before.
 
     >>> sorted(load())  # doctest: +ELLIPSIS
-    ['allgather', 'allreduce', 'allreduce_many', 'alltoall', 'broadcast', 'exchange', 'meet', 'offer', ...]
+    ['allgather', 'allreduce', 'allreduce_list', 'alltoall', 'barrier', 'broadcast', 'exchange', 'offer', ...]
     """
     if which not in _kernels:
         from . import native_code
@@ -38,24 +54,21 @@ def load(
     return _kernels[which]
 
 
-def _build(compiler: Any, recipe: str, which: str, announce: Callable[[str], object]) -> None:
-    try:
-        lock = open(compiler.folder / "torchmpi_kernels.lock", "w") if compiler.folder else None
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one compiles, the other ranks wait for it instead of doing the same
-    except OSError:  # without locks, or another user's
-        lock = None
-    modules, names, what, fast_paths = SETS[which]
-    try:
-        if lock is not None and compiler.load(f"torchmpi_{which}", recipe):
+def _build(compiler: Compiler, recipe: str, which: str, announce: Callable[[str], object]) -> None:
+    modules, names, description, fast_paths = SETS[which]
+    with contextlib.ExitStack() as stack:
+        is_locked = False
+        if compiler.folder:
+            with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
+                lock = stack.enter_context(open(compiler.folder / "torchmpi_kernels.lock", "w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one rank compiles, the others wait for the file
+                is_locked = True
+        if is_locked and compiler.load(f"torchmpi_{which}", recipe):
             return
-        announce(f"compiling the {what}, once per machine: some seconds")
+        announce(f"compiling the {description}, once per machine: some seconds")
         from . import compilation
 
         compiler.build(f"torchmpi_{which}", recipe, compilation.module_text(_PREFIX, modules, names, fast_paths))
-    finally:
-        if lock is not None:
-            lock.close()
 
 
 class _Definition(ctypes.Structure):
@@ -70,11 +83,11 @@ class _Definition(ctypes.Structure):
 
 
 _definitions: dict[str, _Definition] = {}
-"""They must live as long as the functions."""
+"""Kept, because they must live as long as the functions."""
 
 
 def fast_path(which: str, fields: int) -> Callable[..., Any]:
-    """The function that enters a kernel with tensors; `words` is where what it looks at is (see context)."""
+    """Return the fast path of a collective; `fields` is the address of its record (see records)."""
     from . import native_code
 
     name = f"enter_{which}"
@@ -82,7 +95,7 @@ def fast_path(which: str, fields: int) -> Callable[..., Any]:
 
 
 def _callable(name: str, address: int, owner: int | None = None) -> Callable[..., int]:
-    """A function of Python around machine code that unpacks its arguments itself, and finds `owner` as its ``self``."""
+    """Return a Python function around machine code that unpacks its arguments itself; `owner` is its ``self``."""
     definition = _definitions.setdefault(name, _Definition(name.encode(), address, _METH_FASTCALL, None))
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
@@ -91,8 +104,9 @@ def _callable(name: str, address: int, owner: int | None = None) -> Callable[...
 
 
 def _source_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")) + [Path(__file__).parent.parent / "memory_layout.py"]:
+    digest = hashlib.sha256(b"checks" if ENABLE_CHECKS else b"")
+    folder = Path(__file__).parent
+    for path in (*sorted(folder.glob("*.py")), folder.parent / "memory_layout.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -1,217 +1,224 @@
-"""How ranks meet: waiting for a word of another rank, and arriving at a call."""
+"""Waiting for fields of other ranks, and the synchronization at the beginning of a call.
+
+Algorithm of a call with sequence number `seq`:
+
+1. `begin` publishes ENTERED = seq and waits until this rank's ring entry may be written: the entry is reused after
+   RING_LENGTH calls, when all ranks have entered a call after its previous use. After an aborted call it waits for all
+   ranks to be past that one, because the slots are written before the ranks synchronize.
+2. The kernel writes the payload of the entry, and often the first chunk into its slot.
+3. `arrive` writes the signature and publishes the sequence number of the entry; then it waits for the entries of all
+   other ranks and compares signatures. No rank passes before all have arrived, so every rank detects a mismatch.
+4. The kernel moves the data; `leave` stores LEFT.
+
+Memory order: the release store of the entry's sequence number publishes signature, payload and the first chunk; the
+acquire load in `wait` precedes all reads of them. READY and REDUCED work in the same way for later chunks. ABORTED of
+another rank (REFUSED in its block) is read with acquire after a fence where data was read outside the slots.
+
+A wait polls SPINS times with a pause instruction, YIELDS times with `sched_yield`, and then sleeps; only while it
+sleeps it looks for aborted calls and for the time limit.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
-
-from .. import memory_layout
-from . import context
-from .intrinsics import fence, give_way, load, load_acquire, pause, sleep, store, store_release, this_core
+from ..memory_layout import CORE, ENTERED, LEFT, REDUCED, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE
+from .access import block_of, entry_of, fail_check, inlined, inner, outcome, own_block, peer_at, ring_field, set_counter
+from .intrinsics import (
+    fence,
+    field_address,
+    give_way,
+    load_acquire,
+    load_field,
+    load_field_acquire,
+    pause,
+    sleep,
+    store_field,
+    store_field_release,
+    this_core,
+)
+from .kernel_sets import ENABLE_CHECKS
+from .records import (
+    ABORTED,
+    CHECK_SEQUENCE,
+    CHUNKS,
+    CROWDED,
+    CURRENT_SEQ,
+    EXPIRED,
+    FREE_UNTIL,
+    LAST_ABORTED,
+    MISMATCH,
+    RANK,
+    SIZE,
+    SPINS,
+    TIMEOUT,
+    YIELDS,
+)
 
 _LONGEST_NAP_MICROSECONDS = 1000
 _SHORTEST_NAP_MICROSECONDS = 20
-
-_numba: Any = numba
-
-inner = _numba.njit(nogil=True, error_model="numpy")
-"""How what kernels call is compiled: together with each kernel that calls it."""
-
-
-kernels: dict[str, Any] = {}
-"""What Python calls, by name; compiled by :mod:`torchmpi.shared_memory.kernels.compilation`."""
-
-
-def kernel(function: Any) -> Any:
-    """A function of addresses and numbers that Python calls, and kernels may."""
-    kernels[function.__name__] = function
-    return inner(function)
-
-
-_ROW = memory_layout.BLOCK_BYTES
-_ENTERED, _LEFT, _REFUSED = (field * 8 for field in (memory_layout.ENTERED, memory_layout.LEFT, memory_layout.REFUSED))
-_CORE, _SIGNATURE, _REDUCED = (
-    field * 8 for field in (memory_layout.CORE, memory_layout.SIGNATURE, memory_layout.REDUCED)
-)
-_RING, _ENTRY, _LAST = memory_layout.RING_START * 8, memory_layout.ENTRY_FIELDS * 8, memory_layout.RING_LENGTH - 1
-PAYLOAD = memory_layout.PAYLOAD * 8
+_RING_REUSE = RING_LENGTH - 1
 
 
 @inner
-def own(ctx, field):  # type: ignore[no-untyped-def]
-    """A word of the context."""
-    return load(ctx + field * 8)
+def has_aborted(group, rank):
+    """Return whether a rank will not finish the current call.
 
-
-@inner
-def row(ctx, rank):  # type: ignore[no-untyped-def]
-    """Address of the row of a rank."""
-    return own(ctx, context.ROWS) + rank * _ROW
-
-
-@inner
-def entry(ctx, rank, seq):  # type: ignore[no-untyped-def]
-    """Address of the entry of a call in the ring of a rank."""
-    return row(ctx, rank) + _RING + (seq & _LAST) * _ENTRY
-
-
-@inner
-def has_aborted(ctx, rank):  # type: ignore[no-untyped-def]
-    """Whether a rank will not finish the current call: it says so, or says so of a later one, and never was in this."""
-    seq = own(ctx, context.SEQUENCE)
-    refused = load_acquire(row(ctx, rank) + _REFUSED)
+    It has aborted this call, or a later one without having taken part in this one.
+    """
+    seq = load_field(group, CURRENT_SEQ)
+    refused = load_field_acquire(block_of(group, rank), REFUSED)
     if refused <= seq:
         return refused == seq
-    mine, theirs = entry(ctx, own(ctx, context.RANK), seq), entry(ctx, rank, seq)
-    return load(mine) == seq and (load(theirs) != seq or load(theirs + _SIGNATURE) != load(mine + _SIGNATURE))
+    mine, theirs = entry_of(group, load_field(group, RANK), seq), entry_of(group, rank, seq)
+    return load_field(mine, SEQUENCE) == seq and (
+        load_field(theirs, SEQUENCE) != seq or load_field(theirs, SIGNATURE) != load_field(mine, SIGNATURE)
+    )
 
 
 @inner
-def check_reads(ctx):  # type: ignore[no-untyped-def]
-    """After reading what is not in a slot: 0, or REFUSED and a rank that may have written there since, having given up.
+def check_reads(group):
+    """After reading other ranks' tensors: 0, or ABORTED and a rank that may have modified its tensor since.
 
-    It says so before it goes on, so it is enough to look afterwards.
+    A rank publishes the abort before its program continues, so one look afterwards suffices.
     """
     fence()
-    for rank in range(own(ctx, context.SIZE)):
-        if rank != own(ctx, context.RANK) and has_aborted(ctx, rank):
-            return context.REFUSED + rank
+    for rank in range(load_field(group, SIZE)):
+        if rank != load_field(group, RANK) and has_aborted(group, rank):
+            return ABORTED + rank
     return 0
 
 
 @inner
-def wait_long(ctx, address, value):  # type: ignore[no-untyped-def]
-    """Give way, then sleep, ever longer; ends if a rank has given up the call, or its time is over."""
-    for _ in range(own(ctx, context.YIELDS)):
+def wait_long(group, address, value):
+    """Yield, then sleep with growing intervals; end with a status if a rank aborts or the call times out."""
+    for _ in range(load_field(group, YIELDS)):
         if load_acquire(address) >= value:
             return 0
         give_way()
     nap = _SHORTEST_NAP_MICROSECONDS
     while load_acquire(address) < value:
-        for rank in range(own(ctx, context.SIZE)):
-            if has_aborted(ctx, rank):
-                return context.REFUSED + rank
-        if load_acquire(ctx + context.EXPIRED * 8) == own(ctx, context.SEQUENCE):
-            return context.LATE
+        for rank in range(load_field(group, SIZE)):
+            if has_aborted(group, rank):
+                return ABORTED + rank
+        if load_field_acquire(group, EXPIRED) == load_field(group, CURRENT_SEQ):
+            return TIMEOUT
         sleep(nap)
         nap = min(nap + nap // 4, _LONGEST_NAP_MICROSECONDS)
     return 0
 
 
 @inner
-def wait(ctx, address, value):  # type: ignore[no-untyped-def]
-    """Return when the word, of a rank on another core, has reached the value: 0, or why it never will."""
-    for _ in range(own(ctx, context.SPINS)):
+def wait(group, address, value):
+    """Wait until a field of a rank on another core has reached a value: 0, or the reason why it will not."""
+    for _ in range(load_field(group, SPINS)):
         if load_acquire(address) >= value:
             return 0
         pause()
-    return wait_long(ctx, address, value)
+    return wait_long(group, address, value)
 
 
 @inner
-def wait_beside(ctx, field, value):  # type: ignore[no-untyped-def]
-    """Where ranks share cores: wait for this word in the rows of those on this core, and look for nothing meanwhile.
-
-    They go on as soon as this rank gives way, and not before.
-    """
-    if own(ctx, context.CROWDED) == 0:
-        return 0
-    rank, size, core = own(ctx, context.RANK), own(ctx, context.SIZE), this_core()
-    store(row(ctx, rank) + _CORE, core)
+def wait_core(group, field, value):
+    """Wait for a field in the blocks of the ranks on this core, yielding without polling: they run only then."""
+    rank, size, core = load_field(group, RANK), load_field(group, SIZE), this_core()
+    store_field(block_of(group, rank), CORE, core)
     for shift in range(1, size):
-        other = rank + shift - size if rank + shift >= size else rank + shift
-        if load(row(ctx, other) + _CORE) == core:
-            status = wait_long(ctx, row(ctx, other) + field, value)
+        other = peer_at(rank, size, shift)
+        if load_field(block_of(group, other), CORE) == core:
+            status = wait_long(group, field_address(block_of(group, other), field), value)
             if status != 0:
                 return status
     return 0
 
 
+@inlined
+def wait_same_core(group, field, value):
+    """Wait for the ranks on this core first, where ranks share cores."""
+    return wait_core(group, field, value) if load_field(group, CROWDED) != 0 else 0
+
+
 @inner
-def wait_all(ctx, counter, value):  # type: ignore[no-untyped-def]
-    """Return when a counter has reached the value on all other ranks."""
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    status = wait_beside(ctx, counter, value)
+def wait_all(group, field, value):
+    """Wait until a field has reached a value in the blocks of all other ranks."""
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    status = wait_same_core(group, field, value)
     if status != 0:
         return status
     for shift in range(1, size):
-        other = rank + shift - size if rank + shift >= size else rank + shift
-        status = wait(ctx, row(ctx, other) + counter, value)
+        other = peer_at(rank, size, shift)
+        status = wait(group, field_address(block_of(group, other), field), value)
         if status != 0:
             return status
     return 0
 
 
 @inner
-def end_reads(ctx):  # type: ignore[no-untyped-def]
-    """At the end of a call in which ranks have read each other's tensors, which may be written to when all are here.
-
-    It counts as one chunk.
-    """
-    status = check_reads(ctx)
-    if status != 0:
-        return status
-    chunk = own(ctx, context.CHUNKS)
-    store(ctx + context.CHUNKS * 8, chunk + 1)
-    store_release(row(ctx, own(ctx, context.RANK)) + _REDUCED, chunk + 1)
-    return wait_all(ctx, _REDUCED, chunk + 1)
-
-
-@inner
-def have_all(ctx, counter, value):  # type: ignore[no-untyped-def]
-    """Whether a counter has reached the value on all other ranks."""
-    for other in range(own(ctx, context.SIZE)):
-        if other != own(ctx, context.RANK) and load_acquire(row(ctx, other) + counter) < value:
+def have_all(group, field, value):
+    """Return whether a field has reached a value in the blocks of all other ranks."""
+    for other in range(load_field(group, SIZE)):
+        if other != load_field(group, RANK) and load_field_acquire(block_of(group, other), field) < value:
             return False
     return True
 
 
 @inner
-def begin(ctx, seq):  # type: ignore[no-untyped-def]
-    """Make sure that this rank's entry for a call may be written: all ranks are past the call that had it before.
+def end_reads(group):
+    """End a call in which ranks read each other's tensors: wait until all have, so that tensors may be modified.
 
-    After a call that this rank has given up also that its slots may: all are past that one, and those before it.
+    Counts as one chunk.
     """
-    store(ctx + context.SEQUENCE * 8, seq)
-    store_release(row(ctx, own(ctx, context.RANK)) + _ENTERED, seq)
-    raise_aborted = own(ctx, context.LAST_ABORTED)
-    if raise_aborted != 0:
-        status = wait_all(ctx, _ENTERED, raise_aborted + 1)
-        if status != 0:
-            return status
-        store(ctx + context.LAST_ABORTED * 8, 0)
-    return wait_all(ctx, _ENTERED, seq - _LAST) if seq > own(ctx, context.FREE) else 0
+    status = check_reads(group)
+    if status != 0:
+        return status
+    chunk = load_field(group, CHUNKS)
+    set_counter(group, REDUCED, chunk + 1)
+    store_field(group, CHUNKS, chunk + 1)
+    return wait_all(group, REDUCED, chunk + 1)
 
 
 @inner
-def arrive(ctx, seq, signature):  # type: ignore[no-untyped-def]
-    """Publish this rank's entry, whose payload is written already, and wait for everybody's; all must be the same.
+def begin(group, seq):
+    """Enter a call: wait until this rank's ring entry may be written and, after an aborted call, its slots."""
+    if ENABLE_CHECKS and seq < load_field(group, CURRENT_SEQ):
+        fail_check(group, CHECK_SEQUENCE, seq, load_field(group, CURRENT_SEQ))
+    store_field(group, CURRENT_SEQ, seq)
+    store_field_release(own_block(group), ENTERED, seq)
+    aborted = load_field(group, LAST_ABORTED)
+    if aborted != 0:
+        status = wait_all(group, ENTERED, aborted + 1)
+        if status != 0:
+            return status
+        store_field(group, LAST_ABORTED, 0)
+    return wait_all(group, ENTERED, seq - _RING_REUSE) if seq > load_field(group, FREE_UNTIL) else 0
 
-    Also the same number of chunks so far: it differs after a call that failed on some ranks only.
+
+@inner
+def arrive(group, seq, signature):
+    """Publish this rank's entry, whose payload is written, and wait for all others; all signatures must be equal.
+
+    The number of chunks so far is part of the signature: it differs after a call that failed on some ranks only.
     """
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    signature ^= own(ctx, context.CHUNKS)
-    mine = entry(ctx, rank, seq)
-    store(mine + memory_layout.SIGNATURE * 8, signature)
-    store_release(mine, seq)
-    status = wait_beside(ctx, mine - row(ctx, rank), seq)
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    signature ^= load_field(group, CHUNKS)
+    mine = entry_of(group, rank, seq)
+    store_field(mine, SIGNATURE, signature)
+    store_field_release(mine, SEQUENCE, seq)
+    status = wait_same_core(group, ring_field(seq), seq)
     if status != 0:
         return status
     for shift in range(1, size):
-        other = rank + shift - size if rank + shift >= size else rank + shift
-        theirs = entry(ctx, other, seq)
-        status = wait(ctx, theirs, seq)
+        other = peer_at(rank, size, shift)
+        theirs = entry_of(group, other, seq)
+        status = wait(group, theirs, seq)
         if status != 0:
             return status
-        if load(theirs + memory_layout.SIGNATURE * 8) != signature:
-            return context.MISMATCH + other
-    store(ctx + context.FREE * 8, seq + _LAST)  # all are past the call before this one
+        if load_field(theirs, SIGNATURE) != signature:
+            return MISMATCH + other
+    store_field(group, FREE_UNTIL, seq + _RING_REUSE)  # all ranks are past the call before this one
     return 0
 
 
 @inner
-def leave(ctx, seq):  # type: ignore[no-untyped-def]
-    """Note the end of a call."""
-    store(row(ctx, own(ctx, context.RANK)) + _LEFT, seq)
-    return 0
+def leave(group, seq, status):
+    """Store the end of a call, and return its status."""
+    store_field(own_block(group), LEFT, seq)
+    return outcome(group, status)

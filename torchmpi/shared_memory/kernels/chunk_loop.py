@@ -1,79 +1,111 @@
-"""The loop of the verbs that move and do not combine: pieces through shared memory, round after round.
+"""The chunk loop of transfers: collectives that move data without reducing (broadcast, gathers, scatter, alltoall).
 
-In each round a rank puts a piece of what it sends into its slot, and fetches from the slots of the others. What it
-sends is one stream for everybody (broadcast, gathers) or one for each rank (scatter, alltoall, reduce_scatter).
+Each rank has a table of transfer records: what it sends to each rank, and where it puts what it receives. A call sends
+either one stream, the same for all ranks (SPACING 0), or one part to each rank (SPACING apart in the slot).
+
+In round `i`, with chunk number `c = CHUNKS + i`, each rank
+
+1. waits until all ranks have read chunk `c - 1` (REDUCED >= c), and copies its chunk `c + 1` into its slot, then
+   publishes READY = c + 2. Chunk `CHUNKS` itself is in the slot when the loop begins.
+2. for each other rank: waits for READY > c and copies its share of chunk `c` out of the slot of that rank.
+3. publishes REDUCED = c + 1.
+
+Chunks `c` and `c + 1` are in different slots, and step 1 waits until the chunk that had the slot before has been read
+everywhere, so that no slot is overwritten too early (docs/design/shared-memory.md has the argument).
+
+Memory order: READY is published after the data in the slot, with a fence if the caches were bypassed, and acquired
+before that data is read. REDUCED is published after the reads, and acquired before the slot is written again.
 """
 
 from __future__ import annotations
 
-from .. import memory_layout
-from . import context
-from .arrival import inner, kernel, own, row, wait, wait_all
+from ..memory_layout import READY, REDUCED
+from .access import (
+    block_of,
+    group_of,
+    inner,
+    is_in_slot,
+    kernel,
+    outcome,
+    peer_at,
+    set_counter,
+    set_send,
+    transfer_of,
+    transfer_slot_of,
+)
+from .arrival import wait, wait_all
 from .copying import (
     LONG_BYTES,
-    choose_way,
+    begin_measuring,
     copy_into_slot,
     copy_into_slot_and,
     copy_past,
-    end_chunks,
-    moving_slot,
+    end_measuring,
     note_chunk,
     note_put,
     note_time,
     publish,
 )
-from .intrinsics import copy, fence, load, now, store, store_release
+from .intrinsics import copy, fence, field_address, load_field, now, store_field
+from .kernel_sets import ENABLE_CHECKS
+from .records import (
+    CHUNK_BYTES,
+    CHUNKS,
+    RANK,
+    RECEIVE_ADDRESS,
+    RECEIVE_BYTES,
+    SEND_ADDRESS,
+    SEND_BYTES,
+    SIZE,
+    SLOT_BYTES,
+    SPACING,
+    TRANSFERS,
+)
 
-_READY, _REDUCED = memory_layout.READY * 8, memory_layout.REDUCED * 8
-
-# A table of what is sent and received: for each rank two pairs of address and length.
-PAIRS = 4 * 8
 _LINE_BYTES = 64
-_NUM_PIECES = 8  # of a stream, more if a slot is shorter: most is put while what came before it is fetched
-_LEAST_PIECE_BYTES = 16 << 10  # times the number of ranks, which all have to come for each piece
-# What is in the slots at a time should stay in the second cache of whoever reads it, and of whoever writes.
+_STREAM_CHUNKS = 8  # of a stream, more if a slot is shorter: a chunk is written while the one before is read
+_MIN_CHUNK_BYTES = 16 << 10  # times the number of ranks, which synchronize for each chunk
+# The slots in use should stay in the second-level caches of their readers and their writer.
 ONE_SENDS_BYTES, ALL_SEND_BYTES, _PARTS_BYTES = 384 << 10, 128 << 10, 256 << 10
 
 
 @inner
-def num_rounds_of(ctx, num_bytes):  # type: ignore[no-untyped-def]
-    """How many rounds it takes to move that many bytes from one rank to another."""
-    return (num_bytes + own(ctx, context.CHUNK_BYTES) - 1) // own(ctx, context.CHUNK_BYTES)
+def count_rounds(group, num_bytes):
+    """Return the number of rounds that move so many bytes from one rank to another."""
+    return (num_bytes + load_field(group, CHUNK_BYTES) - 1) // load_field(group, CHUNK_BYTES)
 
 
 @inner
-def cut_stream(ctx, num_bytes, most_bytes):  # type: ignore[no-untyped-def]
-    """Cut what goes to all, from one rank or from each; gives the number of rounds."""
-    piece = max((num_bytes + _NUM_PIECES - 1) // _NUM_PIECES, _LEAST_PIECE_BYTES * own(ctx, context.SIZE))
-    piece = (piece + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
-    store(ctx + context.CHUNK_BYTES * 8, min(piece, most_bytes, own(ctx, context.SLOT_BYTES)))
-    store(ctx + context.SPACING * 8, 0)
-    return num_rounds_of(ctx, num_bytes)
+def divide_stream(group, num_bytes, max_bytes):
+    """Choose the chunks of a stream for all ranks; return the number of rounds."""
+    chunk = max((num_bytes + _STREAM_CHUNKS - 1) // _STREAM_CHUNKS, _MIN_CHUNK_BYTES * load_field(group, SIZE))
+    chunk = (chunk + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
+    store_field(group, CHUNK_BYTES, min(chunk, max_bytes, load_field(group, SLOT_BYTES)))
+    store_field(group, SPACING, 0)
+    return count_rounds(group, num_bytes)
 
 
 @inner
-def cut_parts(ctx, num_bytes):  # type: ignore[no-untyped-def]
-    """Cut what is something else for each rank, of this length at most; gives the number of rounds."""
-    piece = min(own(ctx, context.SLOT_BYTES), _PARTS_BYTES) // own(ctx, context.SIZE) // _LINE_BYTES * _LINE_BYTES
-    store(ctx + context.CHUNK_BYTES * 8, piece)
-    store(ctx + context.SPACING * 8, piece)
-    return num_rounds_of(ctx, num_bytes)
+def divide_parts(group, num_bytes):
+    """Choose the chunks of one part for each rank, of this length at most; return the number of rounds."""
+    chunk = min(load_field(group, SLOT_BYTES), _PARTS_BYTES) // load_field(group, SIZE) // _LINE_BYTES * _LINE_BYTES
+    store_field(group, CHUNK_BYTES, chunk)
+    store_field(group, SPACING, chunk)
+    return count_rounds(group, num_bytes)
 
 
 @inner
-def send_to_all(plan, address, num_bytes):  # type: ignore[no-untyped-def]
-    """Fill the sending half of the table: the same for everybody."""
-    ctx = own(plan, context.CONTEXT)
-    table = own(plan, context.TABLE)
-    for other in range(own(ctx, context.SIZE)):
-        store(table + other * PAIRS, address)
-        store(table + other * PAIRS + 8, num_bytes)
-    return table
+def send_to_all(call, address, num_bytes):
+    """Fill the sending half of the transfers: the same for all ranks. Return their address."""
+    transfers = load_field(call, TRANSFERS)
+    for other in range(load_field(group_of(call), SIZE)):
+        set_send(transfers, other, address, num_bytes)
+    return transfers
 
 
 @inner
-def deliver(target, source, num_bytes, total_bytes):  # type: ignore[no-untyped-def]
-    """Copy a piece of something long or short."""
+def deliver(target, source, num_bytes, total_bytes):
+    """Copy a chunk of a result; with non-temporal stores if the whole is longer than the caches."""
     if total_bytes >= LONG_BYTES:
         copy_past(target, source, num_bytes)
     else:
@@ -82,143 +114,145 @@ def deliver(target, source, num_bytes, total_bytes):  # type: ignore[no-untyped-
 
 
 @inner
-def keeps_on_the_way(ctx, table):  # type: ignore[no-untyped-def]
-    """Whether a stream is so long that what this rank keeps of it is copied together with what it puts in its slot."""
-    pair = table + own(ctx, context.RANK) * PAIRS
-    is_sent = own(ctx, context.SIZE) > 1 and load(pair + 8) == load(pair + 24)
-    return is_sent and load(pair + 24) >= LONG_BYTES
+def keeps_while_sending(group, transfers):
+    """Return whether a stream is so long that this rank's own copy is made together with the copy into the slot."""
+    own = transfer_of(transfers, load_field(group, RANK))
+    is_sent = load_field(group, SIZE) > 1 and load_field(own, SEND_BYTES) == load_field(own, RECEIVE_BYTES)
+    return is_sent and load_field(own, RECEIVE_BYTES) >= LONG_BYTES
 
 
 @inner
-def keep_own(ctx, chunk, table):  # type: ignore[no-untyped-def]
-    """What this rank sends to itself, piece by piece while it is in the cache on its way into the slot."""
-    pair = table + own(ctx, context.RANK) * PAIRS
-    done = (chunk - own(ctx, context.CHUNKS)) * own(ctx, context.CHUNK_BYTES)
-    length = min(own(ctx, context.CHUNK_BYTES), load(pair + 24) - done)
+def keep_own(group, chunk, transfers):
+    """Copy this rank's own chunk to its result while it is in the cache because of the copy into the slot."""
+    own = transfer_of(transfers, load_field(group, RANK))
+    done = (chunk - load_field(group, CHUNKS)) * load_field(group, CHUNK_BYTES)
+    total = load_field(own, RECEIVE_BYTES)
+    length = min(load_field(group, CHUNK_BYTES), total - done)
     if length > 0:
-        deliver(load(pair + 16) + done, load(pair) + done, length, load(pair + 24))
+        deliver(load_field(own, RECEIVE_ADDRESS) + done, load_field(own, SEND_ADDRESS) + done, length, total)
     return 0
 
 
 @inner
-def put(ctx, chunk, table, keeps):  # type: ignore[no-untyped-def]
-    """Put the next piece of what this rank sends into its slot, of a stream one for all.
-
-    If it `keeps` that piece too, it goes there at the same time.
-    """
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    piece_bytes, spacing = own(ctx, context.CHUNK_BYTES), own(ctx, context.SPACING)
-    done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
+def put(group, chunk, transfers, keeps):
+    """Copy the next chunk of what this rank sends into its slot, and if it `keeps` it into its own result as well."""
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    chunk_bytes, spacing = load_field(group, CHUNK_BYTES), load_field(group, SPACING)
+    done = (chunk - load_field(group, CHUNKS)) * chunk_bytes
     num_put, since = 0, now()
     for other in range(size):
-        pair = table + other * PAIRS
-        length = min(piece_bytes, load(pair + 8) - done)
+        transfer = transfer_of(transfers, other)
+        length = min(chunk_bytes, load_field(transfer, SEND_BYTES) - done)
         if length > 0 and other != rank:
-            target = moving_slot(ctx, rank, chunk) + other * spacing
+            target = transfer_slot_of(group, rank, chunk) + other * spacing
             if keeps:
-                kept = load(table + rank * PAIRS + 16) + done
-                copy_into_slot_and(ctx, target, kept, load(pair) + done, length)
+                kept = load_field(transfer_of(transfers, rank), RECEIVE_ADDRESS) + done
+                copy_into_slot_and(group, target, kept, load_field(transfer, SEND_ADDRESS) + done, length)
             else:
-                copy_into_slot(ctx, target, load(pair) + done, length)
+                copy_into_slot(group, target, load_field(transfer, SEND_ADDRESS) + done, length)
             num_put += length
             if spacing == 0:
                 break
-    note_put(ctx, chunk, since, num_put)  # also of what is kept at the same time: that adds less than slow lines do
-    publish(ctx, _READY, chunk + 1)
+    note_put(group, chunk, since, num_put)  # with what is kept: that adds less than slow cache lines do
+    publish(group, READY, chunk + 1)
     return 0
 
 
 @inner
-def put_first_piece(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
-    """Put the first piece of what this rank sends into its slot, before it arrives or after."""
-    choose_way(ctx, num_rounds, False)
-    put(ctx, own(ctx, context.CHUNKS), table, False)
+def put_first_chunk(group, transfers, num_rounds):
+    """Copy the first chunk into the slot, before or after the ranks synchronize."""
+    begin_measuring(group, num_rounds, False)
+    put(group, load_field(group, CHUNKS), transfers, False)
     return 0
 
 
 @inner
-def put_next(ctx, index, table, keeps):  # type: ignore[no-untyped-def]
-    """In a round, put the piece of the one after it: 0, or why its slot will never be free.
+def put_next(group, index, transfers, keeps):
+    """In a round, copy the chunk of the next one into its slot: 0, or the reason why the slot will not be free.
 
-    The slot of the round before last is free once everybody has fetched from it; that of an earlier call is.
+    The slot is free when all have read the chunk of the previous round; of the calls before, all have been read.
     """
-    chunk = own(ctx, context.CHUNKS) + index
-    status = wait_all(ctx, _REDUCED, chunk) if index > 0 else 0
+    chunk = load_field(group, CHUNKS) + index
+    status = wait_all(group, REDUCED, chunk) if index > 0 else 0
     if status == 0:
-        put(ctx, chunk + 1, table, keeps)
+        put(group, chunk + 1, transfers, keeps)
     return status
 
 
 @inner
-def fetch(ctx, chunk, table):  # type: ignore[no-untyped-def]
-    """Fetch what the others have put there for this rank."""
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    piece_bytes = own(ctx, context.CHUNK_BYTES)
-    done = (chunk - own(ctx, context.CHUNKS)) * piece_bytes
+def fetch(group, chunk, transfers):
+    """Copy this rank's share of a chunk out of the slots of all others."""
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    chunk_bytes = load_field(group, CHUNK_BYTES)
+    done = (chunk - load_field(group, CHUNKS)) * chunk_bytes
     fetched = 0
     for shift in range(1, size):
-        other = rank + shift - size if rank + shift >= size else rank + shift
-        pair = table + other * PAIRS + 16
-        length = min(piece_bytes, load(pair + 8) - done)
+        other = peer_at(rank, size, shift)
+        transfer = transfer_of(transfers, other)
+        length = min(chunk_bytes, load_field(transfer, RECEIVE_BYTES) - done)
         if length > 0:
-            status = wait(ctx, row(ctx, other) + _READY, chunk + 1)
+            status = wait(group, field_address(block_of(group, other), READY), chunk + 1)
             if status != 0:
                 return status
-            source = moving_slot(ctx, other, chunk) + rank * own(ctx, context.SPACING)
-            begin = now()
-            deliver(load(pair) + done, source, length, load(pair + 8))
-            note_time(ctx, chunk, begin)
+            source = transfer_slot_of(group, other, chunk) + rank * load_field(group, SPACING)
+            since = now()
+            if not ENABLE_CHECKS or is_in_slot(group, source, length):
+                target, total = load_field(transfer, RECEIVE_ADDRESS), load_field(transfer, RECEIVE_BYTES)
+                deliver(target + done, source, length, total)
+            note_time(group, chunk, since)
             fetched += length
-    note_chunk(ctx, chunk, fetched)
-    store_release(row(ctx, rank) + _REDUCED, chunk + 1)
+    note_chunk(group, chunk, fetched)
+    set_counter(group, REDUCED, chunk + 1)
     return 0
 
 
-@kernel
-def exchange(plan, table, is_stream, longest, has_sent):  # type: ignore[no-untyped-def]
-    """Move everything in the table, in which the ranks may differ; `longest` is the longest length in anybody's.
-
-    `has_sent`: something has gone through the slots in this call already, which others may still be fetching.
-    """
-    ctx = own(plan, context.CONTEXT)
-    if has_sent:
-        status = wait_all(ctx, _REDUCED, own(ctx, context.CHUNKS))
-        if status != 0:
-            return status
-    if is_stream:
-        # Before the ranks knew that they differ, first pieces of other lengths were announced under this number.
-        store(ctx + context.CHUNKS * 8, own(ctx, context.CHUNKS) + 1)
-        num_rounds = cut_stream(ctx, longest, ALL_SEND_BYTES)
-    else:
-        num_rounds = cut_parts(ctx, longest)
-        kept = table + own(ctx, context.RANK) * PAIRS
-        deliver(load(kept + 16), load(kept), load(kept + 24), load(kept + 24))
-    choose_way(ctx, num_rounds, False)
-    if num_rounds > 0:
-        put(ctx, own(ctx, context.CHUNKS), table, False)
-    return go_on(ctx, table, num_rounds)
-
-
 @inner
-def go_on(ctx, table, num_rounds):  # type: ignore[no-untyped-def]
-    """Move what is in the table, of which the first pieces are in the slots already."""
-    base = own(ctx, context.CHUNKS)
-    is_stream = own(ctx, context.SPACING) == 0
-    on_the_way = is_stream and keeps_on_the_way(ctx, table)
+def run_rounds(group, transfers, num_rounds):
+    """Move what is in the transfers, of which the first chunks are in the slots."""
+    base = load_field(group, CHUNKS)
+    is_stream = load_field(group, SPACING) == 0
+    keeps = is_stream and keeps_while_sending(group, transfers)
     if is_stream and num_rounds > 0:
-        keep_own(ctx, base, table)
+        keep_own(group, base, transfers)
     for index in range(num_rounds):
         chunk = base + index
         if index + 1 < num_rounds:
-            status = put_next(ctx, index, table, on_the_way)
+            status = put_next(group, index, transfers, keeps)
             if status != 0:
                 return status
-            if is_stream and not on_the_way:
-                keep_own(ctx, chunk + 1, table)
-        status = fetch(ctx, chunk, table)
+            if is_stream and not keeps:
+                keep_own(group, chunk + 1, transfers)
+        status = fetch(group, chunk, transfers)
         if status != 0:
             return status
-    fence()  # what went past the caches is in no order with anything else
-    end_chunks(ctx)
-    store(ctx + context.CHUNKS * 8, base + num_rounds)
-    return wait_all(ctx, _REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
+    fence()  # non-temporal stores to the result are ordered with nothing else
+    end_measuring(group)
+    store_field(group, CHUNKS, base + num_rounds)
+    return wait_all(group, REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
+
+
+@kernel
+def exchange(call, transfers, is_stream, longest, has_sent):
+    """Move everything in the transfers, whose lengths may differ between ranks.
+
+    `longest` is the longest length of any rank. `has_sent`: the call has used the slots before, and other ranks may
+    still be reading them.
+    """
+    group = group_of(call)
+    if has_sent:
+        status = wait_all(group, REDUCED, load_field(group, CHUNKS))
+        if status != 0:
+            return status
+    if is_stream:
+        # Before the lengths were known to differ, first chunks of other lengths were published under this number.
+        store_field(group, CHUNKS, load_field(group, CHUNKS) + 1)
+        num_rounds = divide_stream(group, longest, ALL_SEND_BYTES)
+    else:
+        num_rounds = divide_parts(group, longest)
+        own = transfer_of(transfers, load_field(group, RANK))
+        length = load_field(own, RECEIVE_BYTES)
+        deliver(load_field(own, RECEIVE_ADDRESS), load_field(own, SEND_ADDRESS), length, length)
+    begin_measuring(group, num_rounds, False)
+    if num_rounds > 0:
+        put(group, load_field(group, CHUNKS), transfers, False)
+    return outcome(group, run_rounds(group, transfers, num_rounds))

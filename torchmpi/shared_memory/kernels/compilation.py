@@ -1,7 +1,7 @@
-"""From the kernels' Python to LLVM's text, with Numba; only the first process on a machine comes here.
+"""Compilation of the kernels from Python to LLVM assembly, with Numba. Only the first process on a machine does this.
 
-Numba's own cache would do, but then every start would load all of Numba: most of a second, and 60 MB. So its result is
-taken without what ties it to Numba, put into one module, and each kernel given a wrapper that Python can call.
+Numba's own cache would load Numba in every start: most of a second, and 60 MB. Instead Numba compiles each kernel as a
+C callback; its LLVM text, without Numba's wrapper, is linked into one module with wrappers that Python can call.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from collections.abc import Mapping
 
 from llvmlite import binding
 
-from .arrival import kernels
+from .access import kernels
 from .fast_path_ir import fast_path_text
-from .kernel_sets import Entrance
+from .kernel_sets import FastPathKernel
 from .wrappers import Native, Wrapper
 
 
 def module_text(
-    prefix: str, modules: tuple[str, ...], names: tuple[str, ...], fast_paths: Mapping[str, Entrance]
+    prefix: str, modules: tuple[str, ...], names: tuple[str, ...], fast_paths: Mapping[str, FastPathKernel]
 ) -> str:
-    """One module with these kernels of these modules, and for each a function `prefix + name` that Python can call.
+    """Return one LLVM module with the named kernels of these modules.
 
-    For each gate also one `prefix + "enter_" + gate`, which takes tensors.
+    For each kernel it has a function `prefix + name` that Python can call, and for each fast path a function `prefix +
+    "enter_" + name` that takes tensors.
     """
     for module in modules:
-        importlib.import_module(f"{__package__}.{module}")  # which fills the list
-    entering = ["find_cached_call", *sorted({entrance.enter for entrance in fast_paths.values()})] if fast_paths else []
+        importlib.import_module(f"{__package__}.{module}")  # registers its kernels
+    entering = ["find_cached_call", *sorted({spec.enter for spec in fast_paths.values()})] if fast_paths else []
     natives = {name: Native(kernels[name]) for name in (*names, *entering)}
     texts = [native.text for native in natives.values()]
     texts += [_plain(prefix + name, natives[name]) for name in names]
-    for fast_path, entrance in fast_paths.items():
-        functions = natives["find_cached_call"], natives[entrance.enter], natives[entrance.kernel]
-        texts.append(fast_path_text(f"{prefix}enter_{fast_path}", *functions, entrance))
+    for name, spec in fast_paths.items():
+        functions = natives["find_cached_call"], natives[spec.enter], natives[spec.kernel]
+        texts.append(fast_path_text(f"{prefix}enter_{name}", *functions, spec))
     whole = binding.parse_assembly(texts[0])
     for text in texts[1:]:
         whole.link_in(binding.parse_assembly(text))
@@ -41,7 +42,7 @@ def module_text(
 
 
 def _plain(name: str, native: Native) -> str:
-    """Numbers in, a number out."""
+    """Return a function that takes Python integers and returns one."""
     wrapper = Wrapper(name)
     arguments = [wrapper.number(wrapper.argument(index)) for index in range(native.num_arguments)]
     status = wrapper.without_gil(native, arguments)

@@ -1,96 +1,105 @@
-"""Straight out of the memory of another rank's process, by a call of the system: one copy, where slots take two.
+"""Reading tensors directly from the memory of another process (Linux: process_vm_readv): one copy instead of two.
 
-For verbs in which all cores are busy all the time, allgather and alltoall, and for those in which one rank has
-something for each, or gets something from each.
+Used by allgather and alltoall, in which all cores are busy all the time, and by gathers and scatters.
 
-The system looks up every page, so that this is slower than a copy through a cache that the cores share. Which of the
-two ways is faster depends on the machine and on the length; so both are tried now and then, and the faster one taken.
+1. A rank that prefers direct reads stores the address of its data in its payload before it arrives, others store 0
+   (`show_memory`). Which way a rank prefers follows from the paces that it has measured for this length
+   (`prefers_reading`); both ways are tried now and then, since the system call looks up every page and which way is
+   faster depends on machine and length.
+2. If all ranks have shown an address (`all_show`), each reads what it needs from all others (`read_all`).
+3. `end_reading` publishes REDUCED and waits for all, because the tensors are being read until then. A rank that could
+   not read publishes UNREAD with it, and all ranks repeat the call through the slots.
+
+Memory order: the address is published by the sequence number of the entry, UNREAD by REDUCED.
 """
 
 from __future__ import annotations
 
-from .. import memory_layout
-from . import context
-from .arrival import PAYLOAD, end_reads, entry, inner, own, row
+from ..memory_layout import UNREAD
+from .access import block_of, inner, own_block, payload_of, peer_at
+from .arrival import end_reads
 from .chunk_loop import deliver
-from .copying import turn_of
-from .intrinsics import load, read_memory, store
+from .copying import phase_of_call
+from .intrinsics import field_address, load, load_field, read_memory, store, store_field
+from .records import CHUNKS, PROCESSES, RANK, SIZE, UNREADABLE
 
-_UNREAD = memory_layout.UNREAD * 8
-_LEAST_BYTES, _MOST_BYTES = 32 << 10, 16 << 20
-_SOURCE = PAYLOAD + 8
-_FIRST_CALLS = 16  # of a length go either way by turns
-_EVERY = 128  # later, calls of which one goes each way whatever is known
+_MIN_BYTES, _MAX_BYTES = 32 << 10, 16 << 20
+_SHOWN_ADDRESS = 1  # field of the payload
+_FIRST_CALLS = 16  # of a length alternate between both ways
+_EVERY = 128  # later, calls of which one goes each way whatever was measured
 _SLOTS, _DIRECTLY, _CALLS = 0, 1, 2
+_CLASS_FIELDS = 3
 
 
 @inner
-def known(ctx, paces, num_bytes, what):  # type: ignore[no-untyped-def]
-    """Address of what is known for about so many bytes: the pace through the slots, directly; the number of calls.
+def measurement_of(group, paces, num_bytes, which):
+    """Return the address of a measurement for a length: pace through the slots, pace of direct reads, or calls.
 
-    `paces`: those of the verb.
+    `paces` is the first field of the collective's measurements; a class of lengths ends at a power of two.
     """
-    place, larger = 0, num_bytes // (2 * _LEAST_BYTES)
+    length_class, larger = 0, num_bytes // (2 * _MIN_BYTES)
     while larger > 0:
-        place += 1
+        length_class += 1
         larger //= 2
-    return ctx + (paces + 3 * place + what) * 8
+    return field_address(group, paces + _CLASS_FIELDS * length_class + which)
 
 
 @inner
-def note_pace(ctx, paces, num_bytes, reads, nanoseconds):  # type: ignore[no-untyped-def]
-    """Note how long it took to get so many bytes from each rank. Slower calls, perhaps disturbed ones, count less."""
-    if num_bytes < _LEAST_BYTES or num_bytes >= _MOST_BYTES:
+def note_pace(group, paces, num_bytes, reads, nanoseconds):
+    """Record the duration of a call. A slower call, perhaps disturbed, counts an eighth."""
+    if num_bytes < _MIN_BYTES or num_bytes >= _MAX_BYTES:
         return 0
-    calls = known(ctx, paces, num_bytes, _CALLS)
+    calls = measurement_of(group, paces, num_bytes, _CALLS)
     store(calls, load(calls) + 1)
-    place, pace = known(ctx, paces, num_bytes, _DIRECTLY if reads else _SLOTS), nanoseconds * 1024 // num_bytes + 1
-    before = load(place)
-    store(place, pace if before == 0 or pace < before else before + (pace - before) // 8)
+    known = measurement_of(group, paces, num_bytes, _DIRECTLY if reads else _SLOTS)
+    pace = nanoseconds * 1024 // num_bytes + 1
+    before = load(known)
+    store(known, pace if before == 0 or pace < before else before + (pace - before) // 8)
     return 0
 
 
 @inner
-def may_read(ctx, num_bytes):  # type: ignore[no-untyped-def]
-    """Whether the system lets this rank read, and so many bytes of each are worth a try."""
-    return own(ctx, context.PROCESSES) != 0 and num_bytes >= _LEAST_BYTES and num_bytes < _MOST_BYTES
+def can_read(group, num_bytes):
+    """Return whether this rank may read other processes, and the length is in the range where that can be faster."""
+    return load_field(group, PROCESSES) != 0 and num_bytes >= _MIN_BYTES and num_bytes < _MAX_BYTES
 
 
 @inner
-def would_read(ctx, paces, num_bytes):  # type: ignore[no-untyped-def]
-    """Whether this rank is for reading so many bytes of each of the others from where they are."""
-    if not may_read(ctx, num_bytes):
+def prefers_reading(group, paces, num_bytes):
+    """Return whether this rank prefers to read so many bytes of each other rank directly."""
+    if not can_read(group, num_bytes):
         return False
-    directly, slots = load(known(ctx, paces, num_bytes, _DIRECTLY)), load(known(ctx, paces, num_bytes, _SLOTS))
-    turn = turn_of(ctx, _EVERY)
-    if directly == 0 or slots == 0 or load(known(ctx, paces, num_bytes, _CALLS)) < _FIRST_CALLS:
-        return turn % 2 == 1
-    # A rank that reads waits for the others to have read everything; through the slots it leaves them the last piece.
-    return turn == 1 or (turn != 0 and directly * 16 <= slots * 17)
+    directly = load(measurement_of(group, paces, num_bytes, _DIRECTLY))
+    slots = load(measurement_of(group, paces, num_bytes, _SLOTS))
+    phase = phase_of_call(group, _EVERY)
+    if directly == 0 or slots == 0 or load(measurement_of(group, paces, num_bytes, _CALLS)) < _FIRST_CALLS:
+        return phase % 2 == 1
+    # A direct read includes the wait for all ranks to have read; the slots leave the wait for the last chunk out.
+    return phase == 1 or (phase != 0 and directly * 16 <= slots * 17)
 
 
 @inner
-def show_memory(ctx, seq, address):  # type: ignore[no-untyped-def]
-    """Say in the payload where this rank has what others may read; 0 if they should not."""
-    store(entry(ctx, own(ctx, context.RANK), seq) + _SOURCE, address)
+def show_memory(group, seq, address):
+    """Store in the payload where others may read this rank's data; 0 if they should not."""
+    store_field(payload_of(group, load_field(group, RANK), seq), _SHOWN_ADDRESS, address)
     return 0
 
 
 @inner
-def all_show(ctx, seq):  # type: ignore[no-untyped-def]
-    """Whether all ranks are for it: otherwise none does."""
-    for rank in range(own(ctx, context.SIZE)):
-        if load(entry(ctx, rank, seq) + _SOURCE) == 0:
+def all_show(group, seq):
+    """Return whether all ranks have stored an address: otherwise no rank reads."""
+    for rank in range(load_field(group, SIZE)):
+        if load_field(payload_of(group, rank, seq), _SHOWN_ADDRESS) == 0:
             return False
     return True
 
 
 @inner
-def read_from(ctx, rank, source, num_bytes, target):  # type: ignore[no-untyped-def]
-    """Read what a rank has at an address of its own; gives whether the system let us."""
-    if own(ctx, context.PROCESSES) == 0:
+def read_from(group, rank, source, num_bytes, target):
+    """Read from an address of another process; return whether the system allowed it."""
+    if load_field(group, PROCESSES) == 0:
         return False
-    process, done = load(own(ctx, context.PROCESSES) + rank * 8), 0
+    process, done = load_field(load_field(group, PROCESSES), rank), 0
     while done < num_bytes:
         length = read_memory(process, target + done, source + done, num_bytes - done)
         if length <= 0:
@@ -100,29 +109,29 @@ def read_from(ctx, rank, source, num_bytes, target):  # type: ignore[no-untyped-
 
 
 @inner
-def end_reading(ctx, has_read):  # type: ignore[no-untyped-def]
-    """After all have read: 0, or UNREAD if a rank could not, or what else came between."""
-    chunk = own(ctx, context.CHUNKS)
-    store(row(ctx, own(ctx, context.RANK)) + _UNREAD, 0 if has_read else chunk + 1)
-    status = end_reads(ctx)
+def end_reading(group, has_read):
+    """Wait until all ranks have read: 0, UNREADABLE if one could not, or the status of the wait."""
+    chunk = load_field(group, CHUNKS)
+    store_field(own_block(group), UNREAD, 0 if has_read else chunk + 1)
+    status = end_reads(group)
     if status != 0:
         return status
     if not has_read:
-        store(ctx + context.PROCESSES * 8, 0)  # nor will it later, and one rank that is not for it is enough
-    for other in range(own(ctx, context.SIZE)):
-        if load(row(ctx, other) + _UNREAD) == chunk + 1:
-            return context.UNREAD
+        store_field(group, PROCESSES, 0)  # it would fail again, and one rank that does not show its data suffices
+    for other in range(load_field(group, SIZE)):
+        if load_field(block_of(group, other), UNREAD) == chunk + 1:
+            return UNREADABLE
     return 0
 
 
 @inner
-def read_all(ctx, seq, source, first, num_bytes, target):  # type: ignore[no-untyped-def]
-    """So many bytes of everybody's, from `first` on: 0, or UNREAD if a rank could not, or what else came between."""
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+def read_all(group, seq, source, first, num_bytes, target):
+    """Read so many bytes, from offset `first`, of all ranks: 0, UNREADABLE if a rank could not, or another status."""
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
     deliver(target + rank * num_bytes, source + first, num_bytes, num_bytes)
     has_read = True
     for shift in range(1, size):
-        other = rank + shift - size if rank + shift >= size else rank + shift
-        there = load(entry(ctx, other, seq) + _SOURCE) + first
-        has_read = has_read and read_from(ctx, other, there, num_bytes, target + other * num_bytes)
-    return end_reading(ctx, has_read)
+        other = peer_at(rank, size, shift)
+        address = load_field(payload_of(group, other, seq), _SHOWN_ADDRESS) + first
+        has_read = has_read and read_from(group, other, address, num_bytes, target + other * num_bytes)
+    return end_reading(group, has_read)

@@ -1,4 +1,4 @@
-"""What Numba has no words for: raw addresses, atomic loads and stores, the processor's pause and the kernel's sleep."""
+"""Numba intrinsics: raw memory, fields, atomic access, cache control, and calls of the C library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTE_POINTER = ir.IntType(8).as_pointer()
 
 
 def intrinsic(function: Any) -> Any:
-    """Numba's, without the types it gives to what it makes: a call has one argument less than the definition."""
+    """Apply Numba's decorator, untyped: a call has one argument less than the definition."""
     return _intrinsic(function)
 
 
@@ -23,21 +23,25 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _WORD.as_pointer())
 
 
-@intrinsic
-def load(typing_context, address):  # type: ignore[no-untyped-def]
-    """A word."""
+def _field_pointer(builder: Any, record: Any, field: Any) -> Any:
+    return _pointer(builder, builder.add(record, builder.mul(field, _WORD(8))))
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+
+@intrinsic
+def load(typing_context, address):
+    """Load a 64-bit integer."""
+
+    def generate(context, builder, signature, arguments):
         return builder.load(_pointer(builder, arguments[0]), align=8)
 
     return types.int64(types.int64), generate
 
 
 @intrinsic
-def store(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Write a word."""
+def store(typing_context, address, value):
+    """Store a 64-bit integer."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.store(arguments[1], _pointer(builder, arguments[0]), align=8)
         return context.get_dummy_value()
 
@@ -45,20 +49,20 @@ def store(typing_context, address, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def load_acquire(typing_context, address):  # type: ignore[no-untyped-def]
-    """A word; what its writer wrote before it is seen by what we read after it."""
+def load_acquire(typing_context, address):
+    """Load a 64-bit integer; what its writer wrote before is visible to what is read afterwards."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.load_atomic(_pointer(builder, arguments[0]), ordering="acquire", align=8)
 
     return types.int64(types.int64), generate
 
 
 @intrinsic
-def store_release(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Write a word after everything we have read and written before."""
+def store_release(typing_context, address, value):
+    """Store a 64-bit integer after everything read and written before."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), ordering="release", align=8)
         return context.get_dummy_value()
 
@@ -66,10 +70,62 @@ def store_release(typing_context, address, value):  # type: ignore[no-untyped-de
 
 
 @intrinsic
-def copy(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-def]
-    """The C library's memcpy."""
+def load_field(typing_context, record, field):
+    """Load a field of a record, by its number."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
+        return builder.load(_field_pointer(builder, *arguments), align=8)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def store_field(typing_context, record, field, value):
+    """Store a field of a record."""
+
+    def generate(context, builder, signature, arguments):
+        builder.store(arguments[2], _field_pointer(builder, *arguments[:2]), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def load_field_acquire(typing_context, record, field):
+    """`load_acquire` of a field."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load_atomic(_field_pointer(builder, *arguments), ordering="acquire", align=8)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def store_field_release(typing_context, record, field, value):
+    """`store_release` of a field."""
+
+    def generate(context, builder, signature, arguments):
+        builder.store_atomic(arguments[2], _field_pointer(builder, *arguments[:2]), ordering="release", align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def field_address(typing_context, record, field):
+    """Return the address of a field."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.add(arguments[0], builder.mul(arguments[1], _WORD(8)))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def copy(typing_context, target, source, num_bytes):
+    """Copy with the C library's memcpy."""
+
+    def generate(context, builder, signature, arguments):
         target, source = (builder.inttoptr(address, _BYTE_POINTER) for address in arguments[:2])
         cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
         return context.get_dummy_value()
@@ -78,9 +134,9 @@ def copy(typing_context, target, source, num_bytes):  # type: ignore[no-untyped-
 
 
 def _lines_copier(*, past: bool) -> Any:
-    """Code that copies four lines of 64 bytes: to an aligned target past the caches, or to any."""
+    """Generate a copy of four cache lines: with non-temporal stores to an aligned target, or to any."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         line = ir.VectorType(_WORD, 8).as_pointer()
         target, source = (builder.inttoptr(address, line) for address in arguments)
         values = [builder.load(builder.gep(source, [_WORD(index)]), align=1) for index in range(4)]
@@ -94,21 +150,21 @@ def _lines_copier(*, past: bool) -> Any:
 
 
 @intrinsic
-def copy_lines(typing_context, target, source):  # type: ignore[no-untyped-def]
-    """Copy four lines of 64 bytes."""
+def copy_lines(typing_context, target, source):
+    """Copy four cache lines of 64 bytes."""
     return types.void(types.int64, types.int64), _lines_copier(past=False)
 
 
 @intrinsic
-def copy_lines_past(typing_context, target, source):  # type: ignore[no-untyped-def]
-    """Copy four lines of 64 bytes to an aligned target, past the caches: what is there is not fetched first."""
+def copy_lines_past(typing_context, target, source):
+    """Copy four cache lines to an aligned target with non-temporal stores, which do not read the target first."""
     return types.void(types.int64, types.int64), _lines_copier(past=True)
 
 
 def _lines_prefetcher(is_write: int, locality: int) -> Any:
-    """Code that asks for four lines of 64 bytes; there need be no memory."""
+    """Generate prefetches of four cache lines; the address may be invalid."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -122,22 +178,22 @@ def _lines_prefetcher(is_write: int, locality: int) -> Any:
 
 
 @intrinsic
-def ask_lines(typing_context, address):  # type: ignore[no-untyped-def]
-    """Ask for four lines that will be read, into the second cache."""
+def prefetch_lines(typing_context, address):
+    """Prefetch four cache lines for reading, into the second-level cache."""
     return types.void(types.int64), _lines_prefetcher(0, 2)
 
 
 @intrinsic
-def claim_lines(typing_context, address):  # type: ignore[no-untyped-def]
-    """Ask for four lines that will be written to."""
+def claim_lines(typing_context, address):
+    """Prefetch four cache lines for writing."""
     return types.void(types.int64), _lines_prefetcher(1, 3)
 
 
 @intrinsic
-def now(typing_context):  # type: ignore[no-untyped-def]
-    """Nanoseconds, of a clock that only goes forward."""
+def now(typing_context):
+    """Return nanoseconds of the monotonic clock."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _WORD.as_pointer()])
         function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
         time = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
@@ -150,10 +206,10 @@ def now(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def fence(typing_context):  # type: ignore[no-untyped-def]
-    """Everything written before is seen by others before anything that is written after, past the caches or not."""
+def fence(typing_context):
+    """Order all memory accesses before with all after, non-temporal stores included."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -161,10 +217,10 @@ def fence(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel):  # type: ignore[no-untyped-def]
-    """Call a reducer by its address (see torchmpi.shared_memory.kernels.reduction)."""
+def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel):
+    """Call a reduction function by its address (see torchmpi.shared_memory.kernels.reduction)."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
@@ -173,20 +229,20 @@ def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel
 
 
 @intrinsic
-def load_number(typing_context, address):  # type: ignore[no-untyped-def]
-    """A double."""
+def load_number(typing_context, address):
+    """Load a double."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.load(builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
 
     return types.float64(types.int64), generate
 
 
 @intrinsic
-def store_number(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Write a double."""
+def store_number(typing_context, address, value):
+    """Store a double."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         builder.store(arguments[1], builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
         return context.get_dummy_value()
 
@@ -194,10 +250,10 @@ def store_number(typing_context, address, value):  # type: ignore[no-untyped-def
 
 
 @intrinsic
-def compare_and_swap(typing_context, address, expected, value):  # type: ignore[no-untyped-def]
-    """Write `value` if `expected` is there, in one step; what was there."""
+def compare_and_swap(typing_context, address, expected, value):
+    """Store `value` if `expected` is there, atomically; return what was there."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         pair = builder.cmpxchg(_pointer(builder, arguments[0]), arguments[1], arguments[2], "seq_cst", "seq_cst")
         return builder.extract_value(pair, 0)
 
@@ -205,10 +261,10 @@ def compare_and_swap(typing_context, address, expected, value):  # type: ignore[
 
 
 @intrinsic
-def call_rule(typing_context, function, targets, sources, data, numel, coefficients):  # type: ignore[no-untyped-def]
+def call_rule(typing_context, function, targets, sources, data, numel, coefficients):
     """Call a rule of the parameter server by its address (see torchmpi.shared_memory.kernels.server_rules)."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
@@ -217,10 +273,10 @@ def call_rule(typing_context, function, targets, sources, data, numel, coefficie
 
 
 @intrinsic
-def this_core(typing_context):  # type: ignore[no-untyped-def]
-    """The core on which this runs now."""
+def this_core(typing_context):
+    """Return the core on which this thread runs now."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.IntType(32), [])
         number = builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_getcpu"), [])
         return builder.sext(number, _WORD)
@@ -229,10 +285,10 @@ def this_core(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def give_way(typing_context):  # type: ignore[no-untyped-def]
-    """Let another thread have this core, if one wants it."""
+def give_way(typing_context):
+    """Yield the core to another thread (`sched_yield`)."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.IntType(32), [])
         builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
         return context.get_dummy_value()
@@ -241,29 +297,29 @@ def give_way(typing_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def read_memory(typing_context, process, target, source, num_bytes):  # type: ignore[no-untyped-def]
-    """Copy out of the memory of another process; gives how many bytes, -1 if the system refuses."""
+def read_memory(typing_context, process, target, source, num_bytes):
+    """Copy from the memory of another process; return the number of bytes, -1 if the system refuses."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         process, target, source, num_bytes = arguments
-        vector = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 4))  # two of address and length: here, and there
+        vector = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 4))  # two pairs of address and length: local, remote
         fields = builder.bitcast(vector, _WORD.as_pointer())
         for index, value in enumerate((target, num_bytes, source, num_bytes)):
             builder.store(value, builder.gep(fields, [_WORD(index)]))
         number = ir.IntType(32)
         kind = ir.FunctionType(_WORD, [number, fields.type, _WORD, fields.type, _WORD, _WORD])
         function = cgutils.get_or_insert_function(builder.module, kind, "process_vm_readv")
-        there = builder.gep(fields, [_WORD(2)])
-        return builder.call(function, [builder.trunc(process, number), fields, _WORD(1), there, _WORD(1), _WORD(0)])
+        remote = builder.gep(fields, [_WORD(2)])
+        return builder.call(function, [builder.trunc(process, number), fields, _WORD(1), remote, _WORD(1), _WORD(0)])
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
-def sleep(typing_context, microseconds):  # type: ignore[no-untyped-def]
-    """Sleep."""
+def sleep(typing_context, microseconds):
+    """Sleep (`usleep`)."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
         function = cgutils.get_or_insert_function(builder.module, kind, "usleep")
         builder.call(function, [builder.trunc(arguments[0], ir.IntType(32))])
@@ -273,10 +329,10 @@ def sleep(typing_context, microseconds):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def pause(typing_context):  # type: ignore[no-untyped-def]
-    """Tell the processor that this is a loop that waits."""
+def pause(typing_context):
+    """Issue the processor's hint for a polling loop."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         machine, void = platform.machine(), ir.VoidType()
         if machine in ("x86_64", "AMD64"):
             function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(void, []), "llvm.x86.sse2.pause")

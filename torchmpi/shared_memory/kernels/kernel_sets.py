@@ -1,22 +1,26 @@
-"""The sets of kernels that are compiled and loaded together, and the arguments of their fast paths."""
+"""The sets of kernels that are compiled and loaded together, and how fast paths call them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+ENABLE_CHECKS = os.environ.get("TORCHMPI_KERNEL_CHECKS", "0") not in ("", "0")
+"""Whether kernels are compiled with checks of addresses and counters (see :mod:`.access`)."""
 
-class Entrance(NamedTuple):
-    """The way of tensors into a kernel."""
+
+class FastPathKernel(NamedTuple):
+    """How the fast path of a collective calls its kernel."""
 
     kernel: str
     enter: str
-    """The function that writes down what the kernel wants to know."""
+    """Function that checks the tensors and writes the arguments of the kernel."""
     takes_tensor: bool = True
     takes_out: bool = False
     writes: bool = True
-    """Whether the last of the tensors is written to, and autograd must know."""
+    """Whether the last of the tensors is written, which autograd must know."""
 
 
 class KernelSet(NamedTuple):
@@ -24,18 +28,17 @@ class KernelSet(NamedTuple):
 
     modules: tuple[str, ...]
     names: tuple[str, ...]
-    fields: str
-    fast_paths: Mapping[str, Entrance] = MappingProxyType({})
-    """How kernels can also be entered with tensors."""
+    description: str
+    fast_paths: Mapping[str, FastPathKernel] = MappingProxyType({})
 
 
 SETS = {
     "collectives": KernelSet(
-        ("chunk_loop", "movement", "partitioning", "reduce_kernels", "entry"),
+        ("chunk_loop", "movement", "partitioning", "reduce_kernels", "fast_path_entry"),
         (
             "allreduce",
-            "allreduce_many",
-            "meet",
+            "allreduce_list",
+            "barrier",
             "exchange",
             "broadcast",
             "allgather",
@@ -44,19 +47,19 @@ SETS = {
             "offer",
             "take",
             "scatter",
-        ),  # fmt: skip
+        ),
         "shared-memory kernels",
         {
-            "allreduce": Entrance("allreduce", "enter_allreduce"),
-            "reduce": Entrance("allreduce", "enter_allreduce"),
-            "broadcast": Entrance("broadcast", "enter_broadcast"),
-            "allgather": Entrance("allgather", "enter_allgather", takes_out=True),
-            "reduce_scatter": Entrance("reduce_scatter", "enter_reduce_scatter", takes_out=True),
-            "alltoall": Entrance("alltoall", "enter_alltoall", takes_out=True),
-            "gather": Entrance("allgather", "enter_allgather", takes_out=True),
-            "give": Entrance("allgather", "enter_give", writes=False),
-            "scatter": Entrance("scatter", "enter_scatter", takes_out=True),
-            "receive": Entrance("scatter", "enter_receive", takes_tensor=False, takes_out=True),
+            "allreduce": FastPathKernel("allreduce", "enter_allreduce"),
+            "reduce": FastPathKernel("allreduce", "enter_allreduce"),
+            "broadcast": FastPathKernel("broadcast", "enter_broadcast"),
+            "allgather": FastPathKernel("allgather", "enter_allgather", takes_out=True),
+            "reduce_scatter": FastPathKernel("reduce_scatter", "enter_reduce_scatter", takes_out=True),
+            "alltoall": FastPathKernel("alltoall", "enter_alltoall", takes_out=True),
+            "gather": FastPathKernel("allgather", "enter_allgather", takes_out=True),
+            "give": FastPathKernel("allgather", "enter_give", writes=False),
+            "scatter": FastPathKernel("scatter", "enter_scatter", takes_out=True),
+            "receive": FastPathKernel("scatter", "enter_receive", takes_tensor=False, takes_out=True),
         },
     ),
     "sharding": KernelSet(

@@ -1,93 +1,123 @@
-"""Where everybody's tensors are, if they are shared: announced with the call, and found in what is mapped here."""
+"""Finding the tensors of all ranks in shared segments (`mpi.empty_shared`).
+
+1. Before it arrives, a rank whose tensor is in one of its own segments announces it in the payload of the call: key and
+   file of the segment, its length, and the offset of the tensor (`announce_memory`).
+2. After all have arrived, and if all have announced one, each rank looks up where these segments are mapped in its own
+   process (`find_memory`). If one is not, the kernel returns UNMAPPED, Python maps it, and the kernel runs again.
+
+Memory order: the payload is published by the sequence number of the entry. The table of own segments is written by
+Python in another thread at most: SEGMENT_END is written last and cleared first, so it is read twice.
+"""
 
 from __future__ import annotations
 
-from .. import memory_layout
-from . import context
-from .arrival import PAYLOAD, entry, inner, own
-from .intrinsics import load, load_acquire, store
+from ..memory_layout import MEMORY
+from .access import fail_check, inner, payload_of
+from .intrinsics import load, load_field, load_field_acquire, store_field
+from .kernel_sets import ENABLE_CHECKS
+from .records import (
+    CHECK_SHARED_TENSOR,
+    MAPPINGS,
+    MAPPINGS_PER_RANK,
+    OWN_SEGMENTS,
+    POINTERS,
+    RANK,
+    SEGMENT_BEGIN,
+    SEGMENT_END,
+    SEGMENT_FIELDS,
+    SEGMENT_FILE,
+    SEGMENT_KEY,
+    SIZE,
+    UNMAPPED,
+    WHOLE_BYTES,
+)
 
-MIXED, ALL_SHARED = 1, 2
-_MEMORY = PAYLOAD + memory_layout.MEMORY * 8
+SOME_SHARED, ALL_SHARED = 1, 2
+_KEY, _FILE, _SEGMENT_LENGTH, _OFFSET = range(4)
+"""Fields of the announcement in the payload."""
 
 
 @inner
-def shared_segment(ctx, address, num_bytes):  # type: ignore[no-untyped-def]
-    """The own shared segment that holds all these bytes, as the address of its words; 0 if none does."""
-    segments = own(ctx, context.OWN_SEGMENTS)
+def segment_of(group, address, num_bytes):
+    """Return the record of the own segment that holds all these bytes, 0 if none does."""
+    segments = load_field(group, OWN_SEGMENTS)
     for index in range(load(segments)):
-        segment = segments + 8 + index * context.SEGMENT_FIELDS * 8
-        end = load_acquire(segment + context.SEGMENT_END * 8)
-        is_there = load_acquire(segment + context.SEGMENT_BEGIN * 8) <= address and address + num_bytes <= end
-        # Another thread may have put another segment into this place between the two looks.
-        if is_there and load_acquire(segment + context.SEGMENT_END * 8) == end:
+        segment = segments + 8 + index * SEGMENT_FIELDS * 8
+        end = load_field_acquire(segment, SEGMENT_END)
+        is_there = load_field_acquire(segment, SEGMENT_BEGIN) <= address and address + num_bytes <= end
+        # Another thread may have put another segment into this record between the two loads.
+        if is_there and load_field_acquire(segment, SEGMENT_END) == end:
             return segment
     return 0
 
 
 @inner
-def announced(ctx, rank, seq):  # type: ignore[no-untyped-def]
-    """Address of what a rank says of where its tensor is: key, file and length of the segment, and the place in it."""
-    return entry(ctx, rank, seq) + _MEMORY
+def announcement_of(group, rank, seq):
+    """Return the address of a rank's announcement of its shared tensor."""
+    return payload_of(group, rank, seq) + MEMORY * 8
 
 
 @inner
-def announce_memory(ctx, seq, address, num_bytes):  # type: ignore[no-untyped-def]
-    """Say in the payload where this rank's tensor is, if others can get at it; gives whether they can.
+def announce_memory(group, seq, address, num_bytes):
+    """Announce this rank's tensor if it is shared; return whether it is.
 
-    What takes but one meeting through a slot stays there: of a tensor all must know that all have read it.
+    Tensors up to WHOLE_BYTES go through the slots: reading shared tensors would take a second synchronization.
     """
-    fields = announced(ctx, own(ctx, context.RANK), seq)
-    segment = shared_segment(ctx, address, num_bytes) if num_bytes > own(ctx, context.WHOLE_BYTES) else 0
+    announcement = announcement_of(group, load_field(group, RANK), seq)
+    segment = segment_of(group, address, num_bytes) if num_bytes > load_field(group, WHOLE_BYTES) else 0
     if segment == 0:
-        store(fields, 0)
+        store_field(announcement, _KEY, 0)
         return False
-    store(fields, load(segment + context.SEGMENT_KEY * 8))
-    store(fields + 8, load(segment + context.SEGMENT_FILE * 8))
-    store(fields + 16, load(segment + context.SEGMENT_END * 8) - load(segment + context.SEGMENT_BEGIN * 8))
-    store(fields + 24, address - load(segment + context.SEGMENT_BEGIN * 8))
+    begin = load_field(segment, SEGMENT_BEGIN)
+    store_field(announcement, _KEY, load_field(segment, SEGMENT_KEY))
+    store_field(announcement, _FILE, load_field(segment, SEGMENT_FILE))
+    store_field(announcement, _SEGMENT_LENGTH, load_field(segment, SEGMENT_END) - begin)
+    store_field(announcement, _OFFSET, address - begin)
     return True
 
 
 @inner
-def mapped(ctx, rank, key):  # type: ignore[no-untyped-def]
-    """Where a segment of another rank is mapped in this process; 0 if it is not."""
-    pairs = own(ctx, context.MAPPINGS) + rank * context.MAPPINGS_PER_RANK * 16
-    for index in range(context.MAPPINGS_PER_RANK):
-        if load(pairs + index * 16) == key:
-            return load(pairs + index * 16 + 8)
+def mapped(group, rank, key):
+    """Return where a segment of another rank is mapped in this process, 0 if it is not."""
+    pairs = load_field(group, MAPPINGS) + rank * MAPPINGS_PER_RANK * 16
+    for index in range(MAPPINGS_PER_RANK):
+        if load_field(pairs, index * 2) == key:
+            return load_field(pairs, index * 2 + 1)
     return 0
 
 
 @inner
-def find_of(ctx, seq, rank):  # type: ignore[no-untyped-def]
-    """Note where another rank's shared tensor is: 0, or UNMAPPED and that rank."""
-    fields = announced(ctx, rank, seq)
-    base = mapped(ctx, rank, load(fields))
+def find_of(group, seq, rank):
+    """Store the address of another rank's shared tensor: 0, or UNMAPPED and that rank."""
+    announcement = announcement_of(group, rank, seq)
+    base = mapped(group, rank, load_field(announcement, _KEY))
     if base == 0:
-        return context.UNMAPPED + rank
-    store(ctx + (context.POINTERS + own(ctx, context.SIZE) + rank) * 8, base + load(fields + 24))
+        return UNMAPPED + rank
+    offset = load_field(announcement, _OFFSET)
+    if ENABLE_CHECKS and not 0 <= offset < load_field(announcement, _SEGMENT_LENGTH):
+        fail_check(group, CHECK_SHARED_TENSOR, offset, load_field(announcement, _SEGMENT_LENGTH))
+    store_field(group, POINTERS + load_field(group, SIZE) + rank, base + offset)
     return 0
 
 
 @inner
-def found(ctx, rank):  # type: ignore[no-untyped-def]
-    """Address of the shared tensor of a rank, once that is known."""
-    return own(ctx, context.POINTERS + own(ctx, context.SIZE) + rank)
+def shared_tensor_of(group, rank):
+    """Return the address of the shared tensor of a rank, after `find_memory`."""
+    return load_field(group, POINTERS + load_field(group, SIZE) + rank)
 
 
 @inner
-def find_memory(ctx, seq, address):  # type: ignore[no-untyped-def]
-    """Note where everybody's tensor is: ALL_SHARED, MIXED, 0 if all are private, or UNMAPPED and a rank."""
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+def find_memory(group, seq, address):
+    """Store the addresses of all ranks' tensors: ALL_SHARED, SOME_SHARED, 0 if none is, or UNMAPPED and a rank."""
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
     num_shared = 0
     for other in range(size):
-        num_shared += load(announced(ctx, other, seq)) != 0
+        num_shared += load_field(announcement_of(group, other, seq), _KEY) != 0
     if num_shared < size:
-        return MIXED if num_shared else 0
-    store(ctx + (context.POINTERS + size + rank) * 8, address)
+        return SOME_SHARED if num_shared else 0
+    store_field(group, POINTERS + size + rank, address)
     for other in range(size):
-        status = find_of(ctx, seq, other) if other != rank else 0
+        status = find_of(group, seq, other) if other != rank else 0
         if status != 0:
             return status
     return ALL_SHARED

@@ -1,213 +1,248 @@
-"""Verbs that send the same to everybody, through shared memory: broadcast, and what gathers.
+"""Kernels of the barrier, broadcast, allgather and gather: every receiver gets the same data.
 
-What is short travels with the announcement, or in the slot before the ranks meet; the rest goes by rounds.
+Four routes by length, of which all ranks take the same:
+
+* up to PAYLOAD_BYTES the data travels in the payload of the ring entry;
+* up to WHOLE_BYTES in the slot, written before the ranks synchronize: one synchronization either way;
+* longer data, if all tensors are shared, is copied from tensor to tensor (`end_reads` waits for all readers);
+* otherwise it is read directly from the other processes (kernels.direct_read), or goes through the slots in chunks
+  (kernels.chunk_loop).
+
+An allgather assumes that all ranks bring the same length. Lengths are in the payloads; if they differ, the kernel
+returns UNEVEN, and Python allocates the result and calls `exchange`.
+
+Memory order: payload and slot are published by the sequence number of the entry (`arrive`). A slot written whole also
+sets READY and REDUCED, so that the counters stay equal to CHUNKS on all ranks.
 """
 
 from __future__ import annotations
 
-from .. import memory_layout
-from . import context
-from .arrival import PAYLOAD, arrive, begin, end_reads, entry, inner, kernel, leave, own, row
+from ..memory_layout import PAYLOAD_BYTES, READY, REDUCED
+from .access import (
+    copy_from_slot,
+    copy_to_payload,
+    group_of,
+    inner,
+    is_in_slot,
+    kernel,
+    payload_of,
+    peer_at,
+    set_counter,
+    set_receive,
+    transfer_slot_of,
+)
+from .arrival import arrive, begin, end_reads, leave
 from .chunk_loop import (
     ALL_SEND_BYTES,
     ONE_SENDS_BYTES,
-    PAIRS,
-    cut_stream,
     deliver,
-    go_on,
+    divide_stream,
     put,
-    put_first_piece,
+    put_first_chunk,
+    run_rounds,
     send_to_all,
 )
-from .copying import choose_way, moving_slot
-from .direct_read import all_show, may_read, note_pace, read_all, show_memory, would_read
-from .intrinsics import copy, load, now, store, store_release
-from .lookup import ALL_SHARED, announce_memory, find_memory, found
+from .copying import begin_measuring
+from .direct_read import all_show, can_read, note_pace, prefers_reading, read_all, show_memory
+from .intrinsics import copy, load, load_field, now, store, store_field
+from .kernel_sets import ENABLE_CHECKS
+from .lookup import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
+from .records import (
+    ALLGATHER_PACES,
+    CHUNKS,
+    GATHER_PACES,
+    GATHERS_READ,
+    RANK,
+    ROOT,
+    SIZE,
+    UNEVEN,
+    UNMAPPED,
+    UNREADABLE,
+    WHOLE_BYTES,
+)
 from .reduce_kernels import part_begin
 
-_READY, _REDUCED = memory_layout.READY * 8, memory_layout.REDUCED * 8
-_SHORT_BROADCAST_BYTES = 128 << 10  # such a one goes past the caches in any case: that was never slower
+_SHORT_BROADCAST_BYTES = 128 << 10  # up to here broadcasts bypass the caches: that was never slower
 
 
 @kernel
-def meet(plan, seq, signature, message, num_bytes):  # type: ignore[no-untyped-def]
-    """A barrier, to which each rank brings a message: it can then be read in the payload of its entry."""
-    ctx = own(plan, context.CONTEXT)
-    status = begin(ctx, seq)
+def barrier(call, seq, signature, message, num_bytes):
+    """Synchronize; the message of each rank can be read in the payload of its entry afterwards."""
+    group = group_of(call)
+    status = begin(group, seq)
     if status == 0:
-        copy(entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD, message, num_bytes)
-        status = arrive(ctx, seq, signature)
-    leave(ctx, seq)
-    return status
+        copy_to_payload(group, seq, 0, message, num_bytes)
+        status = arrive(group, seq, signature)
+    return leave(group, seq, status)
 
 
 @inner
-def put_whole(ctx, address, num_bytes):  # type: ignore[no-untyped-def]
-    """Put something short into the slot before arriving: whoever has met this rank may read it."""
-    chunk = own(ctx, context.CHUNKS)
-    copy(moving_slot(ctx, own(ctx, context.RANK), chunk), address, num_bytes)
-    store_release(row(ctx, own(ctx, context.RANK)) + _READY, chunk + 1)
+def put_whole(group, address, num_bytes):
+    """Copy short data into the slot before arriving."""
+    chunk = load_field(group, CHUNKS)
+    slot = transfer_slot_of(group, load_field(group, RANK), chunk)
+    if not ENABLE_CHECKS or is_in_slot(group, slot, num_bytes):
+        copy(slot, address, num_bytes)
+    set_counter(group, READY, chunk + 1)
     return 0
 
 
 @inner
-def end_whole(ctx):  # type: ignore[no-untyped-def]
-    """What was put whole into the slots has been read by this rank."""
-    chunk = own(ctx, context.CHUNKS)
-    store(ctx + context.CHUNKS * 8, chunk + 1)
-    store_release(row(ctx, own(ctx, context.RANK)) + _REDUCED, chunk + 1)
+def end_whole(group):
+    """Count the chunk that was put whole into the slots, after reading it."""
+    chunk = load_field(group, CHUNKS)
+    set_counter(group, REDUCED, chunk + 1)
+    store_field(group, CHUNKS, chunk + 1)
     return 0
 
 
 @inner
-def broadcast_in_place(ctx, address, num_bytes, root):  # type: ignore[no-untyped-def]
-    """From shared tensor to shared tensor: the root has time as well, and writes as much as everybody else."""
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+def broadcast_shared(group, address, num_bytes, root):
+    """Broadcast between shared tensors: the root writes the first part of all others, so that all copy equally much."""
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
     share = part_begin(num_bytes, size, 1)
     if rank != root:
-        deliver(address + share, found(ctx, root) + share, num_bytes - share, num_bytes)
+        deliver(address + share, shared_tensor_of(group, root) + share, num_bytes - share, num_bytes)
     else:
         for other in range(size):
             if other != root:
-                deliver(found(ctx, other), address, share, num_bytes)
-    return end_reads(ctx)
+                deliver(shared_tensor_of(group, other), address, share, num_bytes)
+    return end_reads(group)
 
 
 @inner
-def send_from_root(plan, address, num_bytes):  # type: ignore[no-untyped-def]
-    """What the root has, piece by piece through its slots."""
-    ctx = own(plan, context.CONTEXT)
-    rank, root = own(ctx, context.RANK), own(plan, context.ROOT)
-    table = send_to_all(plan, address, num_bytes if rank == root else 0)
-    for other in range(own(ctx, context.SIZE)):
-        store(table + other * PAIRS + 16, address)
-        store(table + other * PAIRS + 24, num_bytes if other == root and rank != root else 0)
-    num_rounds = cut_stream(ctx, num_bytes, ONE_SENDS_BYTES)
-    choose_way(ctx, num_rounds, num_bytes <= _SHORT_BROADCAST_BYTES)
-    put(ctx, own(ctx, context.CHUNKS), table, False)
-    return go_on(ctx, table, num_rounds)
+def broadcast_chunks(call, address, num_bytes):
+    """Broadcast through the slots of the root."""
+    group = group_of(call)
+    rank, root = load_field(group, RANK), load_field(call, ROOT)
+    transfers = send_to_all(call, address, num_bytes if rank == root else 0)
+    for other in range(load_field(group, SIZE)):
+        set_receive(transfers, other, address, num_bytes if other == root and rank != root else 0)
+    num_rounds = divide_stream(group, num_bytes, ONE_SENDS_BYTES)
+    begin_measuring(group, num_rounds, num_bytes <= _SHORT_BROADCAST_BYTES)
+    put(group, load_field(group, CHUNKS), transfers, False)
+    return run_rounds(group, transfers, num_rounds)
 
 
 @kernel
-def broadcast(plan, seq, signature, address, num_bytes):  # type: ignore[no-untyped-def]
-    """The root's bytes to everybody. The root is in the plan."""
-    ctx = own(plan, context.CONTEXT)
-    rank, root = own(ctx, context.RANK), own(plan, context.ROOT)
-    is_short, is_whole = num_bytes <= memory_layout.PAYLOAD_BYTES, num_bytes <= own(ctx, context.WHOLE_BYTES)
-    status = begin(ctx, seq)
+def broadcast(call, seq, signature, address, num_bytes):
+    """Copy the root's bytes to all ranks, in place."""
+    group = group_of(call)
+    rank, root = load_field(group, RANK), load_field(call, ROOT)
+    is_short, is_whole = num_bytes <= PAYLOAD_BYTES, num_bytes <= load_field(group, WHOLE_BYTES)
+    status = begin(group, seq)
     if status != 0:
         return status
     if is_short and rank == root:
-        copy(entry(ctx, rank, seq) + PAYLOAD, address, num_bytes)
+        copy_to_payload(group, seq, 0, address, num_bytes)
     elif not is_short:
-        announce_memory(ctx, seq, address, num_bytes)
+        announce_memory(group, seq, address, num_bytes)
         if is_whole and rank == root:
-            put_whole(ctx, address, num_bytes)
-    status = arrive(ctx, seq, signature)
+            put_whole(group, address, num_bytes)
+    status = arrive(group, seq, signature)
     if status == 0 and is_short:
         if rank != root:
-            copy(address, entry(ctx, root, seq) + PAYLOAD, num_bytes)
+            copy(address, payload_of(group, root, seq), num_bytes)
     elif status == 0 and is_whole:
         if rank != root:
-            copy(address, moving_slot(ctx, root, own(ctx, context.CHUNKS)), num_bytes)
-        end_whole(ctx)
+            copy_from_slot(group, address, transfer_slot_of(group, root, load_field(group, CHUNKS)), num_bytes)
+        end_whole(group)
     elif status == 0:
-        memory = find_memory(ctx, seq, address)
-        if memory >= context.UNMAPPED:
+        memory = find_memory(group, seq, address)
+        if memory >= UNMAPPED:
             return memory
         if memory == ALL_SHARED:
-            status = broadcast_in_place(ctx, address, num_bytes, root)
+            status = broadcast_shared(group, address, num_bytes, root)
         else:
-            status = send_from_root(plan, address, num_bytes)
-    leave(ctx, seq)
-    return status
+            status = broadcast_chunks(call, address, num_bytes)
+    return leave(group, seq, status)
 
 
 @inner
-def have_as_many(ctx, seq, number):  # type: ignore[no-untyped-def]
-    """Whether all ranks have announced the same number, of bytes or rows."""
-    for other in range(own(ctx, context.SIZE)):
-        if load(entry(ctx, other, seq) + PAYLOAD) != number:
+def are_even(group, seq, length):
+    """Return whether all ranks have announced the same length, in bytes or rows, in their payloads."""
+    for other in range(load_field(group, SIZE)):
+        if load(payload_of(group, other, seq)) != length:
             return False
     return True
 
 
 @inner
-def take_from_all(ctx, first, num_bytes, target):  # type: ignore[no-untyped-def]
-    """What everybody has for this rank in shared tensors, that of this rank as well: so much, from `first` on."""
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
+def gather_shared(group, first, num_bytes, target):
+    """Copy so many bytes, from offset `first`, of every rank's shared tensor."""
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
     for shift in range(size):
-        other = rank + shift - size if rank + shift >= size else rank + shift
-        deliver(target + other * num_bytes, found(ctx, other) + first, num_bytes, num_bytes)
-    return end_reads(ctx)
+        other = peer_at(rank, size, shift)
+        deliver(target + other * num_bytes, shared_tensor_of(group, other) + first, num_bytes, num_bytes)
+    return end_reads(group)
 
 
 @kernel
-def allgather(plan, seq, signature, source, num_bytes, target):  # type: ignore[no-untyped-def]
-    """Everybody's bytes to everybody, or to the root of the plan, if all have as many.
+def allgather(call, seq, signature, source, num_bytes, target):
+    """Concatenate the bytes of all ranks, on all ranks or on the root of the call, if all bring the same length.
 
-    UNEVEN otherwise, with the lengths in the payloads.
+    Returns UNEVEN otherwise, with the lengths in the payloads.
     """
-    ctx = own(plan, context.CONTEXT)
-    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
-    payload = entry(ctx, rank, seq) + PAYLOAD
-    status = begin(ctx, seq)
+    group = group_of(call)
+    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    payload = payload_of(group, rank, seq)
+    status = begin(group, seq)
     if status != 0:
         return status
     store(payload, num_bytes)
-    is_short, is_whole = num_bytes <= memory_layout.PAYLOAD_BYTES - 8, num_bytes <= own(ctx, context.WHOLE_BYTES)
+    is_short, is_whole = num_bytes <= PAYLOAD_BYTES - 8, num_bytes <= load_field(group, WHOLE_BYTES)
     num_sent = num_bytes if rank != root else 0
     num_received = num_bytes if root < 0 or rank == root else 0
-    table, num_rounds = send_to_all(plan, source, num_sent), cut_stream(ctx, num_bytes, ALL_SEND_BYTES)
-    gives, paces = root >= 0 and rank != root, context.ALLGATHER_PACES if root < 0 else context.GATHER_PACES
-    # The root of a gather decides; the others show theirs always, and put it as well unless they need not last time.
-    shows = not is_whole and (may_read(ctx, num_bytes) if gives else would_read(ctx, paces, num_bytes))
-    is_shared = not is_short and announce_memory(ctx, seq, source, num_bytes)
-    puts = not is_shared and (own(ctx, context.GATHERS_READ) == 0 if gives else not shows)
+    transfers, num_rounds = send_to_all(call, source, num_sent), divide_stream(group, num_bytes, ALL_SEND_BYTES)
+    only_sends, paces = root >= 0 and rank != root, ALLGATHER_PACES if root < 0 else GATHER_PACES
+    # The root of a gather decides. The others always show their data, and write their slots too unless the last long
+    # gather was read directly.
+    shows = not is_whole and (can_read(group, num_bytes) if only_sends else prefers_reading(group, paces, num_bytes))
+    is_shared = not is_short and announce_memory(group, seq, source, num_bytes)
+    puts = not is_shared and (load_field(group, GATHERS_READ) == 0 if only_sends else not shows)
     spent = 0
     if is_short:
-        copy(payload + 8, source, num_bytes)
+        copy_to_payload(group, seq, 8, source, num_bytes)
     elif is_whole:
-        put_whole(ctx, source, num_sent)
+        put_whole(group, source, num_sent)
     else:
-        show_memory(ctx, seq, source if shows else 0)
+        show_memory(group, seq, source if shows else 0)
         since = now()
         if puts:
-            put_first_piece(ctx, table, num_rounds)
+            put_first_chunk(group, transfers, num_rounds)
         spent = now() - since
-    status = arrive(ctx, seq, signature)
+    status = arrive(group, seq, signature)
     if status != 0:
         return status
-    if not have_as_many(ctx, seq, num_bytes):
-        return context.UNEVEN
+    if not are_even(group, seq, num_bytes):
+        return UNEVEN
     if is_short:
         for other in range(size):
-            copy(target + other * num_bytes, entry(ctx, other, seq) + PAYLOAD + 8, num_received)
+            copy(target + other * num_bytes, payload_of(group, other, seq) + 8, num_received)
     elif is_whole:
         for other in range(size):
-            there = source if other == rank else moving_slot(ctx, other, own(ctx, context.CHUNKS))
-            copy(target + other * num_bytes, there, num_received)
-        end_whole(ctx)
+            if other == rank:
+                copy(target + other * num_bytes, source, num_received)
+            else:
+                slot = transfer_slot_of(group, other, load_field(group, CHUNKS))
+                copy_from_slot(group, target + other * num_bytes, slot, num_received)
+        end_whole(group)
     else:
-        memory = find_memory(ctx, seq, source)
-        if memory >= context.UNMAPPED:
+        memory = find_memory(group, seq, source)
+        if memory >= UNMAPPED:
             return memory
         if memory == ALL_SHARED:
-            status = take_from_all(ctx, 0, num_received, target)
-            leave(ctx, seq)
-            return status
-        since, reads = now(), all_show(ctx, seq)
-        if gives:
-            store(ctx + context.GATHERS_READ * 8, reads)
-        status = read_all(ctx, seq, source, 0, num_received, target) if reads else context.UNREAD
-        if status == context.UNREAD:
+            return leave(group, seq, gather_shared(group, 0, num_received, target))
+        since, reads = now(), all_show(group, seq)
+        if only_sends:
+            store_field(group, GATHERS_READ, reads)
+        status = read_all(group, seq, source, 0, num_received, target) if reads else UNREADABLE
+        if status == UNREADABLE:
             if reads or not puts:
-                put_first_piece(ctx, table, num_rounds)
+                put_first_chunk(group, transfers, num_rounds)
             for other in range(size):
-                store(table + other * PAIRS + 16, target + other * num_bytes)
-                store(table + other * PAIRS + 24, num_received)
-            status = go_on(ctx, table, num_rounds)
-        if not gives and status == 0:
-            note_pace(ctx, paces, num_bytes, reads, now() - since + spent)
-    leave(ctx, seq)
-    return status
+                set_receive(transfers, other, target + other * num_bytes, num_received)
+            status = run_rounds(group, transfers, num_rounds)
+        if not only_sends and status == 0:
+            note_pace(group, paces, num_bytes, reads, now() - since + spent)
+    return leave(group, seq, status)

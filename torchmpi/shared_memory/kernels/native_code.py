@@ -1,7 +1,6 @@
-"""From LLVM code to an address, once per machine: what was compiled is kept on disk.
+"""Compilation of LLVM code to machine code, once per machine: results are kept on disk.
 
-Numba's own pipeline would need a tenth of a second and more for a function, most of it for Python's sake. This
-is LLVM alone, through the library that numba brings along.
+Numba's own pipeline needs a tenth of a second and more for a function. This uses LLVM alone, through llvmlite.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from typing import Any
 import llvmlite
 from llvmlite import binding
 
-# What LLVM calls when the processor cannot convert half precision. Nobody provides them in this process.
+# Functions that LLVM calls if the processor cannot convert half precision. No library in this process has them.
 _HALF_CALLS = (b"__extendhfsf2", b"__truncsfhf2", b"__gnu_h2f_ieee", b"__gnu_f2h_ieee")
 
 
 def cache_folder() -> Path | None:
-    """The first of the places where numba would keep its results in which something can be written, if any."""
+    """Return the first writable folder of those in which Numba would keep its results, or None."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folders = [chosen] if chosen else [os.path.join(os.path.dirname(__file__), "__pycache__"), f"{home}/torchmpi"]
@@ -38,7 +37,7 @@ def cache_folder() -> Path | None:
 
 
 class Compiler:
-    """Compiles for this processor, or for the one that NUMBA_CPU_NAME asks for. Any thread may use it."""
+    """A compiler for this processor, or for the one that NUMBA_CPU_NAME names. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -53,12 +52,12 @@ class Compiler:
         self.machine = self._machine()
         nothing = binding.parse_assembly("")
         nothing.triple = self.triple
-        self.engine = binding.create_mcjit_compiler(nothing, self._machine())  # which then owns both
+        self.engine = binding.create_mcjit_compiler(nothing, self._machine())  # which owns both
 
     def function(self, name: str, text_of: Callable[..., str]) -> int:
-        """The address of the only function, called `function`, of the module that `text_of` writes.
+        """Return the address of the function `function` of the module that `text_of` returns.
 
-        Names inside of it are made unique by `name`, the same in every process. A name is compiled or loaded once.
+        It is renamed to `name`, which must be unique, and compiled or loaded once.
         """
         with self.lock:
             if name not in self.functions:
@@ -77,7 +76,7 @@ class Compiler:
         return self.find(name)
 
     def load(self, name: str, recipe: str) -> bool:
-        """Load the module that some process has kept under this name and recipe, if there is one."""
+        """Load the module of this name and recipe, if a process has compiled it before; return whether it was there."""
         with self.lock:
             image = self._read(name, recipe)
             if image is not None:
@@ -85,15 +84,15 @@ class Compiler:
             return image is not None
 
     def build(self, name: str, recipe: str, text: str) -> None:
-        """Compile and load a module, and keep it."""
+        """Compile and load a module, and keep it on disk."""
         with self.lock:
             image = self._compile(text)
             self._write(name, recipe, image)
             self._add(image)
 
     def find(self, name: str) -> int:
-        """The address of a function that was loaded."""
-        address = self.engine.get_function_address(name)
+        """Return the address of a function of a loaded module."""
+        address: int = self.engine.get_function_address(name)
         assert address, name
         return address
 
@@ -102,7 +101,7 @@ class Compiler:
         self.engine.finalize_object()
 
     def _machine(self) -> Any:
-        # As numba does: x86 code that is loaded by MCJIT cannot be position-independent.
+        # As in Numba: x86 code loaded by MCJIT cannot be position-independent.
         reloc = "static" if self.triple.startswith("x86_64") else "default"
         target = binding.Target.from_triple(self.triple)
         return target.create_target_machine(
@@ -114,9 +113,10 @@ class Compiler:
         module.triple = self.triple
         module.data_layout = str(self.machine.target_data)
         module.verify()
-        return self.machine.emit_object(module)
+        image: bytes = self.machine.emit_object(module)
+        return image
 
-    # A file is a digest of what follows it, so that one cut short by a full disk is not run.
+    # A file begins with the digest of the rest, so that a truncated file is not run.
 
     def _path(self, name: str, text: str) -> Path | None:
         if self.folder is None:
@@ -141,17 +141,17 @@ class Compiler:
         try:
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(hashlib.sha256(image).digest() + image)
-            os.replace(file.name, path)  # whole or not at all, whoever else writes it
+            os.replace(file.name, path)  # atomic, also with other writers
         except OSError:
-            self.folder = None  # full, or not ours after all: the next ones need not try
+            self.folder = None  # full or not writable after all: do not try again
 
 
 _first = threading.Lock()
 
 
 def compiler() -> Compiler:
-    """The one of this process, which keeps what it has loaded."""
-    with _first:  # of two that are made at once, one would be thrown away, and the code in it
+    """Return the compiler of this process, which keeps all loaded code."""
+    with _first:  # a second one, made by another thread, would be lost with its code
         return _the_compiler()
 
 

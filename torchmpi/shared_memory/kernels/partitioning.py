@@ -1,271 +1,308 @@
-"""Verbs that divide rows among the ranks, through shared memory: each gets its own of everybody's, or their sum."""
+"""Kernels of reduce_scatter, alltoall and scatter: dim 0 is divided among the ranks.
+
+Rank `r` gets rows `rows_before(r)` to `rows_before(r + 1)`; the first ranks take the remainder, one row each.
+
+The routes by length are those of kernels.movement. In chunks, each rank writes one part for each rank into its slot,
+SPACING apart; a reduce_scatter reduces where the others copy. alltoall assumes that all ranks bring the same number of
+rows (UNEVEN otherwise).
+
+A scatter is two kernels, or one in the fast path. `offer` synchronizes: the root brings a description of its tensor
+(dtype, dimensions, shape) in its payload and writes its first chunk, or the whole tensor if that fits into the payload,
+or the address for direct reads. `take` moves the rest, after Python has allocated the result.
+
+Memory order: as in kernels.movement and kernels.chunk_loop. `reduce_scatter` publishes REDUCED after a chunk has been
+read, before its slot is written again.
+"""
 
 from __future__ import annotations
 
-from .. import memory_layout
-from . import context
-from .arrival import PAYLOAD, arrive, begin, end_reads, entry, inner, kernel, leave, own, row, wait_all
-from .chunk_loop import PAIRS, cut_parts, deliver, go_on, put_first_piece, put_next, send_to_all
-from .copying import choose_way, end_chunks, moving_slot, note_chunk, note_time
-from .direct_read import all_show, end_reading, note_pace, read_all, read_from, show_memory, would_read
-from .intrinsics import copy, load, now, store, store_release
-from .lookup import ALL_SHARED, announce_memory, find_memory, found
-from .movement import have_as_many, take_from_all
-from .reduce_kernels import combine, point_at
+from ..memory_layout import PAYLOAD_BYTES, READY, REDUCED
+from .access import (
+    copy_to_payload,
+    group_of,
+    inner,
+    is_in_slot,
+    kernel,
+    outcome,
+    payload_of,
+    set_counter,
+    set_receive,
+    set_send,
+    transfer_slot_of,
+)
+from .arrival import arrive, begin, end_reads, leave, wait_all
+from .chunk_loop import deliver, divide_parts, put_first_chunk, put_next, run_rounds, send_to_all
+from .copying import begin_measuring, end_measuring, note_chunk, note_time
+from .direct_read import all_show, end_reading, note_pace, prefers_reading, read_all, read_from, show_memory
+from .intrinsics import copy, load, load_field, now, store, store_field
+from .kernel_sets import ENABLE_CHECKS
+from .lookup import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
+from .movement import are_even, gather_shared
+from .records import (
+    ALLTOALL_PACES,
+    CHUNK_BYTES,
+    CHUNKS,
+    RANK,
+    ROOT,
+    SCATTER_PACES,
+    SIZE,
+    SPENT_BEFORE,
+    TRANSFERS,
+    UNEVEN,
+    UNMAPPED,
+    UNREADABLE,
+)
+from .reduce_kernels import combine, set_operand
 
-_READY, _REDUCED = memory_layout.READY * 8, memory_layout.REDUCED * 8
+MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE = range(3)
+"""Fields of the description of a tensor that a scatter sends."""
 
 
 @inner
-def rows_before(num_rows, size, rank):  # type: ignore[no-untyped-def]
-    """Rows that go to the ranks below: the first ranks take the remainder, one each."""
+def rows_before(num_rows, size, rank):
+    """Return the number of rows of the ranks below."""
     return num_rows // size * rank + min(num_rows % size, rank)
 
 
 @inner
-def cut_rows(ctx, num_rows, row_bytes):  # type: ignore[no-untyped-def]
-    """Cut rows, of which each rank has its own; gives the number of rounds."""
-    return cut_parts(ctx, rows_before(num_rows, own(ctx, context.SIZE), 1) * row_bytes)
+def divide_rows(group, num_rows, row_bytes):
+    """Choose the chunks of rows that are divided among the ranks; return the number of rounds."""
+    return divide_parts(group, rows_before(num_rows, load_field(group, SIZE), 1) * row_bytes)
 
 
 @inner
-def send_rows(plan, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
-    """Fill the sending half of the table: to each rank its rows."""
-    size, table = own(own(plan, context.CONTEXT), context.SIZE), own(plan, context.TABLE)
+def send_rows(call, source, num_rows, row_bytes):
+    """Fill the sending half of the transfers: to each rank its rows. Return their address."""
+    size, transfers = load_field(group_of(call), SIZE), load_field(call, TRANSFERS)
     for other in range(size):
-        theirs = rows_before(num_rows, size, other) * row_bytes
-        store(table + other * PAIRS, source + theirs)
-        store(table + other * PAIRS + 8, rows_before(num_rows, size, other + 1) * row_bytes - theirs)
-    return table
+        first = rows_before(num_rows, size, other) * row_bytes
+        set_send(transfers, other, source + first, rows_before(num_rows, size, other + 1) * row_bytes - first)
+    return transfers
 
 
 @inner
-def combine_rows(plan, source, length, target, table, num_rounds, are_first_there):  # type: ignore[no-untyped-def]
-    """Combine this rank's rows, of which its own begin at `source`, piece by piece from the slots.
+def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_put):
+    """Reduce this rank's rows, of which its own begin at `source`, chunk by chunk from the slots.
 
-    `are_first_there`: all have put their first pieces before they arrived.
+    `is_first_put`: all ranks had written their first chunk before they arrived.
     """
-    ctx = own(plan, context.CONTEXT)
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    base, piece = own(ctx, context.CHUNKS), own(ctx, context.CHUNK_BYTES)
+    group = group_of(call)
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    base, chunk_bytes = load_field(group, CHUNKS), load_field(group, CHUNK_BYTES)
     for index in range(num_rounds):
         chunk = base + index
         if index + 1 < num_rounds:
-            status = put_next(ctx, index, table, False)
+            status = put_next(group, index, transfers, False)
             if status != 0:
                 return status
-        if index > 0 or not are_first_there:
-            status = wait_all(ctx, _READY, chunk + 1)
+        if index > 0 or not is_first_put:
+            status = wait_all(group, READY, chunk + 1)
             if status != 0:
                 return status
         for other in range(size):
-            point_at(ctx, other, moving_slot(ctx, other, chunk) + rank * piece)
-        point_at(ctx, rank, source + index * piece)
-        mine, since = max(0, min(piece, length - index * piece)), now()
-        combine(plan, target + index * piece, mine)
-        note_time(ctx, chunk, since)
-        note_chunk(ctx, chunk, mine * (size - 1))
-        store_release(row(ctx, rank) + _REDUCED, chunk + 1)
-    end_chunks(ctx)
-    store(ctx + context.CHUNKS * 8, base + num_rounds)
-    return wait_all(ctx, _REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
+            set_operand(group, other, transfer_slot_of(group, other, chunk) + rank * chunk_bytes)
+        set_operand(group, rank, source + index * chunk_bytes)
+        mine, since = max(0, min(chunk_bytes, length - index * chunk_bytes)), now()
+        last_slot = transfer_slot_of(group, size - 1, chunk) + rank * chunk_bytes
+        if not ENABLE_CHECKS or is_in_slot(group, last_slot, mine):
+            combine(call, target + index * chunk_bytes, mine)
+        note_time(group, chunk, since)
+        note_chunk(group, chunk, mine * (size - 1))
+        set_counter(group, REDUCED, chunk + 1)
+    end_measuring(group)
+    store_field(group, CHUNKS, base + num_rounds)
+    return wait_all(group, REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
 
 
 @inner
-def combine_rows_in_place(plan, first, length, target):  # type: ignore[no-untyped-def]
-    """Combine this rank's rows, which begin at `first` in the shared tensors of all."""
-    ctx = own(plan, context.CONTEXT)
-    for other in range(own(ctx, context.SIZE)):
-        point_at(ctx, other, found(ctx, other) + first)
-    combine(plan, target, length)
-    return end_reads(ctx)
+def reduce_rows_shared(call, first, length, target):
+    """Reduce this rank's rows, at offset `first`, from the shared tensors of all ranks."""
+    group = group_of(call)
+    for other in range(load_field(group, SIZE)):
+        set_operand(group, other, shared_tensor_of(group, other) + first)
+    combine(call, target, length)
+    return end_reads(group)
 
 
 @kernel
-def reduce_scatter(plan, seq, signature, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
-    """Combine everybody's rows of each rank, and give them to that rank."""
-    ctx = own(plan, context.CONTEXT)
-    rank, size, num_bytes = own(ctx, context.RANK), own(ctx, context.SIZE), num_rows * row_bytes
+def reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target):
+    """Reduce the rows of all ranks, and give each rank its part."""
+    group = group_of(call)
+    rank, size, num_bytes = load_field(group, RANK), load_field(group, SIZE), num_rows * row_bytes
     first = rows_before(num_rows, size, rank) * row_bytes
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
-    status = begin(ctx, seq)
+    status = begin(group, seq)
     if status != 0:
         return status
-    if num_bytes <= memory_layout.PAYLOAD_BYTES:
-        copy(entry(ctx, rank, seq) + PAYLOAD, source, num_bytes)
-        status = arrive(ctx, seq, signature)
+    if num_bytes <= PAYLOAD_BYTES:
+        copy_to_payload(group, seq, 0, source, num_bytes)
+        status = arrive(group, seq, signature)
         if status == 0:
             for other in range(size):
-                point_at(ctx, other, entry(ctx, other, seq) + PAYLOAD + first)
-            combine(plan, target, length)
-        leave(ctx, seq)
-        return status
-    table, num_rounds = send_rows(plan, source, num_rows, row_bytes), cut_rows(ctx, num_rows, row_bytes)
-    is_shared = announce_memory(ctx, seq, source, num_bytes)
+                set_operand(group, other, payload_of(group, other, seq) + first)
+            combine(call, target, length)
+        return leave(group, seq, status)
+    transfers, num_rounds = send_rows(call, source, num_rows, row_bytes), divide_rows(group, num_rows, row_bytes)
+    is_shared = announce_memory(group, seq, source, num_bytes)
     if not is_shared:
-        put_first_piece(ctx, table, num_rounds)
-    status = arrive(ctx, seq, signature)
-    memory = find_memory(ctx, seq, source) if status == 0 else 0
-    if status != 0 or memory >= context.UNMAPPED:
+        put_first_chunk(group, transfers, num_rounds)
+    status = arrive(group, seq, signature)
+    memory = find_memory(group, seq, source) if status == 0 else 0
+    if status != 0 or memory >= UNMAPPED:
         return max(status, memory)
     if memory == ALL_SHARED:
-        status = combine_rows_in_place(plan, first, length, target)
+        status = reduce_rows_shared(call, first, length, target)
     else:
         if is_shared:
-            put_first_piece(ctx, table, num_rounds)
-        status = combine_rows(plan, source + first, length, target, table, num_rounds, memory == 0)
-    leave(ctx, seq)
-    return status
+            put_first_chunk(group, transfers, num_rounds)
+        status = reduce_rows(call, source + first, length, target, transfers, num_rounds, memory == 0)
+    return leave(group, seq, status)
 
 
 @kernel
-def alltoall(plan, seq, signature, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
-    """Rows to those whom they are for, if all ranks have as many; UNEVEN otherwise, with the number in the payload."""
-    ctx = own(plan, context.CONTEXT)
-    rank, size = own(ctx, context.RANK), own(ctx, context.SIZE)
-    payload = entry(ctx, rank, seq) + PAYLOAD
-    status = begin(ctx, seq)
+def alltoall(call, seq, signature, source, num_rows, row_bytes, target):
+    """Send each rank its rows, if all ranks bring the same number of rows.
+
+    Returns UNEVEN otherwise, with the numbers in the payloads.
+    """
+    group = group_of(call)
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    payload = payload_of(group, rank, seq)
+    status = begin(group, seq)
     if status != 0:
         return status
     store(payload, num_rows)
     first = rows_before(num_rows, size, rank) * row_bytes
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
-    num_rounds = cut_rows(ctx, num_rows, row_bytes)
-    is_short = num_rows * row_bytes <= memory_layout.PAYLOAD_BYTES - 8
-    is_shared = not is_short and announce_memory(ctx, seq, source, num_rows * row_bytes)
-    shows, spent = not is_short and would_read(ctx, context.ALLTOALL_PACES, length), 0
+    num_rounds = divide_rows(group, num_rows, row_bytes)
+    is_short = num_rows * row_bytes <= PAYLOAD_BYTES - 8
+    is_shared = not is_short and announce_memory(group, seq, source, num_rows * row_bytes)
+    shows, spent = not is_short and prefers_reading(group, ALLTOALL_PACES, length), 0
     if is_short:
-        copy(payload + 8, source, num_rows * row_bytes)
+        copy_to_payload(group, seq, 8, source, num_rows * row_bytes)
     else:
-        show_memory(ctx, seq, source if shows else 0)
+        show_memory(group, seq, source if shows else 0)
         if not shows and not is_shared:
             since = now()
-            put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
+            put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
             spent = now() - since
-    status = arrive(ctx, seq, signature)
+    status = arrive(group, seq, signature)
     if status != 0:
         return status
-    if not have_as_many(ctx, seq, num_rows):
-        return context.UNEVEN
+    if not are_even(group, seq, num_rows):
+        return UNEVEN
     if is_short:
         for other in range(size):
-            copy(target + other * length, entry(ctx, other, seq) + PAYLOAD + 8 + first, length)
+            copy(target + other * length, payload_of(group, other, seq) + 8 + first, length)
     else:
-        memory = find_memory(ctx, seq, source)
-        if memory >= context.UNMAPPED:
+        memory = find_memory(group, seq, source)
+        if memory >= UNMAPPED:
             return memory
         if memory == ALL_SHARED:
-            status = take_from_all(ctx, first, length, target)
-            leave(ctx, seq)
-            return status
-        since, reads = now(), all_show(ctx, seq)
-        status = read_all(ctx, seq, source, first, length, target) if reads else context.UNREAD
-        if status == context.UNREAD:
-            table = send_rows(plan, source, num_rows, row_bytes)
+            return leave(group, seq, gather_shared(group, first, length, target))
+        since, reads = now(), all_show(group, seq)
+        status = read_all(group, seq, source, first, length, target) if reads else UNREADABLE
+        if status == UNREADABLE:
+            transfers = send_rows(call, source, num_rows, row_bytes)
             if shows or is_shared:
-                put_first_piece(ctx, table, num_rounds)
+                put_first_chunk(group, transfers, num_rounds)
             for other in range(size):
-                store(table + other * PAIRS + 16, target + other * length)
-                store(table + other * PAIRS + 24, length)
+                set_receive(transfers, other, target + other * length, length)
             deliver(target + rank * length, source + first, length, length)
-            status = go_on(ctx, table, num_rounds)
+            status = run_rounds(group, transfers, num_rounds)
         if status == 0:
-            note_pace(ctx, context.ALLTOALL_PACES, length, reads, now() - since + spent)
-    leave(ctx, seq)
-    return status
+            note_pace(group, ALLTOALL_PACES, length, reads, now() - since + spent)
+    return leave(group, seq, status)
 
 
 @kernel
-def offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
-    """A barrier to which the root, which is in the plan, brings a message about its rows, and the first of them.
-
-    All of them if they fit into the payload behind the message; or it says there where they are, for all to read.
-    """
-    ctx = own(plan, context.CONTEXT)
-    status = begin(ctx, seq)
+def offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes):
+    """Synchronize for a scatter; the root brings the description of its tensor, and the first rows or their address."""
+    group = group_of(call)
+    status = begin(group, seq)
     if status != 0:
         return status
-    payload = entry(ctx, own(ctx, context.RANK), seq) + PAYLOAD
-    copy(payload, message, num_bytes)
-    is_root = own(ctx, context.RANK) == own(plan, context.ROOT)
-    if is_root and num_bytes + num_rows * row_bytes <= memory_layout.PAYLOAD_BYTES:
-        copy(payload + num_bytes, source, num_rows * row_bytes)
+    payload = payload_of(group, load_field(group, RANK), seq)
+    copy_to_payload(group, seq, 0, message, num_bytes)
+    is_root = load_field(group, RANK) == load_field(call, ROOT)
+    if is_root and num_bytes + num_rows * row_bytes <= PAYLOAD_BYTES:
+        copy_to_payload(group, seq, num_bytes, source, num_rows * row_bytes)
     elif is_root:
-        num_rounds, since = cut_rows(ctx, num_rows, row_bytes), now()
-        has_room = num_bytes + 8 <= memory_layout.PAYLOAD_BYTES
-        shows = has_room and would_read(ctx, context.SCATTER_PACES, num_rows // own(ctx, context.SIZE) * row_bytes)
+        num_rounds, since = divide_rows(group, num_rows, row_bytes), now()
+        has_room = num_bytes + 8 <= PAYLOAD_BYTES
+        share_bytes = num_rows // load_field(group, SIZE) * row_bytes
+        shows = has_room and prefers_reading(group, SCATTER_PACES, share_bytes)
         if has_room:
             store(payload + num_bytes, source if shows else 0)
         if not shows:
-            put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
-        store(ctx + context.SPENT_BEFORE * 8, now() - since)
-    status = arrive(ctx, seq, signature)
-    leave(ctx, seq)
-    return status
+            put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
+        store_field(group, SPENT_BEFORE, now() - since)
+    status = arrive(group, seq, signature)
+    return leave(group, seq, status)
 
 
 @inner
-def message_bytes_of(message):  # type: ignore[no-untyped-def]
-    """Length of what is said of a tensor: its dtype, number of dimensions, and shape."""
-    return (2 + load(message + 8)) * 8
+def message_bytes_of(message):
+    """Return the length of the description of a tensor."""
+    return (MESSAGE_SHAPE + load_field(message, MESSAGE_NUM_DIMS)) * 8
 
 
 @kernel
-def take(plan, seq, num_rows, row_bytes, source, target):  # type: ignore[no-untyped-def]
-    """After an offer: take this rank's rows of the root's."""
-    ctx = own(plan, context.CONTEXT)
-    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+def take(call, seq, num_rows, row_bytes, source, target):
+    """After `offer`: copy this rank's rows of the root's tensor."""
+    group = group_of(call)
+    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
     first = rows_before(num_rows, size, rank) * row_bytes
     length = rows_before(num_rows, size, rank + 1) * row_bytes - first
-    offered = entry(ctx, root, seq) + PAYLOAD
+    offered = payload_of(group, root, seq)
     message_bytes = message_bytes_of(offered)
-    if message_bytes + num_rows * row_bytes <= memory_layout.PAYLOAD_BYTES:
+    if message_bytes + num_rows * row_bytes <= PAYLOAD_BYTES:
         copy(target, offered + message_bytes + first, length)
-        return 0
-    table, num_rounds, since = own(plan, context.TABLE), cut_rows(ctx, num_rows, row_bytes), now()
-    shown = load(offered + message_bytes) if message_bytes + 8 <= memory_layout.PAYLOAD_BYTES else 0
+        return outcome(group, 0)
+    transfers, num_rounds, since = load_field(call, TRANSFERS), divide_rows(group, num_rows, row_bytes), now()
+    shown = load(offered + message_bytes) if message_bytes + 8 <= PAYLOAD_BYTES else 0
     if rank == root:
         deliver(target, source + first, length, length)
-    status = context.UNREAD
+    status = UNREADABLE
     if shown != 0:
-        status = end_reading(ctx, rank == root or read_from(ctx, root, shown + first, length, target))
-    if status == context.UNREAD:
+        status = end_reading(group, rank == root or read_from(group, root, shown + first, length, target))
+    if status == UNREADABLE:
         if rank != root:
-            send_to_all(plan, 0, 0)
-            choose_way(ctx, num_rounds, False)
+            send_to_all(call, 0, 0)
+            begin_measuring(group, num_rounds, False)
         elif shown != 0:
-            put_first_piece(ctx, send_rows(plan, source, num_rows, row_bytes), num_rounds)
+            put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
         for other in range(size):
-            store(table + other * PAIRS + 16, target)
-            store(table + other * PAIRS + 24, length if other == root else 0)
-        status = go_on(ctx, table, num_rounds)
+            set_receive(transfers, other, target, length if other == root else 0)
+        status = run_rounds(group, transfers, num_rounds)
     if rank == root and status == 0:
-        spent = now() - since + own(ctx, context.SPENT_BEFORE)
-        note_pace(ctx, context.SCATTER_PACES, num_rows // size * row_bytes, shown != 0, spent)
-    return status
+        spent = now() - since + load_field(group, SPENT_BEFORE)
+        note_pace(group, SCATTER_PACES, num_rows // size * row_bytes, shown != 0, spent)
+    return outcome(group, status)
 
 
 @inner
-def is_expected(ctx, seq, root, message):  # type: ignore[no-untyped-def]
-    """Whether the root offers rows of this dtype and shape, and as many to this rank as the message says."""
-    offered = entry(ctx, root, seq) + PAYLOAD
+def is_expected(group, seq, root, message):
+    """Return whether the root offers rows of the dtype and shape, and as many to this rank, as the message has."""
+    offered = payload_of(group, root, seq)
     for index in range(message_bytes_of(message) // 8):
-        if index != 2 and load(offered + index * 8) != load(message + index * 8):
+        if index != MESSAGE_SHAPE and load_field(offered, index) != load_field(message, index):
             return False
-    size, rank, num_rows = own(ctx, context.SIZE), own(ctx, context.RANK), load(offered + 16)
-    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank) == load(message + 16)
+    size, rank, num_rows = load_field(group, SIZE), load_field(group, RANK), load_field(offered, MESSAGE_SHAPE)
+    num_expected = load_field(message, MESSAGE_SHAPE)
+    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank) == num_expected
 
 
 @kernel
-def scatter(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes, target):  # type: ignore[no-untyped-def]
-    """An offer, and taking it. Others than the root say what they expect: UNEVEN if that is not what is offered."""
-    ctx = own(plan, context.CONTEXT)
-    root = own(plan, context.ROOT)
-    if own(ctx, context.RANK) == root:
-        status = offer(plan, seq, signature, message, num_bytes, source, num_rows, row_bytes)
+def scatter(call, seq, signature, message, num_bytes, source, num_rows, row_bytes, target):
+    """`offer`, then `take`. Ranks other than the root bring what they expect: UNEVEN if the offer differs."""
+    group = group_of(call)
+    root = load_field(call, ROOT)
+    if load_field(group, RANK) == root:
+        status = offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes)
     else:
-        status = offer(plan, seq, signature, message, 0, 0, 0, 0)
-        if status == 0 and not is_expected(ctx, seq, root, message):
-            status = context.UNEVEN
-        num_rows = load(entry(ctx, root, seq) + PAYLOAD + 16)
-    return status if status != 0 else take(plan, seq, num_rows, row_bytes, source, target)
+        status = offer(call, seq, signature, message, 0, 0, 0, 0)
+        if status == 0 and not is_expected(group, seq, root, message):
+            status = UNEVEN
+        num_rows = load_field(payload_of(group, root, seq), MESSAGE_SHAPE)
+    return status if status != 0 else take(call, seq, num_rows, row_bytes, source, target)

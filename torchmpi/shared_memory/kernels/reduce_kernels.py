@@ -1,96 +1,159 @@
-"""Reductions through shared memory, one call per kernel.
+"""Kernels of allreduce and reduce: one tensor, or a list of tensors as one stream.
 
-Everything is combined in rank order by :mod:`torchmpi.shared_memory.kernels.reduction`; each element is computed from
-the same
-operands in the same order on whatever path, so that paths differ in speed only.
+All routes reduce each element in rank order with the same code (:mod:`torchmpi.shared_memory.kernels.reduction`), so
+they give the same bits and differ in speed only:
+
+* up to PAYLOAD_BYTES (one tensor) the data travels in the ring entry, and every rank reduces everything (`in_payload`);
+* up to WHOLE_BYTES the same through the slots (`whole`);
+* longer data, if all tensors are shared, is divided among the ranks: each reduces its part of all tensors and writes
+  the result into all of them (`combine_shared`);
+* otherwise it goes through the slots in chunks (`in_chunks`). Of chunk `c` each rank
+
+  1. copies the parts of the other ranks into its slot; READY = c + 1 (`copy_in`);
+  2. when READY > c everywhere, reduces its own part from the slots of the others and its own tensor, in rank order,
+     into its tensor and back into these slots; REDUCED = c + 1 (`combine_own`);
+  3. when REDUCED > c everywhere, copies the other parts from its slot into its tensor (`copy_out`).
+
+  Two chunks are in progress, each in a slot of its own.
+
+The result goes back into the slots it was read from because a core that has read a cache line and then writes it owns
+it: the line travels once with the operand and once with the result. If the caches are bypassed, a rank keeps its result
+in its own slot instead and says so in KEPT before it publishes REDUCED.
+
+Memory order: READY is published after the slot is written and acquired before it is read in step 2; REDUCED (and KEPT
+before it) after the results are written, and acquired before step 3. A slot is written again for chunk `c + 2` after
+step 3 of chunk `c`; see docs/design/shared-memory.md.
 """
 
 from __future__ import annotations
 
-from .. import memory_layout
-from . import context
-from .arrival import PAYLOAD, arrive, begin, end_reads, entry, have_all, inner, kernel, leave, own, row, wait_all
-from .copying import choose_way, copy_into_slot, end_chunks, note_chunk, note_put, note_time, publish, slot
-from .intrinsics import copy, load, now, reduce, store, store_release
-from .lookup import ALL_SHARED, announce_memory, find_memory, found
+from ..memory_layout import KEPT, PAYLOAD_BYTES, READY, REDUCED
+from .access import (
+    block_of,
+    copy_from_slot,
+    copy_to_payload,
+    group_of,
+    inner,
+    is_in_slot,
+    kernel,
+    payload_of,
+    peer_at,
+    set_counter,
+    slot_of,
+)
+from .arrival import arrive, begin, end_reads, have_all, leave, wait_all
+from .copying import begin_measuring, copy_into_slot, end_measuring, note_chunk, note_put, note_time, publish
+from .intrinsics import field_address, load_field, now, reduce, store_field
+from .kernel_sets import ENABLE_CHECKS
+from .lookup import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
+from .records import (
+    CACHE_BYPASS,
+    CALL_CHUNKS,
+    CHUNK_BYTES,
+    CHUNKS,
+    FRAGMENTED,
+    ITEM_BYTES,
+    MAX_CHUNK_BYTES,
+    NUM_TENSORS,
+    OUT,
+    POINTERS,
+    RANK,
+    REDUCER,
+    ROOT,
+    SINGLE_TENSOR,
+    SIZE,
+    SLOT_BYTES,
+    TENSOR_ADDRESS,
+    TENSOR_BEGIN,
+    TENSOR_BYTES,
+    TENSOR_FIELDS,
+    TENSORS,
+    UNMAPPED,
+    WHOLE_BYTES,
+)
 
-_READY, _REDUCED, _KEPT = memory_layout.READY * 8, memory_layout.REDUCED * 8, memory_layout.KEPT * 8
 _LINE_BYTES = 64
-_NUM_UNDER_WAY = 2  # chunks, each in a slot of its own
-_BLOCK_BYTES = 16 << 10  # combined, then copied on while it is in the first cache
-_PIECE_BYTES = context.PIECE_FIELDS * 8
-_FRAGMENT_BYTES = 4 << 10  # of shorter pieces on average, the way from one to the next is part of the pace
+_MAX_IN_PROGRESS = 2  # chunks, each in a slot of its own
+_BLOCK_BYTES = 16 << 10  # reduced, then copied on while it is in the first-level cache
+_FRAGMENT_BYTES = 4 << 10  # shorter tensors on average: the loop over them is a part of the pace
 
 
 @inner
-def part_begin(num_bytes, size, rank):  # type: ignore[no-untyped-def]
-    """Where the part of a rank begins, in whole lines; that of rank `size` is the end."""
+def part_begin(num_bytes, size, rank):
+    """Return the offset of the part of a rank, in whole cache lines; for rank `size` the end."""
     lines = (num_bytes + _LINE_BYTES - 1) // _LINE_BYTES
     return min(lines * rank // size * _LINE_BYTES, num_bytes)
 
 
 @inner
-def chunk_part(ctx, rank, num_bytes):  # type: ignore[no-untyped-def]
-    """The same within a chunk: the last one, which is shorter, is cut in the same places.
+def chunk_part_begin(group, rank, num_bytes):
+    """Return the same within a chunk; the last chunk, which is shorter, is divided at the same offsets.
 
     Its slot may still be read where the chunk before last had this rank's part: nothing else may be written there.
     """
-    return min(part_begin(own(ctx, context.CHUNK_BYTES), own(ctx, context.SIZE), rank), num_bytes)
+    return min(part_begin(load_field(group, CHUNK_BYTES), load_field(group, SIZE), rank), num_bytes)
+
+
+# --- reducing ---------------------------------------------------------------------------------------------------
 
 
 @inner
-def point_at(ctx, rank, address):  # type: ignore[no-untyped-def]
-    """Note where the operand of a rank is."""
-    store(ctx + (context.POINTERS + rank) * 8, address)
+def set_operand(group, rank, address):
+    """Store the address of a rank's operand."""
+    store_field(group, POINTERS + rank, address)
     return 0
 
 
 @inner
-def combine(plan, out, num_bytes):  # type: ignore[no-untyped-def]
-    """Combine what the pointers point at into `out`."""
-    ctx = own(plan, context.CONTEXT)
-    store(ctx + context.OUT * 8, out)
-    pointers, numel = ctx + context.POINTERS * 8, num_bytes // own(plan, context.ITEM_BYTES)
-    reduce(own(plan, context.REDUCER), ctx + context.OUT * 8, 1, pointers, own(ctx, context.SIZE), numel)
+def combine(call, out, num_bytes):
+    """Reduce the operands into `out`."""
+    group = group_of(call)
+    store_field(group, OUT, out)
+    operands, numel = field_address(group, POINTERS), num_bytes // load_field(call, ITEM_BYTES)
+    reduce(load_field(call, REDUCER), field_address(group, OUT), 1, operands, load_field(group, SIZE), numel)
     return 0
 
 
 @inner
-def combine_for_all(plan, num_bytes):  # type: ignore[no-untyped-def]
-    """Combine what the pointers point at, and put it into each of these places.
-
-    A core that has read a line of another core's, and writes to it at once, has it to itself from then on: the line
-    comes over once, and goes back once, when its owner fetches the result.
-    """
-    ctx = own(plan, context.CONTEXT)
-    pointers, size = ctx + context.POINTERS * 8, own(ctx, context.SIZE)
-    reduce(own(plan, context.REDUCER), pointers, size, pointers, size, num_bytes // own(plan, context.ITEM_BYTES))
+def combine_into_all(call, num_bytes):
+    """Reduce the operands, and write the result over each of them."""
+    group = group_of(call)
+    operands, size = field_address(group, POINTERS), load_field(group, SIZE)
+    reduce(load_field(call, REDUCER), operands, size, operands, size, num_bytes // load_field(call, ITEM_BYTES))
     return 0
 
 
 @inner
-def combine_past(plan, out, also, num_bytes):  # type: ignore[no-untyped-def]
-    """Combine into `out`, and past the caches into another place, while it is in the first cache."""
-    ctx = own(plan, context.CONTEXT)
+def combine_into_slot(call, out, also, num_bytes):
+    """Reduce the operands into `out`, and copy the result into a slot while it is in the first-level cache."""
+    group = group_of(call)
     done = 0
     while done < num_bytes:
         block = min(_BLOCK_BYTES, num_bytes - done)
-        combine(plan, out + done, block)
-        copy_into_slot(ctx, also + done, out + done, block)
-        for rank in range(own(ctx, context.SIZE)):
-            point_at(ctx, rank, own(ctx, context.POINTERS + rank) + block)
+        combine(call, out + done, block)
+        copy_into_slot(group, also + done, out + done, block)
+        for rank in range(load_field(group, SIZE)):
+            set_operand(group, rank, load_field(group, POINTERS + rank) + block)
         done += block
     return 0
 
 
+# --- the stream of tensors ----------------------------------------------------------------------------------------
+
+
 @inner
-def piece_at(ctx, place):  # type: ignore[no-untyped-def]
-    """The last piece that begins at this place of the stream or before it."""
-    pieces = own(ctx, context.PIECES)
-    low, high = 0, own(ctx, context.NUM_PIECES) - 1
+def tensor_record(group, index):
+    """Return the address of a tensor record of the call."""
+    return load_field(group, TENSORS) + index * (TENSOR_FIELDS * 8)
+
+
+@inner
+def tensor_at(group, offset):
+    """Return the index of the last tensor that begins at this offset of the stream or before it."""
+    low, high = 0, load_field(group, NUM_TENSORS) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if load(pieces + middle * _PIECE_BYTES) <= place:
+        if load_field(tensor_record(group, middle), TENSOR_BEGIN) <= offset:
             low = middle
         else:
             high = middle - 1
@@ -98,272 +161,281 @@ def piece_at(ctx, place):  # type: ignore[no-untyped-def]
 
 
 @inner
-def overlap(ctx, index, begin, end):  # type: ignore[no-untyped-def]
-    """What a piece has of a stretch of the stream: where that begins, its address, and its length, 0 in a gap."""
-    piece = own(ctx, context.PIECES) + index * _PIECE_BYTES
-    place = load(piece)
-    first = max(place, begin)
-    length = min(place + load(piece + 16), end) - first
-    return first, load(piece + 8) + first - place, max(length, 0)
+def overlap(group, index, begin, end):
+    """Intersect a tensor with a range of the stream: first offset, its address, and the length, 0 in a gap."""
+    tensor = tensor_record(group, index)
+    tensor_begin = load_field(tensor, TENSOR_BEGIN)
+    first = max(tensor_begin, begin)
+    length = min(tensor_begin + load_field(tensor, TENSOR_BYTES), end) - first
+    return first, load_field(tensor, TENSOR_ADDRESS) + first - tensor_begin, max(length, 0)
 
 
 @inner
-def has_more(ctx, index, end):  # type: ignore[no-untyped-def]
-    """Whether there is such a piece, and it begins before the end of a stretch."""
-    is_there = index < own(ctx, context.NUM_PIECES)
-    return is_there and load(own(ctx, context.PIECES) + index * _PIECE_BYTES) < end
+def has_more(group, index, end):
+    """Return whether there is a tensor of this index that begins before the end of a range."""
+    is_there = index < load_field(group, NUM_TENSORS)
+    return is_there and load_field(tensor_record(group, index), TENSOR_BEGIN) < end
 
 
 @inner
-def put_stretch(ctx, target, begin, end):  # type: ignore[no-untyped-def]
-    """Copy a stretch of the stream into a slot."""
-    index = piece_at(ctx, begin)
-    while begin < end and has_more(ctx, index, end):
-        first, address, length = overlap(ctx, index, begin, end)
-        copy_into_slot(ctx, target + first - begin, address, length)
+def put_range(group, target, begin, end):
+    """Copy a range of the stream into a slot."""
+    index = tensor_at(group, begin)
+    while begin < end and has_more(group, index, end):
+        first, address, length = overlap(group, index, begin, end)
+        copy_into_slot(group, target + first - begin, address, length)
         index += 1
     return 0
 
 
 @inner
-def combine_stretch(plan, chunk, base, begin, end, publishes):  # type: ignore[no-untyped-def]
-    """Combine a stretch of a chunk that begins at `base`; the others get it as well if this rank `publishes` it."""
-    ctx = own(plan, context.CONTEXT)
-    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
-    index = piece_at(ctx, base + begin)
-    while begin < end and has_more(ctx, index, base + end):
-        first, address, length = overlap(ctx, index, base + begin, base + end)
+def combine_range(call, chunk, base, begin, end, publishes):
+    """Reduce a range of a chunk that begins at offset `base` of the stream; if this rank `publishes`, for all ranks."""
+    group = group_of(call)
+    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    index = tensor_at(group, base + begin)
+    while begin < end and has_more(group, index, base + end):
+        first, address, length = overlap(group, index, base + begin, base + end)
+        if ENABLE_CHECKS and not is_in_slot(group, slot_of(group, size - 1, chunk) + first - base, length):
+            return 0
         for other in range(size):
-            point_at(ctx, other, slot(ctx, other, chunk) + first - base)
-        point_at(ctx, rank, address)
+            set_operand(group, other, slot_of(group, other, chunk) + first - base)
+        set_operand(group, rank, address)
         if root >= 0:
-            combine(plan, own(ctx, context.POINTERS + root), length)
+            combine(call, load_field(group, POINTERS + root), length)
         elif not publishes:
-            combine(plan, address, length)
-        elif own(ctx, context.IS_PAST) != 0:
-            combine_past(plan, address, slot(ctx, rank, chunk) + first - base, length)
+            combine(call, address, length)
+        elif load_field(group, CACHE_BYPASS) != 0:
+            combine_into_slot(call, address, slot_of(group, rank, chunk) + first - base, length)
         else:
-            combine_for_all(plan, length)
+            combine_into_all(call, length)
         index += 1
     return 0
 
 
-@inner
-def kept_word(ctx, rank, chunk):  # type: ignore[no-untyped-def]
-    """Where a rank says whether it has kept its part of a chunk in its own slot."""
-    return row(ctx, rank) + _KEPT + (chunk & 1) * 8
+# --- the steps of a chunk -----------------------------------------------------------------------------------------
 
 
 @inner
-def copy_in(ctx, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
-    """Give the other ranks their parts of a chunk."""
-    rank = own(ctx, context.RANK)
-    target = slot(ctx, rank, chunk)
-    begin, end = chunk_part(ctx, rank, num_bytes), chunk_part(ctx, rank + 1, num_bytes)
+def kept_flag(group, rank, chunk):
+    """Return the address of the flag that a rank has kept its part of a chunk in its own slot."""
+    return field_address(block_of(group, rank), KEPT + (chunk & 1))
+
+
+@inner
+def copy_in(group, chunk, base, num_bytes):
+    """Step 1: copy the other ranks' parts of a chunk into this rank's slot."""
+    rank = load_field(group, RANK)
+    target = slot_of(group, rank, chunk)
+    begin, end = chunk_part_begin(group, rank, num_bytes), chunk_part_begin(group, rank + 1, num_bytes)
     since = now()
-    put_stretch(ctx, target, base, base + begin)
-    put_stretch(ctx, target + end, base + end, base + num_bytes)
-    note_put(ctx, chunk, since, begin + num_bytes - end)
-    note_time(ctx, chunk, since)
-    publish(ctx, _READY, chunk + 1)
+    put_range(group, target, base, base + begin)
+    put_range(group, target + end, base + end, base + num_bytes)
+    note_put(group, chunk, since, begin + num_bytes - end)
+    note_time(group, chunk, since)
+    publish(group, READY, chunk + 1)
     return 0
 
 
 @inner
-def combine_own(plan, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
-    """Combine this rank's part of a chunk, and put it where the others find it: in their slots, or in its own."""
-    ctx = own(plan, context.CONTEXT)
-    rank = own(ctx, context.RANK)
-    begin, end = chunk_part(ctx, rank, num_bytes), chunk_part(ctx, rank + 1, num_bytes)
+def combine_own(call, chunk, base, num_bytes):
+    """Step 2: reduce this rank's part of a chunk, into the slots of the others or into its own."""
+    group = group_of(call)
+    rank = load_field(group, RANK)
+    begin, end = chunk_part_begin(group, rank, num_bytes), chunk_part_begin(group, rank + 1, num_bytes)
     since = now()
-    combine_stretch(plan, chunk, base, begin, end, True)
-    note_time(ctx, chunk, since)
-    is_kept = own(plan, context.ROOT) < 0 and own(ctx, context.IS_PAST) != 0
-    store(kept_word(ctx, rank, chunk), is_kept)
-    publish(ctx, _REDUCED, chunk + 1)
+    combine_range(call, chunk, base, begin, end, True)
+    note_time(group, chunk, since)
+    is_kept = load_field(call, ROOT) < 0 and load_field(group, CACHE_BYPASS) != 0
+    store_field(kept_flag(group, rank, chunk), 0, is_kept)
+    publish(group, REDUCED, chunk + 1)
     return 0
 
 
 @inner
-def copy_out(plan, chunk, base, num_bytes):  # type: ignore[no-untyped-def]
-    """Fetch the parts that the others have combined."""
-    ctx = own(plan, context.CONTEXT)
-    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
+def copy_out(call, chunk, base, num_bytes):
+    """Step 3: copy the parts that the others have reduced into this rank's tensors."""
+    group = group_of(call)
+    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
     if root >= 0 and root != rank:
         return 0
     for shift in range(1, size):
-        other = rank + shift - size if rank + shift >= size else rank + shift
-        begin, end = chunk_part(ctx, other, num_bytes), chunk_part(ctx, other + 1, num_bytes)
-        source, since = slot(ctx, other if load(kept_word(ctx, other, chunk)) else rank, chunk), now()
-        index = piece_at(ctx, base + begin)
-        while begin < end and has_more(ctx, index, base + end):
-            first, address, length = overlap(ctx, index, base + begin, base + end)
-            copy(address, source + first - base, length)
+        other = peer_at(rank, size, shift)
+        begin, end = chunk_part_begin(group, other, num_bytes), chunk_part_begin(group, other + 1, num_bytes)
+        owner = other if load_field(kept_flag(group, other, chunk), 0) else rank
+        source, since = slot_of(group, owner, chunk), now()
+        index = tensor_at(group, base + begin)
+        while begin < end and has_more(group, index, base + end):
+            first, address, length = overlap(group, index, base + begin, base + end)
+            copy_from_slot(group, address, source + first - base, length)
             index += 1
-        note_time(ctx, chunk, since)
+        note_time(group, chunk, since)
     return 0
 
 
-@inner
-def combine_in_place(plan, address, num_bytes):  # type: ignore[no-untyped-def]
-    """Everybody's tensor can be reached: combine this rank's part once, and write it to all who want it."""
-    ctx = own(plan, context.CONTEXT)
-    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
-    begin, end = part_begin(num_bytes, size, rank), part_begin(num_bytes, size, rank + 1)
-    for other in range(size):
-        point_at(ctx, other, found(ctx, other) + begin)
-    if root < 0:
-        combine_for_all(plan, end - begin)
-    else:
-        combine(plan, own(ctx, context.POINTERS + root), end - begin)
-    return end_reads(ctx)
+# --- routes -------------------------------------------------------------------------------------------------------
 
 
 @inner
-def in_chunks(plan, num_bytes, num_put):  # type: ignore[no-untyped-def]
-    """Everything through the slots, of which one chunk may be there already.
-
-    Whatever can be done is done, what is furthest first: ranks that share a core go on as far as they can before they
-    give way.
-    """
-    ctx = own(plan, context.CONTEXT)
-    base, chunk_bytes = own(ctx, context.CHUNKS), own(ctx, context.CHUNK_BYTES)
-    num_chunks = (num_bytes + chunk_bytes - 1) // chunk_bytes
-    num_combined, num_out = 0, 0
-    while num_out < num_chunks:
-        # When all have combined the last chunk, all have fetched those before it: the next call may begin to put.
-        is_next = num_combined < num_put and (num_combined + 1 < num_chunks or num_out == num_combined)
-        if num_combined > num_out and have_all(ctx, _REDUCED, base + num_out + 1):
-            length = min(chunk_bytes, num_bytes - num_out * chunk_bytes)
-            copy_out(plan, base + num_out, num_out * chunk_bytes, length)
-            note_chunk(ctx, base + num_out, length)
-            num_out += 1
-        elif is_next and have_all(ctx, _READY, base + num_combined + 1):
-            here = num_combined * chunk_bytes
-            combine_own(plan, base + num_combined, here, min(chunk_bytes, num_bytes - here))
-            num_combined += 1
-        elif num_put < min(num_chunks, num_out + _NUM_UNDER_WAY):
-            here = num_put * chunk_bytes
-            copy_in(ctx, base + num_put, here, min(chunk_bytes, num_bytes - here))
-            num_put += 1
-        else:
-            counter = _REDUCED if num_combined > num_out else _READY
-            status = wait_all(ctx, counter, base + num_out + 1)
-            if status != 0:
-                return status
-    end_chunks(ctx)
-    store(ctx + context.CHUNKS * 8, base + num_chunks)
-    return 0
-
-
-@inner
-def with_entry(plan, seq, signature, address, num_bytes):  # type: ignore[no-untyped-def]
-    """So short that it travels with the announcement."""
-    ctx = own(plan, context.CONTEXT)
-    rank, size, root = own(ctx, context.RANK), own(ctx, context.SIZE), own(plan, context.ROOT)
-    copy(entry(ctx, rank, seq) + PAYLOAD, address, num_bytes)
-    status = arrive(ctx, seq, signature)
+def in_payload(call, seq, signature, address, num_bytes):
+    """Reduce a tensor that is short enough for the payload of the ring entry."""
+    group = group_of(call)
+    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    copy_to_payload(group, seq, 0, address, num_bytes)
+    status = arrive(group, seq, signature)
     if status == 0 and (root < 0 or root == rank):
         for other in range(size):
-            point_at(ctx, other, entry(ctx, other, seq) + PAYLOAD)
-        combine(plan, address, num_bytes)
+            set_operand(group, other, payload_of(group, other, seq))
+        combine(call, address, num_bytes)
     return status
 
 
 @inner
-def whole(plan, num_bytes):  # type: ignore[no-untyped-def]
-    """Everybody has put everything into a slot, and combines all of it."""
-    ctx = own(plan, context.CONTEXT)
-    rank, root = own(ctx, context.RANK), own(plan, context.ROOT)
-    chunk = own(ctx, context.CHUNKS)
-    store(ctx + context.CHUNKS * 8, chunk + 1)
+def whole(call, num_bytes):
+    """Reduce tensors that every rank has put whole into its slot."""
+    group = group_of(call)
+    rank, root = load_field(group, RANK), load_field(call, ROOT)
+    chunk = load_field(group, CHUNKS)
     if root < 0 or root == rank:
-        combine_stretch(plan, chunk, 0, 0, num_bytes, False)
-    store_release(row(ctx, rank) + _REDUCED, chunk + 1)
+        combine_range(call, chunk, 0, 0, num_bytes, False)
+    set_counter(group, REDUCED, chunk + 1)
+    store_field(group, CHUNKS, chunk + 1)
     return 0
 
 
 @inner
-def cut(ctx, num_bytes):  # type: ignore[no-untyped-def]
-    """Decide on the chunks of a call; gives whether it is so short that there are none."""
-    # Even cuts, so that the last chunk is no remnant.
-    most = min(own(ctx, context.SLOT_BYTES), own(ctx, context.MOST_CHUNK_BYTES))
+def combine_shared(call, address, num_bytes):
+    """Reduce this rank's part of the shared tensors, and write it to all ranks that receive the result."""
+    group = group_of(call)
+    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    begin, end = part_begin(num_bytes, size, rank), part_begin(num_bytes, size, rank + 1)
+    for other in range(size):
+        set_operand(group, other, shared_tensor_of(group, other) + begin)
+    if root < 0:
+        combine_into_all(call, end - begin)
+    else:
+        combine(call, load_field(group, POINTERS + root), end - begin)
+    return end_reads(group)
+
+
+@inner
+def in_chunks(call, num_bytes, num_put):
+    """Reduce through the slots; `num_put` chunks (0 or 1) are there already.
+
+    Takes whatever step is possible, of the earliest chunk first: a rank that shares its core goes on as far as it can
+    before it waits.
+    """
+    group = group_of(call)
+    base, chunk_bytes = load_field(group, CHUNKS), load_field(group, CHUNK_BYTES)
+    num_chunks = (num_bytes + chunk_bytes - 1) // chunk_bytes
+    num_combined, num_out = 0, 0
+    while num_out < num_chunks:
+        # When all have combined the last chunk, all have copied out those before it: the next call may write its slot.
+        is_next = num_combined < num_put and (num_combined + 1 < num_chunks or num_out == num_combined)
+        if num_combined > num_out and have_all(group, REDUCED, base + num_out + 1):
+            length = min(chunk_bytes, num_bytes - num_out * chunk_bytes)
+            copy_out(call, base + num_out, num_out * chunk_bytes, length)
+            note_chunk(group, base + num_out, length)
+            num_out += 1
+        elif is_next and have_all(group, READY, base + num_combined + 1):
+            offset = num_combined * chunk_bytes
+            combine_own(call, base + num_combined, offset, min(chunk_bytes, num_bytes - offset))
+            num_combined += 1
+        elif num_put < min(num_chunks, num_out + _MAX_IN_PROGRESS):
+            offset = num_put * chunk_bytes
+            copy_in(group, base + num_put, offset, min(chunk_bytes, num_bytes - offset))
+            num_put += 1
+        else:
+            counter = REDUCED if num_combined > num_out else READY
+            status = wait_all(group, counter, base + num_out + 1)
+            if status != 0:
+                return status
+    end_measuring(group)
+    store_field(group, CHUNKS, base + num_chunks)
+    return 0
+
+
+@inner
+def divide(group, num_bytes):
+    """Choose the chunks of a call; return whether it is so short that it is not divided."""
+    # Equal chunks, so that the last one is not much shorter.
+    most = min(load_field(group, SLOT_BYTES), load_field(group, MAX_CHUNK_BYTES))
     num_chunks = (num_bytes + most - 1) // most
     chunk_bytes = ((num_bytes + num_chunks - 1) // num_chunks + _LINE_BYTES - 1) // _LINE_BYTES * _LINE_BYTES
-    store(ctx + context.CHUNK_BYTES * 8, chunk_bytes)
-    if num_bytes > own(ctx, context.WHOLE_BYTES):
-        choose_way(ctx, num_chunks, False)
+    store_field(group, CHUNK_BYTES, chunk_bytes)
+    if num_bytes > load_field(group, WHOLE_BYTES):
+        begin_measuring(group, num_chunks, False)
         return False
-    store(ctx + context.IS_PAST * 8, 0)
-    store(ctx + context.CALL_CHUNKS * 8, 1)
+    store_field(group, CACHE_BYPASS, 0)
+    store_field(group, CALL_CHUNKS, 1)
     return True
 
 
 @inner
-def put_first(ctx, num_bytes, is_whole):  # type: ignore[no-untyped-def]
-    """Before arriving: put everything into the slot, or the first chunk."""
+def put_first(group, num_bytes, is_whole):
+    """Before arriving: copy everything into the slot, or the first chunk."""
     if is_whole:
-        rank, chunk = own(ctx, context.RANK), own(ctx, context.CHUNKS)
-        put_stretch(ctx, slot(ctx, rank, chunk), 0, num_bytes)
-        store_release(row(ctx, rank) + _READY, chunk + 1)
+        rank, chunk = load_field(group, RANK), load_field(group, CHUNKS)
+        put_range(group, slot_of(group, rank, chunk), 0, num_bytes)
+        set_counter(group, READY, chunk + 1)
     else:
-        copy_in(ctx, own(ctx, context.CHUNKS), 0, min(own(ctx, context.CHUNK_BYTES), num_bytes))
+        copy_in(group, load_field(group, CHUNKS), 0, min(load_field(group, CHUNK_BYTES), num_bytes))
     return 0
 
 
+# --- kernels ------------------------------------------------------------------------------------------------------
+
+
 @kernel
-def allreduce(plan, seq, signature, address, numel):  # type: ignore[no-untyped-def]
-    """Combine in place, on all ranks or on one."""
-    ctx = own(plan, context.CONTEXT)
-    num_bytes = numel * own(plan, context.ITEM_BYTES)
-    status = begin(ctx, seq)
+def allreduce(call, seq, signature, address, numel):
+    """Reduce one tensor in place, on all ranks or on the root of the call."""
+    group = group_of(call)
+    num_bytes = numel * load_field(call, ITEM_BYTES)
+    status = begin(group, seq)
     if status != 0:
         return status
-    if num_bytes <= memory_layout.PAYLOAD_BYTES:
-        status = with_entry(plan, seq, signature, address, num_bytes)
-        leave(ctx, seq)
-        return status
-    only = ctx + context.ONLY_PIECE * 8
-    store(only, 0)
-    store(only + 8, address)
-    store(only + 16, num_bytes)
-    store(ctx + context.PIECES * 8, only)
-    store(ctx + context.NUM_PIECES * 8, 1)
-    is_whole = cut(ctx, num_bytes)
-    is_shared = announce_memory(ctx, seq, address, num_bytes)
+    if num_bytes <= PAYLOAD_BYTES:
+        status = in_payload(call, seq, signature, address, num_bytes)
+        return leave(group, seq, status)
+    tensor = field_address(group, SINGLE_TENSOR)
+    store_field(tensor, TENSOR_BEGIN, 0)
+    store_field(tensor, TENSOR_ADDRESS, address)
+    store_field(tensor, TENSOR_BYTES, num_bytes)
+    store_field(group, TENSORS, tensor)
+    store_field(group, NUM_TENSORS, 1)
+    is_whole = divide(group, num_bytes)
+    is_shared = announce_memory(group, seq, address, num_bytes)
     if not is_shared:
-        put_first(ctx, num_bytes, is_whole)
-    status = arrive(ctx, seq, signature)
+        put_first(group, num_bytes, is_whole)
+    status = arrive(group, seq, signature)
     if status != 0:
         return status
-    memory = find_memory(ctx, seq, address)
+    memory = find_memory(group, seq, address)
     if memory == ALL_SHARED:
-        status = combine_in_place(plan, address, num_bytes)
-    elif memory >= context.UNMAPPED:
+        status = combine_shared(call, address, num_bytes)
+    elif memory >= UNMAPPED:
         return memory
     elif memory == 0 and is_whole:
-        status = whole(plan, num_bytes)
+        status = whole(call, num_bytes)
     else:
-        status = in_chunks(plan, num_bytes, 0 if is_shared else 1)
-    leave(ctx, seq)
-    return status
+        status = in_chunks(call, num_bytes, 0 if is_shared else 1)
+    return leave(group, seq, status)
 
 
 @kernel
-def allreduce_many(plan, seq, signature, pieces, num_pieces, num_bytes):  # type: ignore[no-untyped-def]
-    """The same for a stream of pieces: for each where it begins in the stream, on a cache line, address, and length."""
-    ctx = own(plan, context.CONTEXT)
-    status = begin(ctx, seq)
+def allreduce_list(call, seq, signature, tensors, num_tensors, num_bytes):
+    """Reduce a list of tensors in place, given by their tensor records; `num_bytes` is the length of the stream."""
+    group = group_of(call)
+    status = begin(group, seq)
     if status != 0:
         return status
-    store(ctx + context.PIECES * 8, pieces)
-    store(ctx + context.NUM_PIECES * 8, num_pieces)
-    is_whole = cut(ctx, num_bytes)
-    store(ctx + context.FRAGMENTED * 8, num_bytes < num_pieces * _FRAGMENT_BYTES)
-    put_first(ctx, num_bytes, is_whole)
-    status = arrive(ctx, seq, signature)
+    store_field(group, TENSORS, tensors)
+    store_field(group, NUM_TENSORS, num_tensors)
+    is_whole = divide(group, num_bytes)
+    store_field(group, FRAGMENTED, num_bytes < num_tensors * _FRAGMENT_BYTES)
+    put_first(group, num_bytes, is_whole)
+    status = arrive(group, seq, signature)
     if status != 0:
         return status
-    status = whole(plan, num_bytes) if is_whole else in_chunks(plan, num_bytes, 1)
-    leave(ctx, seq)
-    return status
+    status = whole(call, num_bytes) if is_whole else in_chunks(call, num_bytes, 1)
+    return leave(group, seq, status)

@@ -1,4 +1,4 @@
-"""Reductions as native code: for each dtype and operation a function that combines any number of sources.
+"""Reduction functions in machine code: for each dtype and operation one that combines any number of sources.
 
 Its signature, in C (see `address`)::
 
@@ -6,11 +6,11 @@ Its signature, in C (see `address`)::
 
 * Element by element, `(s0 op s1) op s2 ...` in the order of `sources`, into each of `outs`. Each source is read once
   and each out is written once, with the accumulators in vector registers. The bits are those of
-  `backends.ordered.combine`, wherever in the buffer an element is.
+  `backends.rank_order.combine`, wherever in the buffer an element is.
 * `num_sources` is at least 1; `numel` counts elements, 0 is allowed. No address needs an alignment.
 * An out may be one of the sources, exactly; it must not overlap one in part. `outs` may be `sources`.
-* It neither allocates nor calls anything, never fails, and needs no GIL: any thread may call it, also from nopython
-  code through its address.
+* It does not allocate, call other functions, fail, or need the GIL: any thread may call it, also nopython code, by its
+  address.
 
 16-bit floats are widened to float32 and rounded once, at the end. Integers wrap around. `avg` divides the sum by
 `num_sources`. Complex products are those of the definition, nothing fused. `land`, `lor` and everything on bool give 0
@@ -39,16 +39,16 @@ LANES = {
     torch.bool: "i8",
     **{getattr(torch, f"{sign}int{bits}"): f"i{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
-"""What an element is made of, by its name in lanes_ir; complex numbers have two."""
+"""Kind of the lanes of an element (see simd_ir); complex numbers have two."""
 _BOOL_OPS = {"min": "land", "band": "land", "land": "land", "max": "lor", "bor": "lor", "lor": "lor", "bxor": "lxor"}
 
 _addresses: dict[tuple[str, str, int], int] = {}
 
 
 def address(dtype: torch.dtype, op: str) -> int:
-    """The address of the function that reduces `dtype` with `op`, valid until the process ends.
+    """Return the address of the function that reduces `dtype` with `op`, valid until the process ends.
 
-    The first call for a combination compiles it, or loads what an earlier process compiled.
+    The first call for a combination compiles it, or loads the result of an earlier process.
 
     >>> address(torch.int32, "sum") == address(torch.uint32, "sum")
     True
@@ -56,12 +56,12 @@ def address(dtype: torch.dtype, op: str) -> int:
     dtypes.check_reduction(dtype, op)
     key = function_key(dtype, op)
     if key not in _addresses:
-        _addresses[key] = _compiled(key)  # threads wait for each other there
+        _addresses[key] = _compiled(key)  # thread-safe
     return _addresses[key]
 
 
 def called(address: int) -> Callable[[Sequence[int], Sequence[int], int], None]:
-    """Such a function for Python, of the addresses of outs and sources.
+    """Make such a function callable from Python, with the addresses of outs and sources.
 
     >>> a, b = torch.ones(3), torch.ones(3)
     >>> add = called(address(torch.float32, "sum"))
@@ -79,7 +79,7 @@ def called(address: int) -> Callable[[Sequence[int], Sequence[int], int], None]:
 
 
 def function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:
-    """(lane, operation on it, lanes per element): what dtypes whose bits are treated alike have in common.
+    """Return (kind of lane, operation, lanes per element), equal for dtypes that the same function can reduce.
 
     >>> function_key(torch.uint8, "max"), function_key(torch.complex64, "prod")
     (('i8', 'umax', 1), ('f32', 'cprod', 2))
@@ -95,7 +95,7 @@ def function_key(dtype: torch.dtype, op: str) -> tuple[str, str, int]:
 
 
 def _compiled(key: tuple[str, str, int]) -> int:
-    # Imported here: whoever never reduces through shared memory need not load LLVM.
+    # Imported here, so that programs without such reductions do not load LLVM.
     from . import native_code, reduction_ir
 
     lane, op, num_parts = key

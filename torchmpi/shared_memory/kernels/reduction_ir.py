@@ -1,6 +1,6 @@
-"""The LLVM code of a reduction: vectors of elements in the outer loop, sources in the inner one.
+"""LLVM code of reductions: vectors of elements in the outer loop, sources in the inner one.
 
-The vectors are written out here (see `lanes_ir`): reductions are done in place, where LLVM would not make any.
+The vectors are written out (see `simd_ir`): LLVM would not vectorize reductions in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BLOCK_BYTES = 256
 
 
 def module_text(lane: str, op: str, num_parts: int, *, has_half: bool = True) -> str:
-    """A module with the one function `function`; `num_parts` lanes make an element (2 for complex numbers).
+    """Return a module with one function, `function`; `num_parts` lanes are one element (2 for complex numbers).
 
     Without `has_half`, 16-bit floats are converted by integer arithmetic: for processors that cannot.
 
@@ -34,7 +34,7 @@ def module_text(lane: str, op: str, num_parts: int, *, has_half: bool = True) ->
 
 
 class _Reduction:
-    """One function in the making."""
+    """The emitter of one reduction."""
 
     def __init__(self, function: Any, key: tuple[str, str, int], has_half: bool) -> None:
         lane, self.op, self.num_parts = key
@@ -45,7 +45,7 @@ class _Reduction:
         self.lanes = 0  # of the vectors being emitted
 
     def emit(self) -> None:
-        """All of it."""
+        """Emit the whole function."""
         b, kind = self.builder, self.numbers.kind
         if self.op == "avg":
             self.divisor = b.sitofp(self.num_sources, kind.wide_type)
@@ -55,7 +55,7 @@ class _Reduction:
         b.ret_void()
 
     def _block(self, lanes: int, offset: Any) -> None:
-        """One vector of elements over all sources. It is stored after everything was read: an out may be a source."""
+        """Emit one vector of elements over all sources, stored after all loads: an out may be a source."""
         self.lanes = lanes
         one = ir.Constant(I64, 1)
         first = self._load(ir.Constant(I64, 0), offset)
@@ -67,7 +67,7 @@ class _Reduction:
         )
         self._store(self._finish(total), offset)
 
-    # Memory. Of a list of two vectors the first has the even places or the real parts, the other the rest.
+    # Memory. Of two vectors the first has the even lanes or the real parts, the second the others.
 
     def _load(self, source: Any, offset: Any) -> list[Any]:
         b = self.builder

@@ -1,6 +1,6 @@
-"""The LLVM code of the parameter server's rules: one pass over a chunk, out of place, in vectors.
+"""LLVM code of the parameter server's rules: one pass over a chunk, out of place, in vectors.
 
-What the optimizers compute is written below as formulas, on numbers that stand for vectors of the generated code.
+The optimizers are written as formulas of numbers that stand for vectors of the generated code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUM_COEFFICIENTS = 8
 
 
 class _Number:
-    """A number, or a vector of them, that generated code computes; arithmetic on it emits the instruction."""
+    """A number or vector that generated code computes; arithmetic emits instructions."""
 
     def __init__(self, builder: Any, value: Any) -> None:
         self.builder, self.value = builder, value
@@ -39,7 +39,7 @@ class _Number:
         return self._with(self.builder.fdiv(self.value, other.value))
 
     def sqrt(self) -> _Number:
-        """An instruction of the processor, for LLVM's intrinsic is exact and sets no errno."""
+        """Emit LLVM's intrinsic, which is exact, sets no errno, and becomes one instruction."""
         kind, module = self.value.type, self.builder.module
         element = "f64" if getattr(kind, "element", kind) == DOUBLE else "f32"
         name = f"llvm.sqrt.v{kind.count}{element}" if isinstance(kind, ir.VectorType) else f"llvm.sqrt.{element}"
@@ -47,12 +47,12 @@ class _Number:
         return self._with(self.builder.call(function, [self.value]))
 
     def choose(self, yes: _Number, no: _Number) -> _Number:
-        """``yes`` where this is not 0, else ``no``."""
+        """Select ``yes`` where this is not 0, else ``no``."""
         zero = ir.Constant(self.value.type, [0.0] * self.value.type.count)
         return self._with(self.builder.select(self.builder.fcmp_unordered("!=", self.value, zero), yes.value, no.value))
 
 
-# Formulas: what is made of coefficients, value, incoming and states; the new value first, then the new states.
+# Formulas of coefficients, value, incoming and states: the new value, then the new states.
 
 
 def _scaled_add(c: list[_Number], v: _Number, g: _Number) -> tuple[_Number, ...]:
@@ -86,7 +86,7 @@ def _adam(c: list[_Number], v: _Number, g: _Number, m: _Number, s: _Number) -> t
 
 
 def _adam_coefficients(c: list[_Number], one: _Number) -> list[_Number]:
-    """Both corrections go into the step and into eps, once and in float64, and not into each element."""
+    """Apply both bias corrections to step size and eps, once and in float64, instead of to each element."""
     lr, beta1, beta2, eps, weight_decay, _, correction1, correction2 = c
     root = correction2.sqrt()
     return [lr * root / correction1, eps * root, beta1, one - beta1, beta2, one - beta2, weight_decay]
@@ -102,7 +102,7 @@ _FORMULAS: dict[str, Callable[..., tuple[_Number, ...]]] = {
 
 
 def module_text(lane: str, op: str, num_parts: int, sizes: tuple[int, int] = (0, 0), *, has_half: bool = True) -> str:
-    """A module with the one function `function`: `op` is `zero`, `copy`, one of lanes_ir's, or the name of a formula.
+    """Return a module with a function `function`: `op` is `zero`, `copy`, one of simd_ir's, or the name of a formula.
 
     `num_parts` lanes make an element. `sizes` are how many coefficients the formula takes, and how many states.
     Without `has_half`, 16-bit floats are converted by integer arithmetic: for processors that cannot.
@@ -121,7 +121,7 @@ def module_text(lane: str, op: str, num_parts: int, sizes: tuple[int, int] = (0,
 
 
 class _Rule:
-    """One function in the making."""
+    """The emitter of one rule."""
 
     def __init__(self, function: Any, key: tuple[str, str, int, tuple[int, int]], has_half: bool) -> None:
         lane, self.op, self.num_parts, (self.num_coefficients, self.num_states) = key
@@ -132,10 +132,10 @@ class _Rule:
         self.states = Lanes(self.builder, "f64" if lane == "f64" else "f32", has_half)
 
     def emit(self) -> None:
-        """All of it."""
+        """Emit the whole function."""
         b, kind = self.builder, self.numbers.kind
         self.coefficients = self._prepared()
-        # Read before anything is stored, since LLVM cannot know that no target is one of the tables.
+        # Loaded before any store, since LLVM cannot know that no target overlaps the tables.
         self.bases, self.goals = (
             [b.load(b.gep(table, [ir.Constant(I64, index)])) for index in range(1 + self.num_states)]
             for table in (self.arrays, self.targets)
@@ -146,7 +146,7 @@ class _Rule:
         b.ret_void()
 
     def _prepared(self) -> list[Any]:
-        """The coefficients that the formula takes: computed in float64, and rounded to what it computes with."""
+        """Compute the coefficients of the formula in float64, and round them to its dtype."""
         if self.op not in _FORMULAS:
             return []
         b = self.builder
@@ -158,7 +158,7 @@ class _Rule:
         return [b.fptrunc(number.value, FLOAT) if is_narrow else number.value for number in numbers]
 
     def _block(self, lanes: int, offset: Any) -> None:
-        """One vector of elements."""
+        """Emit one vector of elements."""
         wider = self.states.kind.itemsize // self.numbers.kind.itemsize if self.num_states else 1
         state_offset = self.builder.mul(offset, ir.Constant(I64, wider))
         values = [] if self.op in ("zero", "copy") else self.numbers.load(self.bases[0], offset, lanes)
@@ -179,6 +179,6 @@ class _Rule:
 
     def _formula(self, vectors: tuple[Any, ...]) -> list[Any]:
         b = self.builder
-        # Spread here and not before the loops: a vector that lives through them would take several registers.
+        # Inside the loops: vectors that live through them would take several registers.
         coefficients = [_Number(b, spread(b, scalar, vectors[0].type)) for scalar in self.coefficients]
         return [new.value for new in _FORMULAS[self.op](coefficients, *(_Number(b, vector) for vector in vectors))]

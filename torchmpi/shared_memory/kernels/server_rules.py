@@ -1,18 +1,18 @@
-"""The parameter server's built-in rules as native code: what becomes of a piece of a shard, and of its states.
+"""Built-in update rules of the parameter server in machine code, for a chunk of a shard and its states.
 
-The signature of a rule, in C and as numba writes it (see `address`)::
+The signature of a rule, in C and in Numba (see `address`)::
 
     void rule(uint8_t **targets, uint8_t **arrays, const uint8_t *incoming, int64_t numel, const double *coefficients);
     types.void(table, table, types.CPointer(types.uint8), types.int64, types.CPointer(types.float64))
     table = types.CPointer(types.CPointer(types.uint8))
 
-* `arrays` are the address of the values and one of each state of the rule; `targets` where the new ones go, in the same
-  order. No target overlaps an array or `incoming`. No address needs an alignment.
+* `arrays` are the addresses of the values and of each state of the rule; `targets` those of the new values and states.
+  No target overlaps an array or `incoming`. No address needs an alignment.
 * `numel` counts elements, 0 is allowed. `coefficients` are always 8: those of the rule, and for `adam` in the last
   two places 1 - beta1**t and 1 - beta2**t, where t counts its steps from 1.
-* It neither allocates nor calls anything, never fails, and needs no GIL.
+* It does not allocate, call other functions, fail, or need the GIL.
 
-Element by element, with value v, incoming g, and states that begin as 0:
+For each element, with value v, incoming g, and states that begin as 0:
 
 ========== ============================== ===========================================================================
 zero, copy                                v = 0; v = g
@@ -45,7 +45,7 @@ from .reduction import LANES
 
 
 class RuleCode(NamedTuple):
-    """What a caller must know of a rule."""
+    """Properties of a rule that its callers need."""
 
     coefficients: tuple[str, ...] = ()
     num_states: int = 0
@@ -53,7 +53,7 @@ class RuleCode(NamedTuple):
 
     @property
     def num_coefficients(self) -> int:
-        """Those that a user gives, of the eight."""
+        """Number of coefficients that a user gives, of the eight."""
         return len(self.coefficients)
 
 
@@ -74,7 +74,7 @@ _addresses: dict[tuple[str, str, int], int] = {}
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what a state is kept. Dtypes that no rule with a state takes have float32, so that one layout does for all.
+    """Return the dtype of states; float32 also for dtypes without such rules, so that all shards have one layout.
 
     >>> state_dtype(torch.bfloat16), state_dtype(torch.float64)
     (torch.float32, torch.float64)
@@ -83,9 +83,9 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def address(dtype: torch.dtype, name: str) -> int:
-    """The address of the function that applies a built-in rule to `dtype`, valid until the process ends.
+    """Return the address of the function that applies a built-in rule to `dtype`, valid until the process ends.
 
-    The first call for a combination compiles it, or loads what an earlier process compiled. From Python, for a test::
+    The first call for a combination compiles it, or loads the result of an earlier process. From Python, for a test::
 
         kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p)
         function = kind(address(torch.float32, "add"))
@@ -97,12 +97,12 @@ def address(dtype: torch.dtype, name: str) -> int:
     check(dtype, name)
     key = _function_key(dtype, name)
     if key not in _addresses:
-        _addresses[key] = _compiled(key, BUILT_IN[name])  # threads wait for each other there
+        _addresses[key] = _compiled(key, BUILT_IN[name])  # thread-safe
     return _addresses[key]
 
 
 def check(dtype: torch.dtype, name: str) -> None:
-    """Refuse what there is no function for.
+    """Raise unless there is a function for the rule and dtype.
 
     >>> check(torch.int64, "max")
     """
@@ -127,7 +127,7 @@ def check(dtype: torch.dtype, name: str) -> None:
 
 
 def _function_key(dtype: torch.dtype, name: str) -> tuple[str, str, int]:
-    """(lane, operation on it, lanes per element): what dtypes whose bits are treated alike have in common.
+    """Return (kind of lane, operation, lanes per element), equal for dtypes that the same function can handle.
 
     >>> _function_key(torch.uint8, "max"), _function_key(torch.bfloat16, "copy"), _function_key(torch.complex64, "add")
     (('i8', 'umax', 1), ('i16', 'copy', 1), ('f32', 'sum', 2))
@@ -143,7 +143,7 @@ def _function_key(dtype: torch.dtype, name: str) -> tuple[str, str, int]:
 
 
 def _compiled(key: tuple[str, str, int], code: RuleCode) -> int:
-    # Imported here: whoever has no server need not load LLVM.
+    # Imported here, so that programs without a server do not load LLVM.
     from . import native_code, server_rule_ir
 
     lane, op, num_parts = key

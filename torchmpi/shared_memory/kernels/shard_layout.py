@@ -1,6 +1,6 @@
-"""What the kernels of the parameter server know: words of shared memory, and private ones of a prepared pass.
+"""Field numbers of the parameter server's kernels: shared memory of the shards, and the private record of a pass.
 
-The protocol is told in docs/design/parameterserver.md.
+docs/design/parameterserver.md describes the protocol.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ MOST_STATES = 2
 NUM_ARRAYS = 1 + MOST_STATES
 """Values, then states."""
 NUM_COEFFICIENTS = 8
-"""The last two are the kernel's: see `Adam` in torchmpi.shared_memory.kernels.server_rules."""
+"""The last two are computed by the kernel: see `adam` in torchmpi.shared_memory.kernels.server_rules."""
 
-# The header of a chunk, a cache line of its own.
+# Header of a chunk, a cache line of its own.
 LOCK = 0
-"""Number of the actor that holds it, or 0."""
+"""Number of the actor that holds the lock, or 0."""
 VERSION = 1
 """Rules applied so far."""
 STEPS = 2
 """Rules with states applied so far."""
 HEADER_BYTES = 64
 
-# The row of an actor in the arena. Actors are numbered from 1.
+# Block of an actor in the arena. Actors are numbered from 1.
 PROCESS, STARTED, REDO, TAKING, NEW_VERSION, NEW_STEPS, NEW_BYTES = range(7)
-"""Who it is; whether what follows is to be done again if it dies; the dead actor whose lock it is taking over; what the
-chunk's words become; how many bytes of each array."""
+"""Process id and its start time; whether the redo record is to be carried out if the actor dies; the dead actor whose
+lock it is taking over; redo record: version, steps, and bytes of each array."""
 SCRATCH_START = 4096
 BLOCK_BYTES = SCRATCH_START + NUM_ARRAYS * CHUNK_BYTES
 
-# A shard that can be reached, as its process knows it: addresses, and which elements it has.
+# Record of a shard: addresses of headers and arrays, first element, number of elements.
 SHARD_HEADERS = 0
 SHARD_ARRAYS = 1
 SHARD_BEGIN = SHARD_ARRAYS + NUM_ARRAYS
@@ -61,16 +61,17 @@ SHARD_FIELDS = SHARD_NUMEL + 1
     CHUNK_END,
     TARGETS,
 ) = range(22)
-"""Address of the arena; number of this actor; address and number of the shards, and with which to begin; the shape of
-their chunks; the rule (an address, or 0 for reading) and its coefficients; address of the data and which elements it
-has; chunks done so far, and the sum of the VERSIONs found; patience; the holder of a lock that is not to be had; the
-elements of the chunk that `take_chunk` took; room for NUM_ARRAYS addresses twice: where the rule writes and reads."""
+"""Record of a pass: address of the arena; number of this actor; address and number of the shard records, and the first
+one; elements of a chunk, bytes of an element and of a state; rule (an address, 0 for reading), its states and
+coefficients; address of the data and its range of elements; chunks done so far; sum of the VERSIONs found; limits of
+polling; holder of a lock that could not be taken; range of elements of the chunk that `take_chunk` took; then twice
+NUM_ARRAYS addresses: where the rule writes (TARGETS) and reads (SOURCES)."""
 SOURCES = TARGETS + NUM_ARRAYS
 PLAN_FIELDS = SOURCES + NUM_ARRAYS
 
 # What a kernel returns.
 DONE = 0
 HELD = 1
-"""Another actor holds the lock for long: look whether it lives, and call again."""
+"""Another actor has held the lock for long: check whether it is alive, and call again."""
 TAKEN = 2
-"""From `take_chunk`: there is a chunk."""
+"""From `take_chunk`: a chunk is locked."""

@@ -1,8 +1,8 @@
-"""What the generators of native code share: vectors of numbers, how they are read, combined and written.
+"""Generation of SIMD code in LLVM: load, combine and store vectors of numbers of one kind.
 
-LLVM's own vectorizer would ask at run time whether results overlap what they are made of, and fall back to single
-elements where they may. So the vectors are written out, and the same code with ever fewer lanes makes the end of a
-buffer, down to single elements. Nothing depends on the processor: LLVM splits the vectors into what the machine has.
+LLVM's own vectorizer would check at run time whether results overlap the operands, and use scalar code where they may.
+So the vectors are written out; the same code with fewer and fewer lanes handles the end of a buffer. The code does not
+depend on the processor: LLVM splits the vectors into the registers of the machine.
 
 There are no fast-math flags: nothing is reordered or fused.
 """
@@ -18,11 +18,14 @@ BYTE, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 
 
+Body = Callable[[Any, list[Any]], list[Any]]
+
+
 class Kind(NamedTuple):
-    """Of a lane."""
+    """Types of one lane of a vector."""
 
     memory_type: Any
-    wide_type: Any  # in which it is combined
+    wide_type: Any  # for arithmetic
     itemsize: int
     wide_itemsize: int
 
@@ -40,24 +43,24 @@ KINDS = {
 
 
 def constant(vector: Any, value: int | float) -> Any:
-    """The same number in every lane."""
+    """Return a vector with the same number in every lane."""
     return ir.Constant(vector, [value] * vector.count)
 
 
 def pick(builder: Any, first: Any, second: Any, order: Iterable[int]) -> Any:
-    """The lanes of two vectors that have these numbers."""
+    """Select lanes of two vectors by their numbers."""
     indices = list(order)
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(indices)), indices))
 
 
 def spread(builder: Any, scalar: Any, vector: Any) -> Any:
-    """A number that is computed at run time, in every lane."""
+    """Copy a number that is computed at run time to every lane."""
     one_lane = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
     return pick(builder, one_lane, one_lane, [0] * vector.count)
 
 
-def loop(builder: Any, bounds: tuple[Any, Any, Any], carried: list[Any], body: Callable) -> tuple[Any, list[Any]]:
-    """``for index in range(*bounds): carried = body(index, carried)``; returns both as they are at the end."""
+def loop(builder: Any, bounds: tuple[Any, Any, Any], carried: list[Any], body: Body) -> tuple[Any, list[Any]]:
+    """Emit ``for index in range(*bounds): carried = body(index, carried)``; return both as they are at the end."""
     begin, end, step = bounds
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
@@ -80,9 +83,9 @@ def loop(builder: Any, bounds: tuple[Any, Any, Any], carried: list[Any], body: C
 
 
 def in_vectors(builder: Any, num_bytes: Any, sizes: tuple[int, int], body: Callable[[int, Any], Any]) -> None:
-    """Emit ``body(lanes, offset)`` with ever fewer lanes, each going as far as it can from where the one before ended.
+    """Emit loops over ``body(lanes, offset)`` with fewer and fewer lanes, each from where the one before ended.
 
-    `sizes` are the bytes that a lane advances, and the number of lanes to begin with.
+    `sizes` are the bytes of a lane, and the number of lanes of the first loop.
     """
     lane_bytes, lanes = sizes
     offset = ir.Constant(I64, 0)
@@ -99,10 +102,10 @@ def in_vectors(builder: Any, num_bytes: Any, sizes: tuple[int, int], body: Calla
 
 
 class Lanes:
-    """Numbers of one kind: code that reads, combines and writes vectors of them.
+    """Code that loads, combines and stores vectors of numbers of one kind.
 
-    A vector of bfloat16 becomes two of float32 where `is_paired`, of its even and its odd places: that is cheaper than
-    one in the order of memory.
+    If `is_paired`, a vector of bfloat16 becomes two of float32, of its even and its odd lanes: that is cheaper than one
+    in the order of memory.
     """
 
     def __init__(self, builder: Any, name: str, has_half: bool, *, is_paired: bool = True) -> None:
@@ -111,7 +114,7 @@ class Lanes:
         self.is_float = name in ("f64", "f32", "f16", "bf16")
 
     def load(self, base: Any, offset: Any, count: int) -> list[Any]:
-        """So many numbers from `offset` bytes behind `base`, widened; no address needs an alignment."""
+        """Load so many numbers at `base + offset` bytes, and widen them; no alignment is required."""
         b = self.builder
         address = b.bitcast(b.gep(base, [offset]), ir.VectorType(self.kind.memory_type, count).as_pointer())
         value = b.load(address, align=1)
@@ -122,7 +125,7 @@ class Lanes:
         return [value]
 
     def store(self, values: list[Any], base: Any, offset: Any) -> None:
-        """The opposite of `load`."""
+        """Narrow and store numbers."""
         b = self.builder
         value = values[0]
         if self.name == "bf16":
@@ -132,15 +135,15 @@ class Lanes:
         b.store(value, b.bitcast(b.gep(base, [offset]), value.type.as_pointer()), align=1)
 
     def combine(self, op: str, value: Any, other: Any) -> Any:
-        """``value op other``, for two vectors. Integers are ordered as signed (`smin`) or unsigned ones (`umin`)."""
+        """Emit ``value op other`` for two vectors; integers are compared as signed (`smin`) or unsigned (`umin`)."""
         b = self.builder
         if op in ("sum", "avg"):
             return (b.fadd if self.is_float else b.add)(value, other)
         if op == "prod":
             return (b.fmul if self.is_float else b.mul)(value, other)
         if op in ("min", "max"):
-            # Torch keeps the first or the second zero of (0, -0), and makes this or that NaN, by the element's place
-            # in the buffer. Here it is always the first in the order of the arguments.
+            # Which zero of (0, -0), or which NaN, torch keeps depends on the position in the buffer. Here it is always
+            # the first argument's.
             is_better = b.fcmp_unordered("<" if op == "min" else ">", other, value)
             return b.select(b.and_(is_better, b.fcmp_ordered("ord", value, value)), other, value)
         if op in ("smin", "smax"):
@@ -152,8 +155,8 @@ class Lanes:
             return b.select(b.icmp_unsigned("==", other, zero), zero, value)
         return {"band": b.and_, "bor": b.or_, "bxor": b.xor, "lor": b.or_, "lxor": b.xor}[op](value, other)
 
-    # A bfloat16 is the upper half of a float32. Two neighbours are taken as one word, whose halves are the two
-    # numbers: a shift and a mask widen them where they are, without a move from lane to lane.
+    # A bfloat16 is the upper half of a float32. Two neighbors form one 32-bit lane: a shift and a mask widen them in
+    # place, without shuffles.
 
     def _widen_bfloat(self, value: Any) -> list[Any]:
         b = self.builder
@@ -166,7 +169,7 @@ class Lanes:
         return [b.bitcast(half, number) for half in halves]
 
     def _narrow_bfloat(self, values: list[Any]) -> Any:
-        """Round to even, not by LLVM's conversion: what it may choose flushes the smallest numbers to zero."""
+        """Round to even by integer arithmetic: LLVM's conversion may flush the smallest numbers to zero."""
         b = self.builder
         bits = _like(values[0], I32)
         rounded = []
@@ -215,5 +218,5 @@ class Lanes:
 
 
 def _like(vector: Any, element: Any) -> Any:
-    """The type of a vector of other elements."""
+    """Return the type of a vector of other elements and the same length."""
     return ir.VectorType(element, vector.type.count)

@@ -1,4 +1,4 @@
-"""LLVM's text for functions that Python can call: what wrappers around kernels are made of."""
+"""LLVM text of functions that Python can call, around kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CFUNC = re.compile(r"^define i64 @cfunc\..*?^}\n", re.DOTALL | re.MULTILINE)
 
 
 class Native:
-    """A kernel as Numba compiles it: its text, without the wrapper that C would call, and its name in there."""
+    """A kernel as Numba compiles it: its LLVM text without the wrapper for C, and its name in that text."""
 
     def __init__(self, function: Any) -> None:
         self.num_arguments = function.__code__.co_argcount
@@ -29,7 +29,7 @@ class Native:
 class Wrapper:
     """``PyObject *name(PyObject *self, PyObject **arguments, Py_ssize_t count)``, in a module of its own.
 
-    It only declares the kernels, and what it takes of Python.
+    The module declares the kernels and the functions of CPython's C API that it calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,49 +40,49 @@ class Wrapper:
         self._result, self._exception = self.builder.alloca(WORD), self.builder.alloca(BYTES)
 
     def finish(self, item: Any) -> str:
-        """Return an object; the text of the module."""
+        """Emit the return of an object, and return the text of the module."""
         self.builder.ret(item)
         return str(self.module)
 
     def declared(self, name: str, result: Any, *arguments: Any, takes_any: bool = False) -> Any:
-        """A function of somebody else's; with `takes_any` of any number of arguments after these."""
+        """Declare an external function; with `takes_any` one that takes further arguments."""
         known = self.module.globals.get(name)
         return known or ir.Function(self.module, ir.FunctionType(result, arguments, var_arg=takes_any), name)
 
     def argument(self, index: int) -> Any:
-        """What Python passed."""
+        """Load an argument of the call."""
         return self.builder.load(self.builder.gep(self.function.args[1], [WORD(index)]))
 
     def number(self, item: Any) -> Any:
-        """The value of an int."""
+        """Convert a Python int."""
         return self.builder.call(self.declared("PyLong_AsLongLong", WORD, BYTES), [item])
 
     def as_number(self, value: Any) -> Any:
-        """A new int."""
+        """Make a Python int."""
         return self.builder.call(self.declared("PyLong_FromLongLong", BYTES, WORD), [value])
 
-    def place(self, base: Any, index: int) -> Any:
-        """A word in memory."""
+    def field_pointer(self, base: Any, index: int) -> Any:
+        """Return a pointer to a field of a record."""
         return self.builder.inttoptr(self.builder.add(base, WORD(8 * index)), WORD.as_pointer())
 
     def field(self, base: Any, index: int) -> Any:
-        """Its value."""
-        return self.builder.load(self.place(base, index))
+        """Load a field of a record."""
+        return self.builder.load(self.field_pointer(base, index))
 
-    def room(self, num_words: int) -> Any:
-        """The address of some words on the stack."""
-        return self.builder.ptrtoint(self.builder.alloca(WORD, size=num_words), WORD)
+    def stack_record(self, num_fields: int) -> Any:
+        """Return the address of a record on the stack."""
+        return self.builder.ptrtoint(self.builder.alloca(WORD, size=num_fields), WORD)
 
     def call(self, native: Native, arguments: list[Any]) -> Any:
-        """A kernel's result."""
-        # As Numba calls: where the result goes, where an exception would, then the arguments.
+        """Call a kernel."""
+        # Numba's calling convention: pointers to the result and to the exception, then the arguments.
         function = self.declared(native.name, INT, BYTES, BYTES, *[WORD] * native.num_arguments)
-        places = [self.builder.bitcast(place, BYTES) for place in (self._result, self._exception)]
-        self.builder.call(function, [*places, *arguments])
+        results = [self.builder.bitcast(pointer, BYTES) for pointer in (self._result, self._exception)]
+        self.builder.call(function, [*results, *arguments])
         return self.builder.load(self._result)
 
     def without_gil(self, native: Native, arguments: list[Any]) -> Any:
-        """The same while other threads may run Python."""
+        """Call a kernel with the GIL released."""
         state = self.builder.call(self.declared("PyEval_SaveThread", BYTES), [])
         status = self.call(native, arguments)
         self.builder.call(self.declared("PyEval_RestoreThread", ir.VoidType(), BYTES), [state])

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi.shared_memory import memory_layout, process_vm
-from torchmpi.shared_memory.kernels import context, direct_read
+from torchmpi.shared_memory.kernels import direct_read, records
 
 LEAST, TOO_MANY = 32 << 10, 16 << 20
 SLOTS, DIRECTLY, CALLS = 0, 1, 2
-PACES = context.ALLGATHER_PACES
+PACES = records.ALLGATHER_PACES
 SEQUENCE = 5
 must_be_allowed = pytest.mark.skipif(
-    not process_vm.can_read([process_vm.ticket()]), reason="this system lets no process read another one's memory"
+    not process_vm.can_read([process_vm.probe()]), reason="this system lets no process read another one's memory"
 )
 
 
@@ -26,24 +26,24 @@ class Rank:
 
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
-        self.fields = np.zeros(context.context_words(2), np.int64)
+        self.fields = np.zeros(records.group_fields(2), np.int64)
         self.processes = np.full(2, os.getpid(), np.int64)
-        self.fields[context.SIZE], self.fields[context.ROWS] = 2, self.rows.ctypes.data
-        self.fields[context.PROCESSES] = self.processes.ctypes.data
-        self.fields[context.SEQUENCE] = SEQUENCE
+        self.fields[records.SIZE], self.fields[records.BLOCKS] = 2, self.rows.ctypes.data
+        self.fields[records.PROCESSES] = self.processes.ctypes.data
+        self.fields[records.CURRENT_SEQ] = SEQUENCE
         self.address = self.fields.ctypes.data
 
     def is_for_it(self, num_bytes: int) -> float:
         """In what share of the calls."""
         answers = []
         for sequence in range(1, 4097):
-            self.fields[context.SEQUENCE] = sequence
-            answers.append(direct_read.would_read(self.address, PACES, num_bytes))
+            self.fields[records.CURRENT_SEQ] = sequence
+            answers.append(direct_read.prefers_reading(self.address, PACES, num_bytes))
         return sum(answers) / len(answers)
 
     def read(self, theirs: np.ndarray, *, refuses: bool = False) -> tuple[int, np.ndarray]:
         """A call in which the other rank shows this, and has read already."""
-        chunk = int(self.fields[context.CHUNKS])
+        chunk = int(self.fields[records.CHUNKS])
         mine, target = np.zeros_like(theirs), np.zeros(2 * len(theirs), theirs.dtype)
         for rank, tensor in enumerate((mine, theirs)):
             start = memory_layout.entry(0, SEQUENCE)
@@ -59,7 +59,7 @@ def test_what_is_short_or_long_is_never_read_directly():
     for num_bytes in (0, LEAST - 1, TOO_MANY, 1 << 40):
         direct_read.note_pace(rank.address, PACES, num_bytes, DIRECTLY, 1)
         assert rank.is_for_it(num_bytes) == 0
-    rank.fields[context.PROCESSES] = 0
+    rank.fields[records.PROCESSES] = 0
     assert rank.is_for_it(LEAST) == 0
 
 
@@ -67,13 +67,16 @@ def test_what_is_short_or_long_is_never_read_directly():
 def test_about_equal_lengths_share_what_is_known(first, second):
     rank = Rank()
     one, other = (
-        direct_read.known(rank.address, PACES, first, SLOTS),
-        direct_read.known(rank.address, PACES, second, SLOTS),
+        direct_read.measurement_of(rank.address, PACES, first, SLOTS),
+        direct_read.measurement_of(rank.address, PACES, second, SLOTS),
     )
     assert (one == other) == ((first // LEAST).bit_length() == (second // LEAST).bit_length())
     begin = rank.address + PACES * 8
     assert (
-        begin <= one < direct_read.known(rank.address, PACES, first, CALLS) < rank.address + context.ALLTOALL_PACES * 8
+        begin
+        <= one
+        < direct_read.measurement_of(rank.address, PACES, first, CALLS)
+        < rank.address + records.ALLTOALL_PACES * 8
     )
 
 
@@ -103,8 +106,8 @@ def test_what_a_process_shows_is_read():
     rank, theirs = Rank(), np.random.default_rng(1).integers(0, 255, LEAST, np.uint8)
     status, found = rank.read(theirs)
     assert status == 0 and (found == theirs).all()
-    assert rank.fields[context.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
-    assert rank.fields[context.PROCESSES] != 0
+    assert rank.fields[records.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
+    assert rank.fields[records.PROCESSES] != 0
 
 
 @pytest.mark.parametrize("process", (-1, 1 << 22))
@@ -112,9 +115,9 @@ def test_a_refused_read_is_told_to_the_others_and_not_tried_again(process):
     rank = Rank()
     rank.processes[1] = process
     status, _ = rank.read(np.ones(LEAST, np.uint8))
-    assert status == context.UNREAD
-    assert rank.rows[0, memory_layout.UNREAD] == rank.fields[context.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
-    assert rank.fields[context.PROCESSES] == 0
+    assert status == records.UNREADABLE
+    assert rank.rows[0, memory_layout.UNREAD] == rank.fields[records.CHUNKS] == rank.rows[0, memory_layout.REDUCED] == 1
+    assert rank.fields[records.PROCESSES] == 0
 
 
 @must_be_allowed
@@ -122,19 +125,19 @@ def test_a_refused_read_elsewhere_counts_as_well():
     rank = Rank()
     rank.rows[1, memory_layout.UNREAD] = 1
     status, _ = rank.read(np.ones(LEAST, np.uint8))
-    assert status == context.UNREAD
-    assert rank.fields[context.PROCESSES] != 0, "this rank may; the other one will not be for it again"
+    assert status == records.UNREADABLE
+    assert rank.fields[records.PROCESSES] != 0, "this rank may; the other one will not be for it again"
 
 
 def test_what_has_been_read_from_a_rank_that_gave_up_is_not_believed():
     """It may have gone on meanwhile, and written there."""
     status, _ = Rank().read(np.ones(LEAST, np.uint8), refuses=True)
-    assert status == context.REFUSED + 1
+    assert status == records.ABORTED + 1
 
 
 @must_be_allowed
 def test_the_trial_at_the_start_is_not_content_with_any_memory():
-    own = process_vm.ticket()
+    own = process_vm.probe()
     assert process_vm.can_read([own, own]) and process_vm.can_read([])
     assert not process_vm.can_read([own, own._replace(value=own.value ^ 1)])
     assert not process_vm.can_read([own._replace(address=8)])

@@ -1,4 +1,4 @@
-"""Calls that go from a verb straight into a kernel: when they do, and that nothing differs from Python's way."""
+"""The fast path: which calls take it, and that results equal those of the path through Python."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from torchmpi.shared_memory.memory_layout import ENTERED
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
+from shm_rig import start, stopped
+
+__all__ = ["stopped"]
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 
@@ -29,13 +32,13 @@ SHAPES = ((), (1,), (5,), (3, 4), (0, 3), (2, 1, 7), (9000,))
 @pytest.fixture(autouse=True)
 def _need_fast_paths() -> None:
     if fast_path.allreduce is fast_path._not_built:
-        pytest.skip("this Python or this PyTorch has no gates")
+        pytest.skip("this Python or this PyTorch has no fast path")
     if mpi.collective_availability()["shm", "allreduce", "cpu", "sync"] != "available":
         pytest.skip("no shared memory here")
 
 
 def entered(collective: str, *arguments: Any) -> bool:
-    """Whether a call goes through its gate; it is made if so."""
+    """Make a call by its fast path; return whether that made it."""
     return getattr(fast_path, collective)(*arguments, None, None) is not None
 
 
@@ -48,7 +51,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tenso
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_collectives_in_place_equal_those_through_python(agree, shape, dtype):
     rank, root = mpi.rank(), mpi.size() - 1
-    for _ in range(2):  # the first opens the gates
+    for _ in range(2):  # the first one is cached
         mpi.allreduce(values(shape, dtype, rank))
         mpi.broadcast(values(shape, dtype, rank), root)
         mpi.reduce(values(shape, dtype, rank), root)
@@ -60,7 +63,7 @@ def test_collectives_in_place_equal_those_through_python(agree, shape, dtype):
     reduced, as_before = values(shape, dtype, rank), values(shape, dtype, rank)
     went_as_well = entered("reduce", reduced, None, fast_path.joint_key("sum", root))
     mpi.reduce(as_before, root, backend="shm")
-    agree(went and went_too and went_as_well, "a gate was shut")
+    agree(went and went_too and went_as_well, "not by the fast path")
     agree.bits(reduced, as_before, "reduce")
     agree.bits(quick, plain, "allreduce")
     agree.bits(sent, values(shape, dtype, root), "broadcast")
@@ -83,7 +86,7 @@ def test_collectives_with_a_target_equal_those_through_python(agree, shape):
         entered("reduce_scatter", rows, part.zero_(), "sum"),
         entered("alltoall", rows, parts.zero_(), 0),
     ]
-    agree.equal(went, [True] * 3, "gates that were open")
+    agree.equal(went, [True] * 3, "by the fast path")
     agree.equal(everything, mpi.allgather(source, backend="shm"), "allgather")
     agree.equal(part, mpi.reduce_scatter(rows, backend="shm"), "reduce_scatter")
     agree.equal(parts, mpi.alltoall(rows, backend="shm"), "alltoall")
@@ -108,15 +111,15 @@ def test_collectives_with_a_root_equal_those_through_python(agree, shape, dtype)
             entered(collect, source, None if gathered is None else gathered.zero_(), root),
             entered(divide, scattered, part.zero_(), root),
         ]
-        agree.equal(went, [True] * 2, "gates that were open")
+        agree.equal(went, [True] * 2, "by the fast path")
         agree(mpi.gather(source, root, gathered) is gathered and mpi.scatter(scattered, root, part) is part, "returned")
         agree.equal(source._version, version, "what is only read is as it was for autograd")
         agree.equal(gathered, mpi.gather(source, root, backend="shm"), "gather")
         agree.equal(part, mpi.scatter(scattered, root, backend="shm"), "scatter")
 
 
-def test_ranks_with_and_without_a_target_meet(agree):
-    """One goes through the gate, the other through Python."""
+def test_ranks_with_and_without_a_target(agree):
+    """One takes the fast path, the other the path through Python."""
     rank, size = mpi.rank(), mpi.size()
     for numel in (1, 5, 5000):
         rows, part = torch.arange(float(size * numel)), torch.zeros(numel)
@@ -150,7 +153,7 @@ def test_rows_that_are_not_what_a_target_was_made_for_are_refused(agree):
         agree.equal(again, torch.ones(3, 2), "and the next call works")
 
 
-def test_what_others_than_the_root_pass_to_a_scatter_is_no_door(agree):
+def test_what_other_ranks_than_the_root_pass_to_a_scatter_is_not_cached(agree):
     """Rows were once written past the end of a target that was made for the rows of an ignored tensor."""
     rank, size = mpi.rank(), mpi.size()
     memory = torch.zeros(40)
@@ -202,7 +205,7 @@ def test_a_gather_of_different_lengths(agree):
 
 def test_what_is_not_plain_goes_through_python(agree):
     mpi.stop()
-    mpi.start()  # so that no gate is open but those that are opened here
+    mpi.start()  # so that only the calls made here are cached
     rank, size = mpi.rank(), mpi.size()
     ones = torch.ones(4)
     everything = torch.empty(4 * size)
@@ -252,7 +255,7 @@ def test_what_is_not_plain_goes_through_python(agree):
     result = mpi.allreduce(negative, torch.empty(1))
     with pytest.raises(errors.ArgumentError, match="no memory"):
         mpi.allreduce(freed)
-    agree.equal(went, [], "went through a gate")
+    agree.equal(went, [], "by the fast path")
     agree.equal(result, torch.full((1,), -1.0 * size), "negative")
     agree.equal(rank, mpi.rank(), "rank")
 
@@ -277,7 +280,7 @@ def test_autograd_sees_what_was_written(agree):
 
 
 def test_another_communicator_and_another_table(agree):
-    """What gates lead to is chosen anew: by a block, by a thread, by the default, and by the selector's table."""
+    """A block, a thread, another default communicator and another selection table invalidate cached calls."""
     size = mpi.size()
     alone = mpi.push_communicator(str(mpi.rank()))
     mpi.set_communicator(0)
@@ -298,8 +301,8 @@ def test_another_communicator_and_another_table(agree):
     finally:
         mpi.collective_selector.reset()
         mpi.set_communicator(0)
-    agree(not went, "a gate ignored use()")
-    agree(invalidate, "a gate ignored another default or table")
+    agree(not went, "the fast path ignored use()")
+    agree(invalidate, "the fast path ignored another default or table")
     agree.equal(inside, torch.ones(2), "inside use()")
     agree.equal(default, torch.ones(2), "on another default")
     for result in (outside, by_mpi):
@@ -361,7 +364,7 @@ def test_what_is_pending_goes_first(agree):
 
 def test_two_threads_share_a_communicator(agree):
     """Machine code enters without waiting; the way through Python waits until it has left."""
-    results: dict[str, list[float]] = {"gate": [], "python": []}
+    results: dict[str, list[float]] = {"fast": [], "python": []}
 
     def call(name: str, backend: str | None) -> None:
         # Ranks may disagree about which of two threads comes first: both make the same calls.
@@ -370,7 +373,7 @@ def test_two_threads_share_a_communicator(agree):
 
     for _ in range(2):
         mpi.allreduce(torch.ones(3))
-    threads = [threading.Thread(target=call, args=each) for each in (("gate", None), ("python", "shm"))]
+    threads = [threading.Thread(target=call, args=each) for each in (("fast", None), ("python", "shm"))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -378,7 +381,7 @@ def test_two_threads_share_a_communicator(agree):
     agree.equal(results, {name: [float(mpi.size())] * 200 for name in results}, "from two threads")
 
 
-def test_the_watchdog_sees_a_call_behind_a_gate(agree):
+def test_the_watchdog_sees_a_call_of_the_fast_path(agree):
     if mpi.size() == 1:
         pytest.skip("nobody to wait for")
     group = mpi.communicator().intra
@@ -450,3 +453,23 @@ def test_an_interrupt_leaves_the_queue_usable(agree):
         signal.signal(signal.SIGINT, before)
     agree(not own.intra.call_queue.run_lock.locked(), "the lane is locked")
     agree.equal(own.intra.call_log.current, None, "after the call")
+
+
+def test_results_are_the_same_with_the_fast_path_disabled(agree, stopped):
+    """The setting ``fast_path``, also after a run in which calls were cached, and before another one."""
+    root = 0
+    for enabled in (True, False, True):
+        start(fast_path=enabled)
+        rank, size = mpi.rank(), mpi.size()
+        source, everything, part = values((6,), torch.float32, rank), torch.zeros(6 * size), torch.zeros(2)
+        parts = torch.zeros(2 * size)
+        rows = values((2 * size,), torch.float32, rank)
+        for _ in range(3):
+            agree.bits(mpi.allreduce(source.clone()), mpi.allreduce(source.clone(), backend="mpi"), "allreduce")
+            agree.bits(mpi.broadcast(source.clone(), root), values((6,), torch.float32, root), "broadcast")
+            agree.bits(mpi.allgather(source, everything), mpi.allgather(source, backend="mpi"), "allgather")
+            agree.bits(mpi.reduce_scatter(rows, part), mpi.reduce_scatter(rows, backend="mpi"), "reduce_scatter")
+            agree.bits(mpi.alltoall(rows, parts), mpi.alltoall(rows, backend="mpi"), "alltoall")
+            agree.bits(mpi.reduce(source.clone(), root), mpi.reduce(source.clone(), root, backend="mpi"), "reduce")
+        agree.equal(entered("allreduce", source.clone(), None, "sum"), enabled, "whether calls are cached")
+        mpi.stop()

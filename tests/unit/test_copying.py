@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi.shared_memory import memory_layout
-from torchmpi.shared_memory.kernels import chunk_loop, context, copying
+from torchmpi.shared_memory.kernels import access, chunk_loop, copying, records
 
 CHUNK_BYTES = 512 << 10
 FAST, SLOW = 100, 600  # nanoseconds for a KB
@@ -20,21 +20,21 @@ class Rank:
 
     def __init__(self, num_slots: int = 2) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
-        self.fields = np.zeros(context.context_words(2), np.int64)
-        self.fields[context.SIZE], self.fields[context.ROWS] = 2, self.rows.ctypes.data
-        self.fields[context.CHUNKS], self.fields[context.NUM_SLOTS] = MANY, num_slots
+        self.fields = np.zeros(records.group_fields(2), np.int64)
+        self.fields[records.SIZE], self.fields[records.BLOCKS] = 2, self.rows.ctypes.data
+        self.fields[records.CHUNKS], self.fields[records.NUM_SLOTS] = MANY, num_slots
         self.address = self.fields.ctypes.data
 
     def call(self, *paces: int, sequence: int = 1, always_past: bool = False) -> list[int]:
         """A call whose chunks are put into the slot at these paces, and the way that each of them went."""
-        self.fields[context.SEQUENCE] = sequence
-        copying.choose_way(self.address, len(paces), always_past)
+        self.fields[records.CURRENT_SEQ] = sequence
+        copying.begin_measuring(self.address, len(paces), always_past)
         ways = []
         for index, pace in enumerate(paces):
-            ways.append(int(self.fields[context.IS_PAST]))
-            copying.note_best(self.address, context.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
+            ways.append(int(self.fields[records.CACHE_BYPASS]))
+            copying.note_best(self.address, records.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
             copying.note_chunk(self.address, index, 0)
-        copying.end_chunks(self.address)
+        copying.end_measuring(self.address)
         return ways
 
     @property
@@ -73,12 +73,12 @@ def test_one_quick_chunk_shows_that_the_others_were_interrupted(paces):
 def test_the_pace_of_many_short_pieces_says_nothing():
     """Most of it is the way from one to the next."""
     rank = Rank()
-    rank.fields[context.SEQUENCE] = 1
-    copying.choose_way(rank.address, 1, False)
-    rank.fields[context.FRAGMENTED] = 1
-    copying.note_best(rank.address, context.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
+    rank.fields[records.CURRENT_SEQ] = 1
+    copying.begin_measuring(rank.address, 1, False)
+    rank.fields[records.FRAGMENTED] = 1
+    copying.note_best(rank.address, records.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
     copying.note_chunk(rank.address, 0, CHUNK_BYTES)
-    copying.end_chunks(rank.address)
+    copying.end_measuring(rank.address)
     assert not rank.says_slow
     rank.call(SLOW)
     assert rank.says_slow, "the next call may be judged"
@@ -110,9 +110,9 @@ def test_how_often_it_is_tried_again(num_chunks, every):
 def trials_of(rank: Rank, num_chunks: int) -> int:
     trials = 0
     for sequence in range(128 * 64):
-        rank.fields[context.SEQUENCE] = sequence
-        copying.choose_way(rank.address, num_chunks, False)
-        trials += int(rank.fields[context.IS_PAST] == 0)
+        rank.fields[records.CURRENT_SEQ] = sequence
+        copying.begin_measuring(rank.address, num_chunks, False)
+        trials += int(rank.fields[records.CACHE_BYPASS] == 0)
     return trials
 
 
@@ -136,7 +136,7 @@ def test_past_the_caches_may_be_no_better():
     assert ways == [0] * 6 + [1] * 7 + [0] * 7 and not rank.says_slow
     judged = [sequence for sequence in range(2, 1000) if calls_it_slow(rank, sequence)]
     assert len(judged) == pytest.approx(500, rel=0.2), "not in every call from now on"
-    while rank.fields[context.REJECTED] < 7:
+    while rank.fields[records.REJECTED] < 7:
         sequence = next(number for number in range(1, 10_000) if calls_it_slow(rank, number))
         assert rank.call(*[SLOW] * 6, *[SLOW + 100] * 14, sequence=sequence)[-1] == 0
     rank.call(*[FAST] * 8)
@@ -147,7 +147,7 @@ def test_past_the_caches_may_be_no_better():
 def test_a_rank_that_was_wrong_about_memory_finds_cores_apart_in_short_calls():
     """What it did not believe took its word back each time, and calls too short to compare went through slow caches."""
     rank = Rank()
-    rank.fields[context.REJECTED] = 7
+    rank.fields[records.REJECTED] = 7
     ways = [way for sequence in range(4000) for way in rank.call(*[SLOW] * 4, sequence=sequence)]
     assert sum(ways) > 0.9 * len(ways)
 
@@ -159,17 +159,17 @@ def test_past_the_caches_must_be_clearly_better():
 
 def test_a_better_way_ends_the_doubts():
     rank = Rank()
-    rank.fields[context.REJECTED] = 3
+    rank.fields[records.REJECTED] = 3
     sequence = next(number for number in range(1, 1000) if calls_it_slow(rank, number))
     assert rank.call(*[SLOW] * 7, *[FAST] * 6, sequence=sequence)[-1] == 1
-    assert rank.fields[context.REJECTED] == 0
+    assert rank.fields[records.REJECTED] == 0
 
 
 def test_who_is_fast_follows_those_who_are_not():
     rank = Rank()
     rank.rows[1, memory_layout.FETCHES_SLOWLY] = 1
     assert rank.call(*[FAST] * 20)[6:] == [1] * 14
-    assert not rank.says_slow and rank.fields[context.REJECTED] == 0
+    assert not rank.says_slow and rank.fields[records.REJECTED] == 0
 
 
 def calls_it_slow(rank: Rank, sequence: int) -> bool:
@@ -195,23 +195,23 @@ def test_what_always_goes_past_the_caches_does_whatever_the_ranks_say():
 
 @given(st.integers(1, 64), st.integers(64, 1 << 20), st.integers(1, 1 << 26), st.sampled_from((128 << 10, 384 << 10)))
 def test_a_stream_is_cut_into_pieces_that_fit_into_a_slot(size, slot_bytes, num_bytes, most_bytes):
-    fields = np.zeros(context.context_words(size), np.int64)
-    fields[context.SIZE], fields[context.SLOT_BYTES] = size, slot_bytes // 64 * 64
-    num_rounds = chunk_loop.cut_stream(fields.ctypes.data, num_bytes, most_bytes)
-    piece = fields[context.CHUNK_BYTES]
+    fields = np.zeros(records.group_fields(size), np.int64)
+    fields[records.SIZE], fields[records.SLOT_BYTES] = size, slot_bytes // 64 * 64
+    num_rounds = chunk_loop.divide_stream(fields.ctypes.data, num_bytes, most_bytes)
+    piece = fields[records.CHUNK_BYTES]
     assert 0 < piece <= min(slot_bytes, most_bytes) and piece % 64 == 0
     assert (num_rounds - 1) * piece < num_bytes <= num_rounds * piece
-    assert fields[context.SPACING] == 0
-    assert piece in (fields[context.SLOT_BYTES], most_bytes) or num_rounds <= 8
+    assert fields[records.SPACING] == 0
+    assert piece in (fields[records.SLOT_BYTES], most_bytes) or num_rounds <= 8
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 4, 64))
 def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
     """Whatever verbs they belong to; of chunk c - 2 and before nothing is left when chunk c is put."""
-    fields = np.zeros(context.context_words(size), np.int64)
-    fields[context.SIZE], fields[context.SLOT_BYTES] = size, 1
-    fields[context.NUM_SLOTS] = num_slots = memory_layout.num_slots(size)
-    ways = copying.slot, copying.moving_slot
+    fields = np.zeros(records.group_fields(size), np.int64)
+    fields[records.SIZE], fields[records.SLOT_BYTES] = size, 1
+    fields[records.NUM_SLOTS] = num_slots = memory_layout.num_slots(size)
+    ways = access.slot_of, access.transfer_slot_of
     for chunk in range(MANY, MANY + 4 * num_slots):
         before, now = (
             [{where(fields.ctypes.data, rank, number) for rank in range(size)} for where in ways]
@@ -224,10 +224,10 @@ def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
 
 def test_what_a_rank_has_read_it_writes_to_next_where_there_are_two():
     rank = Rank(4)
-    rank.fields[context.SLOT_BYTES] = 1
+    rank.fields[records.SLOT_BYTES] = 1
     for chunk in range(MANY, MANY + 8):
-        read_by_rank_0 = copying.moving_slot(rank.address, 1, chunk)
-        assert copying.moving_slot(rank.address, 0, chunk + 4) == read_by_rank_0
+        read_by_rank_0 = access.transfer_slot_of(rank.address, 1, chunk)
+        assert access.transfer_slot_of(rank.address, 0, chunk + 4) == read_by_rank_0
 
 
 def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call():
@@ -236,11 +236,11 @@ def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call
     slots, table = np.zeros(4 * CHUNK_BYTES, np.uint8), np.zeros((2, 4), np.int64)
     sent, received = np.ones(4 * CHUNK_BYTES, np.uint8), np.zeros(4 * CHUNK_BYTES, np.uint8)
     table[1] = sent.ctypes.data, sent.nbytes, received.ctypes.data, received.nbytes
-    rank.fields[context.SLOTS], rank.fields[context.SLOT_BYTES] = slots.ctypes.data, CHUNK_BYTES
-    rank.fields[context.SEQUENCE] = rank.fields[context.EXPIRED] = 5  # nobody comes, and there is no time to wait
-    plan = np.zeros(context.PLAN_FIELDS, np.int64)
-    plan[context.CONTEXT] = rank.address
+    rank.fields[records.SLOTS], rank.fields[records.SLOT_BYTES] = slots.ctypes.data, CHUNK_BYTES
+    rank.fields[records.CURRENT_SEQ] = rank.fields[records.EXPIRED] = 5  # nobody comes, and there is no time to wait
+    plan = np.zeros(records.CALL_FIELDS, np.int64)
+    plan[records.GROUP] = rank.address
     arguments = plan.ctypes.data, table.ctypes.data, 0, 4 * CHUNK_BYTES, 1
-    assert chunk_loop.exchange(*arguments) == context.LATE and not slots.any()
+    assert chunk_loop.exchange(*arguments) == records.TIMEOUT and not slots.any()
     rank.rows[1, memory_layout.REDUCED] = MANY
-    assert chunk_loop.exchange(*arguments) == context.LATE and slots.any(), "everybody had fetched"
+    assert chunk_loop.exchange(*arguments) == records.TIMEOUT and slots.any(), "everybody had fetched"

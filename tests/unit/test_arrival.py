@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torchmpi.shared_memory import memory_layout
-from torchmpi.shared_memory.kernels import arrival, context
+from torchmpi.shared_memory.kernels import arrival, records
 
 CALL = 7
 ELSEWHERE = -5  # no core has this number
@@ -19,44 +19,44 @@ def fields() -> tuple[np.ndarray, np.ndarray]:
     """Of rank 0 of 3, which has no time to wait, and the rows of all: nobody has come yet."""
     rows = np.zeros((3, memory_layout.BLOCK_FIELDS), np.int64)
     rows[:, memory_layout.CORE] = ELSEWHERE
-    own = np.zeros(context.context_words(3), np.int64)
-    own[context.SIZE], own[context.ROWS] = 3, rows.ctypes.data
-    own[context.SEQUENCE] = own[context.EXPIRED] = CALL
-    own[context.CROWDED] = 1
+    own = np.zeros(records.group_fields(3), np.int64)
+    own[records.SIZE], own[records.BLOCKS] = 3, rows.ctypes.data
+    own[records.CURRENT_SEQ] = own[records.EXPIRED] = CALL
+    own[records.CROWDED] = 1
     return own, rows
 
 
-def wait_beside(own: np.ndarray) -> int:
-    return int(arrival.wait_beside(own.ctypes.data, memory_layout.READY * 8, 1))
+def wait_same_core(own: np.ndarray) -> int:
+    return int(arrival.wait_same_core(own.ctypes.data, memory_layout.READY, 1))
 
 
 def test_a_rank_on_this_core_is_waited_for(fields):
     own, rows = fields
-    assert wait_beside(own) == 0, "all are elsewhere"
+    assert wait_same_core(own) == 0, "all are elsewhere"
     late = []
     for _ in range(100):  # until both looks find the same core
         rows[2, memory_layout.CORE] = ctypes.CDLL(None).sched_getcpu()
-        late.append(wait_beside(own))
+        late.append(wait_same_core(own))
         if late[-1]:
             break
-    assert late[-1] == context.LATE
+    assert late[-1] == records.TIMEOUT
     rows[2, memory_layout.READY] = 1
-    assert wait_beside(own) == 0, "it has come"
+    assert wait_same_core(own) == 0, "it has come"
 
 
 def test_the_own_core_is_told(fields):
     own, rows = fields
     rows[0, memory_layout.CORE] = ELSEWHERE
-    wait_beside(own)
+    wait_same_core(own)
     assert rows[0, memory_layout.CORE] >= 0
 
 
 def test_where_each_rank_has_its_core_nobody_looks(fields):
     own, rows = fields
-    own[context.CROWDED] = 0
+    own[records.CROWDED] = 0
     rows[:, memory_layout.CORE] = ctypes.CDLL(None).sched_getcpu()
     before = rows.copy()
-    assert wait_beside(own) == 0 and (rows == before).all()
+    assert wait_same_core(own) == 0 and (rows == before).all()
 
 
 class Crowd:
@@ -64,10 +64,10 @@ class Crowd:
 
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
-        self.own = np.zeros(context.context_words(2), np.int64)
-        self.own[context.SIZE], self.own[context.ROWS] = 2, self.rows.ctypes.data
-        self.own[context.SEQUENCE] = self.own[context.EXPIRED] = CALL
-        self.own[context.FREE] = CALL + 1
+        self.own = np.zeros(records.group_fields(2), np.int64)
+        self.own[records.SIZE], self.own[records.BLOCKS] = 2, self.rows.ctypes.data
+        self.own[records.CURRENT_SEQ] = self.own[records.EXPIRED] = CALL
+        self.own[records.FREE_UNTIL] = CALL + 1
         self.address = self.own.ctypes.data
 
     def announce(self, rank: int, signature: int) -> None:
@@ -79,13 +79,13 @@ def test_after_a_call_was_given_up_the_slots_are_left_alone_until_all_are_past_i
     """Who was still in the call before it read what had been put for the call after it, and returned that."""
     ranks = Crowd()
     assert arrival.begin(ranks.address, CALL) == 0
-    ranks.own[context.LAST_ABORTED] = CALL - 1
+    ranks.own[records.LAST_ABORTED] = CALL - 1
     ranks.rows[1, memory_layout.ENTERED] = CALL - 1
-    assert arrival.begin(ranks.address, CALL) == context.LATE, "it is still in that call"
+    assert arrival.begin(ranks.address, CALL) == records.TIMEOUT, "it is still in that call"
     assert ranks.rows[0, memory_layout.ENTERED] == CALL, "two who gave up wait for each other"
     ranks.rows[1, memory_layout.ENTERED] = CALL
     assert arrival.begin(ranks.address, CALL) == 0
-    assert ranks.own[context.LAST_ABORTED] == 0, "once is enough"
+    assert ranks.own[records.LAST_ABORTED] == 0, "once is enough"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,323 @@
+"""The part of the fast path that examines tensors and enters the call; docs/design/fast-path.md has the whole way.
+
+The machine code around a kernel (:mod:`torchmpi.shared_memory.kernels.fast_path_ir`) has torch describe the tensors as
+DLTensors. `find_cached_call` then looks for a cached call of the same dtype, key and communicator, and one of the
+`enter_*` functions
+
+1. checks the tensors: contiguous, on the host, of the cached dtype, and with an `out` made for the result;
+2. writes the arguments of the kernel that follow the call record (from FIRST_ARGUMENT on);
+3. takes the run lock if the call queue is idle, enters the call into the call log, and computes its signature
+   (`begin_call`). Nothing before this step has an effect, so NOT_FAST can be returned up to here.
+
+All of it runs with the GIL, which orders it with Python threads: no atomic access is needed.
+"""
+
+from __future__ import annotations
+
+from ..memory_layout import (
+    LOG_ACTIVE,
+    LOG_CODE,
+    LOG_DIMS,
+    LOG_NUM_DIMS,
+    LOG_SEQUENCE,
+    MAX_LOG_DIMS,
+    RUN_LOCK_ENTERED,
+    RUN_LOCK_HELD,
+    RUN_LOCK_PENDING,
+)
+from .access import group_of, inner, kernel
+from .intrinsics import load_field, store_field
+from .partitioning import MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE, rows_before
+from .records import (
+    ARGUMENT_SEQ,
+    ARGUMENT_SIGNATURE,
+    CALL_LOG,
+    CODE,
+    COMM,
+    DLPACK_DTYPE,
+    DTYPE,
+    FIRST_ARGUMENT,
+    FIRST_DIM,
+    ITEM_BYTES,
+    KEY,
+    MESSAGE,
+    NEXT_CALL,
+    NOT_FAST,
+    PREPARED_CALL,
+    RANK,
+    ROOT,
+    RUN_LOCK,
+    SIGNED_CODE,
+    SIZE,
+)
+
+# Fields of a DLTensor: number of dimensions and dtype share one.
+_DATA, _DEVICE, _NUM_DIMS_AND_DTYPE, _SHAPE, _STRIDES, _BYTE_OFFSET = range(6)
+_HOST = 1  # device type CPU, device number 0 in the upper half
+_LOW_BITS = (1 << 32) - 1
+_MAX_BITS = 60  # greater numbers are not equal to their hash
+
+# CPython's hash of a tuple, as other ranks compute it on the path through Python: xxHash, as signed numbers.
+_PRIME_1, _PRIME_2, _PRIME_5 = -7046029288634856825, -4417276706812531889, 2870177450012600261
+_INSTEAD_OF_MINUS_ONE = 1546275796
+
+
+@inner
+def hash_step(total, value):
+    """Add a number to the hash of a tuple."""
+    total = total + value * _PRIME_2
+    total = (total << 31) | ((total >> 33) & 0x7FFFFFFF)
+    return total * _PRIME_1
+
+
+@inner
+def hash_end(total, length):
+    """Return the hash of a tuple of this length."""
+    total = total + (length ^ (_PRIME_5 ^ 3527539))
+    return _INSTEAD_OF_MINUS_ONE if total == -1 else total
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------
+
+
+@inner
+def num_dims(tensor):
+    return load_field(tensor, _NUM_DIMS_AND_DTYPE) & _LOW_BITS
+
+
+@inner
+def dtype_of(tensor):
+    return load_field(tensor, _NUM_DIMS_AND_DTYPE) >> 32
+
+
+@inner
+def dim(tensor, index):
+    return load_field(load_field(tensor, _SHAPE), index)
+
+
+@inner
+def data(tensor):
+    return load_field(tensor, _DATA) + load_field(tensor, _BYTE_OFFSET)
+
+
+@inner
+def plain_numel(cached_call, tensor):
+    """Return the number of elements of a contiguous host tensor of the cached dtype; NOT_FAST for others."""
+    if load_field(tensor, _DEVICE) != _HOST or dtype_of(tensor) != load_field(cached_call, DLPACK_DTYPE):
+        return NOT_FAST
+    if num_dims(tensor) > MAX_LOG_DIMS:
+        return NOT_FAST
+    numel, strides = 1, load_field(tensor, _STRIDES)
+    for index in range(num_dims(tensor) - 1, -1, -1):
+        length = dim(tensor, index)
+        if length != 1 and load_field(strides, index) != numel:
+            return NOT_FAST
+        if length >> _MAX_BITS != 0:
+            return NOT_FAST
+        numel *= length
+    # Elements without memory: freed storage, a wrapper of torch.func.functionalize, a zero tensor of autograd.
+    return NOT_FAST if load_field(tensor, _DATA) == 0 and numel != 0 else numel
+
+
+@inner
+def row_numel(tensor):
+    """Return the number of elements of a row; a 0-dim tensor is one row of one element."""
+    numel = 1
+    for index in range(1, num_dims(tensor)):
+        numel *= dim(tensor, index)
+    return numel
+
+
+@inner
+def fits(cached_call, source, target, num_rows):
+    """Return whether the target has so many rows like the source's, and shares no memory with it."""
+    dims = max(num_dims(source), 1)
+    if plain_numel(cached_call, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_rows:
+        return False
+    for index in range(1, dims):
+        if dim(target, index) != dim(source, index):
+            return False
+    item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
+    source_end = data(source) + plain_numel(cached_call, source) * item_bytes
+    target_end = data(target) + plain_numel(cached_call, target) * item_bytes
+    return source_end <= data(target) or target_end <= data(source)
+
+
+# --- entering ---------------------------------------------------------------------------------------------------
+
+
+@kernel
+def find_cached_call(first, tensor, key, comm):
+    """Return the cached call for this dtype, key and communicator, or 0."""
+    dtype, cached_call = dtype_of(tensor), first
+    while cached_call != 0:
+        is_like_it = load_field(cached_call, KEY) == key and load_field(cached_call, COMM) == comm
+        if is_like_it and load_field(cached_call, DLPACK_DTYPE) == dtype:
+            break
+        cached_call = load_field(cached_call, NEXT_CALL)
+    return cached_call
+
+
+@inner
+def begin_call(cached_call, tensor, arguments):
+    """Take the run lock and enter the call into the call log; NOT_FAST if the call queue is not idle."""
+    run_lock = load_field(cached_call, RUN_LOCK)
+    for field in (RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING):
+        if load_field(run_lock, field) != 0:
+            return NOT_FAST
+    store_field(run_lock, RUN_LOCK_ENTERED, 1)
+    call_log, first = load_field(cached_call, CALL_LOG), load_field(cached_call, FIRST_DIM)
+    seq, length, total = load_field(call_log, LOG_SEQUENCE) + 1, max(num_dims(tensor) - first, 0), _PRIME_5
+    for index in range(length):
+        number = dim(tensor, first + index)
+        store_field(call_log, LOG_DIMS + index, number)
+        total = hash_step(total, number)
+    store_field(call_log, LOG_NUM_DIMS, length)
+    store_field(call_log, LOG_CODE, load_field(cached_call, CODE))
+    store_field(call_log, LOG_ACTIVE, seq)
+    store_field(call_log, LOG_SEQUENCE, seq)
+    store_field(arguments, ARGUMENT_SEQ, seq)
+    store_field(arguments, ARGUMENT_SIGNATURE, load_field(cached_call, SIGNED_CODE) ^ hash_end(total, length))
+    return 0
+
+
+@inner
+def enter_in_place(cached_call, tensor, unit, arguments):
+    """Enter a kernel that takes an address, and a length of so many units for each element."""
+    numel = plain_numel(cached_call, tensor)
+    if numel < 0:
+        return NOT_FAST
+    store_field(arguments, FIRST_ARGUMENT, data(tensor))
+    store_field(arguments, FIRST_ARGUMENT + 1, numel * unit)
+    return begin_call(cached_call, tensor, arguments)
+
+
+@kernel
+def enter_allreduce(cached_call, tensor, _, arguments):
+    return enter_in_place(cached_call, tensor, 1, arguments)
+
+
+@kernel
+def enter_broadcast(cached_call, tensor, _, arguments):
+    item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
+    return enter_in_place(cached_call, tensor, item_bytes, arguments)
+
+
+@inner
+def enter_gathering(cached_call, source, numel, target, arguments):
+    """Enter an allgather whose result has the address `target`; 0 if this rank gets none."""
+    item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
+    store_field(arguments, FIRST_ARGUMENT, data(source))
+    store_field(arguments, FIRST_ARGUMENT + 1, numel * item_bytes)
+    store_field(arguments, FIRST_ARGUMENT + 2, target)
+    return begin_call(cached_call, source, arguments)
+
+
+@kernel
+def enter_allgather(cached_call, source, target, arguments):
+    """Enter an allgather that expects the same number of rows of every rank."""
+    numel = plain_numel(cached_call, source)
+    if numel < 0 or row_numel(source) == 0:
+        return NOT_FAST
+    num_rows = dim(source, 0) if num_dims(source) > 0 else 1
+    size = load_field(group_of(load_field(cached_call, PREPARED_CALL)), SIZE)
+    if not fits(cached_call, source, target, num_rows * size):
+        return NOT_FAST
+    return enter_gathering(cached_call, source, numel, data(target), arguments)
+
+
+@kernel
+def enter_give(cached_call, source, _, arguments):
+    """Enter a gather on a rank that is not the root."""
+    numel = plain_numel(cached_call, source)
+    if numel < 0 or row_numel(source) == 0:
+        return NOT_FAST
+    return enter_gathering(cached_call, source, numel, 0, arguments)
+
+
+@inner
+def own_rows(call, num_rows):
+    """Return how many of so many rows are this rank's."""
+    group = group_of(call)
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)
+
+
+@inner
+def enter_with_rows(cached_call, source, target, times, arguments):
+    """Enter a kernel that takes the rows of the source, and a target for `times` this rank's part of them."""
+    call = load_field(cached_call, PREPARED_CALL)
+    if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
+        return NOT_FAST
+    num_rows = dim(source, 0)
+    if not fits(cached_call, source, target, own_rows(call, num_rows) * times):
+        return NOT_FAST
+    store_field(arguments, FIRST_ARGUMENT, data(source))
+    store_field(arguments, FIRST_ARGUMENT + 1, num_rows)
+    store_field(arguments, FIRST_ARGUMENT + 2, row_numel(source) * load_field(call, ITEM_BYTES))
+    store_field(arguments, FIRST_ARGUMENT + 3, data(target))
+    return begin_call(cached_call, source, arguments)
+
+
+@kernel
+def enter_reduce_scatter(cached_call, source, target, arguments):
+    return enter_with_rows(cached_call, source, target, 1, arguments)
+
+
+@kernel
+def enter_alltoall(cached_call, source, target, arguments):
+    """Enter an alltoall that expects the same number of rows of every rank."""
+    if row_numel(source) == 0:
+        return NOT_FAST
+    size = load_field(group_of(load_field(cached_call, PREPARED_CALL)), SIZE)
+    return enter_with_rows(cached_call, source, target, size, arguments)
+
+
+# Arguments of the kernel `scatter`.
+_MESSAGE, _MESSAGE_BYTES, _SOURCE, _NUM_ROWS, _ROW_BYTES, _TARGET = range(FIRST_ARGUMENT, FIRST_ARGUMENT + 6)
+
+
+@inner
+def enter_scattering(cached_call, tensor, arguments):
+    """Enter a scatter, and write the description of the tensor that this rank offers or expects."""
+    status = begin_call(cached_call, tensor, arguments)
+    if status != 0:
+        return status
+    call = load_field(cached_call, PREPARED_CALL)
+    message, length = load_field(call, MESSAGE), num_dims(tensor)
+    store_field(message, MESSAGE_DTYPE, load_field(call, DTYPE))
+    store_field(message, MESSAGE_NUM_DIMS, length)
+    for index in range(length):
+        store_field(message, MESSAGE_SHAPE + index, dim(tensor, index))
+    store_field(arguments, _MESSAGE, message)
+    store_field(arguments, _MESSAGE_BYTES, (MESSAGE_SHAPE + length) * 8)
+    store_field(arguments, _ROW_BYTES, row_numel(tensor) * load_field(call, ITEM_BYTES))
+    return 0
+
+
+@kernel
+def enter_scatter(cached_call, source, target, arguments):
+    """Enter a scatter on the root, which gets its part of its rows."""
+    call = load_field(cached_call, PREPARED_CALL)
+    if load_field(group_of(call), RANK) != load_field(call, ROOT):
+        return NOT_FAST
+    if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
+        return NOT_FAST
+    num_rows = dim(source, 0)
+    if not fits(cached_call, source, target, own_rows(call, num_rows)):
+        return NOT_FAST
+    store_field(arguments, _SOURCE, data(source))
+    store_field(arguments, _NUM_ROWS, num_rows)
+    store_field(arguments, _TARGET, data(target))
+    return enter_scattering(cached_call, source, arguments)
+
+
+@kernel
+def enter_receive(cached_call, target, _, arguments):
+    """Enter a scatter on another rank, which expects the root's rows to fit its target."""
+    if plain_numel(cached_call, target) < 0 or num_dims(target) == 0:
+        return NOT_FAST
+    store_field(arguments, _SOURCE, 0)
+    store_field(arguments, _NUM_ROWS, 0)
+    store_field(arguments, _TARGET, data(target))
+    return enter_scattering(cached_call, target, arguments)

@@ -1,0 +1,254 @@
+"""Field numbers of the private records that Python prepares and kernels read, and the statuses that kernels return.
+
+A record is an array of 64-bit fields in the memory of one process; a kernel gets its address. The memory that the ranks
+share is described in :mod:`torchmpi.shared_memory.memory_layout`.
+
+=========== ====================== ==========================================================================
+record      number of fields       contents
+=========== ====================== ==========================================================================
+group       `group_fields(size)`   the group as this rank sees it, and the state of its current call
+call        CALL_FIELDS            a prepared call: group, item size, reducer, root
+transfer    TRANSFER_FIELDS        per rank: what is sent to it and received from it
+tensor      TENSOR_FIELDS          one tensor of a list that is reduced together
+segment     SEGMENT_FIELDS         one shared tensor of this process
+fast path   FAST_PATH_FIELDS       what the machine code of one collective's fast path needs
+cached call CACHED_CALL_FIELDS     a call that the fast path can run, with the arguments that identify it
+=========== ====================== ==========================================================================
+"""
+
+from __future__ import annotations
+
+# --- Group: identity and memory -------------------------------------------------------------------------
+
+RANK = 0
+SIZE = 1
+BLOCKS = 2
+"""Address of the shared segment, which begins with the status blocks of all ranks."""
+SLOTS = 3
+"""Address of the slots: NUM_SLOTS of SLOT_BYTES for each rank, in rank order."""
+SLOT_BYTES = 4
+CHUNKS = 5
+"""Chunks that have passed through the slots before the current call: equal on all ranks between calls."""
+SPINS = 6
+"""Polls with a pause instruction before `sched_yield` is called."""
+YIELDS = 7
+"""Polls with `sched_yield` before the wait begins to sleep."""
+CURRENT_SEQ = 8
+"""Sequence number of the current call."""
+WHOLE_BYTES = 9
+"""Up to this size a tensor is not divided among the ranks, which saves one synchronization."""
+OWN_SEGMENTS = 10
+"""Address of the table of this process's shared tensors: their number, then one segment record for each."""
+MAPPINGS = 11
+"""Address of the mapped segments of other ranks: MAPPINGS_PER_RANK pairs of key and local address for each rank."""
+CHUNK_BYTES = 12
+"""Size of all chunks of the current call but the last; of transfers the share of one rank in a chunk."""
+FREE_UNTIL = 13
+"""Calls up to this number may write their ring entry without waiting: all ranks are past its previous use."""
+CACHE_BYPASS = 14
+"""How slots are written: through the caches (0), with non-temporal stores because the caches are slow now (1), or
+with non-temporal stores whatever was measured (2)."""
+MAX_CHUNK_BYTES = 15
+"""Upper limit of CHUNK_BYTES in reductions."""
+
+# --- Group: measurements of the current call (see kernels.copying) ----------------------------------------
+
+PACE = 16
+"""Nanoseconds per KiB of the best chunk of this call, or since CACHE_BYPASS changed; 0 = not measured."""
+PUT_PACE = 17
+"""The same for the copy into the slot alone."""
+NUM_MEASURED = 18
+"""Chunks of this call finished so far."""
+EXPIRED = 19
+"""Sequence number of the call that has exceeded its time limit; set by the watchdog, read by waiting kernels."""
+CALL_CHUNKS = 20
+"""Number of chunks of the current call."""
+TENSORS = 21
+"""Address of the tensor records of a reduction."""
+NUM_TENSORS = 22
+SINGLE_TENSOR = 23
+"""First of the TENSOR_FIELDS fields that hold the record of a reduction of one tensor."""
+FRAGMENTED = 26
+"""Whether the tensors of the call are so short that its pace does not measure memory."""
+NUM_SLOTS = 27
+"""Slots of each rank: a power of two, at least two."""
+CROWDED = 28
+"""Whether the host has more ranks than cores."""
+LAST_ABORTED = 29
+"""Number of the last call that this rank aborted, until all ranks are past it; then 0."""
+OUT = 30
+"""Target address of a reduction that writes to one place only."""
+SPACING = 31
+"""Distance in a slot between the data for one rank and for the next; 0 if all ranks read the same data."""
+CACHED_PACE = 32
+"""PACE + PUT_PACE of the chunks that went through the caches in this call, if they were slow; otherwise 0."""
+REJECTED = 33
+"""Consecutive trials in which bypassing the caches was no faster although the caches were slow."""
+SPENT = 34
+"""Two fields, by chunk parity: nanoseconds spent on copying and reducing a chunk in progress, without waits."""
+
+# --- Group: reading the memory of other processes (see kernels.direct_read) -------------------------------
+
+PROCESSES = 36
+"""Address of the process ids of all ranks if their memory can be read, otherwise 0."""
+ALLGATHER_PACES = 37
+"""27 fields: for nine length classes the nanoseconds per KiB through the slots and by direct reads, and the number of
+calls."""
+ALLTOALL_PACES = 64
+SCATTER_PACES = 91
+"""Scatters from this rank."""
+GATHER_PACES = 118
+"""Gathers to this rank."""
+SPENT_BEFORE = 145
+"""Nanoseconds that the root of a scatter spent on its slot before all ranks arrived."""
+GATHERS_READ = 146
+"""Whether the last long gather to another rank was read directly."""
+SEGMENT_BYTES = 147
+"""Length of the shared segment at BLOCKS."""
+
+# --- Group: result of the checked build (see kernels.access) ----------------------------------------------
+
+VIOLATED_CHECK = 148
+"""Number of the first check that failed in the current call, 0 if none did; then the offending value and its limit."""
+VIOLATION_VALUE = 149
+VIOLATION_LIMIT = 150
+
+POINTERS = 151
+"""Two addresses for each rank, the last fields: operands of a reduction, then the ranks' shared tensors."""
+
+
+def group_fields(size: int) -> int:
+    """Return the number of fields of the record of a group.
+
+    >>> group_fields(4) - group_fields(3)
+    2
+    """
+    return POINTERS + 2 * size
+
+
+# --- Records that groups and calls refer to ----------------------------------------------------------------
+
+SEND_ADDRESS, SEND_BYTES, RECEIVE_ADDRESS, RECEIVE_BYTES = range(4)
+TRANSFER_FIELDS = 4
+
+TENSOR_BEGIN, TENSOR_ADDRESS, TENSOR_BYTES = range(3)
+"""Offset in the concatenation of all tensors, a multiple of a cache line; address; length."""
+TENSOR_FIELDS = 3
+
+SEGMENT_BEGIN, SEGMENT_END, SEGMENT_KEY, SEGMENT_FILE = range(4)
+"""Address range in this process; unique key; process id (upper half) and file descriptor (lower half)."""
+SEGMENT_FIELDS = 4
+MAPPINGS_PER_RANK = 64
+
+# --- Prepared call ------------------------------------------------------------------------------------------
+
+GROUP = 0
+"""Address of the group record."""
+ITEM_BYTES = 1
+REDUCER = 2
+"""Address of the reduction function (see kernels.reduction), 0 if none."""
+ROOT = 3
+"""Rank that receives a reduction or a gather, or sends a broadcast or a scatter; -1 for all ranks."""
+TRANSFERS = 4
+"""Address of one transfer record per rank."""
+MESSAGE = 5
+"""Address of the message in which the root of a scatter describes its tensor: DTYPE, number of dimensions, shape."""
+DTYPE = 6
+"""Number of the dtype, the same on all ranks; 0 if unknown."""
+CALL_FIELDS = 7
+
+# --- Fast path (see torchmpi.shared_memory.fast_path): addresses -------------------------------------------
+
+FIRST_CALL = 0
+"""Of the first cached call; 0 = none, so that every call takes the path through Python."""
+DESCRIBE = 1
+"""Of torch's function that describes a tensor as a DLTensor."""
+CHOSEN_COMM = 2
+"""Of the context variable that is None unless this thread or task has chosen a communicator."""
+NONE = 3
+TENSOR_TYPE = 4
+IS_NEG = 5
+FALSE = 6
+INCREMENT_VERSION = 7
+SETTLE = 8
+"""Of the Python function that continues when a kernel returns a status: (status, tensor, out, cached call)."""
+TOUCH = 9
+"""Of the Python function that records a write where INCREMENT_VERSION cannot."""
+ABORT = 10
+"""Of the Python function that aborts a call that SETTLE could not begin to handle: (cached call)."""
+FAST_PATH_FIELDS = 11
+
+# --- Cached call ----------------------------------------------------------------------------------------------
+
+NEXT_CALL = 0
+"""Address of the next cached call, 0 for none."""
+KEY = 1
+"""Address of the object that identifies the call: the operation, the root, or both."""
+COMM = 2
+"""Address of the communicator, or of None for the default one."""
+DLPACK_DTYPE = 3
+"""Dtype as in a DLTensor: code, bits and lanes in one number."""
+PREPARED_CALL = 4
+"""Address of the call record."""
+CALL_LOG = 5
+"""Address of the fields of the group's call log."""
+RUN_LOCK = 6
+"""Address of the fields of the run lock of the group's call queue."""
+CODE = 7
+"""What the call log stores besides the shape: collective, operation, dtype, root."""
+SIGNED_CODE = 8
+"""The same as it enters the signature."""
+FIRST_DIM = 9
+"""First dimension that is part of the signature."""
+CACHED_CALL_FIELDS = 10
+
+# --- Arguments that the fast path writes for a kernel, after the call record ------------------------------------
+
+ARGUMENT_SEQ, ARGUMENT_SIGNATURE, FIRST_ARGUMENT = range(3)
+
+# --- Status: what a kernel returns, 0 for success; the low bits are the rank that it is about -----------------
+
+MISMATCH = 1 << 20
+"""That rank has called something else."""
+ABORTED = 2 << 20
+"""That rank has aborted this call."""
+UNMAPPED = 3 << 20
+"""The shared tensor of that rank is not mapped here: map it and run the kernel again."""
+UNEVEN = 4 << 20
+"""The ranks differ in length."""
+TIMEOUT = 5 << 20
+"""The call has exceeded its time limit."""
+UNREADABLE = 6 << 20
+"""A rank could not read the memory of another. Internal to the kernels, which use the slots instead."""
+VIOLATION = 7 << 20
+"""Checked build only: a check failed on this rank; the group record has its number."""
+STATUS_KINDS = ~((1 << 20) - 1)
+NOT_FAST = -1
+"""Of the functions of the fast path: the arguments must take the path through Python."""
+
+# --- Checks of the checked build ------------------------------------------------------------------------------
+
+CHECKS = (
+    "",
+    "rank within the group",
+    "slots within the shared segment",
+    "copy within one slot",
+    "copy within the payload of the ring entry",
+    "sequence numbers ascend",
+    "counters READY and REDUCED ascend within the chunks of the call",
+    "READY of a rank is at most two chunks ahead of this rank",
+    "REDUCED of a rank is at most one chunk ahead of this rank",
+    "offset within the shared tensor",
+)
+"""Descriptions by number; see kernels.access."""
+(
+    CHECK_RANK,
+    CHECK_SEGMENT,
+    CHECK_SLOT,
+    CHECK_PAYLOAD,
+    CHECK_SEQUENCE,
+    CHECK_COUNTER,
+    CHECK_READY,
+    CHECK_REDUCED,
+    CHECK_SHARED_TENSOR,
+) = range(1, 10)
