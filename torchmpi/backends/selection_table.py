@@ -132,7 +132,7 @@ def default_rule(
     hierarchical: str = "auto",
     aware: bool = False,
 ) -> Rule:
-    """The same by size: between three hosts and more, long sums go by messages of our own (scripts/link_bytes.py).
+    """The same by size: between three hosts and more, long sums go by messages of our own (benchmarks/link_bytes.py).
 
     >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
     ((65536, 'mpi'), (None, 'p2p'))

@@ -17,7 +17,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.release import release
 from ..errors import ArgumentError, LaunchError
-from ..session import mpi_library, runtime
+from ..session import launcher, mpi_library, runtime
 
 _TAG_BITS = 14  # of what MPI guarantees for tags
 
@@ -112,7 +112,7 @@ def _started_by_mpi(size: int) -> bool:
     """Whether MPI's world are the processes that make up torch's, as far as can be told before it is initialised."""
     if dist.is_torchelastic_launched():
         return False
-    return size == 1 or mpi_library.launcher().num_ranks == size
+    return size == 1 or launcher.detect().num_ranks == size
 
 
 def _check_size(mpi_size: int, size: int) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlparse
 import torch.distributed as dist
 
 from ..errors import ArgumentError, LaunchError
-from ..session import mpi_library
+from ..session import launcher, mpi_library
 from . import torch_names
 
 _LOOPBACK = "127.0.0.1"
@@ -48,7 +48,7 @@ def through_environment(original: Any, url: str, **options: Any) -> Found:
     """The handler of ``env://``: as torch does it where MASTER_ADDR says so, else through MPI if that started us."""
     if os.environ.get("MASTER_ADDR"):
         return original(url, **options)  # type: ignore[no-any-return]
-    if mpi_library.launcher().name is not None:
+    if launcher.detect().name is not None:
         return through_mpi(url, **options)
     backend = torch_names.variable_of_caller("init_process_group", "backend")
     alone = not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not _numbers(url)
