@@ -17,7 +17,7 @@ from .. import collectives
 from ..backends.selection_table import COLLECTIVES, Table
 from ..backends.selector import Availability
 from ..config import PREFIX, Config
-from ..errors import ConfigError, LaunchError, MissingMPIError, TorchMPIError
+from ..errors import LaunchError, MissingMPIError, TorchMPIError
 from ..session import affinity, launcher, mpi_library, runtime
 from .facts import mpi_facts, nccl, versions
 from .formatting import core_list, counted, section, table
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     world = MPI.COMM_WORLD
     try:
-        config = _agreed_settings(world)
+        config = runtime.agreed_config(world, None)
         runtime.start(config=dataclasses.replace(config, verbose=False))
     except TorchMPIError as error:  # the same on all ranks
         if world.rank == 0:
@@ -51,19 +51,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 # --- gathering ---------------------------------------------------------------------------------------------
-
-
-def _agreed_settings(world: Any) -> Config:
-    """Return the settings of this rank; raise on all ranks if they are invalid on one."""
-    config, error = Config(), None
-    try:
-        config = Config.from_environment()
-    except ConfigError as refusal:
-        error = str(refusal)
-    for rank, found in enumerate(world.allgather(error)):
-        if found is not None:
-            raise ConfigError(f"rank {rank}: {found}")
-    return config
 
 
 def _software() -> dict[str, Any]:

@@ -7,7 +7,6 @@ the *inter* group across those groups.
 
 from __future__ import annotations
 
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CommunicatorError, MismatchError, TorchMPIError
+from ..log import logger
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
@@ -172,7 +172,7 @@ class Group:
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.close()
             for error in filter(None, (handle.unseen_error for handle in call_queue.failed)):
-                print(f"torchmpi: an asynchronous call failed and nobody waited for it: {error}", file=sys.stderr)
+                logger.error(f"an asynchronous call failed, and wait() was not called: {error}")
         for attachment in reversed(self.attachments):
             attachment.close()
         self.forget_plans()
