@@ -174,7 +174,8 @@ class Watchdog(threading.Thread):
         text = f"{group.where} has waited {waited:.0f} s in {call} on communicator {group.name}."
         states = self._status_on_host(group, call.seq) if group.log_board is not None else self._remote_status(group)
         if states is None:
-            return f"{text} The missing ranks are unknown, because calls are not compared (check='off')."
+            reason = "MPI without THREAD_MULTIPLE" if len(group.hosts) > 1 else f"check={self.config.check!r}"
+            return f"{text} The status of the other ranks is not available ({reason})."
         own_rank = group.world_ranks[group.rank]
         if not unconditional and any(
             rank < own_rank and state is not None and state.is_waiting for rank, state in states.items()

@@ -205,7 +205,7 @@ def check_thread_level(facts: Facts) -> Finding | None:
     return Finding(
         "thread level",
         "warning",
-        f"MPI provides only MPI_THREAD_{' and '.join(levels)}: asynchronous calls do not overlap, no watchdog",
+        f"MPI provides only MPI_THREAD_{' and '.join(levels)}: asynchronous calls do not overlap",
         "If the program initialises MPI before torchmpi.start(), request MPI_THREAD_MULTIPLE there; "
         "otherwise use an MPI library built with it.",
     )
