@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchmpi.cli.bench import options as parsing
-from torchmpi.cli.bench.collectives import gigabytes_per_second
+from torchmpi.cli.bench.collective_bench import gigabytes_per_second
 from torchmpi.cli.bench.command import MORE_SECONDS, check_files, print_report, run_script
 from torchmpi.cli.bench.job import StatusLine
 from torchmpi.cli.bench.launch import run_job

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchmpi.cli
-from torchmpi.cli.bench import collectives, launch, models, options, timing, training
+from torchmpi.cli.bench import collective_bench, launch, models, options, timing, training
 from torchmpi.cli.bench.contestants import Copy, Ours, our_contestants
 from torchmpi.cli.bench.job import split_seconds
 from torchmpi.cli.bench.workload import IN_PLACE, ROOTED, BenchCase, Workload
@@ -192,11 +192,11 @@ def test_names_of_contestants():
 
 
 def test_model():
-    assert collectives.cost("allreduce", 1, 1000) == (0, 0)
-    assert collectives.cost("allreduce", 2, 1000) == (2, 1000)
-    assert collectives.cost("broadcast", 5, 1000) == (3, 1000)
-    assert collectives.cost("alltoall", 4, 1000) == (3, 750)
-    assert collectives.bus_factor("broadcast", 1) == 0.0
+    assert collective_bench.cost("allreduce", 1, 1000) == (0, 0)
+    assert collective_bench.cost("allreduce", 2, 1000) == (2, 1000)
+    assert collective_bench.cost("broadcast", 5, 1000) == (3, 1000)
+    assert collective_bench.cost("alltoall", 4, 1000) == (3, 750)
+    assert collective_bench.bus_factor("broadcast", 1) == 0.0
 
 
 def test_quartiles():

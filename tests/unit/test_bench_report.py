@@ -7,8 +7,7 @@ import json
 import pytest
 
 import torchmpi.cli
-from torchmpi.cli.bench import collectives as bench_collectives
-from torchmpi.cli.bench import compare, report, training
+from torchmpi.cli.bench import collective_bench, compare, report, training
 from torchmpi.cli.bench.report import draw
 from torchmpi.errors import ArgumentError, JobError
 
@@ -45,7 +44,7 @@ def cells_of(text: str) -> list[list[str]]:
 
 
 def test_overview_has_ratios_and_shares():
-    text = bench_collectives.as_text(collectives(*CELL, row("horovod", None)), details=False)
+    text = collective_bench.as_text(collectives(*CELL, row("horovod", None)), details=False)
     line = next(cells for cells in cells_of(text) if cells[:3] == ["4K", "2", "4K"])
     # 15 / 10 and 5 / 10 for plain tensors, 15 / 2 and 5 / 2 for shared ones; 4096 bytes in 10 us.
     assert line[-6:] == ["0.41", "0.41", "1.50", "50%", "7.50", "250%"], text
@@ -54,29 +53,29 @@ def test_overview_has_ratios_and_shares():
 
 
 def test_details_have_a_line_for_each_contestant():
-    text = bench_collectives.as_text(collectives(*CELL, row("horovod", None)), details=True)
+    text = collective_bench.as_text(collectives(*CELL, row("horovod", None)), details=True)
     lines = cells_of(text)
     assert sum(cells[:1] == ["4K"] for cells in lines) == 6
     assert any(cells[:2] == ["4K", "gloo"] and "300" in cells and "0.05" in cells for cells in lines), text
 
 
 def test_tables_without_peers_or_without_torchmpi():
-    alone = bench_collectives.as_text(collectives(row("auto", 10.0)), details=False)
+    alone = collective_bench.as_text(collectives(row("auto", 10.0)), details=False)
     assert any(cells[:1] == ["4K"] and cells[-2:] == ["-", "-"] for cells in cells_of(alone)), alone
-    others = bench_collectives.as_text(collectives(row("mpi4py", 10.0), row("copy", 1.0)), details=False)
+    others = collective_bench.as_text(collectives(row("mpi4py", 10.0), row("copy", 1.0)), details=False)
     assert any(cells[:1] == ["4K"] for cells in cells_of(others))
 
 
 def test_a_cell_without_a_figure_is_a_dash():
     more = [row(found["contestant"], None, num_bytes=16) for found in CELL]
-    text = bench_collectives.as_text(collectives(*CELL, *more), details=False)
+    text = collective_bench.as_text(collectives(*CELL, *more), details=False)
     line = next(cells for cells in cells_of(text) if cells[:1] == ["16"])
     assert set(line[3:]) == {"-"} and "gloo: not installed" in text
 
 
 def test_best_peer_is_never_the_copy():
-    assert bench_collectives.best_peer(CELL)["contestant"] == "mpi4py"
-    assert bench_collectives.best_peer([row("auto", 1.0), row("copy", 1.0)]) is None
+    assert collective_bench.best_peer(CELL)["contestant"] == "mpi4py"
+    assert collective_bench.best_peer([row("auto", 1.0), row("copy", 1.0)]) is None
 
 
 # --- files and comparison

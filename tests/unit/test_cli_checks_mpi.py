@@ -8,7 +8,7 @@ import pytest
 from cli_facts import LAUNCH, MPI, MPIRUN, PROCESS, alone, job
 
 from torchmpi.cli.doctor import mpi_checks as checks
-from torchmpi.cli.doctor.command import diagnose, summary
+from torchmpi.cli.doctor.diagnosis import diagnose, summary
 from torchmpi.cli.facts import Facts, Program
 from torchmpi.session.launcher import are_incompatible
 

@@ -12,7 +12,7 @@ import pytest
 from cli_facts import LAUNCH, PROCESS, alone, job
 
 from torchmpi.cli.doctor import software_checks as checks
-from torchmpi.cli.doctor.command import as_json, as_text, diagnose, summary
+from torchmpi.cli.doctor.diagnosis import as_json, as_text, diagnose, summary
 from torchmpi.cli.doctor.finding import Finding
 from torchmpi.cli.facts import RankFacts, SelfTest
 

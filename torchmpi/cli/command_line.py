@@ -13,7 +13,7 @@ from ..errors import TorchMPIError
 from .bench import options as bench_options
 
 _DEFAULT_TIMEOUT_SECONDS = 60.0
-_MODULES = {"info": ".info", "doctor": ".doctor.command", "bench": ".bench.command"}
+_MODULES = {"info": ".info", "doctor": ".doctor.diagnosis", "bench": ".bench.command"}
 _ALL = "Report on, check and benchmark torchmpi, its MPI library and this machine."
 _INFO = """Report versions, MPI library, ranks, cores, devices, backends and settings. Under mpirun, rank 0
 reports for all ranks."""

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import ArgumentError, TorchMPIError
 from ...session import affinity, launcher, mpi_library, runtime
-from . import collectives, training
+from . import collective_bench, training
 from . import options as defaults
 from .compare import compare_files
 from .job import StatusLine, measure_job
@@ -48,7 +48,7 @@ def _collectives(options: argparse.Namespace) -> int:
         options.sizes = sizes(defaults.QUICK_SIZES if options.quick else defaults.DEFAULT_SIZES)
     if options.seconds is None:
         options.seconds = defaults.QUICK_SECONDS if options.quick else defaults.DEFAULT_SECONDS
-    return measure_and_print(options, partial(collectives.as_text, details=options.details))
+    return measure_and_print(options, partial(collective_bench.as_text, details=options.details))
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -155,7 +155,9 @@ def _measurement(options: argparse.Namespace) -> Any:
     """Import the module with the function ``measure(job, options)``: one of this package, or a script."""
     script = getattr(options, "script", "")
     if not script:
-        return importlib.import_module({"collectives": ".collectives", "train": ".training"}[options.kind], __package__)
+        return importlib.import_module(
+            {"collectives": ".collective_bench", "train": ".training"}[options.kind], __package__
+        )
     if (folder := str(Path(script).parent)) not in sys.path:
         sys.path.append(folder)
     return importlib.import_module(Path(script).stem)

@@ -1,1 +1,1 @@
-"""``torchmpi doctor``: :mod:`.command` gathers facts, runs the checks of the other modules, and reports."""
+"""``torchmpi doctor``: :mod:`.diagnosis` gathers facts, runs the checks of the other modules, and reports."""
