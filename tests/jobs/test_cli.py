@@ -63,7 +63,8 @@ def fake_mpirun(folder: Path, body: str) -> Path:
 def test_info_alone():
     result = alone(*COMMAND, "info", TORCHMPI_BUCKET_BYTES="4096")
     assert result.returncode == 0 and result.stderr == "", result.output
-    for words in ("torch ", "numba ", "MULTIPLE", "CUDA-aware", "1 rank on", "all collectives", "TORCHMPI_BUCKET_BYTES"):
+    expected = "torch ", "numba ", "MULTIPLE", "CUDA-aware", "1 rank on", "all collectives", "TORCHMPI_BUCKET_BYTES"
+    for words in expected:
         assert words in result.stdout, f"{words!r} missing\n{result.output}"
     assert max(map(len, result.stdout.splitlines())) <= 110
 
