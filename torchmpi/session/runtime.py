@@ -116,6 +116,7 @@ class Runtime:
         self.communicators = CommunicatorStack(self.MPI.COMM_WORLD, self.context)
         self.world: Group = self.communicators.levels[0].intra
         set_rank(self.world.rank)
+        self.resources.callback(set_rank, None)
         self.resources.callback(self.communicators.free)
         self.heap = SharedHeap(self.local_size)
         self.resources.callback(self.heap.close)
