@@ -171,7 +171,7 @@ judge() {
 # how_it_ended LOG: the last lines of a suite, and the messages of torchmpi on its ranks.
 how_it_ended() {
     tail -n 3 "$1"
-    grep -arE -A 6 'torchmpi: .*(waited|failed|got SIG|ends the job|Giving up)' "${1%.log}" 2>/dev/null | tail -n 60
+    grep -arE -A 6 'torchmpi: .*(waited|failed|ends the job)' "${1%.log}" 2>/dev/null | tail -n 60
 }
 
 # pytest_suite NAME SECONDS TEST...
