@@ -15,7 +15,7 @@ import torch
 
 from .._version import __version__
 from ..backends import saved_tables
-from ..backends.base import Operation
+from ..backends.base import Backend, Operation
 from ..backends.devices import Devices, device_index, ipc_key
 from ..backends.hierarchical import HierarchicalBackend
 from ..backends.ipc import memory
@@ -133,7 +133,7 @@ class Runtime:
         self.job = saved_tables.describe_job(hosts, num_cores, self.local_size, library)
         self.selector.pick_up(self.job)
 
-    def _backends(self, neighbours: Mapping[int, process_vm.Ticket]) -> dict[str, Any]:
+    def _backends(self, neighbours: Mapping[int, process_vm.Ticket]) -> dict[str, Backend]:
         shared = SharedMemoryBackend(self.config, self.heap, self._log_info)
         nccl = NcclBackend(self.config, self.devices)
         reads = self.config.read_directly and not shared.problem and process_vm.can_read(neighbours.values())
