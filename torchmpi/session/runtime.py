@@ -42,7 +42,8 @@ from .watchdog import Watchdog
 
 Initialiser = Callable[[], Any]
 
-_runtime: Runtime | None = None
+running: Runtime | None = None
+"""The runtime between ``start()`` and ``stop()``, else None."""
 _get_communicator_in_use = communicator_in_use.get  # bound once: every call of a collective uses it
 _not_running_reason = "torchmpi has not been started. Call mpi.start() first, or use `with mpi.started():`."
 
@@ -325,17 +326,16 @@ def start(
             print(mpi.rank(), "of", mpi.size())
             mpi.stop()
     """
-    global _runtime
-    if _runtime is not None:
+    global running
+    if running is not None:
         raise AlreadyStartedError(
-            f"rank {_runtime.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
+            f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
             "(a start() or `with mpi.started()` that raised leaves it started, since stopping is collective)."
         )
-    runtime = Runtime(config, with_cuda=with_cuda, cartesian=cartesian)
-    _runtime = runtime
-    runtime.make_levels(custom_communicator_init, collective_communicator, ipc_groups=ipc_groups)
-    if runtime.world.rank == 0 and runtime.config.verbose:
-        logger.info(runtime.summary())
+    running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian)
+    running.make_levels(custom_communicator_init, collective_communicator, ipc_groups=ipc_groups)
+    if running.world.rank == 0 and running.config.verbose:
+        logger.info(running.summary())
 
 
 def stop() -> None:
@@ -352,41 +352,41 @@ def stop() -> None:
             mpi.start()
             mpi.stop()
     """
-    global _runtime, _not_running_reason
-    if _runtime is None:
+    global running, _not_running_reason
+    if running is None:
         return
     error = sys.exc_info()[1]
-    if error is not None and not isinstance(error, SystemExit) and _runtime.world.size > 1:
-        _runtime.failures.announce(error)
-    _runtime.close()
-    _runtime = None
+    if error is not None and not isinstance(error, SystemExit) and running.world.size > 1:
+        running.failures.announce(error)
+    running.close()
+    running = None
     _not_running_reason = "torchmpi has been stopped. Call mpi.start() again before using it."
 
 
 def current() -> Runtime:
     """Return the running runtime; raise :class:`NotStartedError` if there is none."""
-    if _runtime is None:
+    if running is None:
         raise NotStartedError(_not_running_reason)
-    return _runtime
+    return running
 
 
 def communicator(comm: Comm) -> Communicator:
     """Return the communicator for the argument ``comm=`` of a call."""
-    if comm is None and _runtime is not None:
-        return _runtime.communicators.default if _get_communicator_in_use() is None else _runtime.communicators.current
+    if comm is None and running is not None:
+        return running.communicators.default if _get_communicator_in_use() is None else running.communicators.current
     return current().communicators.find(comm)
 
 
 def is_running() -> bool:
     """Return whether ``start()`` has been called and ``stop()`` has not."""
-    return _runtime is not None
+    return running is not None
 
 
 def _reset_in_forked_child() -> None:
-    global _runtime, _not_running_reason
+    global running, _not_running_reason
     fast_path.invalidate_in_child()
-    if _runtime is not None:
-        _runtime = None
+    if running is not None:
+        running = None
         _not_running_reason = (
             "This process was forked from a rank and is not a rank itself (a DataLoader worker?). Communicate in the "
             "main process only, or start workers with multiprocessing_context='spawn'."
