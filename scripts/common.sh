@@ -17,7 +17,7 @@ say() {
     printf '%s\n' "$*"
 }
 
-# fail PROBLEM [REMEDY...]: says what is wrong and what helps, one line each, and ends the script.
+# fail PROBLEM [REMEDY...]: prints the problem and the remedies, one line each, and exits.
 fail() {
     printf '%s: %s\n' "${0##*/}" "$1" >&2
     shift
@@ -25,7 +25,7 @@ fail() {
     exit 1
 }
 
-# nproc counts the cores this process may use, but also obeys the OpenMP variables, which say something else.
+# nproc counts the cores this process may use, unless OpenMP variables are set, which have another meaning.
 num_cores() {
     env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc
 }
@@ -230,7 +230,7 @@ system_libraries() {
     done
 }
 
-# mpi_works LOG: true if two ranks started by the environment's mpirun see each other.
+# mpi_works LOG: true if two ranks started by the mpirun of the environment form one job.
 mpi_works() {
     (
         use_environment system

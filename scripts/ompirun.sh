@@ -29,7 +29,7 @@ while [ $# -gt 0 ]; do
         -v | --verbose) verbose=yes; shift; continue ;;
         --dry-run) dry_run=yes; shift; continue ;;
         --) shift; break ;;
-        -n | -np | --hostfile | --option | --timeout) [ $# -gt 1 ] || fail "$1 wants a value" "See $0 --help" ;;
+        -n | -np | --hostfile | --option | --timeout) [ $# -gt 1 ] || fail "$1 needs a value" "See $0 --help" ;;
         -*) fail "unknown option '$1'" "Options of mpirun itself go through --option; see $0 --help" ;;
         *) break ;;
     esac
@@ -41,8 +41,8 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
-[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "-n wants a number of ranks, not '$ranks'" "See $0 --help"
-[[ $limit =~ ^[0-9]*$ ]] || fail "--timeout wants seconds, not '$limit'"
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "-n needs a number of ranks, not '$ranks'" "See $0 --help"
+[[ $limit =~ ^[0-9]*$ ]] || fail "--timeout needs seconds, not '$limit'"
 [ $# -gt 0 ] || fail "no command to run" "See $0 --help"
 
 launch_command "$ranks"

@@ -31,11 +31,11 @@ while [ $# -gt 0 ]; do
     esac
     shift || fail "an option lacks its value" "See $0 --help"
 done
-[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "-n wants a number of ranks, not '$ranks'"
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "-n needs a number of ranks, not '$ranks'"
 
 find_python
 choose_mpi "$wish" examples ||
-    fail "FAILED: the environment could not be made (the reason is above)" "Once that is mended, run this again: it goes on from there."
+    fail "FAILED: the environment could not be made (the reason is above)" "Fix it and run this again; finished steps are not repeated."
 use_environment "$mpi"
 
 plot=$checkout/build/quickstart/mnist_allreduce.png
@@ -50,5 +50,5 @@ status=0
 if [ "$status" != 0 ]; then
     fail "FAILED: training ended with status $status (the reason is above); $VIRTUAL_ENV/bin/torchmpi doctor checks this machine."
 fi
-[ -f "$plot" ] || fail "FAILED: training ended well but did not save $plot"
+[ -f "$plot" ] || fail "FAILED: training succeeded but did not save $plot"
 say "quickstart: done, the model is trained; the curves of loss and error are in $plot"

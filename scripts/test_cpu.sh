@@ -168,10 +168,10 @@ judge() {
     record "$name" "$status" "$seconds" "$passed" "$failed" "$skipped" "$note"
 }
 
-# how_it_ended LOG: the last lines of a suite, and what torchmpi said on its ranks.
+# how_it_ended LOG: the last lines of a suite, and the messages of torchmpi on its ranks.
 how_it_ended() {
     tail -n 3 "$1"
-    grep -arE -A 6 'torchmpi: .*(waited|failed|got SIG|ends the job|Giving up)' "${1%.log}" 2>/dev/null | tail -n 60
+    grep -arE -A 6 'torchmpi: .*(waited|failed|ends the job)' "${1%.log}" 2>/dev/null | tail -n 60
 }
 
 # pytest_suite NAME SECONDS TEST...
@@ -255,8 +255,8 @@ fi
 if [ ${#failed_logs[@]} -gt 0 ]; then
     printf '\n== failures (full logs: %s)\n' "$logs"
     for log in "${failed_logs[@]}"; do
-        # What pytest says of each failed test; for everything else, how its output ended, and what torchmpi said on which
-        # rank.
+        # The report of pytest on each failed test; otherwise the end of the output, and the messages of torchmpi with their
+        # ranks.
         sed "s|^|$(basename "$log" .log): |; \$a\\" < <(grep -aE '^(FAILED|ERROR) ' "$log" || how_it_ended "$log")
     done
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that need an NVIDIA GPU. Without one: says why it does nothing, and ends with status 0.
+# The tests that need an NVIDIA GPU. Without one it prints the reason and exits with status 0.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

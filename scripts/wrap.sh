@@ -93,7 +93,7 @@ choose_cores() {
     if ! command -v taskset >/dev/null; then
         why="taskset is not installed; torchmpi binds its ranks itself"
     elif [ -z "$local_rank" ] || [ -z "$local_size" ]; then
-        why="the launcher does not say how many ranks this host has"
+        why="the launcher does not tell the number of ranks on this host"
     elif [ "$(allowed_cores $$)" != "$(allowed_cores "$PPID")" ]; then
         why="the launcher has bound this rank already"
     else
@@ -130,7 +130,7 @@ while [ $# -gt 0 ]; do
         --bind) bind=yes ;;
         --no-bind) bind=no ;;
         --gpu) want_gpu=yes ;;
-        --log-dir) [ $# -gt 1 ] || refuse "--log-dir wants a directory"; log_dir=$2; shift ;;
+        --log-dir) [ $# -gt 1 ] || refuse "--log-dir needs a directory"; log_dir=$2; shift ;;
         --) shift; break ;;
         -*) refuse "unknown option '$1'" ;;
         *) break ;;

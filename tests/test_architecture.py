@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 
 LEVELS = (
-    ("_version", "errors"),
+    ("_version", "errors", "log"),
     ("config",),
     ("tensors",),
     ("shared_memory",),

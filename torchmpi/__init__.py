@@ -13,14 +13,14 @@
         optimizer.step()
     mpi.stop()
 
-Importing this package starts nothing.
+Importing this package does not start MPI.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 
-if TYPE_CHECKING:  # loaded at first use, below: torch imports this package whenever it is imported itself
+if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this package whenever it is imported itself
     from .collectives import (
         allgather,
         allgather_async,

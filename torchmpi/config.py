@@ -1,6 +1,6 @@
-"""All tunables, in one frozen dataclass, fixed when ``start()`` runs.
+"""The settings of a run: one frozen dataclass, fixed when ``start()`` runs.
 
-Each field can be given in the environment as ``TORCHMPI_<FIELD>``; what is passed to ``start(config=...)`` wins.
+Each field can be set in the environment as ``TORCHMPI_<FIELD>``; ``start(config=...)`` overrides the environment.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
+from . import log
 from .errors import ConfigError
 
 PREFIX = "TORCHMPI_"
@@ -20,8 +21,8 @@ _CHOICES = {
     "hierarchical": ("auto", "on", "off"),
 }
 _POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes")
-# The environment has settings of other parts of the project under the same prefix.
-_NOT_FIELDS = ("TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_KERNEL_CHECKS")
+# Variables with the same prefix that are not settings of a run.
+_NOT_FIELDS = ("TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_KERNEL_CHECKS", log.VARIABLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,50 +36,51 @@ class Config:
     """
 
     verbose: bool = True
-    """Print one line on rank 0 at start."""
+    """Print one line on rank 0 at start, and other information."""
     bind: str = "auto"
-    """``auto``: give each local rank its own cores if the launcher has not and the ranks fit; ``none``: leave it."""
+    """``auto``: bind each local rank to its own cores, unless the launcher has bound it or there are too few cores;
+    ``none``: do not bind."""
     threads: int = 0
-    """Threads torch may use for one operation; 0 = the cores this rank has to itself."""
+    """Number of threads of torch for one operation; 0: one per core that only this rank uses."""
     check: str = "auto"
-    """How calls are compared between ranks. ``board``: through a shared page, no extra message (ranks of one host);
-    ``strict``: a header is exchanged before each call; ``auto``: board within a host, strict across; ``off``."""
+    """How calls are compared between ranks. ``board``: through shared memory, without messages (ranks of one host);
+    ``strict``: by a header exchanged before each call; ``auto``: board within a host, strict across hosts; ``off``."""
     stall_warning_seconds: float = 30.0
-    """Report a wait that takes longer than this, naming the ranks that have not arrived."""
+    """Report a call that waits longer than this, with the ranks that have not arrived."""
     stall_abort_seconds: float = 600.0
-    """End the job when a wait takes longer than this; 0 = never."""
+    """End the job when a call waits longer than this; 0: never."""
     watchdog_period_seconds: float = 0.5
-    """How often the watchdog looks."""
+    """Interval at which the watchdog checks for stalls."""
     message_bytes: int = 1 << 30
-    """Largest message handed to MPI in one call (its counts are 32 bit); more goes in several."""
+    """Largest message of one call of MPI, whose counts have 32 bits; larger ones are split."""
     pipeline_bytes: int = 4 << 20
-    """Piece in which ordered reductions are computed, so that the sums stay in the cache."""
+    """Size of the chunks in which rank-order reductions are computed, so that the sums stay in the cache."""
     bucket_bytes: int = 4 << 20
-    """Size up to which tensors are fused into one message."""
+    """Largest size of tensors that are fused into one message."""
     slot_bytes: int = 512 << 10
-    """Largest piece of a tensor that a rank shows the others of its host at once (each has two such slots in shared
-    memory, four if there are two ranks, smaller ones where there are many); 0 = no shared memory."""
+    """Size of a slot in shared memory, the largest chunk that a rank publishes to the others of its host. Each rank has
+    two slots, four if there are two ranks, smaller ones if there are many; 0: no shared memory."""
     read_directly: bool = True
-    """Let ranks of a host read each other's tensors by a call of the system where it allows that, and it is faster."""
+    """Let ranks of a host read each other's tensors with a system call, where that is permitted and faster."""
     fast_path: bool = True
-    """Run short collectives that were made before in machine code, without Python (docs/design/fast-path.md)."""
+    """Run short collectives that were called before in machine code, without Python (docs/design/fast-path.md)."""
     share_ddp_buckets: bool = True
-    """Move the buckets of DistributedDataParallel to memory that the ranks of a host share, so that nothing is copied
-    to reduce them."""
+    """Allocate the buckets of DistributedDataParallel in memory that the ranks of a host share, so that reductions copy
+    nothing."""
     staging_bytes: int = 32 << 20
-    """Largest piece of a CUDA tensor that a rank shows the others of its host at once by `ipc` (each has two such areas
-    on its GPU for each communicator that needs them); 0 = none."""
+    """Size of a staging area of backend `ipc`, the largest chunk of a CUDA tensor that a rank publishes to the others
+    of its host. Each rank has two areas on its GPU for each communicator that uses them; 0: no backend `ipc`."""
     backend: str = "auto"
-    """Backend that runs every call it can; ``auto``: the one that suits the call, by default or as measured."""
+    """Backend of every call that it supports; ``auto``: chosen by the selection table, default or measured."""
     hierarchical: str = "auto"
-    """Collectives over several hosts in steps, inside the hosts and between them. ``on``: wherever possible; ``off``:
-    never; ``auto``: as ``on`` unless something else was measured."""
+    """Hierarchical collectives over several hosts. ``on``: wherever possible; ``off``: never; ``auto``: as ``on``,
+    unless the selection table was measured."""
     tuning_file: str = ""
-    """Where ``autotune()`` keeps what it measured; empty: in the user's cache folder; ``none``: nowhere."""
+    """File in which ``autotune()`` saves its table; empty: in the user's cache folder; ``none``: not saved."""
     host_name: str = ""
-    """Name under which this rank is grouped into hosts; empty = the host's own."""
+    """Name by which ranks are grouped into hosts; empty: the name of the host."""
     abort_on_exception: bool = True
-    """An uncaught exception or SIGTERM on one rank ends the whole job."""
+    """End the whole job on an uncaught exception or SIGTERM on one rank."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -94,12 +96,14 @@ class Config:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:
-        """The defaults, overridden by every ``TORCHMPI_<FIELD>`` that is set.
+        """Return the defaults, overridden by every ``TORCHMPI_<FIELD>`` that is set.
 
         >>> Config.from_environment({"TORCHMPI_BUCKET_BYTES": "1048576"}).bucket_bytes
         1048576
         """
         environment = os.environ if environment is None else environment
+        if (level := environment.get(log.VARIABLE, log.DEFAULT_LEVEL)).lower() not in log.LEVELS:
+            raise ConfigError(f"{log.VARIABLE}={level!r} is not one of {', '.join(log.LEVELS)}.")
         fields = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, object] = {}
         for variable, text in environment.items():
@@ -108,7 +112,7 @@ class Config:
             name = variable[len(PREFIX) :].lower()
             if name not in fields:
                 known = ", ".join(PREFIX + known.upper() for known in fields)
-                raise ConfigError(f"The environment sets {variable}, which is no setting. Known are: {known}.")
+                raise ConfigError(f"The environment sets {variable}, which is not a setting. Known settings: {known}.")
             values[name] = _parse(variable, text, type(fields[name].default))
         return cls(**values)  # type: ignore[arg-type]
 

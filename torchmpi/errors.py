@@ -1,22 +1,21 @@
-"""Every exception torchmpi raises on purpose, in one tree.
+"""The exceptions of torchmpi.
 
-Messages follow one pattern: *which rank*, *which call*, *what was wrong*, *what to do about it*. Catch
-:class:`TorchMPIError` for all of them; the argument errors are also ``ValueError`` or ``TypeError``, so
-code that knows nothing of torchmpi treats them as usual.
+Messages name the rank, the call, the error and the remedy. :class:`TorchMPIError` is the base of all exceptions; errors
+about arguments are also ``ValueError`` or ``TypeError``.
 """
 
 from __future__ import annotations
 
 
 class TorchMPIError(RuntimeError):
-    """Base of everything raised here."""
+    """Base of all exceptions of torchmpi."""
 
 
 # --- life cycle ------------------------------------------------------------------------------------
 
 
 class NotStartedError(TorchMPIError):
-    """A call that needs a running runtime came before ``start()`` or after ``stop()``."""
+    """A call that needs a running torchmpi was made before ``start()`` or after ``stop()``."""
 
 
 class AlreadyStartedError(TorchMPIError):
@@ -28,67 +27,67 @@ class MissingMPIError(TorchMPIError):
 
 
 class LaunchError(TorchMPIError):
-    """The launcher and the MPI library do not belong together, or the ranks disagree about the job."""
+    """The launcher and the MPI library do not fit together, or MPI cannot be initialised again."""
 
 
-# --- arguments, refused before any communication -----------------------------------------------------
+# --- arguments, rejected before any communication -----------------------------------------------------
 
 
 class ArgumentError(TorchMPIError, ValueError):
-    """An argument has a wrong value: operation, root, level, shape, layout."""
+    """An argument has an invalid value: operation, root, level, shape, layout."""
 
 
 class ConfigError(ArgumentError):
-    """A setting is unknown or has a wrong value."""
+    """A setting is unknown or has an invalid value."""
 
 
 class DtypeError(ArgumentError, TypeError):
-    """The data type cannot take part in this operation, or the argument is no tensor at all."""
+    """The operation does not support the data type, or the argument is not a tensor."""
 
 
 class DeviceError(ArgumentError):
-    """The tensor lives on a device this call cannot use."""
+    """The call does not support the device of the tensor."""
 
 
 class CommunicatorError(ArgumentError):
-    """The communicator is unknown, closed, or does not fit the call."""
+    """The communicator is unknown, closed, or unsuitable for the call."""
 
 
 class BackendUnavailableError(ArgumentError):
-    """The backend asked for cannot run this call here; the message has the reason."""
+    """The requested backend cannot run this call here, for the reason in the message."""
 
 
 class HookError(ArgumentError, AttributeError):
-    """An engine has no hook point of this name, or what was put there cannot be called."""
+    """An engine has no hook point of this name, or the hook is not callable."""
 
 
-# --- several ranks that do not fit together ----------------------------------------------------------
+# --- mismatches between ranks ----------------------------------------------------------
 
 
 class MismatchError(TorchMPIError):
-    """Ranks called different collectives, or the same with other shapes, dtypes, operations or roots."""
+    """Ranks called different collectives, or one collective with different shapes, dtypes, operations or roots."""
 
     reason_is_elsewhere = False
-    """Whether this rank only knows that another has given the call up, and that one's message has the reason."""
+    """Whether another rank aborted the call, so that the reason is in the message of that rank."""
 
 
 class ReplicaError(TorchMPIError):
-    """Replicas that should be equal are not: a parameter or buffer differs between ranks."""
+    """A parameter or buffer that should be equal on all ranks differs between ranks."""
 
 
 class GradientError(TorchMPIError):
-    """A gradient came at the wrong time or in the wrong form, or the backward failed on some rank."""
+    """A gradient was computed at the wrong time or has the wrong form, or backward failed on some rank."""
 
 
-# --- trouble while running ----------------------------------------------------------------------------
+# --- errors at run time ----------------------------------------------------------------------------
 
 
 class StallError(TorchMPIError):
-    """A wait took longer than the configured limit."""
+    """A call waited longer than the configured limit."""
 
 
 class TransportError(TorchMPIError):
-    """A library that moves data, NCCL for instance, is missing or has failed; the message has its own words."""
+    """A communication library, for instance NCCL, is missing or has failed; the message includes its error."""
 
 
 class InternalError(TorchMPIError):
@@ -100,7 +99,7 @@ class CudaError(TorchMPIError):
 
 
 class JobError(TorchMPIError):
-    """A job that a command has started failed or did not end in time, or its results could not be written."""
+    """A job started by a command failed or exceeded its time limit, or its results could not be written."""
 
 
 class CheckpointError(TorchMPIError):

@@ -63,7 +63,8 @@ def fake_mpirun(folder: Path, body: str) -> Path:
 def test_info_alone():
     result = alone(*COMMAND, "info", TORCHMPI_BUCKET_BYTES="4096")
     assert result.returncode == 0 and result.stderr == "", result.output
-    for words in ("torch ", "numba ", "MULTIPLE", "CUDA-aware", "1 rank on", "all verbs", "TORCHMPI_BUCKET_BYTES"):
+    expected = "torch ", "numba ", "MULTIPLE", "CUDA-aware", "1 rank on", "all collectives", "TORCHMPI_BUCKET_BYTES"
+    for words in expected:
         assert words in result.stdout, f"{words!r} missing\n{result.output}"
     assert max(map(len, result.stdout.splitlines())) <= 110
 
@@ -139,7 +140,7 @@ sys.exit(main(["doctor", "--json"]))
     checks = checks_of(result)
     for name in ("MPI library", "launcher", "agreement", "self test", "fork", "settings", "environment"):
         assert checks[name]["verdict"] == "ok", result.output
-    assert "two ranks see each other" in checks["launcher"]["found"]
+    assert "two ranks form one job" in checks["launcher"]["found"]
     assert "allreduce on 2 ranks" in checks["self test"]["found"]
     assert "NotStartedError" in checks["fork"]["found"]
     assert len(json.loads(result.stdout)["facts"]["ranks"]) == 2
@@ -149,7 +150,7 @@ sys.exit(main(["doctor", "--json"]))
 def test_a_process_alone_leaves_nothing_in_shared_memory():
     code = """
 import re
-from torchmpi.cli.gathering import mpi_facts
+from torchmpi.cli.facts import mpi_facts
 mpi_facts()
 print(*re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read()))
 """

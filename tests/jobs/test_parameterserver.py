@@ -99,4 +99,4 @@ ps.send(server, ones).wait()
     result = job(2, START + code, timeout=LIMIT_SECONDS, env=env)
     assert result.returncode != 0, result.output
     assert "for a chunk that rank 1 has locked" in result.stderr, result.output
-    assert "Giving up" in result.stderr, result.output
+    assert "exceeds stall_abort_seconds" in result.stderr, result.output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchmpi.cli.facts import Facts, Launch, MPIFacts, ProcessFacts, Program, RankFacts, SelfTest
+from torchmpi.cli.facts import Facts, LaunchTrial, MPIFacts, ProcessFacts, Program, RankFacts, SelfTest
 from torchmpi.config import Config
 
 GIB = 1 << 30
@@ -54,7 +54,7 @@ PROCESS = ProcessFacts(
 )
 MPI = MPIFacts(0, 1, "Open MPI 5.0.8", ["/env/lib/libmpi.so.40"], "MULTIPLE", False)
 MPIRUN = Program("/env/bin/mpirun", "Open MPI 5.0.8", is_on_path=True)
-LAUNCH = Launch("/env/bin/mpirun -n 2 python ...", 0, 3.0, [2, 2], "")
+LAUNCH = LaunchTrial("/env/bin/mpirun -n 2 python ...", 0, 3.0, [2, 2], "")
 
 
 def rank_facts(rank: int, size: int, **process: Any) -> RankFacts:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import doctest
-import importlib
-import mmap
-import pkgutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import torchmpi.cli
-from torchmpi.cli import benching
-from torchmpi.cli.benching import arguments, clock, ddp_way, jobs, model, models, options, samples, train_job, usage
-from torchmpi.cli.benching.contestants import Copy, Ours, our_contestants
-from torchmpi.cli.benching.job import split_seconds
-from torchmpi.cli.benching.workload import IN_PLACE, ROOTED, Shape, Workload
+from torchmpi.cli.bench import collective_bench, launch, models, options, timing, training
+from torchmpi.cli.bench.contestants import Copy, Ours, our_contestants
+from torchmpi.cli.bench.job import split_seconds
+from torchmpi.cli.bench.workload import IN_PLACE, ROOTED, BenchCase, Workload
 from torchmpi.cli.facts import Program
-
-
-def test_examples_in_docstrings():
-    for module in pkgutil.iter_modules(benching.__path__, "torchmpi.cli.benching."):
-        result = doctest.testmod(importlib.import_module(module.name))
-        assert result.failed == 0, module.name
-
+from torchmpi.session import launcher
 
 # --- the command line
 
@@ -32,7 +22,8 @@ def test_examples_in_docstrings():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--verbs", "allreduce,sing"], "'sing' is no verb; choose among allreduce, broadcast"),
+        (["--collectives", "allreduce,sing"], "'sing' is no collective; choose among allreduce, broadcast"),
+        (["--verbs", "sing"], "'sing' is no collective"),
         (["--dtypes", "float12"], "'float12' is no dtype; choose among float32"),
         (["--peers", "none,gloo"], "none stands alone"),
         (["--backends", "nonsense"], "'nonsense' is no backend; choose among auto, mpi"),
@@ -44,7 +35,6 @@ def test_examples_in_docstrings():
         (["-n", "two"], "numbers of ranks from 1"),
         (["--seconds", "-1"], "is no time"),
         (["--seconds", "nan"], "is no time"),
-        (["starts", "--count", "0"], "no number of at least 1"),
         (["train", "--model", "gpt"], "'gpt' is no model; choose among mlp, cnn, resnet, transformer"),
         (["frobnicate"], "invalid choice"),
     ],
@@ -56,7 +46,7 @@ def test_refused_arguments_say_what_is_allowed(given, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["collectives", "train", "compare", "starts", "leaks", "memory"])
+@pytest.mark.parametrize("kind", ["collectives", "train", "compare"])
 def test_each_command_has_help_with_an_example(kind, capsys):
     with pytest.raises(SystemExit) as ended:
         torchmpi.cli.main(["bench", kind, "--help"])
@@ -70,7 +60,17 @@ def test_help_of_bench_names_its_commands(capsys):
     with pytest.raises(SystemExit):
         torchmpi.cli.main(["bench", "--help"])
     text = capsys.readouterr().out
-    assert all(word in text for word in ("collectives", "train", "compare", "starts", "leaks", "memory", "examples:"))
+    assert all(word in text for word in ("collectives", "train", "compare", "examples:"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "script"), [("ps", "server"), ("starts", "starts"), ("leaks", "leaks"), ("memory", "memory")]
+)
+def test_commands_that_are_scripts_now_name_them(kind, script, capsys):
+    with pytest.raises(SystemExit) as ended:
+        torchmpi.cli.main(["bench", kind, "--json", "x"])
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and text.endswith(f"python benchmarks/{script}.py\n") and text.count("\n") == 1
 
 
 def test_default_command():
@@ -80,15 +80,15 @@ def test_default_command():
 
 
 def test_sizes():
-    assert arguments.sizes("4:256M") == tuple(4**exponent for exponent in range(1, 15))
-    assert arguments.sizes("1K") == (1024,) and arguments.sizes("64k, 4 ,64K") == (4, 65536)
+    assert options.sizes("4:256M") == tuple(4**exponent for exponent in range(1, 15))
+    assert options.sizes("1K") == (1024,) and options.sizes("64k, 4 ,64K") == (4, 65536)
     for number in (4, 1024, 65536, 1 << 20, 1 << 30):
-        assert arguments.size(arguments.short_size(number)) == number
+        assert options.size(options.short_size(number)) == number
 
 
 def test_names_keep_order_and_drop_repetitions():
-    assert arguments.names(("a", "b"), "letter")("b,a,b") == ("b", "a")
-    assert arguments.names(("a", "none"), "letter")("none") == ()
+    assert options.names(("a", "b"), "letter")("b,a,b") == ("b", "a")
+    assert options.names(("a", "none"), "letter")("none") == ()
 
 
 def test_tensors_on_a_device_have_no_shared_memory_and_a_figure_for_the_launch():
@@ -132,11 +132,11 @@ def results(works: list[Workload], collective: str, root: int) -> None:
 SUMS = ("allreduce", "reduce", "reduce_scatter")
 
 
-@pytest.mark.parametrize("collective", arguments.COLLECTIVES)
+@pytest.mark.parametrize("collective", options.COLLECTIVES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_right_results_pass_and_wrong_ones_do_not(collective, dtype, size):
-    works = [Workload(Shape(collective, dtype, 20_000), rank=rank, size=size) for rank in range(size)]
+    works = [Workload(BenchCase(collective, dtype, 20_000), rank=rank, size=size) for rank in range(size)]
     for root in range(size if collective in ROOTED else 1):
         for work in works:
             work.fill()
@@ -151,8 +151,8 @@ def test_right_results_pass_and_wrong_ones_do_not(collective, dtype, size):
 
 
 def test_nothing_done_is_wrong():
-    for collective in arguments.COLLECTIVES:
-        works = [Workload(Shape(collective, "float32", 4096), rank=rank, size=2) for rank in range(2)]
+    for collective in options.COLLECTIVES:
+        works = [Workload(BenchCase(collective, "float32", 4096), rank=rank, size=2) for rank in range(2)]
         for work in works:
             work.fill()
         assert not all(work.is_right(0) for work in works), collective
@@ -162,19 +162,19 @@ def test_sums_are_exact_for_64_ranks_in_16_bits():
     assert 64 * 3 <= 256, "whole numbers up to here are exact in bfloat16"
 
 
-@pytest.mark.parametrize("collective", arguments.COLLECTIVES)
+@pytest.mark.parametrize("collective", options.COLLECTIVES)
 def test_the_larger_tensor_has_the_size_asked_for(collective):
-    work = Workload(Shape(collective, "float32", 4096), rank=0, size=4)
+    work = Workload(BenchCase(collective, "float32", 4096), rank=0, size=4)
     assert work.payload_bytes == 4096 == 4 * max(work.source.numel(), work.target.numel())
     assert (work.source is work.target) == (collective in IN_PLACE)
     tiny = Workload(
-        Shape(collective, "float64", 4), rank=0, size=4
+        BenchCase(collective, "float64", 4), rank=0, size=4
     )  # nothing is smaller than an element, or one per part
     assert tiny.payload_bytes == (8 if collective in IN_PLACE else 32)
 
 
 def test_copy_copies_the_payload():
-    work = Workload(Shape("allgather", "float32", 64), rank=0, size=2)
+    work = Workload(BenchCase("allgather", "float32", 64), rank=0, size=2)
     work.target.fill_(7)
     copied = Copy().bind(work, 0)()
     assert isinstance(copied, torch.Tensor) and copied.tolist() == [7.0] * 16
@@ -192,18 +192,18 @@ def test_names_of_contestants():
 
 
 def test_model():
-    assert model.cost("allreduce", 1, 1000) == (0, 0)
-    assert model.cost("allreduce", 2, 1000) == (2, 1000)
-    assert model.cost("broadcast", 5, 1000) == (3, 1000)
-    assert model.cost("alltoall", 4, 1000) == (3, 750)
-    assert model.bus_factor("broadcast", 1) == 0.0
+    assert collective_bench.cost("allreduce", 1, 1000) == (0, 0)
+    assert collective_bench.cost("allreduce", 2, 1000) == (2, 1000)
+    assert collective_bench.cost("broadcast", 5, 1000) == (3, 1000)
+    assert collective_bench.cost("alltoall", 4, 1000) == (3, 750)
+    assert collective_bench.bus_factor("broadcast", 1) == 0.0
 
 
 def test_quartiles():
-    sample = samples.summarise([number * 1e-6 for number in range(1, 9)], calls_per_batch=2)
+    sample = timing.summarise([number * 1e-6 for number in range(1, 9)], calls_per_batch=2)
     assert (sample.median_us, sample.num_batches, sample.calls_per_batch) == (2.25, 8, 2)
     assert sample.low_us < sample.median_us < sample.high_us and sample.spread > 0
-    assert samples.summarise([2e-6], calls_per_batch=1).spread == 0
+    assert timing.summarise([2e-6], calls_per_batch=1).spread == 0
 
 
 class Two:
@@ -218,14 +218,14 @@ class Two:
 
 def test_a_batch_lasts_from_the_first_rank_to_the_last(monkeypatch):
     """With two ranks on a core the second began when the first had ended, and both seemed fast."""
-    monkeypatch.setattr(clock, "_maximum", lambda: None)
-    first, second = clock.Span(10.0, 11.0), clock.Span(11.0, 12.0)
-    assert clock._durations([first], Two(second.end, -second.begin), True) == [2.0]
-    assert clock._durations([first], Two(second.end - second.begin), False) == [1.0]
+    monkeypatch.setattr(timing.mpi_library, "load", lambda: SimpleNamespace(MAX=None))
+    first, second = timing.BatchInterval(10.0, 11.0), timing.BatchInterval(11.0, 12.0)
+    assert timing._durations([first], Two(second.end, -second.begin), True) == [2.0]
+    assert timing._durations([first], Two(second.end - second.begin), False) == [1.0]
 
 
 def test_rounds_and_shares_of_time():
-    assert clock.num_rounds(0.0, 1.0) == clock.MIN_BATCHES
+    assert timing.num_rounds(0.0, 1.0) == timing.MIN_BATCHES
     weights = [1.0, 2.0, 3.0]
     assert split_seconds(12.0, weights, 0) == 2.0 and split_seconds(9.0, weights, 2) == 9.0
 
@@ -245,7 +245,7 @@ def test_tasks_start_equal_and_have_data_of_their_own(name):
     one, other = (models.make_task(name, rank=rank) for rank in (0, 1))
     assert all(torch.equal(a, b) for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True))
     assert not torch.equal(one.inputs, other.inputs)
-    trainer = train_job.Trainer(one, None)
+    trainer = training.Trainer(one, None)
     before = [parameter.clone() for parameter in one.net.parameters()]
     trainer.step()
     assert all(parameter.grad is not None for parameter in one.net.parameters())
@@ -261,7 +261,7 @@ def alone_on_gloo(tmp_path):
 
 def test_buckets_of_ddp_hold_everything(alone_on_gloo, monkeypatch):
     tensors = [torch.full((numel,), float(numel)) for numel in (5, 1, 7, 3)]
-    buckets = ddp_way.fill_buckets(tensors, 16)
+    buckets = training.fill_buckets(tensors, 16)
     assert sum(bucket.flat.numel() for bucket in buckets) == 16
     assert all(bucket.flat.nbytes >= 16 for bucket in buckets[:-1])
 
@@ -270,10 +270,10 @@ def test_buckets_of_ddp_hold_everything(alone_on_gloo, monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)  # the sums of one rank are its own
     whole = torch.cat(tensors[::-1])
-    ddp_way.average_copied(buckets)
+    training.average_copied(buckets)
     assert torch.equal(held(), whole / 2) and torch.equal(torch.cat(tensors[::-1]), whole / 2)
-    ddp_way.average(buckets)
-    ddp_way.add_up(buckets)
+    training.average_buckets(buckets)
+    training.sum_buckets(buckets)
     assert torch.equal(held(), whole / 4) and torch.equal(torch.cat(tensors[::-1]), whole / 2)
 
 
@@ -281,52 +281,34 @@ def test_buckets_of_ddp_hold_everything(alone_on_gloo, monkeypatch):
 
 
 def test_launch_commands(monkeypatch):
-    monkeypatch.setattr(jobs.affinity, "physical_cores", lambda: {0: (0, 0), 1: (0, 1)})
+    monkeypatch.setattr(launch.affinity, "physical_cores", lambda: {0: (0, 0), 1: (0, 1)})
     open_mpi, mpich = Program("mpirun", "Open MPI 5.0.11", True), Program("mpiexec", "MPICH 5.0.2", True)
-    assert jobs.launch_command(open_mpi, 2) == ["mpirun", "-n", "2"]
-    assert jobs.launch_command(open_mpi, 3) == ["mpirun", "--oversubscribe", "-n", "3"]
-    assert jobs.launch_command(open_mpi, 2, unbound=True) == ["mpirun", "--bind-to", "none", "-n", "2"]
-    assert jobs.launch_command(mpich, 3, unbound=True) == ["mpiexec", "-n", "3"]
+    assert launch.launch_command(open_mpi, 2) == ["mpirun", "-n", "2"]
+    assert launch.launch_command(open_mpi, 3) == ["mpirun", "--oversubscribe", "-n", "3"]
+    assert launch.launch_command(open_mpi, 2, unbound=True) == ["mpirun", "--bind-to", "none", "-n", "2"]
+    assert launch.launch_command(mpich, 3, unbound=True) == ["mpiexec", "-n", "3"]
 
 
 def test_who_is_a_rank(monkeypatch):
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    assert not jobs.is_rank()
+    assert not launcher.is_rank()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert not jobs.is_rank()
+    assert not launcher.is_rank()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert jobs.is_rank()
+    assert launcher.is_rank()
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     monkeypatch.setenv("PMIX_RANK", "0")
-    assert jobs.is_rank()
-
-
-# --- usage
-
-
-def test_usage_of_this_process():
-    before = usage.usage()
-    held = mmap.mmap(-1, 64 << 20)
-    held.write(bytes(64 << 20))
-    with open("/proc/self/status"):
-        after = usage.usage()
-    held.close()
-    assert after["resident_bytes"] - before["resident_bytes"] > 32 << 20
-    assert after["descriptors"] == before["descriptors"] + 1
-
-
-def test_segments_are_counted_also_when_deleted():
-    maps = (
-        "1000-3000 rw-s 00000000 00:19 5          /dev/shm/torchmpi-x (deleted)\n"
-        "4000-5000 rw-s 00000000 00:01 9          /memfd:torchmpi (deleted)\n"
-        "6000-9000 r-xp 00000000 08:01 7          /usr/lib/libc.so.6\n"
-    )
-    assert usage.segment_bytes(maps) == 0x3000
+    assert launcher.is_rank()
 
 
 def test_namespace_travels_as_json():
     parser = argparse.ArgumentParser()
     options.add_to(parser.add_subparsers(dest="command"))
-    found = vars(parser.parse_args(["bench", "collectives", "--sizes", "4", "-n", "2"]))
-    assert found["sizes"] == (4,) and found["ranks"] == (2,) and found["peers"] == arguments.CPU_PEERS
+    found = vars(parser.parse_args(["bench", "collectives", "--collectives", "broadcast", "--sizes", "4", "-n", "2"]))
+    assert (
+        found["verbs"] == ("broadcast",)
+        and found["sizes"] == (4,)
+        and found["ranks"] == (2,)
+        and found["peers"] == options.CPU_PEERS
+    )

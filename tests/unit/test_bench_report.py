@@ -7,8 +7,8 @@ import json
 import pytest
 
 import torchmpi.cli
-from torchmpi.cli.benching import collective_table, compare, report, train_table, usage_table
-from torchmpi.cli.benching.plot import draw
+from torchmpi.cli.bench import collective_bench, compare, report, training
+from torchmpi.cli.bench.report import draw
 from torchmpi.errors import ArgumentError, JobError
 
 FACTS = {
@@ -44,7 +44,7 @@ def cells_of(text: str) -> list[list[str]]:
 
 
 def test_overview_has_ratios_and_shares():
-    text = collective_table.as_text(collectives(*CELL, row("horovod", None)), details=False)
+    text = collective_bench.as_text(collectives(*CELL, row("horovod", None)), details=False)
     line = next(cells for cells in cells_of(text) if cells[:3] == ["4K", "2", "4K"])
     # 15 / 10 and 5 / 10 for plain tensors, 15 / 2 and 5 / 2 for shared ones; 4096 bytes in 10 us.
     assert line[-6:] == ["0.41", "0.41", "1.50", "50%", "7.50", "250%"], text
@@ -53,29 +53,29 @@ def test_overview_has_ratios_and_shares():
 
 
 def test_details_have_a_line_for_each_contestant():
-    text = collective_table.as_text(collectives(*CELL, row("horovod", None)), details=True)
+    text = collective_bench.as_text(collectives(*CELL, row("horovod", None)), details=True)
     lines = cells_of(text)
     assert sum(cells[:1] == ["4K"] for cells in lines) == 6
     assert any(cells[:2] == ["4K", "gloo"] and "300" in cells and "0.05" in cells for cells in lines), text
 
 
 def test_tables_without_peers_or_without_torchmpi():
-    alone = collective_table.as_text(collectives(row("auto", 10.0)), details=False)
+    alone = collective_bench.as_text(collectives(row("auto", 10.0)), details=False)
     assert any(cells[:1] == ["4K"] and cells[-2:] == ["-", "-"] for cells in cells_of(alone)), alone
-    others = collective_table.as_text(collectives(row("mpi4py", 10.0), row("copy", 1.0)), details=False)
+    others = collective_bench.as_text(collectives(row("mpi4py", 10.0), row("copy", 1.0)), details=False)
     assert any(cells[:1] == ["4K"] for cells in cells_of(others))
 
 
 def test_a_cell_without_a_figure_is_a_dash():
     more = [row(found["contestant"], None, num_bytes=16) for found in CELL]
-    text = collective_table.as_text(collectives(*CELL, *more), details=False)
+    text = collective_bench.as_text(collectives(*CELL, *more), details=False)
     line = next(cells for cells in cells_of(text) if cells[:1] == ["16"])
     assert set(line[3:]) == {"-"} and "gloo: not installed" in text
 
 
 def test_best_peer_is_never_the_copy():
-    assert collective_table.best_peer(CELL)["contestant"] == "mpi4py"
-    assert collective_table.best_peer([row("auto", 1.0), row("copy", 1.0)]) is None
+    assert collective_bench.best_peer(CELL)["contestant"] == "mpi4py"
+    assert collective_bench.best_peer([row("auto", 1.0), row("copy", 1.0)]) is None
 
 
 # --- files and comparison
@@ -141,7 +141,7 @@ def test_files_are_checked_before_anything_is_measured(tmp_path, capsys):
 
 
 def test_plot_without_matplotlib_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("torchmpi.cli.benching.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("torchmpi.cli.bench.report.find_spec", lambda name: None)
     assert torchmpi.cli.main(["bench", "--plot"]) == 1
     assert "pip install torchmpi[examples]" in capsys.readouterr().err
 
@@ -167,42 +167,8 @@ def test_training_table():
 
     rows = [line("no communication", 50), line("synchronize_gradients", 100), line("ddp", 200)]
     rows += [line("mpi4py", 10, "communication"), line("ddp's way on gloo", None, "communication")]
-    text = train_table.as_text(report.new_report("train", [{"facts": FACTS, "rows": rows}], {}))
+    text = training.as_text(report.new_report("train", [{"facts": FACTS, "rows": rows}], {}))
     found = {cells[0]: cells[-4:] for cells in cells_of(text) if len(cells) >= 4}
     assert found["synchronize_gradients"] == ["100.00", "10%", "50%", "2.00"], text
     assert found["ddp"][-1] == "1.00" and found["mpi4py"][-1] == "-"
     assert "ddp's way on gloo: not installed" in text
-
-
-def test_starts():
-    jobs = [
-        {"facts": FACTS, "rows": [row("auto", time, start=number)]}
-        for number, time in enumerate((100.0, 110.0, 300.0), 1)
-    ]
-    text = usage_table.starts_as_text(report.new_report("starts", jobs, {}))
-    assert "1 of 3 starts is far slower" in text and text.count("0 | 1") >= 3
-    assert "none of 2 starts are far slower" in usage_table.starts_verdict([row("auto", 1.0), row("auto", 1.1)])
-    assert usage_table.starts_verdict([]) == "No start was measured."
-
-
-def test_leaks():
-    growth = dict.fromkeys(
-        ["resident_bytes", "shared_resident_bytes", "segment_bytes", "descriptors", "threads", "dev_shm_bytes"], 0
-    )
-    found = {f"{name}_growth": value for name, value in (growth | {"resident_bytes": 4096, "descriptors": 2}).items()}
-    rows = [{"ranks": 2, "rank": 0, "part": "4 B", "calls": 100, "seconds": 0.1} | found]
-    text = usage_table.leaks_as_text(report.new_report("leaks", [{"facts": FACTS, "rows": rows}], {}))
-    assert any(cells == ["0", "4", "B", "100", "0.1", "+4", "+2", "+0", "+0", "+0"] for cells in cells_of(text)), text
-
-
-def test_memory():
-    mib = 1 << 20
-
-    def stage(resident: int, shared: int):
-        return {"resident_bytes": resident * mib, "shared_resident_bytes": shared * mib, "segment_bytes": shared * mib}
-
-    stages = {"torch and mpi4py": stage(200, 0), "import torchmpi": stage(203, 0), "start()": stage(300, 16)}
-    rows = usage_table.memory_rows(2, 1, stages)
-    assert [line["part"] for line in rows] == [*stages, "torchmpi altogether"]
-    text = usage_table.memory_as_text(report.new_report("memory", [{"facts": FACTS, "rows": rows}], {}))
-    assert any(cells[-4:] == ["300", "+100.0", "+16.0", "16.0"] for cells in cells_of(text)), text

@@ -9,10 +9,10 @@ import torch
 from cli_facts import alone, job
 
 from torchmpi.backends.devices import Devices, RankDevice
-from torchmpi.cli import checks_gpu as checks
+from torchmpi.cli.doctor import gpu_checks as checks
+from torchmpi.cli.doctor.self_test import check_gpu_memory
 from torchmpi.cli.facts import SelfTest
 from torchmpi.cli.info import _gpu_section
-from torchmpi.cli.opening import try_opening
 
 OTHER = {"host": "node2", "machine": "node2 boot"}
 GPUS = {"cuda_available": True, "has_nvidia_driver": True, "gpus": ["GPU-a", "GPU-b"]}
@@ -28,7 +28,7 @@ def only(gpu: str) -> dict[str, object]:
         ([{}, {}], "ok", "CPUs"),
         ([GPUS, GPUS], "ok", "2 GPUs"),
         ([GPUS, GPUS, GPUS], "warning", "3 ranks on node1 share 2 GPUs, 2 on one of them"),
-        ([only("GPU-a"), only("GPU-b")], "ok", "1 GPU in sight"),  # as a scheduler shows them
+        ([only("GPU-a"), only("GPU-b")], "ok", "1 GPU visible"),  # as a scheduler shows them
         ([only("GPU-a"), only("GPU-a")], "warning", "share 1 GPU"),
         ([only("GPU-a"), only("GPU-a") | OTHER], "ok", "1 GPU"),
         ([GPUS, OTHER], "problem", "rank 1 sees no GPU"),
@@ -111,7 +111,7 @@ class Ranks:
 
     def __init__(self, monkeypatch, *, handles):
         self.rank, self.handles = 0, handles
-        monkeypatch.setattr("torchmpi.cli.opening._handle_of", lambda tensor: handles[0])
+        monkeypatch.setattr("torchmpi.cli.doctor.self_test._handle_of", lambda tensor: handles[0])
 
     def allgather(self, value):
         return [value, self.handles[1] if value is self.handles[0] else ""]
@@ -134,7 +134,7 @@ def refuse():
 )
 def test_what_comes_of_opening_the_memory_of_another(monkeypatch, handle, expected):
     comm = Ranks(monkeypatch, handles=[(torch.tensor, ([1.0],)), handle])
-    assert try_opening(comm, SHARED, torch.device("cpu")) == expected
+    assert check_gpu_memory(comm, SHARED, torch.device("cpu")) == expected
 
 
 def test_nothing_is_tried_where_no_gpu_reaches_another(monkeypatch):
@@ -142,4 +142,4 @@ def test_nothing_is_tried_where_no_gpu_reaches_another(monkeypatch):
         Devices([RankDevice(0), RankDevice(0)]),
         Devices([RankDevice(0, "a", frozenset("a")), RankDevice(1, "b")]),
     ):
-        assert try_opening(None, devices, torch.device("cpu")) is None
+        assert check_gpu_memory(None, devices, torch.device("cpu")) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cli_facts import alone, job
 
-from torchmpi.cli import checks_host as checks
+from torchmpi.cli.doctor import host_checks as checks
 
 MIB = 1 << 20
 OTHER = {"host": "node2", "machine": "node2 boot"}

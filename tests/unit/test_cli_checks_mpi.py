@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from cli_facts import LAUNCH, MPI, MPIRUN, PROCESS, alone, job
 
-from torchmpi.cli import checks_mpi as checks
-from torchmpi.cli.doctor import diagnose, summary
+from torchmpi.cli.doctor import mpi_checks as checks
+from torchmpi.cli.doctor.diagnosis import diagnose, summary
 from torchmpi.cli.facts import Facts, Program
-from torchmpi.session import mpi_library
+from torchmpi.session.launcher import are_incompatible
 
 PATHS = ["/env/lib/libmpi.so.12", "/usr/lib/libmpi.so.40"]
 
@@ -131,7 +131,7 @@ def test_job_whose_ranks_are_each_alone():
     ],
 )
 def test_families(launcher, library, expected):
-    assert mpi_library.are_foreign(launcher, library) is expected
+    assert are_incompatible(launcher, library) is expected
 
 
 # --- environment, root, threads
@@ -145,7 +145,7 @@ def test_variables_of_two_launchers():
 
 def test_variables_that_contradict_the_library():
     found = checks.check_variables(job({"launcher_ranks": 4}, {}))
-    assert found.verdict == "warning" and "4 ranks, MPI says 2" in found.found
+    assert found.verdict == "warning" and "4 ranks, MPI reports 2" in found.found
 
 
 def test_slurm_allocation():

@@ -1,4 +1,4 @@
-"""The command line, the layout of reports, and the gathering of facts about a process."""
+"""The command line, the formatting of reports, and the gathering of facts about a process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 import torchmpi.cli
+import torchmpi.cli.facts
 from torchmpi._version import __version__
-from torchmpi.cli import gathering, layout, trial
+from torchmpi.cli import formatting, launching
+from torchmpi.cli.doctor.trials import messages
 from torchmpi.cli.facts import ProcessFacts
-from torchmpi.cli.probe import messages
 
 
 @pytest.mark.parametrize(
@@ -63,25 +64,25 @@ except SystemExit:
 
 
 def test_examples_in_docstrings():
-    for module in pkgutil.iter_modules(torchmpi.cli.__path__, "torchmpi.cli."):
+    for module in pkgutil.walk_packages(torchmpi.cli.__path__, "torchmpi.cli."):
         result = doctest.testmod(importlib.import_module(module.name))
         assert result.failed == 0, module.name
 
 
-# --- layout
+# --- formatting
 
 
 def test_core_list():
-    assert layout.core_list([]) == ""
-    assert layout.core_list([3]) == "3"
-    assert layout.core_list([9, 0, 1, 3]) == "0-1,3,9"
+    assert formatting.core_list([]) == ""
+    assert formatting.core_list([3]) == "3"
+    assert formatting.core_list([9, 0, 1, 3]) == "0-1,3,9"
 
 
 def test_hanging_keeps_long_words_and_line_breaks():
     path = "/very/long" * 20
-    assert layout.hanging("name  ", f"first\n{path}") == ["name  first", f"      {path}"]
-    lines = layout.hanging("ok  ", "word " * 60)
-    assert len(lines) > 2 and all(len(line) <= layout.WIDTH for line in lines)
+    assert formatting.hanging("name  ", f"first\n{path}") == ["name  first", f"      {path}"]
+    lines = formatting.hanging("ok  ", "word " * 60)
+    assert len(lines) > 2 and all(len(line) <= formatting.WIDTH for line in lines)
     assert all(line.startswith("    word") for line in lines[1:])
 
 
@@ -89,7 +90,7 @@ def test_hanging_keeps_long_words_and_line_breaks():
 
 
 def test_facts_of_this_process_survive_json():
-    facts = gathering.process_facts()
+    facts = torchmpi.cli.facts.process_facts()
     assert ProcessFacts(**json.loads(json.dumps(asdict(facts)))) == facts
     assert facts.cores == sorted(os.sched_getaffinity(0)) and 1 <= facts.num_physical_cores <= len(facts.cores)
     assert facts.executable == sys.executable
@@ -98,12 +99,12 @@ def test_facts_of_this_process_survive_json():
 
 def test_facts_tell_no_secrets(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "hunter2")
-    assert "hunter2" not in json.dumps(asdict(gathering.process_facts()))
+    assert "hunter2" not in json.dumps(asdict(torchmpi.cli.facts.process_facts()))
 
 
 def test_wrong_settings_are_a_fact(monkeypatch):
     monkeypatch.setenv("TORCHMPI_NONSENSE", "1")
-    facts = gathering.process_facts()
+    facts = torchmpi.cli.facts.process_facts()
     assert "TORCHMPI_NONSENSE" in facts.settings_error
     assert facts.settings_from_environment == ["TORCHMPI_NONSENSE"]
 
@@ -115,7 +116,7 @@ def test_leftovers_are_old_ours_and_not_in_use(tmp_path):
     hour_ago = time.time() - 3600
     for path in (old, other):
         os.utime(path, (hour_ago, hour_ago))
-    assert gathering.leftovers(tmp_path) == [str(old)]
+    assert torchmpi.cli.facts.leftovers(tmp_path) == [str(old)]
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm to write to")
@@ -127,10 +128,10 @@ def test_a_mapped_file_is_in_use():
         try:
             hour_ago = time.time() - 3600
             os.utime(path, (hour_ago, hour_ago))
-            assert path in gathering.leftovers(Path("/dev/shm"))
+            assert path in torchmpi.cli.facts.leftovers(Path("/dev/shm"))
             with mmap.mmap(file.fileno(), 4096):
                 os.utime(path, (hour_ago, hour_ago))
-                assert path not in gathering.leftovers(Path("/dev/shm"))
+                assert path not in torchmpi.cli.facts.leftovers(Path("/dev/shm"))
         finally:
             os.unlink(path)
 
@@ -142,7 +143,7 @@ def test_library_paths():
 7f3 r-xp 0 fd:00 3 /opt/cray/lib/libmpi_cray.so.12
 7f4 r-xp 0 fd:00 4 /usr/lib/libmpi_mpifh.so.40
 7f5 r-xp 0 fd:00 5 /env/mpi4py/MPI.openmpi.cpython-311.so""".splitlines()
-    assert gathering.library_paths(maps) == [
+    assert torchmpi.cli.facts.library_paths(maps) == [
         "/env/lib/libmpi.so.40",
         "/opt/cray/lib/libmpi_cray.so.12",
         "/usr/lib/x86_64-linux-gnu/libmpich.so.12.1.6",
@@ -162,12 +163,12 @@ def test_library_paths():
     ],
 )
 def test_library_of_a_launcher(text, library):
-    assert trial.library_of(text) == library
+    assert launching.library_of(text) == library
 
 
 def test_a_command_that_hangs_is_ended_with_its_children():
     script = "trap '' TERM; sleep 600 & echo $!; wait"  # deaf to SIGTERM, and its child too
-    ended = trial.run_limited(["sh", "-c", script], seconds=0.5)
+    ended = launching.run_limited(["sh", "-c", script], seconds=0.5)
     assert ended.status is None and ended.seconds < 30
     limit = time.monotonic() + 10
     with pytest.raises(ProcessLookupError):
@@ -177,7 +178,7 @@ def test_a_command_that_hangs_is_ended_with_its_children():
 
 
 def test_a_command_that_cannot_be_started():
-    ended = trial.run_limited(["/no/such/mpirun"], seconds=5)
+    ended = launching.run_limited(["/no/such/mpirun"], seconds=5)
     assert ended.status == 127 and "No such file" in ended.stderr
 
 

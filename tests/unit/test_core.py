@@ -19,7 +19,7 @@ from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import Handle
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
-from torchmpi.session import affinity, mpi_library
+from torchmpi.session import affinity, launcher
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.segments import Segment
 from torchmpi.tensors import buffers, dtypes, fusion, numbers
@@ -309,10 +309,10 @@ def test_scratch_grows_and_is_reused():
 
 
 def test_launchers_are_told_by_their_variables():
-    assert mpi_library.launcher({}).num_ranks == 1
-    assert mpi_library.launcher({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})[1:] == (8, 3)
-    assert mpi_library.launcher({"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"})[1:] == (2, 1)
-    assert mpi_library.launcher({"PMI_SIZE": "not a number"}).name is None
+    assert launcher.detect({}).num_ranks == 1
+    assert launcher.detect({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})[1:] == (8, 3)
+    assert launcher.detect({"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"})[1:] == (2, 1)
+    assert launcher.detect({"PMI_SIZE": "not a number"}).name is None
 
 
 def test_binding_moves_every_thread_and_can_be_undone():

@@ -39,7 +39,7 @@ def test_what_somebody_keeps_is_shown_once(monkeypatch):
     monkeypatch.setattr(sys, "__stderr__", shown)
     for text in ("first\n", "second\n"):
         print(text, end="", file=sys.stderr)
-        failure._show()
+        failure._flush()
     assert shown.getvalue() == "first\nsecond\n"
 
 
@@ -48,7 +48,7 @@ def test_closed_streams_do_not_keep_a_job_from_ending(monkeypatch):
     closed.close()
     for name in ("stdout", "stderr", "__stderr__"):
         monkeypatch.setattr(sys, name, closed)
-    failure._show()
+    failure._flush()
     for name in ("stdout", "stderr", "__stderr__"):
         monkeypatch.setattr(sys, name, None)
-    failure._show()
+    failure._flush()

@@ -31,7 +31,7 @@ def MPI():
 def uses_of(*objects):
     """Attributes that the package asks of variables and members with these names, and where."""
     for path in PACKAGE.rglob("*.py"):
-        if "sockets" in path.parts or "benching" in path.parts:
+        if "sockets" in path.parts or "bench" in path.parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):

@@ -133,7 +133,7 @@ def default_rule(
     hierarchical: str = "auto",
     aware: bool = False,
 ) -> Rule:
-    """Return the default rule: between three hosts and more, long reductions use `p2p` (scripts/link_bytes.py).
+    """Return the default rule: between three hosts and more, long reductions use `p2p` (benchmarks/link_bytes.py).
 
     >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
     ((65536, 'mpi'), (None, 'p2p'))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from ..communicators.group import Group
 from ..config import Config
 from ..errors import ArgumentError, BackendUnavailableError, ConfigError
+from ..log import logger
 from . import saved_tables, selection_table
 from .base import NAMES, Backend, Operation, bind, by_size
 from .selection_table import (
@@ -388,11 +388,7 @@ class Selector:
             problem = self.refusal(table)
         expected = not setting and problem in (saved_tables.NO_FILE, saved_tables.NO_ENTRY)
         if problem and not expected and self._config.verbose:
-            print(
-                f"torchmpi: {path} is not used: {problem}. Run mpi.autotune() to measure again.",
-                file=sys.stderr,
-                flush=True,
-            )
+            logger.info(f"{path} is not used: {problem}. Run mpi.autotune() to measure again.")
         return None if problem else table
 
 

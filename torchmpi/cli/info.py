@@ -1,4 +1,4 @@
-"""``torchmpi info``: what this job, or this process alone, runs with."""
+"""The command ``torchmpi info``: report versions, ranks, devices, backends and settings of this job."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from .. import collectives
 from ..backends.selection_table import COLLECTIVES, Table
 from ..backends.selector import Availability
 from ..config import PREFIX, Config
-from ..errors import ConfigError, LaunchError, MissingMPIError, TorchMPIError
-from ..session import affinity, mpi_library, runtime
-from .gathering import mpi_facts, nccl, versions
-from .layout import core_list, counted, section, table
-from .probe import leave
+from ..errors import LaunchError, MissingMPIError, TorchMPIError
+from ..session import affinity, launcher, mpi_library, runtime
+from .facts import mpi_facts, nccl, versions
+from .formatting import core_list, counted, section, table
+from .launching import leave_job
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start torchmpi, report on rank 0, and stop; 1 if it could not be started."""
+    """Start torchmpi, report on rank 0, and stop; return 1 if it could not be started."""
     render = _as_json if options.json else as_text
     try:
         MPI, _ = mpi_library.initialise()
     except (MissingMPIError, LaunchError) as error:
-        # The ranks do not know each other: the first one of the host speaks.
-        if mpi_library.launcher().local_rank in (None, 0):
+        # The ranks form no job: the first one of the host reports.
+        if launcher.detect().local_rank in (None, 0):
             print(render(_software() | {"error": str(error)}), flush=True)
         return 1
     world = MPI.COMM_WORLD
     try:
-        config = _agreed_settings(world)
+        config = runtime.agreed_config(world, None)
         runtime.start(config=dataclasses.replace(config, verbose=False))
     except TorchMPIError as error:  # the same on all ranks
         if world.rank == 0:
             print(render(_software() | {"error": str(error)}), flush=True)
-        leave()
+        leave_job()
         return 1
     ranks = collectives.allgather_object(_rank())
     if world.rank == 0:
@@ -53,25 +53,11 @@ def run(options: argparse.Namespace) -> int:
 # --- gathering ---------------------------------------------------------------------------------------------
 
 
-def _agreed_settings(world: Any) -> Config:
-    """The settings of this rank; refused on all ranks if they are wrong on one, which the others would wait for."""
-    config, error = Config(), None
-    try:
-        config = Config.from_environment()
-    except ConfigError as refusal:
-        error = str(refusal)
-    for rank, found in enumerate(world.allgather(error)):
-        if found is not None:
-            raise ConfigError(f"rank {rank}: {found}")
-    return config
-
-
 def _software() -> dict[str, Any]:
     return {"versions": versions(), "executable": sys.executable}
 
 
 def _rank() -> dict[str, Any]:
-    """The row of this rank, which runs."""
     here = runtime.current()
     is_gpu = here.device.type == "cuda"
     return {
@@ -93,7 +79,7 @@ def _job(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     mpi = dataclasses.asdict(mpi_facts())
     return {
         "mpi": {name: mpi[name] for name in ("library", "paths", "thread_level", "is_cuda_aware")},
-        "launcher": mpi_library.launcher().name,
+        "launcher": launcher.detect().name,
         "num_hosts": here.num_hosts,
         "ranks_per_host": dict(Counter(rank["host"] for rank in ranks)),
         "ranks": ranks,
@@ -104,7 +90,7 @@ def _job(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Each setting with its value, and where that came from."""
+    """Return each setting with its value and its source."""
     sources = {name: PREFIX + name.upper() for name in dataclasses.asdict(config)}
     return {
         name: {"value": getattr(config, name), "from": source if source in os.environ else "default"}
@@ -113,7 +99,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def backends(availability: Availability) -> list[dict[str, Any]]:
-    """The table of availability by backend, device and verdict; verbs as users call them.
+    """Group the table of availability by backend, device and verdict; collectives as users call them.
 
     >>> backends(Availability({("mpi", "reduce", "cpu", "async"): "available"}))
     [{'backend': 'mpi', 'device': 'cpu', 'verdict': 'available', 'verbs': ['reduce_async']}]
@@ -130,7 +116,7 @@ def backends(availability: Availability) -> list[dict[str, Any]]:
 
 
 def transports(table: Table, spans: Sequence[str]) -> list[dict[str, Any]]:
-    """What the selector takes, by span and rule.
+    """Group the rules of the selector by span and transport.
 
     >>> from torchmpi.backends.selection_table import keys
     >>> transports(Table({key: ((None, "mpi"),) for key in keys("reduce")}), ["host"])
@@ -152,7 +138,7 @@ def _as_json(report: dict[str, Any]) -> str:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report in sections."""
+    """Format the report in sections."""
     installed = [(name, version or "not installed") for name, version in report["versions"].items()]
     lines = section("software", [*installed, ("started by", report["executable"])])
     if "error" in report:
@@ -206,7 +192,7 @@ def _rank_table(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _gpu_section(ranks: list[dict[str, Any]]) -> list[str]:
-    """Which ranks are on which GPU, if there is any."""
+    """List the ranks on each GPU, if there is any."""
     by_gpu: dict[tuple[str, str], list[str]] = {}
     for rank in ranks:
         if rank["device_uuid"] is not None:
@@ -222,7 +208,7 @@ def _gpu_section(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
-    """What works verb by verb, and the rest in as few words as possible."""
+    """List the collectives of each backend; merge backends that are not implemented."""
     everything = max(len(entry["verbs"]) for entry in entries)
     unimplemented = Counter(entry["backend"] for entry in entries if entry["verdict"] == "unimplemented")
     lines = []
@@ -233,7 +219,7 @@ def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
         if len(entry["verbs"]) < everything:
             text += f": {', '.join(entry['verbs'])}"
         elif text == "available":
-            text += ": all verbs, sync and async"
+            text += ": all collectives, sync and async"
         lines.append((f"{entry['backend']} {entry['device']}", text))
     if unimplemented:
         lines.append((", ".join(unimplemented), "not part of this version"))
@@ -243,6 +229,6 @@ def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
 def _transport_section(entries: list[dict[str, Any]], *, is_tuned: bool) -> list[str]:
     lines = [("table", "measured by autotune()" if is_tuned else "default")]
     for entry in entries:
-        verbs = "all verbs" if len(entry["verbs"]) == len(COLLECTIVES) else ", ".join(entry["verbs"])
+        verbs = "all collectives" if len(entry["verbs"]) == len(COLLECTIVES) else ", ".join(entry["verbs"])
         lines.append((entry["span"], f"{verbs}: {entry['transport']}"))
     return section("transports", lines)

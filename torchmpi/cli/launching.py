@@ -1,24 +1,124 @@
-"""What all commands that start jobs, or may run in one, have in common."""
+"""Start processes with a time limit, find the launchers of this machine, and leave a job."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
-# Launchers that torchmpi does not know by name tell their processes at least this.
-_RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
+from ..session import mpi_library, runtime
+from .facts import Program
 
-
-def is_rank(launcher: str | None, num_ranks: int) -> bool:
-    """Whether a launcher started this process. The shell of an interactive Slurm job is a step of one task.
-
-    >>> is_rank("Slurm's srun", 1), is_rank("Slurm's srun", 2)
-    (False, True)
-    """
-    if launcher == "Slurm's srun":
-        return num_ranks > 1
-    return launcher is not None or any(name in os.environ for name in _RANK_VARIABLES)
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+"""The folder that contains torchmpi, for processes that do not have it on their path."""
+_PROGRAM_NAMES = ("mpirun", "mpiexec")
+_VERSION_SECONDS = 15.0
+_TERMINATION_SECONDS = 5.0
 
 
 def environment() -> dict[str, str]:
-    """For jobs of ours. As root, Open MPI's mpirun does nothing without two of them."""
+    """Return the environment for jobs started here. As root, Open MPI's mpirun refuses to run without two variables."""
     return os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+class ProcessResult(NamedTuple):
+    """Status, output and duration of a process that has ended."""
+
+    status: int | None
+    """None: it exceeded the time limit and was killed."""
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def run_limited(
+    command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None
+) -> ProcessResult:
+    r"""Run a command in a process group of its own, and kill the group after a time limit.
+
+    >>> run_limited(["echo", "hello"], seconds=5).stdout
+    'hello\n'
+    """
+    begin = time.monotonic()
+    # Files, not pipes: a process that outlives its mpirun would keep a pipe open, and reading it would not end.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return ProcessResult(127, "", str(error), 0.0)
+        status: int | None
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+            _terminate(process)
+        except BaseException:  # Ctrl-C reaches only the process group of this process
+            _terminate(process)
+            raise
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return ProcessResult(status, texts[0], texts[1], time.monotonic() - begin)
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM, so that mpirun ends its ranks, and later SIGKILL to what is left of the process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_TERMINATION_SECONDS)
+
+
+def find_programs() -> list[Program]:
+    """Return the first mpirun or mpiexec on PATH, then the one beside this Python if it is another."""
+    found: dict[str, Program] = {}
+    for folder in (None, str(Path(sys.executable).parent)):
+        path = next(filter(None, (shutil.which(name, path=folder) for name in _PROGRAM_NAMES)), None)
+        if path is not None and os.path.realpath(path) not in found:
+            answer = run_limited([path, "--version"], seconds=_VERSION_SECONDS)
+            library = library_of(answer.stdout + answer.stderr)
+            found[os.path.realpath(path)] = Program(path, library, is_on_path=folder is None)
+    return list(found.values())
+
+
+def library_of(version_text: str) -> str:
+    r"""Return the library that a launcher belongs to, given the output of ``mpirun --version``.
+
+    >>> library_of("mpirun (Open MPI) 5.0.11"), library_of("HYDRA build details:\n    Version:       4.2.1")
+    ('Open MPI 5.0.11', 'MPICH 4.2.1')
+    """
+    for name, pattern in (
+        ("Open MPI", r"\(Open MPI\) (\S+)"),
+        ("Intel MPI", r"Intel\(R\) MPI Library.*Version (\S+)"),
+        ("MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
+    ):
+        match = re.search(pattern, version_text)
+        if match:
+            return f"{name} {match[1]}"
+    return "of an unknown library"
+
+
+def leave_job() -> None:
+    """Wait until all ranks are here; abort the job if torchmpi still runs on one of them after an error."""
+    comm = mpi_library.load().COMM_WORLD
+    if any(comm.allgather(runtime.is_running())):
+        comm.Abort(1)
+    comm.Barrier()

@@ -6,7 +6,6 @@ A :class:`Group` is what a collective runs on: an MPI communicator with a call q
 
 from __future__ import annotations
 
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import MismatchError, TorchMPIError
+from ..log import logger
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
@@ -175,7 +175,7 @@ class Group:
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.close()
             for error in filter(None, (handle.unseen_error for handle in call_queue.failed)):
-                print(f"torchmpi: an asynchronous call failed and nobody waited for it: {error}", file=sys.stderr)
+                logger.error(f"an asynchronous call failed, and wait() was not called: {error}")
         for attachment in reversed(self.attachments):
             attachment.close()
         self.forget_plans()

@@ -17,7 +17,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.release import release
 from ..errors import ArgumentError, LaunchError
-from ..session import mpi_library, runtime
+from ..session import launcher, mpi_library, runtime
 from .torch_names import BackendOptions
 
 _TAG_BITS = 14  # MPI guarantees 15
@@ -114,7 +114,7 @@ def _is_started_by_mpi(size: int) -> bool:
     """Return whether MPI's world has the processes of torch's, as far as that is known before MPI is initialised."""
     if dist.is_torchelastic_launched():
         return False
-    return size == 1 or mpi_library.launcher().num_ranks == size
+    return size == 1 or launcher.detect().num_ranks == size
 
 
 def _check_size(mpi_size: int, size: int) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlparse
 import torch.distributed as dist
 
 from ..errors import ArgumentError, LaunchError
-from ..session import mpi_library
+from ..session import launcher, mpi_library
 from . import torch_names
 
 _LOOPBACK = "127.0.0.1"
@@ -48,7 +48,7 @@ def through_environment(original: Callable[..., Rendezvous], url: str, **options
     """Handle ``env://``: as torch does if MASTER_ADDR is set, otherwise through MPI if its launcher was used."""
     if os.environ.get("MASTER_ADDR"):
         return original(url, **options)
-    if mpi_library.launcher().name is not None:
+    if launcher.detect().name is not None:
         return through_mpi(url, **options)
     backend = torch_names.variable_of_caller("init_process_group", "backend")
     alone = not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not _numbers(url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from .. import collectives
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, StallError
+from ..log import logger
 from ..session import runtime
 from .servers import init, receive, send
 
@@ -141,10 +141,12 @@ class Clock:
             seconds = min(1.5 * seconds, _MAX_SLEEP_SECONDS)
             behind, waited = self._behind(), time.monotonic() - begin
             if behind and waited >= config.stall_abort_seconds > 0:
-                raise StallError(f"{self._report(behind, waited)} Aborted (stall_abort_seconds).")
+                raise StallError(
+                    f"{self._report(behind, waited)} The wait exceeds stall_abort_seconds, which ends the job."
+                )
             if behind and waited >= config.stall_warning_seconds and not warned:
                 warned = True
-                print(f"torchmpi: {self._report(behind, waited)}", file=sys.stderr, flush=True)
+                logger.warning(self._report(behind, waited))
         self.waited_seconds += time.monotonic() - begin
 
     def __enter__(self) -> Clock:

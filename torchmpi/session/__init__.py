@@ -1,1 +1,1 @@
-"""From ``start()`` to ``stop()``: the object that owns all resources, and the handling of failures."""
+"""``start()`` and ``stop()``: the owner of all resources, detection of launchers, job termination, stall detection."""

@@ -1,4 +1,4 @@
-"""The cores this process may use."""
+"""The CPUs that this process may use, and the plan by which ranks are bound to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUOTA_FILES = (
 
 
 def current() -> frozenset[int]:
-    """Cores this process may run on (all of them where the system does not say).
+    """Return the CPUs this process may run on; all CPUs where the system has no affinity masks.
 
     >>> len(current()) >= 1
     True
@@ -27,9 +27,9 @@ def current() -> frozenset[int]:
 
 
 def bind(cores: frozenset[int]) -> bool:
-    """Move all threads of this process to `cores`; whether the system allowed it.
+    """Bind all threads of this process to `cores`, and return whether the system permitted it.
 
-    Threads that already run (the OpenMP pool, MPI's progress thread) keep their own mask unless moved one by one.
+    Each thread that already runs (the OpenMP pool, MPI's progress thread) has a mask of its own, and is bound too.
     """
     if not hasattr(os, "sched_setaffinity"):
         return False
@@ -38,14 +38,14 @@ def bind(cores: frozenset[int]) -> bool:
             try:
                 os.sched_setaffinity(int(thread.name), cores)
             except ProcessLookupError:
-                continue  # that thread has just ended
+                continue  # the thread has ended
     except OSError:
         return False
     return True
 
 
 def physical_cores() -> dict[int, tuple[int, ...]] | None:
-    """(package, core) of each CPU, to tell the hardware threads of a core; None where Linux does not say."""
+    """Return (package, core) of each CPU, to identify the hardware threads of a core; None where that is unknown."""
     cores = {}
     for cpu in current():
         folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
@@ -57,7 +57,7 @@ def physical_cores() -> dict[int, tuple[int, ...]] | None:
 
 
 def cpu_quota() -> float:
-    """CPUs' worth of time this container may use; infinity where there is no limit. A mask does not show it.
+    """Return the CPU limit of this container in CPUs, which affinity masks do not include; infinity without a limit.
 
     >>> cpu_quota() > 0
     True
@@ -74,12 +74,12 @@ def cpu_quota() -> float:
 def plan_binding(
     masks: Sequence[frozenset[int]], *, cores: Mapping[int, tuple[int, ...]] | None = None
 ) -> list[frozenset[int]] | None:
-    """Share the CPUs out among the local ranks, or None if there is nothing to do or it is not ours to do.
+    """Divide the CPUs among the ranks of a host.
 
-    `masks` are the affinity masks of the ranks on one host, by local rank. None if a rank is by itself, if
-    the masks differ (the launcher, or the user, has bound the ranks), or if there are more ranks than CPUs.
-    `cores` gives (package, core) of each CPU: a rank then gets neighbouring cores, and all the hardware
-    threads of a core unless there are more ranks than cores.
+    `masks` are the affinity masks of the ranks, by local rank. Returns None if there is one rank, if the masks differ
+    (the launcher or the user has bound the ranks), or if there are more ranks than CPUs. `cores` gives (package, core)
+    of each CPU: a rank then gets neighbouring cores, and all hardware threads of a core unless there are more ranks
+    than cores.
 
     >>> plan_binding([frozenset(range(5))] * 2)
     [frozenset({0, 1}), frozenset({2, 3, 4})]
@@ -99,18 +99,18 @@ def plan_binding(
 
 
 def _by_core(mask: frozenset[int], cores: Mapping[int, tuple[int, ...]] | None) -> list[list[int]]:
-    """The CPUs of a mask grouped by physical core, cores of one package next to each other."""
-    place = {cpu: cores.get(cpu, (cpu,)) if cores else (cpu,) for cpu in mask}
+    """Group the CPUs of a mask by physical core, cores of one package next to each other."""
+    position = {cpu: cores.get(cpu, (cpu,)) if cores else (cpu,) for cpu in mask}
     by_core: dict[tuple[int, ...], list[int]] = {}
-    for cpu in sorted(mask, key=lambda cpu: (place[cpu], cpu)):
-        by_core.setdefault(place[cpu], []).append(cpu)
+    for cpu in sorted(mask, key=lambda cpu: (position[cpu], cpu)):
+        by_core.setdefault(position[cpu], []).append(cpu)
     return list(by_core.values())
 
 
 def torch_threads(
     mask: frozenset[int], num_ranks_sharing: int = 1, *, cores: Mapping[int, tuple[int, ...]] | None = None
 ) -> int:
-    """How many threads torch should use on a rank that shares the CPUs of `mask` with others: one per core.
+    """Return the number of torch threads for a rank that shares the CPUs of `mask` with others: one per core.
 
     >>> torch_threads(frozenset(range(8)), 2), torch_threads(frozenset({0}), 4)
     (4, 1)

@@ -1,11 +1,11 @@
-"""Start, stop, and questions about this rank: thin, documented functions over the runtime."""
+"""The public functions about starting, ranks, devices, communicators and the selection of backends."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -21,12 +21,22 @@ from .runtime import start, stop
 
 @contextmanager
 def started(*arguments: Any, **options: Any) -> Iterator[None]:
-    """``start()`` before a block and ``stop()`` after it; takes the arguments of :func:`start`.
+    """Call ``start()`` before a block and ``stop()`` after it.
 
-        with mpi.started():
-            print(mpi.rank())
+    If the block raises, ``stop()``, which is collective, is not called: the exception propagates and ends the job.
 
-    A block that raises is not followed by ``stop()``, which is collective: the exception goes on, and ends the job.
+    Args:
+        *arguments: Passed to :func:`start`.
+        **options: Passed to :func:`start`.
+
+    Raises:
+        TorchMPIError: As :func:`start` and :func:`stop`.
+
+    Example:
+        ::
+
+            with mpi.started():
+                print(mpi.rank())
     """
     start(*arguments, **options)
     yield
@@ -34,45 +44,135 @@ def started(*arguments: Any, **options: Any) -> Iterator[None]:
 
 
 def rank() -> int:
-    """This rank in the current communicator, from 0."""
+    """Return the rank of this process in the current communicator.
+
+    Returns:
+        A number from 0 to ``size() - 1``.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            if mpi.rank() == 0:
+                torch.save(model.state_dict(), "model.pt")
+    """
     return runtime.current().communicators.current.rank
 
 
 def size() -> int:
-    """Ranks in the current communicator."""
+    """Return the number of ranks in the current communicator.
+
+    Returns:
+        The number of ranks, at least 1.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            data = dataset[mpi.rank() :: mpi.size()]
+    """
     return runtime.current().communicators.current.size
 
 
 def local_rank() -> int:
-    """This rank among those of the job on this host."""
+    """Return the rank of this process among the ranks of the job on this host.
+
+    Returns:
+        A number from 0 to ``local_size() - 1``.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            if mpi.local_rank() == 0:
+                download(dataset)
+            mpi.barrier()
+    """
     return runtime.current().local_rank
 
 
 def local_size() -> int:
-    """Ranks of the job on this host."""
+    """Return the number of ranks of the job on this host.
+
+    Returns:
+        The number of ranks, at least 1.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            num_workers = os.cpu_count() // mpi.local_size()
+    """
     return runtime.current().local_size
 
 
 def device() -> torch.device:
-    """The device of this rank: a GPU, round robin over those it sees, or the CPU.
+    """Return the device of this rank: a GPU, assigned round robin among those it sees, or the CPU.
 
-    model.to(mpi.device())
+    Returns:
+        The device chosen by :func:`start`.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            model.to(mpi.device())
     """
     return runtime.current().device
 
 
 def host_name() -> str:
-    """Name of this host, as ranks are grouped by it."""
+    """Return the name of this host, or the setting ``host_name``.
+
+    Returns:
+        The name.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            print(f"rank {mpi.rank()} runs on {mpi.host_name()}")
+    """
     return runtime.current().host_name
 
 
 def has_cuda() -> bool:
-    """Whether this torch sees a CUDA device on this host."""
+    """Return whether torch sees a CUDA device on this host.
+
+    Returns:
+        True if there is one.
+
+    Example:
+        ::
+
+            mpi.start(with_cuda=mpi.has_cuda())
+    """
     return torch.cuda.is_available()
 
 
 def has_nccl() -> bool:
-    """Whether there is an NCCL that the backend ``nccl`` can load, and a CUDA device for it."""
+    """Return whether the backend ``nccl`` can be used on this host.
+
+    Returns:
+        True if NCCL can be loaded and there is a CUDA device.
+
+    Example:
+        ::
+
+            backend = "nccl" if mpi.has_nccl() else None
+    """
     if not torch.cuda.is_available():
         return False
     try:
@@ -83,22 +183,45 @@ def has_nccl() -> bool:
 
 
 def has_gloo() -> bool:
-    """Whether this torch was built with gloo."""
+    """Return whether torch was built with gloo.
+
+    Returns:
+        True if it was.
+
+    Example:
+        ::
+
+            assert mpi.has_gloo()
+    """
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
 def empty_shared(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised tensor, like ``torch.empty``, in memory that the other ranks of this host can reach.
+    """Allocate an uninitialised tensor, like ``torch.empty``, in memory that the ranks of this host share.
 
-    An allreduce of tensors that all ranks made like this copies nothing: each rank adds its part of all of them in
-    place. In everything else they are like any tensor. Not collective. Where no shared memory can be had, the tensor
-    is a private one.
+    An allreduce of tensors that all ranks allocated this way copies nothing: each rank reduces its part of all of them
+    in place. Otherwise they behave like any tensor. Not collective. Where shared memory is not available, the tensor is
+    in private memory.
 
-        gradients = mpi.empty_shared(1_000_000)
-        mpi.allreduce(gradients.fill_(1.0))
+    Args:
+        *shape: The sizes of the tensor, as numbers or as one sequence.
+        dtype: The data type; by default that of ``torch.get_default_dtype()``.
+
+    Returns:
+        A contiguous tensor on the CPU.
+
+    Raises:
+        ArgumentError: A size is negative.
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            gradients = mpi.empty_shared(1_000_000)
+            mpi.allreduce(gradients.fill_(1.0))
     """
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    dims = tuple(map(operator.index, sizes))  # type: ignore[arg-type]
+    sizes = cast(Sequence[int], shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    dims = tuple(map(operator.index, sizes))
     if any(dim < 0 for dim in dims):
         raise ArgumentError(f"rank {rank()}: empty_shared: the shape {list(dims)} has a negative size.")
     return runtime.current().empty_shared(dims, dtype or torch.get_default_dtype())
@@ -108,81 +231,204 @@ def empty_shared(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
 
 
 def push_communicator(key: str | int, name: str | None = None) -> int:
-    """Split the current communicator: ranks with the same key form a group. Collective; the new level becomes current.
+    """Split the current communicator into groups of ranks with equal keys. Collective; the new level becomes current.
 
-    Gives the number of the new level. `name` is for messages and :func:`communicator_names`.
+    Args:
+        key: Ranks with the same key form a group.
+        name: The name of the level in messages and in :func:`communicator_names`.
 
-        level = mpi.push_communicator(mpi.rank() % 2)
-        mpi.allreduce(tensor, comm=level)       # among the even, and among the odd ranks
-        mpi.set_communicator(0)
+    Returns:
+        The number of the new level.
+
+    Raises:
+        ArgumentError: The key is neither a string nor a number.
+        MismatchError: Other ranks call something else.
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            level = mpi.push_communicator(mpi.rank() % 2)
+            mpi.allreduce(tensor, comm=level)  # among the even and among the odd ranks
+            mpi.set_communicator(0)
     """
     return runtime.current().communicators.push(key, name)  # type: ignore[arg-type]
 
 
 def set_communicator(level: int) -> None:
-    """Make a level current: `rank()`, `size()` and verbs without ``comm=`` refer to it."""
+    """Make a level current: ``rank()``, ``size()`` and collectives without ``comm=`` refer to it.
+
+    Args:
+        level: The number of a level; 0 is the world.
+
+    Raises:
+        CommunicatorError: There is no such level.
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            mpi.set_communicator(0)
+    """
     runtime.current().communicators.set_current(level)
 
 
 def use(comm: int | Communicator) -> AbstractContextManager[Communicator]:
     """Make a communicator current inside a block, for this thread or task only.
 
-    with mpi.use(1):
-        mpi.allreduce(tensor)
+    Args:
+        comm: The number of a level, or a communicator.
+
+    Returns:
+        A context manager that gives the communicator.
+
+    Raises:
+        CommunicatorError: The communicator is unknown or closed.
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            with mpi.use(1):
+                mpi.allreduce(tensor)
     """
     return runtime.current().communicators.use(comm)
 
 
 def communicator(level: int | None = None) -> Communicator:
-    """The current communicator, or that of a level."""
+    """Return the current communicator, or that of a level.
+
+    Args:
+        level: The number of a level; None: the current communicator.
+
+    Returns:
+        The communicator.
+
+    Raises:
+        CommunicatorError: There is no such level.
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            print(mpi.communicator(0).size)
+    """
     return runtime.current().communicators.find(level)
 
 
 def communicator_names() -> str:
-    """The levels of this rank, one a line, the current one marked with a star."""
+    """Return the levels of this rank as text.
+
+    Returns:
+        One line for each level; an asterisk marks the current one.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            print(mpi.communicator_names())
+    """
     return runtime.current().communicators.names()
 
 
 def is_cartesian_communicator() -> bool:
-    """Whether all inner groups of the current level have the same size."""
+    """Return whether all inner groups of the current level have the same size.
+
+    Returns:
+        True if they have.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            with mpi.use(1):
+                print(mpi.is_cartesian_communicator())
+    """
     return runtime.current().communicators.current.is_cartesian
 
 
 def num_nodes_in_communicator() -> int:
-    """Hosts on which the ranks of the current communicator run."""
+    """Return the number of hosts on which the ranks of the current communicator run.
+
+    Returns:
+        The number of hosts, at least 1.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            print(mpi.num_nodes_in_communicator(), "hosts")
+    """
     return runtime.current().communicators.current.num_nodes
 
 
 def set_collective_span(begin: int, end: int) -> None:
-    """Run collectives on level `begin` in steps over the levels down to `end`; ``begin == end`` runs them flat.
+    """Run collectives on level `begin` in steps over the levels down to `end`. Collective.
 
-    Two steps (inside the groups, then across) if the groups are equal and ``start(cartesian=True)``; three steps
-    (to the first rank of each group, across those, back) otherwise.
+    With groups of equal sizes and ``start(cartesian=True)`` there are two steps (inside the groups, then across them),
+    otherwise three (to the first rank of each group, across those ranks, and back).
+
+    Args:
+        begin: The level of the collectives.
+        end: The last level of the span; ``begin == end`` runs collectives without steps.
+
+    Raises:
+        CommunicatorError: A level does not exist, or the span is invalid.
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            mpi.set_collective_span(0, 1)
     """
     runtime.current().communicators.set_span(begin, end)
 
 
-def collective_availability() -> Availability:
-    """What each backend can do here: backend x verb x device x mode -> available, unavailable (why), unimplemented.
+# --- selection of backends ---------------------------------------------------------------------------------
 
-    print(mpi.collective_availability())
+
+def collective_availability() -> Availability:
+    """Return what each backend supports in this job.
+
+    Returns:
+        A dictionary from (backend, collective, device, mode) to ``available``, ``unavailable: reason`` or
+        ``unimplemented``. Printed, it is a table.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            print(mpi.collective_availability())
+            mpi.collective_availability()["shm", "allreduce", "cpu", "sync"]
     """
     return runtime.current().selector.availability()
 
 
 class CollectiveSelector(Mapping[Key, Rule]):
-    """The table that chooses the transport of a call: (verb, device, span, mode) -> (up to how many bytes, transport).
+    """The selection table: (collective, device, span, mode) -> pairs of a size in bytes and a transport.
 
-    `span` is ``host`` (all ranks of the communicator on one host), ``across`` (each on a host of its own) or ``hosts``
-    (several hosts, some with several ranks); `mode` is ``sync`` or ``async``. Changes hold from the next call on, on
-    communicators that exist as on new ones, until ``stop()``. All ranks must make the same ones, at the same point of
-    the program. ``backend=`` of a call goes before the table. Printed, it shows the spans there are in this job.
+    A pair applies to tensors up to that size; None is any size. `span` is ``host`` (all ranks of the communicator on
+    one host), ``across`` (each on a host of its own) or ``hosts`` (several hosts, some with several ranks); `mode` is
+    ``sync`` or ``async``. Changes apply from the next call on, to existing and new communicators, until ``stop()``. All
+    ranks must make the same changes at the same point of the program. The argument ``backend=`` of a call overrides the
+    table. Printed, it shows the spans that occur in this job.
 
-        print(mpi.collective_selector)
-        mpi.collective_selector["allreduce", "cpu", "host", "sync"]         # ((None, 'mpi'),)
-        mpi.collective_selector.set("allreduce", "mpi", up_to_bytes=4096)   # larger ones as before
-        mpi.collective_selector["reduce", "cpu", "host", "async"] = [(65536, "mpi"), (None, "mpi")]
-        mpi.collective_selector.reset()
+    Example:
+        ::
+
+            print(mpi.collective_selector)
+            mpi.collective_selector["allreduce", "cpu", "host", "sync"]  # ((None, 'mpi'),)
+            mpi.collective_selector.set("allreduce", "mpi", up_to_bytes=4096)  # larger ones unchanged
+            mpi.collective_selector["reduce", "cpu", "host", "async"] = [(65536, "mpi"), (None, "mpi")]
+            mpi.collective_selector.reset()
     """
 
     def set(
@@ -195,18 +441,32 @@ class CollectiveSelector(Mapping[Key, Rule]):
         mode: str | None = None,
         up_to_bytes: int | None = None,
     ) -> None:
-        """Take a backend for a verb: for both modes, and for every span that the backend reaches, unless told.
+        """Select a backend for a collective.
 
-        With `up_to_bytes` larger tensors keep what they have. A backend that cannot is refused with the reason.
+        Args:
+            collective: The name of the collective.
+            backend: The name of the backend.
+            device: ``cpu`` or ``cuda``; None: both.
+            span: ``host``, ``across`` or ``hosts``; None: all spans that the backend supports.
+            mode: ``sync`` or ``async``; None: both.
+            up_to_bytes: Largest size to which this applies; larger tensors keep their rule. None: all sizes.
 
-            mpi.collective_selector.set("broadcast", "mpi", span="host", mode="sync")
+        Raises:
+            ArgumentError: A name is unknown.
+            BackendUnavailableError: The backend does not support the call, for the reason in the message.
+            NotStartedError: torchmpi is not started.
+
+        Example:
+            ::
+
+                mpi.collective_selector.set("broadcast", "mpi", span="host", mode="sync")
         """
         runtime.current().selector.set(
             collective, backend, device=device, span=span, mode=mode, up_to_bytes=up_to_bytes
         )
 
     def reset(self) -> None:
-        """Back to the defaults, also from what was measured."""
+        """Restore the default table, also if it was measured."""
         runtime.current().selector.reset()
 
     def __getitem__(self, key: tuple[str, ...]) -> Rule:
@@ -234,8 +494,17 @@ collective_selector = CollectiveSelector()
 
 
 def collective_selector_to_string() -> str:
-    """The table of :data:`collective_selector`, one line per verb and span.
+    """Return the selection table as text.
 
-    print(mpi.collective_selector_to_string())
+    Returns:
+        One line for each collective and span.
+
+    Raises:
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            print(mpi.collective_selector_to_string())
     """
     return str(collective_selector)

@@ -1,8 +1,8 @@
-"""When one rank fails, the job ends: in seconds, with one traceback, and a status that says so.
+"""Job termination: when one rank fails, all ranks end within seconds, with one traceback and a non-zero exit status.
 
-Without this, the other ranks would wait for the failed one for ever. Four ways of failing are covered: an uncaught
-exception, SIGTERM (also while the main thread is inside MPI, where Python runs no signal handler), the interpreter's
-exit without ``stop()`` while others communicate, and a message from the watchdog.
+Without it the other ranks would wait forever. It handles an uncaught exception, SIGTERM (also while the main thread is
+inside MPI, where Python runs no signal handlers), the exit of the interpreter without ``stop()`` while other ranks
+communicate, and stalls found by the watchdog.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ..communicators.group import Group
+from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import DYING
 from . import mpi_library
 
 _HANDLER_GRACE_SECONDS = 1.0
 _ABORT_GRACE_SECONDS = 5.0
-# How far a rank is that fails.
-_WOULD_EXPLAIN, _EXPLAINS = 1, 2
-_SPEECH_SECONDS = 1.0
+_OUTPUT_SECONDS = 1.0
 _TERMINATED = 128 + signal.SIGTERM
+# Values of the field DYING of a failing rank: it waits to be the one that reports, or it reports.
+_FAILING, _REPORTING = 1, 2
 
 
 class FailureHandling:
-    """Hooks of this process, in place while the runtime runs."""
+    """Hooks for exceptions, signals and exit, installed while the runtime runs."""
 
     def __init__(self, world: Group, stop: Callable[[], None]) -> None:
         self.world, self._stop = world, stop
-        self.neighbours = world
-        """Ranks that share a page with this one, so that only the first of them to fail explains itself."""
+        self.board_group = world
+        """The ranks that share a status board with this one: the first of them to fail reports."""
         self._pid = os.getpid()
         self._installed = False
         self._previous_hook = sys.excepthook
@@ -48,7 +49,7 @@ class FailureHandling:
         self._announced: BaseException | None = None
 
     def install(self) -> None:
-        """Put the hooks in place."""
+        """Install the hooks."""
         self._installed = True
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
@@ -58,7 +59,7 @@ class FailureHandling:
             self._watch_sigterm()
 
     def uninstall(self) -> None:
-        """Give the hooks back, unless somebody has replaced ours."""
+        """Restore the previous hooks, unless the program has replaced them meanwhile."""
         self._installed = False
         _active.discard(self)
         if sys.excepthook == self._on_exception:
@@ -68,45 +69,43 @@ class FailureHandling:
             self._unwatch_sigterm()
 
     def end_job(self, message: str, status: int) -> None:
-        """Say why, and end all ranks. Does not return."""
-        self._claim()
-        print(message, file=sys.stderr, flush=True)
+        """Log a message and end all ranks. Does not return."""
+        self._claim_report()
+        log_fatal(message)
         self._abort(status)
 
     def announce(self, error: BaseException) -> None:
-        """Show an exception that is on its way up while ``stop()`` is called, as in ``try: ... finally: mpi.stop()``.
+        """Show an exception that propagates while ``stop()`` is called, as in ``try: ... finally: mpi.stop()``.
 
-        The others may end the job before it arrives, and the cause be lost behind their complaint about ``stop()``.
+        Other ranks may end the job before it reaches the top, so that only their errors about ``stop()`` would be seen.
         """
-        if self._claim():
+        if self._claim_report():
             self._announced = error
-            print(f"torchmpi: rank {self.world.rank} calls stop() because of an exception:", file=sys.stderr)
+            log_fatal(f"rank {self.world.rank} calls stop() because of an exception:")
             self._previous_hook(type(error), error, error.__traceback__)
             sys.stderr.flush()
 
-    # --- the ways of failing
+    # --- hooks
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != self._pid or not self._installed:
-            self._previous_hook(kind, error, trace)
-            return
         rank, size = self.world.rank, self.world.size
-        if size == 1:  # nobody waits: Python ends, or in an interactive session goes on, as it always does
+        # With one rank no other waits: Python ends, or in an interactive session continues, as usual.
+        if os.getpid() != self._pid or not self._installed or size == 1:
             self._previous_hook(kind, error, trace)
             return
         if self._announced is not None and self._announced in (error, error.__context__):
             self._abort(1)
-        if self._claim():
-            print(f"torchmpi: rank {rank} of {size} failed, which ends the job:", file=sys.stderr)
+        if self._claim_report():
+            log_fatal(f"rank {rank} of {size} failed, which ends the job:")
             self._previous_hook(kind, error, trace)
             if _reason_is_elsewhere(error):
-                _show()
-                time.sleep(_SPEECH_SECONDS)  # the one that has it is on its way here, and must be heard as well
+                _flush()
+                time.sleep(_OUTPUT_SECONDS)  # let the rank that has the reason fail and print it
         else:
-            # Whole: who failed first may only know that this rank gave up, and this rank why.
-            print(f"torchmpi: rank {rank} failed too: {kind.__name__}: {error}", file=sys.stderr)
-            _show()
-            time.sleep(_SPEECH_SECONDS)  # the first to fail is still printing, and then ends us all
+            # The whole message: the first rank to fail may only know that this rank aborted a call.
+            log_fatal(f"rank {rank} failed too: {kind.__name__}: {error}")
+            _flush()
+            time.sleep(_OUTPUT_SECONDS)  # the first rank to fail is still printing, and then ends all ranks
         self._abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _at_exit(self) -> None:
@@ -116,9 +115,8 @@ class FailureHandling:
             self._stop()
         except BaseException as error:
             self.end_job(
-                f"torchmpi: rank {self.world.rank} has come to the end of its program without mpi.stop(), while "
-                "others are in "
-                f"the middle of a call: {error}",
+                f"rank {self.world.rank} reached the end of its program without mpi.stop(), while other ranks were in "
+                f"a call: {error}",
                 1,
             )
 
@@ -131,24 +129,23 @@ class FailureHandling:
         self._terminate(frame)
 
     def _terminate(self, frame: FrameType | None) -> None:
-        log_board, rank = self.neighbours.log_board, self.neighbours.rank
-        if (log_board is not None and log_board.get(rank, DYING)) or not self._claim():
-            # The launcher clears up after a rank that failed and has said why: no need for more noise.
-            self._abort(_TERMINATED)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        print(
-            f"torchmpi: rank {self.world.rank} got SIGTERM, which ends the job. It was here:\n{stack}", file=sys.stderr
-        )
+        board, rank = self.board_group.log_board, self.board_group.rank
+        is_failing = board is not None and board.get(rank, DYING)
+        # The launcher sends SIGTERM to the ranks that are left after one has failed: report only the first SIGTERM.
+        if not is_failing and self._claim_report():
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
+            write_directly(f"rank {self.world.rank} received SIGTERM, which ends the job. Its stack:\n{stack}")
         self._abort(_TERMINATED)
 
-    # --- how they are noticed
+    # --- SIGTERM
 
     def _watch_sigterm(self) -> None:
         self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        if previous != -1:  # an event loop listens there: leave it alone, the plain handler has to do
+        if previous != -1:  # an event loop uses it: restore it, and rely on the handler alone
             signal.set_wakeup_fd(previous)
             reader.close()
             writer.close()
@@ -158,7 +155,7 @@ class FailureHandling:
         self._wakeup = writer, listener
 
     def _listen(self, reader: socket.socket) -> None:
-        """Python's handler runs only when the main thread is back in Python; this one hears of the signal at once."""
+        """Terminate if SIGTERM arrives and the handler does not run, because the main thread is not in Python."""
         while data := reader.recv(64):
             if signal.SIGTERM in data and not self._handled.wait(_HANDLER_GRACE_SECONDS):
                 self._terminate(sys._current_frames().get(threading.main_thread().ident or 0))
@@ -171,36 +168,36 @@ class FailureHandling:
             signal.set_wakeup_fd(-1)
             if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                 signal.signal(signal.SIGTERM, self._previous_handler)
-        writer.shutdown(socket.SHUT_WR)  # ends the listener, also where a forked worker has the socket open too
+        writer.shutdown(socket.SHUT_WR)  # ends the listener, also if a forked worker has the socket open too
         writer.close()
         listener.join()
         self._wakeup = None
 
     def in_forked_child(self) -> None:
-        """A forked worker is no rank: it must not speak for one, nor write into the parent's wake-up socket."""
+        """Disable the hooks in a forked worker, which is not a rank and must not use the parent's wake-up socket."""
         if self._installed and self._wakeup is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False
 
-    # --- the end
+    # --- termination
 
-    def _claim(self) -> bool:
-        """Mark this rank as failing; whether no other on this host has before, so that it is ours to explain."""
-        log_board, rank = self.neighbours.log_board, self.neighbours.rank
-        if log_board is None or log_board.get(rank, DYING):
+    def _claim_report(self) -> bool:
+        """Mark this rank as failing; return whether it is the first on this host, which reports the failure."""
+        board, rank = self.board_group.log_board, self.board_group.rank
+        if board is None or board.get(rank, DYING):
             return True
-        log_board.set(rank, DYING, _WOULD_EXPLAIN)
-        others = {row: log_board.get(row, DYING) for row in range(log_board.num_blocks) if row != rank}
-        # Ranks that fail within the same microseconds see each other: then it is up to the lowest.
-        if any(state == _EXPLAINS or (state and row < rank) for row, state in others.items()):
+        board.set(rank, DYING, _FAILING)
+        others = {index: board.get(index, DYING) for index in range(board.num_blocks) if index != rank}
+        # Ranks that fail within the same microseconds see each other as failing: then the lowest reports.
+        if any(state == _REPORTING or (state and index < rank) for index, state in others.items()):
             return False
-        log_board.set(rank, DYING, _EXPLAINS)
+        board.set(rank, DYING, _REPORTING)
         return True
 
-    def _abort(self, status: int) -> None:
-        _show()
-        # MPI_Abort may return or hang when the network is gone: then at least this process ends.
+    def _abort(self, status: int) -> NoReturn:
+        _flush()
+        # MPI_Abort may return, or hang when the network is gone: then at least this process ends.
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
             threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
         if self.world.size > 1:
@@ -218,18 +215,18 @@ def _in_forked_child() -> None:
         handling.in_forked_child()
 
 
-os.register_at_fork(after_in_child=_in_forked_child)  # cannot be undone, so once for all
+os.register_at_fork(after_in_child=_in_forked_child)  # cannot be unregistered, so registered once
 
 
-def _show() -> None:
-    """Let out what has been printed: after this, others may end this process at any moment."""
+def _flush() -> None:
+    """Flush standard output and error: after this, other ranks may end this process at any moment."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or nobody reads it any more
+        with contextlib.suppress(Exception):  # closed, None, or its reader has ended
             stream.flush()
     kept = getattr(sys.stderr, "getvalue", None)
     if kept is not None and sys.__stderr__ is not None:
-        # Somebody keeps what is written, to show it later: torch.distributed's exception hook, which calls ours, or
-        # pytest with --capture=sys. There will be no later.
+        # sys.stderr is a buffer that would be printed later: by torch.distributed's exception hook, which calls that
+        # of this module, or by pytest with --capture=sys. The process ends before that.
         with contextlib.suppress(Exception):
             sys.__stderr__.write(kept())
             sys.__stderr__.flush()
@@ -237,7 +234,7 @@ def _show() -> None:
 
 
 def _reason_is_elsewhere(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, only says that another rank has given up."""
+    """Return whether an error, or one of its causes, only reports that another rank aborted a call."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:  # an error may be its own cause
         if getattr(error, "reason_is_elsewhere", False):

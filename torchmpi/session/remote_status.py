@@ -1,8 +1,8 @@
-"""Questions between the watchdogs of different hosts: have you arrived at call 42 of world, and if not, where are you?
+"""Status requests between the watchdogs of ranks on different hosts.
 
-Ranks of one host read that from their shared board. Between hosts it takes messages, on a communicator of their own,
-sent and answered by the watchdog threads while the main threads may be inside MPI. Nothing is sent unless somebody
-waits too long.
+Ranks of one host read each other's status from shared memory. Between hosts it takes messages, on a separate
+communicator, sent and answered by the watchdog threads while the main threads may be inside MPI. Nothing is sent unless
+a call waits too long.
 """
 
 from __future__ import annotations
@@ -11,52 +11,53 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-_QUESTION, _ANSWER = 1, 2
+_REQUEST_TAG, _REPLY_TAG = 1, 2
 _POLL_SECONDS = 0.02
 
 
-class Answer(NamedTuple):
-    """What a rank says of itself, about one group."""
+class RankStatus(NamedTuple):
+    """The status of a rank in one group."""
 
     group: int
     entered: int
-    """Number of the last call it has entered there."""
-    waits: bool
-    """Whether it is still inside that call."""
-    whereabouts: str
+    """Number of the last call that the rank has entered."""
+    is_waiting: bool
+    """Whether the rank is still inside that call."""
+    location: str
+    """The line at which the main thread of the rank is."""
 
 
-class Inquiry:
-    """Asks and answers. Used by one thread only, the watchdog."""
+class RemoteStatus:
+    """Requests and replies over a communicator. Used by one thread only, the watchdog."""
 
-    def __init__(self, MPI: Any, comm: Any, describe: Callable[[int], Answer]) -> None:
-        self._MPI, self._comm, self._describe = MPI, comm, describe
+    def __init__(self, MPI: Any, comm: Any, own_status: Callable[[int], RankStatus]) -> None:
+        self._MPI, self._comm, self._own_status = MPI, comm, own_status
 
-    def answer(self) -> None:
-        """Reply to every question that has come in."""
+    def reply(self) -> None:
+        """Reply to all requests that have arrived."""
         status = self._MPI.Status()
-        while self._comm.iprobe(self._MPI.ANY_SOURCE, _QUESTION, status):
-            asker = status.Get_source()
-            key = self._comm.recv(source=asker, tag=_QUESTION)
-            self._comm.send(tuple(self._describe(key)), asker, _ANSWER)
+        while self._comm.iprobe(self._MPI.ANY_SOURCE, _REQUEST_TAG, status):
+            source = status.Get_source()
+            key = self._comm.recv(source=source, tag=_REQUEST_TAG)
+            self._comm.send(tuple(self._own_status(key)), source, _REPLY_TAG)
 
-    def ask(self, ranks: Iterable[int], key: int, *, patience_seconds: float) -> dict[int, Answer]:
-        """The answers of some world ranks about a group; who does not reply in time is left out."""
+    def request(self, ranks: Iterable[int], key: int, *, timeout_seconds: float) -> dict[int, RankStatus]:
+        """Return the status of some world ranks in a group; ranks that do not reply in time are omitted."""
         outstanding = set(ranks)
-        requests = [self._comm.isend(key, rank, _QUESTION) for rank in outstanding]
-        answers: dict[int, Answer] = {}
+        requests = [self._comm.isend(key, rank, _REQUEST_TAG) for rank in outstanding]
+        replies: dict[int, RankStatus] = {}
         status = self._MPI.Status()
-        limit = time.monotonic() + patience_seconds
+        limit = time.monotonic() + timeout_seconds
         while outstanding and time.monotonic() < limit:
-            self.answer()  # the other may be asking us at this very moment
-            if not self._comm.iprobe(self._MPI.ANY_SOURCE, _ANSWER, status):
+            self.reply()  # the other rank may be waiting for a reply of this one
+            if not self._comm.iprobe(self._MPI.ANY_SOURCE, _REPLY_TAG, status):
                 time.sleep(_POLL_SECONDS)
                 continue
             rank = status.Get_source()
-            reply = Answer(*self._comm.recv(source=rank, tag=_ANSWER))
-            if reply.group == key:  # a late reply to an earlier question may be about another group
-                answers[rank] = reply
+            reply = RankStatus(*self._comm.recv(source=rank, tag=_REPLY_TAG))
+            if reply.group == key:  # otherwise it is a late reply to an earlier request
+                replies[rank] = reply
                 outstanding.discard(rank)
         for request in requests:
-            request.test()  # small messages: on their way long since
-        return answers
+            request.test()  # such small messages have been sent by now
+        return replies

@@ -1,21 +1,21 @@
-"""Start and stop: the one object per process that owns everything."""
+"""``start()`` and ``stop()``, and the :class:`Runtime`, which owns all resources of a process between them."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .._version import __version__
 from ..backends import saved_tables
-from ..backends.base import Operation
+from ..backends.base import Backend, Operation
 from ..backends.devices import Devices, device_index, ipc_key
 from ..backends.hierarchical import HierarchicalBackend
 from ..backends.ipc import staging_areas
@@ -28,9 +28,11 @@ from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group, GroupContext
-from ..communicators.levels import Comm, CommunicatorStack, used
+from ..communicators.levels import Comm, CommunicatorStack
+from ..communicators.levels import used as communicator_in_use
 from ..config import Config
 from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError
+from ..log import logger, set_rank
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
 from . import affinity, mpi_library
@@ -41,67 +43,112 @@ Initialiser = Callable[[], Any]
 
 running: Runtime | None = None
 """The runtime between ``start()`` and ``stop()``, else None."""
-_chosen = used.get
-_why_not = "torchmpi has not been started. Call mpi.start() first, or use `with mpi.started():`."
+_get_communicator_in_use = communicator_in_use.get  # bound once: every call of a collective uses it
+_not_running_reason = "torchmpi has not been started. Call mpi.start() first, or use `with mpi.started():`."
+
+
+class _RankInfo(NamedTuple):
+    """The information that each rank contributes at start."""
+
+    host_key: str
+    cores: frozenset[int]
+    settings: dict[str, object]
+    has_cuda: bool
+    process: process_vm.Probe
 
 
 class Runtime:
-    """Everything between ``start()`` and ``stop()``."""
+    """All resources between ``start()`` and ``stop()``, acquired in the order of the methods called here."""
 
     def __init__(self, config: Config | None, *, with_cuda: bool | None, cartesian: bool) -> None:
         self.resources = ExitStack()
         self.MPI, _ = mpi_library.initialise()
-        world = self.MPI.COMM_WORLD
-        self.config, self.cartesian = _agreed_config(world, config), cartesian
-        config = self.config
+        self.config, self.cartesian = agreed_config(self.MPI.COMM_WORLD, config), cartesian
         self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
-        settings = _shared_settings(config, with_cuda, cartesian)
-        own = _host_key(self.MPI, config), affinity.current(), settings, torch.cuda.is_available(), process_vm.probe()
-        facts = world.allgather(own)
-        _check_agreement([settings for _, _, settings, *_ in facts])
-        if with_cuda:
-            _check_cuda([has_cuda for *_, has_cuda, _ in facts])
-        self.host_name = config.host_name or socket.gethostname()
-        hosts = splits.host_keys([key for key, *_ in facts])
-        locals_ = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-        self.num_hosts = len(set(hosts))
-        self.local_rank, self.local_size = locals_.index(world.rank), len(locals_)
-        self.context = GroupContext(
-            self.MPI, hosts, check=config.check, threaded=self.threads_allowed, slot_bytes=config.slot_bytes
+        ranks = self._exchange_information(with_cuda)
+        hosts = self._group_by_host(ranks)
+        self._open_world(hosts)
+        self._handle_failures()
+        self._choose_devices(hosts, with_cuda, has_cuda=any(rank.has_cuda for rank in ranks))
+        neighbours = {rank: info for rank, info in enumerate(ranks) if hosts[rank] == hosts[self.world.rank]}
+        processes = {rank: info.process for rank, info in neighbours.items()}
+        self.selector = Selector(self._backends(processes), self.world, self.config)
+        masks = [info.cores for info in neighbours.values()]
+        self.binding = self._bind(masks)
+        self._load_tuning(hosts, num_cores=len(frozenset.union(*masks)))
+        self._start_watchdog()
+
+    def _exchange_information(self, with_cuda: bool | None) -> list[_RankInfo]:
+        """Gather the information of all ranks, and raise on all of them if it is inconsistent."""
+        settings = _shared_settings(self.config, with_cuda, self.cartesian)
+        own = _RankInfo(
+            _host_key(self.MPI, self.config),
+            affinity.current(),
+            settings,
+            torch.cuda.is_available(),
+            process_vm.probe(),
         )
-        self.communicators = CommunicatorStack(world, self.context)
+        ranks = [_RankInfo(*fields) for fields in self.MPI.COMM_WORLD.allgather(tuple(own))]
+        _check_settings([rank.settings for rank in ranks])
+        if with_cuda:
+            _check_cuda([rank.has_cuda for rank in ranks])
+        return ranks
+
+    def _group_by_host(self, ranks: Sequence[_RankInfo]) -> list[int]:
+        """Number the hosts, and find the place of this rank on its host; return the host of each rank."""
+        world_rank = self.MPI.COMM_WORLD.rank
+        hosts = list(splits.host_keys([rank.host_key for rank in ranks]))
+        on_host = [rank for rank, host in enumerate(hosts) if host == hosts[world_rank]]
+        self.host_name = self.config.host_name or socket.gethostname()
+        self.num_hosts = len(set(hosts))
+        self.local_rank, self.local_size = on_host.index(world_rank), len(on_host)
+        return hosts
+
+    def _open_world(self, hosts: Sequence[int]) -> None:
+        """Open the world communicator and the allocator of shared tensors."""
+        self.context = GroupContext(
+            self.MPI,
+            hosts,
+            check=self.config.check,
+            threaded=self.threads_allowed,
+            slot_bytes=self.config.slot_bytes,
+        )
+        self.communicators = CommunicatorStack(self.MPI.COMM_WORLD, self.context)
         self.world: Group = self.communicators.levels[0].intra
+        set_rank(self.world.rank)
+        self.resources.callback(set_rank, None)
         self.resources.callback(self.communicators.free)
         self.heap = SharedHeap(self.local_size)
         self.resources.callback(self.heap.close)
-        self._handle_failures()
-        self.device = self._pick_device(with_cuda)
-        has_cuda = with_cuda is not False and any(has_cuda for *_, has_cuda, _ in facts)
-        self.devices = Devices.gather(world, hosts, self.device, has_cuda=has_cuda)
-        self.selector = Selector(self._backends({rank: facts[rank][-1] for rank in locals_}), self.world, config)
-        self.binding = self._bind([facts[rank][1] for rank in locals_])
-        cores = frozenset.union(*(facts[rank][1] for rank in locals_))
-        self.context.is_crowded = self.local_size > len(cores)
-        self.job = saved_tables.describe_job(hosts, len(cores), self.local_size, mpi_library.short_version(self.MPI))
-        self.selector.load_saved(self.job)
-        self._watch()
 
-    def _backends(self, neighbours: Mapping[int, process_vm.Probe]) -> dict[str, Any]:
-        shared = SharedMemoryBackend(self.config, self.heap, self._say)
+    def _choose_devices(self, hosts: Sequence[int], with_cuda: bool | None, *, has_cuda: bool) -> None:
+        self.device = self._pick_device(with_cuda)
+        uses_cuda = with_cuda is not False and has_cuda
+        self.devices = Devices.gather(self.MPI.COMM_WORLD, hosts, self.device, has_cuda=uses_cuda)
+
+    def _load_tuning(self, hosts: Sequence[int], *, num_cores: int) -> None:
+        """Load the selection table that an earlier run has measured on such a job."""
+        self.context.is_crowded = self.local_size > num_cores
+        library = mpi_library.short_version(self.MPI)
+        self.job = saved_tables.describe_job(hosts, num_cores, self.local_size, library)
+        self.selector.load_saved(self.job)
+
+    def _backends(self, neighbours: Mapping[int, process_vm.Probe]) -> dict[str, Backend]:
+        shared = SharedMemoryBackend(self.config, self.heap, self._log_info)
         nccl = NcclBackend(self.config, self.devices)
         reads = self.config.read_directly and not shared.problem and process_vm.can_read(neighbours.values())
         offers = self.MPI.COMM_WORLD.allgather((shared.problem, nccl.offer(), reads))
         nccl.agree([offer for _, offer, _ in offers])
-        # All ranks or none: a call must go the same way everywhere.
+        # All ranks or none: a call must use the same transport on all ranks.
         for rank, (problem, *_) in enumerate(offers):
             shared.problem = shared.problem or (problem and f"rank {rank} cannot: {problem}")
         if all(reads for *_, reads in offers):
             self.context.processes = {rank: probe.process for rank, probe in neighbours.items()}
         if shared.kernels:
-            fast_path.build(used, enabled=self.config.fast_path)
+            fast_path.build(communicator_in_use, enabled=self.config.fast_path)
         for problem in sorted({shared.problem, *self.context.problems} - {""}):
             if self.world.rank == 0 and self.config.slot_bytes:
-                self._say(f"no shared memory between ranks, so that MPI moves everything: {problem}")
+                self._log_info(f"no shared memory between ranks, so that MPI moves everything: {problem}")
         return {
             "mpi": MPIBackend(self.config, is_cuda_aware=mpi_library.is_cuda_aware()),
             "shm": shared,
@@ -112,9 +159,9 @@ class Runtime:
         }
 
     def _why_no_ipc(self) -> str:
-        """Whether processes of this job can share memory of their GPUs is found out by trying: '' if they can."""
+        """Return why processes of this job cannot share memory of their GPUs, found by trying; '' if they can."""
         if not (all(self.devices.uuids) and self.config.staging_bytes and self.config.slot_bytes):
-            return ""  # for other reasons it is not offered anyway
+            return ""  # the backend is unavailable for other reasons
         world = self.MPI.COMM_WORLD
         host = world.Split(self.context.hosts[world.rank], world.rank)
         make_device = partial(staging_areas.CudaDevice, self.device.index)
@@ -130,11 +177,11 @@ class Runtime:
 
     @property
     def can_share(self) -> bool:
-        """Whether ranks of one host can reach tensors of each other."""
+        """Return whether ranks of one host can share tensors."""
         return self.selector.backends["shm"].why_not("allreduce", "cpu") is None
 
     def empty_shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory that the other ranks of this host can reach, if there is any to be had."""
+        """Allocate a tensor in memory that the ranks of this host share, or in private memory if that fails."""
         if self.can_share:
             try:
                 return self.heap.empty(shape, dtype)
@@ -142,12 +189,12 @@ class Runtime:
                 pass
         return torch.empty(shape, dtype=dtype, device="cpu")
 
-    def _say(self, message: str) -> None:
+    def _log_info(self, message: str) -> None:
         if self.config.verbose:
-            print(f"torchmpi: {message}", file=sys.stderr, flush=True)
+            logger.info(message)
 
-    def _watch(self) -> None:
-        """Start the watchdog: without THREAD_MULTIPLE it may not send, and asks no other host."""
+    def _start_watchdog(self) -> None:
+        """Start the watchdog. It sends messages to other hosts only with THREAD_MULTIPLE."""
         comm = None
         if self.num_hosts > 1 and self.threads_allowed:
             comm = self.MPI.COMM_WORLD.Dup()
@@ -164,7 +211,7 @@ class Runtime:
             self.resources.callback(mpi_library.watch_ranks(self.MPI, self.failures.end_job))
 
     def _bind(self, masks: list[frozenset[int]]) -> str:
-        """Give this rank its own cores if nobody has, and torch as many threads; says what was done."""
+        """Bind this rank to its own cores unless it is bound, set the number of torch threads; describe the result."""
         before, cores = affinity.current(), affinity.physical_cores()
         plan = affinity.plan_binding(masks, cores=cores) if self.config.bind == "auto" else None
         if plan is not None and affinity.bind(plan[self.local_rank]):
@@ -194,7 +241,7 @@ class Runtime:
         return torch.device("cuda", index)
 
     def make_levels(self, custom: Initialiser | None, collective: Initialiser | None, *, ipc_groups: bool) -> None:
-        """The caller's levels, then hosts, then (with CUDA) GPUs that reach each other; level 0 stays current."""
+        """Push the levels of the caller, of hosts, and of GPUs with peer access; level 0 stays current."""
         if custom is not None:
             custom()
         if collective is not None:
@@ -202,13 +249,13 @@ class Runtime:
         else:
             self.communicators.push(str(self.context.hosts[self.world.rank]), name=f"host {self.host_name}")
             if self.num_hosts > 1:
-                self.failures.neighbours = self.communicators.current.intra
+                self.failures.board_group = self.communicators.current.intra
             if self.device.type == "cuda" and ipc_groups:
                 self.communicators.push(ipc_key(self.device), name=f"ipc {self.host_name}")
         self.communicators.set_current(0)
 
     def summary(self) -> str:
-        """What was chosen, in one line."""
+        """Describe the job in one line."""
         hosts = f"{self.num_hosts} host" + "s" * (self.num_hosts > 1)
         ranks = f"{self.world.size} rank" + "s" * (self.world.size > 1)
         threads = f"{self.num_threads} torch thread" + "s" * (self.num_threads > 1)
@@ -221,7 +268,7 @@ class Runtime:
         )
 
     def close(self) -> None:
-        """Finish what is under way, agree that this is the end, and give everything back in reverse order."""
+        """Complete queued calls, synchronize all ranks, and release all resources in reverse order."""
         for group in list(self.context.groups):
             group.drain()
         self.world.call_action("stop", self.world.comm.Barrier)
@@ -239,15 +286,29 @@ def start(
 ) -> None:
     """Start torchmpi on all ranks: MPI, cores, device, communicators. Collective.
 
-    `with_cuda` None takes CUDA where torch and the host have it. `custom_communicator_init` may push levels of its own
-    below the world; `collective_communicator` replaces the default levels (hosts, and with `ipc_groups` groups of
-    GPUs). `cartesian` lets collectives over a span use two steps where the groups are equal; otherwise they
-    use three, as on a tree. `config` overrides the environment.
+    Args:
+        with_cuda: Use CUDA (True), do not use it (False), or use it if torch and the host have it (None).
+        ipc_groups: With CUDA, push a level of groups of GPUs that can access each other's memory.
+        custom_communicator_init: Called first; may push levels between the world and the default levels.
+        cartesian: Let collectives over a span use two steps if the groups have equal sizes, instead of three.
+        collective_communicator: Called instead of pushing the default levels (hosts and groups of GPUs).
+        config: The settings of this rank; by default those of the environment.
 
-        import torchmpi as mpi
-        mpi.start()
-        print(mpi.rank(), "of", mpi.size())
-        mpi.stop()
+    Raises:
+        AlreadyStartedError: torchmpi runs already.
+        MissingMPIError: No MPI library can be loaded.
+        LaunchError: The launcher belongs to another MPI library, or MPI has been finalized.
+        ConfigError: A setting is invalid, or differs between ranks.
+        DeviceError: `with_cuda` is True and a rank has no CUDA device.
+
+    Example:
+        ::
+
+            import torchmpi as mpi
+
+            mpi.start()
+            print(mpi.rank(), "of", mpi.size())
+            mpi.stop()
     """
     global running
     if running is not None:
@@ -258,15 +319,24 @@ def start(
     running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian)
     running.make_levels(custom_communicator_init, collective_communicator, ipc_groups=ipc_groups)
     if running.world.rank == 0 and running.config.verbose:
-        print(running.summary(), file=sys.stderr, flush=True)
+        logger.info(running.summary())
 
 
 def stop() -> None:
-    """Finish what is under way and give everything back. Collective; a second call is harmless.
+    """Complete all asynchronous calls and release all resources. Collective; does nothing if torchmpi does not run.
 
-    MPI itself is finalized when the interpreter exits, if it was started here: so ``start()`` may follow again.
+    MPI is finalized when the interpreter exits, if torchmpi has initialised it; ``start()`` may be called again before.
+
+    Raises:
+        MismatchError: Other ranks call something else than ``stop()``.
+
+    Example:
+        ::
+
+            mpi.start()
+            mpi.stop()
     """
-    global running, _why_not
+    global running, _not_running_reason
     if running is None:
         return
     error = sys.exc_info()[1]
@@ -274,45 +344,44 @@ def stop() -> None:
         running.failures.announce(error)
     running.close()
     running = None
-    _why_not = "torchmpi has been stopped. Call mpi.start() again before using it."
+    _not_running_reason = "torchmpi has been stopped. Call mpi.start() again before using it."
 
 
 def current() -> Runtime:
-    """The running runtime, or a refusal."""
+    """Return the running runtime; raise :class:`NotStartedError` if there is none."""
     if running is None:
-        raise NotStartedError(_why_not)
+        raise NotStartedError(_not_running_reason)
     return running
 
 
 def communicator(comm: Comm) -> Communicator:
-    """The communicator meant by a ``comm=`` argument of a verb."""
+    """Return the communicator for the argument ``comm=`` of a call."""
     if comm is None and running is not None:
-        return running.communicators.default if _chosen() is None else running.communicators.current
+        return running.communicators.default if _get_communicator_in_use() is None else running.communicators.current
     return current().communicators.find(comm)
 
 
 def is_running() -> bool:
-    """Whether ``start()`` has been called and ``stop()`` has not."""
+    """Return whether ``start()`` has been called and ``stop()`` has not."""
     return running is not None
 
 
-def _forget_in_forked_child() -> None:
-    global running, _why_not
+def _reset_in_forked_child() -> None:
+    global running, _not_running_reason
     fast_path.invalidate_in_child()
     if running is not None:
         running = None
-        _why_not = (
-            "This process was forked from a rank and is none itself (a DataLoader worker?). Communicate in the "
-            "main process only, "
-            "or start workers with multiprocessing_context='spawn'."
+        _not_running_reason = (
+            "This process was forked from a rank and is not a rank itself (a DataLoader worker?). Communicate in the "
+            "main process only, or start workers with multiprocessing_context='spawn'."
         )
 
 
-os.register_at_fork(after_in_child=_forget_in_forked_child)
+os.register_at_fork(after_in_child=_reset_in_forked_child)
 
 
-def _agreed_config(world: Any, given: Config | None) -> Config:
-    """The settings of this rank. A wrong one on any rank is refused on all, which would otherwise wait for it."""
+def agreed_config(world: Any, given: Config | None) -> Config:
+    """Return the settings of this rank; raise on all ranks if they are invalid on one. Collective."""
     problem = ""
     try:
         config = given or Config.from_environment()
@@ -326,7 +395,7 @@ def _agreed_config(world: Any, given: Config | None) -> Config:
 
 
 def _host_key(MPI: Any, config: Config) -> str:
-    """Ranks with equal keys share a host, and memory: a name alone may occur twice (containers, cloud images)."""
+    """Return a key that is equal on the ranks of a host, which share memory; host names alone are not unique."""
     if config.host_name:
         return config.host_name
     try:
@@ -340,7 +409,7 @@ def _host_key(MPI: Any, config: Config) -> str:
 
 
 def _shared_settings(config: Config, with_cuda: bool | None, cartesian: bool) -> dict[str, object]:
-    """What must be the same on all ranks for their calls to fit together."""
+    """Return the settings that must be the same on all ranks."""
     names = ("check", "message_bytes", "pipeline_bytes", "bucket_bytes", "slot_bytes", "backend", "hierarchical")
     return {name: getattr(config, name) for name in names} | {
         "with_cuda": with_cuda,
@@ -349,19 +418,17 @@ def _shared_settings(config: Config, with_cuda: bool | None, cartesian: bool) ->
     }
 
 
-def _check_agreement(settings: list[dict[str, object]]) -> None:
+def _check_settings(settings: list[dict[str, object]]) -> None:
     for rank, other in enumerate(settings):
         for name, value in settings[0].items():
             if other[name] != value:
                 raise ConfigError(
                     f"The ranks were started with different settings: {name} is {value!r} on rank 0 and "
-                    f"{other[name]!r} on rank "
-                    f"{rank}. Set it the same everywhere (mpirun -x, or start(config=...))."
+                    f"{other[name]!r} on rank {rank}. Set it the same everywhere (mpirun -x, or start(config=...))."
                 )
 
 
 def _check_cuda(has_cuda: list[bool]) -> None:
-    """All ranks see all answers, so all refuse together."""
     if not all(has_cuda):
         without = ", ".join(str(rank) for rank, has in enumerate(has_cuda) if not has)
         raise DeviceError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from ... import collectives
@@ -24,6 +23,7 @@ from ...communicators.communicator import Communicator
 from ...communicators.group import Group
 from ...communicators.levels import Comm
 from ...errors import ArgumentError
+from ...log import logger
 from ...session import runtime
 from .decision import decide
 from .measuring import Session, Subject
@@ -169,7 +169,7 @@ def _checked_arguments(
 def _sayer(running: runtime.Runtime) -> Callable[[str], None]:
     def say(text: str) -> None:
         if running.world.rank == 0 and running.config.verbose:
-            print(f"torchmpi autotune: {text}", file=sys.stderr, flush=True)
+            logger.info(f"torchmpi autotune: {text}")
 
     return say
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from ...log import log_fatal
 from . import wire
 from .connection import Connection, StreamError
 from .matching import Arrival, Inbox
@@ -148,7 +149,7 @@ class Endpoint:
         self._is_ending = True
         # Further to all, who would otherwise hear of the end of this rank before they hear why.
         self._tell_all(wire.head(rank, status, 0, wire.ABORT))
-        print(f"torchmpi: rank {self.rank} ends, since rank {rank} has ended the job ({status=})", file=sys.stderr)
+        log_fatal(f"rank {self.rank} ends, since rank {rank} has ended the job ({status=})")
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

@@ -1,0 +1,197 @@
+"""Results as text, as files, and as plots."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ...errors import ArgumentError, JobError
+from ..formatting import counted, section, table
+from .contestants import COPY
+from .options import PEERS, short_size
+from .timing import TimingSummary
+
+Row = Mapping[str, Any]
+FORMAT = "torchmpi bench 1"
+# The columns that identify a line of a file, by kind. Scripts in benchmarks/ write the last four kinds.
+KEYS = {
+    "collectives": ("ranks", "verb", "dtype", "mode", "bytes", "contestant"),
+    "train": ("ranks", "model", "part", "contestant"),
+    "starts": ("ranks", "start", "contestant"),
+    "leaks": ("ranks", "rank", "part"),
+    "memory": ("ranks", "rank", "part"),
+    "ps": ("ranks", "verb", "dtype", "bytes", "contestant"),
+}
+
+
+def new_report(kind: str, jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make one report of all jobs: the conditions of each, and the rows of all."""
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "options": dict(options),
+        "jobs": [{name: value for name, value in job.items() if name != "rows"} for job in jobs],
+        "rows": [row for job in jobs for row in job["rows"]],
+    }
+
+
+def save(report: Mapping[str, Any], path: str) -> None:
+    """Write a report as JSON."""
+    try:
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror}.") from error
+
+
+def load(path: str) -> dict[str, Any]:
+    """Read a report; raise if the file is none."""
+    try:
+        report: dict[str, Any] = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise ArgumentError(f"{path} is no JSON ({error}). Pass a file that `torchmpi bench --json` wrote.") from error
+    if not isinstance(report, dict) or report.get("format") != FORMAT or report.get("kind") not in KEYS:
+        raise ArgumentError(f"{path} was not written by `torchmpi bench --json` of this version.")
+    return report
+
+
+def has_figure(row: Row) -> bool:
+    """Return whether the row has a measured time."""
+    return "median_us" in row
+
+
+def timing_of(row: Row) -> TimingSummary:
+    """Return the times of a row that has some."""
+    return TimingSummary(*(row[name] for name in ("median_us", "low_us", "high_us", "num_batches", "calls_per_batch")))
+
+
+def grouped(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
+    """Group rows by the values of some columns, in order of first appearance.
+
+    >>> [(key, len(rows)) for key, rows in grouped([{"a": 1}, {"a": 2}, {"a": 1}], ["a"])]
+    [((1,), 2), ((2,), 1)]
+    """
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    yield from groups.items()
+
+
+def microseconds(value: float) -> str:
+    """Format a time with three digits.
+
+    >>> [microseconds(value) for value in (0.61234, 12.34, 1234.5, 123456.0)]
+    ['0.61', '12.3', '1234', '123456']
+    """
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def header(report: Mapping[str, Any]) -> list[str]:
+    """Format versions, machine and binding."""
+    first = report["jobs"][0]["facts"]
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    entries = [("date", report["date"]), ("software", versions), ("processor", first["processor"])]
+    if first.get("device", "cpu") != "cpu":
+        entries.append(("device", first["device"]))
+    for job in report["jobs"]:
+        facts = job["facts"]
+        cores = " | ".join(facts["cores"][:8]) + (" ..." if len(facts["cores"]) > 8 else "")
+        entries.append(
+            (
+                counted(facts["ranks"], "rank"),
+                f"{facts['mpi']}, {facts['ranks_per_core']:g} per core, cores {cores}, "
+                f"{counted(facts['threads_per_rank'], 'thread')} each, {facts['binding']}"
+                + (f", {facts['hosts']} hosts" if facts["hosts"] > 1 else ""),
+            )
+        )
+    if first["settings"]:
+        entries.append(("settings", ", ".join(f"{name}={value}" for name, value in first["settings"].items())))
+    return section(report.get("title", f"torchmpi bench {report['kind']}"), dict.fromkeys(entries))
+
+
+def reasons(rows: Sequence[Row], column: str) -> list[str]:
+    """List why times are missing, each reason once, with the values of a column unless it applies to all.
+
+    >>> rows = [{"contestant": "a", "verb": "gather", "why_not": "none"}, {"contestant": "b", "verb": "reduce"}]
+    >>> reasons(rows, "verb")
+    ['a: none (gather)']
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    everything = dict.fromkeys(str(row[column]) for row in rows)
+    for row in rows:
+        if "why_not" in row:
+            found.setdefault((row["contestant"], row["why_not"]), []).append(str(row[column]))
+    return [
+        f"{contestant}: {reason}" + (f" ({', '.join(dict.fromkeys(where))})" if {*where} != {*everything} else "")
+        for (contestant, reason), where in found.items()
+    ]
+
+
+def numeric_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align columns of text to the right, the first column to the left.
+
+    >>> numeric_table([["bytes", "us"], ["4", "1.5"]])
+    ['bytes   us', '4      1.5']
+    """
+    columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
+    padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns[1:]]
+    return table(list(zip(columns[0], *padded, strict=True)))
+
+
+# --- plots --------------------------------------------------------------------------------------------------
+
+_PANELS = ("ranks", "verb", "dtype", "mode")
+_MARKERS = "osDv^<>Pp*"
+_INCHES = (6.4, 4.8)
+
+
+def check_can_plot() -> None:
+    """Raise if matplotlib is missing, before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise ArgumentError("--plot needs matplotlib. Install it with `pip install torchmpi[examples]`.")
+
+
+def draw(report: Mapping[str, Any], path: str) -> None:
+    """Plot times over sizes, one panel for each collective, dtype and number of ranks."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = list(grouped([row for row in report["rows"] if has_figure(row)], _PANELS))
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(_INCHES[0] * columns, _INCHES[1] * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, (panel, found) in zip(axes, panels, strict=False):
+        _draw_panel(axis, panel, found)
+    for axis in list(axes)[len(panels) :]:
+        axis.set_axis_off()
+    first = report["jobs"][0]["facts"]
+    figure.suptitle(f"{first['mpi']}, torch {first['versions']['torch']}, {first['processor']}", fontsize="medium")
+    figure.savefig(path, dpi=130)
+
+
+def _draw_panel(axis: Any, panel: tuple[Any, ...], rows: Sequence[Row]) -> None:
+    ranks, collective, dtype, mode = panel
+    for index, ((name,), points) in enumerate(grouped(rows, ("contestant",))):
+        style = ":" if name == COPY else "--" if name in PEERS else "-"
+        times = [row["median_us"] for row in points]
+        axis.plot([row["bytes"] for row in points], times, style, label=name,
+                  marker=None if name == COPY else _MARKERS[index % len(_MARKERS)], markersize=4)  # fmt: skip
+        axis.fill_between([row["bytes"] for row in points], [row["low_us"] for row in points],
+                          [row["high_us"] for row in points], alpha=0.15)  # fmt: skip
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    ticks = sorted({row["bytes"] for row in rows})[::2]
+    axis.set_xticks(ticks, [short_size(tick) for tick in ticks])
+    axis.set_xlabel("bytes")
+    axis.set_ylabel("microseconds")
+    axis.set_title(f"{collective} {dtype}, {counted(ranks, 'rank')}" + (", asynchronous" if mode == "async" else ""))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")

@@ -1,0 +1,199 @@
+"""Timing of contestants against each other: short batches, in alternating order, medians over batches of all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from ...session import mpi_library
+from .job import BenchJob
+
+BATCH_SECONDS = 3e-3
+MIN_BATCHES, MAX_BATCHES = 7, 201
+_MOST_CALLS = 20_000
+
+
+@dataclasses.dataclass(frozen=True)
+class TimingSummary:
+    """Median and quartiles of the times of one contestant, per call, in microseconds."""
+
+    median_us: float
+    low_us: float
+    """First quartile."""
+    high_us: float
+    """Third quartile."""
+    num_batches: int
+    calls_per_batch: int
+
+    @property
+    def spread(self) -> float:
+        """Return half the distance of the quartiles, relative to the median."""
+        return (self.high_us - self.low_us) / 2 / self.median_us if self.median_us else 0.0
+
+
+def summarise(batch_seconds: Sequence[float], calls_per_batch: int) -> TimingSummary:
+    """Summarise the durations of batches of equal length.
+
+    >>> summarise([3e-6, 1e-6, 2e-6], calls_per_batch=1)
+    TimingSummary(median_us=2.0, low_us=1.5, high_us=2.5, num_batches=3, calls_per_batch=1)
+    """
+    per_call = sorted(seconds / calls_per_batch * 1e6 for seconds in batch_seconds)
+    if len(per_call) == 1:
+        low = middle = high = per_call[0]
+    else:
+        low, middle, high = statistics.quantiles(per_call, n=4, method="inclusive")
+    return TimingSummary(round(middle, 3), round(low, 3), round(high, 3), len(per_call), calls_per_batch)
+
+
+def apart(before: TimingSummary, after: TimingSummary) -> bool:
+    """Return whether the quartiles of two summaries do not overlap.
+
+    >>> first = TimingSummary(2, 1, 3, 7, 1)
+    >>> apart(first, TimingSummary(4, 2.5, 5, 7, 1)), apart(first, TimingSummary(5, 4, 6, 7, 1))
+    (False, True)
+    """
+    return before.high_us < after.low_us or after.high_us < before.low_us
+
+
+class TimedCall(NamedTuple):
+    """A contestant with bound arguments, ready to be timed."""
+
+    name: str
+    calls: tuple[Callable[[], object], ...]
+    """Called in rotation: one for each root, if the collective has a root."""
+    touch: Callable[[], object]
+    """Writes the buffers before each batch; not timed."""
+    timed: Callable[[int], float] | None = None
+    """If given, called instead of `calls` with a number of calls; makes them elsewhere, and returns the seconds."""
+
+
+class BatchInterval(NamedTuple):
+    """Begin and end of a batch on one rank."""
+
+    begin: float
+    end: float
+
+
+def measure_calls(
+    contestants: Sequence[TimedCall], comm: Any, *, seconds: float, one_clock: bool
+) -> list[TimingSummary]:
+    """Time all contestants for about the given time, with at least seven batches each. Collective over `comm`.
+
+    Set `one_clock` if all ranks are on one host.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        lengths = [_calls_per_batch(contestant, comm, one_clock) for contestant in contestants]
+        begin = time.perf_counter()
+        _round(contestants, lengths, comm)  # a warm-up that also measures the duration of a round
+        round_seconds = _largest([time.perf_counter() - begin], comm)[0]
+        batches: list[list[BatchInterval]] = [[] for _ in contestants]
+        for number in range(num_rounds(seconds, round_seconds)):
+            order = range(len(contestants)) if number % 2 == 0 else range(len(contestants) - 1, -1, -1)
+            spans = _round([contestants[i] for i in order], [lengths[i] for i in order], comm)
+            for index, span in zip(order, spans, strict=True):
+                batches[index].append(span)
+    finally:
+        if was_enabled:
+            gc.enable()
+    return [
+        summarise(_durations(spans, comm, one_clock), length) for spans, length in zip(batches, lengths, strict=True)
+    ]
+
+
+def num_rounds(seconds: float, round_seconds: float) -> int:
+    """Return the number of rounds that fit into the time, within bounds.
+
+    >>> num_rounds(1.0, 0.5), num_rounds(10.0, 0.5), num_rounds(1e6, 0.5)
+    (7, 20, 201)
+    """
+    return max(MIN_BATCHES, min(MAX_BATCHES, int(seconds / max(round_seconds, 1e-9))))
+
+
+def _round(contestants: Sequence[TimedCall], lengths: Sequence[int], comm: Any) -> list[BatchInterval]:
+    return [_batch(contestant, length, comm) for contestant, length in zip(contestants, lengths, strict=True)]
+
+
+def _batch(contestant: TimedCall, length: int, comm: Any) -> BatchInterval:
+    contestant.touch()
+    # islice and cycle run in C, so the loop adds very little time between two calls.
+    calls = itertools.islice(itertools.cycle(contestant.calls), length)
+    comm.Barrier()
+    if contestant.timed is not None:
+        return BatchInterval(0.0, contestant.timed(length))
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    interval = BatchInterval(begin, time.perf_counter())
+    comm.Barrier()  # a rank that ends first must not write its next buffers on a core that another rank still needs
+    return interval
+
+
+def _calls_per_batch(contestant: TimedCall, comm: Any, one_clock: bool) -> int:
+    """Return the number of calls in a batch of about three milliseconds, a multiple of the number of roots."""
+    num_roots = length = len(contestant.calls)
+    _batch(contestant, length, comm)
+    while True:
+        duration = _durations([_batch(contestant, length, comm)], comm, one_clock)[0]
+        if duration >= BATCH_SECONDS / 4 or length >= _MOST_CALLS:
+            break
+        length *= 4
+    most = math.ceil(_MOST_CALLS / num_roots)
+    return num_roots * max(1, min(most, round(BATCH_SECONDS / (duration / length) / num_roots)))
+
+
+def _durations(spans: Sequence[BatchInterval], comm: Any, one_clock: bool) -> list[float]:
+    """Return the duration of each batch, from the first rank that began to the last that ended.
+
+    The duration on one rank alone would be too short where several ranks share a core and some begin late. On several
+    hosts, whose clocks differ, the duration on the slowest rank is used.
+    """
+    if not one_clock:
+        return _largest([span.end - span.begin for span in spans], comm)
+    numbers = _largest([span.end for span in spans] + [-span.begin for span in spans], comm)
+    return [end + begin for end, begin in zip(numbers[: len(spans)], numbers[len(spans) :], strict=True)]
+
+
+def _largest(times: Sequence[float], comm: Any) -> list[float]:
+    """Return the elementwise maximum over all ranks, on all ranks."""
+    mine, largest = numpy.array(times), numpy.empty(len(times))
+    comm.Allreduce(mine, largest, op=mpi_library.load().MAX)
+    return [float(value) for value in largest]
+
+
+def timed_on(
+    job: BenchJob, calls: Sequence[Callable[[], Any]], *, is_launch: bool = False
+) -> Callable[[int], float] | None:
+    """Return a function that times a number of calls on the device of the job; None on the CPU.
+
+    On a device, a call returns when its work is queued, so a batch ends when the device has finished. With
+    `is_launch` the calls return handles, and the time ends when the last call has returned.
+    """
+    if job.device.type == "cpu":
+        return None
+
+    def timed(number: int) -> float:
+        torch.cuda.synchronize(job.device)  # the buffers have been written
+        job.comm.Barrier()
+        begin = time.perf_counter()
+        results = [call() for call in itertools.islice(itertools.cycle(calls), number)]
+        if not is_launch:
+            torch.cuda.synchronize(job.device)
+        seconds = time.perf_counter() - begin
+        for handle in results if is_launch else ():
+            handle.wait()
+        torch.cuda.synchronize(job.device)
+        return seconds
+
+    return timed

@@ -1,1 +1,0 @@
-"""What ``torchmpi bench`` is made of: jobs, contestants, the clock, tables and plots."""

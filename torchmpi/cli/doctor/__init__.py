@@ -1,0 +1,1 @@
+"""``torchmpi doctor``: :mod:`.diagnosis` gathers facts, runs the checks of the other modules, and reports."""

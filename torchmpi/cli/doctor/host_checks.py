@@ -1,0 +1,149 @@
+"""Checks of the machine: cores, binding, CPU quota, shared memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..facts import Facts, ProcessFacts
+from ..formatting import core_list, counted, shortened
+from .finding import Finding
+
+_MIB = 1 << 20
+_SHM_SMALL_BYTES = 256 * _MIB  # Docker gives 64 MiB
+# Per rank: MPICH's segments take about 3 MiB, those of Open MPI and of DataLoader workers more.
+_SHM_NEEDED_BYTES = 16 * _MIB
+
+
+def check_cores(facts: Facts) -> Finding | None:
+    """Check that there are at least as many cores as ranks."""
+    if not facts.in_job:
+        return _check_cores_alone(facts)
+    if not facts.ranks:
+        return None
+    placed = []
+    for ranks in facts.by_machine().values():
+        host, num_cores = ranks[0].host, ranks[0].num_cpus
+        if len(ranks) > num_cores:
+            found = f"{len(ranks)} ranks share {counted(num_cores, 'core')} on {host}, which is slow"
+            remedy = f"Start at most {counted(num_cores, 'rank')} there, except for tests."
+            return Finding("cores", "warning", found, remedy)
+        placed.append(f"{counted(len(ranks), 'rank')} on {host} ({counted(num_cores, 'core')})")
+    return Finding("cores", "ok", shortened(placed))
+
+
+def _check_cores_alone(facts: Facts) -> Finding:
+    here, cores, physical = facts.here, len(facts.here.cores), facts.here.num_physical_cores
+    threads = f" with {cores} hardware threads" if physical < cores else ""
+    found = f"{counted(physical, 'core')}{threads} for this process, of {here.num_cpus} in the machine"
+    if cores == 1 < here.num_cpus:
+        remedy = "Start from a shell that is not bound (taskset, cgroup), or give the container more cores."
+        return Finding("cores", "warning", found, remedy)
+    if physical == 1:
+        remedy = "Ranks will share it; Open MPI needs --oversubscribe for more than one."
+        return Finding("cores", "warning", found, remedy)
+    more = "; for more ranks, Open MPI needs --oversubscribe" if facts.uses_open_mpi else ""
+    return Finding("cores", "ok", found + more)
+
+
+def check_binding(facts: Facts) -> Finding | None:
+    """Check that ranks do not share cores while others are free."""
+    if not facts.ranks:
+        return None
+    worst: Finding | None = None
+    for ranks in facts.by_machine().values():
+        finding = _check_binding_of(ranks)
+        if finding.verdict == "problem" or worst is None or worst.verdict == "ok":
+            worst = finding
+    return worst
+
+
+def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
+    first, name = ranks[0], "binding"
+    union = {core for rank in ranks for core in rank.cores}
+    sharing = max(Counter(core for rank in ranks for core in rank.cores).values())
+    masks = shortened((core_list(rank.cores) for rank in ranks), separator=" | ")
+    where = f"on {first.host}"
+    if sharing == 1:
+        return Finding(name, "ok", f"each rank has its own cores: {masks}")
+    if len(union) == 1 < first.num_cpus:
+        return Finding(
+            name,
+            "problem",
+            f"all {len(ranks)} ranks {where} are bound to core {min(union)}, of {first.num_cpus}",
+            "Start mpirun from a process that is not bound itself, and without binding: `mpirun --bind-to none` "
+            "(Open MPI), `mpiexec -bind-to none` (MPICH), `srun --cpu-bind=none`. torchmpi then gives each rank "
+            "its own cores.",
+        )
+    if len(union) < len(ranks):
+        if len(union) == first.num_cpus:
+            return Finding(name, "ok", f"nothing to bind {where}: {counted(len(union), 'core')} for all ranks")
+        return Finding(
+            name,
+            "warning",
+            f"{len(ranks)} ranks {where} may use only cores {core_list(union)} of {first.num_cpus}",
+            "Start fewer ranks there, or allow them more cores (container, cgroup, --cpus-per-task).",
+        )
+    if any(list(rank.cores) != list(first.cores) for rank in ranks):
+        return Finding(
+            name,
+            "warning",
+            f"up to {sharing} ranks {where} share a core: {masks}",
+            "Let the launcher bind each rank to its own cores, or bind none (--bind-to none): torchmpi then does.",
+        )
+    if first.settings["bind"] == "none":
+        return Finding(
+            name,
+            "warning",
+            f"{len(ranks)} ranks {where} share cores {core_list(union)}, because of TORCHMPI_BIND=none",
+            "Unset it, or let the launcher bind: ranks that share a core are several times slower.",
+        )
+    return Finding(name, "ok", f"left to torchmpi, which gives each rank {where} its own of cores {core_list(union)}")
+
+
+def check_quota(facts: Facts) -> Finding | None:
+    """Check that the CPU quota of the container is not below its number of cores."""
+    for ranks in facts.by_machine().values():
+        quota, num_cores = ranks[0].cpu_quota, len({core for rank in ranks for core in rank.cores})
+        if quota is not None and quota < num_cores:
+            fitting = counted(max(1, int(quota)), "rank")
+            return Finding(
+                "CPU quota",
+                "warning",
+                f"the container on {ranks[0].host} has a quota of {quota:g} CPUs for "
+                f"{counted(num_cores, 'core')}: when it is used up, all processes are suspended until the next period",
+                f"Raise the limit (docker run --cpus), or start at most {fitting} there.",
+            )
+    return Finding("CPU quota", "ok", "no limit below the number of cores")
+
+
+def check_shared_memory(facts: Facts) -> Finding | None:
+    """Check that /dev/shm exists, is writable and large enough."""
+    name = "shared memory"
+    needed = _SHM_NEEDED_BYTES * max(2, *(len(ranks) for ranks in facts.by_machine().values()))
+    worst = min(facts.processes, key=lambda process: (process.shm_is_writable, process.shm_free_bytes))
+    if worst.shm_total_bytes is None or not worst.shm_is_writable:
+        state = "not there" if worst.shm_total_bytes is None else "not writable"
+        remedy = "Mount it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm (docker run --shm-size=1g)."
+        found = f"/dev/shm is {state} on {worst.host}: MPI libraries use slower transports between its ranks"
+        return Finding(name, "warning", found, remedy)
+    total, free = worst.shm_total_bytes // _MIB, worst.shm_free_bytes // _MIB
+    found = f"/dev/shm on {worst.host}: {free} of {total} MiB free"
+    if worst.shm_free_bytes < needed:
+        remedy = f"MPI needs about {needed // _MIB} MiB: delete files of ended jobs, or docker run --shm-size=1g."
+        return Finding(name, "problem", found, remedy)
+    if worst.shm_total_bytes < _SHM_SMALL_BYTES:
+        remedy = "In a container, 64 MiB is the default: docker run --shm-size=1g, or --ipc=host."
+        found += ", which DataLoader workers and large messages use up"
+        return Finding(name, "warning", found, remedy)
+    return Finding(name, "ok", found)
+
+
+def check_leftovers(facts: Facts) -> Finding | None:
+    """Check that ended jobs have not left files in /dev/shm."""
+    for ranks in facts.by_machine().values():
+        files = ranks[0].leftovers
+        if files:
+            found = f"{counted(len(files), 'file')} of ended jobs on {ranks[0].host}: {shortened(files, most=3)}"
+            remedy = "Delete them, unless a container that shares this /dev/shm runs one of your jobs."
+            return Finding("leftovers", "warning", found, remedy)
+    return Finding("leftovers", "ok", "no files of ended jobs in /dev/shm")
