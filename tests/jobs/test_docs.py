@@ -1,4 +1,4 @@
-"""The documentation agrees with the code: snippets run, links and modules exist, tables and words are those of the code."""
+"""The documentation agrees with the code: snippets run, links and modules exist, tables and words are current."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ RETIRED = {
 }
 RETIRED_NAMES = {"gate", "gates", "door", "doors", "lane", "lanes", "ledger", "ledgers", "verb", "verbs", "inquiry"}
 RETIRED_CLASSES = {"Turn", "Pieces"}
-# Vector code has lanes; `verbs` is a public parameter of autotune(), an option of the command line, and a key of its JSON.
+# Vector code has lanes; `verbs` is a public parameter of autotune(), an option of the command line, a key of its JSON.
 HAS_LANES = re.compile(r"_ir\.py$|kernels/(reduction|server_rules)\.py$|ipc/cuda_\w+\.py$")
 HAS_VERBS = re.compile(r"torchmpi/(cli/.*|collectives/tuning/run\.py)$")
 
