@@ -81,11 +81,13 @@ def arrows() -> dict[tuple[str, str], float | None]:
     least = [-x for x in most]
     found: dict[tuple[str, str], float | None] = {}
     for source, target in sorted(direct_imports(), key=lambda arrow: LEVEL_OF[arrow[0]] - LEVEL_OF[arrow[1]]):
-        between = slice(LEVEL_OF[target] + 1, LEVEL_OF[source])
+        between, around = slice(LEVEL_OF[target] + 1, LEVEL_OF[source]), slice(LEVEL_OF[target], LEVEL_OF[source] + 1)
         count = len(most[between])
+        # On the side of its ends; if they are in the middle, on the side with fewer arrows.
+        side = X[source] + X[target] or -sum(least[around]) - sum(most[around])
         if count == 0:
             found[source, target] = None
-        elif X[source] + X[target] > 0:
+        elif side > 0:
             x = found[source, target] = max(most[between]) + MARGIN
             most[between] = [x] * count
         else:
