@@ -1,4 +1,4 @@
-"""What the documentation shows is so: snippets run, links lead somewhere, tables agree with the code."""
+"""The documentation agrees with the code: snippets run, links and modules exist, tables and words are current."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import importlib.util
 import inspect
 import json
 import re
+import subprocess
+import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -97,8 +100,9 @@ def name_of(page: Path) -> str:
 
 
 def prose(page: Path) -> str:
-    """The page without its blocks."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    """The page with its blocks emptied, so that line numbers remain."""
+    empty = lambda block: "\n" * block[0].count("\n")  # noqa: E731
+    return re.sub(r"^```.*?^```$", empty, page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 # ---- snippets ------------------------------------------------------------------------------------
@@ -265,3 +269,87 @@ def operations_of(dtype: torch.dtype) -> set[str]:
             continue
         found.add(op)
     return found
+
+
+# ---- modules and words ---------------------------------------------------------------------------
+
+PACKAGE = ROOT / "torchmpi"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+MAX_TERMS = 15
+FOR_CONTRIBUTORS = [GLOSSARY, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "design").glob("*.md"))]
+
+
+def test_the_picture_of_the_levels_is_current():
+    check = [sys.executable, ROOT / "scripts" / "draw_levels.py", "--check"]
+    result = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("page", FOR_CONTRIBUTORS, ids=name_of)
+def test_modules_named_on_a_page_exist(page):
+    """A file in code marks exists; its path may be relative to any folder."""
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if not {".venv", "build"} & {*path.parts}]
+    missing = [
+        f"{name_of(page)}:{number}: {name}"
+        for number, line in enumerate(prose(page).splitlines(), 1)
+        for name in re.findall(r"`([\w/]+\.py)`", line)
+        if not any(file.endswith(f"/{name}") for file in files)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_glossary_is_short_and_names_modules():
+    _, *terms = rows_of_table(GLOSSARY, "term")
+    assert len(terms) <= MAX_TERMS
+    for term, meaning, module, established in terms:
+        assert (PACKAGE / module).is_file(), f"{term}: there is no torchmpi/{module}"
+        assert meaning.endswith(".") and meaning.count(". ") <= 1, f"{term}: one or two sentences"
+        assert established, f"{term}: name the nearest established term"
+
+
+# Words of earlier versions, each with its replacement.
+RETIRED = {
+    r"gates?": "fast path",
+    r"doors?": "cached call",
+    r"(?<!SIMD )(?<!vector )lanes?": "call queue",
+    r"ledgers?": "call log",
+    r"verbs?": "collective",
+    r"given up|gives? the call up": "aborted",
+    r"inquir(y|ies)": "remote status request",
+    r"turned down": "rejected",
+}
+RETIRED_NAMES = {"gate", "gates", "door", "doors", "lane", "lanes", "ledger", "ledgers", "verb", "verbs", "inquiry"}
+RETIRED_CLASSES = {"Turn", "Pieces"}
+# Vector code has lanes; `verbs` is a public parameter of autotune(), an option of the command line, a key of its JSON.
+HAS_LANES = re.compile(r"_ir\.py$|kernels/(reduction|server_rules)\.py$|ipc/cuda_\w+\.py$")
+HAS_VERBS = re.compile(r"torchmpi/(cli/.*|collectives/tuning/run\.py)$")
+
+
+@pytest.mark.parametrize("page", [page for page in DOCS if page.parent != ROOT], ids=name_of)
+def test_pages_use_no_retired_words(page):
+    found = [
+        f"{name_of(page)}:{number}: {match[0]!r} is now {new!r}"
+        for number, line in enumerate(prose(page).splitlines(), 1)
+        for old, new in RETIRED.items()
+        for match in re.finditer(rf"\b({old})\b", re.sub(r"`[^`]*`", "", line), flags=re.IGNORECASE)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_identifiers_contain_no_retired_words():
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = name_of(path)
+        allowed = {"lane", "lanes"} if HAS_LANES.search(name) else set()
+        allowed |= {"verbs"} if HAS_VERBS.search(name) else set()
+        with path.open("rb") as file:
+            names = {(token.start[0], token.string) for token in tokenize.tokenize(file.readline) if is_name(token)}
+        for line, identifier in sorted(names):
+            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", identifier)}
+            if words & RETIRED_NAMES - allowed or identifier.strip("_") in RETIRED_CLASSES:
+                found.append(f"{name}:{line}: {identifier}")
+    assert not found, "\n".join(found)
+
+
+def is_name(token: tokenize.TokenInfo) -> bool:
+    return token.type == tokenize.NAME
