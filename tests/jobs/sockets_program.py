@@ -154,7 +154,8 @@ def run(*, briefly: bool) -> None:
     mpi.stop()
     if rank == 0:
         total = hashlib.sha256("".join(digests).encode()).hexdigest()
-        print(f"compared {results.num_compared}, wrong {sum(wrong, [])}, hosts {hosts}, digest {total}", flush=True)
+        everything = [each for part in wrong for each in part]
+        print(f"compared {results.num_compared}, wrong {everything}, hosts {hosts}, digest {total}", flush=True)
 
 
 def on_sockets() -> None:

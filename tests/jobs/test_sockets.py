@@ -46,7 +46,7 @@ class Job:
     def __init__(self, n: int, command: list[str | Path], folder: Path, env: Callable[[int], dict[str, str]]) -> None:
         common = {"WORLD_SIZE": str(n), "STORE": str(folder / "store"), "PYTHONFAULTHANDLER": "1"}
         self._begin = time.monotonic()
-        self._outputs = [[open(folder / f"{rank}.{kind}", "w+") for kind in ("out", "err")] for rank in range(n)]
+        self._outputs = [[(folder / f"{rank}.{kind}").open("w+") for kind in ("out", "err")] for rank in range(n)]
         self.processes = [
             subprocess.Popen(
                 command,

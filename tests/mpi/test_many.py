@@ -95,10 +95,7 @@ def test_lists_of_all_lengths_and_forms(slots, asynchronous):
             expected += formed(contract.reduced(inputs, op), form)
             tensors += formed(inputs[rank], form)
         versions = [tensor._version for tensor in tensors]
-        if asynchronous:
-            result = mpi.allreduce_many_async(tensors, op=op).wait()
-        else:
-            result = mpi.allreduce_many(tensors, op=op)
+        result = mpi.allreduce_many_async(tensors, op=op).wait() if asynchronous else mpi.allreduce_many(tensors, op=op)
         for tensor, wanted, given in zip(tensors, expected, result, strict=True):
             assert given is tensor
             assert contract.same_bits(tensor.contiguous(), wanted.contiguous()), f"{dtype} {op} {len(wanted)}"

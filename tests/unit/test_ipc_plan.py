@@ -164,7 +164,7 @@ def test_the_model_notices_a_broken_protocol(what):
     noticed = 0
     for seed in range(20):
         lengths = [half] * size if collective in ("allgather", "reduce_scatter") else [7 * half]
-        call, expected = make(collective, size, half, lengths, 0, random.Random(seed))
+        call, _expected = make(collective, size, half, lengths, 0, random.Random(seed))
         calls = [call._replace(chunks=[broken(steps, change) for steps in call.chunks])] * 5
         try:
             Model(size, half, seed).play(calls)

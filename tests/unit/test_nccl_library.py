@@ -71,20 +71,20 @@ def test_the_numbers_are_those_of_the_header(library):
 def test_an_error_has_its_own_words_and_the_remedy(library):
     text = library.describe("ncclAllReduce", 5)
     assert "ncclAllReduce: invalid usage" in text and "backend='ipc'" in text and "NCCL 2." in text
-    with pytest.raises(TransportError, match="ncclCommGetAsyncError: invalid argument.*NULL"):
+    with pytest.raises(TransportError, match=r"ncclCommGetAsyncError: invalid argument.*NULL"):
         library.call("ncclCommGetAsyncError", None, ctypes.byref(ctypes.c_int()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 def test_without_a_gpu_a_communicator_is_refused_with_the_reason_of_cuda(library):
-    with pytest.raises(TransportError, match="(?i)^rank 7: NCCL .*ncclCommInitRank: .*cuda.*nvidia-smi"):
+    with pytest.raises(TransportError, match=r"(?i)^rank 7: NCCL .*ncclCommInitRank: .*cuda.*nvidia-smi"):
         nccl.Communicator(library, library.unique_id(), 1, 0, where="rank 7")
 
 
 def test_a_group_is_closed_when_a_call_in_it_fails(library):
     with pytest.raises(KeyError), library.group():
         raise KeyError
-    with pytest.raises(TransportError, match="ncclGroupEnd: invalid usage"):
+    with pytest.raises(TransportError, match=r"ncclGroupEnd: invalid usage"):
         library.call("ncclGroupEnd")
 
 
@@ -137,7 +137,7 @@ def test_where_there_is_none_the_way_to_it_is_told(monkeypatch):
     monkeypatch.setattr(nccl, "candidates", lambda: ["/nowhere/libnccl.so.2"])
     nccl.load.cache_clear()
     try:
-        with pytest.raises(TransportError, match="/nowhere/libnccl.so.2.*pip install"):
+        with pytest.raises(TransportError, match=r"/nowhere/libnccl.so.2.*pip install"):
             nccl.load()
     finally:
         nccl.load.cache_clear()

@@ -101,7 +101,7 @@ def test_bools_of_any_byte_are_true_or_false():
 
 
 def test_everything_is_carried_by_what_nccl_has_or_lacking():
-    for dtype in contract.MOVABLE + (torch.complex32,):
+    for dtype in (*contract.MOVABLE, torch.complex32):
         for op in dtypes.info(dtype).ops:
             if lacks(dtype, op) is None:
                 for size in (1, 2, 3):

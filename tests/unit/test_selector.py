@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_checked_rule_says_the_same_in_the_fewest_lines(given_entries, num_byt
     rule = checked(ALLREDUCE, given_entries)
     expected = next(name for limit, name in given_entries if limit is None or num_bytes <= limit)
     assert at(rule, num_bytes) == expected
-    assert all(one != other for (_, one), (_, other) in zip(rule, rule[1:], strict=False))
+    assert all(one != other for (_, one), (_, other) in itertools.pairwise(rule))
     assert checked(ALLREDUCE, rule) == rule
     assert format_rule(rule).count(",") == len(rule) - 1
 
@@ -84,7 +85,7 @@ def test_there_is_a_key_for_every_combination_but_an_asynchronous_barrier():
     everything = list(keys())
     assert len(set(everything)) == len(everything) == (9 + 7) * 3 * 2 - 3
     assert Key("barrier", "cpu", "host", "async") not in everything
-    with pytest.raises(errors.ArgumentError, match="span='rack' is unknown. Use one of: host, across, hosts"):
+    with pytest.raises(errors.ArgumentError, match=r"span='rack' is unknown. Use one of: host, across, hosts"):
         list(keys(span="rack"))
 
 
@@ -222,12 +223,12 @@ def test_the_backend_of_a_call_goes_before_the_table_and_is_refused_with_the_rea
     selector, world, _ = job(0, 0, 1)
     assert chosen(selector, "allreduce", world, wanted="p2p") == [(None, "p2p")]
     with pytest.raises(
-        errors.BackendUnavailableError, match="rank 0: .*its ranks are on several hosts.*one of: mpi, p2p"
+        errors.BackendUnavailableError, match=r"rank 0: .*its ranks are on several hosts.*one of: mpi, p2p"
     ):
         selector.select("allreduce", "cpu", world, wanted="shm")
-    with pytest.raises(errors.BackendUnavailableError, match="it has no gather"):
+    with pytest.raises(errors.BackendUnavailableError, match=r"it has no gather"):
         selector.select("gather", "cpu", world, wanted="p2p")
-    with pytest.raises(errors.BackendUnavailableError, match="no cuda here. No other backend can"):
+    with pytest.raises(errors.BackendUnavailableError, match=r"no cuda here. No other backend can"):
         selector.select("gather", "cuda", world)
 
 
@@ -281,7 +282,7 @@ def test_what_cannot_be_set_is_refused_and_changes_nothing(arguments, options, r
 @pytest.mark.parametrize("parts", ["allreduce", ("allreduce",), ("allreduce", "cpu", "host")])
 def test_a_key_has_four_words(parts):
     selector, _, _ = job(0)
-    with pytest.raises(errors.ArgumentError, match="four strings"):
+    with pytest.raises(errors.ArgumentError, match=r"four strings"):
         selector.key(parts)
 
 
@@ -348,7 +349,7 @@ def test_what_a_transport_cannot_compute_goes_by_the_next():
     selector, _, group = with_gpus()
     assert on_gpu(selector, group(0, 1), op="bor") == [(None, "shm")]
     assert on_gpu(selector, group(2, 3), op="bor") == [(None, "ipc")]
-    with pytest.raises(errors.BackendUnavailableError, match="it has no bor. .*use one of: mpi, shm, p2p"):
+    with pytest.raises(errors.BackendUnavailableError, match=r"it has no bor. .*use one of: mpi, shm, p2p"):
         on_gpu(selector, group(0, 1), op="bor", wanted="nccl")
     selector.set("allreduce", "nccl", device="cuda")
     assert on_gpu(selector, group(0, 1), op="bor") == [(None, "shm")]

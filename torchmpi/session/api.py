@@ -16,7 +16,8 @@ from ..backends.selector import Availability
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, TransportError
 from . import runtime
-from .runtime import start, stop
+from .runtime import start as start
+from .runtime import stop as stop
 
 
 @contextmanager
