@@ -14,7 +14,7 @@ from torch import nn
 import torchmpi as mpi
 import torchmpi.parameterserver as ps
 from torchmpi.errors import ReplicaError
-from torchmpi.parameterserver.tensor_lists import _registry
+from torchmpi.parameterserver.parameter_lists import _registry
 
 sys.path.insert(0, str(Path(__file__).parent))
 import updates_rig

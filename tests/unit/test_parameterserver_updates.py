@@ -15,12 +15,12 @@ from torch import nn
 
 import torchmpi.parameterserver as ps
 from torchmpi.errors import ArgumentError, CheckpointError, NotStartedError
-from torchmpi.parameterserver.tensor_lists import FlatBuffers, apply_local_update, cache_blocks
-from torchmpi.parameterserver.updates.base import Schedule, check_whole
+from torchmpi.parameterserver.parameter_lists import FlatBuffers, apply_local_update, cache_blocks
 from torchmpi.parameterserver.updates.easgd import _attract
+from torchmpi.parameterserver.updates.update import Schedule, check_whole
 
 MODULES = (
-    "checkpoint", "rules", "shards", "staleness", "tensor_lists", "updates.base", "updates.easgd",
+    "shard_checkpoint", "rules", "shards", "staleness", "parameter_lists", "updates.update", "updates.easgd",
 )  # fmt: skip
 
 

@@ -266,7 +266,7 @@ def test_without_a_span_a_backend_is_set_where_it_reaches():
         (("allreduce", "mpi"), {"mode": "lazy"}, "mode='lazy' is unknown"),
         (("sendreceive", "mpi"), {}, "collective='sendreceive' is unknown"),
         (("barrier", "mpi"), {"mode": "async"}, "'sync' only"),
-        (("scatter", "mpi"), {"device": "cuda"}, "by the rules of device 'cpu'"),
+        (("scatter", "mpi"), {"device": "cuda"}, "the rules of device 'cpu'"),
         (("gather", "mpi"), {"up_to_bytes": 64}, "differ in length"),
         (("allreduce", "mpi"), {"up_to_bytes": -1}, "above 0"),
     ],

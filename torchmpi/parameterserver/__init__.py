@@ -8,11 +8,11 @@ Example:
     weights = ps.receive(server).wait()
 """
 
-from .checkpoint import load, save
+from .parameter_lists import free_tensors, init_tensors, integrate_tensors, prefetch_tensors, send_tensors, sync_handles
 from .rules import Rule, adagrad, adam, axpby, register_rule, scaled_add, sgd
 from .servers import Server, free, free_all, init, receive, send
+from .shard_checkpoint import load, save
 from .staleness import Clock, StalenessMeter
-from .tensor_lists import free_tensors, init_tensors, integrate_tensors, prefetch_tensors, send_tensors, sync_handles
 from .updates import DiLoCoUpdate, DownpourUpdate, EAMSGDUpdate, EASGDUpdate, LocalSGDUpdate, Update
 
 __all__ = [

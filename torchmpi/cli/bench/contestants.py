@@ -235,7 +235,7 @@ def _array(tensor: torch.Tensor) -> Any:
 class TorchDistributed(Peer):
     """torch.distributed with a given process group."""
 
-    def __init__(self, name: str, group: Any, *, asynchronous: bool) -> None:
+    def __init__(self, name: str, group: torch.distributed.ProcessGroup | None, *, asynchronous: bool) -> None:
         self.name, self._group, self._asynchronous = name, group, asynchronous
 
     def why_not(self, collective: str, dtype: str) -> str | None:

@@ -14,7 +14,7 @@ from ... import collectives
 from ...communicators.levels import Comm
 from ...errors import ArgumentError
 from ...nn.buckets import allocate_flat
-from ..tensor_lists import FlatBuffers, cache_blocks
+from ..parameter_lists import FlatBuffers, cache_blocks
 from .localsgd import LocalSGDUpdate
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ArgumentError
+from ..parameter_lists import LocalUpdate, apply_local_update
 from ..rules import Rule, scaled_add
-from ..tensor_lists import LocalUpdate, apply_local_update
-from .base import Update, check_whole
+from .update import Update, check_whole
 
 
 class DownpourUpdate(Update):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ArgumentError
+from ..parameter_lists import cache_blocks
 from ..rules import scaled_add
-from ..tensor_lists import cache_blocks
-from .base import Update
+from .update import Update
 
 
 class EASGDUpdate(Update):

@@ -13,7 +13,7 @@ from torch import nn
 from ...collectives.tensor_lists import allreduce_many
 from ...communicators.levels import Comm
 from ...session import runtime
-from .base import PeriodicUpdate
+from .update import PeriodicUpdate
 
 
 class LocalSGDUpdate(PeriodicUpdate):
@@ -85,9 +85,9 @@ class LocalSGDUpdate(PeriodicUpdate):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank, without the network."""
-        return {**super().state_dict(), "has_changed": self._has_changed}
+        return {**super().state_dict(), "has_news": self._has_changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         super().load_state_dict(state)
-        self._has_changed = state["has_changed"]
+        self._has_changed = state["has_news"]

@@ -16,10 +16,10 @@ from ...errors import ArgumentError, CheckpointError
 from ...nn.replica import Replica
 from ...nn.sync import broadcast_replica
 from ...session import runtime
+from ..parameter_lists import FlatBuffers, TensorServers, sync_handles, where
 from ..rules import Rule
 from ..servers import Server, free
 from ..staleness import Clock, StalenessMeter, check_max_staleness
-from ..tensor_lists import FlatBuffers, TensorServers, sync_handles, where
 
 PeriodicT = TypeVar("PeriodicT", bound="PeriodicUpdate")
 
