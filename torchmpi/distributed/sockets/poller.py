@@ -104,7 +104,7 @@ class Poller:
                 return
             request.error, request.is_done = error, True
             callbacks, request.callbacks = request.callbacks, []
-            has_follower = _open_gate(request)
+            has_follower = _release_waiter(request)
         if has_follower:
             self._gives_way = True
         elif self._led_for is request and self._baton.holder != threading.get_ident():
@@ -165,7 +165,7 @@ class Poller:
         self._failure = reason
         with self._lock:
             for request in self._followers:
-                _open_gate(request)
+                _release_waiter(request)
             self._followers.clear()
         self._ring()
 
@@ -185,16 +185,16 @@ class Poller:
 
     def _follow(self, request: Request) -> None:
         """Sleep until the request has ended, or it is one's turn to lead."""
-        gate = threading.Lock()
-        gate.acquire()
+        waiter = threading.Lock()
+        waiter.acquire()
         with self._lock:
             if request.is_done:
                 return
-            request.gate = gate
+            request.waiter = waiter
             self._followers.append(request)
         if self._baton.holder is None:  # who led may have missed this follower
             self._call_follower()
-        gate.acquire()
+        waiter.acquire()
 
     def _pass_on(self) -> None:
         """Give the baton back, and see to it that somebody takes it who needs to. Once too often does no harm."""
@@ -209,7 +209,7 @@ class Poller:
 
     def _call_follower(self) -> None:
         with self._lock:
-            while self._followers and not _open_gate(self._followers.popleft()):
+            while self._followers and not _release_waiter(self._followers.popleft()):
                 pass
 
     def _handle(self, events: list[tuple[int, int]]) -> None:
@@ -275,12 +275,12 @@ class Poller:
         os.close(self._bell)
 
 
-def _open_gate(request: Request) -> bool:
+def _release_waiter(request: Request) -> bool:
     """Wake who sleeps for a request; whether there is somebody."""
-    gate = request.gate
-    if gate is None:
+    waiter = request.waiter
+    if waiter is None:
         return False
-    if gate.locked():
-        gate.release()
-    request.gate = None  # last: whoever is interrupted before leaves it to be opened again
+    if waiter.locked():
+        waiter.release()
+    request.waiter = None  # last: whoever is interrupted before leaves it to be opened again
     return True

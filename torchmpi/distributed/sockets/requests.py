@@ -78,14 +78,14 @@ class Status:
 class Request:
     """Something that will end: a send, or whatever has no data for the caller."""
 
-    __slots__ = ("_was_seen", "callbacks", "error", "gate", "is_done", "poller")
+    __slots__ = ("_was_seen", "callbacks", "error", "is_done", "poller", "waiter")
 
     def __init__(self, poller: RequestPoller) -> None:
         self.poller = poller
         self.is_done = False
         self.error: str | None = None
         """Why it failed."""
-        self.gate: Lock | None = None
+        self.waiter: Lock | None = None
         """Released when it is done; there if a thread sleeps until then."""
         self.callbacks: list[Callable[[], None]] = []
         self._was_seen = False  # by a caller: it is then what mpi4py calls a null request
