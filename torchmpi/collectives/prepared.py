@@ -25,7 +25,7 @@ from ..communicators.group import Group
 from ..communicators.plan import Plan, Shape, no_shape
 from ..errors import ArgumentError, DtypeError
 from ..session.runtime import Runtime
-from ..tensors import buffers, dtypes, fusion, streams
+from ..tensors import bucket_plan, buffers, dtypes, streams
 from . import device_staging
 
 CHECKSUM_MODULUS = 1_000_000
@@ -138,7 +138,7 @@ def _packing(operation: Operation) -> Operation:
     def run(tensors: Any, _: None, root: int) -> None:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.work])
         operation(flat, None, root)
-        fusion.unpack(flat, tensors.work)
+        bucket_plan.unpack(flat, tensors.work)
 
     return run
 
