@@ -239,8 +239,8 @@ def check_counter(group, counter, value):
 def check_peers(group):
     """Check the counters of all ranks at the end of a kernel.
 
-    A rank that is ahead, in the next call or in the second kernel of this one, can have put and finished two chunks: for
-    the third it waits for this rank.
+    A rank that is ahead, in the next call or in the second kernel of this one, can have put and finished two chunks:
+    for the third it waits for this rank.
     """
     chunks = load_field(group, CHUNKS)
     for rank in range(load_field(group, SIZE)):
