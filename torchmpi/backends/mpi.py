@@ -146,7 +146,7 @@ def _finish_for(op: str, size: int, *, is_bool: bool) -> Callable[[torch.Tensor]
     """Return the operation that completes MPI's result, if one is needed."""
     if op == "avg":
         return partial(divide, size=size)
-    if size == 1 and (is_bool or op in ("land", "lor")):  # MPI combines nothing and returns 7 instead of 1
+    if size == 1 and (is_bool or op in ("land", "lor")):  # MPI returns the operand unchanged: 7 instead of 1
         return lambda result: buffers.overwrite(result, result != 0)
     return None
 

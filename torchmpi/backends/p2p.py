@@ -151,7 +151,7 @@ class P2PReduction:
         flat = buffer.detach().view(-1)
         if self._is_short(flat):
             self._gather_all(flat)
-        elif self.size <= 2:  # swapping everything takes as many bytes as halves there and back, in one round
+        elif self.size <= 2:  # whole vectors: as many bytes as two exchanges of halves, in one round
             self._pipeline(flat, self._swap_with_peer, self._combine_all)
         else:
             self._pipeline(flat, self._exchange_parts, self._combine_and_spread)

@@ -173,7 +173,7 @@ class SharedGroup:
         self.mappings[rank, index, 0] = key
 
     def take_violation(self) -> str:
-        """Describe the check that has failed in a kernel of the checked build, and forget it."""
+        """Describe the check that has failed in a kernel of the checked build, and clear its record."""
         first = records.VIOLATED_CHECK
         check, value, limit = self.fields[first : first + 3].tolist()
         self.fields[first] = 0
@@ -252,7 +252,7 @@ class SharedCalls:
             self.shared.be_patient(polite=False)
 
     def settle(self, status: int) -> None:
-        """Do what a kernel cannot do itself, so that it can be run again, or raise."""
+        """Handle the status of a kernel: return if the kernel can be run again, or raise."""
         kind, rank = status & records.STATUS_KINDS, status & ~records.STATUS_KINDS
         try:
             if kind == records.UNMAPPED:
@@ -282,7 +282,7 @@ class SharedCalls:
             raise
 
     def _differing(self) -> int | None:
-        """Return a rank with another call: the rank that aborted may have met that rank before this one did."""
+        """Return a rank with another call: the rank that aborted may have found that mismatch first."""
         same = 0, call_log.ABORTED
         return next((rank for rank in range(self.size) if self._difference_to(rank) not in same), None)
 
@@ -406,7 +406,7 @@ class SharedMovement(SharedCalls):
                 f"{self.group.where}: scatter: the tensor has {source.dim()} dimensions, more than the {_MAX_DIMS} "
                 "that can be announced. Merge some with flatten()."
             )
-        if self.rank != root:  # what other ranks pass is ignored
+        if self.rank != root:  # the tensors of other ranks are ignored
             source = None
         num_rows, row_bytes, address = 0, 0, 0
         message: tuple[int, ...] = ()

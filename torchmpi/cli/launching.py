@@ -117,7 +117,7 @@ def library_of(version_text: str) -> str:
 
 
 def leave_job() -> None:
-    """Wait until all ranks are here; abort the job if torchmpi still runs on one of them after an error."""
+    """Wait for all ranks; abort the job if torchmpi still runs on one of them after an error."""
     comm = mpi_library.load().COMM_WORLD
     if any(comm.allgather(runtime.is_running())):
         comm.Abort(1)

@@ -41,7 +41,7 @@ class PreparedPlan(Plan):
 
     Attributes:
         bare: The same call without the copies around the operation of the backend, for contiguous host memory.
-        cached_call: Returns what the fast path needs to make the call for a root, or None if it cannot make it.
+        cached_call: Returns the :class:`~torchmpi.shared_memory.fast_path.CachedCall` for a root, or None.
         is_on_device: Whether the tensors are on a device, so that the caller's stream matters.
         is_simple: Whether `bare` may be used for contiguous host tensors that are not part of an autograd graph.
         many: The allreduce of a :class:`~torchmpi.collectives.tensor_lists.TensorList`, if the backend reduces tensors

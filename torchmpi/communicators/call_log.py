@@ -333,7 +333,7 @@ class CallLog:
         for line in answer.splitlines():
             if line.startswith(marker):
                 return f"{line[len(marker) :]}, call #{seq}"
-        return f"something else, call #{seq} (it does not say what: stopped, or busy outside Python)"
+        return f"something else, call #{seq} (no reply from its watchdog: stopped, or busy outside Python)"
 
     def recent(self, most: int = 8) -> list[Call]:
         """Return the last calls, oldest first."""

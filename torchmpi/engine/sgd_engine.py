@@ -252,8 +252,8 @@ class SGDEngine:
     def _train_epoch(self, run: TrainingRun, saved: Saved | None) -> None:
         state = run.state
         set_epoch(state.iterator, state.epoch)
-        # Also when resuming within an epoch: what these hooks prepare (a sampler, a meter) is needed, and the
-        # checkpoint then restores what they change.
+        # Also when resuming within an epoch: the hooks prepare objects for the epoch (a sampler, a meter), and the
+        # checkpoint then restores the state of these objects.
         self.hooks.call("on_start_epoch", state)
         position = None if saved is None else run.restore(saved, self._kept)
         with run.begin_epoch(self._prefetch, position) as epoch:
@@ -394,7 +394,7 @@ class SGDEngine:
         return DeviceCopy(device)
 
     def _agree_to_stop(self, state: State) -> bool:
-        """Stop all ranks if one rank wants to stop, as the others would wait for that rank."""
+        """Stop all ranks if one rank stops, since the others would wait for that rank."""
         state.stop = self._coordinator.count(state.stop) > 0
         return state.stop
 

@@ -54,7 +54,7 @@ class RemoteServer(Protocol):
 
 
 class _Backoff:
-    """Sleeps between polls of MPI, whose own waits would occupy a core: briefly at first, then longer and longer."""
+    """Sleeps between polls of MPI, whose own waits would occupy a core: briefly at first, then for increasing times."""
 
     def __init__(self) -> None:
         self._seconds, self._since = _MIN_SLEEP, time.monotonic()

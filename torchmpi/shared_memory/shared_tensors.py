@@ -60,7 +60,7 @@ class SharedHeap:
         return torch.from_numpy(memory)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def adopt(self, storage: torch.UntypedStorage, file: int, num_bytes: int) -> None:
-        """Let others access a storage whose memory is this file, as long as the storage exists.
+        """Make a storage whose memory is this file accessible to other processes, as long as the storage exists.
 
         Raises:
             OSError: The system has no descriptors for it, or no /proc.

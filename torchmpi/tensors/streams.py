@@ -155,7 +155,7 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 def use_here(*tensors: torch.Tensor) -> None:
-    """Tell the allocator that the current stream uses these tensors, which were allocated on another one.
+    """Record for the allocator that the current stream uses these tensors, which were allocated on another one.
 
     >>> use_here(torch.ones(2))
     """
@@ -215,12 +215,12 @@ class Order:
 
 
 class Queued:
-    """What has become of a task whose work is queued on a device."""
+    """The result of a task whose work is queued on a device."""
 
     def __init__(self, result: Any, end: torch.cuda.Event, origin: torch.cuda.Stream, kept: object) -> None:
         self._result, self._end, self._origin = result, end, origin
         self._kept = kept
-        """What the device still uses."""
+        """The objects that the device still uses."""
 
     def follow(self) -> Any:
         """The result, which the current stream may use from here on."""
