@@ -200,7 +200,7 @@ class P2PReduction:
     def _pipeline(self, flat: torch.Tensor, begin: Callable[..., Any], follow: Callable[..., list[Any]]) -> None:
         """Exchange and combine chunk by chunk.
 
-        `begin` starts the messages of a chunk, one chunk ahead; `follow` combines what has arrived and starts the
+        `begin` starts the messages of a chunk, one chunk ahead; `follow` combines the received parts and starts the
         messages that follow.
         """
         chunks = [flat[first : first + numel] for first, numel in partition.chunks(flat.numel(), self.chunk_numel)]

@@ -45,7 +45,7 @@ WHOLE_BYTES = 16 << 10
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or beside the computation of the same rank, a waiting thread takes cycles from others.
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
-# Two chunks of each rank on a core, and what they are reduced with, fit into its second-level cache.
+# Two chunks of each rank on a core, and the other operand of their reduction, fit into its second-level cache.
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
 _MAX_DIMS = ENTRY_FIELDS - PAYLOAD - 2
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -345,7 +345,7 @@ class SharedReduction(SharedCalls):
 class SharedMovement(SharedCalls):
     """Collectives that move bytes without computing.
 
-    Allgather, gather and alltoall assume that all ranks bring the same number of rows, and allocate the result for
+    Allgather, gather and alltoall assume that all ranks have the same number of rows, and allocate the result for
     that. If a kernel returns UNEVEN, the lengths are in the payloads, and `exchange` moves the data.
     """
 
@@ -463,11 +463,11 @@ class SharedMovement(SharedCalls):
         self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
-        """Fill in what this rank sends to each rank."""
+        """Fill in the parts that this rank sends to each rank."""
         self.transfers[:, records.SEND_ADDRESS], self.transfers[:, records.SEND_BYTES] = addresses, lengths
 
     def _receive(self, target: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Fill in what this rank receives from each rank, one after the other."""
+        """Fill in the parts that this rank receives from each rank, one after the other."""
         addresses = np.cumsum(lengths) - lengths + target.data_ptr()
         self.transfers[:, records.RECEIVE_ADDRESS], self.transfers[:, records.RECEIVE_BYTES] = addresses, lengths
 

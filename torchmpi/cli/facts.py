@@ -108,7 +108,7 @@ class RankFacts:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankFacts:
-        """The inverse of ``dataclasses.asdict``."""
+        """Create the object from the result of ``dataclasses.asdict``."""
         return cls(ProcessFacts(**data["process"]), MPIFacts(**data["mpi"]))
 
 

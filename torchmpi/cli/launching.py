@@ -79,7 +79,7 @@ def run_limited(
 
 
 def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM, so that mpirun ends its ranks, and later SIGKILL to what is left of the process group."""
+    """Send SIGTERM, so that mpirun ends its ranks, and later SIGKILL to the remaining processes of the group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

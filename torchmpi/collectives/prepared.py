@@ -107,7 +107,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     operations = [(limit, operation) for limit, operation, _ in bound]
     around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=direct)
     runners = [(limit, around(operation, backend)) for limit, operation, backend in bound]
-    # Only the root knows what it scatters, so dtype and device are no part of that signature.
+    # Only the root has the tensor of a scatter, so dtype and device are no part of that signature.
     code = call_code(collective, op, row.code if dtype is not None and collective != "scatter" else 0)
     code |= ON_DEVICE if device_type != "cpu" and collective != "scatter" else 0
     plan = PreparedPlan(collective, code, by_size(runners, dtype))

@@ -359,22 +359,22 @@ class SGDEngine:
     # --- overridden by the engine for many ranks -----------------------------------------------------------
 
     def _begin(self, state: State) -> None:
-        """Called before the first epoch."""
+        """Prepare the run; called before the first epoch."""
 
     def _begin_step(self, state: State) -> None:
-        """Called before each update, also on a rank without a batch."""
+        """Prepare an update; called before each one, also on a rank without a batch."""
 
     def _wait_for_device(self) -> None:
-        """Called when the sample is on the device, and when the loss is computed."""
+        """Wait for the device, if requested; called when the sample is on the device, and when the loss is computed."""
 
     def _synchronize(self, state: State, num_active: int) -> None:
-        """Called after the backward pass; `num_active` ranks had a batch."""
+        """Synchronize the gradients after the backward pass; `num_active` ranks had a batch."""
 
     def _apply(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
     def _end(self, state: State) -> None:
-        """Called after training, unless it failed."""
+        """Clean up after training, unless training has failed."""
 
     def _total(self, result: TestResult) -> TestResult:
         return result

@@ -197,7 +197,7 @@ class FailureHandling:
 
     def _abort(self, status: int) -> NoReturn:
         _flush()
-        # MPI_Abort may return, or hang when the network is gone: then at least this process ends.
+        # MPI_Abort may return, or hang when the network is down: then at least this process ends.
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
             threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
         if self.world.size > 1:

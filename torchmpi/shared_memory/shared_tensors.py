@@ -105,7 +105,7 @@ class SharedHeap:
         self.table[0] = max(self.table[0], index + 1)
 
     def _release(self, index: int, segment: Segment) -> None:
-        """Release a segment whose last tensor is gone. May run at any time in any thread, so it takes no lock."""
+        """Release a segment whose last tensor was freed. May run at any time in any thread, so it takes no lock."""
         if os.getpid() != self._process:
             return  # a forked child, which shares the memory: the rank still has the tensor
         if self._withdraw(index, segment) and segment not in self._perhaps_read:
