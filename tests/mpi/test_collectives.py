@@ -121,7 +121,7 @@ def test_reductions_match_the_sum_in_rank_order(agree, device, dtype, asynchrono
 
 
 @pytest.mark.parametrize(("device", "dtype", "asynchronous", "backend"), modes(contract.MOVABLE), indirect=["device"])
-def test_movements_bring_every_bit(agree, device, dtype, asynchronous, backend):
+def test_movements_preserve_every_bit(agree, device, dtype, asynchronous, backend):
     rank, size, way = mpi.rank(), mpi.size(), {"asynchronous": asynchronous, "backend": backend}
     judge = Judge(agree, device, backend)
     for shape in contract.SHAPES:
@@ -157,7 +157,7 @@ def test_movements_bring_every_bit(agree, device, dtype, asynchronous, backend):
     judge.end(f"{dtype} by {backend}")
 
 
-def test_what_is_queued_before_a_call_goes_in_and_what_is_queued_after_it_comes_out(agree, device):
+def test_calls_are_ordered_with_work_queued_before_and_after(agree, device):
     """Without a word to the device in between: on streams of the program's own, synchronous and not."""
     size = mpi.size()
     streams = [None, torch.cuda.Stream(device)] if device.type == "cuda" else [None]
@@ -186,7 +186,7 @@ def test_calls_without_a_wait_release_their_memory_and_corrupt_no_other(agree, d
 
 
 @pytest.mark.parametrize("backend", (None, "shm", "mpi"))
-def test_many_tensors_of_a_device_as_one_by_one(agree, device, backend):
+def test_allreduce_many_on_a_device_equals_single_calls(agree, device, backend):
     """Regression, by shm: addresses of the device were given to a kernel of the host."""
     inputs = [contract.values((n,), torch.float32, mpi.rank(), seed=n) for n in (3, 1000, 200_000, 1)]
     expected = [mpi.allreduce(tensor.clone(), op="max") for tensor in inputs]
@@ -402,7 +402,7 @@ def test_an_out_that_does_not_fit_is_refused_after_the_call_has_ended_everywhere
         agree(rank == 0, f"bytes of another dtype were taken: {result}")
 
 
-def test_a_root_that_runs_ahead_is_held_back_so_that_every_call_is_compared(agree):
+def test_a_root_that_runs_ahead_waits_for_the_comparison(agree):
     """Regression: beyond 64 calls it overwrote entries that had not been compared, and missed a mismatch."""
     import time
 
@@ -417,7 +417,7 @@ def test_a_root_that_runs_ahead_is_held_back_so_that_every_call_is_compared(agre
         agree(ahead <= 64, f"{ahead} calls ahead")
 
 
-def test_truth_values_of_any_byte(agree):
+def test_bools_of_any_byte(agree):
     """A view makes bools of bytes other than 0 and 1; bitwise operations took 2 and 1 for different."""
     mine = torch.tensor([2 - mpi.rank() % 2, 0], dtype=torch.uint8).view(torch.bool)
     both = mpi.allreduce(mine.clone(), op="band")
@@ -449,7 +449,7 @@ def test_numpys_scalars_and_ranks(agree):
 
 
 @pytest.mark.parametrize("backend", ("shm", "mpi"))
-def test_what_another_rank_than_the_root_passes_to_a_scatter_is_ignored(agree, backend):
+def test_scatter_ignores_tensors_of_other_ranks(agree, backend):
     """Its dtype and shape were taken for the root's: it got more bytes than there was room for."""
     rank, size = mpi.rank(), mpi.size()
     if mpi.collective_availability()[backend, "scatter", "cpu", "sync"] != "available":

@@ -51,7 +51,7 @@ def test_ranks_with_one_key_form_a_group(agree, name):
 
 @pytest.mark.parametrize("collective", ("allreduce", "reduce", "broadcast", "barrier"))
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_span_gives_what_the_flat_collective_gives(agree, name, collective):
+def test_a_span_gives_the_result_of_the_flat_collective(agree, name, collective):
     rank, size = mpi.rank(), mpi.size()
     level = mpi.push_communicator(PATTERNS[name](rank))
     mpi.set_communicator(0)
@@ -115,7 +115,7 @@ def test_asynchronous_calls_over_a_span_do_not_mix_with_calls_on_its_levels(agre
         agree.equal(within[0].item(), float(group_size))
 
 
-def test_what_is_queued_over_a_span_ends_before_the_span_changes(agree):
+def test_queued_calls_over_a_span_end_before_the_span_changes(agree):
     """The groups of its steps were given back, and the next step found none."""
     level = mpi.push_communicator(mpi.rank() % 2)
     mpi.set_communicator(0)

@@ -58,7 +58,7 @@ def reads(stopped):
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float64), ids=str)
 @pytest.mark.parametrize("num_bytes", (32 << 10, 50_000, 256 << 10, 1_500_000, (8 << 20) + 64))
-def test_everybody_gets_everything(reads, agree, dtype, num_bytes):
+def test_every_rank_gets_all_rows(reads, agree, dtype, num_bytes):
     inputs = inputs_of((num_bytes // dtype.itemsize,), dtype)
     for _ in range(3):
         agree.bits(mpi.allgather(inputs[mpi.rank()], backend="shm"), torch.cat(inputs), f"{num_bytes} {dtype}")
@@ -67,7 +67,7 @@ def test_everybody_gets_everything(reads, agree, dtype, num_bytes):
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float64), ids=str)
 @pytest.mark.parametrize("num_bytes", (33_000, 50_000, 256 << 10, 1_500_000))
-def test_everybody_gets_what_is_for_it(reads, agree, dtype, num_bytes):
+def test_every_rank_gets_its_rows(reads, agree, dtype, num_bytes):
     rank, size = mpi.rank(), mpi.size()
     num_rows = num_bytes * size // dtype.itemsize // 3 + size - 1  # not as many for each rank
     inputs = inputs_of((num_rows, 3), dtype)
@@ -78,7 +78,7 @@ def test_everybody_gets_what_is_for_it(reads, agree, dtype, num_bytes):
     agree.bits(mpi.alltoall(inputs[rank]), expected, "after that")
 
 
-def test_into_a_result_that_holds_the_own_part(reads, agree):
+def test_allgather_in_place(reads, agree):
     rank, inputs = mpi.rank(), inputs_of((30_000,), torch.float32)
     out = torch.zeros(30_000 * mpi.size())
     out[rank * 30_000 : (rank + 1) * 30_000] = inputs[rank]
@@ -86,7 +86,7 @@ def test_into_a_result_that_holds_the_own_part(reads, agree):
     agree.bits(result, torch.cat(inputs), "in place")
 
 
-def test_lengths_that_differ_take_the_other_way(reads, agree):
+def test_allgather_of_different_lengths(reads, agree):
     rank, inputs = mpi.rank(), inputs_of((100_000,), torch.float32)
     for shortest in (0, 10, 40_000):
         expected = torch.cat([each[shortest if other == 0 else 0 :] for other, each in enumerate(inputs)])
@@ -117,7 +117,7 @@ def test_the_root_alone_decides(reads, agree, num_bytes):
 
 
 @pytest.mark.parametrize("collective", ("gather", "scatter"))
-def test_what_a_rank_may_not_read_comes_through_the_slots(reads, agree, collective):
+def test_memory_that_cannot_be_read_is_sent_through_the_slots(reads, agree, collective):
     if mpi.size() == 1:
         pytest.skip("alone there is nobody to read from")
     rank, size = mpi.rank(), mpi.size()
@@ -135,7 +135,7 @@ def test_what_a_rank_may_not_read_comes_through_the_slots(reads, agree, collecti
         agree.bits(mpi.allreduce(inputs[rank].clone(), op="max"), torch.stack(inputs).amax(0), "the slots are in order")
 
 
-def test_what_a_gather_takes_says_nothing_of_an_allgather(reads, agree):
+def test_measurements_of_gather_do_not_apply_to_allgather(reads, agree):
     """A rank that sends and fetches nothing is done in half the time, and kept the others from reading."""
     known = slice(records.ALLGATHER_PACES, records.ALLTOALL_PACES)
     before = fields()[known].copy()
@@ -146,7 +146,7 @@ def test_what_a_gather_takes_says_nothing_of_an_allgather(reads, agree):
     agree(not np.array_equal(before, fields()[known]), "of an allgather it is")
 
 
-def test_all_read_or_none_does(reads, agree):
+def test_all_ranks_read_or_none(reads, agree):
     """Each rank has its own measurements, and they may lead to different conclusions."""
     inputs = inputs_of((100_000,), torch.float32)
     for turn in range(3 * mpi.size()):

@@ -52,7 +52,7 @@ def test_every_dtype_operation_shape_and_layout(agree, name):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "barrier"])
-def test_tensors_longer_than_what_ranks_show_each_other_at_once(agree, name):
+def test_long_tensors(agree, name):
     for mode, dtype, layout in zip(MODES, (torch.float32, torch.bfloat16, torch.int32), LAYOUTS, strict=False):
         setting = Setting(None, dtype, (700_003 // dtype.itemsize,), 5, "sum", layout)
         play(agree, name, setting._replace(asynchronous=is_asynchronous(mode, dist.get_rank())))

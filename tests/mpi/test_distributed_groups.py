@@ -189,7 +189,7 @@ def test_ranks_of_a_destroyed_group_do_not_wait_for_each_other(torch_world, agre
     agree.equal(total, float(sum(EVERYBODY)))
 
 
-def test_work_under_way_is_finished_before_a_group_is_destroyed(torch_world, agree):
+def test_running_work_is_completed_before_a_group_is_destroyed(torch_world, agree):
     group = dist.new_group()
     tensors = [torch.full((100_000,), float(number)) for number in range(10)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
@@ -235,7 +235,7 @@ def test_a_destroyed_group_refuses_every_call(torch_world, agree):
     agree.equal(total_of(), float(sum(EVERYBODY)), "the others are as they were")
 
 
-def test_again_and_again_leaves_nothing_behind(nothing_runs, agree):
+def test_repeated_creation_leaves_nothing_behind(nothing_runs, agree):
     for number in range(7):
         dist.init_process_group("torchmpi")
         groups = [dist.new_group(), dist.new_group(EVERYBODY[: SIZE // 2 + 1])]

@@ -96,7 +96,7 @@ def test_messages_of_a_pair_keep_their_order(agree):
         agree.equal(tensor, sent[number], f"message {number}")
 
 
-def test_tags_tell_messages_apart(agree):
+def test_tags_distinguish_messages(agree):
     tags = (0, 5, 3, MAX_TAG)
     received = {tag: torch.empty(20) for tag in tags}
     works = [dist.irecv(received[tag], PREVIOUS, tag=tag) for tag in reversed(tags)]
@@ -145,7 +145,7 @@ def test_batches(agree):
         agree.equal(targets[rank], numbers(targets[rank].numel(), rank), f"from {rank}")
 
 
-def test_a_send_under_way_goes_on_while_its_rank_is_in_a_collective(agree):
+def test_a_send_progresses_while_its_rank_is_in_a_collective(agree):
     """The receiver calls the collective after it has received the message."""
     total = torch.ones(3)
     numel = LONG if runtime.current().config.message_bytes > 64 else 4_000
@@ -193,7 +193,7 @@ def test_futures(agree):
 
 
 @pytest.mark.parametrize("is_there", (False, True), ids=("before it arrives", "when it has arrived"))
-def test_who_is_called_back_may_ask_the_message_that_has_come(agree, is_there):
+def test_a_callback_may_query_its_message(agree, is_there):
     """The callback waited for the look at the message of which it was the end."""
     sources = []
 
@@ -213,7 +213,7 @@ def test_who_is_called_back_may_ask_the_message_that_has_come(agree, is_there):
     agree.equal(sources, [0] if RANK == 1 else [])
 
 
-def test_a_wait_with_a_limit_raises_and_the_message_may_still_come(agree):
+def test_a_wait_with_a_timeout_raises_and_can_be_repeated(agree):
     target, raised = torch.empty(3), ""
     work = dist.irecv(target, PREVIOUS)
     dist.barrier()

@@ -107,7 +107,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async save"])
-def test_checkpoint_comes_back(agree, folder, asynchronous):
+def test_checkpoint_round_trip(agree, folder, asynchronous):
     first, second = Training(3), Training(8)
     train(first.model, first.optimizer, share())
     if asynchronous:

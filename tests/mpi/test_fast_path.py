@@ -133,7 +133,7 @@ def test_ranks_with_and_without_a_target(agree):
             agree.equal(result, rows if rank == 0 else None, f"gather {numel}, turn {turn}")
 
 
-def test_rows_that_are_not_what_a_target_was_made_for_are_refused(agree):
+def test_targets_with_a_wrong_number_of_rows_are_refused(agree):
     rank, size = mpi.rank(), mpi.size()
     fitting = torch.zeros(3, 2)
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_rows_that_are_not_what_a_target_was_made_for_are_refused(agree):
         agree.equal(again, torch.ones(3, 2), "and the next call works")
 
 
-def test_what_other_ranks_than_the_root_pass_to_a_scatter_is_not_cached(agree):
+def test_scatter_does_not_cache_tensors_of_other_ranks(agree):
     """Rows were once written past the end of a target that was made for the rows of an ignored tensor."""
     rank, size = mpi.rank(), mpi.size()
     memory = torch.zeros(40)
@@ -203,7 +203,7 @@ def test_a_gather_of_different_lengths(agree):
     agree.equal(result, expected if rank == 0 else None, "gather")
 
 
-def test_what_is_not_plain_goes_through_python(agree):
+def test_tensors_that_are_not_plain_use_python(agree):
     mpi.stop()
     mpi.start()  # so that only the calls made here are cached
     rank, size = mpi.rank(), mpi.size()
@@ -260,7 +260,7 @@ def test_what_is_not_plain_goes_through_python(agree):
     agree.equal(rank, mpi.rank(), "rank")
 
 
-def test_autograd_sees_what_was_written(agree):
+def test_autograd_detects_writes(agree):
     x = torch.ones(3, requires_grad=True)
     saved = x * 2
     square = saved * saved  # which keeps `saved` for its backward
@@ -334,7 +334,7 @@ def test_rows_that_differ_in_number(agree):
     agree.equal(after, torch.full((1,), float(size)), "the call after it")
 
 
-def test_ranks_that_differ_are_told_so(agree):
+def test_mismatches_raise(agree):
     if mpi.size() == 1:
         pytest.skip("nobody to differ from")
     for _ in range(2):
@@ -348,7 +348,7 @@ def test_ranks_that_differ_are_told_so(agree):
     agree.equal(after, torch.full((4,), float(mpi.size())), "the call after it")
 
 
-def test_what_is_pending_goes_first(agree):
+def test_pending_calls_run_first(agree):
     big = torch.ones(1 << 20)
     for _ in range(2):
         mpi.allreduce(torch.ones(1))

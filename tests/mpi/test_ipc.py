@@ -141,7 +141,7 @@ def test_every_collective_and_operation(rig, agree, dtype):
 
 
 @pytest.mark.parametrize("several", (False, True), ids=("one device", "several"))
-def test_more_than_fits_into_a_half(agree, several):
+def test_tensors_larger_than_a_half(agree, several):
     """Many chunks on their way at once, through streams that run late, in any order of verbs."""
     uuids = tuple(f"GPU-{rank}" for rank in range(mpi.size())) if several else ()
     rig = Rig(uuids=uuids)
@@ -158,7 +158,7 @@ def test_more_than_fits_into_a_half(agree, several):
     rig.group.free()
 
 
-def test_nothing_is_left_when_the_group_goes(rig, agree):
+def test_freeing_the_group_releases_everything(rig, agree):
     call = Call(rig, "allreduce", torch.float32, "sum", (1000,), 0)
     call.start(rig)
     staging = rig.staged.staging
@@ -172,7 +172,7 @@ def test_nothing_is_left_when_the_group_goes(rig, agree):
     again.check(agree)
 
 
-def test_memory_that_one_rank_cannot_have_is_an_error_on_all(rig, agree):
+def test_failed_allocation_on_one_rank_is_an_error_on_all(rig, agree):
     class Poor(HostDevice):
         def allocate(self, num_bytes: int) -> int:
             if num_bytes > 1 << 20:
@@ -249,7 +249,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
     rig.group.free()
 
 
-def test_ranks_that_call_different_things_are_told(rig, agree):
+def test_different_calls_raise_on_all_ranks(rig, agree):
     if mpi.size() == 1 or rig.group.log_board is None:
         return
     rig.start("allreduce", torch.ones(3))
@@ -266,7 +266,7 @@ def test_ranks_that_call_different_things_are_told(rig, agree):
     call.check(agree)
 
 
-def test_a_wait_for_a_host_that_does_not_come_ends_by_the_groups_timeout(rig, agree):
+def test_a_wait_for_a_missing_rank_ends_with_the_timeout(rig, agree):
     if mpi.size() == 1 or rig.group.log_board is None:
         return
     from mpi4py import MPI

@@ -160,7 +160,7 @@ def test_cuda_is_refused_where_there_is_none(agree):
         agree(False, "accepted")
 
 
-def test_questions_about_this_rank(agree):
+def test_properties_of_this_rank(agree):
     from mpi4py import MPI
 
     with mpi.started(config=quiet()):

@@ -48,7 +48,7 @@ def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
         agree(False, "accepted")
 
 
-def test_a_list_that_is_refused_is_left_as_it_was(agree):
+def test_a_refused_list_is_unchanged(agree):
     """Regression: the first dtype had been averaged when the second, of which there are no averages, was refused."""
     tensors = [torch.full((3,), float(mpi.rank() + 1)) for _ in range(2)]
     tensors += [torch.ones(3, dtype=torch.int32), torch.ones(4, dtype=torch.int32)]
@@ -119,7 +119,7 @@ def test_short_lists_by_another_transport(slots, agree):
         mpi.collective_selector.reset()
 
 
-def test_lists_in_another_order_are_noticed(slots, agree):
+def test_lists_in_another_order_are_a_mismatch(slots, agree):
     """And all ranks can go on."""
     lengths = (5, 70_000) if mpi.rank() else (70_000, 5)
     if mpi.size() > 1:

@@ -179,7 +179,7 @@ def test_unused_everywhere_stays_none(agree):
     agree(net.right.weight.grad is None)
 
 
-def test_unused_once_is_no_trouble_later(agree):
+def test_a_parameter_may_be_unused_in_some_steps(agree):
     net = Branches()
     with registered(net):
         for names in [("left",), ("left", "right"), ("right",)]:
@@ -390,7 +390,7 @@ def test_failure_on_one_rank_is_an_error_on_all(agree):
     agree.equal(net[0].weight.grad, mean(), "afterwards all is well again")
 
 
-def test_next_backward_after_a_half_sent_one_is_refused(agree):
+def test_backward_after_an_incomplete_reduction_is_refused(agree):
     net = nn.Sequential(linear(), linear())
     with registered(net, bucket_bytes=4):
         failing_backward(net, fails=True)
@@ -443,7 +443,7 @@ def test_different_nets_are_an_error_on_all_ranks(agree):
         mpinn.register_async_backward(nn.Linear(2, 3 if mpi.rank() else 2))
 
 
-def test_thawed_parameters_are_noticed(agree):
+def test_parameters_that_became_trainable_are_detected(agree):
     net = Branches()
     net.right.weight.requires_grad_(False)
     with registered(net):

@@ -66,7 +66,7 @@ def test_strided_parameters_are_broadcast(agree):
     agree.equal(net.weight.detach(), torch.ones(4, 2, 3, 3).to(memory_format=torch.channels_last))
 
 
-def test_other_net_on_one_rank_is_an_error_on_all_that_says_where(agree):
+def test_a_different_net_on_one_rank_is_an_error_on_all(agree):
     last = mpi.rank() == mpi.size() - 1 and mpi.size() > 1
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 if last else 2))
     before = net[0].weight.detach().clone()
@@ -427,7 +427,7 @@ def test_parameters_with_one_gradient_in_common(agree):
     agree(net[0].weight.grad is net[1].weight.grad)
 
 
-def test_buckets_are_as_large_as_asked_where_shared_memory_is_not_made_use_of(agree):
+def test_buckets_have_the_requested_size_without_shared_memory(agree):
     net = kept_net()
     mpi.collective_selector.set("allreduce", "mpi")
     try:

@@ -58,7 +58,7 @@ def test_reductions_are_those_in_rank_order(agree, dtype):
 
 
 @pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
-def test_movements_bring_every_bit(agree, dtype):
+def test_movements_preserve_every_bit(agree, dtype):
     rank, size = mpi.rank(), mpi.size()
     for numel in (*NUMELS, 300_000):
         inputs = [contract.values((numel + r,), dtype, r) for r in range(size)]
@@ -143,7 +143,7 @@ def test_calls_of_other_backends_in_between(agree):
         agree(bool((value == root + k).all()), f"call {k} by {backend}: {value}")
 
 
-def test_what_it_does_not_have_is_refused_with_the_reason(agree):
+def test_unsupported_calls_are_refused_with_the_reason(agree):
     with pytest.raises(errors.BackendUnavailableError, match="it has no alltoall"):
         mpi.alltoall(torch.ones(4), backend="p2p")
     agree(mpi.collective_availability()["p2p", "allreduce", "cpu", "sync"] == "available")

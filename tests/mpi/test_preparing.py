@@ -16,7 +16,7 @@ from torchmpi.shared_memory import fast_path
 pytestmark = pytest.mark.usefixtures("world")
 
 
-def test_threads_that_prepare_calls_at_once_share_what_is_known_of_the_group(agree, monkeypatch):
+def test_threads_that_prepare_calls_concurrently_share_the_state_of_the_group(agree, monkeypatch):
     """Each had made its own, with its own count of chunks: now and then the first calls on a group were refused."""
     made = []
 

@@ -71,7 +71,7 @@ def test_refused_with_rank_and_remedy(agree, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*(CSR|nested)")
-def test_layouts_are_refused_on_the_short_way_of_calls_that_are_known(agree):
+def test_layouts_are_refused_for_prepared_calls(agree):
     """Torch has errors of its own for these, which came when the others were in the call already."""
     square = torch.ones(4, 4)
     kinds = {
@@ -94,7 +94,7 @@ def test_layouts_are_refused_on_the_short_way_of_calls_that_are_known(agree):
     agree.equal(mpi.allreduce(1), mpi.size())
 
 
-def test_argument_errors_are_what_python_programmers_catch(agree):
+def test_argument_errors_are_subclasses_of_builtin_exceptions(agree):
     agree(issubclass(errors.ArgumentError, ValueError))
     agree(issubclass(errors.DtypeError, TypeError))
 

@@ -100,7 +100,7 @@ def test_rows_of_odd_length(slots, agree):
         agree.bits(result, contract.rows(inputs[0], rank, size), f"scatter of {num_rows} rows")
 
 
-def test_ranks_that_bring_different_lengths(slots, agree):
+def test_ranks_with_different_lengths(slots, agree):
     rank, size = mpi.rank(), mpi.size()
     lengths = [
         [3 * r for r in range(size)],
@@ -148,7 +148,7 @@ def test_settings_of_any_slot_size(stopped, agree):
 
 
 @pytest.mark.parametrize("dtype", contract.FLOATS, ids=str)
-def test_bits_depend_neither_on_the_way_nor_on_the_length(slots, agree, dtype):
+def test_bits_do_not_depend_on_transfer_or_length(slots, agree, dtype):
     inputs = contract.values((5 * slots // dtype.itemsize + 11,), dtype, mpi.rank(), seed=3)
     for op in ("sum", "avg", "prod"):
         expected = mpi.allreduce(inputs.clone(), op=op, backend="mpi")
@@ -179,7 +179,7 @@ def test_memory_that_overlaps(slots, agree):
 
 
 @pytest.mark.parametrize("who", ("all", "one"))
-def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
+def test_non_temporal_copies_give_the_same_bits(agree, slots, who):
     """Each rank decides for itself, from what it measures: forced here, whatever this machine is like."""
     rank, size = mpi.rank(), mpi.size()
     group = mpi.communicator().intra
@@ -195,7 +195,7 @@ def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
         group.status_board.set(rank, memory_layout.FETCHES_SLOWLY, 0)
 
 
-def test_ranks_that_change_the_way_in_the_middle_of_calls(agree, slots):
+def test_ranks_that_change_the_transfer_during_calls(agree, slots):
     """Some find results in the others' slots, and some in their own, from one chunk to the next."""
     rank, size = mpi.rank(), mpi.size()
     status_board, over = mpi.communicator().intra.status_board, threading.Event()
@@ -219,7 +219,7 @@ def test_ranks_that_change_the_way_in_the_middle_of_calls(agree, slots):
 
 
 @pytest.mark.parametrize("slow", (0, 7))
-def test_long_streams_by_either_way(agree, stopped, slow):
+def test_long_streams_by_either_transfer(agree, stopped, slow):
     """With the usual slots: longer than all caches of a core, and not in whole lines."""
     start()
     rank, size = mpi.rank(), mpi.size()

@@ -206,7 +206,7 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_a_disagreement_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots, agree, what):
+def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots, agree, what):
     if mpi.size() == 1:
         return
     one, others, names = DISAGREEMENTS[what]
@@ -261,7 +261,7 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
 
 
 @pytest.mark.parametrize("collective", ("allgather", "alltoall", "gather"))
-def test_what_a_rank_puts_after_it_gave_up_is_not_taken_for_the_call_before(stopped, agree, monkeypatch, collective):
+def test_data_of_the_call_after_an_aborted_one_are_not_used(stopped, agree, monkeypatch, collective):
     """It puts the first piece of its next call before it meets anybody, and counts chunks from a greater number: ranks
     still in the call that it gave up took that piece, and returned it without an error."""
     start()
@@ -303,7 +303,7 @@ def test_what_a_rank_puts_after_it_gave_up_is_not_taken_for_the_call_before(stop
 
 
 @pytest.mark.parametrize("check", ("off", "strict"))
-def test_kernels_among_other_transports_whatever_is_compared(stopped, agree, check):
+def test_kernels_among_other_transports_with_any_checking(stopped, agree, check):
     """The ranks notice each other in kernels alone: after more than a ring of other calls they waited for ever."""
     start(slot_bytes=PAGE_SLOTS, check=check)
     size = mpi.size()
@@ -323,7 +323,7 @@ def test_kernels_among_other_transports_whatever_is_compared(stopped, agree, che
         agree.equal(mpi.allreduce(1), size)
 
 
-def test_a_refusal_on_one_rank_reaches_the_others_even_if_nothing_is_compared(stopped, agree):
+def test_an_abort_on_one_rank_reaches_the_others_without_checking(stopped, agree):
     """It was noted only where calls are compared: elsewhere the others waited for ever."""
     start(slot_bytes=PAGE_SLOTS, check="off")
     if mpi.size() > 1:

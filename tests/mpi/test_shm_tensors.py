@@ -105,7 +105,7 @@ def chunks_of(call) -> int:
     return int(fields[records.CHUNKS]) - before
 
 
-def test_what_all_share_goes_through_no_slot(slots, agree):
+def test_shared_tensors_do_not_use_slots(slots, agree):
     inputs, rank = inputs_of((8 * slots, 2), torch.float32), mpi.rank()
     for name, (call, _) in calls_of(inputs, shared).items():
         if name not in ("scatter", "allreduce"):  # the first has no such way, the other a copy of what is transposed
@@ -124,7 +124,7 @@ def test_lengths_that_differ_between_shared_tensors(slots, agree):
     agree.bits(mpi.alltoall(shared(inputs[rank])), parts, "alltoall")
 
 
-def test_a_long_broadcast_writes_what_it_should_and_nothing_else(slots, agree):
+def test_a_long_broadcast_writes_only_its_target(slots, agree):
     """The root writes into the others' tensors: the first part of each, past the caches."""
     numel, rank, size = (5 << 20) // 4 + 77, mpi.rank(), mpi.size()
     for root in range(size):
@@ -138,7 +138,7 @@ def test_a_long_broadcast_writes_what_it_should_and_nothing_else(slots, agree):
 
 @pytest.mark.parametrize("collective", ("allreduce", "broadcast", "reduce", "allgather"))
 @pytest.mark.parametrize("backend", (None, "shm"), ids=("gate", "python"))
-def test_an_interrupt_when_segments_meet_for_the_first_time_ends_the_call_everywhere(slots, agree, collective, backend):
+def test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks(slots, agree, collective, backend):
     """A kernel had gone back to have a segment mapped; the others waited for a rank that had left the call."""
     rank, size = mpi.rank(), mpi.size()
     if size == 1:
@@ -169,7 +169,7 @@ def test_an_interrupt_when_segments_meet_for_the_first_time_ends_the_call_everyw
     agree.equal(mpi.allreduce(torch.ones(3)), torch.full((3,), float(size)), "the next one")
 
 
-def test_into_a_result_that_holds_the_own_part(slots, agree):
+def test_allgather_in_place(slots, agree):
     rank, size, inputs = mpi.rank(), mpi.size(), inputs_of((3 * slots,), torch.float32)
     out = shared(torch.zeros(3 * slots * size))
     mine = out[rank * 3 * slots : (rank + 1) * 3 * slots].copy_(inputs[rank])
@@ -199,7 +199,7 @@ def open_segments() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), mapped
 
 
-def test_shared_tensors_that_come_and_go_leave_nothing(slots, agree):
+def test_freed_shared_tensors_leave_nothing_behind(slots, agree):
     def use(times: int) -> None:
         for index in range(times):
             tensor = mpi.empty_shared(slots + index).fill_(1.0)

@@ -111,7 +111,7 @@ def test_reductions_add_host_by_host(agree, hosts, dtype):
         agree.bits(source, inputs[RANK], f"reduce_scatter {op} {numel}: the input was changed")
 
 
-def test_movements_bring_every_bit(agree, hosts):
+def test_movements_preserve_every_bit(agree, hosts):
     shapes = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (9001, 3))
     for dtype, shape in itertools.product((torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn), shapes):
         inputs = [contract.values(shape, dtype, r) for r in range(SIZE)]

@@ -30,7 +30,7 @@ def wait_same_core(own: np.ndarray) -> int:
     return int(arrival.wait_same_core(own.ctypes.data, memory_layout.READY, 1))
 
 
-def test_a_rank_on_this_core_is_waited_for(fields):
+def test_wait_for_a_rank_on_the_same_core(fields):
     own, rows = fields
     assert wait_same_core(own) == 0, "all are elsewhere"
     late = []
@@ -44,14 +44,14 @@ def test_a_rank_on_this_core_is_waited_for(fields):
     assert wait_same_core(own) == 0, "it has come"
 
 
-def test_the_own_core_is_told(fields):
+def test_core_of_the_rank_is_published(fields):
     own, rows = fields
     rows[0, memory_layout.CORE] = ELSEWHERE
     wait_same_core(own)
     assert rows[0, memory_layout.CORE] >= 0
 
 
-def test_where_each_rank_has_its_core_nobody_looks(fields):
+def test_cores_are_not_compared_without_oversubscription(fields):
     own, rows = fields
     own[records.CROWDED] = 0
     rows[:, memory_layout.CORE] = ctypes.CDLL(None).sched_getcpu()
@@ -75,7 +75,7 @@ class Crowd:
         self.rows[rank, at + memory_layout.SEQUENCE], self.rows[rank, at + memory_layout.SIGNATURE] = CALL, signature
 
 
-def test_after_a_call_was_given_up_the_slots_are_left_alone_until_all_are_past_it():
+def test_slots_are_not_reused_until_all_ranks_have_left_an_aborted_call():
     """Who was still in the call before it read what had been put for the call after it, and returned that."""
     ranks = Crowd()
     assert arrival.begin(ranks.address, CALL) == 0
@@ -92,7 +92,7 @@ def test_after_a_call_was_given_up_the_slots_are_left_alone_until_all_are_past_i
     ("refused", "signature", "is_over"),
     ((CALL - 1, 5, False), (CALL, 5, True), (CALL + 1, 5, False), (CALL + 1, 6, True), (CALL + 1, None, True)),
 )
-def test_who_gives_up_two_calls_in_a_row(refused, signature, is_over):
+def test_a_rank_that_aborts_two_consecutive_calls(refused, signature, is_over):
     """The second one hid the first from a rank that had not looked meanwhile, and then waited for ever."""
     ranks = Crowd()
     ranks.announce(0, 5)

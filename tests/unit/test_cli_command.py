@@ -97,7 +97,7 @@ def test_facts_of_this_process_survive_json():
     assert all(facts.versions.values()), facts.versions
 
 
-def test_facts_tell_no_secrets(monkeypatch):
+def test_facts_contain_no_secrets(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "hunter2")
     assert "hunter2" not in json.dumps(asdict(torchmpi.cli.facts.process_facts()))
 

@@ -43,7 +43,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("num_slots", (2, 4))
-def test_slow_from_the_second_use_of_the_slots_on_is_slow(num_slots):
+def test_copies_are_slow_if_slow_from_the_second_use_of_the_slots(num_slots):
     """The best of all chunks counted, and of slots that had left the caches the first ones were quick. So a
     broadcast of 64 MB took five times as long, unnoticed."""
     rank = Rank(num_slots)
@@ -55,7 +55,7 @@ def test_slow_from_the_second_use_of_the_slots_on_is_slow(num_slots):
 
 
 @pytest.mark.parametrize("num_chunks", (4, 5, 6, 7))
-def test_so_is_a_short_call_on_two_ranks(num_chunks):
+def test_copies_of_a_short_call_on_two_ranks_are_slow(num_chunks):
     """With four slots for each rank none of the first uses was left out in a call of fewer than eight chunks."""
     rank = Rank(4)
     rank.call(FAST, FAST, *[SLOW] * (num_chunks - 2))
@@ -65,12 +65,12 @@ def test_so_is_a_short_call_on_two_ranks(num_chunks):
 @pytest.mark.parametrize(
     "paces", ([FAST] * 8, [FAST, FAST, SLOW, SLOW, FAST, SLOW, SLOW], [SLOW, SLOW, SLOW, FAST], [SLOW, FAST, SLOW])
 )
-def test_one_quick_chunk_shows_that_the_others_were_interrupted(paces):
+def test_one_fast_chunk_overrides_slow_chunks(paces):
     rank = Rank()
     assert not any(rank.call(*paces)) and not rank.says_slow
 
 
-def test_the_pace_of_many_short_pieces_says_nothing():
+def test_fragmented_calls_are_not_judged():
     """Most of it is the way from one to the next."""
     rank = Rank()
     rank.fields[records.CURRENT_SEQ] = 1
@@ -90,7 +90,7 @@ def test_short_calls_are_judged_at_their_end(paces):
     assert not any(rank.call(*paces)) and rank.says_slow
 
 
-def test_a_trial_takes_the_word_back():
+def test_a_successful_trial_clears_the_count():
     rank = Rank()
     rank.call(*[SLOW] * 8)
     sequence = next(number for number in range(1, 1000) if rank.call(*[FAST] * 4, sequence=number)[0] == 0)
@@ -100,7 +100,7 @@ def test_a_trial_takes_the_word_back():
 @pytest.mark.parametrize(
     ("num_chunks", "every"), ((1, 128), (31, 128), (32, 8), (64, 4), (128, 2), (129, 2), (256, 1), (999, 1))
 )
-def test_how_often_it_is_tried_again(num_chunks, every):
+def test_interval_of_trials(num_chunks, every):
     """So that trying costs about as large a share of all sizes."""
     rank = Rank()
     rank.rows[1, memory_layout.FETCHES_SLOWLY] = 7
@@ -116,7 +116,7 @@ def trials_of(rank: Rank, num_chunks: int) -> int:
     return trials
 
 
-def test_once_slow_is_tried_again_soon():
+def test_first_trial_follows_soon():
     """New memory, handed out by the system in that call, made it slow, and the next 127 calls paid for that."""
     rank, tried = Rank(), []
     for times in range(1, 9):
@@ -128,7 +128,7 @@ def test_once_slow_is_tried_again_soon():
     assert not rank.says_slow, "one fast trial is enough"
 
 
-def test_past_the_caches_may_be_no_better():
+def test_slower_non_temporal_copies_are_rejected():
     """Neighbors of a virtual machine kept memory busy: everything was slow, and past the caches more than through
     them. A call of 64 MB took 22 ms instead of 14."""
     rank = Rank()
@@ -144,7 +144,7 @@ def test_past_the_caches_may_be_no_better():
     assert rank.says_slow, "what is slow after a fast call is another matter"
 
 
-def test_a_rank_that_was_wrong_about_memory_finds_cores_apart_in_short_calls():
+def test_short_calls_after_rejections_bypass_the_caches():
     """What it did not believe took its word back each time, and calls too short to compare went through slow caches."""
     rank = Rank()
     rank.fields[records.REJECTED] = 7
@@ -152,12 +152,12 @@ def test_a_rank_that_was_wrong_about_memory_finds_cores_apart_in_short_calls():
     assert sum(ways) > 0.9 * len(ways)
 
 
-def test_past_the_caches_must_be_clearly_better():
+def test_non_temporal_copies_must_be_clearly_faster():
     rank = Rank()
     assert rank.call(*[SLOW] * 7, *[SLOW - 20] * 13)[-1] == 0
 
 
-def test_a_better_way_ends_the_doubts():
+def test_faster_non_temporal_copies_reset_the_rejections():
     rank = Rank()
     rank.fields[records.REJECTED] = 3
     sequence = next(number for number in range(1, 1000) if calls_it_slow(rank, number))
@@ -165,7 +165,7 @@ def test_a_better_way_ends_the_doubts():
     assert rank.fields[records.REJECTED] == 0
 
 
-def test_who_is_fast_follows_those_who_are_not():
+def test_fast_ranks_follow_slow_ranks():
     rank = Rank()
     rank.rows[1, memory_layout.FETCHES_SLOWLY] = 1
     assert rank.call(*[FAST] * 20)[6:] == [1] * 14
@@ -181,13 +181,13 @@ def calls_it_slow(rank: Rank, sequence: int) -> bool:
     return says_slow
 
 
-def test_past_the_caches_is_kept_where_it_is_better():
+def test_non_temporal_copies_are_kept_if_faster():
     rank = Rank()
     assert rank.call(*[SLOW] * 7, *[FAST] * 13) == [0] * 6 + [1] * 14
     assert rank.says_slow
 
 
-def test_what_always_goes_past_the_caches_does_whatever_the_ranks_say():
+def test_calls_that_always_bypass_the_caches():
     rank = Rank()
     assert rank.call(*[SLOW] * 8, always_past=True) == [2] * 8
     assert not rank.says_slow, "it says nothing about the caches"
@@ -222,7 +222,7 @@ def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
         assert not (before[0] | before[1]) & (now[0] | now[1])
 
 
-def test_what_a_rank_has_read_it_writes_to_next_where_there_are_two():
+def test_two_ranks_reuse_the_slots_they_have_read():
     rank = Rank(4)
     rank.fields[records.SLOT_BYTES] = 1
     for chunk in range(MANY, MANY + 8):
@@ -230,7 +230,7 @@ def test_what_a_rank_has_read_it_writes_to_next_where_there_are_two():
         assert access.transfer_slot_of(rank.address, 0, chunk + 4) == read_by_rank_0
 
 
-def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call():
+def test_an_exchange_waits_for_earlier_transfers_of_its_call():
     """The sizes of seven ranks' parts go through the slots too, and were overwritten while others read them."""
     rank = Rank()
     slots, table = np.zeros(4 * CHUNK_BYTES, np.uint8), np.zeros((2, 4), np.int64)

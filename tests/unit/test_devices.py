@@ -33,13 +33,13 @@ def test_one_gpu_of_each_host_is_not_the_same_gpu():
     assert Devices([RankDevice(0, "a"), RankDevice(1, "a")]).first_sharing([0, 1]) is None
 
 
-def test_without_cuda_nobody_is_asked():
+def test_without_cuda_no_rank_communicates():
     found = Devices.gather(None, [0, 0, 1], torch.device("cpu"), has_cuda=False)
     assert found == (RankDevice(0), RankDevice(0), RankDevice(1)) and found.num_hosts == 2
     assert found.uuids == ("", "", "") and found.hosts == (0, 0, 1)
 
 
-def test_each_tells_of_its_own_device_and_whom_it_reaches(monkeypatch):
+def test_each_rank_reports_its_device_and_the_devices_it_can_access(monkeypatch):
     access = [[True, True, False], [True, True, True], [False, True, True]]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: access[i][j])

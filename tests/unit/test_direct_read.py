@@ -54,7 +54,7 @@ class Rank:
         return direct_read.read_all(*arguments), target[len(theirs) :]
 
 
-def test_what_is_short_or_long_is_never_read_directly():
+def test_short_and_long_tensors_are_not_read_directly():
     rank = Rank()
     for num_bytes in (0, LEAST - 1, TOO_MANY, 1 << 40):
         direct_read.note_pace(rank.address, PACES, num_bytes, DIRECTLY, 1)
@@ -64,7 +64,7 @@ def test_what_is_short_or_long_is_never_read_directly():
 
 
 @given(st.integers(LEAST, TOO_MANY - 1), st.integers(LEAST, TOO_MANY - 1))
-def test_about_equal_lengths_share_what_is_known(first, second):
+def test_similar_lengths_share_measurements(first, second):
     rank = Rank()
     one, other = (
         direct_read.measurement_of(rank.address, PACES, first, SLOTS),
@@ -80,7 +80,7 @@ def test_about_equal_lengths_share_what_is_known(first, second):
     )
 
 
-def test_both_ways_are_tried_and_the_faster_one_is_taken():
+def test_the_faster_transfer_is_selected():
     rank = Rank()
     assert 0.4 < rank.is_for_it(LEAST) < 0.6
     direct_read.note_pace(rank.address, PACES, LEAST, SLOTS, 1000)
@@ -102,7 +102,7 @@ def test_both_ways_are_tried_and_the_faster_one_is_taken():
 
 
 @must_be_allowed
-def test_what_a_process_shows_is_read():
+def test_memory_of_another_process_is_read():
     rank, theirs = Rank(), np.random.default_rng(1).integers(0, 255, LEAST, np.uint8)
     status, found = rank.read(theirs)
     assert status == 0 and (found == theirs).all()
@@ -111,7 +111,7 @@ def test_what_a_process_shows_is_read():
 
 
 @pytest.mark.parametrize("process", (-1, 1 << 22))
-def test_a_refused_read_is_told_to_the_others_and_not_tried_again(process):
+def test_a_refused_read_is_published_and_not_repeated(process):
     rank = Rank()
     rank.processes[1] = process
     status, _ = rank.read(np.ones(LEAST, np.uint8))
@@ -129,14 +129,14 @@ def test_a_refused_read_elsewhere_counts_as_well():
     assert rank.fields[records.PROCESSES] != 0, "this rank may; the other one will not be for it again"
 
 
-def test_what_has_been_read_from_a_rank_that_gave_up_is_not_believed():
+def test_data_read_from_a_rank_that_aborted_are_discarded():
     """It may have gone on meanwhile, and written there."""
     status, _ = Rank().read(np.ones(LEAST, np.uint8), refuses=True)
     assert status == records.ABORTED + 1
 
 
 @must_be_allowed
-def test_the_trial_at_the_start_is_not_content_with_any_memory():
+def test_the_trial_at_start_compares_the_value():
     own = process_vm.probe()
     assert process_vm.can_read([own, own]) and process_vm.can_read([])
     assert not process_vm.can_read([own, own._replace(value=own.value ^ 1)])

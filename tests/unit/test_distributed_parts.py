@@ -82,7 +82,7 @@ def test_the_future_of_a_work_is_one_and_has_its_tensors():
     assert late.done() and late.value()[0] is outputs[0]
 
 
-def test_futures_asked_for_while_the_call_ends():
+def test_futures_requested_while_the_call_ends():
     """From two threads at the same time: every future completes, and callbacks run once."""
     for _ in range(300):
         handle, _, pending_work = pending()

@@ -16,7 +16,7 @@ def raised(error: BaseException, cause: BaseException | None) -> BaseException:
         return caught
 
 
-def test_whether_another_rank_knows_the_reason():
+def test_errors_that_only_report_an_abort():
     mismatch, raise_aborted = MismatchError("calls differ"), MismatchError("rank 0 has aborted it")
     raise_aborted.reason_is_elsewhere = True
     assert not failure._reason_is_elsewhere(None)
@@ -33,7 +33,7 @@ def test_an_error_may_be_its_own_cause():
     assert not failure._reason_is_elsewhere(other)
 
 
-def test_what_somebody_keeps_is_shown_once(monkeypatch):
+def test_buffered_output_is_shown_once(monkeypatch):
     kept, shown = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", kept)
     monkeypatch.setattr(sys, "__stderr__", shown)

@@ -118,7 +118,7 @@ def test_parts_and_chunks_cover_everything_once(size, num_bytes, most):
 
 
 @given(st.integers(1, 64), st.integers(0, 300), st.integers(1, 16))
-def test_rows_that_are_scattered_never_leave_their_slot(size, num_rows, row_bytes):
+def test_scattered_rows_stay_within_their_slot(size, num_rows, row_bytes):
     half = size * ALIGNMENT
     spans = [(first * row_bytes, count * row_bytes) for first, count in partition.rows(num_rows, size)]
     for rank in {0, size // 2, size - 1}:
@@ -158,7 +158,7 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("what", BREAKAGES)
-def test_the_model_notices_a_broken_protocol(what):
+def test_the_model_detects_protocol_errors(what):
     collective, change = BREAKAGES[what]
     size, half = 3, 3 * ALIGNMENT
     noticed = 0

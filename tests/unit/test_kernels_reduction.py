@@ -237,7 +237,7 @@ def test_combinations_whose_bits_are_treated_alike_share_a_function():
 
 
 @pytest.mark.parametrize(("dtype", "op"), [(torch.int32, "avg"), (torch.complex64, "max"), (torch.float8_e5m2, "sum")])
-def test_what_makes_no_sense_is_refused(dtype, op):
+def test_invalid_arguments_are_refused(dtype, op):
     with pytest.raises(errors.DtypeError):
         reduction.address(dtype, op)
 

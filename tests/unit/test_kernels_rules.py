@@ -293,7 +293,7 @@ def test_dtypes_whose_bits_are_treated_alike_share_a_function():
     assert address(torch.float64, "zero") == address(torch.complex64, "zero") != address(torch.float64, "copy")
 
 
-def test_threads_that_ask_at_once_compile_once():
+def test_concurrent_requests_compile_once():
     compiler, compiled, found = native_code.Compiler(), [], []
 
     def text_of(**_: bool) -> str:
@@ -324,7 +324,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "remedy"), REFUSED, ids=str)
-def test_what_makes_no_sense_is_refused_with_the_remedy(name, dtype, remedy):
+def test_invalid_arguments_are_refused_with_the_remedy(name, dtype, remedy):
     with pytest.raises(errors.DtypeError, match=remedy):
         server_rules.address(dtype, name)
 
@@ -334,7 +334,7 @@ def test_an_unknown_rule_is_refused_with_the_known_ones():
         server_rules.address(torch.float32, "nadam")
 
 
-def test_what_a_caller_knows_of_a_rule():
+def test_properties_of_a_rule():
     codes = {
         name: (code.num_coefficients, code.num_states, code.floats_only) for name, code in server_rules.BUILT_IN.items()
     }

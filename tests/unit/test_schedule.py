@@ -102,7 +102,7 @@ def test_doubling_takes_log2_rounds_and_one_stretch_of_memory(size: int) -> None
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcasts_reach_everybody_once(size: int) -> None:
+def test_broadcasts_reach_each_rank_once(size: int) -> None:
     for root in {0, size // 2, size - 1}:
         trees = [schedule.tree(rank, size, root) for rank in range(size)]
         chains = [_one_after_the_other(schedule.chain(rank, size, root)) for rank in range(size)]
@@ -130,7 +130,7 @@ def test_collect_brings_all_blocks_to_the_root(size: int) -> None:
         assert held[root] == {(block, block) for block in range(size)}
 
 
-def test_the_readable_twin_notices_what_is_wrong() -> None:
+def test_the_simulation_detects_wrong_plans() -> None:
     good = [[schedule.spread(rank, 3)] for rank in range(3)]
     for broken in (
         [good[0], good[1], [Round(good[2][0].sends[:1], good[2][0].receives)]],  # forgets a message

@@ -117,7 +117,7 @@ def test_release_gives_the_memory_back_while_others_have_it_mapped(kind, tmp_pat
     other.close()
 
 
-def test_no_room_is_an_error_that_leaves_nothing(kind, tmp_path):
+def test_lack_of_memory_is_an_error_without_leftovers(kind, tmp_path):
     import resource
 
     before, limits = descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -159,7 +159,7 @@ def entries(heap: SharedHeap) -> list[list[int]]:
     return [row.tolist() for row in fields if row[records.SEGMENT_END]]
 
 
-def test_the_table_tells_where_tensors_are():
+def test_the_table_contains_the_addresses_of_tensors():
     heap = SharedHeap()
     tensors = [heap.empty((5, 1000), torch.float64), heap.empty((3,), torch.int8)]
     table = entries(heap)
@@ -183,7 +183,7 @@ def test_tensors_of_every_kind(shape, dtype):
     assert bool((tensor == 1).all())
 
 
-def test_memory_goes_with_the_last_view():
+def test_memory_is_released_with_the_last_view():
     heap, before, mapped = SharedHeap(), descriptors(), mappings()
     tensor = heap.empty((100, 10), torch.float32)
     (_, _, key, file) = entries(heap)[0]
@@ -199,7 +199,7 @@ def test_memory_goes_with_the_last_view():
         heap.map(key, file, PAGE)
 
 
-def test_a_place_is_used_again_under_another_key():
+def test_records_are_reused_with_another_key():
     heap, keys = SharedHeap(), set()
     for _ in range(100):
         tensor = heap.empty((10,), torch.float32)
@@ -209,7 +209,7 @@ def test_a_place_is_used_again_under_another_key():
     assert len(keys) == 100 and heap.table[0] == 1
 
 
-def test_what_others_have_released_is_unmapped_when_something_new_is_mapped():
+def test_released_segments_are_unmapped_at_the_next_mapping():
     owner, user, before = SharedHeap(), SharedHeap(), descriptors()
 
     def mapped(tensor: torch.Tensor) -> int:
@@ -264,7 +264,7 @@ def moved_to_file(heap: SharedHeap, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def test_a_storage_is_adopted_with_everything_that_looks_into_it():
+def test_a_storage_is_adopted_with_all_its_views():
     owner, user, before, mapped = SharedHeap(), SharedHeap(), descriptors(), mappings()
     tensor = torch.arange(5000.0)
     view, address = tensor[10:20], tensor.data_ptr()
@@ -305,7 +305,7 @@ def test_a_storage_that_has_moved_on_is_no_longer_announced():
 
 
 @pytest.mark.parametrize("has_failed", (False, True), ids=("", "after a failed call"))
-def test_memory_is_not_taken_from_under_a_rank_that_may_still_be_in_a_failed_call(has_failed):
+def test_memory_is_kept_while_a_rank_may_be_in_a_failed_call(has_failed):
     """It was truncated there too: the other rank died of a bus error."""
     owner, user = SharedHeap(), SharedHeap()
     tensor = owner.empty((5000,), torch.float32).fill_(3.0)
@@ -351,7 +351,7 @@ def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_pa
     assert os.listdir(tmp_path) == [] and descriptors() == before
 
 
-def test_a_forked_child_does_not_take_the_memory_with_it():
+def test_a_forked_child_does_not_release_the_memory():
     """It gave the memory back when its own copy of the tensor went: the parent died of a bus error."""
     heap = SharedHeap()
     tensors = [heap.empty((5000,), torch.float32).fill_(1.0)]
@@ -365,7 +365,7 @@ def test_a_forked_child_does_not_take_the_memory_with_it():
     assert len(entries(heap)) == 1
 
 
-def test_threads_make_and_drop_tensors_at_once():
+def test_threads_create_and_free_tensors_concurrently():
     heap, wrong = SharedHeap(), []
 
     def work(number: int) -> None:

@@ -210,7 +210,7 @@ def test_a_grid_takes_two_steps_and_a_tree_three() -> None:
                 assert max(len(steps) for steps in world.plan(collective, root)) == 2
 
 
-def test_the_simulation_notices_a_wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_detects_a_wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World([[0, 0, 1, 1]], [False])
     right = world.plan("allreduce")
     monkeypatch.setattr(world, "plan", lambda collective, root: [steps[:-1] for steps in right])
@@ -271,7 +271,7 @@ def test_binding_partitions_the_common_mask(mask: frozenset[int], num_ranks: int
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_binding_leaves_alone_what_is_bound() -> None:
+def test_bound_ranks_are_not_bound_again() -> None:
     both = frozenset({0, 1})
     assert affinity.plan_binding([]) is None
     assert affinity.plan_binding([both]) is None
