@@ -25,7 +25,7 @@ _RECORDED, _DONE = 0, 8
 
 
 class HostDevice:
-    """What ipc asks of a device, with memory of the host."""
+    """The device that the backend ipc uses, with memory of the host."""
 
     index = None
 

@@ -30,7 +30,7 @@ def start(**settings: object) -> None:
 
 @pytest.fixture(scope="module", params=(PAGE_SLOTS, LARGE_SLOTS), ids=("slots of a page", "slots of 64 KB"))
 def slots(request):
-    """torchmpi, started with slots of this size; the session's own start is put back afterwards."""
+    """torchmpi, started with slots of this size; the start of the session is restored afterwards."""
     was_running = runtime.is_running()
     mpi.stop()
     start(slot_bytes=request.param)

@@ -158,7 +158,7 @@ def test_movements_preserve_every_bit(agree, device, dtype, asynchronous, backen
 
 
 def test_calls_are_ordered_with_work_queued_before_and_after(agree, device):
-    """Without a word to the device in between: on streams of the program's own, synchronous and not."""
+    """Without synchronization of the device in between: on streams of the program, synchronous and asynchronous."""
     size = mpi.size()
     streams = [None, torch.cuda.Stream(device)] if device.type == "cuda" else [None]
     found = []
@@ -178,7 +178,7 @@ def test_calls_without_a_wait_release_their_memory_and_corrupt_no_other(agree, d
     kept = torch.full((100_000,), 7.0, device=device)
     for _ in range(30):
         mpi.allreduce_async(torch.ones(100_000, device=device))
-        kept = kept + torch.zeros(100_000, device=device)  # takes memory that the call above may have given back
+        kept = kept + torch.zeros(100_000, device=device)  # takes memory that the call above may have released
     last = mpi.allreduce_async(torch.ones(4, device=device))
     result = last.wait().cpu()
     agree.equal(result.tolist(), [float(mpi.size())] * 4)
@@ -187,7 +187,7 @@ def test_calls_without_a_wait_release_their_memory_and_corrupt_no_other(agree, d
 
 @pytest.mark.parametrize("backend", (None, "shm", "mpi"))
 def test_allreduce_many_on_a_device_equals_single_calls(agree, device, backend):
-    """Regression, by shm: addresses of the device were given to a kernel of the host."""
+    """Regression in shm: device addresses were passed to a kernel of the host."""
     inputs = [contract.values((n,), torch.float32, mpi.rank(), seed=n) for n in (3, 1000, 200_000, 1)]
     expected = [mpi.allreduce(tensor.clone(), op="max") for tensor in inputs]
     together = mpi.allreduce_many([tensor.to(device) for tensor in inputs], op="max", backend=backend)
@@ -374,7 +374,7 @@ def test_autograd_neither_records_nor_refuses_a_collective(agree, kind):
 
 
 def test_an_out_that_does_not_fit_is_refused_after_the_call_has_ended_everywhere(agree):
-    """It was refused half way: the others hung, or the next call got this one's data."""
+    """Regression: the error was raised during the call, so other ranks hung, or the next call got this one's data."""
     rank, size = mpi.rank(), mpi.size()
     calls = {
         "allgather": lambda out: mpi.allgather(torch.full((2,), 100.0 + rank), out),
@@ -450,7 +450,7 @@ def test_numpys_scalars_and_ranks(agree):
 
 @pytest.mark.parametrize("backend", ("shm", "mpi"))
 def test_scatter_ignores_tensors_of_other_ranks(agree, backend):
-    """Its dtype and shape were taken for the root's: it got more bytes than there was room for."""
+    """Regression: this dtype and shape were used for the root's, so more bytes were received than the memory holds."""
     rank, size = mpi.rank(), mpi.size()
     if mpi.collective_availability()[backend, "scatter", "cpu", "sync"] != "available":
         pytest.skip(f"no {backend} here")

@@ -102,7 +102,7 @@ def test_inter_groups_are_ordered_by_group_and_not_by_rank(agree):
 
 
 def test_asynchronous_calls_over_a_span_do_not_mix_with_calls_on_its_levels(agree):
-    """Regression: the steps ran on the user's own groups, and met the user's calls there in any order."""
+    """Regression: the steps ran on the user's own groups, mixed with the user's calls in any order."""
     rank, size = mpi.rank(), mpi.size()
     level = mpi.push_communicator(rank % 2)
     mpi.set_communicator(0)
@@ -116,7 +116,7 @@ def test_asynchronous_calls_over_a_span_do_not_mix_with_calls_on_its_levels(agre
 
 
 def test_queued_calls_over_a_span_end_before_the_span_changes(agree):
-    """The groups of its steps were given back, and the next step found none."""
+    """Regression: the groups of the steps were freed before the next step."""
     level = mpi.push_communicator(mpi.rank() % 2)
     mpi.set_communicator(0)
     for _ in range(10):
@@ -194,7 +194,7 @@ def test_a_message_that_does_not_fit_is_refused_and_the_next_one_arrives(agree):
 
 
 def test_asynchronous_calls_progress_while_the_caller_computes(agree):
-    """Nobody waits, no MPI call is made by this thread: the results must arrive all the same."""
+    """No thread waits, and this thread makes no MPI call: the results must arrive."""
     import time
 
     tensors = [torch.ones(200_000) for _ in range(5)]

@@ -25,13 +25,13 @@ SLOTS, DIRECTLY = 0, 1
 
 
 def fields() -> np.ndarray:
-    """What the kernels know of the world."""
+    """The fields of the kernels for the world."""
     mpi.barrier()
     return runtime.current().world.shared.fields
 
 
 def prefer(way: int) -> None:
-    """From now on this rank finds this way faster, but for the calls in which both are tried anyway."""
+    """Make this rank prefer one transfer, except in the trial calls."""
     known = fields()[records.ALLGATHER_PACES : records.SPENT_BEFORE]
     known[way::3], known[1 - way :: 3], known[2::3] = 1, 1 << 40, 1000  # calls
 
@@ -136,7 +136,7 @@ def test_memory_that_cannot_be_read_is_sent_through_the_slots(reads, agree, coll
 
 
 def test_measurements_of_gather_do_not_apply_to_allgather(reads, agree):
-    """A rank that sends and fetches nothing is done in half the time, and kept the others from reading."""
+    """Regression: a rank that transfers no data needs half the time, and prevented the others from reading."""
     known = slice(records.ALLGATHER_PACES, records.ALLTOALL_PACES)
     before = fields()[known].copy()
     for root in range(mpi.size()):
@@ -159,7 +159,7 @@ def test_all_ranks_read_or_none(reads, agree):
 
 
 def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
-    """What the trial at the start has found may change: the system's settings, or memory that only its owner reads."""
+    """The result of the trial at start may change: by system settings, or for memory that only its owner can read."""
     if mpi.size() == 1:
         pytest.skip("alone there is nobody to read from")
     rank, inputs = mpi.rank(), inputs_of((100_000,), torch.float32)

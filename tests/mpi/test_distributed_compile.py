@@ -91,7 +91,7 @@ def everything(x: Tensor, group: Any) -> Tensor:
 def test_compiled_collectives(agree):
     size, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     compiled = torch.compile(everything, fullgraph=True, backend=BACKEND)
-    for start in (0.0, 5.0):  # the second time with the code that is there
+    for start in (0.0, 5.0):  # the second time with the compiled code
         x = torch.arange(start, start + 2 * size) + rank
         agree.equal(compiled(x, group), everything(x, group))
 

@@ -119,7 +119,7 @@ def test_subgroups(torch_world, agree):
 
 
 def test_a_group_from_any_of_several_launch_orders(nothing_runs, agree, tmp_path):
-    """Ranks given by the caller, backwards: rank 0 of torch is the last of MPI's."""
+    """Ranks in reverse order: rank 0 of torch is the last rank of MPI."""
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
     own = SIZE - 1 - RANK
     dist.init_process_group("torchmpi", init_method=f"file://{folder}/meet", rank=own, world_size=SIZE)

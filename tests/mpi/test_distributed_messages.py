@@ -194,7 +194,7 @@ def test_futures(agree):
 
 @pytest.mark.parametrize("is_there", (False, True), ids=("before it arrives", "when it has arrived"))
 def test_a_callback_may_query_its_message(agree, is_there):
-    """The callback waited for the look at the message of which it was the end."""
+    """Regression: the callback waited for the test of the message that had called it."""
     sources = []
 
     def receive():
@@ -230,7 +230,7 @@ def test_a_wait_with_a_timeout_raises_and_can_be_repeated(agree):
 
 @pytest.mark.parametrize(("sent", "room"), [(3, 4), (4, 3), (0, 3), (3, 0), (48, 32), (32, 48), (48, 33), (20, 40)])
 def test_a_message_of_another_length_raises_on_the_receiver(agree, sent, room):
-    """And the one after it is right; in blocks of 16 elements too, where the lengths may differ by whole ones."""
+    """The next message is correct; also in blocks of 16 elements, where lengths may differ by whole blocks."""
     pair = dist.new_group([0, 1])
     if RANK == 0:
         works = [dist.isend(numbers(sent, 1), 1, group=pair), dist.isend(numbers(5, 2), 1, tag=1, group=pair)]

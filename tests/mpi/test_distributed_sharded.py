@@ -111,7 +111,7 @@ def test_checkpoint_round_trip(agree, folder, asynchronous):
     first, second = Training(3), Training(8)
     train(first.model, first.optimizer, share())
     if asynchronous:
-        # It plans in a thread of its own, so it wants a group of its own to talk in.
+        # The save plans in another thread, and therefore needs a separate group.
         group = dist.new_group()
         dcp.async_save({"training": first}, checkpoint_id=folder, process_group=group).result()
         dist.destroy_process_group(group)

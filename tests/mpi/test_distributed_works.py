@@ -136,12 +136,12 @@ def test_a_tensor_stays_alive_until_its_call_has_ended(agree):
         work.wait()
         agree.equal(work.result()[0], torch.full((numel,), float(number * size)), f"call {number}")
     del others, works, work
-    dist.barrier(async_op=True).wait()  # the group's thread has let go of the calls before
+    dist.barrier(async_op=True).wait()  # the group's thread has released the earlier calls
     agree(all(reference() is None for reference in references), "a tensor outlives its work")
 
 
 def test_calls_on_one_tensor_keep_their_order(agree):
-    """What a call reads and writes, it does in its turn, also where it has to copy first."""
+    """A call reads and writes its tensors when it runs in the queue, also if it needs a copy first."""
     rank, size, numel = dist.get_rank(), dist.get_world_size(), 150_000
     total = float(sum(range(1, size + 1)))
     summed, column = torch.full((numel,), rank + 1.0), torch.full((numel, 2), rank + 1.0)[:, 0]
@@ -241,7 +241,7 @@ def is_member(group) -> bool:
 
 
 def merged(numbered, choice):
-    """Another order of the same calls, in which those on one group keep theirs."""
+    """Another order of the same calls, which keeps the order of the calls on each group."""
     order = [step[1] for _, step in numbered]
     choice.shuffle(order)
     queues = {index: iter([entry for entry in numbered if entry[1][1] == index]) for index in set(order)}

@@ -310,7 +310,7 @@ def test_another_communicator_and_another_table(agree):
 
 
 def test_rows_that_differ_in_number(agree):
-    """Some ranks find out in the kernel that not all have as many rows; the result then comes through Python."""
+    """Some ranks detect different numbers of rows in the kernel; the result is then computed through Python."""
     rank, size = mpi.rank(), mpi.size()
     even = torch.empty(2 * size)
     for _ in range(2):
@@ -363,7 +363,7 @@ def test_pending_calls_run_first(agree):
 
 
 def test_two_threads_share_a_communicator(agree):
-    """Machine code enters without waiting; the way through Python waits until it has left."""
+    """The machine code enters without waiting; the path through Python waits until the machine code has left."""
     results: dict[str, list[float]] = {"fast": [], "python": []}
 
     def call(name: str, backend: str | None) -> None:
@@ -398,7 +398,7 @@ def test_the_watchdog_sees_a_call_of_the_fast_path(agree):
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    if mpi.rank() == 0:  # so that the others wait for this rank
+    if mpi.rank() == 0:  # the other ranks wait for this rank
         limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.log_board is not None else ()
         while (
             any(group.log_board.get(row, ENTERED) <= group.call_log.seq for row in others) and time.monotonic() < limit
@@ -416,7 +416,7 @@ def test_the_watchdog_sees_a_call_of_the_fast_path(agree):
 
 
 def test_an_interrupt_leaves_the_queue_usable(agree):
-    """Ctrl-C while the kernel waits, and the kernel then ends without result: nobody has taken the call over yet."""
+    """Ctrl-C while the kernel waits, which then ends without a result, before Python has taken over the call."""
     if mpi.size() == 1:
         pytest.skip("nobody to wait for")
     # On a communicator of its own, since rank 0 calls something else.

@@ -34,7 +34,7 @@ REDUCING = ("allreduce", "reduce", "reduce_scatter")
 
 
 def ops_for(collective: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """With which operations to call a verb; one that reduces nothing is called once."""
+    """The operations of a collective; one that does not reduce is called once."""
     return contract.OPS_OF.get(dtype, ()) if collective in REDUCING else ("sum",)
 
 
@@ -61,7 +61,7 @@ class Rig:
             self.backend.make_device = lambda index: HostDevice(seed=self.rank)
         self._plans: dict[Any, prepared.PreparedPlan] = {}
         self._kept: list[torch.Tensor] = []
-        """Memory of the host may go as soon as nobody has it; the streams run late."""
+        """Keep host memory until the streams, which run late, have finished."""
 
     def start(self, collective: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
         """Enqueue a call."""
@@ -94,7 +94,7 @@ def rig() -> Iterator[Rig]:
 
 
 class Call:
-    """A call with what must come of it."""
+    """A call with its expected result."""
 
     def __init__(
         self, rig: Rig, collective: str, dtype: torch.dtype, op: str, shape: tuple[int, ...], root: int
@@ -142,7 +142,7 @@ def test_every_collective_and_operation(rig, agree, dtype):
 
 @pytest.mark.parametrize("several", (False, True), ids=("one device", "several"))
 def test_tensors_larger_than_a_half(agree, several):
-    """Many chunks on their way at once, through streams that run late, in any order of verbs."""
+    """Many chunks in flight, through streams that run late, in any order of collectives."""
     uuids = tuple(f"GPU-{rank}" for rank in range(mpi.size())) if several else ()
     rig = Rig(uuids=uuids)
     choice = random.Random(3)
@@ -255,7 +255,7 @@ def test_different_calls_raise_on_all_ranks(rig, agree):
     rig.start("allreduce", torch.ones(3))
     message = ""
     try:
-        # Two verbs in which everybody waits: the root of a broadcast may be gone before the others come.
+        # Two collectives in which all ranks wait: the root of a broadcast may return before the other ranks arrive.
         rig.start("reduce_scatter" if rig.rank == 0 else "allreduce", torch.ones(50))
     except MismatchError as error:
         message = str(error)
@@ -430,7 +430,7 @@ def test_many_chunks_on_the_gpu(agree):
 
 @pytest.mark.gpu
 def test_calls_are_ordered_with_the_streams_around_them_on_the_gpu(agree):
-    """Nothing waits for the device: what a call reads may still be in the making, on whatever stream is current."""
+    """The host does not wait for the device: the input of a call may not be computed yet, on any current stream."""
     gpu_group()
     numel, rounds = 3_000_000, 20
     results = []

@@ -1,4 +1,4 @@
-"""Start, stop, and what they leave behind. This file starts and stops torchmpi itself."""
+"""Start, stop, and leaks. This file starts and stops torchmpi itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leftovers import in_use
 
 @pytest.fixture(autouse=True)
 def stopped():
-    """These tests come with torchmpi stopped; the session's own start is put back afterwards."""
+    """Stop torchmpi for these tests; the start of the session is restored afterwards."""
     was_running = runtime.is_running()
     mpi.stop()
     yield

@@ -36,7 +36,7 @@ def test_allreduce_many_has_the_bits_of_one_by_one(agree):
 
 
 def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
-    """A generator was used up by the checks, and nothing was reduced."""
+    """Regression: the checks exhausted a generator, and no tensor was reduced."""
     tensors = [torch.ones(3), torch.ones(4)]
     mpi.allreduce_many(tensor for tensor in tensors)
     agree.equal(tensors[1], torch.full((4,), float(mpi.size())))
@@ -120,7 +120,7 @@ def test_short_lists_by_another_transport(slots, agree):
 
 
 def test_lists_in_another_order_are_a_mismatch(slots, agree):
-    """And all ranks can go on."""
+    """All ranks can continue."""
     lengths = (5, 70_000) if mpi.rank() else (70_000, 5)
     if mpi.size() > 1:
         with pytest.raises(mpi.TorchMPIError, match="called different things"):

@@ -1,4 +1,4 @@
-"""The asynchronous backward: hooks, buckets, accumulation, and everything that can go wrong."""
+"""The asynchronous backward: hooks, buckets, accumulation, and errors."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ REASONS_FOR_A_LIST = {
 
 
 def test_persistent_gradients_are_reduced_in_one_call(agree):
-    """The question who has which, and one call for all of them: at first with a list, then with what they lie in."""
+    """One call to find the present gradients, and one to reduce all: at first of a list, later of the shared block."""
     net, calls = kept_net(), []
     for step in range(4):
         expected = averages(net, step)

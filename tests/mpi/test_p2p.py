@@ -71,7 +71,7 @@ def test_movements_preserve_every_bit(agree, dtype):
 
 
 def test_operations_are_reused_for_any_size(agree):
-    """Memory of an earlier, longer call must not show in a later one."""
+    """Memory of an earlier, longer call must not affect a later one."""
     rank, size = mpi.rank(), mpi.size()
     operations = {
         collective: bound(collective, torch.bfloat16, "avg") for collective in ("allreduce", "reduce", "reduce_scatter")
@@ -88,7 +88,7 @@ def test_operations_are_reused_for_any_size(agree):
 
 
 def test_bits_do_not_depend_on_size_chunks_or_backend(agree):
-    """Also against the `mpi` backend: a call may go either way without changing a run."""
+    """Also compared with the `mpi` backend: the choice of the backend must not change a run."""
     for dtype in contract.FLOATS:
         inputs = contract.values((300_000,), dtype, mpi.rank(), seed=3)
         whole = mpi.allreduce(inputs.clone(), backend="p2p")

@@ -1,6 +1,6 @@
-"""The choice of transport on real ranks: by table, by size, by mode, measured, and picked up again.
+"""The choice of the backend on real ranks: by table, by size, by mode, measured, and loaded from a file.
 
-What ran is seen by backends that hand everything to `mpi` and note it down.
+The backends of these tests record the calls and forward them to `mpi`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def ran():
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
-    """`slow` is slower by more than a crowded machine makes up, and that takes its time."""
+    """`slow` is slower by more than the noise of a busy machine, so these tests take some seconds."""
     monkeypatch.setattr(measuring, "_MOST_ROUNDS", 8)
 
 
@@ -230,7 +230,7 @@ def test_each_step_of_a_span_selects_a_backend(agree, on_one_host, ran):
 
 
 def test_queued_calls_over_a_span_keep_their_backend_in_every_step(agree, on_one_host, ran):
-    """Steps choose when they are reached: on some ranks that was after the change."""
+    """Regression: a step selected its backend when it ran, which was after the change on some ranks."""
     level = mpi.push_communicator(mpi.rank() // 2)
     mpi.set_communicator(0)
     mpi.set_collective_span(0, level)
@@ -258,7 +258,7 @@ def test_autotune_replaces_slow_backends_on_all_ranks(agree, on_one_host, ran):
     for mode in ("sync", "async"):
         rule = table["allreduce", "cpu", "host", mode]
         agree("slow" not in [name for _, name in rule], str(rule))
-        agree.equal(table["reduce", "cpu", "host", mode], ((None, "slow"),), "it was not asked for")
+        agree.equal(table["reduce", "cpu", "host", mode], ((None, "slow"),), "reduce was not measured")
     ran.clear()
     mpi.allreduce(torch.ones(4))
     agree(("slow", "allreduce") not in ran, str(ran))
@@ -315,7 +315,7 @@ def restart(tmp_path):
 
 
 def tune():
-    """A rule that autotune() cannot fail to find, without backends that are gone at the next start."""
+    """A rule that autotune() certainly finds, without backends that do not exist at the next start."""
     selector = runtime.current().selector
     others = {name: selector.backends.pop(name) for name in list(selector.backends) if name != "mpi"}
     selector.backends["slow"] = Recording("slow", selector.backends["mpi"], [], seconds=0.03)

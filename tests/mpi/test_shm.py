@@ -69,7 +69,7 @@ def test_movements_of_every_length(slots, agree, dtype):
 
 
 def test_short_lengths_that_differ_again_and_again(agree, stopped):
-    """Who found out first fetched what lay in another slot: the other rank had put its rows where reductions do."""
+    """Regression: the first rank to detect the difference read another slot than the one the other rank had used."""
     start()
     rank, size = mpi.rank(), mpi.size()
     wrong = []
@@ -134,7 +134,7 @@ def test_a_scatter_of_more_dimensions_than_can_be_announced_is_refused_on_all_ra
 
 
 def test_settings_of_any_slot_size(stopped, agree):
-    """Chunks are whole lines: with slots that are not, they ran into the next slot."""
+    """Regression: chunks are whole cache lines, and overflowed slots that are not."""
     for slot_bytes in (1, 5000, 12_345):
         start(slot_bytes=slot_bytes)
         for numel in (2500, 2501, 10_000):
@@ -144,7 +144,7 @@ def test_settings_of_any_slot_size(stopped, agree):
         mpi.stop()
 
 
-# --- the same bits on all ways
+# --- the same bits by all transfers
 
 
 @pytest.mark.parametrize("dtype", contract.FLOATS, ids=str)
@@ -180,7 +180,7 @@ def test_memory_that_overlaps(slots, agree):
 
 @pytest.mark.parametrize("who", ("all", "one"))
 def test_non_temporal_copies_give_the_same_bits(agree, slots, who):
-    """Each rank decides for itself, from what it measures: forced here, whatever this machine is like."""
+    """Each rank decides from its own measurements; the decision is forced here, for any machine."""
     rank, size = mpi.rank(), mpi.size()
     group = mpi.communicator().intra
     for numel in (5_003, 70_001):
@@ -196,7 +196,7 @@ def test_non_temporal_copies_give_the_same_bits(agree, slots, who):
 
 
 def test_ranks_that_change_the_transfer_during_calls(agree, slots):
-    """Some find results in the others' slots, and some in their own, from one chunk to the next."""
+    """Results are in the slots of other ranks or in those of the rank, changing from chunk to chunk."""
     rank, size = mpi.rank(), mpi.size()
     status_board, over = mpi.communicator().intra.status_board, threading.Event()
 

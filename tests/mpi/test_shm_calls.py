@@ -40,7 +40,7 @@ KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), 
 
 
 class Call:
-    """One call of one verb, with what must come of it. Numbers beyond what there is are taken modulo."""
+    """One call of a collective, with its expected result. Numbers out of range are taken modulo."""
 
     def __init__(self, collective: str, numel: int, kind: int, root: int, comm: object = None) -> None:
         self.collective, self.comm = collective, comm
@@ -210,7 +210,7 @@ def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots,
     if mpi.size() == 1:
         return
     one, others, names = DISAGREEMENTS[what]
-    others()  # known calls take a shorter way
+    others()  # prepared calls take a shorter path
     message = ""
     try:
         one() if mpi.rank() == mpi.size() - 1 else others()
@@ -224,7 +224,7 @@ def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots,
 
 @pytest.mark.parametrize("when", ("before the kernel", "between two kernels"))
 def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypatch, when):
-    """Who ended that call well had then put more through its slots than this rank knew of; who came late was told."""
+    """Regression: ranks that completed the call had used more slots than this rank had counted."""
     if mpi.size() == 1:
         return
     was_told = False
@@ -262,8 +262,8 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
 
 @pytest.mark.parametrize("collective", ("allgather", "alltoall", "gather"))
 def test_data_of_the_call_after_an_aborted_one_are_not_used(stopped, agree, monkeypatch, collective):
-    """It puts the first piece of its next call before it meets anybody, and counts chunks from a greater number: ranks
-    still in the call that it gave up took that piece, and returned it without an error."""
+    """Regression: the rank writes the first chunk of its next call before it synchronizes, with a greater chunk count.
+    Ranks still in the aborted call read that chunk, and returned it without an error."""
     start()
     from mpi4py import MPI
 
@@ -294,7 +294,7 @@ def test_data_of_the_call_after_an_aborted_one_are_not_used(stopped, agree, monk
                     wrong.append((number, result.unique().tolist()))
             except (MemoryError, MismatchError):
                 pass
-        for _ in range(2):  # the first is refused if not all have heard of it
+        for _ in range(2):  # the first call fails unless all ranks have detected the abort
             with suppress(MismatchError):
                 mpi.allgather(torch.full((1000,), -7.0), backend="shm")
         MPI.COMM_WORLD.Barrier()
@@ -304,7 +304,7 @@ def test_data_of_the_call_after_an_aborted_one_are_not_used(stopped, agree, monk
 
 @pytest.mark.parametrize("check", ("off", "strict"))
 def test_kernels_among_other_transports_with_any_checking(stopped, agree, check):
-    """The ranks notice each other in kernels alone: after more than a ring of other calls they waited for ever."""
+    """Regression: ranks synchronize in kernels only, and waited forever after more other calls than ring entries."""
     start(slot_bytes=PAGE_SLOTS, check=check)
     size = mpi.size()
     for number_of_others in (1, 31, 32, 100):
@@ -324,7 +324,7 @@ def test_kernels_among_other_transports_with_any_checking(stopped, agree, check)
 
 
 def test_an_abort_on_one_rank_reaches_the_others_without_checking(stopped, agree):
-    """It was noted only where calls are compared: elsewhere the others waited for ever."""
+    """Regression: the abort was published only if calls are compared; otherwise the other ranks waited forever."""
     start(slot_bytes=PAGE_SLOTS, check="off")
     if mpi.size() > 1:
         try:

@@ -1,4 +1,4 @@
-"""Tensors that live in shared memory: the bits of others, and nothing left when they go."""
+"""Tensors in shared memory: the same bits as of private tensors, and no leaks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_shared_memory_beside_a_view_is_left_alone(slots, agree):
 
 
 def calls_of(inputs: list[torch.Tensor], bring) -> dict[str, tuple]:
-    """Every verb on what `bring` makes of a tensor: the call, and what must come out of it."""
+    """Every collective on the result of `bring` for a tensor: the call, and the expected result."""
     rank, size, out = mpi.rank(), mpi.size(), torch.cat(inputs)
     mine, last = inputs[rank], size - 1
     parts = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
@@ -97,7 +97,7 @@ def test_shared_tensors_in_every_collective(slots, agree, who):
 
 
 def chunks_of(call) -> int:
-    """How many chunks a call counts: one if tensors were read where they are, whatever its length."""
+    """The number of chunks of a call: one if tensors are accessed in place, for any length."""
     mpi.barrier()
     fields = runtime.current().world.shared.fields
     before = int(fields[records.CHUNKS])
@@ -139,7 +139,7 @@ def test_a_long_broadcast_writes_only_its_target(slots, agree):
 @pytest.mark.parametrize("collective", ("allreduce", "broadcast", "reduce", "allgather"))
 @pytest.mark.parametrize("backend", (None, "shm"), ids=("gate", "python"))
 def test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks(slots, agree, collective, backend):
-    """A kernel had gone back to have a segment mapped; the others waited for a rank that had left the call."""
+    """Regression: a kernel had returned to map a segment, and other ranks waited for a rank that had left the call."""
     rank, size = mpi.rank(), mpi.size()
     if size == 1:
         pytest.skip("nobody to wait for")

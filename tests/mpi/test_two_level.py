@@ -43,7 +43,7 @@ def start(placement: str, **settings) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_else_runs() -> Iterator[None]:
-    """torchmpi stopped, and afterwards as it was for the other files."""
+    """Stop torchmpi; restore the start of the session afterwards."""
     was_running = runtime.is_running()
     mpi.stop()
     yield

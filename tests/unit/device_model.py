@@ -1,8 +1,8 @@
-"""A device in which work happens late: streams, events and memory as CUDA defines them, run by a scheduler with dice.
+"""A device that executes work late: streams, events and memory as CUDA defines them, run by a random scheduler.
 
 What is queued on a stream is run at any later moment, in the stream's order and after the events that the stream was
-told to wait for, and at the latest when somebody synchronizes. So code that forgets an event computes wrong numbers
-here for some throw of the dice, as it would on a device on some days.
+told to wait for, and at the latest at a synchronization. So code that omits an event computes wrong numbers here for
+some random numbers, as it would sometimes on a device.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Stream:
 
 
 class Model:
-    """The device: its streams, and the dice."""
+    """The device: its streams, and the random numbers."""
 
     def __init__(self, seed: int) -> None:
         self.lock = threading.RLock()
         self._dice = random.Random(seed)
-        self._haste = seed % 4  # none at all: everything waits until somebody synchronizes
+        self._haste = seed % 4  # no work is done until a synchronization
         self._streams: list[Stream] = []
         self._current = threading.local()
         self.default = self.stream()
@@ -97,7 +97,7 @@ class Model:
             self._current.stream = before
 
     def drift(self) -> None:
-        """Let some time pass: a throw of the dice says how much work is done."""
+        """Execute a random amount of the queued work."""
         with self.lock:
             for _ in range(self._dice.randrange(self._haste + 1)):
                 self._step()

@@ -1,4 +1,4 @@
-"""For whom a rank waits first where several share a core."""
+"""The ranks that a rank waits for first if several share a core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ELSEWHERE = -5  # no core has this number
 
 @pytest.fixture
 def fields() -> tuple[np.ndarray, np.ndarray]:
-    """Of rank 0 of 3, which has no time to wait, and the rows of all: nobody has come yet."""
+    """The fields of rank 0 of 3, whose timeout has passed, and the blocks of all; no rank has arrived."""
     rows = np.zeros((3, memory_layout.BLOCK_FIELDS), np.int64)
     rows[:, memory_layout.CORE] = ELSEWHERE
     own = np.zeros(records.group_fields(3), np.int64)
@@ -60,7 +60,7 @@ def test_cores_are_not_compared_without_oversubscription(fields):
 
 
 class Crowd:
-    """Rank 0 of 2 in a call, without time to wait, and the rows of both."""
+    """Rank 0 of 2 in a call whose timeout has passed, and the blocks of both ranks."""
 
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
@@ -76,13 +76,13 @@ class Crowd:
 
 
 def test_slots_are_not_reused_until_all_ranks_have_left_an_aborted_call():
-    """Who was still in the call before it read what had been put for the call after it, and returned that."""
+    """Regression: a rank still in the aborted call read data of the next call, and returned them."""
     ranks = Crowd()
     assert arrival.begin(ranks.address, CALL) == 0
     ranks.own[records.LAST_ABORTED] = CALL - 1
     ranks.rows[1, memory_layout.ENTERED] = CALL - 1
     assert arrival.begin(ranks.address, CALL) == records.TIMEOUT, "it is still in that call"
-    assert ranks.rows[0, memory_layout.ENTERED] == CALL, "two who gave up wait for each other"
+    assert ranks.rows[0, memory_layout.ENTERED] == CALL, "two ranks that aborted wait for each other"
     ranks.rows[1, memory_layout.ENTERED] = CALL
     assert arrival.begin(ranks.address, CALL) == 0
     assert ranks.own[records.LAST_ABORTED] == 0, "once is enough"
@@ -93,7 +93,7 @@ def test_slots_are_not_reused_until_all_ranks_have_left_an_aborted_call():
     ((CALL - 1, 5, False), (CALL, 5, True), (CALL + 1, 5, False), (CALL + 1, 6, True), (CALL + 1, None, True)),
 )
 def test_a_rank_that_aborts_two_consecutive_calls(refused, signature, is_over):
-    """The second one hid the first from a rank that had not looked meanwhile, and then waited for ever."""
+    """Regression: the second abort hid the first from a rank that had not polled, which then waited forever."""
     ranks = Crowd()
     ranks.announce(0, 5)
     if signature is not None:

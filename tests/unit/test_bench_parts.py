@@ -1,4 +1,4 @@
-"""What of ``torchmpi bench`` needs no job: arguments, workloads, the model, statistics."""
+"""Parts of ``torchmpi bench`` that need no job: arguments, workloads, the model, statistics."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_without_a_gpu_no_job_is_started_for_one(capsys):
 
 
 def results(works: list[Workload], collective: str, root: int) -> None:
-    """What the verb does, without any communication."""
+    """The result of the collective, without any communication."""
     sources = [work.source.clone() for work in works]
     size = len(works)
     total = torch.stack([source.to(torch.int64) for source in sources]).sum(0) if collective in SUMS else None

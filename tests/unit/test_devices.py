@@ -1,4 +1,4 @@
-"""Which GPUs ranks have, and what follows, from given facts."""
+"""The GPUs of ranks, and the groups that follow from them, from given facts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_rank_reports_its_device_and_the_devices_it_can_access(monkeypatch)
     world = SimpleNamespace(rank=1, allgather=lambda own: [RankDevice(0), own])
     table = Devices.gather(world, [0, 4], torch.device("cuda", 2), has_cuda=True)
     assert table[1] == RankDevice(4, "GPU-2", frozenset({"GPU-1", "GPU-2"}))
-    # Groups of GPUs that all reach each other: 0 and 1, and 2 by itself, since 0 does not reach it.
+    # Groups of GPUs that can all access each other: 0 and 1, and 2 alone, since 0 cannot access 2.
     keys = [devices.ipc_key(torch.device("cuda", index)) for index in range(3)]
     assert keys == ["GPU-0 GPU-1", "GPU-0 GPU-1", "GPU-2"]
 

@@ -1,4 +1,4 @@
-"""When a rank is for reading the others' memory directly, with paces given here, and what it finds when it has read."""
+"""The choice of direct reads, from given paces, and the result of a read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ must_be_allowed = pytest.mark.skipif(
 
 
 class Rank:
-    """Rank 0 of two, of which the other is this process as well."""
+    """Rank 0 of two, both of them in this process."""
 
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
@@ -34,7 +34,7 @@ class Rank:
         self.address = self.fields.ctypes.data
 
     def is_for_it(self, num_bytes: int) -> float:
-        """In what share of the calls."""
+        """Return the share of the calls that use direct reads."""
         answers = []
         for sequence in range(1, 4097):
             self.fields[records.CURRENT_SEQ] = sequence
@@ -42,7 +42,7 @@ class Rank:
         return sum(answers) / len(answers)
 
     def read(self, theirs: np.ndarray, *, refuses: bool = False) -> tuple[int, np.ndarray]:
-        """A call in which the other rank shows this, and has read already."""
+        """Make a call in which the other rank publishes this memory, and has read already."""
         chunk = int(self.fields[records.CHUNKS])
         mine, target = np.zeros_like(theirs), np.zeros(2 * len(theirs), theirs.dtype)
         for rank, tensor in enumerate((mine, theirs)):
@@ -84,7 +84,7 @@ def test_the_faster_transfer_is_selected():
     rank = Rank()
     assert 0.4 < rank.is_for_it(LEAST) < 0.6
     direct_read.note_pace(rank.address, PACES, LEAST, SLOTS, 1000)
-    assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the other way is not known yet"
+    assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the other transfer has not been measured yet"
     for _ in range(14):
         direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the first calls count for little: memory may have been new"
@@ -130,7 +130,7 @@ def test_a_refused_read_elsewhere_counts_as_well():
 
 
 def test_data_read_from_a_rank_that_aborted_are_discarded():
-    """It may have gone on meanwhile, and written there."""
+    """The other rank may have continued, and overwritten the memory."""
     status, _ = Rank().read(np.ones(LEAST, np.uint8), refuses=True)
     assert status == records.ABORTED + 1
 

@@ -145,7 +145,7 @@ def test_the_factor_of_a_sum():
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=0, max_size=3), st.booleans(), st.booleans())
 def test_lists_become_rows_and_back(num_parts, shape, is_whole, is_transposed):
-    """Whatever memory the parts have, each has its row in the end, and nothing else is written."""
+    """For parts in any memory, each part gets its row, and no other memory is written."""
     whole = torch.zeros((num_parts + 2, *shape))
     parts = list(whole[1:-1].unbind()) if is_whole else [torch.zeros(shape) for _ in range(num_parts)]
     if is_transposed:

@@ -1,4 +1,4 @@
-"""What the handling of failures concludes from an error."""
+"""The decisions of the failure handling about an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_errors_that_only_report_an_abort():
 
 
 def test_an_error_may_be_its_own_cause():
-    """Looking for the reason never ended, and so did not the job."""
+    """Regression: the search for the cause did not end, nor did the job."""
     error, other = ValueError(), KeyError()
     assert not failure._reason_is_elsewhere(raised(error, error))
     other.__cause__, error.__cause__ = error, other

@@ -1,4 +1,4 @@
-"""The plans of ipc, played by a model of hosts, streams and interprocess events in random interleavings."""
+"""The plans of ipc, executed by a model of hosts, streams and interprocess events in random interleavings."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_scattered_rows_stay_within_their_slot(size, num_rows, row_bytes):
         assert all(fill.area % ALIGNMENT == 0 and fill.area // ALIGNMENT < size for fill in fills)
 
 
-# --- the model finds what it is there to find
+# --- the model detects errors
 
 
 def broken(steps: list[list], change) -> list[list]:

@@ -1,4 +1,4 @@
-"""Native reductions against their readable twin, bit for bit, wherever an element is and wherever the result goes."""
+"""Native reductions compared with their reference, bit for bit, for all positions of elements and results."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def twin(name: str, c: list[float], arrays: list[torch.Tensor], incoming: torch.
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
-    """NumPy's, which rounds as the standard wants it. The last bit of torch's is now and then another one."""
+    """NumPy's square root, which is correctly rounded. That of torch sometimes differs in the last bit."""
     return torch.from_numpy(np.sqrt(tensor.numpy()))
 
 
@@ -236,7 +236,7 @@ def test_the_optimizers_of_torch(name, given_here, make, dtype, tolerance):
 
 
 def undefined_symbols(image: bytes) -> list[str]:
-    """What an object file of ELF's 64-bit kind wants from others."""
+    """The undefined symbols of a 64-bit ELF object file."""
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count = struct.unpack_from("<HH", image, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", image, table + index * size) for index in range(count)]

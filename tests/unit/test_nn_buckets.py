@@ -1,4 +1,4 @@
-"""Which gradient lies where: pure planning, and the flat tensors."""
+"""The positions of gradients in buckets: pure planning, and the flat tensors."""
 
 from __future__ import annotations
 

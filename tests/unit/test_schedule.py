@@ -12,7 +12,7 @@ from torchmpi.backends.schedule import Round
 
 SIZES = range(1, 65)
 Held = dict[int, set[tuple[int, int]]]
-"""What each rank has: (rank it comes from, block)."""
+"""The blocks that each rank has: (origin, block)."""
 
 
 def blocks_of(message: schedule.Message, size: int) -> list[int]:
@@ -22,8 +22,8 @@ def blocks_of(message: schedule.Message, size: int) -> list[int]:
 def carry_out(plans: list[list[Round]], held: Held, *, moved_as: Callable[[int, int], int]) -> int:
     """Run all plans with messages that wait for their receiver, as MPI's long ones do; gives the rounds it took.
 
-    `moved_as(sender, block)` says from whom a block then comes. Refuses what nobody has, what arrives twice, and ranks
-    that wait for each other.
+    `moved_as(sender, block)` returns the origin of a block. Raises if a rank sends a block that it does not have, if a
+    block arrives twice, or if ranks wait for each other.
     """
     size, done = len(plans), [0] * len(plans)
     waves = 0
@@ -34,7 +34,7 @@ def carry_out(plans: list[list[Round]], held: Held, *, moved_as: Callable[[int, 
             for rank, step in current.items()
             if all(_answers(current, rank, message) for message in (*step.sends, *step.receives))
         }
-        # A round ends when its messages have been met by those of the peers' current rounds.
+        # A round ends when its messages match those of the peers' current rounds.
         assert ready, f"ranks {sorted(current)} wait for each other"
         arrived: list[tuple[int, tuple[int, int]]] = []
         for rank in ready:
@@ -116,7 +116,7 @@ def test_broadcasts_reach_each_rank_once(size: int) -> None:
 
 
 def _one_after_the_other(step: Round) -> list[Round]:
-    """What a chain does with one piece: receive it, then pass it on."""
+    """The steps of a chain for one chunk: receive it, then send it on."""
     rounds = [Round(receives=step.receives)] if step.receives else []
     return [*rounds, Round(sends=step.sends)] if step.sends else rounds
 

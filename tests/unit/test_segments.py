@@ -1,4 +1,4 @@
-"""Shared memory without ranks: who may open it, when it goes, and what the kernels are told of it."""
+"""Shared memory without ranks: access, release, and the table for the kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = 4096
 
 @pytest.fixture(params=("anonymous", "refused by the system", "in /dev/shm"))
 def kind(request, monkeypatch, tmp_path):
-    """How segments are made: the way of new systems, and the two reasons for the other one."""
+    """How segments are created: anonymous files, and the two reasons for files in /dev/shm."""
     if request.param == "refused by the system":
 
         def memfd_create(*arguments: object) -> int:
@@ -287,7 +287,7 @@ def test_a_storage_is_adopted_with_all_its_views():
 
 
 def test_a_storage_that_has_moved_on_is_no_longer_announced():
-    """Its addresses may belong to something else then, which the others would have taken for the file."""
+    """The addresses may be reused then, and the other ranks would access the file instead."""
     heap, segment, address = SharedHeap(), Segment.create("test", PAGE), [8 * PAGE]
 
     class Storage:
@@ -306,7 +306,7 @@ def test_a_storage_that_has_moved_on_is_no_longer_announced():
 
 @pytest.mark.parametrize("has_failed", (False, True), ids=("", "after a failed call"))
 def test_memory_is_kept_while_a_rank_may_be_in_a_failed_call(has_failed):
-    """It was truncated there too: the other rank died of a bus error."""
+    """Regression: the segment was truncated in this case too, and the other rank ended with a bus error."""
     owner, user = SharedHeap(), SharedHeap()
     tensor = owner.empty((5000,), torch.float32).fill_(3.0)
     (begin, end, key, file) = entries(owner)[0]
@@ -341,7 +341,7 @@ def test_nothing_is_moved_where_files_in_memory_have_no_room(monkeypatch):
 
 
 def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_path):
-    """Others could not find them, and a killed process would leave them behind."""
+    """Other ranks could not find the tensors, and a killed process would leave files behind."""
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(segments, "_FOLDER", str(tmp_path))
     before = descriptors()
@@ -352,7 +352,7 @@ def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_pa
 
 
 def test_a_forked_child_does_not_release_the_memory():
-    """It gave the memory back when its own copy of the tensor went: the parent died of a bus error."""
+    """Regression: the child released the memory with its copy of the tensor, and the parent ended with a bus error."""
     heap = SharedHeap()
     tensors = [heap.empty((5000,), torch.float32).fill_(1.0)]
     child = os.fork()

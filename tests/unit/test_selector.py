@@ -1,4 +1,4 @@
-"""Rules, the default table, and the selector's choice, with backends that only say what they could."""
+"""Rules, the default table, and the choice of the selector, with backends that only report availability."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_staged_reductions_between_many_hosts_use_p2p_too():
 
 
 class Able:
-    """Says what a backend of its reach would."""
+    """Reports the availability of a backend that supports these spans."""
 
     def __init__(self, name, *, spans=selection_table.SPANS, verbs=selection_table.COLLECTIVES, devices=("cpu",)):
         self.name, self.spans, self.verbs, self.devices = name, spans, verbs, devices
@@ -360,7 +360,7 @@ def test_staged_tensors_use_the_rules_for_the_cpu():
     selector.set("allreduce", "p2p", up_to_bytes=4096)
     assert on_gpu(selector, world) == [(4096, "p2p"), (None, "shm")]
     assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]
-    selector.set("allreduce", "mpi", device="cuda")  # what is said of GPUs goes before
+    selector.set("allreduce", "mpi", device="cuda")  # rules for GPUs take precedence
     assert on_gpu(selector, world) == on_gpu(selector, group(0, 1)) == [(None, "mpi")]
     selector.reset()
     assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]

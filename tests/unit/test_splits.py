@@ -124,7 +124,7 @@ class World:
 
 
 def contribution(rank: int) -> int:
-    """A digit of its own for each rank: a sum that counts one twice or forgets one differs."""
+    """A separate digit for each rank: a sum that counts a rank twice or omits one differs."""
     return 1 << 8 * rank
 
 

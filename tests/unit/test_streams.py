@@ -71,7 +71,7 @@ def host_pool() -> staging.StagingPool:
 
 
 def seen(tensor: DeviceTensor) -> list[float]:
-    """The values, as something queued now on the current stream sees them."""
+    """The values that work queued now on the current stream reads."""
     copy = tensor.model.tensor(torch.zeros(tensor.shape))
     copy.copy_(tensor, non_blocking=True)
     tensor.model.current_stream().synchronize()
@@ -220,7 +220,7 @@ def test_errors_are_raised_and_marked_as_seen(model):
 
 @pytest.mark.parametrize("elsewhere", (False, True), ids=("nobody waits", "waited for on another stream"))
 def test_memory_in_use_by_the_device_is_kept(model, elsewhere):
-    """An abandoned call must not leave its memory to the allocator while the device is at work on it."""
+    """The memory of an abandoned call must not be reused while the device works on it."""
     group = group_of_one()
     tensor = model.tensor(torch.zeros(4))
     opened = threading.Event()

@@ -1,4 +1,4 @@
-"""What autotune() makes of measurements, and the file in which it keeps them."""
+"""The decisions of autotune() from measurements, and the file with the results."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_collectives_with_uneven_lengths_get_one_transport():
 
 
 def test_reductions_are_hierarchical_at_all_sizes_or_none():
-    """Group by group other bits come out than in rank order: they must not depend on the size."""
+    """Hierarchical reductions have other bits than those in rank order, which must not depend on the size."""
     small, large = steady(mpi=1.0, p2p=0.5, hierarchical=2.0), steady(mpi=3.0, p2p=9.0, hierarchical=1.0)
     measured = {"sync": {64: small, 4096: large}, "async": {64: small, 4096: large}}
     current = {"sync": MPI, "async": MPI}
@@ -92,7 +92,7 @@ def test_reductions_are_hierarchical_at_all_sizes_or_none():
     measured["sync"][1 << 20] = measured["async"][1 << 20] = large
     measured["sync"][1 << 24] = measured["async"][1 << 24] = large
     assert decide("allreduce", measured, current) == {mode: ((None, HIERARCHICAL),) for mode in current}
-    # What adds nothing is free to change by size.
+    # Collectives that do not reduce may change the backend by size.
     assert decide("broadcast", measured, current)["sync"] == ((512, "p2p"), (None, HIERARCHICAL))
 
 

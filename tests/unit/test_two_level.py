@@ -13,7 +13,7 @@ from torchmpi.communicators import splits
 
 
 def carry_out(collective: str, split: splits.Split, root: int) -> list[str]:
-    """Run the steps of all ranks on strings that tell how they were added."""
+    """Run the steps of all ranks on strings that record the order of additions."""
     size = len(split.members)
     values = [str(rank) for rank in range(size)]
     plans = [
