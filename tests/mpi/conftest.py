@@ -62,7 +62,7 @@ class Agreement:
             same = actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected)
         else:
             same = bool(actual == expected)
-        # The text of tensors takes longer than most calls under test: only where it is read.
+        # Formatting tensors takes longer than most calls under test: only for failures.
         if not same:
             self(False, f"{message}: got {actual!r}, expected {expected!r}")
 

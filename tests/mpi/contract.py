@@ -43,7 +43,7 @@ _STEP = {
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tensor:
-    """The input of a rank, the same wherever it is computed."""
+    """The input of a rank, the same on all ranks."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()

@@ -21,7 +21,7 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 
 @pytest.fixture(scope="module")
 def default_group() -> Iterator[None]:
-    """``init_process_group("torchmpi")``, as a user's script has it, with or without torchmpi running already."""
+    """``init_process_group("torchmpi")``, as in a user's script, with or without torchmpi running already."""
     dist.init_process_group("torchmpi")
     yield
     dist.destroy_process_group()

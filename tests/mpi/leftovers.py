@@ -22,7 +22,7 @@ def in_use() -> dict[str, int]:
 
 
 def _count() -> dict[str, int]:
-    gc.collect()  # all: what earlier tests left in cycles would go at some moment in between
+    gc.collect()  # all generations: cycles of earlier tests would otherwise be freed at any moment
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "files": len(list(Path("/proc/self/fd").iterdir())),

@@ -1,4 +1,4 @@
-"""The contract of the collectives: collective x op x dtype x shape x strides x out x sync, against the twins."""
+"""The contract of the collectives: collective x op x dtype x shape x strides x out x sync, against references."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU_BACKENDS = (None, "ipc", "nccl", "shm", "mpi")
 
 
 def modes(dtypes):
-    """Every dtype synchronous by the backend that is taken by default, and by the one that is always there.
+    """Every dtype, synchronously, by the default backend, and by the backend that always exists.
 
     Asynchronous, which differs in the thread alone, one of each kind. The same on CUDA, by every backend.
     """
@@ -61,13 +61,13 @@ def call(collective, *arguments, asynchronous, **options):
 
 
 def layouts(tensor, device):
-    """The tensor as it is and with strides, each with and without `out`."""
+    """The contiguous tensor and one with strides, each with and without `out`."""
     for make, with_out in itertools.product((torch.clone, contract.strided), (False, True)):
         yield f"{make.__name__}, out={with_out}", make(tensor.to(device)), with_out
 
 
 class Judge:
-    """Compares results with the twins: bit by bit, but for what NCCL adds in an order of its own."""
+    """Compares results with references: bit by bit, except for sums of NCCL, whose order differs."""
 
     def __init__(self, agree, device, backend):
         self._agree = agree
@@ -139,7 +139,7 @@ def test_movements_preserve_every_bit(agree, device, dtype, asynchronous, backen
             judge.bits(result, everything, f"allgather {case}")
             agree(not with_out or result is out or isinstance(result, Refused), f"allgather {case}: out was not used")
 
-            # Without `out`, so that a root for each will do.
+            # Without `out`, so one root for each suffices.
             root = size - 1 if with_out else 0
             result = call("gather", tensor, root, **way)
             if rank == root:
@@ -403,7 +403,7 @@ def test_an_out_that_does_not_fit_is_refused_after_the_call_has_ended_everywhere
 
 
 def test_a_root_that_runs_ahead_waits_for_the_comparison(agree):
-    """Regression: beyond 64 calls it overwrote entries that had not been compared, and missed a mismatch."""
+    """Regression: after 64 calls the root overwrote entries that had not been compared, and missed a mismatch."""
     import time
 
     world = mpi.communicator(0).intra

@@ -90,7 +90,7 @@ def test_a_span_of_three_levels_and_its_steps(agree):
 
 
 def test_inter_groups_are_ordered_by_group_and_not_by_rank(agree):
-    """Regression: with keys a b b a the inter group of the first members came out in the order of the world."""
+    """Regression: with keys a b b a the inter group of the first members was in the order of the world."""
     if mpi.size() < 4:
         return
     rank = mpi.rank()

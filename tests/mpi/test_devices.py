@@ -53,7 +53,7 @@ def train(net: nn.Module, device: torch.device, synchronize) -> list[torch.Tenso
 
 
 def by_hand(net: nn.Module) -> None:
-    """The readable twin: gathered on the host, and averaged in rank order."""
+    """The reference: gathered on the host, and averaged in rank order."""
     for parameter in net.parameters():
         everybody = mpi.allgather(parameter.grad.cpu().unsqueeze(0))
         parameter.grad.copy_(everybody.sum(0) / mpi.size())

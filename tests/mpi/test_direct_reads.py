@@ -1,4 +1,4 @@
-"""Verbs that read the other ranks' memory by a call of the system: the bits are those of the slots."""
+"""Collectives that read the other ranks' memory by a system call: the same bits as through slots."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def prefer(way: int) -> None:
 
 
 def chunks_in(call) -> tuple[torch.Tensor, int]:
-    """The result, and how many chunks were counted: a direct call counts one, whatever its length."""
+    """Return the result, and the number of chunks counted: one for a direct call of any length."""
     before = int(fields()[records.CHUNKS])
     result = call()
     return result, int(fields()[records.CHUNKS]) - before
 
 
 def often(call) -> set[int]:
-    """So often that not all of them can be trials."""
+    """Repeat a call so often that not all of the calls can be trials."""
     return {chunks_in(call)[1] for _ in range(4)}
 
 
@@ -96,7 +96,7 @@ def test_allgather_of_different_lengths(reads, agree):
 
 @pytest.mark.parametrize("num_bytes", (32 << 10, 50_000, 1_500_000))
 def test_the_root_alone_decides(reads, agree, num_bytes):
-    """Of a gather and a scatter, whose other ranks only give or get. They may be for it or against it."""
+    """For gather and scatter, whose other ranks only send or receive, and may prefer either transfer."""
     rank, size, inputs = mpi.rank(), mpi.size(), inputs_of((num_bytes,), torch.uint8)
     rows = inputs_of((num_bytes * size + size - 1,), torch.uint8)
     for root in range(size):
@@ -119,7 +119,7 @@ def test_the_root_alone_decides(reads, agree, num_bytes):
 @pytest.mark.parametrize("collective", ("gather", "scatter"))
 def test_memory_that_cannot_be_read_is_sent_through_the_slots(reads, agree, collective):
     if mpi.size() == 1:
-        pytest.skip("alone there is nobody to read from")
+        pytest.skip("needs another rank")
     rank, size = mpi.rank(), mpi.size()
     inputs, rows = inputs_of((100_000,), torch.float32), inputs_of((100_000 * size,), torch.float32)
     # The root of a gather reads from all, and from the root of a scatter all read.
@@ -161,7 +161,7 @@ def test_all_ranks_read_or_none(reads, agree):
 def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
     """The result of the trial at start may change: by system settings, or for memory that only its owner can read."""
     if mpi.size() == 1:
-        pytest.skip("alone there is nobody to read from")
+        pytest.skip("needs another rank")
     rank, inputs = mpi.rank(), inputs_of((100_000,), torch.float32)
     if rank == mpi.size() - 1:
         runtime.current().world.shared._processes[0] = -1

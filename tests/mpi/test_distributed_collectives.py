@@ -59,7 +59,7 @@ def test_long_tensors(agree, name):
 
 
 def test_lists_and_rows_that_share_memory(agree):
-    """As FSDP does it: a rank's part lies within the whole that is gathered, or reduced."""
+    """As in FSDP: a rank's part is a view of the whole that is gathered, or reduced."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = torch.zeros(size * 5)
     whole[rank * 5 : rank * 5 + 5] = rank + 1.0
@@ -102,7 +102,7 @@ def test_premul_sum(agree, asynchronous):
 @pytest.mark.parametrize("asynchronous", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64))
 def test_sums_of_sparse_tensors(agree, dtype, asynchronous):
-    """With as many entries as a rank has, none included; one place may have several."""
+    """A sparse tensor with a number of entries that depends on the rank and may be 0; indices may be repeated."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def entries(other: int) -> torch.Tensor:
@@ -231,7 +231,7 @@ def test_objects(agree):
 
 
 def refused_calls():
-    """By name: a call that no rank may make, and part of what the error says."""
+    """By name: an invalid call, and a part of the error message."""
     size, ones = dist.get_world_size(), torch.ones(3)
     world = dist.group.WORLD
     rows = torch.ones(size, 2)

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),
 ]
 BACKEND = "aot_eager"
-"""The graphs, forwards and backwards, without the C++ that is made of them: compiling that takes very long."""
+"""The forward and backward graphs, without C++ code, which takes very long to compile."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def test_compiled_ddp(agree, monkeypatch):
-    """The graph is cut where the buckets are, so that they can be sent while the rest is computed."""
+    """The graph is split at the buckets, so that buckets are reduced during the computation of others."""
     graphs: list[Any] = []
     aot_eager = torch._dynamo.lookup_backend(BACKEND)
 

@@ -1,4 +1,4 @@
-"""Reading data beside torchmpi: workers of a DataLoader, forked while communication is under way, and samplers."""
+"""Reading data beside torchmpi: workers of a DataLoader, forked during communication, and samplers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ITEMS = 24
 
 
 class Rows(Dataset[tuple[int, Tensor]]):
-    """Item i, and a tensor that it takes work of torch to make."""
+    """Item i, and a tensor computed by torch."""
 
     def __len__(self) -> int:
         return ITEMS

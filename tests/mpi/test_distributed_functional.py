@@ -49,7 +49,7 @@ def test_functional_collectives(agree):
 
 
 def test_functional_all_to_all_uneven(agree):
-    """Rank r sends as many rows to rank j as r + 2 j says, modulo 3."""
+    """Rank r sends (r + 2 j) modulo 3 rows to rank j."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def rows(source: int, target: int) -> int:

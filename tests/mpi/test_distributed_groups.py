@@ -39,7 +39,7 @@ def torch_world(world) -> Iterator[None]:
 
 @pytest.fixture
 def nothing_runs() -> Iterator[None]:
-    """Neither torchmpi nor torch.distributed; afterwards torchmpi as it was for the other tests."""
+    """Stop torchmpi and torch.distributed; restore torchmpi for the other tests afterwards."""
     was_running = runtime.is_running()
     mpi.stop()
     yield
@@ -249,7 +249,7 @@ def test_repeated_creation_leaves_nothing_behind(nothing_runs, agree):
         del works, work, groups
         dist.destroy_process_group()
         agree(not runtime.is_running(), "torchmpi was started for torch and not stopped")
-        # The first rounds open what stays open: libraries, MPI's own files, the thread that looks after messages.
+        # The first rounds open files that remain open: libraries, MPI's own files; and start the progress thread.
         if number == 2:
             before = in_use()
     agree.equal(in_use(), before, "after the last round, and after the third")

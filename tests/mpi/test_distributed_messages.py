@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(SIZE == 1, reason="torch refuses messages to one
 
 @pytest.fixture(scope="module", params=("whole", "in blocks"), autouse=True)
 def torch_world(request) -> Iterator[str]:
-    """torch's default group; torchmpi is started anew for it, and afterwards as it was for the other files."""
+    """torch's default group; torchmpi is restarted for the group, and restored for the other files."""
     was_running = runtime.is_running()
     mpi.stop()
     settings = {"message_bytes": 64} if request.param == "in blocks" else {}
@@ -124,7 +124,7 @@ def test_from_any_rank(agree, numel):
     else:
         for turn in range(2):
             dist.send(numbers(numel, 10 * RANK + turn), 0)
-    dist.barrier()  # before that, the last message might be taken for one of the others
+    dist.barrier()  # otherwise the last message might be received in place of another one
     if RANK == 0:
         last = torch.empty(numel)
         agree.equal(dist.recv(last), SIZE - 1)
@@ -251,7 +251,7 @@ def test_a_message_of_another_length_raises_on_the_receiver(agree, sent, room):
 
 
 def test_in_a_group_ranks_have_numbers_of_their_own(agree):
-    """torch counts ranks in the world, and in the group where the argument says so."""
+    """torch takes ranks in the world, or ranks in the group if the name of the argument contains group."""
     backwards = dist.new_group([rank for rank in range(SIZE) if rank > 0])
     if RANK > 0 and SIZE > 2:
         target = torch.empty(4)

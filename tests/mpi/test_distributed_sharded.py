@@ -66,7 +66,7 @@ def test_zero_consolidates_its_state_on_a_rank(agree):
 
 
 def test_join_of_ddp_and_zero(agree):
-    """The ranks that are done take part in the gradients and in the updates of the others."""
+    """The ranks without data take part in the gradients and in the updates of the other ranks."""
     rank = dist.get_rank()
     model = DDP(net())
     optimizer = zero(model)
@@ -77,7 +77,7 @@ def test_join_of_ddp_and_zero(agree):
 
 
 class Training(Stateful):
-    """Model and optimizer, sharded, as the tutorial on distributed checkpoints has them."""
+    """Model and optimizer, sharded, as in the tutorial on distributed checkpoints."""
 
     def __init__(self, seed: int) -> None:
         self.model = net(seed)

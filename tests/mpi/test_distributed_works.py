@@ -131,7 +131,7 @@ def test_a_tensor_stays_alive_until_its_call_has_ended(agree):
         references.append(weakref.ref(tensor))
         works.append(dist.all_reduce(tensor, async_op=True))
         del tensor
-    others = [torch.full((numel,), -1.0) for _ in range(8)]  # would take the memory if it were free
+    others = [torch.full((numel,), -1.0) for _ in range(8)]  # would reuse the memory if it had been freed
     for number, work in enumerate(works):
         work.wait()
         agree.equal(work.result()[0], torch.full((numel,), float(number * size)), f"call {number}")

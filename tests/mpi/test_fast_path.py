@@ -38,7 +38,7 @@ def _need_fast_paths() -> None:
 
 
 def entered(collective: str, *arguments: Any) -> bool:
-    """Make a call by its fast path; return whether that made it."""
+    """Make a call by its fast path; return whether the fast path made the call."""
     return getattr(fast_path, collective)(*arguments, None, None) is not None
 
 
@@ -148,17 +148,17 @@ def test_targets_with_a_wrong_number_of_rows_are_refused(agree):
             message = str(error)
         is_right = rank == 0 and rows.dtype is torch.float64  # it has seen to that
         agree(is_right or "out" in message, f"{list(rows.shape)} {rows.dtype}: {message!r}")
-        agree.equal(fitting, torch.zeros(3, 2), "left as it was")
+        agree.equal(fitting, torch.zeros(3, 2), "unchanged")
         again = mpi.scatter(torch.ones(3 * size, 2) if rank == 0 else None, 0, fitting)
         agree.equal(again, torch.ones(3, 2), "and the next call works")
 
 
 def test_scatter_does_not_cache_tensors_of_other_ranks(agree):
-    """Rows were once written past the end of a target that was made for the rows of an ignored tensor."""
+    """Regression: rows were written past the end of a target that was allocated for the rows of an ignored tensor."""
     rank, size = mpi.rank(), mpi.size()
     memory = torch.zeros(40)
     for _ in range(3):
-        mpi.scatter(torch.ones(10 * size), 0, memory[:10])  # all pass a tensor; that of rank 0 counts
+        mpi.scatter(torch.ones(10 * size), 0, memory[:10])  # all ranks pass a tensor; only that of rank 0 is used
     memory.fill_(-1.0)
     message = ""
     try:
@@ -205,7 +205,7 @@ def test_a_gather_of_different_lengths(agree):
 
 def test_tensors_that_are_not_plain_use_python(agree):
     mpi.stop()
-    mpi.start()  # so that only the calls made here are cached
+    mpi.start()  # only the calls made here are cached
     rank, size = mpi.rank(), mpi.size()
     ones = torch.ones(4)
     everything = torch.empty(4 * size)
@@ -222,7 +222,7 @@ def test_tensors_that_are_not_plain_use_python(agree):
     negative = complex_number.conj().imag  # contiguous, since it has one element
     strided = torch.ones(4, 2).t()
     freed = torch.ones(4)
-    freed.untyped_storage().resize_(0)  # as FSDP does with what it has gathered
+    freed.untyped_storage().resize_(0)  # as FSDP does with gathered parameters
     cases = {
         "negative": ("allreduce", negative, None, "sum"),
         "strided": ("allreduce", strided, None, "sum"),
@@ -336,7 +336,7 @@ def test_rows_that_differ_in_number(agree):
 
 def test_mismatches_raise(agree):
     if mpi.size() == 1:
-        pytest.skip("nobody to differ from")
+        pytest.skip("needs another rank")
     for _ in range(2):
         mpi.allreduce(torch.ones(4))
         mpi.allreduce(torch.ones(5))
@@ -367,7 +367,7 @@ def test_two_threads_share_a_communicator(agree):
     results: dict[str, list[float]] = {"fast": [], "python": []}
 
     def call(name: str, backend: str | None) -> None:
-        # Ranks may disagree about which of two threads comes first: both make the same calls.
+        # Ranks may differ in which of two threads runs first: both make the same calls.
         for _ in range(200):
             results[name].append(float(mpi.allreduce(torch.ones(3), backend=backend)[0]))
 
@@ -383,7 +383,7 @@ def test_two_threads_share_a_communicator(agree):
 
 def test_the_watchdog_sees_a_call_of_the_fast_path(agree):
     if mpi.size() == 1:
-        pytest.skip("nobody to wait for")
+        pytest.skip("needs another rank")
     group = mpi.communicator().intra
     for _ in range(2):
         mpi.allreduce(torch.ones(6))
@@ -418,7 +418,7 @@ def test_the_watchdog_sees_a_call_of_the_fast_path(agree):
 def test_an_interrupt_leaves_the_queue_usable(agree):
     """Ctrl-C while the kernel waits, which then ends without a result, before Python has taken over the call."""
     if mpi.size() == 1:
-        pytest.skip("nobody to wait for")
+        pytest.skip("needs another rank")
     # On a communicator of its own, since rank 0 calls something else.
     level = mpi.push_communicator("all")
     own = mpi.communicator(level)
@@ -426,7 +426,7 @@ def test_an_interrupt_leaves_the_queue_usable(agree):
     for _ in range(2):
         mpi.allreduce(torch.ones(4), comm=own)
         mpi.allreduce(torch.ones(5), comm=own)
-    # The signal comes while the others wait for rank 0, which then calls something else.
+    # The signal arrives while the other ranks wait for rank 0, which then makes another call.
     main, is_over = threading.main_thread().ident, threading.Event()
 
     def interrupt() -> None:
@@ -447,7 +447,7 @@ def test_an_interrupt_leaves_the_queue_usable(agree):
         is_over.set()
         if mpi.rank() != 0:
             interrupter.join()
-    except KeyboardInterrupt:  # it came as the call ended
+    except KeyboardInterrupt:  # the signal arrived as the call ended
         is_over.set()
     finally:
         signal.signal(signal.SIGINT, before)

@@ -55,7 +55,7 @@ def mean() -> torch.Tensor:
 def test_split_batch_gives_the_gradients_of_the_whole(agree, kind):
     net, inputs, targets = make(kind)
     with registered(net, bucket_bytes=2000):
-        for _ in range(2):  # the second time the gradients lie in the buckets already
+        for _ in range(2):  # the second time the gradients are in the buckets already
             net.zero_grad()
             loss(net, mine(inputs), mine(targets)).backward()
             mpinn.synchronize_gradients_async(net)
@@ -163,7 +163,7 @@ class Branches(nn.Module):
 def test_unused_on_some_ranks_counts_as_zero(agree):
     net = Branches()
     with registered(net, bucket_bytes=4):
-        for used_by in (range(mpi.size()), range(1)):  # first by all, so that there is something to clear
+        for used_by in (range(mpi.size()), range(1)):  # first by all ranks, so that all have gradients to clear
             net.zero_grad()
             net(x(1.0), "left", *["right"] * (mpi.rank() in used_by)).backward()
             mpinn.synchronize_gradients_async(net)
@@ -251,7 +251,7 @@ def test_two_nets_in_one_backward(agree):
         for _ in range(3):
             for net in (generator, critic):
                 net.zero_grad()
-            # Rank 0 uses one parameter more, so there the buckets of the two nets leave in another order.
+            # Rank 0 uses one parameter more, so it would launch the buckets of the two nets in another order.
             hidden = generator(rank_plus_one())
             (critic(hidden) if mpi.rank() == 0 else critic[0](hidden)).backward()
             mpinn.synchronize_gradients_async(critic)
@@ -347,7 +347,7 @@ def test_second_backward_without_synchronisation_is_an_error(agree):
 
 
 class Fails(torch.autograd.Function):
-    """Raises in backward, on the ranks that say so."""
+    """Raises in backward, on ranks where this is requested."""
 
     @staticmethod
     def forward(ctx, tensor, fails):

@@ -1,4 +1,4 @@
-"""The point-to-point algorithms against the readable twins: short and long, cut into few and many chunks."""
+"""The point-to-point algorithms against references: short and long tensors, with few and many chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL_CHUNKS = config.Config(pipeline_bytes=4096, message_bytes=3000)
 
 
 def bound(collective, dtype=None, op=None, settings=SMALL_CHUNKS):
-    """The operation itself, with chunks that make a short vector a long one."""
+    """Bind the operation directly, with chunks so small that short vectors use the algorithms for long ones."""
     return p2p.P2PBackend(settings).bind(runtime.current().world, collective, dtype, op)
 
 

@@ -301,7 +301,7 @@ def test_wrong_arguments_of_autotune_are_refused_on_all_ranks(agree):
 
 @pytest.fixture
 def restart(tmp_path):
-    """Stops torchmpi, and starts it with settings and with one tuning file for all ranks; the old start comes back."""
+    """Stops torchmpi, and starts it with settings and one tuning file for all ranks; restores the previous start."""
     path = mpi.broadcast_object(str(tmp_path / "tuning.json"))
 
     def again(**settings: object) -> Path:
@@ -349,7 +349,7 @@ def test_measured_rules_are_loaded_at_the_next_start(agree, on_one_host, restart
     mpi.collective_selector.reset()
     agree.equal(dict(runtime.current().selector.tuned), {})
     restart(verbose=False, backend="mpi")
-    agree.equal(dict(runtime.current().selector.tuned), {}, "what was asked for goes before what was measured")
+    agree.equal(dict(runtime.current().selector.tuned), {}, "a setting overrides measured rules")
     error = refusal(mpi.autotune)
     agree("backend='mpi'" in str(error), repr(error))
 

@@ -1,4 +1,4 @@
-"""The shared-memory backend, with slots so small that short tensors take every path: against the twins, bit for bit."""
+"""The shared-memory backend, with slots so small that short tensors take every path; bits as of references."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from shm_rig import inputs_of, numels, shared, start
 
-# --- every verb, on both sides of every border
+# --- every collective, for lengths on both sides of every limit
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_short_lengths_that_differ_again_and_again(agree, stopped):
 
 
 def test_rows_of_odd_length(slots, agree):
-    """A row of 3 elements lies across the borders of slots and of lines."""
+    """A row of 3 elements crosses the boundaries of slots and of cache lines."""
     rank, size = mpi.rank(), mpi.size()
     for num_rows in (1, 2, size + 1, 500, slots // 4 + 1):
         inputs = inputs_of((num_rows, 3), torch.float32)

@@ -108,7 +108,7 @@ def chunks_of(call) -> int:
 def test_shared_tensors_do_not_use_slots(slots, agree):
     inputs, rank = inputs_of((8 * slots, 2), torch.float32), mpi.rank()
     for name, (call, _) in calls_of(inputs, shared).items():
-        if name not in ("scatter", "allreduce"):  # the first has no such way, the other a copy of what is transposed
+        if name not in ("scatter", "allreduce"):  # scatter has no direct transfer; allreduce copies transposed tensors
             agree.equal(chunks_of(call), 1, name)
     if mpi.size() > 1:
         calls = calls_of(inputs, lambda tensor: shared(tensor) if rank else tensor.clone())
@@ -142,13 +142,13 @@ def test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks(slots,
     """Regression: a kernel had returned to map a segment, and other ranks waited for a rank that had left the call."""
     rank, size = mpi.rank(), mpi.size()
     if size == 1:
-        pytest.skip("nobody to wait for")
+        pytest.skip("needs another rank")
     out = torch.empty(size * 9 * slots) if collective == "allgather" else None
 
     def call(tensor: torch.Tensor) -> None:
         getattr(mpi, collective)(tensor, **({"out": out} if collective == "allgather" else {}), backend=backend)
 
-    for _ in range(2):  # the gate is open now
+    for _ in range(2):  # the calls are cached now
         call(torch.ones(9 * slots))
     fresh, raised = mpi.empty_shared(9 * slots).fill_(1.0), None
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -239,7 +239,7 @@ def test_shared_tensors_outlive_stop(stopped, agree):
     agree(bool((new == mpi.size()).all()), "a new one")
     before = open_segments()[1]
     del old, new
-    agree(open_segments()[1] < before, "their memory was not given back")
+    agree(open_segments()[1] < before, "their memory was not released")
 
 
 def mpi_size() -> int:

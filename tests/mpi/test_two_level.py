@@ -1,6 +1,6 @@
-"""Collectives over several hosts, which the ranks of this machine claim to be on; against the readable twins.
+"""Collectives over several hosts, simulated by host names on this machine; against references.
 
-The names of the hosts are given, everything else is real: processes, messages, groups.
+Only the names of the hosts are simulated; processes, messages and groups are real.
 """
 
 from __future__ import annotations

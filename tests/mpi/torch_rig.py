@@ -254,7 +254,7 @@ NEEDS_ROWS = ("reduce_scatter_uneven", "all_gather_uneven")
 
 
 def is_asynchronous(mode: str, rank: int) -> bool:
-    """torch lets the ranks differ in this."""
+    """torch permits a difference between ranks here."""
     return mode == "async" or (mode == "mixed" and rank % 2 == 0)
 
 

@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Event:
-    """Happens when the stream that recorded it comes to that point."""
+    """Completes when the stream that recorded the event reaches this position."""
 
     def __init__(self, model: Model) -> None:
         self._model, self.has_happened = model, False
@@ -114,7 +114,7 @@ class Model:
     def run_until(self, is_reached: Callable[[], bool]) -> None:
         with self.lock:
             while not is_reached():
-                assert self._step(), "streams wait for each other for ever"
+                assert self._step(), "streams wait for each other forever"
 
     def tensor(self, values: torch.Tensor) -> DeviceTensor:
         """Memory of the device with these values, there from the beginning."""

@@ -91,7 +91,7 @@ def test_the_faster_transfer_is_selected():
     direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0 < rank.is_for_it(LEAST) < 0.02
     direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 500)
-    assert 0.98 < rank.is_for_it(LEAST) < 1, "the faster call counts at once"
+    assert 0.98 < rank.is_for_it(LEAST) < 1, "the faster call is used immediately"
     for _ in range(3):
         direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert rank.is_for_it(LEAST) > 0.98, "slow ones may have been disturbed"

@@ -1,4 +1,4 @@
-"""Native rules against readable twins, bit for bit, and against the optimizers of torch."""
+"""Native rules compared with references, bit for bit, and with the optimizers of torch."""
 
 from __future__ import annotations
 

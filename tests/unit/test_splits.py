@@ -102,7 +102,7 @@ class World:
         return [steps_for(collective, rank, own, root=root) for rank, own in enumerate(self.splits)]
 
     def run(self, collective: splits.CollectiveName, values: list[object], root: int = 0) -> list[object]:
-        """Execute the plan; a step runs once all members of its group stand before that same step."""
+        """Execute the plan; a step runs when all members of its group have reached the step."""
         plan = [list(steps) for steps in self.plan(collective, root)]
         ready = list(range(len(plan)))
         while ready:
@@ -129,7 +129,7 @@ def contribution(rank: int) -> int:
 
 
 def execute(step: Step, group: Group, values: list[object]) -> None:
-    assert len(group) > 1, "a step with nobody to talk to"
+    assert len(group) > 1, "a step in a group of one rank"
     assert (step.root is not None) == (step.collective in ("reduce", "broadcast"))
     if step.collective == "broadcast":
         for rank in group:
@@ -205,7 +205,7 @@ def test_a_grid_takes_two_steps_and_a_tree_three() -> None:
         world = World([keys], [cartesian])
         for collective in ("allreduce", "barrier"):
             assert len(world.plan(collective)[0]) == num_steps
-        for root in range(16):  # no hand-over, wherever the root is
+        for root in range(16):  # no additional broadcast, for any root
             for collective in ("reduce", "broadcast"):
                 assert max(len(steps) for steps in world.plan(collective, root)) == 2
 

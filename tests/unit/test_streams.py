@@ -126,7 +126,7 @@ def test_a_synchronous_call_behind_asynchronous_ones_keeps_their_order(model):
 
 
 def test_two_queues_share_the_buffers(model):
-    """A buffer given back while its last copy is still queued is used by another stream next."""
+    """A buffer that is released while its last copy is still queued is used by another stream next."""
     pool = host_pool()
     groups = [group_of_one() for _ in range(2)]
     tensors = [model.tensor(torch.full((NUMEL,), float(index + 1))) for index in range(6)]
