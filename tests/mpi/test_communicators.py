@@ -141,7 +141,7 @@ def test_use_is_for_one_thread_only(agree):
 
 
 def test_independent_communicators_may_be_used_in_any_order(agree):
-    """Two queues: each rank starts its asynchronous calls in an order of its own."""
+    """Two queues: each rank starts its asynchronous calls in a different order."""
     size = mpi.size()
     first, second = mpi.push_communicator(0), mpi.push_communicator(0)
     mpi.set_communicator(0)

@@ -147,7 +147,7 @@ def test_measurements_of_gather_do_not_apply_to_allgather(reads, agree):
 
 
 def test_all_ranks_read_or_none(reads, agree):
-    """Each rank has its own measurements, and they may lead to different conclusions."""
+    """Each rank has its own measurements, so the decisions may differ."""
     inputs = inputs_of((100_000,), torch.float32)
     for turn in range(3 * mpi.size()):
         prefer(SLOTS if turn % mpi.size() == mpi.rank() else DIRECTLY)

@@ -43,7 +43,7 @@ def test_every_dtype_operation_shape_and_layout(agree, name):
         pairs = pairs[:1]
     for number, (shape, (dtype, op)) in enumerate(itertools.product(contract.SHAPES, pairs)):
         if (not shape and name in NEEDS_ROWS) or (dtype.is_complex and "reduce_scatter" in name):
-            continue  # torch takes no complex tensors there
+            continue  # torch does not support complex tensors here
         layout, mode = next(turns, (None, None))
         if layout is None:
             turns = itertools.product(LAYOUTS, MODES)

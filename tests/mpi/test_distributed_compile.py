@@ -41,7 +41,7 @@ def forgetting() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """A module of our own: under DDP torch.compile leaves those of torch.nn alone."""
+    """A new class of modules: under DDP torch.compile does not compile those of torch.nn."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ def test_every_subset_is_a_group(torch_world, agree):
 def test_groups_that_only_their_members_make(torch_world, agree):
     """Neighbours on a ring make pairs, the even ones first the one and the odd ones first the other."""
     pairs = [sorted({RANK, (RANK + 1) % SIZE}), sorted({RANK, (RANK - 1) % SIZE})]
-    if SIZE % 2:  # no such ring: all pairs with rank 0, in the order of the others
+    if SIZE % 2:  # no such ring: all pairs with rank 0, in rank order
         pairs = [[0, other] for other in range(1, SIZE) if RANK in (0, other)]
     elif RANK % 2:
         pairs.reverse()
@@ -368,7 +368,7 @@ def test_ours_beside_a_default_group_of_another_backend(nothing_runs, agree):
 def test_a_mixture_of_backends_is_refused(nothing_runs, agree, mixed):
     said = refusal(lambda: dist.init_process_group(mixed))
     agree("nothing" not in said, f"{mixed} was accepted")
-    # torch creates the first backend first. If that is gloo, ranks that raise early leave the others with gloo's error.
+    # torch creates the first backend first. With gloo first, an early error on one rank is an error of gloo on others.
     everywhere = MPI.COMM_WORLD.allgather("ArgumentError" in said and "'torchmpi' alone" in said)
     agree(any(everywhere) if mixed.startswith("cpu:gloo") else all(everywhere), said)
     agree(not dist.is_initialized() and not runtime.is_running(), "something was started")

@@ -49,7 +49,7 @@ def torch_world(request) -> Iterator[str]:
 
 
 def error_of(work) -> str:
-    """Wait, and return the error as text, so that this rank too makes the next call."""
+    """Wait, and return the error as text, so that this rank makes the next call too."""
     try:
         work.wait()
     except Exception as error:
@@ -134,7 +134,7 @@ def test_from_any_rank(agree, numel):
 
 
 def test_batches(agree):
-    """Between all pairs of ranks, some without elements; each rank in an order of its own."""
+    """Between all pairs of ranks, some without elements; each rank in a different order."""
     others = [rank for rank in range(SIZE) if rank != RANK]
     targets = {rank: torch.empty((RANK + 2 * rank) % 4 * 10) for rank in others}
     operations = [dist.P2POp(dist.irecv, targets[rank], rank) for rank in others]

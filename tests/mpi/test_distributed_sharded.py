@@ -129,7 +129,7 @@ def test_checkpoint_round_trip(agree, folder, asynchronous):
 
 
 def test_checkpoint_of_shards_becomes_an_ordinary_file(agree, folder):
-    """Saved on all ranks, read by one that has no group, as a model without shards."""
+    """Saved on all ranks, and read by one rank without a group into a model without shards."""
     training = Training(3)
     train(training.model, training.optimizer, share())
     dcp.save({"training": training}, checkpoint_id=folder)

@@ -1,4 +1,4 @@
-"""What PyTorch builds on process groups: meshes, sharded tensors and tensor parallelism."""
+"""Parts of PyTorch on top of process groups: meshes, sharded tensors and tensor parallelism."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_an_asynchronous_all_reduce_takes_few_python_calls(agree):
 
 
 def test_chained_futures(agree):
-    """As in PowerSGD: the callback makes further calls and waits for them."""
+    """As in PowerSGD: the callback makes further calls and waits for their results."""
     size = dist.get_world_size()
     first, second, third = torch.ones(3), torch.ones(5), torch.ones(7)
 

@@ -1,4 +1,4 @@
-"""The fast path: which calls take it, and that results equal those of the path through Python."""
+"""The fast path: the calls that take it, and equal results to those of the path through Python."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Rig:
         return next(item for item in self.group.attachments if isinstance(item, ipc.StagedGroup))
 
     def finish(self) -> None:
-        """Wait for what was enqueued here."""
+        """Wait for the work that this rank has enqueued."""
         assert self.staged.staging is not None
         self.staged.staging.device.finish()
 
@@ -163,7 +163,7 @@ def test_freeing_the_group_releases_everything(rig, agree):
     call.start(rig)
     staging = rig.staged.staging
     device = staging.device
-    rig.staged.close()  # the device itself checks that all memory is back
+    rig.staged.close()  # the device checks that all memory has been released
     call.check(agree)
     agree(rig.staged.staging is None and not device.segments)
     again = Call(rig, "allreduce", torch.float32, "sum", (1000,), 1)

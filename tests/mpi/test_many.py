@@ -49,7 +49,7 @@ def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
 
 
 def test_a_refused_list_is_unchanged(agree):
-    """Regression: the first dtype had been averaged when the second, of which there are no averages, was refused."""
+    """Regression: the first dtype had been averaged when the second, which has no average, was refused."""
     tensors = [torch.full((3,), float(mpi.rank() + 1)) for _ in range(2)]
     tensors += [torch.ones(3, dtype=torch.int32), torch.ones(4, dtype=torch.int32)]
     with pytest.raises(mpi.TorchMPIError, match="avg"):

@@ -362,14 +362,14 @@ class Fails(torch.autograd.Function):
 
 
 def failing_backward(net: nn.Sequential, fails: bool) -> None:
-    """net[1] gets its gradient, then it fails."""
+    """net[1] gets its gradient, then backward fails."""
     with suppress(ValueError):
         net[1](Fails.apply(net[0](rank_plus_one()), fails)).backward()
 
 
 def test_failure_before_anything_was_sent_resets(agree):
     net = nn.Sequential(linear(), linear())
-    with registered(net):  # one bucket: not complete when it fails
+    with registered(net):  # one bucket: not complete when backward fails
         failing_backward(net, fails=True)
         net.zero_grad()
         net(rank_plus_one()).backward()
@@ -380,7 +380,7 @@ def test_failure_before_anything_was_sent_resets(agree):
 def test_failure_on_one_rank_is_an_error_on_all(agree):
     net = nn.Sequential(linear(), linear())
     fails = mpi.rank() == mpi.size() - 1
-    with registered(net, bucket_bytes=4):  # the first bucket has been sent when it fails
+    with registered(net, bucket_bytes=4):  # the first bucket has been sent when backward fails
         failing_backward(net, fails)
         with pytest.raises(GradientError, match="on this rank" if fails else "on another rank"):
             mpinn.synchronize_gradients_async(net)

@@ -301,7 +301,7 @@ def test_only_the_ranks_of_the_communicator_take_part(agree):
 
 
 def test_kept_gradients_move_into_shared_memory_and_stay_the_same_objects(agree):
-    """From the second call on they are added up in place; dropped and new ones travel as before, with equal bits."""
+    """From the second call on gradients are reduced in place, missing and new ones as before, with equal bits."""
     rank, size = mpi.rank(), mpi.size()
     net = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 50))
     mpinn.synchronize_parameters(net)
@@ -330,7 +330,7 @@ def test_kept_gradients_move_into_shared_memory_and_stay_the_same_objects(agree)
 
 
 def with_gradients(net: nn.Module, seed: int) -> None:
-    """Write new values where gradients are, and make them where there are none."""
+    """Write new values into the gradients, and create the missing ones."""
     for index, parameter in enumerate(net.parameters()):
         generator = torch.Generator().manual_seed(1000 * seed + 10 * index + mpi.rank())
         values = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -340,7 +340,7 @@ def with_gradients(net: nn.Module, seed: int) -> None:
 
 
 def averages(net: nn.Module, seed: int) -> list[torch.Tensor]:
-    """What each gradient becomes, one call for each."""
+    """The expected gradients, by one call for each."""
     with_gradients(net, seed)
     return [mpi.allreduce(parameter.grad.clone(), op="avg") for parameter in net.parameters()]
 

@@ -24,7 +24,7 @@ ALLREDUCE = ("allreduce", "cpu", "host", "sync")
 
 
 class Recording:
-    """The mpi backend under another name, with a list of what it ran; every call takes `seconds` longer."""
+    """The mpi backend under another name, with a list of its calls; every call takes `seconds` longer."""
 
     def __init__(self, name, inner, ran, *, seconds=0.0):
         self.name, self.inner, self.ran, self.seconds = name, inner, ran, seconds
@@ -50,7 +50,7 @@ class Recording:
 
 @pytest.fixture
 def ran():
-    """What the backends `small` and `large`, which exist during the test, have run."""
+    """The calls of the backends `small` and `large`, which exist during the test."""
     selector = runtime.current().selector
     seen: list[tuple[str, str]] = []
     for name in ("small", "large", "lonely"):

@@ -236,7 +236,7 @@ def test_long_streams_by_either_transfer(agree, stopped, slow):
     agree.bits(room, torch.cat([nothing, *inputs, nothing]), "allgather to an odd place")
     parts = [contract.rows(source, rank, size) for source in inputs]
     agree.bits(mpi.alltoall(inputs[rank], backend="shm"), torch.cat(parts), "alltoall")
-    if size == 2:  # parts that are long themselves
+    if size == 2:  # parts that are long too
         longer = [torch.arange(2 * numel + 1, dtype=torch.int64) * size + r for r in range(size)]
         parts = [contract.rows(source, rank, size) for source in longer]
         agree.bits(mpi.alltoall(longer[rank], backend="shm"), torch.cat(parts), "alltoall of long parts")

@@ -1,4 +1,4 @@
-"""Calls through shared memory in any order, from several threads, and of ranks that disagree."""
+"""Calls through shared memory in any order, from several threads, and mismatched calls."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_sync_call_keeps_its_place_behind_asynchronous_ones(slots, agree):
     agree(all(handle.done() for handle in handles))
 
 
-# --- ranks that disagree
+# --- mismatched calls
 
 LONG = 20_000
 DISAGREEMENTS = {
@@ -268,7 +268,7 @@ def test_data_of_the_call_after_an_aborted_one_are_not_used(stopped, agree, monk
     from mpi4py import MPI
 
     rank, size, root = mpi.rank(), mpi.size(), mpi.size() - 1
-    numbers = [(8 if other == 0 else 1000) * size for other in range(size)]  # so that there are two kernels
+    numbers = [(8 if other == 0 else 1000) * size for other in range(size)]  # runs two kernels
     find, wrong = shm.destination_for, []
     for number in range(6):
         made = []

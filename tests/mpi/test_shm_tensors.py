@@ -112,7 +112,7 @@ def test_shared_tensors_do_not_use_slots(slots, agree):
             agree.equal(chunks_of(call), 1, name)
     if mpi.size() > 1:
         calls = calls_of(inputs, lambda tensor: shared(tensor) if rank else tensor.clone())
-        for name in ("broadcast", "reduce_scatter"):  # others may read the private tensor as well
+        for name in ("broadcast", "reduce_scatter"):  # other ranks may read the private tensor too
             agree(chunks_of(calls[name][0]) > 1, f"{name} of a private tensor and shared ones")
 
 
@@ -125,7 +125,7 @@ def test_lengths_that_differ_between_shared_tensors(slots, agree):
 
 
 def test_a_long_broadcast_writes_only_its_target(slots, agree):
-    """The root writes into the others' tensors: the first part of each, past the caches."""
+    """The root writes into the other ranks' tensors: the first part of each with non-temporal stores."""
     numel, rank, size = (5 << 20) // 4 + 77, mpi.rank(), mpi.size()
     for root in range(size):
         memory = mpi.empty_shared(numel + 50).fill_(-1.0)

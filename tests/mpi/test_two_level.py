@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-# By rank: the host it is on. All are tried with the ranks there are.
+# The host of each rank. All placements are tried with the present ranks.
 PLACEMENTS = {"block": "aabb", "cyclic": "abab", "uneven": "aaab", "back and forth": "abba", "three": "abca"}
 # Nothing; fewer than ranks; short enough for the first ranks; a few chunks, the last one shorter.
 NUMELS = (0, 1, 2047, 20_011)

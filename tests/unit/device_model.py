@@ -1,7 +1,7 @@
 """A device that executes work late: streams, events and memory as CUDA defines them, run by a random scheduler.
 
-What is queued on a stream is run at any later moment, in the stream's order and after the events that the stream was
-told to wait for, and at the latest at a synchronization. So code that omits an event computes wrong numbers here for
+Work queued on a stream runs at any later moment, in the order of the stream and after the events for which the stream
+waits, and at the latest at a synchronization. So code that omits an event computes wrong numbers here for
 some random numbers, as it would sometimes on a device.
 """
 
@@ -34,14 +34,14 @@ class Event:
 
 
 class Stream:
-    """A queue of work, of which any stretch may have been done."""
+    """A queue of work, of which any number of entries may have been executed."""
 
     device = DEVICE
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.queue: deque[Callable[[], bool]] = deque()
-        """Each does its work and returns True, or returns False if it cannot be done yet."""
+        """Each entry executes and returns True, or returns False if it cannot be executed yet."""
 
     def enqueue(self, work: Callable[[], object]) -> None:
         def done() -> bool:
@@ -146,7 +146,7 @@ class DeviceTensor(torch.Tensor):
         return 0
 
     def record_stream(self, stream: Stream) -> None:
-        """Nothing is given away here."""
+        """Do nothing: the model does not reuse memory."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

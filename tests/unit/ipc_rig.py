@@ -1,8 +1,8 @@
 """A model for the ipc backend: processes that synchronize by published numbers, streams, interprocess events.
 
 A stream runs what was enqueued on it in order. A stream that waits for an event waits for the last record that its
-owner's host had made when the wait was enqueued, and not at all where there was none. So which work comes before which
-depends only on the order in which the hosts run, which is chosen at random. Vector clocks determine the order of
+owner's host had made when the wait was enqueued; without a record there is no wait. So the order of the work depends
+only on the order in which the hosts run, which is chosen at random. Vector clocks determine the order of
 accesses: two accesses to one location, one of them a write, must be ordered for any timing of the devices.
 """
 
@@ -19,7 +19,7 @@ from torchmpi.backends.ipc.chunk_plan import Await, Fill, Publish, Record, Reduc
 
 
 class Call(NamedTuple):
-    """A collective: its steps for each rank, and what it works on."""
+    """A collective: its steps for each rank, and its memory."""
 
     chunks: list[list[list[Any]]]  # of each rank
     sources: list[np.ndarray]
@@ -38,7 +38,7 @@ class Touch(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A record of an event: of which chunk of which call, and what it is behind."""
+    """A record of an event: its call, its chunk, and its position in the order of the work."""
 
     seq: int
     index: int

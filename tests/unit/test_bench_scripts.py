@@ -344,7 +344,7 @@ def test_a_stopped_process_ends_with_its_rank():
     rank.kill()
     rank.communicate()
     limit = time.monotonic() + 30
-    with suppress(FileNotFoundError):  # until init has taken note of its end, it is a zombie
+    with suppress(FileNotFoundError):  # a zombie until init has reaped the process
         while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
             if time.monotonic() > limit:
                 os.kill(child, signal.SIGKILL)

@@ -107,7 +107,7 @@ def test_info_lists_the_ranks_on_each_gpu():
 
 
 class Ranks:
-    """Two ranks in one process: what is gathered is what both would say."""
+    """Two ranks in one process: the gathered values are those of both."""
 
     def __init__(self, monkeypatch, *, handles):
         self.rank, self.handles = 0, handles

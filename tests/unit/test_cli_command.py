@@ -172,7 +172,7 @@ def test_a_command_that_hangs_is_ended_with_its_children():
     assert ended.status is None and ended.seconds < 30
     limit = time.monotonic() + 10
     with pytest.raises(ProcessLookupError):
-        while time.monotonic() < limit:  # it is there until init has taken note of its end
+        while time.monotonic() < limit:  # exists until init has reaped the process
             os.kill(int(ended.stdout), 0)
             time.sleep(0.05)
 

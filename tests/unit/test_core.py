@@ -120,7 +120,7 @@ def test_a_closed_queue_refuses():
 
 
 def test_a_call_submitted_while_the_queue_closes_is_refused_or_runs():
-    """Regression: it was queued behind the end of the queue, and its wait() never returned."""
+    """Regression: the call was queued behind the end of the queue, and its wait() never returned."""
     for _ in range(100):
         call_queue, handles = CallQueue("test"), []
 

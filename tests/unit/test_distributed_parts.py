@@ -260,7 +260,7 @@ def test_a_call_from_a_thread_without_python_frames():
 
 
 def test_dynamo_excludes_the_package_once_it_is_loaded():
-    """And only then: loading it costs a second, which `import torch` must not."""
+    """Not earlier: loading torch._dynamo takes a second, which must not be added to `import torch`."""
     known = set(sys.meta_path)
     torch_names.keep_dynamo_out("hypothesis")  # any package
     rules = importlib.import_module("torch._dynamo.trace_rules")

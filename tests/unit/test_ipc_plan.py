@@ -24,7 +24,7 @@ COLLECTIVES = ("allreduce 1", "allreduce 2", "reduce 1", "reduce 2", "broadcast"
 def make(
     collective: str, size: int, half: int, lengths: list[int], root: int, choice: random.Random
 ) -> tuple[Call, list]:
-    """A call, and what its outputs must be (None: untouched). `lengths` holds one number, or one for each rank."""
+    """A call and its expected outputs (None: unchanged). `lengths` holds one number, or one for each rank."""
     name, _, shots = collective.partition(" ")
     if name == "allgather":
         own = lengths

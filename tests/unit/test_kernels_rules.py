@@ -40,7 +40,7 @@ COEFFICIENTS = {
 
 
 def full(name: str, given: tuple[float, ...], step: int) -> list[float]:
-    """All eight: what the caller fills in for Adam, and numbers that a rule must not look at."""
+    """All eight coefficients: those that the caller sets for Adam, and numbers that a rule must not use."""
     ends = [1 - given[1] ** step, 1 - given[2] ** step] if name == "adam" else [7e7, -7e7]
     return [*given, *[9e9] * (6 - len(given)), *ends]
 
@@ -49,7 +49,7 @@ def twin(name: str, c: list[float], arrays: list[torch.Tensor], incoming: torch.
     """The new value and states."""
     value, dtype = arrays[0], arrays[0].dtype
     if name in ("zero", "copy"):
-        data = incoming.view(torch.uint8)  # torch's own copy of a bool makes 0 or 1 of it
+        data = incoming.view(torch.uint8)  # torch's copy of a bool converts any byte to 0 or 1
         return [(torch.zeros_like if name == "zero" else torch.clone)(data).view(dtype)]
     if dtype.is_complex:  # add
         parts = twin(name, c, [torch.view_as_real(value)], torch.view_as_real(incoming))
@@ -117,7 +117,7 @@ def in_a_room(tensor: torch.Tensor, offset: int) -> tuple[torch.Tensor, int]:
 def applied(
     address: int, c: list[float], arrays: list[torch.Tensor], incoming: torch.Tensor, offset: int = 0
 ) -> list[torch.Tensor]:
-    """Call the function, each buffer in a place of its own. Nothing but the targets may change."""
+    """Call the function, with each buffer at another offset. Only the targets may change."""
     sources = [in_a_room(tensor, offset + index) for index, tensor in enumerate([*arrays, incoming])]
     targets = [in_a_room(torch.full_like(array.view(torch.uint8), 0x5A), offset) for array in arrays]
     before = [room.clone() for room, _ in (*sources, *targets)]

@@ -20,7 +20,7 @@ def blocks_of(message: schedule.Message, size: int) -> list[int]:
 
 
 def carry_out(plans: list[list[Round]], held: Held, *, moved_as: Callable[[int, int], int]) -> int:
-    """Run all plans with messages that wait for their receiver, as MPI's long ones do; gives the rounds it took.
+    """Run all plans with messages that wait for their receiver, as MPI's long ones do; returns the number of rounds.
 
     `moved_as(sender, block)` returns the origin of a block. Raises if a rank sends a block that it does not have, if a
     block arrives twice, or if ranks wait for each other.

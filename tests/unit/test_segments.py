@@ -237,7 +237,7 @@ def test_tensors_outlive_the_heap():
 
 
 def test_tensors_are_as_many_as_the_descriptors_allow():
-    """Out of descriptors, a rank could not map what another one announced, in the middle of a collective."""
+    """Without free descriptors a rank could not map an announced segment, in the middle of a collective."""
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

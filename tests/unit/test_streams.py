@@ -53,7 +53,7 @@ def group_of_one() -> types.SimpleNamespace:
 
 
 def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) -> DeviceTensor:
-    """A staged call by a transport of the host that doubles what it gets."""
+    """A staged call by a backend of the host that doubles its input."""
 
     def operation(chunk: torch.Tensor, destination: None, root: int) -> None:
         assert type(chunk) is torch.Tensor, "the backend got device memory"

@@ -71,7 +71,7 @@ def test_the_crossover_lies_between_the_sizes_measured():
     measured = {"sync": {64: steady(mpi=1.0, shm=2.0), 4096: steady(mpi=2.0, shm=1.0)}}
     found = decide("broadcast", measured, {"sync": MPI, "async": MPI})
     assert found["sync"] == ((512, "mpi"), (None, "shm"))
-    assert found["async"] == found["sync"]  # no time for it: as the other mode
+    assert found["async"] == found["sync"]  # not measured for lack of time: as the other mode
 
 
 def test_without_measurements_nothing_changes():

@@ -1,4 +1,4 @@
-"""The pure part of collectives over hosts: a reduce that adds as an allreduce does, and the order of a pipeline."""
+"""The pure functions of collectives over hosts: a reduce in the order of an allreduce, and the order of a pipeline."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class MessageHandle(Handle):
             pause = min(pause * 1.25, _MAX_SLEEP_SECONDS)
             if timeout is not None and time.monotonic() - begin > timeout:
                 self.is_waited_for, self._call_queue.doing = False, None
-                raise StallError(f"{self._description} has not ended after {timeout:g} s. It goes on; wait() again.")
+                raise StallError(f"{self._description} has not ended after {timeout:g} s. It continues; wait() again.")
         self._call_queue.doing = None
         return super().wait(timeout)
 
