@@ -243,7 +243,7 @@ def test_half_precision_is_rounded_once(agree):
         agree.equal(result, expected, str(dtype))
 
 
-def test_numbers_come_back_as_numbers(agree):
+def test_numbers_are_returned_as_numbers(agree):
     rank, size = mpi.rank(), mpi.size()
     checks = [
         (mpi.allreduce(rank), sum(range(size))),
@@ -316,7 +316,7 @@ def test_views_that_hide_a_conjugation_or_sign_are_resolved(agree):
     agree.equal(imaginary, torch.full((mpi.size(),), -2.0))
 
 
-def test_in_place_results_are_seen_by_autograd(agree):
+def test_autograd_detects_in_place_results(agree):
     """A value saved for backward and then overwritten by a collective must be an error, not a wrong gradient."""
     x = torch.ones(3, requires_grad=True)
     y = x * 2

@@ -198,7 +198,7 @@ def test_distributed_data_parallel(agree, device, process_group):
         agree.close(actual, wanted)
 
 
-def test_nothing_is_left_of_many_calls(agree, device):
+def test_many_calls_leave_no_memory_allocated(agree, device):
     """Memory of the device and buffers of the host do not grow with the number of calls."""
 
     def use() -> int:

@@ -180,7 +180,7 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
     assert runtime.current().world.log_board.get(rank, memory_layout.REFUSED) == 0
 
 
-def test_it_can_be_switched_off(stopped, agree):
+def test_direct_reads_can_be_disabled(stopped, agree):
     start(read_directly=False)
     agree(fields()[records.PROCESSES] == 0, "not even tried")
     inputs = inputs_of((100_000,), torch.float32)

@@ -168,7 +168,7 @@ def test_calls_on_one_tensor_keep_their_order(agree):
         agree.equal(actual, torch.full_like(actual, expected), name)
 
 
-def test_works_that_are_dropped_run_all_the_same(agree):
+def test_unreferenced_works_are_executed(agree):
     size, tensor = dist.get_world_size(), torch.ones(10)
     for _ in range(6):
         dist.all_reduce(tensor, async_op=True)

@@ -381,7 +381,7 @@ def test_two_threads_share_a_communicator(agree):
     agree.equal(results, {name: [float(mpi.size())] * 200 for name in results}, "from two threads")
 
 
-def test_the_watchdog_sees_a_call_of_the_fast_path(agree):
+def test_the_watchdog_reports_a_call_of_the_fast_path(agree):
     if mpi.size() == 1:
         pytest.skip("needs another rank")
     group = mpi.communicator().intra

@@ -328,7 +328,7 @@ def test_groups_in_threads_do_not_mix(agree):
         rig.group.free()
 
 
-def test_reasons_against_it(rig, agree, monkeypatch):
+def test_reasons_why_ipc_is_unavailable(rig, agree, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ipc.importlib.util, "find_spec", lambda name: object())
     size, group, config = rig.size, rig.group, Config(staging_bytes=1 << 20)
@@ -451,7 +451,7 @@ def test_calls_are_ordered_with_the_streams_around_them_on_the_gpu(agree):
 
 
 @pytest.mark.gpu
-def test_memory_comes_back_and_stays_the_same_over_calls_on_the_gpu(agree):
+def test_memory_is_constant_over_calls_and_released_on_the_gpu(agree):
     gpu_group()
     tensor = torch.ones(100_000, device=mpi.device())
 

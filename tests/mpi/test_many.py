@@ -20,7 +20,7 @@ from shm_rig import shared
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 
 
-def test_allreduce_many_has_the_bits_of_one_by_one(agree):
+def test_allreduce_many_has_the_bits_of_single_calls(agree):
     shapes = [(3,), (1000,), (), (0,), (17, 5), (200_000,), (2,)]
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
     inputs = [

@@ -64,7 +64,7 @@ def test_split_batch_gives_the_gradients_of_the_whole(agree, kind):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_training_has_the_bits_of_the_synchronous_way(agree, set_to_none):
+def test_training_has_the_bits_of_synchronous_training(agree, set_to_none):
     results = []
     for asynchronous in (False, True):
         net, inputs, targets = make("mlp")
@@ -400,7 +400,7 @@ def test_backward_after_an_incomplete_reduction_is_refused(agree):
             mpinn.synchronize_gradients_async(net)
 
 
-def test_unregistering_finishes_what_some_ranks_have_sent(agree):
+def test_unregistering_completes_launched_reductions(agree):
     net = linear()
     mpinn.register_async_backward(net)
     if mpi.rank() == 0:

@@ -47,7 +47,7 @@ def test_shared_tensors_have_the_bits_of_others(slots, agree, who):
             agree.bits(result, expected if rank == root else inputs[rank], f"reduce of {case}")
 
 
-def test_shared_memory_beside_a_view_is_left_alone(slots, agree):
+def test_shared_memory_beside_a_view_is_unchanged(slots, agree):
     numel = 3 * slots
     for kind in ("allreduce", "reduce"):
         memory = mpi.empty_shared(numel + 20).fill_(-1.0)

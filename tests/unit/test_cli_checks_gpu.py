@@ -49,7 +49,7 @@ def test_gpus_of_ranks(ranks, expected, words):
         ({}, "problem", "can use no GPU"),
     ],
 )
-def test_gpus_that_are_there_but_not_seen(process, expected, words):
+def test_gpus_that_torch_cannot_use(process, expected, words):
     found = checks.check_cuda(alone(has_nvidia_driver=True, **process))
     assert (found.verdict, words in found.found) == (expected, True), found
 

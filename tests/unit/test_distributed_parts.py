@@ -173,7 +173,7 @@ def test_parts_out_of_order_or_with_gaps_are_not_taken_for_one_tensor():
     assert rows.stacked(beyond).data_ptr() != first.data_ptr()
 
 
-def test_a_result_goes_into_the_memory_itself_only_if_that_is_in_order():
+def test_results_are_received_into_contiguous_memory_directly():
     direct, strided = torch.zeros(2, 3), torch.zeros(3, 2).t()
     assert rows.result_rows(direct, 2).data_ptr() == direct.data_ptr()
     target = rows.result_rows(strided, 2)

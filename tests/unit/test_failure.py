@@ -43,7 +43,7 @@ def test_buffered_output_is_shown_once(monkeypatch):
     assert shown.getvalue() == "first\nsecond\n"
 
 
-def test_closed_streams_do_not_keep_a_job_from_ending(monkeypatch):
+def test_a_job_ends_with_closed_streams(monkeypatch):
     closed = io.StringIO()
     closed.close()
     for name in ("stdout", "stderr", "__stderr__"):

@@ -72,7 +72,7 @@ def test_exchange_brings_each_rank_all_versions_of_its_block(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_exchange_does_not_flood_one_rank(size: int) -> None:
+def test_exchange_distributes_the_messages_over_the_ranks(size: int) -> None:
     """The i-th message of all ranks goes to different ranks."""
     for messages in zip(*(schedule.exchange(rank, size).sends for rank in range(size)), strict=True):
         assert len({message.peer for message in messages}) == size

@@ -64,7 +64,7 @@ def test_two_mappings_of_one_memory(kind, tmp_path):
     assert descriptors() == before
 
 
-def test_only_the_user_may_open_it(kind):
+def test_only_the_user_may_open_a_segment(kind):
     segment = Segment.create("test", PAGE)
     mode = os.stat(segment.ticket.path).st_mode
     assert stat.S_IMODE(mode) == 0o600
@@ -100,7 +100,7 @@ def test_another_file_at_the_same_place_is_refused(kind, tmp_path):
     segment.close()
 
 
-def test_release_gives_the_memory_back_while_others_have_it_mapped(kind, tmp_path):
+def test_release_returns_memory_that_others_have_mapped(kind, tmp_path):
     owner = Segment.create("test", 64 * PAGE)
     other = Segment.open(owner.ticket)
     owner.memory[:] = bytes(range(256)) * (64 * PAGE // 256)
@@ -136,7 +136,7 @@ def _open_and_add(ticket: Ticket, answer: object) -> None:
     answer.put((segment.memory[0], stat.S_IMODE(os.stat(ticket.path).st_mode)))
 
 
-def test_another_process_opens_it_by_its_ticket():
+def test_another_process_opens_a_segment_by_its_ticket():
     segment = Segment.create("test", PAGE)
     segment.memory[0] = 41
     spawn = multiprocessing.get_context("spawn")
@@ -286,7 +286,7 @@ def test_a_storage_is_adopted_with_all_its_views():
     assert (descriptors(), mappings()) == (before, mapped)
 
 
-def test_a_storage_that_has_moved_on_is_no_longer_announced():
+def test_a_moved_storage_is_withdrawn():
     """The addresses may be reused then, and the other ranks would access the file instead."""
     heap, segment, address = SharedHeap(), Segment.create("test", PAGE), [8 * PAGE]
 

@@ -48,7 +48,7 @@ def test_one_disturbed_round_hides_no_gain():
     assert best([{"mpi": [2.0] * 8, "shm": [1.0] * 7 + [50.0]}], "mpi") == "shm"
 
 
-def test_several_sizes_count_by_their_factors():
+def test_speedup_of_several_sizes_is_the_geometric_mean():
     small, large = steady(mpi=1e-6, shm=4e-6), steady(mpi=2e-3, shm=1e-3)
     assert best([small, large], "mpi") == "mpi"
     assert best([small, large, large, large], "mpi") == "shm"
