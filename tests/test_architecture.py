@@ -114,6 +114,12 @@ def test_imports_go_down(module):
             assert LEVEL_OF[entry_of(target)] < LEVEL_OF[own], f"{module} imports {target}: not on a lower level"
 
 
+def test_every_folder_is_a_package():
+    """Setuptools installs only folders with an ``__init__.py``."""
+    folders = {path.parent for path in module_files()}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+
+
 def test_no_cycles_between_modules():
     """Also inside packages. A package's ``__init__`` counts as a module of its own, which re-exports the others."""
     try:

@@ -15,7 +15,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import errors
-from torchmpi.backends.devices import Devices, RankDevice
+from torchmpi.backends.gpus import Devices, RankDevice
 from torchmpi.backends.nccl.nccl_backend import NcclBackend
 from torchmpi.backends.nccl.nccl_collectives import NcclMovement, NcclReduction
 from torchmpi.backends.nccl.recipes import lacks

@@ -12,7 +12,7 @@ import torch
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.backends.base import bind
-from torchmpi.collectives import staging
+from torchmpi.collectives import device_staging
 from torchmpi.collectives.prepared import PreparedPlan
 from torchmpi.communicators.call_log import ON_DEVICE, call_code
 from torchmpi.session import runtime
@@ -26,16 +26,16 @@ BACKENDS = ("mpi", "shm", "p2p")
 _PIECE_BYTES = 200  # no multiple of any chunk, and longer than the payload of a call log entry
 
 
-def pool(*, shared: bool = True) -> staging.StagingPool:
+def pool(*, shared: bool = True) -> device_staging.StagingPool:
     allocate = runtime.current().empty_shared if shared else lambda shape, dtype: torch.empty(shape, dtype=dtype)
-    return staging.StagingPool(_PIECE_BYTES, lambda num_bytes: allocate((num_bytes,), torch.uint8), pinned=False)
+    return device_staging.StagingPool(_PIECE_BYTES, lambda num_bytes: allocate((num_bytes,), torch.uint8), pinned=False)
 
 
-def staged(name: str, collective: str, dtype: torch.dtype, op: str | None, buffers: staging.StagingPool):
+def staged(name: str, collective: str, dtype: torch.dtype, op: str | None, buffers: device_staging.StagingPool):
     """Run a collective through a backend in chunks, as a call of the group."""
     running, group = runtime.current(), mpi.communicator(0).intra
     backend = running.selector.backends[name]
-    run = staging.StagedOperation(collective, bind(backend, group, collective, dtype, op), group, buffers)
+    run = device_staging.StagedOperation(collective, bind(backend, group, collective, dtype, op), group, buffers)
     plan = PreparedPlan(collective, call_code(collective, op, info(dtype).code) | ON_DEVICE, run)
 
     def call(tensor: torch.Tensor, out: torch.Tensor | None = None, root: int = 0) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cli_facts import alone, job
 
-from torchmpi.backends.devices import Devices, RankDevice
+from torchmpi.backends.gpus import Devices, RankDevice
 from torchmpi.cli.doctor import gpu_checks as checks
 from torchmpi.cli.doctor.self_test import check_gpu_memory
 from torchmpi.cli.facts import SelfTest

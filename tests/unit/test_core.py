@@ -22,7 +22,7 @@ from torchmpi.config import Config
 from torchmpi.session import affinity, launcher
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.segments import Segment
-from torchmpi.tensors import buffers, dtypes, fusion, numbers
+from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers
 
 # --- settings
 
@@ -271,7 +271,7 @@ def test_descriptions_of_signatures(collective, op, root):
 )
 def test_buckets_hold_every_tensor_once_and_in_order(kinds, limit):
     tensors = [torch.zeros(numel, dtype=dtype) for numel, dtype in kinds]
-    buckets = fusion.plan_buckets(tensors, limit)
+    buckets = bucket_plan.plan_buckets(tensors, limit)
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
     for bucket in buckets:
         assert bucket == sorted(bucket)

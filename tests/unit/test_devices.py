@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi.backends import devices
-from torchmpi.backends.devices import Devices, RankDevice
+from torchmpi.backends import gpus
+from torchmpi.backends.gpus import Devices, RankDevice
 
 uuids = st.sampled_from(["", "a", "b", "c"])
 ranks_of = st.lists(st.builds(RankDevice, st.integers(0, 1), uuids, st.frozensets(uuids)), min_size=1, max_size=6)
@@ -48,10 +48,10 @@ def test_each_rank_reports_its_device_and_the_devices_it_can_access(monkeypatch)
     table = Devices.gather(world, [0, 4], torch.device("cuda", 2), has_cuda=True)
     assert table[1] == RankDevice(4, "GPU-2", frozenset({"GPU-1", "GPU-2"}))
     # Groups of GPUs that can all access each other: 0 and 1, and 2 alone, since 0 cannot access 2.
-    keys = [devices.ipc_key(torch.device("cuda", index)) for index in range(3)]
+    keys = [gpus.ipc_key(torch.device("cuda", index)) for index in range(3)]
     assert keys == ["GPU-0 GPU-1", "GPU-0 GPU-1", "GPU-2"]
 
 
 def test_docstring_examples():
-    result = doctest.testmod(devices)
+    result = doctest.testmod(gpus)
     assert result.attempted and not result.failed

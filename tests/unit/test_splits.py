@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmpi.backends import devices
+from torchmpi.backends import gpus
 from torchmpi.communicators import splits
 from torchmpi.communicators.splits import Split, Step, plan_split, steps_for
 from torchmpi.errors import TorchMPIError
-from torchmpi.session import affinity
+from torchmpi.session import affinity, devices
 
 KEY_PATTERNS: dict[str, Callable[[int, int], object]] = {
     "one group": lambda rank, n: "all",
@@ -240,7 +240,7 @@ def test_host_keys_number_hosts_by_first_appearance() -> None:
     )
 )
 def test_ipc_groups_are_cliques(access: list[list[bool]]) -> None:
-    groups = devices.ipc_groups(access)
+    groups = gpus.ipc_groups(access)
     mutual = [[access[i][j] and access[j][i] for j in range(len(access))] for i in range(len(access))]
     for j, group in enumerate(groups):
         for i in range(j):
@@ -253,10 +253,10 @@ def test_ipc_groups_are_cliques(access: list[list[bool]]) -> None:
 
 def test_ipc_groups_of_two_switches() -> None:
     access = [[i // 4 == j // 4 for j in range(8)] for i in range(8)]
-    assert devices.ipc_groups(access) == [0] * 4 + [1] * 4
-    assert devices.ipc_groups([]) == []
+    assert gpus.ipc_groups(access) == [0] * 4 + [1] * 4
+    assert gpus.ipc_groups([]) == []
     with pytest.raises(TorchMPIError, match="square"):
-        devices.ipc_groups([[True, False]])
+        gpus.ipc_groups([[True, False]])
 
 
 @given(st.frozensets(st.integers(0, 127), min_size=1, max_size=64), st.integers(2, 16))
@@ -311,5 +311,5 @@ def test_device_index() -> None:
 
 
 def test_docstring_examples() -> None:
-    results = [doctest.testmod(module) for module in (splits, affinity, devices)]
+    results = [doctest.testmod(module) for module in (splits, affinity, gpus, devices)]
     assert sum(result.attempted for result in results) > 10 and not any(result.failed for result in results)

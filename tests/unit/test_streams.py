@@ -13,7 +13,7 @@ import torch
 from device_model import DEVICE, DeviceTensor, Model, compute, plain
 
 from torchmpi import errors
-from torchmpi.collectives import staging
+from torchmpi.collectives import device_staging
 from torchmpi.communicators import call_queue as call_queues
 from torchmpi.communicators import handle
 from torchmpi.communicators.call_log import CallLog
@@ -26,7 +26,7 @@ _CHUNK_BYTES = 64
 
 
 def test_examples_in_docstrings():
-    for module in (streams, handle, staging, call_queues):
+    for module in (streams, handle, device_staging, call_queues):
         assert doctest.testmod(module).failed == 0, module.__name__
 
 
@@ -61,13 +61,13 @@ def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) 
 
     group.call_log.enter(0, (1,))
     try:
-        return staging.StagedOperation("allreduce", operation, group, pool)(tensor, out, 0)
+        return device_staging.StagedOperation("allreduce", operation, group, pool)(tensor, out, 0)
     finally:
         group.call_log.leave()
 
 
-def host_pool() -> staging.StagingPool:
-    return staging.StagingPool(_CHUNK_BYTES, partial(torch.empty, dtype=torch.uint8), pinned=False)
+def host_pool() -> device_staging.StagingPool:
+    return device_staging.StagingPool(_CHUNK_BYTES, partial(torch.empty, dtype=torch.uint8), pinned=False)
 
 
 def seen(tensor: DeviceTensor) -> list[float]:

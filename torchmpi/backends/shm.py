@@ -148,6 +148,7 @@ class SharedGroup:
         self.fields[records.LAST_ABORTED] = seq
         self.status_board.set(self._rank, REFUSED, seq)
         self.fields[records.CHUNKS] = seq << memory_layout.CHUNK_BITS
+        self.fields[records.VIOLATED_CHECK] = 0  # not reported as an error of the next call
         self.heap.note_failed_call()
 
     def expire(self, seq: int) -> None:

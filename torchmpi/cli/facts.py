@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..backends import devices
+from ..backends import gpus
 from ..backends.nccl import nccl_library
 from ..config import PREFIX, Config
 from ..errors import ConfigError, LaunchError, TransportError
@@ -261,8 +261,8 @@ def _cuda() -> dict[str, Any]:
         "cuda_built": torch.version.cuda,
         "cuda_available": available,
         "has_nvidia_driver": Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists(),
-        "gpus": [devices.uuid_of(index) for index in range(torch.cuda.device_count() if available else 0)],
-        "peer_access": devices.peer_access() if available else [],
+        "gpus": [gpus.uuid_of(index) for index in range(torch.cuda.device_count() if available else 0)],
+        "peer_access": gpus.peer_access() if available else [],
         "mps": _mps_pipe(),
         **(nccl() if available else {"nccl": None, "nccl_error": None}),
     }

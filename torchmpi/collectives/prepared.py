@@ -25,8 +25,8 @@ from ..communicators.group import Group
 from ..communicators.plan import Plan, Shape, no_shape
 from ..errors import ArgumentError, DtypeError
 from ..session.runtime import Runtime
-from ..tensors import buffers, dtypes, fusion, streams
-from . import staging
+from ..tensors import bucket_plan, buffers, dtypes, streams
+from . import device_staging
 
 CHECKSUM_MODULUS = 1_000_000
 """Of the checksum of the shapes of a list of tensors."""
@@ -138,7 +138,7 @@ def _packing(operation: Operation) -> Operation:
     def run(tensors: Any, _: None, root: int) -> None:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.work])
         operation(flat, None, root)
-        fusion.unpack(flat, tensors.work)
+        bucket_plan.unpack(flat, tensors.work)
 
     return run
 
@@ -202,7 +202,7 @@ def _runner(
         return operation
     takes = backend.takes(device_type)
     if not takes and collective in IN_PLACE:
-        return staging.StagedOperation(collective, operation, group, _pool(runtime))
+        return device_staging.StagedOperation(collective, operation, group, _pool(runtime))
     if takes and device_type != "cpu":
         operation = _in_order(operation, group) if backend.enqueues else _settled(operation)
     if collective not in IN_PLACE:
@@ -210,17 +210,17 @@ def _runner(
     return _direct(operation) if direct and takes else _copying(collective, operation, group)
 
 
-_pools: weakref.WeakKeyDictionary[Runtime, staging.StagingPool] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[Runtime, device_staging.StagingPool] = weakref.WeakKeyDictionary()
 _orders: weakref.WeakKeyDictionary[Group, streams.Order] = weakref.WeakKeyDictionary()
 
 
-def _pool(runtime: Runtime) -> staging.StagingPool:
+def _pool(runtime: Runtime) -> device_staging.StagingPool:
     """Return the buffers between devices and backends that take host memory; they live until stop()."""
     pool = _pools.get(runtime)
     if pool is None:
         # Shared with the other ranks if possible: then reductions within a host work on the buffers directly.
         allocate = partial(_shared_bytes, runtime)
-        pool = _pools[runtime] = staging.StagingPool(runtime.config.pipeline_bytes, allocate, pinned=True)
+        pool = _pools[runtime] = device_staging.StagingPool(runtime.config.pipeline_bytes, allocate, pinned=True)
         runtime.resources.callback(pool.close)
     return pool
 

@@ -20,7 +20,7 @@ from ..communicators.handle import Handle
 from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
-from ..tensors import buffers, fusion, streams
+from ..tensors import bucket_plan, buffers, streams
 from . import dispatch, operations
 from .prepared import CHECKSUM_MODULUS, PreparedPlan
 
@@ -244,7 +244,7 @@ def _submit_unpacked(members: TensorList, group: Group) -> _Started:
 
 def _start_packed(members: TensorList, comm: Communicator, op: str, backend: str | None) -> list[_Started]:
     started: list[_Started] = []
-    for indices in fusion.plan_buckets(members.tensors, runtime.current().config.bucket_bytes):
+    for indices in bucket_plan.plan_buckets(members.tensors, runtime.current().config.bucket_bytes):
         parts = [members.tensors[index] for index in indices]
         if len(parts) == 1:
             started.append((dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend), _nothing))
@@ -257,7 +257,7 @@ def _start_packed(members: TensorList, comm: Communicator, op: str, backend: str
 
 def _unpack(flat: _Tensor, parts: Sequence[_Tensor]) -> None:
     streams.use_here(flat)
-    fusion.unpack(flat, parts)
+    bucket_plan.unpack(flat, parts)
 
 
 def _nothing() -> None:

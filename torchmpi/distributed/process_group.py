@@ -24,7 +24,7 @@ from ..collectives.prepared import PreparedPlan
 from ..communicators.handle import Handle
 from ..errors import ArgumentError
 from ..session import runtime
-from ..tensors import buffers, dtypes, fusion, sparse
+from ..tensors import bucket_plan, buffers, dtypes, sparse
 from . import bucket_memory, exchange, membership, monitored, torch_names, transfers
 from .arguments import broadcast_options, is_scaled, op_name, reduce_options, scale, scaled, single
 from .rows import as_rows, check_sizes, deliver, deliver_each, have_equal_lengths, result_rows, split, stacked
@@ -172,7 +172,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _reduce_packed(self, tensors: Tensors, reduction: Any, op: str) -> None:
         scale(tensors, reduction)
-        for members in fusion.plan_buckets(tensors, runtime.current().config.bucket_bytes):
+        for members in bucket_plan.plan_buckets(tensors, runtime.current().config.bucket_bytes):
             parts = [tensors[index] for index in members]
             flat = parts[0] if len(parts) == 1 else torch.cat([part.detach().reshape(-1) for part in parts])
             plan = dispatch.plan_of(self._communicator, "allreduce", flat, op=op)
@@ -180,7 +180,7 @@ class ProcessGroup(dist.ProcessGroup):
                 self._group.perform(plan, flat, None, 0)
                 continue
             self._group.perform(plan.for_many(tuple(tuple(part.shape) for part in parts)), flat, None, 0)
-            fusion.unpack(flat, parts)
+            bucket_plan.unpack(flat, parts)
 
     def reduce(  # type: ignore[override]
         self, tensors: Tensors | torch.Tensor, opts: ReduceOptions = torch_names.REDUCE

@@ -1,9 +1,10 @@
 """Training loops with hooks, meters, prefetching and checkpoints."""
 
 from .allreduce_engine import AllReduceSGDEngine
+from .hooks import HOOK_NAMES, Hooks
 from .meters import AverageValueMeter, ClassErrorMeter, TestResult
 from .sgd_engine import SGDEngine
-from .state import HOOK_NAMES, Hooks, Sample, State
+from .state import Sample, State
 
 __all__ = [
     "HOOK_NAMES",

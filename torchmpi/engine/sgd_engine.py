@@ -16,9 +16,10 @@ from . import checkpoint
 from .checkpoint import Saved, Stateful
 from .coordination import Coordinator, SingleProcess
 from .data_loading import DeviceCopy, Epoch, set_epoch
+from .hooks import Hook, Hooks
 from .meters import AverageValueMeter, ClassErrorMeter, TestResult
 from .progressbar import ProgressBar
-from .state import Hook, Hooks, Sample, State, as_sample
+from .state import Sample, State, as_sample
 from .training_run import TrainingRun
 
 HookT = TypeVar("HookT", bound=Hook)

@@ -1,7 +1,7 @@
 """Data-parallel and model-parallel training of ``torch.nn`` modules."""
 
+from .async_backward import register_async_backward, synchronize_gradients_async, unregister_async_backward
 from .blocksequential import BlockSequential
-from .hooks import register_async_backward, synchronize_gradients_async, unregister_async_backward
 from .join import join
 from .model_parallel import MPLinear
 from .optimizer import DistributedOptimizer

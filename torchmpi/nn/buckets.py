@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, GradientError
 from ..session import runtime
-from ..tensors import fusion
+from ..tensors import bucket_plan
 
 _ALIGN_BYTES = 64  # views that persist begin at a cache line
 
@@ -118,7 +118,7 @@ class CopiedBucket:
     def unpack(self) -> None:
         """Copy the flat tensor back to the gradients."""
         if self._flat is not None:
-            fusion.unpack(self._flat, self.gradients)
+            bucket_plan.unpack(self._flat, self.gradients)
 
 
 class SeatedBucket:

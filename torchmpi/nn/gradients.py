@@ -19,7 +19,7 @@ from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import GradientError
 from ..session import runtime
-from ..tensors import fusion
+from ..tensors import bucket_plan
 from .buckets import aligned_offsets, allocate_flat, dense_view
 from .replica import Attachment, Replica, attach, attached
 
@@ -123,7 +123,7 @@ class SharedGradients(Attachment):
             return
         self.blocks = [
             (indices[0], _move_to_shared([gradients[index] for index in indices]))
-            for indices in fusion.plan_buckets(gradients, sys.maxsize)  # one for each dtype
+            for indices in bucket_plan.plan_buckets(gradients, sys.maxsize)  # one for each dtype
         ]
         self._seen = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in gradients]
 

@@ -11,8 +11,8 @@ from torch import nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
+from .async_backward import AsyncBackward
 from .channel import resolve
-from .hooks import AsyncBackward
 from .join_state import JOIN_STATE, JoinRound, JoinState, refuse_inside_join
 from .replica import SHARDED, Replica, attach, attached
 from .sync import ASYNC_BACKWARD, broadcast_replica, reduce_gradients

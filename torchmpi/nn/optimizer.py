@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
+from .async_backward import register_async_backward, synchronize_gradients_async
 from .channel import resolve
-from .hooks import register_async_backward, synchronize_gradients_async
 from .sync import synchronize_gradients
 
 

@@ -14,7 +14,7 @@ from ..collectives.tensor_lists import reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
 from ..session import runtime
-from ..tensors import buffers, fusion
+from ..tensors import bucket_plan, buffers
 from .agreement import check_same_layout
 from .blocksequential import BlockSequential, gradient_buckets_of, parameter_blocks_of
 from .buckets import CopiedBucket, SeatedBucket
@@ -195,7 +195,7 @@ def _reduce_in_buckets(
     comm: Communicator,
 ) -> None:
     """Pack some buckets and unpack others while some are sent."""
-    packed = [[rest[index] for index in indices] for indices in fusion.plan_buckets(rest, bucket_bytes)]
+    packed = [[rest[index] for index in indices] for indices in bucket_plan.plan_buckets(rest, bucket_bytes)]
     in_flight: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
     buckets: Iterable[SeatedBucket | CopiedBucket] = chain(blocks, map(CopiedBucket, packed))
     for bucket in buckets:  # a bucket is freed as soon as it is unpacked

@@ -16,7 +16,7 @@ import torch
 from .._version import __version__
 from ..backends import saved_tables
 from ..backends.base import Backend, Operation
-from ..backends.devices import Devices, device_index, ipc_key
+from ..backends.gpus import Devices, ipc_key
 from ..backends.hierarchical import HierarchicalBackend
 from ..backends.ipc import staging_areas
 from ..backends.ipc.ipc_backend import IpcBackend
@@ -36,6 +36,7 @@ from ..log import logger, set_rank
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
 from . import affinity, mpi_library
+from .devices import choose_device
 from .failure import FailureHandling
 from .watchdog import Watchdog
 
@@ -122,7 +123,7 @@ class Runtime:
         self.resources.callback(self.heap.close)
 
     def _choose_devices(self, hosts: Sequence[int], with_cuda: bool | None, *, has_cuda: bool) -> None:
-        self.device = self._pick_device(with_cuda)
+        self.device = choose_device(self.local_rank, with_cuda)
         uses_cuda = with_cuda is not False and has_cuda
         self.devices = Devices.gather(self.MPI.COMM_WORLD, hosts, self.device, has_cuda=uses_cuda)
 
@@ -231,14 +232,6 @@ class Runtime:
         self.num_threads = self.config.threads or int(threads)
         torch.set_num_threads(self.num_threads)
         return binding
-
-    def _pick_device(self, with_cuda: bool | None) -> torch.device:
-        if with_cuda is False or not torch.cuda.is_available():
-            return torch.device("cpu")
-        index = device_index(self.local_rank, torch.cuda.device_count())
-        assert index is not None
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
 
     def make_levels(self, custom: Initialiser | None, collective: Initialiser | None, *, ipc_groups: bool) -> None:
         """Push the levels of the caller, of hosts, and of GPUs with peer access; level 0 stays current."""

@@ -20,7 +20,7 @@ from ...config import Config
 from ...errors import BackendUnavailableError, CudaError, DeviceError
 from ...tensors import partition
 from ..base import Operation
-from ..devices import Devices
+from ..gpus import Devices
 from ..mpi_messages import destination_for, rows_of
 from . import chunk_plan
 from .chunk_plan import ARRIVED, EMPTIED, SENT_LENGTH, Await, Fill, Publish, Record, ReduceAreas, Room, Step, Take

@@ -17,7 +17,7 @@ from ...communicators.group import Group
 from ...config import Config
 from ...errors import TransportError
 from ..base import Operation
-from ..devices import Devices
+from ..gpus import Devices
 from . import nccl_library
 from .nccl_collectives import NcclMovement, NcclReduction
 from .nccl_group import NcclGroup

@@ -8,7 +8,7 @@ import torch
 
 from ...communicators.group import Group
 from ...errors import DeviceError, TransportError
-from ..devices import Devices, index_of
+from ..gpus import Devices, index_of
 from . import nccl_library
 from .nccl_library import NcclCommunicator
 

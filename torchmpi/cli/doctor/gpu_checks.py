@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ...backends.devices import ipc_groups
+from ...backends.gpus import ipc_groups
 from ..facts import Facts, ProcessFacts
 from ..formatting import counted, shortened
 from .finding import Finding

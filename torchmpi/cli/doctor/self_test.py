@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ... import collectives
-from ...backends.devices import Devices
+from ...backends.gpus import Devices
 from ...config import Config
 from ...errors import ConfigError, NotStartedError, TorchMPIError
 from ...session import mpi_library, runtime

@@ -239,16 +239,16 @@ def check_counter(group, counter, value):
 def check_peers(group):
     """Check the counters of all ranks at the end of a kernel.
 
-    A rank that is ahead, in the next call or in the second kernel of this one, can have finished one chunk and put two:
-    for more it waits for this rank.
+    A rank that is ahead, in the next call or in the second kernel of this one, can have put and finished two chunks: for
+    the third it waits for this rank.
     """
     chunks = load_field(group, CHUNKS)
     for rank in range(load_field(group, SIZE)):
         block = block_of(group, rank)
         if load_field_acquire(block, READY) > chunks + 2:
             fail_check(group, CHECK_READY, load_field(block, READY), chunks + 2)
-        if load_field_acquire(block, REDUCED) > chunks + 1:
-            fail_check(group, CHECK_REDUCED, load_field(block, REDUCED), chunks + 1)
+        if load_field_acquire(block, REDUCED) > chunks + 2:
+            fail_check(group, CHECK_REDUCED, load_field(block, REDUCED), chunks + 2)
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-ENABLE_CHECKS = os.environ.get("TORCHMPI_KERNEL_CHECKS", "0") not in ("", "0")
+ENABLE_CHECKS = os.environ.get("TORCHMPI_KERNEL_CHECKS", "").lower() not in ("", "0", "false", "no", "off")
 """Whether kernels are compiled with checks of addresses and counters (see :mod:`.access`)."""
 
 

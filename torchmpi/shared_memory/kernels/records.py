@@ -237,7 +237,7 @@ CHECKS = (
     "sequence numbers ascend",
     "counters READY and REDUCED ascend within the chunks of the call",
     "READY of a rank is at most two chunks ahead of this rank",
-    "REDUCED of a rank is at most one chunk ahead of this rank",
+    "REDUCED of a rank is at most two chunks ahead of this rank",
     "offset within the shared tensor",
 )
 """Descriptions by number; see kernels.access."""

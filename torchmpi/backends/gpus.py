@@ -125,14 +125,3 @@ def ipc_groups(access: Sequence[Sequence[bool]]) -> list[int]:
             cliques.append([device])
     number_of = {device: number for number, clique in enumerate(cliques) for device in clique}
     return [number_of[device] for device in range(len(access))]
-
-
-def device_index(local_rank: int, num_visible_devices: int) -> int | None:
-    """Return the GPU index of a rank, round robin over the visible GPUs; None without any.
-
-    Where a scheduler shows each rank only its own GPU, the index is 0 on all ranks.
-
-    >>> [device_index(local_rank, 2) for local_rank in range(4)], device_index(3, 1), device_index(0, 0)
-    ([0, 1, 0, 1], 0, None)
-    """
-    return local_rank % num_visible_devices if num_visible_devices > 0 else None

@@ -13,7 +13,7 @@ from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
 from ..session import runtime
-from ..tensors import fusion, streams
+from ..tensors import bucket_plan, streams
 from .agreement import check_same_layout
 from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of
@@ -305,7 +305,7 @@ def _make_buckets(replica: Replica, bucket_bytes: int) -> list[SeatedBucket]:
     excluded = sparse_by_declaration(replica.modules)
     excluded.update(id(parameter) for block in blocks for parameter in block.parameters)
     rest = [parameter for parameter in reversed(replica.trainable) if id(parameter) not in excluded]
-    fused = fusion.plan_buckets(rest, bucket_bytes)
+    fused = bucket_plan.plan_buckets(rest, bucket_bytes)
     buckets = blocks + [SeatedBucket([rest[index] for index in indices]) for indices in fused]
     order = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
     return sorted(buckets, key=lambda bucket: min(order[id(p)] for p in bucket.parameters), reverse=True)

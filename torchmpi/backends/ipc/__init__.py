@@ -1,0 +1,1 @@
+"""Collectives of GPUs of one host through staging areas shared by CUDA IPC."""

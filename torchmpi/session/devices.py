@@ -1,0 +1,25 @@
+"""The device of a rank: its GPU, round robin over the visible ones, or the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+
+def choose_device(local_rank: int, with_cuda: bool | None) -> torch.device:
+    """Return the device of this rank, and make it the current one of torch if it is a GPU."""
+    index = device_index(local_rank, torch.cuda.device_count()) if torch.cuda.is_available() else None
+    if with_cuda is False or index is None:
+        return torch.device("cpu")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def device_index(local_rank: int, num_visible_devices: int) -> int | None:
+    """Return the GPU index of a rank, round robin over the visible GPUs; None without any.
+
+    Where a scheduler shows each rank only its own GPU, the index is 0 on all ranks.
+
+    >>> [device_index(local_rank, 2) for local_rank in range(4)], device_index(3, 1), device_index(0, 0)
+    ([0, 1, 0, 1], 0, None)
+    """
+    return local_rank % num_visible_devices if num_visible_devices > 0 else None
