@@ -43,7 +43,7 @@ class Config:
     threads: int = 0
     """Number of threads of torch for one operation; 0: one per core that only this rank uses."""
     check: str = "auto"
-    """How calls are compared between ranks. ``board``: through shared memory, without messages (ranks of one host);
+    """Comparison of calls between ranks. ``board``: through shared memory, without messages (ranks of one host);
     ``strict``: by a header exchanged before each call; ``auto``: board within a host, strict across hosts; ``off``."""
     stall_warning_seconds: float = 30.0
     """Report a call that waits longer than this, with the ranks that have not arrived."""

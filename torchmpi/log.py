@@ -22,8 +22,8 @@ logger = logging.getLogger("torchmpi")
 class _StandardErrorHandler(logging.Handler):
     """Writes ``torchmpi: message`` to the current ``sys.stderr``, and flushes it.
 
-    It takes no lock, so that a thread which ends the job cannot wait for another thread, or for a lock that was held
-    when this process was forked. A record is one call of ``write()``, so lines of several threads do not mix.
+    The handler takes no lock, so that a thread which ends the job cannot wait for another thread, or for a lock that
+    was held when this process was forked. A record is one call of ``write()``, so lines of several threads do not mix.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:

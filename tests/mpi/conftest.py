@@ -1,7 +1,7 @@
 """Tests that run inside a job: ``mpirun -n N python -m pytest --with-mpi tests/mpi``.
 
 Every rank runs every test. A rank that fails before a collective would leave the others waiting, so a test makes all
-its calls first and compares afterwards; what fails on one rank then fails on all, with the rank named.
+its calls first and compares afterwards; a failure on one rank is then reported on all, with the rank named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shm_rig import slots, stopped  # noqa: F401, fixtures
 
 import torchmpi as mpi
 
-# A test that hangs shall end as a failure that names who was missing, well before the runner's own limit.
+# A test that hangs must end with a failure that names the missing ranks, well before the limit of the runner.
 os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 
@@ -38,7 +38,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, world: None) -> torch.device:
-    """Where the tensors of a test are: it runs for each; what needs a GPU says so where there is none."""
+    """The device of the tensors of a test, which runs once per device; skipped if there is no GPU."""
     if request.param == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -47,7 +47,7 @@ def device(request: pytest.FixtureRequest, world: None) -> torch.device:
 
 
 class Agreement:
-    """Collects what is wrong on this rank; the ranks compare notes when the test function has ended."""
+    """Collects the failures of this rank; the ranks exchange them when the test function has ended."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -62,7 +62,7 @@ class Agreement:
             same = actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected)
         else:
             same = bool(actual == expected)
-        # The text of tensors takes longer than most calls under test: only where it is read.
+        # Formatting tensors takes longer than most calls under test: only for failures.
         if not same:
             self(False, f"{message}: got {actual!r}, expected {expected!r}")
 
@@ -99,7 +99,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
         outcome = yield
     except Exception as error:
         problems.append("".join(traceback.format_exception(error, limit=-4)))
-        # Should the others be left in a call, this is all one gets to see.
+        # If the other ranks wait in a call, this is the only output.
         print(problems[-1], file=sys.__stderr__, flush=True)
     agreement = _agreements.pop(pyfuncitem.nodeid, None)
     problems += agreement.problems if agreement is not None else []

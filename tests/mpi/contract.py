@@ -1,6 +1,6 @@
-"""What every backend must do: inputs that every rank can compute for every other, and the readable twin of each verb.
+"""Reference results: inputs that every rank can compute for every other, and a reference of each collective.
 
-The twins are written from the definitions, in plain torch, without a look at the implementation.
+The references are written from the definitions, in plain torch, independently of the implementation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STEP = {
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tensor:
-    """The input of a rank, the same wherever it is computed."""
+    """The input of a rank, the same on all ranks."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -82,7 +82,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The rows of a rank: as many for all as it goes, one more for the first."""
+    """The rows of a rank: an even partition, in which the first ranks have one row more."""
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     least, more = divmod(tensor.shape[0], size)
     begin = rank * least + min(rank, more)

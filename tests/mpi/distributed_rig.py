@@ -1,7 +1,7 @@
-"""What the tests of torch.distributed's own layers share: the default group, and a training run to compare with.
+"""Shared by the tests of torch.distributed's layers: the default group, and a reference training run.
 
-The net and its data are in double precision, so that the order in which gradients are added does not matter to a
-tolerance that anything forgotten or counted twice would miss by far.
+The net and its data are in double precision, so that the order in which gradients are added is within the
+tolerance, and a missing or repeated gradient is not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 
 @pytest.fixture(scope="module")
 def default_group() -> Iterator[None]:
-    """``init_process_group("torchmpi")``, as a user's script has it, with or without torchmpi running already."""
+    """``init_process_group("torchmpi")``, as in a user's script, with or without torchmpi running already."""
     dist.init_process_group("torchmpi")
     yield
     dist.destroy_process_group()
@@ -51,7 +51,7 @@ def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    # Adam divides by the size of the gradient, and makes much of roundings in small ones.
+    # Adam divides by the size of the gradient, which amplifies the rounding of small gradients.
     return torch.optim.Adam(parameters, lr=0.01, eps=1e-3)
 
 
@@ -68,7 +68,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: slice = slic
 
 
 def trained_alone(make: Callable[..., torch.optim.Optimizer] = sgd, steps: int = STEPS) -> nn.Sequential:
-    """What one process makes of all the data."""
+    """The parameters after training one process on all the data."""
     model = net()
     train(model, make(model.parameters()), steps=steps)
     return model
@@ -98,7 +98,7 @@ def numbers(*shape: int, start: int = 0) -> Tensor:
 
 
 def of_rank(rank: int, *shape: int) -> Tensor:
-    """A tensor that every rank has another one of."""
+    """A tensor that differs between the ranks."""
     return numbers(*shape, start=3 * rank + 1)
 
 

@@ -1,8 +1,8 @@
 """A stand-in for a GPU: memory of the host that processes share, a stream that runs late, events like the driver's.
 
 A stream is a thread that does what was enqueued, in order, after pauses of random length. An event is two numbers in
-shared memory: how often its owner's host has recorded it, and how many of these records its stream has come to. A wait
-is for the records that there were when it was enqueued: too early, and it waits for nothing.
+shared memory: how often its owner's host has recorded it, and how many of these records its stream has executed. A wait
+is for the records that existed when the wait was enqueued; without a record it has no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RECORDED, _DONE = 0, 8
 
 
 class HostDevice:
-    """What ipc asks of a device, with memory of the host."""
+    """The device that the backend ipc uses, with memory of the host."""
 
     index = None
 
@@ -59,7 +59,7 @@ class HostDevice:
     def finish(self) -> None:
         done = threading.Event()
         self._tasks.put(done.set)
-        assert done.wait(30), "the stream waits for ever"
+        assert done.wait(30), "the stream waits forever"
 
     def release(self) -> None:
         self._tasks.put(None)

@@ -1,7 +1,7 @@
-"""Hypothesis with several ranks: rank 0 finds the examples, all ranks try each, and what fails on one fails on all.
+"""Hypothesis with several ranks: rank 0 finds the examples, all ranks try each, and a failure on one is raised on all.
 
-If every rank looked for examples by itself, one that saw an error would go on with others than the rest, and the job
-would end as a stall that hides the error.
+If every rank searched for examples independently, a rank with an error would continue with other examples than the
+other ranks, and the job would stall, which hides the error.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def try_together(
 
 
 def _attempt(body: Callable[[Any], object], example: Any) -> None:
-    """One example, and what came of it anywhere."""
+    """One example, and its first error on any rank."""
     problem = ""
     try:
         body(example)
     except Exception as error:
         problem = "".join(traceback.format_exception(error, limit=-4))
-        # Should the others be left in a call, this is all one gets to see.
+        # If the other ranks wait in a call, this is the only output.
         print(problem, file=sys.__stderr__, flush=True)
     everywhere = MPI.COMM_WORLD.allgather(problem)
     failed = [f"rank {rank}: {theirs}" for rank, theirs in enumerate(everywhere) if theirs]

@@ -1,4 +1,4 @@
-"""What a process has in use, to see whether something leaves it behind."""
+"""The resources of a process, to detect leaks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LIMIT_SECONDS, _CALM_SECONDS = 5, 0.1
 
 
 def in_use() -> dict[str, int]:
-    """Open files, threads, and mapped shared memory, once it stays so: a thread that was waited for takes a moment."""
+    """Open files, threads, and mapped shared memory, when constant: a joined thread ends a moment later."""
     limit, found = time.monotonic() + _LIMIT_SECONDS, _count()
     while time.monotonic() < limit:
         time.sleep(_CALM_SECONDS)
@@ -22,7 +22,7 @@ def in_use() -> dict[str, int]:
 
 
 def _count() -> dict[str, int]:
-    gc.collect()  # all: what earlier tests left in cycles would go at some moment in between
+    gc.collect()  # all generations: cycles of earlier tests would otherwise be freed at any moment
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "files": len(list(Path("/proc/self/fd").iterdir())),

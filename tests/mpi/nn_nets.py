@@ -73,7 +73,7 @@ def values(net: nn.Module) -> Tensor:
 
 
 def whole_batch_gradients(kind: str) -> list[Tensor | None]:
-    """What one rank computes on all the data."""
+    """The result of one rank on all the data."""
     net, x, y = make(kind)
     loss(net, x, y).backward()
     return gradients(net)

@@ -21,7 +21,7 @@ PAGE_SLOTS, LARGE_SLOTS = 4096, 64 << 10
 
 
 def start(**settings: object) -> None:
-    """With the watchdog as these tests have it, and otherwise the settings given."""
+    """Start torchmpi with the watchdog settings of these tests, and the given settings."""
     mpi.start(config=dataclasses.replace(mpi.Config.from_environment(), verbose=False, **settings))
     problem = runtime.current().selector.backends["shm"].why_not("allreduce", "cpu", mpi.communicator(0).intra)
     if problem is not None:
@@ -30,7 +30,7 @@ def start(**settings: object) -> None:
 
 @pytest.fixture(scope="module", params=(PAGE_SLOTS, LARGE_SLOTS), ids=("slots of a page", "slots of 64 KB"))
 def slots(request):
-    """torchmpi, started with slots of this size; the session's own start is put back afterwards."""
+    """torchmpi, started with slots of this size; the start of the session is restored afterwards."""
     was_running = runtime.is_running()
     mpi.stop()
     start(slot_bytes=request.param)
@@ -42,7 +42,7 @@ def slots(request):
 
 @pytest.fixture
 def stopped():
-    """For tests that start with settings of their own."""
+    """Stop torchmpi, for tests that start it with other settings."""
     before = runtime.current().config if runtime.is_running() else None
     mpi.stop()
     yield
@@ -52,7 +52,7 @@ def stopped():
 
 
 def numels(itemsize: int, slot_bytes: int) -> list[int]:
-    """Lengths on both sides of every border."""
+    """Lengths on both sides of every limit."""
     size = mpi.size()
     borders = [
         0,
@@ -70,7 +70,7 @@ def numels(itemsize: int, slot_bytes: int) -> list[int]:
 
 
 def shared(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """The same values in shared memory, so many elements into it."""
+    """The same values in shared memory, at this offset in elements."""
     memory = mpi.empty_shared(values.numel() + offset + 3, dtype=values.dtype)
     return memory[offset : offset + values.numel()].view(values.shape).copy_(values)
 

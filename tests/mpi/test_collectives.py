@@ -1,4 +1,4 @@
-"""The contract of the collectives: collective x op x dtype x shape x strides x out x sync, against the twins."""
+"""The contract of the collectives: collective x op x dtype x shape x strides x out x sync, against references."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU_BACKENDS = (None, "ipc", "nccl", "shm", "mpi")
 
 
 def modes(dtypes):
-    """Every dtype synchronous by the backend that is taken by default, and by the one that is always there.
+    """Every dtype, synchronously, by the default backend, and by the backend that always exists.
 
     Asynchronous, which differs in the thread alone, one of each kind. The same on CUDA, by every backend.
     """
@@ -61,13 +61,13 @@ def call(collective, *arguments, asynchronous, **options):
 
 
 def layouts(tensor, device):
-    """The tensor as it is and with strides, each with and without `out`."""
+    """The contiguous tensor and one with strides, each with and without `out`."""
     for make, with_out in itertools.product((torch.clone, contract.strided), (False, True)):
         yield f"{make.__name__}, out={with_out}", make(tensor.to(device)), with_out
 
 
 class Judge:
-    """Compares results with the twins: bit by bit, but for what NCCL adds in an order of its own."""
+    """Compares results with references: bit by bit, except for sums of NCCL, whose order differs."""
 
     def __init__(self, agree, device, backend):
         self._agree = agree
@@ -121,7 +121,7 @@ def test_reductions_match_the_sum_in_rank_order(agree, device, dtype, asynchrono
 
 
 @pytest.mark.parametrize(("device", "dtype", "asynchronous", "backend"), modes(contract.MOVABLE), indirect=["device"])
-def test_movements_bring_every_bit(agree, device, dtype, asynchronous, backend):
+def test_movements_preserve_every_bit(agree, device, dtype, asynchronous, backend):
     rank, size, way = mpi.rank(), mpi.size(), {"asynchronous": asynchronous, "backend": backend}
     judge = Judge(agree, device, backend)
     for shape in contract.SHAPES:
@@ -139,7 +139,7 @@ def test_movements_bring_every_bit(agree, device, dtype, asynchronous, backend):
             judge.bits(result, everything, f"allgather {case}")
             agree(not with_out or result is out or isinstance(result, Refused), f"allgather {case}: out was not used")
 
-            # Without `out`, so that a root for each will do.
+            # Without `out`, so one root for each suffices.
             root = size - 1 if with_out else 0
             result = call("gather", tensor, root, **way)
             if rank == root:
@@ -157,8 +157,8 @@ def test_movements_bring_every_bit(agree, device, dtype, asynchronous, backend):
     judge.end(f"{dtype} by {backend}")
 
 
-def test_what_is_queued_before_a_call_goes_in_and_what_is_queued_after_it_comes_out(agree, device):
-    """Without a word to the device in between: on streams of the program's own, synchronous and not."""
+def test_calls_are_ordered_with_work_queued_before_and_after(agree, device):
+    """Without synchronization of the device in between: on streams of the program, synchronous and asynchronous."""
     size = mpi.size()
     streams = [None, torch.cuda.Stream(device)] if device.type == "cuda" else [None]
     found = []
@@ -178,7 +178,7 @@ def test_calls_without_a_wait_release_their_memory_and_corrupt_no_other(agree, d
     kept = torch.full((100_000,), 7.0, device=device)
     for _ in range(30):
         mpi.allreduce_async(torch.ones(100_000, device=device))
-        kept = kept + torch.zeros(100_000, device=device)  # takes memory that the call above may have given back
+        kept = kept + torch.zeros(100_000, device=device)  # takes memory that the call above may have released
     last = mpi.allreduce_async(torch.ones(4, device=device))
     result = last.wait().cpu()
     agree.equal(result.tolist(), [float(mpi.size())] * 4)
@@ -186,8 +186,8 @@ def test_calls_without_a_wait_release_their_memory_and_corrupt_no_other(agree, d
 
 
 @pytest.mark.parametrize("backend", (None, "shm", "mpi"))
-def test_many_tensors_of_a_device_as_one_by_one(agree, device, backend):
-    """Regression, by shm: addresses of the device were given to a kernel of the host."""
+def test_allreduce_many_on_a_device_equals_single_calls(agree, device, backend):
+    """Regression in shm: device addresses were passed to a kernel of the host."""
     inputs = [contract.values((n,), torch.float32, mpi.rank(), seed=n) for n in (3, 1000, 200_000, 1)]
     expected = [mpi.allreduce(tensor.clone(), op="max") for tensor in inputs]
     together = mpi.allreduce_many([tensor.to(device) for tensor in inputs], op="max", backend=backend)
@@ -243,7 +243,7 @@ def test_half_precision_is_rounded_once(agree):
         agree.equal(result, expected, str(dtype))
 
 
-def test_numbers_come_back_as_numbers(agree):
+def test_numbers_are_returned_as_numbers(agree):
     rank, size = mpi.rank(), mpi.size()
     checks = [
         (mpi.allreduce(rank), sum(range(size))),
@@ -316,7 +316,7 @@ def test_views_that_hide_a_conjugation_or_sign_are_resolved(agree):
     agree.equal(imaginary, torch.full((mpi.size(),), -2.0))
 
 
-def test_in_place_results_are_seen_by_autograd(agree):
+def test_autograd_detects_in_place_results(agree):
     """A value saved for backward and then overwritten by a collective must be an error, not a wrong gradient."""
     x = torch.ones(3, requires_grad=True)
     y = x * 2
@@ -374,7 +374,7 @@ def test_autograd_neither_records_nor_refuses_a_collective(agree, kind):
 
 
 def test_an_out_that_does_not_fit_is_refused_after_the_call_has_ended_everywhere(agree):
-    """It was refused half way: the others hung, or the next call got this one's data."""
+    """Regression: the error was raised during the call, so other ranks hung, or the next call got this one's data."""
     rank, size = mpi.rank(), mpi.size()
     calls = {
         "allgather": lambda out: mpi.allgather(torch.full((2,), 100.0 + rank), out),
@@ -402,8 +402,8 @@ def test_an_out_that_does_not_fit_is_refused_after_the_call_has_ended_everywhere
         agree(rank == 0, f"bytes of another dtype were taken: {result}")
 
 
-def test_a_root_that_runs_ahead_is_held_back_so_that_every_call_is_compared(agree):
-    """Regression: beyond 64 calls it overwrote entries that had not been compared, and missed a mismatch."""
+def test_a_root_that_runs_ahead_waits_for_the_comparison(agree):
+    """Regression: after 64 calls the root overwrote entries that had not been compared, and missed a mismatch."""
     import time
 
     world = mpi.communicator(0).intra
@@ -417,7 +417,7 @@ def test_a_root_that_runs_ahead_is_held_back_so_that_every_call_is_compared(agre
         agree(ahead <= 64, f"{ahead} calls ahead")
 
 
-def test_truth_values_of_any_byte(agree):
+def test_bools_of_any_byte(agree):
     """A view makes bools of bytes other than 0 and 1; bitwise operations took 2 and 1 for different."""
     mine = torch.tensor([2 - mpi.rank() % 2, 0], dtype=torch.uint8).view(torch.bool)
     both = mpi.allreduce(mine.clone(), op="band")
@@ -449,8 +449,8 @@ def test_numpys_scalars_and_ranks(agree):
 
 
 @pytest.mark.parametrize("backend", ("shm", "mpi"))
-def test_what_another_rank_than_the_root_passes_to_a_scatter_is_ignored(agree, backend):
-    """Its dtype and shape were taken for the root's: it got more bytes than there was room for."""
+def test_scatter_ignores_tensors_of_other_ranks(agree, backend):
+    """Regression: this dtype and shape were used for the root's, so more bytes were received than the memory holds."""
     rank, size = mpi.rank(), mpi.size()
     if mpi.collective_availability()[backend, "scatter", "cpu", "sync"] != "available":
         pytest.skip(f"no {backend} here")

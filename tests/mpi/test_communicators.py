@@ -51,7 +51,7 @@ def test_ranks_with_one_key_form_a_group(agree, name):
 
 @pytest.mark.parametrize("collective", ("allreduce", "reduce", "broadcast", "barrier"))
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_span_gives_what_the_flat_collective_gives(agree, name, collective):
+def test_a_span_gives_the_result_of_the_flat_collective(agree, name, collective):
     rank, size = mpi.rank(), mpi.size()
     level = mpi.push_communicator(PATTERNS[name](rank))
     mpi.set_communicator(0)
@@ -90,7 +90,7 @@ def test_a_span_of_three_levels_and_its_steps(agree):
 
 
 def test_inter_groups_are_ordered_by_group_and_not_by_rank(agree):
-    """Regression: with keys a b b a the inter group of the first members came out in the order of the world."""
+    """Regression: with keys a b b a the inter group of the first members was in the order of the world."""
     if mpi.size() < 4:
         return
     rank = mpi.rank()
@@ -102,7 +102,7 @@ def test_inter_groups_are_ordered_by_group_and_not_by_rank(agree):
 
 
 def test_asynchronous_calls_over_a_span_do_not_mix_with_calls_on_its_levels(agree):
-    """Regression: the steps ran on the user's own groups, and met the user's calls there in any order."""
+    """Regression: the steps ran on the user's own groups, mixed with the user's calls in any order."""
     rank, size = mpi.rank(), mpi.size()
     level = mpi.push_communicator(rank % 2)
     mpi.set_communicator(0)
@@ -115,8 +115,8 @@ def test_asynchronous_calls_over_a_span_do_not_mix_with_calls_on_its_levels(agre
         agree.equal(within[0].item(), float(group_size))
 
 
-def test_what_is_queued_over_a_span_ends_before_the_span_changes(agree):
-    """The groups of its steps were given back, and the next step found none."""
+def test_queued_calls_over_a_span_end_before_the_span_changes(agree):
+    """Regression: the groups of the steps were freed before the next step."""
     level = mpi.push_communicator(mpi.rank() % 2)
     mpi.set_communicator(0)
     for _ in range(10):
@@ -141,7 +141,7 @@ def test_use_is_for_one_thread_only(agree):
 
 
 def test_independent_communicators_may_be_used_in_any_order(agree):
-    """Two queues: each rank starts its asynchronous calls in an order of its own."""
+    """Two queues: each rank starts its asynchronous calls in a different order."""
     size = mpi.size()
     first, second = mpi.push_communicator(0), mpi.push_communicator(0)
     mpi.set_communicator(0)
@@ -194,7 +194,7 @@ def test_a_message_that_does_not_fit_is_refused_and_the_next_one_arrives(agree):
 
 
 def test_asynchronous_calls_progress_while_the_caller_computes(agree):
-    """Nobody waits, no MPI call is made by this thread: the results must arrive all the same."""
+    """No thread waits, and this thread makes no MPI call: the results must arrive."""
     import time
 
     tensors = [torch.ones(200_000) for _ in range(5)]

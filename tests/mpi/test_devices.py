@@ -1,6 +1,6 @@
-"""What stands on the collectives, with tensors on a GPU: nn, torch.distributed, messages, the parameter server.
+"""The layers above the collectives, with tensors on a GPU: nn, torch.distributed, messages, the parameter server.
 
-What they do on the CPU is tested in files of their own.
+Their behaviour on the CPU is tested in other files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.gpu]
 
 @pytest.fixture
 def device(world: None) -> torch.device:
-    """That of this rank. A CPU would do as well, to try these tests themselves."""
+    """The device of this rank. A CPU can be used too, to try the tests."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU: torch.cuda.is_available() is False here")
     return mpi.device()
@@ -53,7 +53,7 @@ def train(net: nn.Module, device: torch.device, synchronize) -> list[torch.Tenso
 
 
 def by_hand(net: nn.Module) -> None:
-    """The readable twin: gathered on the host, and averaged in rank order."""
+    """The reference: gathered on the host, and averaged in rank order."""
     for parameter in net.parameters():
         everybody = mpi.allgather(parameter.grad.cpu().unsqueeze(0))
         parameter.grad.copy_(everybody.sum(0) / mpi.size())
@@ -198,8 +198,8 @@ def test_distributed_data_parallel(agree, device, process_group):
         agree.close(actual, wanted)
 
 
-def test_nothing_is_left_of_many_calls(agree, device):
-    """Memory of the device, and buffers of the host: as much after many calls as after a few."""
+def test_many_calls_leave_no_memory_allocated(agree, device):
+    """Memory of the device and buffers of the host do not grow with the number of calls."""
 
     def use() -> int:
         for numel in (10, 100_000, 3_000_000):

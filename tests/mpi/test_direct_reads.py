@@ -1,4 +1,4 @@
-"""Verbs that read the other ranks' memory by a call of the system: the bits are those of the slots."""
+"""Collectives that read the other ranks' memory by a system call: the same bits as through slots."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ SLOTS, DIRECTLY = 0, 1
 
 
 def fields() -> np.ndarray:
-    """What the kernels know of the world."""
+    """The fields of the kernels for the world."""
     mpi.barrier()
     return runtime.current().world.shared.fields
 
 
 def prefer(way: int) -> None:
-    """From now on this rank finds this way faster, but for the calls in which both are tried anyway."""
+    """Make this rank prefer one transfer, except in the trial calls."""
     known = fields()[records.ALLGATHER_PACES : records.SPENT_BEFORE]
     known[way::3], known[1 - way :: 3], known[2::3] = 1, 1 << 40, 1000  # calls
 
 
 def chunks_in(call) -> tuple[torch.Tensor, int]:
-    """The result, and how many chunks were counted: a direct call counts one, whatever its length."""
+    """Return the result, and the number of chunks counted: one for a direct call of any length."""
     before = int(fields()[records.CHUNKS])
     result = call()
     return result, int(fields()[records.CHUNKS]) - before
 
 
 def often(call) -> set[int]:
-    """So often that not all of them can be trials."""
+    """Repeat a call so often that not all of the calls can be trials."""
     return {chunks_in(call)[1] for _ in range(4)}
 
 
@@ -58,7 +58,7 @@ def reads(stopped):
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float64), ids=str)
 @pytest.mark.parametrize("num_bytes", (32 << 10, 50_000, 256 << 10, 1_500_000, (8 << 20) + 64))
-def test_everybody_gets_everything(reads, agree, dtype, num_bytes):
+def test_every_rank_gets_all_rows(reads, agree, dtype, num_bytes):
     inputs = inputs_of((num_bytes // dtype.itemsize,), dtype)
     for _ in range(3):
         agree.bits(mpi.allgather(inputs[mpi.rank()], backend="shm"), torch.cat(inputs), f"{num_bytes} {dtype}")
@@ -67,7 +67,7 @@ def test_everybody_gets_everything(reads, agree, dtype, num_bytes):
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float64), ids=str)
 @pytest.mark.parametrize("num_bytes", (33_000, 50_000, 256 << 10, 1_500_000))
-def test_everybody_gets_what_is_for_it(reads, agree, dtype, num_bytes):
+def test_every_rank_gets_its_rows(reads, agree, dtype, num_bytes):
     rank, size = mpi.rank(), mpi.size()
     num_rows = num_bytes * size // dtype.itemsize // 3 + size - 1  # not as many for each rank
     inputs = inputs_of((num_rows, 3), dtype)
@@ -78,7 +78,7 @@ def test_everybody_gets_what_is_for_it(reads, agree, dtype, num_bytes):
     agree.bits(mpi.alltoall(inputs[rank]), expected, "after that")
 
 
-def test_into_a_result_that_holds_the_own_part(reads, agree):
+def test_allgather_in_place(reads, agree):
     rank, inputs = mpi.rank(), inputs_of((30_000,), torch.float32)
     out = torch.zeros(30_000 * mpi.size())
     out[rank * 30_000 : (rank + 1) * 30_000] = inputs[rank]
@@ -86,7 +86,7 @@ def test_into_a_result_that_holds_the_own_part(reads, agree):
     agree.bits(result, torch.cat(inputs), "in place")
 
 
-def test_lengths_that_differ_take_the_other_way(reads, agree):
+def test_allgather_of_different_lengths(reads, agree):
     rank, inputs = mpi.rank(), inputs_of((100_000,), torch.float32)
     for shortest in (0, 10, 40_000):
         expected = torch.cat([each[shortest if other == 0 else 0 :] for other, each in enumerate(inputs)])
@@ -96,7 +96,7 @@ def test_lengths_that_differ_take_the_other_way(reads, agree):
 
 @pytest.mark.parametrize("num_bytes", (32 << 10, 50_000, 1_500_000))
 def test_the_root_alone_decides(reads, agree, num_bytes):
-    """Of a gather and a scatter, whose other ranks only give or get. They may be for it or against it."""
+    """For gather and scatter, whose other ranks only send or receive, and may prefer either transfer."""
     rank, size, inputs = mpi.rank(), mpi.size(), inputs_of((num_bytes,), torch.uint8)
     rows = inputs_of((num_bytes * size + size - 1,), torch.uint8)
     for root in range(size):
@@ -117,9 +117,9 @@ def test_the_root_alone_decides(reads, agree, num_bytes):
 
 
 @pytest.mark.parametrize("collective", ("gather", "scatter"))
-def test_what_a_rank_may_not_read_comes_through_the_slots(reads, agree, collective):
+def test_memory_that_cannot_be_read_is_sent_through_the_slots(reads, agree, collective):
     if mpi.size() == 1:
-        pytest.skip("alone there is nobody to read from")
+        pytest.skip("needs another rank")
     rank, size = mpi.rank(), mpi.size()
     inputs, rows = inputs_of((100_000,), torch.float32), inputs_of((100_000 * size,), torch.float32)
     # The root of a gather reads from all, and from the root of a scatter all read.
@@ -135,8 +135,8 @@ def test_what_a_rank_may_not_read_comes_through_the_slots(reads, agree, collecti
         agree.bits(mpi.allreduce(inputs[rank].clone(), op="max"), torch.stack(inputs).amax(0), "the slots are in order")
 
 
-def test_what_a_gather_takes_says_nothing_of_an_allgather(reads, agree):
-    """A rank that sends and fetches nothing is done in half the time, and kept the others from reading."""
+def test_measurements_of_gather_do_not_apply_to_allgather(reads, agree):
+    """Regression: a rank that transfers no data needs half the time, and prevented the others from reading."""
     known = slice(records.ALLGATHER_PACES, records.ALLTOALL_PACES)
     before = fields()[known].copy()
     for root in range(mpi.size()):
@@ -146,8 +146,8 @@ def test_what_a_gather_takes_says_nothing_of_an_allgather(reads, agree):
     agree(not np.array_equal(before, fields()[known]), "of an allgather it is")
 
 
-def test_all_read_or_none_does(reads, agree):
-    """Each rank has its own measurements, and they may lead to different conclusions."""
+def test_all_ranks_read_or_none(reads, agree):
+    """Each rank has its own measurements, so the decisions may differ."""
     inputs = inputs_of((100_000,), torch.float32)
     for turn in range(3 * mpi.size()):
         prefer(SLOTS if turn % mpi.size() == mpi.rank() else DIRECTLY)
@@ -159,9 +159,9 @@ def test_all_read_or_none_does(reads, agree):
 
 
 def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
-    """What the trial at the start has found may change: the system's settings, or memory that only its owner reads."""
+    """The result of the trial at start may change: by system settings, or for memory that only its owner can read."""
     if mpi.size() == 1:
-        pytest.skip("alone there is nobody to read from")
+        pytest.skip("needs another rank")
     rank, inputs = mpi.rank(), inputs_of((100_000,), torch.float32)
     if rank == mpi.size() - 1:
         runtime.current().world.shared._processes[0] = -1
@@ -180,7 +180,7 @@ def test_a_rank_that_may_not_read_sends_all_through_the_slots(reads, agree):
     assert runtime.current().world.log_board.get(rank, memory_layout.REFUSED) == 0
 
 
-def test_it_can_be_switched_off(stopped, agree):
+def test_direct_reads_can_be_disabled(stopped, agree):
     start(read_directly=False)
     agree(fields()[records.PROCESSES] == 0, "not even tried")
     inputs = inputs_of((100_000,), torch.float32)

@@ -79,7 +79,7 @@ def test_gradients_outlive_the_model_and_the_heap_entry(agree):
 
 
 def test_only_buckets_of_ddp_are_moved(agree):
-    """Somebody may hold the address of any other tensor."""
+    """The address of any other tensor may be in use elsewhere."""
     flat, addresses = torch.ones(1000), []
 
     def reduce_in_hook(_: torch.Tensor) -> None:

@@ -43,7 +43,7 @@ def test_every_dtype_operation_shape_and_layout(agree, name):
         pairs = pairs[:1]
     for number, (shape, (dtype, op)) in enumerate(itertools.product(contract.SHAPES, pairs)):
         if (not shape and name in NEEDS_ROWS) or (dtype.is_complex and "reduce_scatter" in name):
-            continue  # torch takes no complex tensors there
+            continue  # torch does not support complex tensors here
         layout, mode = next(turns, (None, None))
         if layout is None:
             turns = itertools.product(LAYOUTS, MODES)
@@ -52,14 +52,14 @@ def test_every_dtype_operation_shape_and_layout(agree, name):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "barrier"])
-def test_tensors_longer_than_what_ranks_show_each_other_at_once(agree, name):
+def test_long_tensors(agree, name):
     for mode, dtype, layout in zip(MODES, (torch.float32, torch.bfloat16, torch.int32), LAYOUTS, strict=False):
         setting = Setting(None, dtype, (700_003 // dtype.itemsize,), 5, "sum", layout)
         play(agree, name, setting._replace(asynchronous=is_asynchronous(mode, dist.get_rank())))
 
 
 def test_lists_and_rows_that_share_memory(agree):
-    """As FSDP does it: a rank's part lies within the whole that is gathered, or reduced."""
+    """As in FSDP: a rank's part is a view of the whole that is gathered, or reduced."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = torch.zeros(size * 5)
     whole[rank * 5 : rank * 5 + 5] = rank + 1.0
@@ -102,7 +102,7 @@ def test_premul_sum(agree, asynchronous):
 @pytest.mark.parametrize("asynchronous", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64))
 def test_sums_of_sparse_tensors(agree, dtype, asynchronous):
-    """With as many entries as a rank has, none included; one place may have several."""
+    """A sparse tensor with a number of entries that depends on the rank and may be 0; indices may be repeated."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def entries(other: int) -> torch.Tensor:
@@ -231,7 +231,7 @@ def test_objects(agree):
 
 
 def refused_calls():
-    """By name: a call that no rank may make, and part of what the error says."""
+    """By name: an invalid call, and a part of the error message."""
     size, ones = dist.get_world_size(), torch.ones(3)
     world = dist.group.WORLD
     rows = torch.ones(size, 2)

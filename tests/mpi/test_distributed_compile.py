@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),
 ]
 BACKEND = "aot_eager"
-"""The graphs, forwards and backwards, without the C++ that is made of them: compiling that takes very long."""
+"""The forward and backward graphs, without C++ code, which takes very long to compile."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def forgetting() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """A module of our own: under DDP torch.compile leaves those of torch.nn alone."""
+    """A new class of modules: under DDP torch.compile does not compile those of torch.nn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def test_compiled_ddp(agree, monkeypatch):
-    """The graph is cut where the buckets are, so that they can be sent while the rest is computed."""
+    """The graph is split at the buckets, so that buckets are reduced during the computation of others."""
     graphs: list[Any] = []
     aot_eager = torch._dynamo.lookup_backend(BACKEND)
 
@@ -91,7 +91,7 @@ def everything(x: Tensor, group: Any) -> Tensor:
 def test_compiled_collectives(agree):
     size, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     compiled = torch.compile(everything, fullgraph=True, backend=BACKEND)
-    for start in (0.0, 5.0):  # the second time with the code that is there
+    for start in (0.0, 5.0):  # the second time with the compiled code
         x = torch.arange(start, start + 2 * size) + rank
         agree.equal(compiled(x, group), everything(x, group))
 

@@ -1,4 +1,4 @@
-"""Reading data beside torchmpi: workers of a DataLoader, forked while communication is under way, and samplers."""
+"""Reading data beside torchmpi: workers of a DataLoader, forked during communication, and samplers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ITEMS = 24
 
 
 class Rows(Dataset[tuple[int, Tensor]]):
-    """Item i, and a tensor that it takes work of torch to make."""
+    """Item i, and a tensor computed by torch."""
 
     def __len__(self) -> int:
         return ITEMS
@@ -37,7 +37,7 @@ class Rows(Dataset[tuple[int, Tensor]]):
 
 
 class Numbers(IterableDataset[int]):
-    """Every worker of every rank has its own."""
+    """Each worker of each rank reads different items."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -114,7 +114,7 @@ def test_a_worker_that_fails_raises_here_and_not_in_the_job(agree):
         list(DataLoader(Broken(), num_workers=1))
     except OSError as error:
         message = str(error)
-        # Or the error keeps the worker until garbage is collected, and ending it costs 5 seconds then.
+        # Otherwise the error keeps the worker until garbage collection, and ending the worker takes 5 seconds.
         traceback.clear_frames(error.__traceback__)
     total = torch.ones(1)
     dist.all_reduce(total)

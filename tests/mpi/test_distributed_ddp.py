@@ -1,4 +1,4 @@
-"""DistributedDataParallel over torchmpi: the same as one process on all the data, whatever the options."""
+"""DistributedDataParallel over torchmpi: the same as one process on all the data, for all options."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_buffers_are_those_of_rank_0(agree):
 
 
 def test_several_groups(agree):
-    """The ranks of one parity train together; the sum over all of them is taken besides."""
+    """The even ranks train together, as do the odd ones; another group sums over all ranks."""
     size, parity = dist.get_world_size(), dist.get_rank() % 2
     groups = [dist.new_group([rank for rank in range(size) if rank % 2 == p]) for p in (0, 1) if p < size]
     members = [rank for rank in range(size) if rank % 2 == parity]

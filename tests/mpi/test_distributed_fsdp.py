@@ -120,7 +120,7 @@ def test_hybrid_sharding_on_a_mesh(agree):
     agree.close(whole(model), values(trained_alone()), rtol=1e-8, atol=1e-10)
 
 
-def test_fsdp2_state_goes_out_whole_and_comes_back(agree):
+def test_fsdp2_full_state_round_trip(agree):
     first, second = sharded(net()), sharded(net(seed=9))
     optimizers = adam(first.parameters()), adam(second.parameters())
     train(first, optimizers[0], share())

@@ -1,4 +1,4 @@
-"""Functional collectives, those that gradients go through, and several calls as one."""
+"""Functional collectives, collectives with gradients, and coalesced calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_functional_collectives(agree):
 
 
 def test_functional_all_to_all_uneven(agree):
-    """Rank r sends as many rows to rank j as r + 2 j says, modulo 3."""
+    """Rank r sends (r + 2 j) modulo 3 rows to rank j."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def rows(source: int, target: int) -> int:
@@ -119,7 +119,7 @@ def test_coalescing_manager(agree):
 
 
 def test_gradients_go_through_the_older_functions(agree):
-    """``torch.distributed.nn.functional``; every rank's loss is its rank plus one, times the sum of what it has."""
+    """``torch.distributed.nn.functional``; the loss of a rank is (rank + 1) times the sum of its result."""
     rank, size = dist.get_rank(), dist.get_world_size()
     weights, last = torch.arange(1.0, size + 1).double(), size - 1
     total = weights.sum().item()

@@ -39,7 +39,7 @@ def torch_world(world) -> Iterator[None]:
 
 @pytest.fixture
 def nothing_runs() -> Iterator[None]:
-    """Neither torchmpi nor torch.distributed; afterwards torchmpi as it was for the other tests."""
+    """Stop torchmpi and torch.distributed; restore torchmpi for the other tests afterwards."""
     was_running = runtime.is_running()
     mpi.stop()
     yield
@@ -94,7 +94,7 @@ def test_every_subset_is_a_group(torch_world, agree):
 def test_groups_that_only_their_members_make(torch_world, agree):
     """Neighbours on a ring make pairs, the even ones first the one and the odd ones first the other."""
     pairs = [sorted({RANK, (RANK + 1) % SIZE}), sorted({RANK, (RANK - 1) % SIZE})]
-    if SIZE % 2:  # no such ring: all pairs with rank 0, in the order of the others
+    if SIZE % 2:  # no such ring: all pairs with rank 0, in rank order
         pairs = [[0, other] for other in range(1, SIZE) if RANK in (0, other)]
     elif RANK % 2:
         pairs.reverse()
@@ -119,7 +119,7 @@ def test_subgroups(torch_world, agree):
 
 
 def test_a_group_from_any_of_several_launch_orders(nothing_runs, agree, tmp_path):
-    """Ranks given by the caller, backwards: rank 0 of torch is the last of MPI's."""
+    """Ranks in reverse order: rank 0 of torch is the last rank of MPI."""
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
     own = SIZE - 1 - RANK
     dist.init_process_group("torchmpi", init_method=f"file://{folder}/meet", rank=own, world_size=SIZE)
@@ -189,7 +189,7 @@ def test_ranks_of_a_destroyed_group_do_not_wait_for_each_other(torch_world, agre
     agree.equal(total, float(sum(EVERYBODY)))
 
 
-def test_work_under_way_is_finished_before_a_group_is_destroyed(torch_world, agree):
+def test_running_work_is_completed_before_a_group_is_destroyed(torch_world, agree):
     group = dist.new_group()
     tensors = [torch.full((100_000,), float(number)) for number in range(10)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
@@ -235,7 +235,7 @@ def test_a_destroyed_group_refuses_every_call(torch_world, agree):
     agree.equal(total_of(), float(sum(EVERYBODY)), "the others are as they were")
 
 
-def test_again_and_again_leaves_nothing_behind(nothing_runs, agree):
+def test_repeated_creation_leaves_nothing_behind(nothing_runs, agree):
     for number in range(7):
         dist.init_process_group("torchmpi")
         groups = [dist.new_group(), dist.new_group(EVERYBODY[: SIZE // 2 + 1])]
@@ -249,7 +249,7 @@ def test_again_and_again_leaves_nothing_behind(nothing_runs, agree):
         del works, work, groups
         dist.destroy_process_group()
         agree(not runtime.is_running(), "torchmpi was started for torch and not stopped")
-        # The first rounds open what stays open: libraries, MPI's own files, the thread that looks after messages.
+        # The first rounds open files that remain open: libraries, MPI's own files; and start the progress thread.
         if number == 2:
             before = in_use()
     agree.equal(in_use(), before, "after the last round, and after the third")
@@ -368,7 +368,7 @@ def test_ours_beside_a_default_group_of_another_backend(nothing_runs, agree):
 def test_a_mixture_of_backends_is_refused(nothing_runs, agree, mixed):
     said = refusal(lambda: dist.init_process_group(mixed))
     agree("nothing" not in said, f"{mixed} was accepted")
-    # torch creates the first backend first. If that is gloo, ranks that raise early leave the others with gloo's error.
+    # torch creates the first backend first. With gloo first, an early error on one rank is an error of gloo on others.
     everywhere = MPI.COMM_WORLD.allgather("ArgumentError" in said and "'torchmpi' alone" in said)
     agree(any(everywhere) if mixed.startswith("cpu:gloo") else all(everywhere), said)
     agree(not dist.is_initialized() and not runtime.is_running(), "something was started")

@@ -63,7 +63,7 @@ def check_rounded(agree, model: DDP, dtype: torch.dtype) -> None:
 
 
 def bf16_hook(state, bucket):
-    """PyTorch's, under another name: by its own DDP refuses it without NCCL."""
+    """PyTorch's hook under another name: DDP refuses the original name without NCCL."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
@@ -83,7 +83,7 @@ def test_compressing_hooks(agree, hook, dtype):
 
 
 def test_builtin_fp16_hook_is_refused(agree):
-    """It is written in C++ and needs a future of C++ tensors: PyTorch raises, and no result is wrong."""
+    """The hook is written in C++ and needs a future of C++ tensors: PyTorch raises, and no result is wrong."""
     model, problem = parallel(), ""
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     try:
@@ -98,12 +98,12 @@ def powersgd_state(rank: int) -> powerSGD_hook.PowerSGDState:
         None,
         matrix_approximation_rank=rank,
         start_powerSGD_iter=2,
-        min_compression_rate=1e-9,  # everything is compressed, were it to become longer
+        min_compression_rate=1e-9,  # compress all tensors, even if the result is longer
     )
 
 
 def test_powersgd_of_full_rank_is_exact(agree):
-    """It makes a blocking all_reduce in the callback of another."""
+    """The hook makes a blocking all_reduce in the callback of another."""
     model = parallel()
     model.register_comm_hook(powersgd_state(16), powerSGD_hook.powerSGD_hook)
     train(model, sgd(model.parameters()), share(), steps=6)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(SIZE == 1, reason="torch refuses messages to one
 
 @pytest.fixture(scope="module", params=("whole", "in blocks"), autouse=True)
 def torch_world(request) -> Iterator[str]:
-    """torch's default group; torchmpi is started anew for it, and afterwards as it was for the other files."""
+    """torch's default group; torchmpi is restarted for the group, and restored for the other files."""
     was_running = runtime.is_running()
     mpi.stop()
     settings = {"message_bytes": 64} if request.param == "in blocks" else {}
@@ -49,7 +49,7 @@ def torch_world(request) -> Iterator[str]:
 
 
 def error_of(work) -> str:
-    """Wait, and return the error as text, so that this rank too makes the next call."""
+    """Wait, and return the error as text, so that this rank makes the next call too."""
     try:
         work.wait()
     except Exception as error:
@@ -96,7 +96,7 @@ def test_messages_of_a_pair_keep_their_order(agree):
         agree.equal(tensor, sent[number], f"message {number}")
 
 
-def test_tags_tell_messages_apart(agree):
+def test_tags_distinguish_messages(agree):
     tags = (0, 5, 3, MAX_TAG)
     received = {tag: torch.empty(20) for tag in tags}
     works = [dist.irecv(received[tag], PREVIOUS, tag=tag) for tag in reversed(tags)]
@@ -124,7 +124,7 @@ def test_from_any_rank(agree, numel):
     else:
         for turn in range(2):
             dist.send(numbers(numel, 10 * RANK + turn), 0)
-    dist.barrier()  # before that, the last message might be taken for one of the others
+    dist.barrier()  # otherwise the last message might be received in place of another one
     if RANK == 0:
         last = torch.empty(numel)
         agree.equal(dist.recv(last), SIZE - 1)
@@ -134,7 +134,7 @@ def test_from_any_rank(agree, numel):
 
 
 def test_batches(agree):
-    """Between all pairs of ranks, some without elements; each rank in an order of its own."""
+    """Between all pairs of ranks, some without elements; each rank in a different order."""
     others = [rank for rank in range(SIZE) if rank != RANK]
     targets = {rank: torch.empty((RANK + 2 * rank) % 4 * 10) for rank in others}
     operations = [dist.P2POp(dist.irecv, targets[rank], rank) for rank in others]
@@ -145,7 +145,7 @@ def test_batches(agree):
         agree.equal(targets[rank], numbers(targets[rank].numel(), rank), f"from {rank}")
 
 
-def test_a_send_under_way_goes_on_while_its_rank_is_in_a_collective(agree):
+def test_a_send_progresses_while_its_rank_is_in_a_collective(agree):
     """The receiver calls the collective after it has received the message."""
     total = torch.ones(3)
     numel = LONG if runtime.current().config.message_bytes > 64 else 4_000
@@ -193,8 +193,8 @@ def test_futures(agree):
 
 
 @pytest.mark.parametrize("is_there", (False, True), ids=("before it arrives", "when it has arrived"))
-def test_who_is_called_back_may_ask_the_message_that_has_come(agree, is_there):
-    """The callback waited for the look at the message of which it was the end."""
+def test_a_callback_may_query_its_message(agree, is_there):
+    """Regression: the callback waited for the test of the message that had called it."""
     sources = []
 
     def receive():
@@ -213,7 +213,7 @@ def test_who_is_called_back_may_ask_the_message_that_has_come(agree, is_there):
     agree.equal(sources, [0] if RANK == 1 else [])
 
 
-def test_a_wait_with_a_limit_raises_and_the_message_may_still_come(agree):
+def test_a_wait_with_a_timeout_raises_and_can_be_repeated(agree):
     target, raised = torch.empty(3), ""
     work = dist.irecv(target, PREVIOUS)
     dist.barrier()
@@ -230,7 +230,7 @@ def test_a_wait_with_a_limit_raises_and_the_message_may_still_come(agree):
 
 @pytest.mark.parametrize(("sent", "room"), [(3, 4), (4, 3), (0, 3), (3, 0), (48, 32), (32, 48), (48, 33), (20, 40)])
 def test_a_message_of_another_length_raises_on_the_receiver(agree, sent, room):
-    """And the one after it is right; in blocks of 16 elements too, where the lengths may differ by whole ones."""
+    """The next message is correct; also in blocks of 16 elements, where lengths may differ by whole blocks."""
     pair = dist.new_group([0, 1])
     if RANK == 0:
         works = [dist.isend(numbers(sent, 1), 1, group=pair), dist.isend(numbers(5, 2), 1, tag=1, group=pair)]
@@ -251,7 +251,7 @@ def test_a_message_of_another_length_raises_on_the_receiver(agree, sent, room):
 
 
 def test_in_a_group_ranks_have_numbers_of_their_own(agree):
-    """torch counts ranks in the world, and in the group where the argument says so."""
+    """torch takes ranks in the world, or ranks in the group if the name of the argument contains group."""
     backwards = dist.new_group([rank for rank in range(SIZE) if rank > 0])
     if RANK > 0 and SIZE > 2:
         target = torch.empty(4)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism over torchmpi: each rank has a part of the layers, and messages carry what goes between them."""
+"""Pipeline parallelism over torchmpi: each rank has some layers, and sends activations and gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def in_one_piece(num_stages: int) -> tuple[list[nn.Module], Tensor, Tensor]:
-    """The layers with their gradients, what the last gives, and the loss of each microbatch."""
+    """The layers with their gradients, the output of the last layer, and the loss of each microbatch."""
     layers, (x, y) = [layer(number) for number in range(num_stages)], data()
     outputs, losses = [], []
     for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):

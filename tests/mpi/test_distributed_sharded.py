@@ -66,7 +66,7 @@ def test_zero_consolidates_its_state_on_a_rank(agree):
 
 
 def test_join_of_ddp_and_zero(agree):
-    """The ranks that are done take part in the gradients and in the updates of the others."""
+    """The ranks without data take part in the gradients and in the updates of the other ranks."""
     rank = dist.get_rank()
     model = DDP(net())
     optimizer = zero(model)
@@ -77,7 +77,7 @@ def test_join_of_ddp_and_zero(agree):
 
 
 class Training(Stateful):
-    """Model and optimizer, sharded, as the tutorial on distributed checkpoints has them."""
+    """Model and optimizer, sharded, as in the tutorial on distributed checkpoints."""
 
     def __init__(self, seed: int) -> None:
         self.model = net(seed)
@@ -107,11 +107,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async save"])
-def test_checkpoint_comes_back(agree, folder, asynchronous):
+def test_checkpoint_round_trip(agree, folder, asynchronous):
     first, second = Training(3), Training(8)
     train(first.model, first.optimizer, share())
     if asynchronous:
-        # It plans in a thread of its own, so it wants a group of its own to talk in.
+        # The save plans in another thread, and therefore needs a separate group.
         group = dist.new_group()
         dcp.async_save({"training": first}, checkpoint_id=folder, process_group=group).result()
         dist.destroy_process_group(group)
@@ -129,7 +129,7 @@ def test_checkpoint_comes_back(agree, folder, asynchronous):
 
 
 def test_checkpoint_of_shards_becomes_an_ordinary_file(agree, folder):
-    """Saved on all ranks, read by one that has no group, as a model without shards."""
+    """Saved on all ranks, and read by one rank without a group into a model without shards."""
     training = Training(3)
     train(training.model, training.optimizer, share())
     dcp.save({"training": training}, checkpoint_id=folder)

@@ -1,4 +1,4 @@
-"""What PyTorch builds on process groups: meshes, sharded tensors and tensor parallelism."""
+"""Parts of PyTorch on top of process groups: meshes, sharded tensors and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_tensor_parallel_equals_one_process(agree):
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for module in (model, alone):
         loss_of(module, 0).backward()
-    # torch takes either tensors that are spread or those that are not: the last layer has none that are.
+    # torch does not mix distributed and plain tensors: the last layer has plain ones only.
     norms = [nn.utils.clip_grad_norm_(module[:4].parameters(), 0.02) for module in (model, alone)]
     agree.close(whole_gradients(model), gradients(alone), **TIGHT)
     agree.close(plain(norms[0]), norms[1], **TIGHT)

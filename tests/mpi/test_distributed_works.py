@@ -73,7 +73,7 @@ def test_an_asynchronous_all_reduce_takes_few_python_calls(agree):
 
 
 def test_chained_futures(agree):
-    """As in PowerSGD: the callback makes further calls and waits for them."""
+    """As in PowerSGD: the callback makes further calls and waits for their results."""
     size = dist.get_world_size()
     first, second, third = torch.ones(3), torch.ones(5), torch.ones(7)
 
@@ -131,17 +131,17 @@ def test_a_tensor_stays_alive_until_its_call_has_ended(agree):
         references.append(weakref.ref(tensor))
         works.append(dist.all_reduce(tensor, async_op=True))
         del tensor
-    others = [torch.full((numel,), -1.0) for _ in range(8)]  # would take the memory if it were free
+    others = [torch.full((numel,), -1.0) for _ in range(8)]  # would reuse the memory if it had been freed
     for number, work in enumerate(works):
         work.wait()
         agree.equal(work.result()[0], torch.full((numel,), float(number * size)), f"call {number}")
     del others, works, work
-    dist.barrier(async_op=True).wait()  # the group's thread has let go of the calls before
+    dist.barrier(async_op=True).wait()  # the group's thread has released the earlier calls
     agree(all(reference() is None for reference in references), "a tensor outlives its work")
 
 
 def test_calls_on_one_tensor_keep_their_order(agree):
-    """What a call reads and writes, it does in its turn, also where it has to copy first."""
+    """A call reads and writes its tensors when it runs in the queue, also if it needs a copy first."""
     rank, size, numel = dist.get_rank(), dist.get_world_size(), 150_000
     total = float(sum(range(1, size + 1)))
     summed, column = torch.full((numel,), rank + 1.0), torch.full((numel, 2), rank + 1.0)[:, 0]
@@ -168,7 +168,7 @@ def test_calls_on_one_tensor_keep_their_order(agree):
         agree.equal(actual, torch.full_like(actual, expected), name)
 
 
-def test_works_that_are_dropped_run_all_the_same(agree):
+def test_unreferenced_works_are_executed(agree):
     size, tensor = dist.get_world_size(), torch.ones(10)
     for _ in range(6):
         dist.all_reduce(tensor, async_op=True)
@@ -241,7 +241,7 @@ def is_member(group) -> bool:
 
 
 def merged(numbered, choice):
-    """Another order of the same calls, in which those on one group keep theirs."""
+    """Another order of the same calls, which keeps the order of the calls on each group."""
     order = [step[1] for _, step in numbered]
     choice.shuffle(order)
     queues = {index: iter([entry for entry in numbered if entry[1][1] == index]) for index in set(order)}

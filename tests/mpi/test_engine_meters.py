@@ -32,7 +32,7 @@ def test_average_is_not_the_mean_of_means(agree):
 
 def test_class_error_over_ranks(agree):
     meter = ClassErrorMeter(topk=(1, 2))
-    if mpi.rank() == 0:  # the others have nothing to add
+    if mpi.rank() == 0:  # the other ranks add no value
         meter.add(torch.tensor([[3.0, 2.0, 1.0]] * 4), torch.tensor([0, 1, 1, 2]))
     meter.synchronize()
     agree.equal((meter.value(1), meter.value(2), meter.num_samples), (75.0, 25.0, 4))

@@ -1,4 +1,4 @@
-"""The fast path: which calls take it, and that results equal those of the path through Python."""
+"""The fast path: the calls that take it, and equal results to those of the path through Python."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _need_fast_paths() -> None:
 
 
 def entered(collective: str, *arguments: Any) -> bool:
-    """Make a call by its fast path; return whether that made it."""
+    """Make a call by its fast path; return whether the fast path made the call."""
     return getattr(fast_path, collective)(*arguments, None, None) is not None
 
 
@@ -133,7 +133,7 @@ def test_ranks_with_and_without_a_target(agree):
             agree.equal(result, rows if rank == 0 else None, f"gather {numel}, turn {turn}")
 
 
-def test_rows_that_are_not_what_a_target_was_made_for_are_refused(agree):
+def test_targets_with_a_wrong_number_of_rows_are_refused(agree):
     rank, size = mpi.rank(), mpi.size()
     fitting = torch.zeros(3, 2)
     for _ in range(3):
@@ -148,17 +148,17 @@ def test_rows_that_are_not_what_a_target_was_made_for_are_refused(agree):
             message = str(error)
         is_right = rank == 0 and rows.dtype is torch.float64  # it has seen to that
         agree(is_right or "out" in message, f"{list(rows.shape)} {rows.dtype}: {message!r}")
-        agree.equal(fitting, torch.zeros(3, 2), "left as it was")
+        agree.equal(fitting, torch.zeros(3, 2), "unchanged")
         again = mpi.scatter(torch.ones(3 * size, 2) if rank == 0 else None, 0, fitting)
         agree.equal(again, torch.ones(3, 2), "and the next call works")
 
 
-def test_what_other_ranks_than_the_root_pass_to_a_scatter_is_not_cached(agree):
-    """Rows were once written past the end of a target that was made for the rows of an ignored tensor."""
+def test_scatter_does_not_cache_tensors_of_other_ranks(agree):
+    """Regression: rows were written past the end of a target that was allocated for the rows of an ignored tensor."""
     rank, size = mpi.rank(), mpi.size()
     memory = torch.zeros(40)
     for _ in range(3):
-        mpi.scatter(torch.ones(10 * size), 0, memory[:10])  # all pass a tensor; that of rank 0 counts
+        mpi.scatter(torch.ones(10 * size), 0, memory[:10])  # all ranks pass a tensor; only that of rank 0 is used
     memory.fill_(-1.0)
     message = ""
     try:
@@ -203,9 +203,9 @@ def test_a_gather_of_different_lengths(agree):
     agree.equal(result, expected if rank == 0 else None, "gather")
 
 
-def test_what_is_not_plain_goes_through_python(agree):
+def test_tensors_that_are_not_plain_use_python(agree):
     mpi.stop()
-    mpi.start()  # so that only the calls made here are cached
+    mpi.start()  # only the calls made here are cached
     rank, size = mpi.rank(), mpi.size()
     ones = torch.ones(4)
     everything = torch.empty(4 * size)
@@ -222,7 +222,7 @@ def test_what_is_not_plain_goes_through_python(agree):
     negative = complex_number.conj().imag  # contiguous, since it has one element
     strided = torch.ones(4, 2).t()
     freed = torch.ones(4)
-    freed.untyped_storage().resize_(0)  # as FSDP does with what it has gathered
+    freed.untyped_storage().resize_(0)  # as FSDP does with gathered parameters
     cases = {
         "negative": ("allreduce", negative, None, "sum"),
         "strided": ("allreduce", strided, None, "sum"),
@@ -260,7 +260,7 @@ def test_what_is_not_plain_goes_through_python(agree):
     agree.equal(rank, mpi.rank(), "rank")
 
 
-def test_autograd_sees_what_was_written(agree):
+def test_autograd_detects_writes(agree):
     x = torch.ones(3, requires_grad=True)
     saved = x * 2
     square = saved * saved  # which keeps `saved` for its backward
@@ -310,7 +310,7 @@ def test_another_communicator_and_another_table(agree):
 
 
 def test_rows_that_differ_in_number(agree):
-    """Some ranks find out in the kernel that not all have as many rows; the result then comes through Python."""
+    """Some ranks detect different numbers of rows in the kernel; the result is then computed through Python."""
     rank, size = mpi.rank(), mpi.size()
     even = torch.empty(2 * size)
     for _ in range(2):
@@ -334,9 +334,9 @@ def test_rows_that_differ_in_number(agree):
     agree.equal(after, torch.full((1,), float(size)), "the call after it")
 
 
-def test_ranks_that_differ_are_told_so(agree):
+def test_mismatches_raise(agree):
     if mpi.size() == 1:
-        pytest.skip("nobody to differ from")
+        pytest.skip("needs another rank")
     for _ in range(2):
         mpi.allreduce(torch.ones(4))
         mpi.allreduce(torch.ones(5))
@@ -348,7 +348,7 @@ def test_ranks_that_differ_are_told_so(agree):
     agree.equal(after, torch.full((4,), float(mpi.size())), "the call after it")
 
 
-def test_what_is_pending_goes_first(agree):
+def test_pending_calls_run_first(agree):
     big = torch.ones(1 << 20)
     for _ in range(2):
         mpi.allreduce(torch.ones(1))
@@ -363,11 +363,11 @@ def test_what_is_pending_goes_first(agree):
 
 
 def test_two_threads_share_a_communicator(agree):
-    """Machine code enters without waiting; the way through Python waits until it has left."""
+    """The machine code enters without waiting; the path through Python waits until the machine code has left."""
     results: dict[str, list[float]] = {"fast": [], "python": []}
 
     def call(name: str, backend: str | None) -> None:
-        # Ranks may disagree about which of two threads comes first: both make the same calls.
+        # Ranks may differ in which of two threads runs first: both make the same calls.
         for _ in range(200):
             results[name].append(float(mpi.allreduce(torch.ones(3), backend=backend)[0]))
 
@@ -381,9 +381,9 @@ def test_two_threads_share_a_communicator(agree):
     agree.equal(results, {name: [float(mpi.size())] * 200 for name in results}, "from two threads")
 
 
-def test_the_watchdog_sees_a_call_of_the_fast_path(agree):
+def test_the_watchdog_reports_a_call_of_the_fast_path(agree):
     if mpi.size() == 1:
-        pytest.skip("nobody to wait for")
+        pytest.skip("needs another rank")
     group = mpi.communicator().intra
     for _ in range(2):
         mpi.allreduce(torch.ones(6))
@@ -398,7 +398,7 @@ def test_the_watchdog_sees_a_call_of_the_fast_path(agree):
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    if mpi.rank() == 0:  # so that the others wait for this rank
+    if mpi.rank() == 0:  # the other ranks wait for this rank
         limit, others = time.monotonic() + 20, range(1, mpi.size()) if group.log_board is not None else ()
         while (
             any(group.log_board.get(row, ENTERED) <= group.call_log.seq for row in others) and time.monotonic() < limit
@@ -416,9 +416,9 @@ def test_the_watchdog_sees_a_call_of_the_fast_path(agree):
 
 
 def test_an_interrupt_leaves_the_queue_usable(agree):
-    """Ctrl-C while the kernel waits, and the kernel then ends without result: nobody has taken the call over yet."""
+    """Ctrl-C while the kernel waits, which then ends without a result, before Python has taken over the call."""
     if mpi.size() == 1:
-        pytest.skip("nobody to wait for")
+        pytest.skip("needs another rank")
     # On a communicator of its own, since rank 0 calls something else.
     level = mpi.push_communicator("all")
     own = mpi.communicator(level)
@@ -426,7 +426,7 @@ def test_an_interrupt_leaves_the_queue_usable(agree):
     for _ in range(2):
         mpi.allreduce(torch.ones(4), comm=own)
         mpi.allreduce(torch.ones(5), comm=own)
-    # The signal comes while the others wait for rank 0, which then calls something else.
+    # The signal arrives while the other ranks wait for rank 0, which then makes another call.
     main, is_over = threading.main_thread().ident, threading.Event()
 
     def interrupt() -> None:
@@ -447,7 +447,7 @@ def test_an_interrupt_leaves_the_queue_usable(agree):
         is_over.set()
         if mpi.rank() != 0:
             interrupter.join()
-    except KeyboardInterrupt:  # it came as the call ended
+    except KeyboardInterrupt:  # the signal arrived as the call ended
         is_over.set()
     finally:
         signal.signal(signal.SIGINT, before)

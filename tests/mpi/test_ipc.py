@@ -34,7 +34,7 @@ REDUCING = ("allreduce", "reduce", "reduce_scatter")
 
 
 def ops_for(collective: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """With which operations to call a verb; one that reduces nothing is called once."""
+    """The operations of a collective; one that does not reduce is called once."""
     return contract.OPS_OF.get(dtype, ()) if collective in REDUCING else ("sum",)
 
 
@@ -61,7 +61,7 @@ class Rig:
             self.backend.make_device = lambda index: HostDevice(seed=self.rank)
         self._plans: dict[Any, prepared.PreparedPlan] = {}
         self._kept: list[torch.Tensor] = []
-        """Memory of the host may go as soon as nobody has it; the streams run late."""
+        """Keep host memory until the streams, which run late, have finished."""
 
     def start(self, collective: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
         """Enqueue a call."""
@@ -81,7 +81,7 @@ class Rig:
         return next(item for item in self.group.attachments if isinstance(item, ipc.StagedGroup))
 
     def finish(self) -> None:
-        """Wait for what was enqueued here."""
+        """Wait for the work that this rank has enqueued."""
         assert self.staged.staging is not None
         self.staged.staging.device.finish()
 
@@ -94,7 +94,7 @@ def rig() -> Iterator[Rig]:
 
 
 class Call:
-    """A call with what must come of it."""
+    """A call with its expected result."""
 
     def __init__(
         self, rig: Rig, collective: str, dtype: torch.dtype, op: str, shape: tuple[int, ...], root: int
@@ -141,8 +141,8 @@ def test_every_collective_and_operation(rig, agree, dtype):
 
 
 @pytest.mark.parametrize("several", (False, True), ids=("one device", "several"))
-def test_more_than_fits_into_a_half(agree, several):
-    """Many chunks on their way at once, through streams that run late, in any order of verbs."""
+def test_tensors_larger_than_a_half(agree, several):
+    """Many chunks in flight, through streams that run late, in any order of collectives."""
     uuids = tuple(f"GPU-{rank}" for rank in range(mpi.size())) if several else ()
     rig = Rig(uuids=uuids)
     choice = random.Random(3)
@@ -158,12 +158,12 @@ def test_more_than_fits_into_a_half(agree, several):
     rig.group.free()
 
 
-def test_nothing_is_left_when_the_group_goes(rig, agree):
+def test_freeing_the_group_releases_everything(rig, agree):
     call = Call(rig, "allreduce", torch.float32, "sum", (1000,), 0)
     call.start(rig)
     staging = rig.staged.staging
     device = staging.device
-    rig.staged.close()  # the device itself checks that all memory is back
+    rig.staged.close()  # the device checks that all memory has been released
     call.check(agree)
     agree(rig.staged.staging is None and not device.segments)
     again = Call(rig, "allreduce", torch.float32, "sum", (1000,), 1)
@@ -172,7 +172,7 @@ def test_nothing_is_left_when_the_group_goes(rig, agree):
     again.check(agree)
 
 
-def test_memory_that_one_rank_cannot_have_is_an_error_on_all(rig, agree):
+def test_failed_allocation_on_one_rank_is_an_error_on_all(rig, agree):
     class Poor(HostDevice):
         def allocate(self, num_bytes: int) -> int:
             if num_bytes > 1 << 20:
@@ -239,7 +239,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
         except MismatchError as error:
             message = str(error)
             agree("has aborted it" in message, message)
-    agree(message, "this rank was not told")
+    agree(message, "no error on this rank")
     calls = [Call(rig, collective, torch.float32, "sum", (600_000,), 1) for collective in COLLECTIVES]
     for call in calls:
         call.start(rig)
@@ -249,24 +249,24 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
     rig.group.free()
 
 
-def test_ranks_that_call_different_things_are_told(rig, agree):
+def test_different_calls_raise_on_all_ranks(rig, agree):
     if mpi.size() == 1 or rig.group.log_board is None:
         return
     rig.start("allreduce", torch.ones(3))
     message = ""
     try:
-        # Two verbs in which everybody waits: the root of a broadcast may be gone before the others come.
+        # Two collectives in which all ranks wait: the root of a broadcast may return before the other ranks arrive.
         rig.start("reduce_scatter" if rig.rank == 0 else "allreduce", torch.ones(50))
     except MismatchError as error:
         message = str(error)
-    agree(message, "this rank was not told")
+    agree(message, "no error on this rank")
     call = Call(rig, "reduce_scatter", torch.bfloat16, "avg", (300, 7), 1)
     call.start(rig)
     rig.finish()
     call.check(agree)
 
 
-def test_a_wait_for_a_host_that_does_not_come_ends_by_the_groups_timeout(rig, agree):
+def test_a_wait_for_a_missing_rank_ends_with_the_timeout(rig, agree):
     if mpi.size() == 1 or rig.group.log_board is None:
         return
     from mpi4py import MPI
@@ -328,7 +328,7 @@ def test_groups_in_threads_do_not_mix(agree):
         rig.group.free()
 
 
-def test_reasons_against_it(rig, agree, monkeypatch):
+def test_reasons_why_ipc_is_unavailable(rig, agree, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ipc.importlib.util, "find_spec", lambda name: object())
     size, group, config = rig.size, rig.group, Config(staging_bytes=1 << 20)
@@ -430,7 +430,7 @@ def test_many_chunks_on_the_gpu(agree):
 
 @pytest.mark.gpu
 def test_calls_are_ordered_with_the_streams_around_them_on_the_gpu(agree):
-    """Nothing waits for the device: what a call reads may still be in the making, on whatever stream is current."""
+    """The host does not wait for the device: the input of a call may not be computed yet, on any current stream."""
     gpu_group()
     numel, rounds = 3_000_000, 20
     results = []
@@ -451,7 +451,7 @@ def test_calls_are_ordered_with_the_streams_around_them_on_the_gpu(agree):
 
 
 @pytest.mark.gpu
-def test_memory_comes_back_and_stays_the_same_over_calls_on_the_gpu(agree):
+def test_memory_is_constant_over_calls_and_released_on_the_gpu(agree):
     gpu_group()
     tensor = torch.ones(100_000, device=mpi.device())
 

@@ -1,4 +1,4 @@
-"""More elements than a 32-bit count can say, where there is memory for them."""
+"""More elements than a 32-bit count holds, if there is enough memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start, stop, and what they leave behind. This file starts and stops torchmpi itself."""
+"""Start, stop, and leaks. This file starts and stops torchmpi itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leftovers import in_use
 
 @pytest.fixture(autouse=True)
 def stopped():
-    """These tests come with torchmpi stopped; the session's own start is put back afterwards."""
+    """Stop torchmpi for these tests; the start of the session is restored afterwards."""
     was_running = runtime.is_running()
     mpi.stop()
     yield
@@ -160,7 +160,7 @@ def test_cuda_is_refused_where_there_is_none(agree):
         agree(False, "accepted")
 
 
-def test_questions_about_this_rank(agree):
+def test_properties_of_this_rank(agree):
     from mpi4py import MPI
 
     with mpi.started(config=quiet()):

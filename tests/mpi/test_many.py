@@ -20,7 +20,7 @@ from shm_rig import shared
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 
 
-def test_allreduce_many_has_the_bits_of_one_by_one(agree):
+def test_allreduce_many_has_the_bits_of_single_calls(agree):
     shapes = [(3,), (1000,), (), (0,), (17, 5), (200_000,), (2,)]
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
     inputs = [
@@ -36,7 +36,7 @@ def test_allreduce_many_has_the_bits_of_one_by_one(agree):
 
 
 def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
-    """A generator was used up by the checks, and nothing was reduced."""
+    """Regression: the checks exhausted a generator, and no tensor was reduced."""
     tensors = [torch.ones(3), torch.ones(4)]
     mpi.allreduce_many(tensor for tensor in tensors)
     agree.equal(tensors[1], torch.full((4,), float(mpi.size())))
@@ -48,8 +48,8 @@ def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
         agree(False, "accepted")
 
 
-def test_a_list_that_is_refused_is_left_as_it_was(agree):
-    """Regression: the first dtype had been averaged when the second, of which there are no averages, was refused."""
+def test_a_refused_list_is_unchanged(agree):
+    """Regression: the first dtype had been averaged when the second, which has no average, was refused."""
     tensors = [torch.full((3,), float(mpi.rank() + 1)) for _ in range(2)]
     tensors += [torch.ones(3, dtype=torch.int32), torch.ones(4, dtype=torch.int32)]
     with pytest.raises(mpi.TorchMPIError, match="avg"):
@@ -119,8 +119,8 @@ def test_short_lists_by_another_transport(slots, agree):
         mpi.collective_selector.reset()
 
 
-def test_lists_in_another_order_are_noticed(slots, agree):
-    """And all ranks can go on."""
+def test_lists_in_another_order_are_a_mismatch(slots, agree):
+    """All ranks can continue."""
     lengths = (5, 70_000) if mpi.rank() else (70_000, 5)
     if mpi.size() > 1:
         with pytest.raises(mpi.TorchMPIError, match="called different things"):

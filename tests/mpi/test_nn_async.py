@@ -1,4 +1,4 @@
-"""The asynchronous backward: hooks, buckets, accumulation, and everything that can go wrong."""
+"""The asynchronous backward: hooks, buckets, accumulation, and errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def mean() -> torch.Tensor:
 def test_split_batch_gives_the_gradients_of_the_whole(agree, kind):
     net, inputs, targets = make(kind)
     with registered(net, bucket_bytes=2000):
-        for _ in range(2):  # the second time the gradients lie in the buckets already
+        for _ in range(2):  # the second time the gradients are in the buckets already
             net.zero_grad()
             loss(net, mine(inputs), mine(targets)).backward()
             mpinn.synchronize_gradients_async(net)
@@ -64,7 +64,7 @@ def test_split_batch_gives_the_gradients_of_the_whole(agree, kind):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_training_has_the_bits_of_the_synchronous_way(agree, set_to_none):
+def test_training_has_the_bits_of_synchronous_training(agree, set_to_none):
     results = []
     for asynchronous in (False, True):
         net, inputs, targets = make("mlp")
@@ -163,7 +163,7 @@ class Branches(nn.Module):
 def test_unused_on_some_ranks_counts_as_zero(agree):
     net = Branches()
     with registered(net, bucket_bytes=4):
-        for used_by in (range(mpi.size()), range(1)):  # first by all, so that there is something to clear
+        for used_by in (range(mpi.size()), range(1)):  # first by all ranks, so that all have gradients to clear
             net.zero_grad()
             net(x(1.0), "left", *["right"] * (mpi.rank() in used_by)).backward()
             mpinn.synchronize_gradients_async(net)
@@ -179,7 +179,7 @@ def test_unused_everywhere_stays_none(agree):
     agree(net.right.weight.grad is None)
 
 
-def test_unused_once_is_no_trouble_later(agree):
+def test_a_parameter_may_be_unused_in_some_steps(agree):
     net = Branches()
     with registered(net):
         for names in [("left",), ("left", "right"), ("right",)]:
@@ -251,7 +251,7 @@ def test_two_nets_in_one_backward(agree):
         for _ in range(3):
             for net in (generator, critic):
                 net.zero_grad()
-            # Rank 0 uses one parameter more, so there the buckets of the two nets leave in another order.
+            # Rank 0 uses one parameter more, so it would launch the buckets of the two nets in another order.
             hidden = generator(rank_plus_one())
             (critic(hidden) if mpi.rank() == 0 else critic[0](hidden)).backward()
             mpinn.synchronize_gradients_async(critic)
@@ -347,7 +347,7 @@ def test_second_backward_without_synchronisation_is_an_error(agree):
 
 
 class Fails(torch.autograd.Function):
-    """Raises in backward, on the ranks that say so."""
+    """Raises in backward, on ranks where this is requested."""
 
     @staticmethod
     def forward(ctx, tensor, fails):
@@ -362,14 +362,14 @@ class Fails(torch.autograd.Function):
 
 
 def failing_backward(net: nn.Sequential, fails: bool) -> None:
-    """net[1] gets its gradient, then it fails."""
+    """net[1] gets its gradient, then backward fails."""
     with suppress(ValueError):
         net[1](Fails.apply(net[0](rank_plus_one()), fails)).backward()
 
 
 def test_failure_before_anything_was_sent_resets(agree):
     net = nn.Sequential(linear(), linear())
-    with registered(net):  # one bucket: not complete when it fails
+    with registered(net):  # one bucket: not complete when backward fails
         failing_backward(net, fails=True)
         net.zero_grad()
         net(rank_plus_one()).backward()
@@ -380,7 +380,7 @@ def test_failure_before_anything_was_sent_resets(agree):
 def test_failure_on_one_rank_is_an_error_on_all(agree):
     net = nn.Sequential(linear(), linear())
     fails = mpi.rank() == mpi.size() - 1
-    with registered(net, bucket_bytes=4):  # the first bucket has been sent when it fails
+    with registered(net, bucket_bytes=4):  # the first bucket has been sent when backward fails
         failing_backward(net, fails)
         with pytest.raises(GradientError, match="on this rank" if fails else "on another rank"):
             mpinn.synchronize_gradients_async(net)
@@ -390,7 +390,7 @@ def test_failure_on_one_rank_is_an_error_on_all(agree):
     agree.equal(net[0].weight.grad, mean(), "afterwards all is well again")
 
 
-def test_next_backward_after_a_half_sent_one_is_refused(agree):
+def test_backward_after_an_incomplete_reduction_is_refused(agree):
     net = nn.Sequential(linear(), linear())
     with registered(net, bucket_bytes=4):
         failing_backward(net, fails=True)
@@ -400,7 +400,7 @@ def test_next_backward_after_a_half_sent_one_is_refused(agree):
             mpinn.synchronize_gradients_async(net)
 
 
-def test_unregistering_finishes_what_some_ranks_have_sent(agree):
+def test_unregistering_completes_launched_reductions(agree):
     net = linear()
     mpinn.register_async_backward(net)
     if mpi.rank() == 0:
@@ -443,7 +443,7 @@ def test_different_nets_are_an_error_on_all_ranks(agree):
         mpinn.register_async_backward(nn.Linear(2, 3 if mpi.rank() else 2))
 
 
-def test_thawed_parameters_are_noticed(agree):
+def test_parameters_that_became_trainable_are_detected(agree):
     net = Branches()
     net.right.weight.requires_grad_(False)
     with registered(net):

@@ -114,7 +114,7 @@ def test_sum_instead_of_average(agree):
     agree.equal(net.weight.detach(), torch.full((1, 1), -float(mpi.size())))
 
 
-def test_schedulers_accept_it(agree):
+def test_schedulers_accept_the_wrapper(agree):
     net, optimizer, x, y = wrapped(True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     for _ in range(2):

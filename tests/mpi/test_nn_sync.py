@@ -66,7 +66,7 @@ def test_strided_parameters_are_broadcast(agree):
     agree.equal(net.weight.detach(), torch.ones(4, 2, 3, 3).to(memory_format=torch.channels_last))
 
 
-def test_other_net_on_one_rank_is_an_error_on_all_that_says_where(agree):
+def test_a_different_net_on_one_rank_is_an_error_on_all(agree):
     last = mpi.rank() == mpi.size() - 1 and mpi.size() > 1
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 if last else 2))
     before = net[0].weight.detach().clone()
@@ -301,7 +301,7 @@ def test_only_the_ranks_of_the_communicator_take_part(agree):
 
 
 def test_kept_gradients_move_into_shared_memory_and_stay_the_same_objects(agree):
-    """From the second call on they are added up in place; dropped and new ones travel as before, with equal bits."""
+    """From the second call on gradients are reduced in place, missing and new ones as before, with equal bits."""
     rank, size = mpi.rank(), mpi.size()
     net = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 50))
     mpinn.synchronize_parameters(net)
@@ -330,7 +330,7 @@ def test_kept_gradients_move_into_shared_memory_and_stay_the_same_objects(agree)
 
 
 def with_gradients(net: nn.Module, seed: int) -> None:
-    """Write new values where gradients are, and make them where there are none."""
+    """Write new values into the gradients, and create the missing ones."""
     for index, parameter in enumerate(net.parameters()):
         generator = torch.Generator().manual_seed(1000 * seed + 10 * index + mpi.rank())
         values = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -340,7 +340,7 @@ def with_gradients(net: nn.Module, seed: int) -> None:
 
 
 def averages(net: nn.Module, seed: int) -> list[torch.Tensor]:
-    """What each gradient becomes, one call for each."""
+    """The expected gradients, by one call for each."""
     with_gradients(net, seed)
     return [mpi.allreduce(parameter.grad.clone(), op="avg") for parameter in net.parameters()]
 
@@ -370,7 +370,7 @@ REASONS_FOR_A_LIST = {
 
 
 def test_persistent_gradients_are_reduced_in_one_call(agree):
-    """The question who has which, and one call for all of them: at first with a list, then with what they lie in."""
+    """One call to find the present gradients, and one to reduce all: at first of a list, later of the shared block."""
     net, calls = kept_net(), []
     for step in range(4):
         expected = averages(net, step)
@@ -427,7 +427,7 @@ def test_parameters_with_one_gradient_in_common(agree):
     agree(net[0].weight.grad is net[1].weight.grad)
 
 
-def test_buckets_are_as_large_as_asked_where_shared_memory_is_not_made_use_of(agree):
+def test_buckets_have_the_requested_size_without_shared_memory(agree):
     net = kept_net()
     mpi.collective_selector.set("allreduce", "mpi")
     try:

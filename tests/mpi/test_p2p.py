@@ -1,4 +1,4 @@
-"""The point-to-point algorithms against the readable twins: short and long, cut into few and many chunks."""
+"""The point-to-point algorithms against references: short and long tensors, with few and many chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL_CHUNKS = config.Config(pipeline_bytes=4096, message_bytes=3000)
 
 
 def bound(collective, dtype=None, op=None, settings=SMALL_CHUNKS):
-    """The operation itself, with chunks that make a short vector a long one."""
+    """Bind the operation directly, with chunks so small that short vectors use the algorithms for long ones."""
     return p2p.P2PBackend(settings).bind(runtime.current().world, collective, dtype, op)
 
 
@@ -58,7 +58,7 @@ def test_reductions_are_those_in_rank_order(agree, dtype):
 
 
 @pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
-def test_movements_bring_every_bit(agree, dtype):
+def test_movements_preserve_every_bit(agree, dtype):
     rank, size = mpi.rank(), mpi.size()
     for numel in (*NUMELS, 300_000):
         inputs = [contract.values((numel + r,), dtype, r) for r in range(size)]
@@ -71,7 +71,7 @@ def test_movements_bring_every_bit(agree, dtype):
 
 
 def test_operations_are_reused_for_any_size(agree):
-    """Memory of an earlier, longer call must not show in a later one."""
+    """Memory of an earlier, longer call must not affect a later one."""
     rank, size = mpi.rank(), mpi.size()
     operations = {
         collective: bound(collective, torch.bfloat16, "avg") for collective in ("allreduce", "reduce", "reduce_scatter")
@@ -88,7 +88,7 @@ def test_operations_are_reused_for_any_size(agree):
 
 
 def test_bits_do_not_depend_on_size_chunks_or_backend(agree):
-    """Also against the `mpi` backend: a call may go either way without changing a run."""
+    """Also compared with the `mpi` backend: the choice of the backend must not change a run."""
     for dtype in contract.FLOATS:
         inputs = contract.values((300_000,), dtype, mpi.rank(), seed=3)
         whole = mpi.allreduce(inputs.clone(), backend="p2p")
@@ -143,7 +143,7 @@ def test_calls_of_other_backends_in_between(agree):
         agree(bool((value == root + k).all()), f"call {k} by {backend}: {value}")
 
 
-def test_what_it_does_not_have_is_refused_with_the_reason(agree):
+def test_unsupported_calls_are_refused_with_the_reason(agree):
     with pytest.raises(errors.BackendUnavailableError, match="it has no alltoall"):
         mpi.alltoall(torch.ones(4), backend="p2p")
     agree(mpi.collective_availability()["p2p", "allreduce", "cpu", "sync"] == "available")

@@ -402,7 +402,7 @@ def test_freeing_different_servers_is_an_error_on_all_ranks(transport, agree):
 
 
 def test_freeing_while_other_threads_of_the_rank_send(transport, agree):
-    """They sent to unmapped memory."""
+    """Regression: the threads sent to unmapped memory."""
     outcomes = []
 
     def work(server: ps.Server, sent: torch.Tensor) -> None:
@@ -441,7 +441,7 @@ def test_failed_calls_and_new_coefficients_do_not_accumulate(transport, agree):
 
 
 def test_a_rule_that_raises_fails_the_call_and_nothing_else(transport, agree):
-    """In shared memory it raises in the client, by messages on the serving rank, which continues."""
+    """In shared memory the rule raises in the client; by messages, on the serving rank, which continues."""
     server = ps.init(torch.zeros(100))
     bad, end = torch.ones(100), server.parts[-1][0]
     bad[end:] = 13.0  # the last rank's

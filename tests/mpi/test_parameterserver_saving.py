@@ -89,7 +89,7 @@ def test_states_that_were_not_saved_are_zero(folder, agree):
 
 
 def test_other_numbers_of_ranks(folder, agree):
-    """Saved by all, loaded by one part of them and by the other; saved by one part, loaded by all."""
+    """Saved by all ranks and loaded by each of two groups; saved by one group and loaded by all ranks."""
     servers = make()
     step(servers, 0)
     ps.save(folder)

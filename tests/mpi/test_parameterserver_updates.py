@@ -64,7 +64,7 @@ def test_order_of_calls(agree, prefetch, init_delay):
         if integrates:
             expected += [("fetch", step)] * (prefetch == 0) + [("integrate", step)]
         expected.append(("send", step, integrates))
-        # Values for the next integration are asked for after those for this one have been used.
+        # Values for the next integration are requested after those for this one have been used.
         if prefetch and step + prefetch > init_delay and (step + prefetch - init_delay) % 4 == 0:
             expected.append(("fetch", step))
     agree.equal(update.calls, expected)

@@ -1,4 +1,4 @@
-"""Plans are made by the thread that makes the call, or by the worker of the call queue, whichever is first."""
+"""Plans are made by the thread that makes the call or by the worker of the call queue, whichever needs them first."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torchmpi.shared_memory import fast_path
 pytestmark = pytest.mark.usefixtures("world")
 
 
-def test_threads_that_prepare_calls_at_once_share_what_is_known_of_the_group(agree, monkeypatch):
-    """Each had made its own, with its own count of chunks: now and then the first calls on a group were refused."""
+def test_threads_that_prepare_calls_concurrently_share_the_state_of_the_group(agree, monkeypatch):
+    """Regression: each thread made its own state, with its own count of chunks, and first calls sometimes failed."""
     made = []
 
     def make_slowly(*arguments):

@@ -1,4 +1,4 @@
-"""What is wrong is refused before any communication: all ranks raise alike, and the next call works."""
+"""Invalid arguments are refused before any communication: all ranks raise the same error, and the next call works."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_refused_with_rank_and_remedy(agree, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*(CSR|nested)")
-def test_layouts_are_refused_on_the_short_way_of_calls_that_are_known(agree):
-    """Torch has errors of its own for these, which came when the others were in the call already."""
+def test_layouts_are_refused_for_prepared_calls(agree):
+    """Regression: torch raised its own errors for these layouts when the other ranks were in the call already."""
     square = torch.ones(4, 4)
     kinds = {
         "coo": square.to_sparse(),
@@ -94,13 +94,13 @@ def test_layouts_are_refused_on_the_short_way_of_calls_that_are_known(agree):
     agree.equal(mpi.allreduce(1), mpi.size())
 
 
-def test_argument_errors_are_what_python_programmers_catch(agree):
+def test_argument_errors_are_subclasses_of_builtin_exceptions(agree):
     agree(issubclass(errors.ArgumentError, ValueError))
     agree(issubclass(errors.DtypeError, TypeError))
 
 
 def test_strict_checking_raises_on_all_ranks_and_goes_on(agree):
-    """Across hosts there is no shared page: a header is compared before each call. Here, by asking for it."""
+    """Across hosts there is no status board: a header is compared before each call. Requested by a setting here."""
     from torchmpi.communicators.group import Group, GroupContext
 
     if mpi.size() == 1:

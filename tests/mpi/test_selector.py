@@ -1,6 +1,6 @@
-"""The choice of transport on real ranks: by table, by size, by mode, measured, and picked up again.
+"""The choice of the backend on real ranks: by table, by size, by mode, measured, and loaded from a file.
 
-What ran is seen by backends that hand everything to `mpi` and note it down.
+The backends of these tests record the calls and forward them to `mpi`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALLREDUCE = ("allreduce", "cpu", "host", "sync")
 
 
 class Recording:
-    """The mpi backend under another name, with a list of what it ran; every call takes `seconds` longer."""
+    """The mpi backend under another name, with a list of its calls; every call takes `seconds` longer."""
 
     def __init__(self, name, inner, ran, *, seconds=0.0):
         self.name, self.inner, self.ran, self.seconds = name, inner, ran, seconds
@@ -50,7 +50,7 @@ class Recording:
 
 @pytest.fixture
 def ran():
-    """What the backends `small` and `large`, which exist during the test, have run."""
+    """The calls of the backends `small` and `large`, which exist during the test."""
     selector = runtime.current().selector
     seen: list[tuple[str, str]] = []
     for name in ("small", "large", "lonely"):
@@ -66,7 +66,7 @@ def ran():
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
-    """`slow` is slower by more than a crowded machine makes up, and that takes its time."""
+    """`slow` is slower by more than the noise of a busy machine, so these tests take some seconds."""
     monkeypatch.setattr(measuring, "_MOST_ROUNDS", 8)
 
 
@@ -100,7 +100,7 @@ def test_the_table_can_be_read_set_and_reset(agree, on_one_host, ran):
     agree.equal(dict(mpi.collective_selector), before)
 
 
-def test_what_cannot_be_had_is_refused_with_the_reason_and_changes_nothing(agree):
+def test_unavailable_backends_are_refused_and_change_nothing(agree):
     selector = mpi.collective_selector
     before = dict(selector)
     calls = {
@@ -120,7 +120,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason_and_changes_nothing(agree
     agree.equal(dict(selector), before)
 
 
-def test_the_size_decides_what_runs(agree, on_one_host, ran):
+def test_the_size_selects_the_backend(agree, on_one_host, ran):
     for collective in ("allreduce", "reduce", "broadcast", "reduce_scatter"):
         for mode in ("sync", "async"):
             mpi.collective_selector[collective, "cpu", "host", mode] = [(64, "small"), (None, "large")]
@@ -137,7 +137,7 @@ def test_the_size_decides_what_runs(agree, on_one_host, ran):
 
 
 @pytest.mark.parametrize("layout", ("out", "strided"))
-def test_the_size_decides_also_around_copies(agree, on_one_host, ran, layout):
+def test_the_size_selects_the_backend_of_copied_tensors(agree, on_one_host, ran, layout):
     mpi.collective_selector[ALLREDUCE] = [(64, "small"), (None, "large")]
     for numel, expected in ((16, "small"), (17, "large")):
         tensor = torch.ones(numel) if layout == "out" else torch.ones(numel, 2)[:, 0]
@@ -147,7 +147,7 @@ def test_the_size_decides_also_around_copies(agree, on_one_host, ran, layout):
         agree.equal(result.contiguous(), torch.full((numel,), float(mpi.size())))
 
 
-def test_collectives_without_a_common_size_and_barriers_go_by_one_transport(agree, on_one_host, ran):
+def test_collectives_without_a_common_size_use_one_backend(agree, on_one_host, ran):
     verbs = {
         "allgather": torch.ones(mpi.rank() + 1),
         "gather": torch.ones(mpi.rank() + 1),
@@ -165,7 +165,7 @@ def test_collectives_without_a_common_size_and_barriers_go_by_one_transport(agre
     agree.equal(ran, [("small", "barrier")])
 
 
-def test_a_change_holds_from_the_next_call_on_also_for_plans_that_exist(agree, on_one_host, ran):
+def test_a_change_applies_to_existing_plans(agree, on_one_host, ran):
     tensor = torch.ones(3)
     names = ["small", "large", "small", "mpi"]
     for name in names:
@@ -175,7 +175,7 @@ def test_a_change_holds_from_the_next_call_on_also_for_plans_that_exist(agree, o
     agree.equal([name for name, _ in ran], ["small", "small", "large", "large", "small", "small"])
 
 
-def test_what_is_queued_keeps_its_backend(agree, on_one_host, ran):
+def test_queued_calls_keep_their_backend(agree, on_one_host, ran):
     mpi.collective_selector.set("allreduce", "slow")
     handles = [mpi.allreduce_async(torch.ones(1)) for _ in range(3)]
     mpi.collective_selector.set("allreduce", "small")
@@ -185,7 +185,7 @@ def test_what_is_queued_keeps_its_backend(agree, on_one_host, ran):
     agree.equal([name for name, _ in ran], ["slow"] * 3 + ["small"])
 
 
-def test_the_modes_are_apart_and_the_backend_of_a_call_wins(agree, on_one_host, ran):
+def test_modes_are_separate_and_the_backend_of_a_call_takes_precedence(agree, on_one_host, ran):
     mpi.collective_selector.set("allreduce", "small", mode="sync")
     mpi.collective_selector.set("allreduce", "large", mode="async")
     tensor = torch.ones(3)
@@ -197,7 +197,7 @@ def test_the_modes_are_apart_and_the_backend_of_a_call_wins(agree, on_one_host, 
     agree.equal([name for name, _ in ran], ["small", "large", "large", "large"])
 
 
-def test_a_group_that_cannot_have_the_transport_gets_another_and_backend_is_refused(agree, on_one_host, ran):
+def test_a_group_that_cannot_use_a_backend_gets_another(agree, on_one_host, ran):
     mpi.collective_selector.set("broadcast", "small")
     mpi.collective_selector.set("allreduce", "lonely") if mpi.size() > 1 else None
     alone = mpi.push_communicator(mpi.rank())
@@ -213,7 +213,7 @@ def test_a_group_that_cannot_have_the_transport_gets_another_and_backend_is_refu
         agree.equal(ran[-1:], [("lonely", "allreduce")])
 
 
-def test_the_steps_of_a_span_choose_for_themselves(agree, on_one_host, ran):
+def test_each_step_of_a_span_selects_a_backend(agree, on_one_host, ran):
     level = mpi.push_communicator(mpi.rank() // 2)
     mpi.set_communicator(0)
     mpi.set_collective_span(0, level)
@@ -229,8 +229,8 @@ def test_the_steps_of_a_span_choose_for_themselves(agree, on_one_host, ran):
     agree.equal(ran, [], "backend= holds for every step")
 
 
-def test_what_is_queued_over_a_span_keeps_its_backend_in_every_step(agree, on_one_host, ran):
-    """Steps choose when they are reached: on some ranks that was after the change."""
+def test_queued_calls_over_a_span_keep_their_backend_in_every_step(agree, on_one_host, ran):
+    """Regression: a step selected its backend when it ran, which was after the change on some ranks."""
     level = mpi.push_communicator(mpi.rank() // 2)
     mpi.set_communicator(0)
     mpi.set_collective_span(0, level)
@@ -248,7 +248,7 @@ def test_what_is_queued_over_a_span_keeps_its_backend_in_every_step(agree, on_on
 # --- measuring
 
 
-def test_autotune_leaves_what_is_slow_and_all_ranks_agree(agree, on_one_host, ran):
+def test_autotune_replaces_slow_backends_on_all_ranks(agree, on_one_host, ran):
     mpi.collective_selector.set("allreduce", "slow")
     mpi.collective_selector.set("reduce", "slow")
     table = mpi.autotune("allreduce", sizes=[65536], seconds=60, save=False)
@@ -258,7 +258,7 @@ def test_autotune_leaves_what_is_slow_and_all_ranks_agree(agree, on_one_host, ra
     for mode in ("sync", "async"):
         rule = table["allreduce", "cpu", "host", mode]
         agree("slow" not in [name for _, name in rule], str(rule))
-        agree.equal(table["reduce", "cpu", "host", mode], ((None, "slow"),), "it was not asked for")
+        agree.equal(table["reduce", "cpu", "host", mode], ((None, "slow"),), "reduce was not measured")
     ran.clear()
     mpi.allreduce(torch.ones(4))
     agree(("slow", "allreduce") not in ran, str(ran))
@@ -275,7 +275,7 @@ def test_autotune_measures_every_collective(agree, on_one_host, ran):
     agree.equal({key.collective for key in selector.tuned}, {key.collective for key in keys()})
 
 
-def test_autotune_ends_when_the_time_is_up(agree, on_one_host, ran):
+def test_autotune_respects_the_time_limit(agree, on_one_host, ran):
     before = dict(mpi.collective_selector)
     table = mpi.autotune(("gather", "scatter"), seconds=1e-6, save=False)
     agree.equal(dict(table), before)
@@ -301,7 +301,7 @@ def test_wrong_arguments_of_autotune_are_refused_on_all_ranks(agree):
 
 @pytest.fixture
 def restart(tmp_path):
-    """Stops torchmpi, and starts it with settings and with one tuning file for all ranks; the old start comes back."""
+    """Stops torchmpi, and starts it with settings and one tuning file for all ranks; restores the previous start."""
     path = mpi.broadcast_object(str(tmp_path / "tuning.json"))
 
     def again(**settings: object) -> Path:
@@ -315,7 +315,7 @@ def restart(tmp_path):
 
 
 def tune():
-    """A rule that autotune() cannot fail to find, without backends that are gone at the next start."""
+    """A rule that autotune() certainly finds, without backends that do not exist at the next start."""
     selector = runtime.current().selector
     others = {name: selector.backends.pop(name) for name in list(selector.backends) if name != "mpi"}
     selector.backends["slow"] = Recording("slow", selector.backends["mpi"], [], seconds=0.03)
@@ -330,7 +330,7 @@ def tune():
 TUNED = {("allreduce", "cpu", "host", mode): ((None, "mpi"),) for mode in ("sync", "async")}
 
 
-def test_what_was_measured_is_there_after_the_next_start(agree, on_one_host, restart, capsys):
+def test_measured_rules_are_loaded_at_the_next_start(agree, on_one_host, restart, capsys):
     path = restart(verbose=True)
     capsys.readouterr()
     tune()
@@ -349,7 +349,7 @@ def test_what_was_measured_is_there_after_the_next_start(agree, on_one_host, res
     mpi.collective_selector.reset()
     agree.equal(dict(runtime.current().selector.tuned), {})
     restart(verbose=False, backend="mpi")
-    agree.equal(dict(runtime.current().selector.tuned), {}, "what was asked for goes before what was measured")
+    agree.equal(dict(runtime.current().selector.tuned), {}, "a setting overrides measured rules")
     error = refusal(mpi.autotune)
     agree("backend='mpi'" in str(error), repr(error))
 

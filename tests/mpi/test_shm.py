@@ -1,4 +1,4 @@
-"""The shared-memory backend, with slots so small that short tensors take every path: against the twins, bit for bit."""
+"""The shared-memory backend, with slots so small that short tensors take every path; bits as of references."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from shm_rig import inputs_of, numels, shared, start
 
-# --- every verb, on both sides of every border
+# --- every collective, for lengths on both sides of every limit
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_movements_of_every_length(slots, agree, dtype):
 
 
 def test_short_lengths_that_differ_again_and_again(agree, stopped):
-    """Who found out first fetched what lay in another slot: the other rank had put its rows where reductions do."""
+    """Regression: the first rank to detect the difference read another slot than the one the other rank had used."""
     start()
     rank, size = mpi.rank(), mpi.size()
     wrong = []
@@ -86,7 +86,7 @@ def test_short_lengths_that_differ_again_and_again(agree, stopped):
 
 
 def test_rows_of_odd_length(slots, agree):
-    """A row of 3 elements lies across the borders of slots and of lines."""
+    """A row of 3 elements crosses the boundaries of slots and of cache lines."""
     rank, size = mpi.rank(), mpi.size()
     for num_rows in (1, 2, size + 1, 500, slots // 4 + 1):
         inputs = inputs_of((num_rows, 3), torch.float32)
@@ -100,7 +100,7 @@ def test_rows_of_odd_length(slots, agree):
         agree.bits(result, contract.rows(inputs[0], rank, size), f"scatter of {num_rows} rows")
 
 
-def test_ranks_that_bring_different_lengths(slots, agree):
+def test_ranks_with_different_lengths(slots, agree):
     rank, size = mpi.rank(), mpi.size()
     lengths = [
         [3 * r for r in range(size)],
@@ -134,7 +134,7 @@ def test_a_scatter_of_more_dimensions_than_can_be_announced_is_refused_on_all_ra
 
 
 def test_settings_of_any_slot_size(stopped, agree):
-    """Chunks are whole lines: with slots that are not, they ran into the next slot."""
+    """Regression: chunks are whole cache lines, and overflowed slots that are not."""
     for slot_bytes in (1, 5000, 12_345):
         start(slot_bytes=slot_bytes)
         for numel in (2500, 2501, 10_000):
@@ -144,11 +144,11 @@ def test_settings_of_any_slot_size(stopped, agree):
         mpi.stop()
 
 
-# --- the same bits on all ways
+# --- the same bits by all transfers
 
 
 @pytest.mark.parametrize("dtype", contract.FLOATS, ids=str)
-def test_bits_depend_neither_on_the_way_nor_on_the_length(slots, agree, dtype):
+def test_bits_do_not_depend_on_transfer_or_length(slots, agree, dtype):
     inputs = contract.values((5 * slots // dtype.itemsize + 11,), dtype, mpi.rank(), seed=3)
     for op in ("sum", "avg", "prod"):
         expected = mpi.allreduce(inputs.clone(), op=op, backend="mpi")
@@ -179,8 +179,8 @@ def test_memory_that_overlaps(slots, agree):
 
 
 @pytest.mark.parametrize("who", ("all", "one"))
-def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
-    """Each rank decides for itself, from what it measures: forced here, whatever this machine is like."""
+def test_non_temporal_copies_give_the_same_bits(agree, slots, who):
+    """Each rank decides from its own measurements; the decision is forced here, for any machine."""
     rank, size = mpi.rank(), mpi.size()
     group = mpi.communicator().intra
     for numel in (5_003, 70_001):
@@ -195,8 +195,8 @@ def test_writing_past_the_caches_brings_the_same_bits(agree, slots, who):
         group.status_board.set(rank, memory_layout.FETCHES_SLOWLY, 0)
 
 
-def test_ranks_that_change_the_way_in_the_middle_of_calls(agree, slots):
-    """Some find results in the others' slots, and some in their own, from one chunk to the next."""
+def test_ranks_that_change_the_transfer_during_calls(agree, slots):
+    """Results are in the slots of other ranks or in those of the rank, changing from chunk to chunk."""
     rank, size = mpi.rank(), mpi.size()
     status_board, over = mpi.communicator().intra.status_board, threading.Event()
 
@@ -219,7 +219,7 @@ def test_ranks_that_change_the_way_in_the_middle_of_calls(agree, slots):
 
 
 @pytest.mark.parametrize("slow", (0, 7))
-def test_long_streams_by_either_way(agree, stopped, slow):
+def test_long_streams_by_either_transfer(agree, stopped, slow):
     """With the usual slots: longer than all caches of a core, and not in whole lines."""
     start()
     rank, size = mpi.rank(), mpi.size()
@@ -236,7 +236,7 @@ def test_long_streams_by_either_way(agree, stopped, slow):
     agree.bits(room, torch.cat([nothing, *inputs, nothing]), "allgather to an odd place")
     parts = [contract.rows(source, rank, size) for source in inputs]
     agree.bits(mpi.alltoall(inputs[rank], backend="shm"), torch.cat(parts), "alltoall")
-    if size == 2:  # parts that are long themselves
+    if size == 2:  # parts that are long too
         longer = [torch.arange(2 * numel + 1, dtype=torch.int64) * size + r for r in range(size)]
         parts = [contract.rows(source, rank, size) for source in longer]
         agree.bits(mpi.alltoall(longer[rank], backend="shm"), torch.cat(parts), "alltoall of long parts")

@@ -1,4 +1,4 @@
-"""Calls through shared memory in any order, from several threads, and of ranks that disagree."""
+"""Calls through shared memory in any order, from several threads, and mismatched calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), 
 
 
 class Call:
-    """One call of one verb, with what must come of it. Numbers beyond what there is are taken modulo."""
+    """One call of a collective, with its expected result. Numbers out of range are taken modulo."""
 
     def __init__(self, collective: str, numel: int, kind: int, root: int, comm: object = None) -> None:
         self.collective, self.comm = collective, comm
@@ -163,7 +163,7 @@ def test_a_sync_call_keeps_its_place_behind_asynchronous_ones(slots, agree):
     agree(all(handle.done() for handle in handles))
 
 
-# --- ranks that disagree
+# --- mismatched calls
 
 LONG = 20_000
 DISAGREEMENTS = {
@@ -206,11 +206,11 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_a_disagreement_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots, agree, what):
+def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots, agree, what):
     if mpi.size() == 1:
         return
     one, others, names = DISAGREEMENTS[what]
-    others()  # known calls take a shorter way
+    others()  # prepared calls take a shorter path
     message = ""
     try:
         one() if mpi.rank() == mpi.size() - 1 else others()
@@ -224,7 +224,7 @@ def test_a_disagreement_is_an_error_on_all_ranks_and_the_next_calls_are_right(sl
 
 @pytest.mark.parametrize("when", ("before the kernel", "between two kernels"))
 def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypatch, when):
-    """Who ended that call well had then put more through its slots than this rank knew of; who came late was told."""
+    """Regression: ranks that completed the call had used more slots than this rank had counted."""
     if mpi.size() == 1:
         return
     was_told = False
@@ -261,14 +261,14 @@ def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypat
 
 
 @pytest.mark.parametrize("collective", ("allgather", "alltoall", "gather"))
-def test_what_a_rank_puts_after_it_gave_up_is_not_taken_for_the_call_before(stopped, agree, monkeypatch, collective):
-    """It puts the first piece of its next call before it meets anybody, and counts chunks from a greater number: ranks
-    still in the call that it gave up took that piece, and returned it without an error."""
+def test_data_of_the_call_after_an_aborted_one_are_not_used(stopped, agree, monkeypatch, collective):
+    """Regression: the rank writes the first chunk of its next call before it synchronizes, with a greater chunk count.
+    Ranks still in the aborted call read that chunk, and returned it without an error."""
     start()
     from mpi4py import MPI
 
     rank, size, root = mpi.rank(), mpi.size(), mpi.size() - 1
-    numbers = [(8 if other == 0 else 1000) * size for other in range(size)]  # so that there are two kernels
+    numbers = [(8 if other == 0 else 1000) * size for other in range(size)]  # runs two kernels
     find, wrong = shm.destination_for, []
     for number in range(6):
         made = []
@@ -294,7 +294,7 @@ def test_what_a_rank_puts_after_it_gave_up_is_not_taken_for_the_call_before(stop
                     wrong.append((number, result.unique().tolist()))
             except (MemoryError, MismatchError):
                 pass
-        for _ in range(2):  # the first is refused if not all have heard of it
+        for _ in range(2):  # the first call fails unless all ranks have detected the abort
             with suppress(MismatchError):
                 mpi.allgather(torch.full((1000,), -7.0), backend="shm")
         MPI.COMM_WORLD.Barrier()
@@ -303,8 +303,8 @@ def test_what_a_rank_puts_after_it_gave_up_is_not_taken_for_the_call_before(stop
 
 
 @pytest.mark.parametrize("check", ("off", "strict"))
-def test_kernels_among_other_transports_whatever_is_compared(stopped, agree, check):
-    """The ranks notice each other in kernels alone: after more than a ring of other calls they waited for ever."""
+def test_kernels_among_other_transports_with_any_checking(stopped, agree, check):
+    """Regression: ranks synchronize in kernels only, and waited forever after more other calls than ring entries."""
     start(slot_bytes=PAGE_SLOTS, check=check)
     size = mpi.size()
     for number_of_others in (1, 31, 32, 100):
@@ -323,8 +323,8 @@ def test_kernels_among_other_transports_whatever_is_compared(stopped, agree, che
         agree.equal(mpi.allreduce(1), size)
 
 
-def test_a_refusal_on_one_rank_reaches_the_others_even_if_nothing_is_compared(stopped, agree):
-    """It was noted only where calls are compared: elsewhere the others waited for ever."""
+def test_an_abort_on_one_rank_reaches_the_others_without_checking(stopped, agree):
+    """Regression: the abort was published only if calls are compared; otherwise the other ranks waited forever."""
     start(slot_bytes=PAGE_SLOTS, check="off")
     if mpi.size() > 1:
         try:

@@ -1,4 +1,4 @@
-"""Tensors that live in shared memory: the bits of others, and nothing left when they go."""
+"""Tensors in shared memory: the same bits as of private tensors, and no leaks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_shared_tensors_have_the_bits_of_others(slots, agree, who):
             agree.bits(result, expected if rank == root else inputs[rank], f"reduce of {case}")
 
 
-def test_shared_memory_beside_a_view_is_left_alone(slots, agree):
+def test_shared_memory_beside_a_view_is_unchanged(slots, agree):
     numel = 3 * slots
     for kind in ("allreduce", "reduce"):
         memory = mpi.empty_shared(numel + 20).fill_(-1.0)
@@ -59,7 +59,7 @@ def test_shared_memory_beside_a_view_is_left_alone(slots, agree):
 
 
 def calls_of(inputs: list[torch.Tensor], bring) -> dict[str, tuple]:
-    """Every verb on what `bring` makes of a tensor: the call, and what must come out of it."""
+    """Every collective on the result of `bring` for a tensor: the call, and the expected result."""
     rank, size, out = mpi.rank(), mpi.size(), torch.cat(inputs)
     mine, last = inputs[rank], size - 1
     parts = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
@@ -97,7 +97,7 @@ def test_shared_tensors_in_every_collective(slots, agree, who):
 
 
 def chunks_of(call) -> int:
-    """How many chunks a call counts: one if tensors were read where they are, whatever its length."""
+    """The number of chunks of a call: one if tensors are accessed in place, for any length."""
     mpi.barrier()
     fields = runtime.current().world.shared.fields
     before = int(fields[records.CHUNKS])
@@ -105,14 +105,14 @@ def chunks_of(call) -> int:
     return int(fields[records.CHUNKS]) - before
 
 
-def test_what_all_share_goes_through_no_slot(slots, agree):
+def test_shared_tensors_do_not_use_slots(slots, agree):
     inputs, rank = inputs_of((8 * slots, 2), torch.float32), mpi.rank()
     for name, (call, _) in calls_of(inputs, shared).items():
-        if name not in ("scatter", "allreduce"):  # the first has no such way, the other a copy of what is transposed
+        if name not in ("scatter", "allreduce"):  # scatter has no direct transfer; allreduce copies transposed tensors
             agree.equal(chunks_of(call), 1, name)
     if mpi.size() > 1:
         calls = calls_of(inputs, lambda tensor: shared(tensor) if rank else tensor.clone())
-        for name in ("broadcast", "reduce_scatter"):  # others may read the private tensor as well
+        for name in ("broadcast", "reduce_scatter"):  # other ranks may read the private tensor too
             agree(chunks_of(calls[name][0]) > 1, f"{name} of a private tensor and shared ones")
 
 
@@ -124,8 +124,8 @@ def test_lengths_that_differ_between_shared_tensors(slots, agree):
     agree.bits(mpi.alltoall(shared(inputs[rank])), parts, "alltoall")
 
 
-def test_a_long_broadcast_writes_what_it_should_and_nothing_else(slots, agree):
-    """The root writes into the others' tensors: the first part of each, past the caches."""
+def test_a_long_broadcast_writes_only_its_target(slots, agree):
+    """The root writes into the other ranks' tensors: the first part of each with non-temporal stores."""
     numel, rank, size = (5 << 20) // 4 + 77, mpi.rank(), mpi.size()
     for root in range(size):
         memory = mpi.empty_shared(numel + 50).fill_(-1.0)
@@ -138,17 +138,17 @@ def test_a_long_broadcast_writes_what_it_should_and_nothing_else(slots, agree):
 
 @pytest.mark.parametrize("collective", ("allreduce", "broadcast", "reduce", "allgather"))
 @pytest.mark.parametrize("backend", (None, "shm"), ids=("gate", "python"))
-def test_an_interrupt_when_segments_meet_for_the_first_time_ends_the_call_everywhere(slots, agree, collective, backend):
-    """A kernel had gone back to have a segment mapped; the others waited for a rank that had left the call."""
+def test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks(slots, agree, collective, backend):
+    """Regression: a kernel had returned to map a segment, and other ranks waited for a rank that had left the call."""
     rank, size = mpi.rank(), mpi.size()
     if size == 1:
-        pytest.skip("nobody to wait for")
+        pytest.skip("needs another rank")
     out = torch.empty(size * 9 * slots) if collective == "allgather" else None
 
     def call(tensor: torch.Tensor) -> None:
         getattr(mpi, collective)(tensor, **({"out": out} if collective == "allgather" else {}), backend=backend)
 
-    for _ in range(2):  # the gate is open now
+    for _ in range(2):  # the calls are cached now
         call(torch.ones(9 * slots))
     fresh, raised = mpi.empty_shared(9 * slots).fill_(1.0), None
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -169,7 +169,7 @@ def test_an_interrupt_when_segments_meet_for_the_first_time_ends_the_call_everyw
     agree.equal(mpi.allreduce(torch.ones(3)), torch.full((3,), float(size)), "the next one")
 
 
-def test_into_a_result_that_holds_the_own_part(slots, agree):
+def test_allgather_in_place(slots, agree):
     rank, size, inputs = mpi.rank(), mpi.size(), inputs_of((3 * slots,), torch.float32)
     out = shared(torch.zeros(3 * slots * size))
     mine = out[rank * 3 * slots : (rank + 1) * 3 * slots].copy_(inputs[rank])
@@ -199,7 +199,7 @@ def open_segments() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), mapped
 
 
-def test_shared_tensors_that_come_and_go_leave_nothing(slots, agree):
+def test_freed_shared_tensors_leave_nothing_behind(slots, agree):
     def use(times: int) -> None:
         for index in range(times):
             tensor = mpi.empty_shared(slots + index).fill_(1.0)
@@ -239,7 +239,7 @@ def test_shared_tensors_outlive_stop(stopped, agree):
     agree(bool((new == mpi.size()).all()), "a new one")
     before = open_segments()[1]
     del old, new
-    agree(open_segments()[1] < before, "their memory was not given back")
+    agree(open_segments()[1] < before, "their memory was not released")
 
 
 def mpi_size() -> int:

@@ -23,7 +23,7 @@ import contract
 
 pytestmark = pytest.mark.usefixtures("world")
 BACKENDS = ("mpi", "shm", "p2p")
-_PIECE_BYTES = 200  # no multiple of any chunk, and more than travels with an announcement
+_PIECE_BYTES = 200  # no multiple of any chunk, and longer than the payload of a call log entry
 
 
 def pool(*, shared: bool = True) -> device_staging.StagingPool:

@@ -1,6 +1,6 @@
-"""Collectives over several hosts, which the ranks of this machine claim to be on; against the readable twins.
+"""Collectives over several hosts, simulated by host names on this machine; against references.
 
-The names of the hosts are given, everything else is real: processes, messages, groups.
+Only the names of the hosts are simulated; processes, messages and groups are real.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-# By rank: the host it is on. All are tried with the ranks there are.
+# The host of each rank. All placements are tried with the present ranks.
 PLACEMENTS = {"block": "aabb", "cyclic": "abab", "uneven": "aaab", "back and forth": "abba", "three": "abca"}
 # Nothing; fewer than ranks; short enough for the first ranks; a few chunks, the last one shorter.
 NUMELS = (0, 1, 2047, 20_011)
@@ -43,7 +43,7 @@ def start(placement: str, **settings) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_else_runs() -> Iterator[None]:
-    """torchmpi stopped, and afterwards as it was for the other files."""
+    """Stop torchmpi; restore the start of the session afterwards."""
     was_running = runtime.is_running()
     mpi.stop()
     yield
@@ -111,7 +111,7 @@ def test_reductions_add_host_by_host(agree, hosts, dtype):
         agree.bits(source, inputs[RANK], f"reduce_scatter {op} {numel}: the input was changed")
 
 
-def test_movements_bring_every_bit(agree, hosts):
+def test_movements_preserve_every_bit(agree, hosts):
     shapes = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (9001, 3))
     for dtype, shape in itertools.product((torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn), shapes):
         inputs = [contract.values(shape, dtype, r) for r in range(SIZE)]

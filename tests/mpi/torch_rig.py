@@ -73,12 +73,12 @@ class Setting(NamedTuple):
         return self.seed % self.size
 
     def value(self, rank: int, part: int = 0, *, longer: int = 0) -> torch.Tensor:
-        """What a rank puts in: its tensor, or part of its list, with some rows more than usual."""
+        """The input of a rank: its tensor, or part of its list, with some rows more than usual."""
         shape = (self.shape[0] + longer, *self.shape[1:]) if longer else self.shape
         return contract.values(shape, self.dtype, rank, self.seed + 7 * part)
 
     def laid(self, values: torch.Tensor) -> torch.Tensor:
-        """The values in memory of the kind asked for."""
+        """The values in memory of the requested kind."""
         if self.layout == "transposed":
             return contract.strided(values)
         if self.layout == "leaf" and (values.is_floating_point() or values.is_complex()):
@@ -254,7 +254,7 @@ NEEDS_ROWS = ("reduce_scatter_uneven", "all_gather_uneven")
 
 
 def is_asynchronous(mode: str, rank: int) -> bool:
-    """torch lets the ranks differ in this."""
+    """torch permits a difference between ranks here."""
     return mode == "async" or (mode == "mixed" and rank % 2 == 0)
 
 

@@ -1,4 +1,4 @@
-"""Facts of a machine on which everything is well, for tests to spoil."""
+"""Facts of a machine without problems, which tests modify."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rank_facts(rank: int, size: int, **process: Any) -> RankFacts:
 
 
 def alone(**process: Any) -> Facts:
-    """What the doctor knows when started by hand; keywords are fields of all processes."""
+    """The facts of the doctor outside of a job; keywords are fields of all processes."""
     return Facts(
         here=replace(PROCESS, **process),
         mpi=MPI,
@@ -75,7 +75,7 @@ def alone(**process: Any) -> Facts:
 
 
 def job(*ranks: dict[str, Any]) -> Facts:
-    """What the doctor knows inside a job; one set of fields for each rank."""
+    """The facts of the doctor inside a job; one set of fields for each rank."""
     size = len(ranks)
     launched = {"launcher": "Open MPI's mpirun", "launcher_ranks": size}
     facts = [rank_facts(rank, size, **(launched | fields)) for rank, fields in enumerate(ranks)]

@@ -1,4 +1,4 @@
-"""A machine that is busy with something else for a moment is no reason for an example to fail."""
+"""Settings of Hypothesis: no deadline, since a busy machine must not make an example fail."""
 
 from __future__ import annotations
 

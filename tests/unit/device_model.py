@@ -1,8 +1,8 @@
-"""A device in which work happens late: streams, events and memory as CUDA defines them, run by a scheduler with dice.
+"""A device that executes work late: streams, events and memory as CUDA defines them, run by a random scheduler.
 
-What is queued on a stream is run at any later moment, in the stream's order and after the events that the stream was
-told to wait for, and at the latest when somebody synchronizes. So code that forgets an event computes wrong numbers
-here for some throw of the dice, as it would on a device on some days.
+Work queued on a stream runs at any later moment, in the order of the stream and after the events for which the stream
+waits, and at the latest at a synchronization. So code that omits an event computes wrong numbers here for
+some random numbers, as it would sometimes on a device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Event:
-    """Happens when the stream that recorded it comes to that point."""
+    """Completes when the stream that recorded the event reaches this position."""
 
     def __init__(self, model: Model) -> None:
         self._model, self.has_happened = model, False
@@ -34,14 +34,14 @@ class Event:
 
 
 class Stream:
-    """A queue of work, of which any stretch may have been done."""
+    """A queue of work, of which any number of entries may have been executed."""
 
     device = DEVICE
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.queue: deque[Callable[[], bool]] = deque()
-        """Each does its work and returns True, or returns False if it cannot be done yet."""
+        """Each entry executes and returns True, or returns False if it cannot be executed yet."""
 
     def enqueue(self, work: Callable[[], object]) -> None:
         def done() -> bool:
@@ -69,12 +69,12 @@ class Stream:
 
 
 class Model:
-    """The device: its streams, and the dice."""
+    """The device: its streams, and the random numbers."""
 
     def __init__(self, seed: int) -> None:
         self.lock = threading.RLock()
         self._dice = random.Random(seed)
-        self._haste = seed % 4  # none at all: everything waits until somebody synchronizes
+        self._haste = seed % 4  # no work is done until a synchronization
         self._streams: list[Stream] = []
         self._current = threading.local()
         self.default = self.stream()
@@ -97,7 +97,7 @@ class Model:
             self._current.stream = before
 
     def drift(self) -> None:
-        """Let some time pass: a throw of the dice says how much work is done."""
+        """Execute a random amount of the queued work."""
         with self.lock:
             for _ in range(self._dice.randrange(self._haste + 1)):
                 self._step()
@@ -114,7 +114,7 @@ class Model:
     def run_until(self, is_reached: Callable[[], bool]) -> None:
         with self.lock:
             while not is_reached():
-                assert self._step(), "streams wait for each other for ever"
+                assert self._step(), "streams wait for each other forever"
 
     def tensor(self, values: torch.Tensor) -> DeviceTensor:
         """Memory of the device with these values, there from the beginning."""
@@ -146,7 +146,7 @@ class DeviceTensor(torch.Tensor):
         return 0
 
     def record_stream(self, stream: Stream) -> None:
-        """Nothing is given away here."""
+        """Do nothing: the model does not reuse memory."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,9 +1,9 @@
 """A model for the ipc backend: processes that synchronize by published numbers, streams, interprocess events.
 
 A stream runs what was enqueued on it in order. A stream that waits for an event waits for the last record that its
-owner's host had made when the wait was enqueued, and not at all where there was none. So which work comes before which
-depends only on the order in which the hosts came along, and that is what is played through at random. Vector clocks
-tell what is ordered: two accesses to one place of which one writes must be, whatever the devices do.
+owner's host had made when the wait was enqueued; without a record there is no wait. So the order of the work depends
+only on the order in which the hosts run, which is chosen at random. Vector clocks determine the order of
+accesses: two accesses to one location, one of them a write, must be ordered for any timing of the devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchmpi.backends.ipc.chunk_plan import Await, Fill, Publish, Record, Reduc
 
 
 class Call(NamedTuple):
-    """A collective: its steps for each rank, and what it works on."""
+    """A collective: its steps for each rank, and its memory."""
 
     chunks: list[list[list[Any]]]  # of each rank
     sources: list[np.ndarray]
@@ -38,7 +38,7 @@ class Touch(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A record of an event: of which chunk of which call, and what it is behind."""
+    """A record of an event: its call, its chunk, and its position in the order of the work."""
 
     seq: int
     index: int
@@ -51,7 +51,7 @@ class Problem(AssertionError):
 
 
 class Model:
-    """All ranks; each host's thread is a generator that yields before whatever others may see, or when it waits."""
+    """All ranks; the thread of each host is a generator that yields before visible operations and while it waits."""
 
     def __init__(self, size: int, half: int, seed: int) -> None:
         self.size, self.half, self.random = size, half, random.Random(seed)
@@ -61,7 +61,7 @@ class Model:
         self.queues: dict[tuple[int, int], list[Any]] = {}
         self.clocks: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
         self.touches: dict[tuple[int, int], tuple[list[Touch], list[Touch]]] = {}
-        """Of each half: the readings and the writings."""
+        """The reads and writes of each half."""
         self.last_use = [[0, 0] for _ in range(size)]
 
     def play(self, calls: list[Call]) -> None:
@@ -73,7 +73,7 @@ class Model:
             if not able:
                 raise Problem(f"the hosts wait for each other: {sorted(hosts)}, words {self.fields}")
             rank = self.random.choice(able)
-            # Some hosts come along much faster than others.
+            # Some hosts run much faster than others.
             for _ in range(self.random.choice((1, 1, 2, 5, 50))):
                 waiting.pop(rank, None)
                 try:

@@ -1,4 +1,4 @@
-"""For whom a rank waits first where several share a core."""
+"""The ranks that a rank waits for first if several share a core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ELSEWHERE = -5  # no core has this number
 
 @pytest.fixture
 def fields() -> tuple[np.ndarray, np.ndarray]:
-    """Of rank 0 of 3, which has no time to wait, and the rows of all: nobody has come yet."""
+    """The fields of rank 0 of 3, whose timeout has passed, and the blocks of all; no rank has arrived."""
     rows = np.zeros((3, memory_layout.BLOCK_FIELDS), np.int64)
     rows[:, memory_layout.CORE] = ELSEWHERE
     own = np.zeros(records.group_fields(3), np.int64)
@@ -30,7 +30,7 @@ def wait_same_core(own: np.ndarray) -> int:
     return int(arrival.wait_same_core(own.ctypes.data, memory_layout.READY, 1))
 
 
-def test_a_rank_on_this_core_is_waited_for(fields):
+def test_wait_for_a_rank_on_the_same_core(fields):
     own, rows = fields
     assert wait_same_core(own) == 0, "all are elsewhere"
     late = []
@@ -44,14 +44,14 @@ def test_a_rank_on_this_core_is_waited_for(fields):
     assert wait_same_core(own) == 0, "it has come"
 
 
-def test_the_own_core_is_told(fields):
+def test_core_of_the_rank_is_published(fields):
     own, rows = fields
     rows[0, memory_layout.CORE] = ELSEWHERE
     wait_same_core(own)
     assert rows[0, memory_layout.CORE] >= 0
 
 
-def test_where_each_rank_has_its_core_nobody_looks(fields):
+def test_cores_are_not_compared_without_oversubscription(fields):
     own, rows = fields
     own[records.CROWDED] = 0
     rows[:, memory_layout.CORE] = ctypes.CDLL(None).sched_getcpu()
@@ -60,7 +60,7 @@ def test_where_each_rank_has_its_core_nobody_looks(fields):
 
 
 class Crowd:
-    """Rank 0 of 2 in a call, without time to wait, and the rows of both."""
+    """Rank 0 of 2 in a call whose timeout has passed, and the blocks of both ranks."""
 
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
@@ -75,14 +75,14 @@ class Crowd:
         self.rows[rank, at + memory_layout.SEQUENCE], self.rows[rank, at + memory_layout.SIGNATURE] = CALL, signature
 
 
-def test_after_a_call_was_given_up_the_slots_are_left_alone_until_all_are_past_it():
-    """Who was still in the call before it read what had been put for the call after it, and returned that."""
+def test_slots_are_not_reused_until_all_ranks_have_left_an_aborted_call():
+    """Regression: a rank still in the aborted call read data of the next call, and returned them."""
     ranks = Crowd()
     assert arrival.begin(ranks.address, CALL) == 0
     ranks.own[records.LAST_ABORTED] = CALL - 1
     ranks.rows[1, memory_layout.ENTERED] = CALL - 1
     assert arrival.begin(ranks.address, CALL) == records.TIMEOUT, "it is still in that call"
-    assert ranks.rows[0, memory_layout.ENTERED] == CALL, "two who gave up wait for each other"
+    assert ranks.rows[0, memory_layout.ENTERED] == CALL, "two ranks that aborted wait for each other"
     ranks.rows[1, memory_layout.ENTERED] = CALL
     assert arrival.begin(ranks.address, CALL) == 0
     assert ranks.own[records.LAST_ABORTED] == 0, "once is enough"
@@ -92,8 +92,8 @@ def test_after_a_call_was_given_up_the_slots_are_left_alone_until_all_are_past_i
     ("refused", "signature", "is_over"),
     ((CALL - 1, 5, False), (CALL, 5, True), (CALL + 1, 5, False), (CALL + 1, 6, True), (CALL + 1, None, True)),
 )
-def test_who_gives_up_two_calls_in_a_row(refused, signature, is_over):
-    """The second one hid the first from a rank that had not looked meanwhile, and then waited for ever."""
+def test_a_rank_that_aborts_two_consecutive_calls(refused, signature, is_over):
+    """Regression: the second abort hid the first from a rank that had not polled, which then waited forever."""
     ranks = Crowd()
     ranks.announce(0, 5)
     if signature is not None:

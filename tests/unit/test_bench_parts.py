@@ -1,4 +1,4 @@
-"""What of ``torchmpi bench`` needs no job: arguments, workloads, the model, statistics."""
+"""Parts of ``torchmpi bench`` that need no job: arguments, workloads, the model, statistics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from torchmpi.session import launcher
         (["frobnicate"], "invalid choice"),
     ],
 )
-def test_refused_arguments_say_what_is_allowed(given, words, capsys):
+def test_errors_about_arguments_name_the_allowed_values(given, words, capsys):
     with pytest.raises(SystemExit) as ended:
         torchmpi.cli.main(["bench", *given])
     assert ended.value.code == 2
@@ -110,7 +110,7 @@ def test_without_a_gpu_no_job_is_started_for_one(capsys):
 
 
 def results(works: list[Workload], collective: str, root: int) -> None:
-    """What the verb does, without any communication."""
+    """The result of the collective, without any communication."""
     sources = [work.source.clone() for work in works]
     size = len(works)
     total = torch.stack([source.to(torch.int64) for source in sources]).sum(0) if collective in SUMS else None
@@ -163,7 +163,7 @@ def test_sums_are_exact_for_64_ranks_in_16_bits():
 
 
 @pytest.mark.parametrize("collective", options.COLLECTIVES)
-def test_the_larger_tensor_has_the_size_asked_for(collective):
+def test_the_larger_tensor_has_the_requested_size(collective):
     work = Workload(BenchCase(collective, "float32", 4096), rank=0, size=4)
     assert work.payload_bytes == 4096 == 4 * max(work.source.numel(), work.target.numel())
     assert (work.source is work.target) == (collective in IN_PLACE)
@@ -289,7 +289,7 @@ def test_launch_commands(monkeypatch):
     assert launch.launch_command(mpich, 3, unbound=True) == ["mpiexec", "-n", "3"]
 
 
-def test_who_is_a_rank(monkeypatch):
+def test_detection_of_ranks(monkeypatch):
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     assert not launcher.is_rank()
@@ -302,7 +302,7 @@ def test_who_is_a_rank(monkeypatch):
     assert launcher.is_rank()
 
 
-def test_namespace_travels_as_json():
+def test_namespace_as_json():
     parser = argparse.ArgumentParser()
     options.add_to(parser.add_subparsers(dest="command"))
     found = vars(parser.parse_args(["bench", "collectives", "--collectives", "broadcast", "--sizes", "4", "-n", "2"]))

@@ -93,7 +93,7 @@ def test_reports_survive_the_file(tmp_path):
         report.save(content, str(tmp_path / "no" / "a.json"))
 
 
-def test_comparison_marks_what_is_beyond_the_spread(tmp_path):
+def test_comparison_marks_changes_beyond_the_spread(tmp_path):
     before = saved(tmp_path / "a.json", collectives(row("auto", 10.0), row("mpi", 10.0), row("gloo", 10.0)))
     after = saved(
         tmp_path / "b.json", collectives(row("auto", 5.0), row("mpi", 10.5), row("gloo", 20.0), row("x", 1.0))

@@ -71,7 +71,7 @@ def test_defaults():
         (["--idle", "-1"], "is no time"),
     ],
 )
-def test_refused_arguments_say_what_is_allowed(given, words, capsys):
+def test_errors_about_arguments_name_the_allowed_values(given, words, capsys):
     with pytest.raises(SystemExit) as ended:
         parsed(*given)
     assert ended.value.code == 2 and words in capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_reports_are_compared_and_drawn(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_the_storm_must_leave():
+def test_expected_values_after_the_storm():
     ranks = [server_parts.Storm(SimpleNamespace(rank=rank, size=3), 256) for rank in range(3)]
     total = torch.zeros(32, dtype=torch.int64)
     for storm, rounds in zip(ranks, (4, 0, 5), strict=True):
@@ -206,7 +206,7 @@ class Alone:
         result[:] = mine
 
 
-def test_what_is_timed_elsewhere(monkeypatch):
+def test_times_of_another_process(monkeypatch):
     monkeypatch.setattr(timing.mpi_library, "load", lambda: SimpleNamespace(MAX=None))
     asked = []
 
@@ -344,7 +344,7 @@ def test_a_stopped_process_ends_with_its_rank():
     rank.kill()
     rank.communicate()
     limit = time.monotonic() + 30
-    with suppress(FileNotFoundError):  # until init has taken note of its end, it is a zombie
+    with suppress(FileNotFoundError):  # a zombie until init has reaped the process
         while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
             if time.monotonic() > limit:
                 os.kill(child, signal.SIGKILL)

@@ -49,7 +49,7 @@ def test_gpus_of_ranks(ranks, expected, words):
         ({}, "problem", "can use no GPU"),
     ],
 )
-def test_gpus_that_are_there_but_not_seen(process, expected, words):
+def test_gpus_that_torch_cannot_use(process, expected, words):
     found = checks.check_cuda(alone(has_nvidia_driver=True, **process))
     assert (found.verdict, words in found.found) == (expected, True), found
 
@@ -94,7 +94,7 @@ def test_mps():
     assert found.verdict == "warning" and "/nowhere" in found.found
 
 
-def test_info_tells_who_is_on_which_gpu():
+def test_info_lists_the_ranks_on_each_gpu():
     cpu = {"rank": 0, "host": "a", "device_uuid": None, "nccl": None}
     assert _gpu_section([cpu]) == []
     on_gpus = [{"rank": rank, "host": "a", "device_uuid": f"GPU-{rank // 2}", "nccl": "2.27.5"} for rank in range(3)]
@@ -107,7 +107,7 @@ def test_info_tells_who_is_on_which_gpu():
 
 
 class Ranks:
-    """Two ranks in one process: what is gathered is what both would say."""
+    """Two ranks in one process: the gathered values are those of both."""
 
     def __init__(self, monkeypatch, *, handles):
         self.rank, self.handles = 0, handles
@@ -132,12 +132,12 @@ def refuse():
         ((refuse, ()), "rank 0 cannot open that of rank 1: invalid device context"),
     ],
 )
-def test_what_comes_of_opening_the_memory_of_another(monkeypatch, handle, expected):
+def test_outcomes_of_opening_the_memory_of_another_rank(monkeypatch, handle, expected):
     comm = Ranks(monkeypatch, handles=[(torch.tensor, ([1.0],)), handle])
     assert check_gpu_memory(comm, SHARED, torch.device("cpu")) == expected
 
 
-def test_nothing_is_tried_where_no_gpu_reaches_another(monkeypatch):
+def test_no_trial_without_peer_access(monkeypatch):
     for devices in (
         Devices([RankDevice(0), RankDevice(0)]),
         Devices([RankDevice(0, "a", frozenset("a")), RankDevice(1, "b")]),

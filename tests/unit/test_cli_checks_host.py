@@ -83,7 +83,7 @@ def test_shared_memory(memory, expected, words):
         assert (found.verdict, words in found.found) == (expected, True), found
 
 
-def test_shared_memory_must_do_for_all_ranks_of_a_host():
+def test_shared_memory_must_suffice_for_all_ranks_of_a_host():
     memory = {"shm_total_bytes": 1024 * MIB, "shm_free_bytes": 100 * MIB}
     assert checks.check_shared_memory(job(*[memory] * 2)).verdict == "ok"
     assert checks.check_shared_memory(job(*[memory] * 8)).verdict == "problem"

@@ -20,14 +20,14 @@ def verdict(finding):
 
 
 @pytest.mark.parametrize("facts", [alone(), job({}), job({}, {}, {}, {})], ids=["alone", "job of 1", "job of 4"])
-def test_all_is_well(facts):
+def test_no_problems(facts):
     findings = diagnose(facts)
     assert [finding for finding in findings if finding.verdict != "ok" or finding.remedy] == []
     assert len(findings) >= 14 and len({finding.name for finding in findings}) == len(findings)
     assert summary(findings) == f"All {len(findings)} checks are ok."
 
 
-def test_missing_library_comes_with_two_ways():
+def test_missing_library_has_two_remedies():
     error = "cannot load MPI library\nlibmpi.so: cannot open shared object file: No such file or directory\nbad ELF"
     found = checks.check_library(Facts(PROCESS, None, error, mpi_is_missing=True))
     assert found.verdict == "problem"

@@ -97,7 +97,7 @@ def test_facts_of_this_process_survive_json():
     assert all(facts.versions.values()), facts.versions
 
 
-def test_facts_tell_no_secrets(monkeypatch):
+def test_facts_contain_no_secrets(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "hunter2")
     assert "hunter2" not in json.dumps(asdict(torchmpi.cli.facts.process_facts()))
 
@@ -172,7 +172,7 @@ def test_a_command_that_hangs_is_ended_with_its_children():
     assert ended.status is None and ended.seconds < 30
     limit = time.monotonic() + 10
     with pytest.raises(ProcessLookupError):
-        while time.monotonic() < limit:  # it is there until init has taken note of its end
+        while time.monotonic() < limit:  # exists until init has reaped the process
             os.kill(int(ended.stdout), 0)
             time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""What the ranks conclude from how long it took to go through the caches, with times that are given here."""
+"""The decision between cached and non-temporal copies, from given times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANY = 64  # chunks of earlier calls: the slots have been used
 
 
 class Rank:
-    """One of two: its words, and the rows of both."""
+    """One of two ranks: its fields, and the status blocks of both."""
 
     def __init__(self, num_slots: int = 2) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
@@ -26,7 +26,7 @@ class Rank:
         self.address = self.fields.ctypes.data
 
     def call(self, *paces: int, sequence: int = 1, always_past: bool = False) -> list[int]:
-        """A call whose chunks are put into the slot at these paces, and the way that each of them went."""
+        """Make a call whose chunks are copied at these paces; return the kind of copy of each."""
         self.fields[records.CURRENT_SEQ] = sequence
         copying.begin_measuring(self.address, len(paces), always_past)
         ways = []
@@ -43,19 +43,19 @@ class Rank:
 
 
 @pytest.mark.parametrize("num_slots", (2, 4))
-def test_slow_from_the_second_use_of_the_slots_on_is_slow(num_slots):
-    """The best of all chunks counted, and of slots that had left the caches the first ones were quick. So a
-    broadcast of 64 MB took five times as long, unnoticed."""
+def test_copies_are_slow_if_slow_from_the_second_use_of_the_slots(num_slots):
+    """Regression: the fastest of all chunks was used, and the first chunks of slots outside the caches were fast. A
+    broadcast of 64 MB therefore took five times as long."""
     rank = Rank(num_slots)
     ways = rank.call(*[FAST] * num_slots, *[SLOW] * 8)
     assert rank.says_slow
     assert ways == [0] * 6 + [1] * (2 + num_slots), "known after six chunks"
     assert rank.call(*[FAST] * 4) == [1] * 4
-    assert rank.says_slow, "what went past the caches says nothing about them"
+    assert rank.says_slow, "non-temporal copies do not measure the caches"
 
 
 @pytest.mark.parametrize("num_chunks", (4, 5, 6, 7))
-def test_so_is_a_short_call_on_two_ranks(num_chunks):
+def test_copies_of_a_short_call_on_two_ranks_are_slow(num_chunks):
     """With four slots for each rank none of the first uses was left out in a call of fewer than eight chunks."""
     rank = Rank(4)
     rank.call(FAST, FAST, *[SLOW] * (num_chunks - 2))
@@ -65,13 +65,13 @@ def test_so_is_a_short_call_on_two_ranks(num_chunks):
 @pytest.mark.parametrize(
     "paces", ([FAST] * 8, [FAST, FAST, SLOW, SLOW, FAST, SLOW, SLOW], [SLOW, SLOW, SLOW, FAST], [SLOW, FAST, SLOW])
 )
-def test_one_quick_chunk_shows_that_the_others_were_interrupted(paces):
+def test_one_fast_chunk_overrides_slow_chunks(paces):
     rank = Rank()
     assert not any(rank.call(*paces)) and not rank.says_slow
 
 
-def test_the_pace_of_many_short_pieces_says_nothing():
-    """Most of it is the way from one to the next."""
+def test_fragmented_calls_are_not_judged():
+    """Most of the time is spent between the pieces."""
     rank = Rank()
     rank.fields[records.CURRENT_SEQ] = 1
     copying.begin_measuring(rank.address, 1, False)
@@ -90,7 +90,7 @@ def test_short_calls_are_judged_at_their_end(paces):
     assert not any(rank.call(*paces)) and rank.says_slow
 
 
-def test_a_trial_takes_the_word_back():
+def test_a_successful_trial_clears_the_count():
     rank = Rank()
     rank.call(*[SLOW] * 8)
     sequence = next(number for number in range(1, 1000) if rank.call(*[FAST] * 4, sequence=number)[0] == 0)
@@ -100,8 +100,8 @@ def test_a_trial_takes_the_word_back():
 @pytest.mark.parametrize(
     ("num_chunks", "every"), ((1, 128), (31, 128), (32, 8), (64, 4), (128, 2), (129, 2), (256, 1), (999, 1))
 )
-def test_how_often_it_is_tried_again(num_chunks, every):
-    """So that trying costs about as large a share of all sizes."""
+def test_interval_of_trials(num_chunks, every):
+    """Trials take about the same share of the time for all sizes."""
     rank = Rank()
     rank.rows[1, memory_layout.FETCHES_SLOWLY] = 7
     assert trials_of(rank, num_chunks) == pytest.approx(128 * 64 / every, rel=0.2)
@@ -116,8 +116,8 @@ def trials_of(rank: Rank, num_chunks: int) -> int:
     return trials
 
 
-def test_once_slow_is_tried_again_soon():
-    """New memory, handed out by the system in that call, made it slow, and the next 127 calls paid for that."""
+def test_first_trial_follows_soon():
+    """Regression: page faults of new memory made one call slow, and the next 127 calls used slower copies."""
     rank, tried = Rank(), []
     for times in range(1, 9):
         sequence = next(number for number in range(1, 10_000) if rank.call(*[SLOW] * 4, sequence=number)[0] == 0)
@@ -128,9 +128,9 @@ def test_once_slow_is_tried_again_soon():
     assert not rank.says_slow, "one fast trial is enough"
 
 
-def test_past_the_caches_may_be_no_better():
-    """Neighbors of a virtual machine kept memory busy: everything was slow, and past the caches more than through
-    them. A call of 64 MB took 22 ms instead of 14."""
+def test_slower_non_temporal_copies_are_rejected():
+    """Regression: other virtual machines used the memory bandwidth, so all copies were slow, non-temporal ones slower
+    than cached ones. A call of 64 MB took 22 ms instead of 14."""
     rank = Rank()
     ways = rank.call(*[SLOW] * 6, *[SLOW + 100] * 14)
     assert ways == [0] * 6 + [1] * 7 + [0] * 7 and not rank.says_slow
@@ -141,23 +141,23 @@ def test_past_the_caches_may_be_no_better():
         assert rank.call(*[SLOW] * 6, *[SLOW + 100] * 14, sequence=sequence)[-1] == 0
     rank.call(*[FAST] * 8)
     rank.call(*[SLOW] * 8)
-    assert rank.says_slow, "what is slow after a fast call is another matter"
+    assert rank.says_slow, "a fast call resets the rejections"
 
 
-def test_a_rank_that_was_wrong_about_memory_finds_cores_apart_in_short_calls():
-    """What it did not believe took its word back each time, and calls too short to compare went through slow caches."""
+def test_short_calls_after_rejections_bypass_the_caches():
+    """Regression: each rejection cleared the count, and calls too short for a comparison used slow cached copies."""
     rank = Rank()
     rank.fields[records.REJECTED] = 7
     ways = [way for sequence in range(4000) for way in rank.call(*[SLOW] * 4, sequence=sequence)]
     assert sum(ways) > 0.9 * len(ways)
 
 
-def test_past_the_caches_must_be_clearly_better():
+def test_non_temporal_copies_must_be_clearly_faster():
     rank = Rank()
     assert rank.call(*[SLOW] * 7, *[SLOW - 20] * 13)[-1] == 0
 
 
-def test_a_better_way_ends_the_doubts():
+def test_faster_non_temporal_copies_reset_the_rejections():
     rank = Rank()
     rank.fields[records.REJECTED] = 3
     sequence = next(number for number in range(1, 1000) if calls_it_slow(rank, number))
@@ -165,7 +165,7 @@ def test_a_better_way_ends_the_doubts():
     assert rank.fields[records.REJECTED] == 0
 
 
-def test_who_is_fast_follows_those_who_are_not():
+def test_fast_ranks_follow_slow_ranks():
     rank = Rank()
     rank.rows[1, memory_layout.FETCHES_SLOWLY] = 1
     assert rank.call(*[FAST] * 20)[6:] == [1] * 14
@@ -173,7 +173,7 @@ def test_who_is_fast_follows_those_who_are_not():
 
 
 def calls_it_slow(rank: Rank, sequence: int) -> bool:
-    """Whether it would, with nothing changed by that."""
+    """Return whether the rank would report slow copies, without a change of its state."""
     fields, rows = rank.fields.copy(), rank.rows.copy()
     rank.call(*[SLOW] * 8, sequence=sequence)
     says_slow = rank.says_slow
@@ -181,16 +181,16 @@ def calls_it_slow(rank: Rank, sequence: int) -> bool:
     return says_slow
 
 
-def test_past_the_caches_is_kept_where_it_is_better():
+def test_non_temporal_copies_are_kept_if_faster():
     rank = Rank()
     assert rank.call(*[SLOW] * 7, *[FAST] * 13) == [0] * 6 + [1] * 14
     assert rank.says_slow
 
 
-def test_what_always_goes_past_the_caches_does_whatever_the_ranks_say():
+def test_calls_that_always_bypass_the_caches():
     rank = Rank()
     assert rank.call(*[SLOW] * 8, always_past=True) == [2] * 8
-    assert not rank.says_slow, "it says nothing about the caches"
+    assert not rank.says_slow, "the copies do not measure the caches"
 
 
 @given(st.integers(1, 64), st.integers(64, 1 << 20), st.integers(1, 1 << 26), st.sampled_from((128 << 10, 384 << 10)))
@@ -207,7 +207,7 @@ def test_a_stream_is_cut_into_pieces_that_fit_into_a_slot(size, slot_bytes, num_
 
 @pytest.mark.parametrize("size", (1, 2, 3, 4, 64))
 def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
-    """Whatever verbs they belong to; of chunk c - 2 and before nothing is left when chunk c is put."""
+    """For any collectives; chunk c - 2 and earlier ones have been read when chunk c is written."""
     fields = np.zeros(records.group_fields(size), np.int64)
     fields[records.SIZE], fields[records.SLOT_BYTES] = size, 1
     fields[records.NUM_SLOTS] = num_slots = memory_layout.num_slots(size)
@@ -222,7 +222,7 @@ def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
         assert not (before[0] | before[1]) & (now[0] | now[1])
 
 
-def test_what_a_rank_has_read_it_writes_to_next_where_there_are_two():
+def test_two_ranks_reuse_the_slots_they_have_read():
     rank = Rank(4)
     rank.fields[records.SLOT_BYTES] = 1
     for chunk in range(MANY, MANY + 8):
@@ -230,14 +230,14 @@ def test_what_a_rank_has_read_it_writes_to_next_where_there_are_two():
         assert access.transfer_slot_of(rank.address, 0, chunk + 4) == read_by_rank_0
 
 
-def test_an_exchange_waits_for_what_went_through_the_slots_before_it_in_the_call():
-    """The sizes of seven ranks' parts go through the slots too, and were overwritten while others read them."""
+def test_an_exchange_waits_for_earlier_transfers_of_its_call():
+    """Regression: the sizes of the parts of seven ranks use the slots too, and were overwritten while being read."""
     rank = Rank()
     slots, table = np.zeros(4 * CHUNK_BYTES, np.uint8), np.zeros((2, 4), np.int64)
     sent, received = np.ones(4 * CHUNK_BYTES, np.uint8), np.zeros(4 * CHUNK_BYTES, np.uint8)
     table[1] = sent.ctypes.data, sent.nbytes, received.ctypes.data, received.nbytes
     rank.fields[records.SLOTS], rank.fields[records.SLOT_BYTES] = slots.ctypes.data, CHUNK_BYTES
-    rank.fields[records.CURRENT_SEQ] = rank.fields[records.EXPIRED] = 5  # nobody comes, and there is no time to wait
+    rank.fields[records.CURRENT_SEQ] = rank.fields[records.EXPIRED] = 5  # no rank arrives, and the timeout has passed
     plan = np.zeros(records.CALL_FIELDS, np.int64)
     plan[records.GROUP] = rank.address
     arguments = plan.ctypes.data, table.ctypes.data, 0, 4 * CHUNK_BYTES, 1

@@ -70,7 +70,7 @@ def _all_dtypes():
     return sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
-def test_codes_are_unique_and_come_back():
+def test_codes_are_unique_and_round_trip():
     known = [dtype for dtype in _all_dtypes() if dtype in dtypes._TABLE]
     assert len({dtypes.info(dtype).code for dtype in known}) == len(known) >= 16
     assert all(dtypes.from_code(dtypes.info(dtype).code) is dtype for dtype in known)
@@ -120,7 +120,7 @@ def test_a_closed_queue_refuses():
 
 
 def test_a_call_submitted_while_the_queue_closes_is_refused_or_runs():
-    """Regression: it was queued behind the end of the queue, and its wait() never returned."""
+    """Regression: the call was queued behind the end of the queue, and its wait() never returned."""
     for _ in range(100):
         call_queue, handles = CallQueue("test"), []
 
@@ -222,7 +222,7 @@ def test_the_later_rank_finds_the_difference(board_of_two, monkeypatch, code, sh
         first.leave()
 
 
-def test_the_rank_that_failed_is_named_and_not_one_that_heard_of_it():
+def test_the_rank_that_failed_first_is_named():
     """Regression: a slow rank named a rank that had aborted the call because of the first one."""
     segment = Segment.create("test", 4 * memory_layout.BLOCK_BYTES)
     log_board = StatusBoard(segment, 4)
@@ -256,7 +256,7 @@ def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
     st.sampled_from([*dtypes.OPS, None]),
     st.integers(0, 63),
 )
-def test_signatures_can_be_read(collective, op, root):
+def test_descriptions_of_signatures(collective, op, root):
     text = call_log.describe(call_log.call_code(collective, op, 1) | root << 32, (2, 3))
     assert text.startswith(f"{collective}(float32 [2, 3]")
     assert op is None or op in text
@@ -285,7 +285,7 @@ def test_buckets_hold_every_tensor_once_and_in_order(kinds, limit):
         st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False)
     )
 )
-def test_numbers_go_and_come_back(value):
+def test_numbers_round_trip(value):
     result = numbers.restore(numbers.as_tensor(value))
     assert result == value and type(result) is type(value)
 
@@ -308,7 +308,7 @@ def test_scratch_grows_and_is_reused():
 # --- the machine
 
 
-def test_launchers_are_told_by_their_variables():
+def test_launchers_are_detected_by_their_variables():
     assert launcher.detect({}).num_ranks == 1
     assert launcher.detect({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})[1:] == (8, 3)
     assert launcher.detect({"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"})[1:] == (2, 1)

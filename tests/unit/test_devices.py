@@ -1,4 +1,4 @@
-"""Which GPUs ranks have, and what follows, from given facts."""
+"""The GPUs of ranks, and the groups that follow from them, from given facts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_one_gpu_of_each_host_is_not_the_same_gpu():
     assert Devices([RankDevice(0, "a"), RankDevice(1, "a")]).first_sharing([0, 1]) is None
 
 
-def test_without_cuda_nobody_is_asked():
+def test_without_cuda_no_rank_communicates():
     found = Devices.gather(None, [0, 0, 1], torch.device("cpu"), has_cuda=False)
     assert found == (RankDevice(0), RankDevice(0), RankDevice(1)) and found.num_hosts == 2
     assert found.uuids == ("", "", "") and found.hosts == (0, 0, 1)
 
 
-def test_each_tells_of_its_own_device_and_whom_it_reaches(monkeypatch):
+def test_each_rank_reports_its_device_and_the_devices_it_can_access(monkeypatch):
     access = [[True, True, False], [True, True, True], [False, True, True]]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: access[i][j])
@@ -47,7 +47,7 @@ def test_each_tells_of_its_own_device_and_whom_it_reaches(monkeypatch):
     world = SimpleNamespace(rank=1, allgather=lambda own: [RankDevice(0), own])
     table = Devices.gather(world, [0, 4], torch.device("cuda", 2), has_cuda=True)
     assert table[1] == RankDevice(4, "GPU-2", frozenset({"GPU-1", "GPU-2"}))
-    # Groups of GPUs that all reach each other: 0 and 1, and 2 by itself, since 0 does not reach it.
+    # Groups of GPUs that can all access each other: 0 and 1, and 2 alone, since 0 cannot access 2.
     keys = [gpus.ipc_key(torch.device("cuda", index)) for index in range(3)]
     assert keys == ["GPU-0 GPU-1", "GPU-0 GPU-1", "GPU-2"]
 

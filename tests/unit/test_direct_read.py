@@ -1,4 +1,4 @@
-"""When a rank is for reading the others' memory directly, with paces given here, and what it finds when it has read."""
+"""The choice of direct reads, from given paces, and the result of a read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ must_be_allowed = pytest.mark.skipif(
 
 
 class Rank:
-    """Rank 0 of two, of which the other is this process as well."""
+    """Rank 0 of two, both of them in this process."""
 
     def __init__(self) -> None:
         self.rows = np.zeros((2, memory_layout.BLOCK_FIELDS), np.int64)
@@ -34,7 +34,7 @@ class Rank:
         self.address = self.fields.ctypes.data
 
     def is_for_it(self, num_bytes: int) -> float:
-        """In what share of the calls."""
+        """Return the share of the calls that use direct reads."""
         answers = []
         for sequence in range(1, 4097):
             self.fields[records.CURRENT_SEQ] = sequence
@@ -42,7 +42,7 @@ class Rank:
         return sum(answers) / len(answers)
 
     def read(self, theirs: np.ndarray, *, refuses: bool = False) -> tuple[int, np.ndarray]:
-        """A call in which the other rank shows this, and has read already."""
+        """Make a call in which the other rank publishes this memory, and has read already."""
         chunk = int(self.fields[records.CHUNKS])
         mine, target = np.zeros_like(theirs), np.zeros(2 * len(theirs), theirs.dtype)
         for rank, tensor in enumerate((mine, theirs)):
@@ -54,7 +54,7 @@ class Rank:
         return direct_read.read_all(*arguments), target[len(theirs) :]
 
 
-def test_what_is_short_or_long_is_never_read_directly():
+def test_short_and_long_tensors_are_not_read_directly():
     rank = Rank()
     for num_bytes in (0, LEAST - 1, TOO_MANY, 1 << 40):
         direct_read.note_pace(rank.address, PACES, num_bytes, DIRECTLY, 1)
@@ -64,7 +64,7 @@ def test_what_is_short_or_long_is_never_read_directly():
 
 
 @given(st.integers(LEAST, TOO_MANY - 1), st.integers(LEAST, TOO_MANY - 1))
-def test_about_equal_lengths_share_what_is_known(first, second):
+def test_similar_lengths_share_measurements(first, second):
     rank = Rank()
     one, other = (
         direct_read.measurement_of(rank.address, PACES, first, SLOTS),
@@ -80,18 +80,18 @@ def test_about_equal_lengths_share_what_is_known(first, second):
     )
 
 
-def test_both_ways_are_tried_and_the_faster_one_is_taken():
+def test_the_faster_transfer_is_selected():
     rank = Rank()
     assert 0.4 < rank.is_for_it(LEAST) < 0.6
     direct_read.note_pace(rank.address, PACES, LEAST, SLOTS, 1000)
-    assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the other way is not known yet"
+    assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the other transfer has not been measured yet"
     for _ in range(14):
         direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the first calls count for little: memory may have been new"
     direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0 < rank.is_for_it(LEAST) < 0.02
     direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 500)
-    assert 0.98 < rank.is_for_it(LEAST) < 1, "the faster call counts at once"
+    assert 0.98 < rank.is_for_it(LEAST) < 1, "the faster call is used immediately"
     for _ in range(3):
         direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert rank.is_for_it(LEAST) > 0.98, "slow ones may have been disturbed"
@@ -102,7 +102,7 @@ def test_both_ways_are_tried_and_the_faster_one_is_taken():
 
 
 @must_be_allowed
-def test_what_a_process_shows_is_read():
+def test_memory_of_another_process_is_read():
     rank, theirs = Rank(), np.random.default_rng(1).integers(0, 255, LEAST, np.uint8)
     status, found = rank.read(theirs)
     assert status == 0 and (found == theirs).all()
@@ -111,7 +111,7 @@ def test_what_a_process_shows_is_read():
 
 
 @pytest.mark.parametrize("process", (-1, 1 << 22))
-def test_a_refused_read_is_told_to_the_others_and_not_tried_again(process):
+def test_a_refused_read_is_published_and_not_repeated(process):
     rank = Rank()
     rank.processes[1] = process
     status, _ = rank.read(np.ones(LEAST, np.uint8))
@@ -129,14 +129,14 @@ def test_a_refused_read_elsewhere_counts_as_well():
     assert rank.fields[records.PROCESSES] != 0, "this rank may; the other one will not be for it again"
 
 
-def test_what_has_been_read_from_a_rank_that_gave_up_is_not_believed():
-    """It may have gone on meanwhile, and written there."""
+def test_data_read_from_a_rank_that_aborted_are_discarded():
+    """The other rank may have continued, and overwritten the memory."""
     status, _ = Rank().read(np.ones(LEAST, np.uint8), refuses=True)
     assert status == records.ABORTED + 1
 
 
 @must_be_allowed
-def test_the_trial_at_the_start_is_not_content_with_any_memory():
+def test_the_trial_at_start_compares_the_value():
     own = process_vm.probe()
     assert process_vm.can_read([own, own]) and process_vm.can_read([])
     assert not process_vm.can_read([own, own._replace(value=own.value ^ 1)])

@@ -82,7 +82,7 @@ def test_the_future_of_a_work_is_one_and_has_its_tensors():
     assert late.done() and late.value()[0] is outputs[0]
 
 
-def test_futures_asked_for_while_the_call_ends():
+def test_futures_requested_while_the_call_ends():
     """From two threads at the same time: every future completes, and callbacks run once."""
     for _ in range(300):
         handle, _, pending_work = pending()
@@ -145,7 +145,7 @@ def test_the_factor_of_a_sum():
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=0, max_size=3), st.booleans(), st.booleans())
 def test_lists_become_rows_and_back(num_parts, shape, is_whole, is_transposed):
-    """Whatever memory the parts have, each has its row in the end, and nothing else is written."""
+    """For parts in any memory, each part gets its row, and no other memory is written."""
     whole = torch.zeros((num_parts + 2, *shape))
     parts = list(whole[1:-1].unbind()) if is_whole else [torch.zeros(shape) for _ in range(num_parts)]
     if is_transposed:
@@ -173,7 +173,7 @@ def test_parts_out_of_order_or_with_gaps_are_not_taken_for_one_tensor():
     assert rows.stacked(beyond).data_ptr() != first.data_ptr()
 
 
-def test_a_result_goes_into_the_memory_itself_only_if_that_is_in_order():
+def test_results_are_received_into_contiguous_memory_directly():
     direct, strided = torch.zeros(2, 3), torch.zeros(3, 2).t()
     assert rows.result_rows(direct, 2).data_ptr() == direct.data_ptr()
     target = rows.result_rows(strided, 2)
@@ -260,7 +260,7 @@ def test_a_call_from_a_thread_without_python_frames():
 
 
 def test_dynamo_excludes_the_package_once_it_is_loaded():
-    """And only then: loading it costs a second, which `import torch` must not."""
+    """Not earlier: loading torch._dynamo takes a second, which must not be added to `import torch`."""
     known = set(sys.meta_path)
     torch_names.keep_dynamo_out("hypothesis")  # any package
     rules = importlib.import_module("torch._dynamo.trace_rules")

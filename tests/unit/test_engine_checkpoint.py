@@ -107,7 +107,7 @@ def test_unreadable_state_is_refused_when_saving(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
-def test_digest_sees_bits_shapes_and_types(dtype):
+def test_digest_depends_on_bits_shapes_and_types(dtype):
     zeros = torch.zeros(2, 3, dtype=dtype)
     changed = zeros.clone()
     changed[1, 2] = 1

@@ -1,4 +1,4 @@
-"""What the handling of failures concludes from an error."""
+"""The decisions of the failure handling about an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def raised(error: BaseException, cause: BaseException | None) -> BaseException:
         return caught
 
 
-def test_whether_another_rank_knows_the_reason():
+def test_errors_that_only_report_an_abort():
     mismatch, raise_aborted = MismatchError("calls differ"), MismatchError("rank 0 has aborted it")
     raise_aborted.reason_is_elsewhere = True
     assert not failure._reason_is_elsewhere(None)
@@ -26,14 +26,14 @@ def test_whether_another_rank_knows_the_reason():
 
 
 def test_an_error_may_be_its_own_cause():
-    """Looking for the reason never ended, and so did not the job."""
+    """Regression: the search for the cause did not end, nor did the job."""
     error, other = ValueError(), KeyError()
     assert not failure._reason_is_elsewhere(raised(error, error))
     other.__cause__, error.__cause__ = error, other
     assert not failure._reason_is_elsewhere(other)
 
 
-def test_what_somebody_keeps_is_shown_once(monkeypatch):
+def test_buffered_output_is_shown_once(monkeypatch):
     kept, shown = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", kept)
     monkeypatch.setattr(sys, "__stderr__", shown)
@@ -43,7 +43,7 @@ def test_what_somebody_keeps_is_shown_once(monkeypatch):
     assert shown.getvalue() == "first\nsecond\n"
 
 
-def test_closed_streams_do_not_keep_a_job_from_ending(monkeypatch):
+def test_a_job_ends_with_closed_streams(monkeypatch):
     closed = io.StringIO()
     closed.close()
     for name in ("stdout", "stderr", "__stderr__"):

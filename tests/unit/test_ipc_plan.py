@@ -1,4 +1,4 @@
-"""The plans of ipc, played by a model of hosts, streams and interprocess events in random interleavings."""
+"""The plans of ipc, executed by a model of hosts, streams and interprocess events in random interleavings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLLECTIVES = ("allreduce 1", "allreduce 2", "reduce 1", "reduce 2", "broadcast"
 def make(
     collective: str, size: int, half: int, lengths: list[int], root: int, choice: random.Random
 ) -> tuple[Call, list]:
-    """A call, and what its outputs must be (None: untouched). `lengths` holds one number, or one for each rank."""
+    """A call and its expected outputs (None: unchanged). `lengths` holds one number, or one for each rank."""
     name, _, shots = collective.partition(" ")
     if name == "allgather":
         own = lengths
@@ -118,7 +118,7 @@ def test_parts_and_chunks_cover_everything_once(size, num_bytes, most):
 
 
 @given(st.integers(1, 64), st.integers(0, 300), st.integers(1, 16))
-def test_rows_that_are_scattered_never_leave_their_slot(size, num_rows, row_bytes):
+def test_scattered_rows_stay_within_their_slot(size, num_rows, row_bytes):
     half = size * ALIGNMENT
     spans = [(first * row_bytes, count * row_bytes) for first, count in partition.rows(num_rows, size)]
     for rank in {0, size // 2, size - 1}:
@@ -128,7 +128,7 @@ def test_rows_that_are_scattered_never_leave_their_slot(size, num_rows, row_byte
         assert all(fill.area % ALIGNMENT == 0 and fill.area // ALIGNMENT < size for fill in fills)
 
 
-# --- the model finds what it is there to find
+# --- the model detects errors
 
 
 def broken(steps: list[list], change) -> list[list]:
@@ -158,7 +158,7 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("what", BREAKAGES)
-def test_the_model_notices_a_broken_protocol(what):
+def test_the_model_detects_protocol_errors(what):
     collective, change = BREAKAGES[what]
     size, half = 3, 3 * ALIGNMENT
     noticed = 0

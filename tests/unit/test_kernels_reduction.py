@@ -1,4 +1,4 @@
-"""Native reductions against their readable twin, bit for bit, wherever an element is and wherever the result goes."""
+"""Native reductions compared with their reference, bit for bit, for all positions of elements and results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = (*REAL, *COMPLEX, *INTEGERS, torch.bool)
 NUM_SOURCES = (1, 2, 3, 5, 8)
 NUMELS = (0, 1, 2, 3, 63, 64, 65, 1000, 4099)
 GUARD_BYTES = 320  # more than a vector of any kind
-ALL_SOURCES = -1  # where a result goes: into each of them
+ALL_SOURCES = -1  # positions of the result: each of the sources
 _NUMPY = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _NUMPY |= {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 _NUMPY_BOOL = {"min": np.logical_and, "band": np.logical_and, "land": np.logical_and}
@@ -75,8 +75,8 @@ def twin(parts: list[torch.Tensor], op: str) -> torch.Tensor:
 def reduced(parts: list[torch.Tensor], address: int, place: int | None, offset: int) -> torch.Tensor:
     """Call the function with every source `offset` bytes from an aligned address, and the result in source `place`.
 
-    That may be all of them, or, if it is None, another place. Nothing but the result may change: neither what surrounds
-    it nor any other source.
+    `place` may be all sources or, if None, other memory. Only the result may change, not the memory around the result
+    or any other source.
     """
     dtype, numel = parts[0].dtype, parts[0].numel()
     begin = GUARD_BYTES + offset
@@ -99,7 +99,7 @@ def reduced(parts: list[torch.Tensor], address: int, place: int | None, offset: 
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> list[int]:
-    """Places whose bits differ. A NaN equals a NaN: which payload a sum keeps is up to the processor."""
+    """The positions whose bits differ. All NaNs are equal, since the payload depends on the processor."""
     assert a.shape == b.shape and a.dtype is b.dtype
     if not a.numel():
         return []
@@ -123,7 +123,7 @@ def test_every_operation_size_and_place(dtype):
         whole = twin(longest, op)
         for numel in NUMELS:
             parts = [part[:numel] for part in longest]
-            # Every place for some sizes, one of them for the others: all of them for all would take minutes.
+            # All places for some sizes, one place for other sizes: all combinations would take minutes.
             for place in places(num_sources) if numel in (3, 65, 1000) else [ALL_SOURCES, numel % num_sources]:
                 result = reduced(parts, address, place, offset=(numel % 2) * dtype.itemsize)
                 assert not differing(result, whole[:numel]), (op, num_sources, numel, place)
@@ -139,7 +139,7 @@ def test_finite_complex_numbers_have_the_bits_of_combine(dtype, op):
 
 
 def special_values(dtype: torch.dtype) -> torch.Tensor:
-    """Numbers at the edges of the type: what rounds to infinity, or to even, and what is nearly zero."""
+    """Numbers at the limits of the type: rounded to infinity, rounded to even, and nearly zero."""
     limits = torch.finfo(dtype)
     tiny = limits.smallest_normal
     numbers = [0.0, 1.0, limits.max, tiny, tiny * limits.eps, tiny * 3 * limits.eps, limits.eps, 1 + limits.eps]
@@ -195,7 +195,7 @@ def test_16_bit_floats_survive_widening_and_rounding(dtype):
     everything = torch.arange(1 << 16).to(torch.uint16).view(dtype)
     result = reduced([everything], reduction.address(dtype, "sum"), 0, 0)
     assert not differing(result, everything)
-    if dtype is torch.bfloat16:  # whose NaN is one and the same everywhere, as torch's conversion on x86 makes it
+    if dtype is torch.bfloat16:  # with one NaN only, which is that of torch's conversion on x86
         assert (result[everything.isnan()].view(torch.int16) == -1).all()
 
 
@@ -237,7 +237,7 @@ def test_combinations_whose_bits_are_treated_alike_share_a_function():
 
 
 @pytest.mark.parametrize(("dtype", "op"), [(torch.int32, "avg"), (torch.complex64, "max"), (torch.float8_e5m2, "sum")])
-def test_what_makes_no_sense_is_refused(dtype, op):
+def test_invalid_arguments_are_refused(dtype, op):
     with pytest.raises(errors.DtypeError):
         reduction.address(dtype, op)
 

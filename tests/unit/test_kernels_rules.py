@@ -1,4 +1,4 @@
-"""Native rules against readable twins, bit for bit, and against the optimizers of torch."""
+"""Native rules compared with references, bit for bit, and with the optimizers of torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COEFFICIENTS = {
 
 
 def full(name: str, given: tuple[float, ...], step: int) -> list[float]:
-    """All eight: what the caller fills in for Adam, and numbers that a rule must not look at."""
+    """All eight coefficients: those that the caller sets for Adam, and numbers that a rule must not use."""
     ends = [1 - given[1] ** step, 1 - given[2] ** step] if name == "adam" else [7e7, -7e7]
     return [*given, *[9e9] * (6 - len(given)), *ends]
 
@@ -49,7 +49,7 @@ def twin(name: str, c: list[float], arrays: list[torch.Tensor], incoming: torch.
     """The new value and states."""
     value, dtype = arrays[0], arrays[0].dtype
     if name in ("zero", "copy"):
-        data = incoming.view(torch.uint8)  # torch's own copy of a bool makes 0 or 1 of it
+        data = incoming.view(torch.uint8)  # torch's copy of a bool converts any byte to 0 or 1
         return [(torch.zeros_like if name == "zero" else torch.clone)(data).view(dtype)]
     if dtype.is_complex:  # add
         parts = twin(name, c, [torch.view_as_real(value)], torch.view_as_real(incoming))
@@ -69,7 +69,7 @@ def twin(name: str, c: list[float], arrays: list[torch.Tensor], incoming: torch.
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
-    """NumPy's, which rounds as the standard wants it. The last bit of torch's is now and then another one."""
+    """NumPy's square root, which is correctly rounded. That of torch sometimes differs in the last bit."""
     return torch.from_numpy(np.sqrt(tensor.numpy()))
 
 
@@ -117,7 +117,7 @@ def in_a_room(tensor: torch.Tensor, offset: int) -> tuple[torch.Tensor, int]:
 def applied(
     address: int, c: list[float], arrays: list[torch.Tensor], incoming: torch.Tensor, offset: int = 0
 ) -> list[torch.Tensor]:
-    """Call the function, each buffer in a place of its own. Nothing but the targets may change."""
+    """Call the function, with each buffer at another offset. Only the targets may change."""
     sources = [in_a_room(tensor, offset + index) for index, tensor in enumerate([*arrays, incoming])]
     targets = [in_a_room(torch.full_like(array.view(torch.uint8), 0x5A), offset) for array in arrays]
     before = [room.clone() for room, _ in (*sources, *targets)]
@@ -236,7 +236,7 @@ def test_the_optimizers_of_torch(name, given_here, make, dtype, tolerance):
 
 
 def undefined_symbols(image: bytes) -> list[str]:
-    """What an object file of ELF's 64-bit kind wants from others."""
+    """The undefined symbols of a 64-bit ELF object file."""
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count = struct.unpack_from("<HH", image, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", image, table + index * size) for index in range(count)]
@@ -293,7 +293,7 @@ def test_dtypes_whose_bits_are_treated_alike_share_a_function():
     assert address(torch.float64, "zero") == address(torch.complex64, "zero") != address(torch.float64, "copy")
 
 
-def test_threads_that_ask_at_once_compile_once():
+def test_concurrent_requests_compile_once():
     compiler, compiled, found = native_code.Compiler(), [], []
 
     def text_of(**_: bool) -> str:
@@ -324,7 +324,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "remedy"), REFUSED, ids=str)
-def test_what_makes_no_sense_is_refused_with_the_remedy(name, dtype, remedy):
+def test_invalid_arguments_are_refused_with_the_remedy(name, dtype, remedy):
     with pytest.raises(errors.DtypeError, match=remedy):
         server_rules.address(dtype, name)
 
@@ -334,7 +334,7 @@ def test_an_unknown_rule_is_refused_with_the_known_ones():
         server_rules.address(torch.float32, "nadam")
 
 
-def test_what_a_caller_knows_of_a_rule():
+def test_properties_of_a_rule():
     codes = {
         name: (code.num_coefficients, code.num_states, code.floats_only) for name, code in server_rules.BUILT_IN.items()
     }

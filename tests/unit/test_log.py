@@ -1,4 +1,4 @@
-"""The logger ``torchmpi``: what reaches standard error, and what must never fail."""
+"""The logger ``torchmpi``: output on standard error, and errors that must not propagate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradient lies where: pure planning, and the flat tensors."""
+"""The positions of gradients in buckets: pure planning, and the flat tensors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def parameter(gradient: torch.Tensor | None, *shape: int) -> nn.Parameter:
     return result
 
 
-def test_packing_seats_gradients_and_fills_in_zeros():
+def test_packing_moves_gradients_and_fills_in_zeros():
     first, second = parameter(torch.ones(2), 2), parameter(None, 3)
     bucket = SeatedBucket([first, second])
     bucket.flat.fill_(9)
@@ -88,7 +88,7 @@ def test_packing_seats_gradients_and_fills_in_zeros():
     assert bucket.views[1].tolist() == [0, 0, 0]
 
 
-def test_seated_gradients_are_accumulated_in_place():
+def test_moved_gradients_are_accumulated_in_place():
     weight = parameter(None, 2)
     bucket = SeatedBucket([weight])
     (weight * 3).sum().backward()
@@ -108,7 +108,7 @@ def test_sparse_gradients_do_not_fit():
         bucket.pack()
 
 
-def test_a_view_that_was_moved_away_is_noticed():
+def test_a_moved_view_is_detected():
     net = nn.Linear(2, 2, bias=False)
     net.weight.grad = torch.ones(2, 2)
     bucket = SeatedBucket([net.weight])

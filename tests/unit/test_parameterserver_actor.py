@@ -229,7 +229,7 @@ def test_a_rule_that_raises_leaves_the_chunk_unchanged_and_unlocked():
 
 
 def test_an_interrupt_in_a_registered_rule_leaves_no_lock():
-    """Ctrl-C before each Python instruction in turn. The process stays alive, so its lock could not be taken over."""
+    """Ctrl-C before each Python instruction. The process stays alive, so its lock could not be taken over."""
     register_rule("plus", lambda value, sent: value.add_(sent))
     rig, countdown = Rig((10,), chunk=5), 0
     actor, prepared, sent = rig.actor(0), rules.prepare("plus", torch.float32), torch.ones(10)

@@ -25,7 +25,7 @@ from torchmpi.parameterserver import adam, register_rule, rules, sgd
 from torchmpi.parameterserver.shards import Actor, process_start
 from torchmpi.shared_memory.kernels import shard_layout as fields
 
-NUMEL = 11  # memcpy of the C library copies it in two stores
+NUMEL = 11  # memcpy of the C library uses two stores
 STEPPED_RULES = ("add", sgd(0.1, 0.9), adam(0.1))
 
 

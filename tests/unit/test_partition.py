@@ -51,12 +51,12 @@ def test_more_elements_than_an_mpi_count_holds() -> None:
 
 
 @pytest.mark.parametrize("numel, parts, index", [(-1, 2, 0), (5, 0, 0), (5, 2, 2), (5, 2, -1)])
-def test_senseless_parts_are_refused(numel: int, parts: int, index: int) -> None:
+def test_invalid_parts_are_refused(numel: int, parts: int, index: int) -> None:
     with pytest.raises(TorchMPIError, match="part"):
         partition.part_of(numel, parts, index)
 
 
-def test_senseless_partitions_and_chunks_are_refused() -> None:
+def test_invalid_partitions_and_chunks_are_refused() -> None:
     with pytest.raises(TorchMPIError, match="parts"):
         partition.even_partition(5, 0)
     with pytest.raises(TorchMPIError, match="chunks"):

@@ -12,7 +12,7 @@ from torchmpi.backends.schedule import Round
 
 SIZES = range(1, 65)
 Held = dict[int, set[tuple[int, int]]]
-"""What each rank has: (rank it comes from, block)."""
+"""The blocks that each rank has: (origin, block)."""
 
 
 def blocks_of(message: schedule.Message, size: int) -> list[int]:
@@ -20,10 +20,10 @@ def blocks_of(message: schedule.Message, size: int) -> list[int]:
 
 
 def carry_out(plans: list[list[Round]], held: Held, *, moved_as: Callable[[int, int], int]) -> int:
-    """Run all plans with messages that wait for their receiver, as MPI's long ones do; gives the rounds it took.
+    """Run all plans with messages that wait for their receiver, as MPI's long ones do; returns the number of rounds.
 
-    `moved_as(sender, block)` says from whom a block then comes. Refuses what nobody has, what arrives twice, and ranks
-    that wait for each other.
+    `moved_as(sender, block)` returns the origin of a block. Raises if a rank sends a block that it does not have, if a
+    block arrives twice, or if ranks wait for each other.
     """
     size, done = len(plans), [0] * len(plans)
     waves = 0
@@ -34,7 +34,7 @@ def carry_out(plans: list[list[Round]], held: Held, *, moved_as: Callable[[int, 
             for rank, step in current.items()
             if all(_answers(current, rank, message) for message in (*step.sends, *step.receives))
         }
-        # A round ends when its messages have been met by those of the peers' current rounds.
+        # A round ends when its messages match those of the peers' current rounds.
         assert ready, f"ranks {sorted(current)} wait for each other"
         arrived: list[tuple[int, tuple[int, int]]] = []
         for rank in ready:
@@ -72,7 +72,7 @@ def test_exchange_brings_each_rank_all_versions_of_its_block(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_exchange_does_not_flood_one_rank(size: int) -> None:
+def test_exchange_distributes_the_messages_over_the_ranks(size: int) -> None:
     """The i-th message of all ranks goes to different ranks."""
     for messages in zip(*(schedule.exchange(rank, size).sends for rank in range(size)), strict=True):
         assert len({message.peer for message in messages}) == size
@@ -102,7 +102,7 @@ def test_doubling_takes_log2_rounds_and_one_stretch_of_memory(size: int) -> None
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcasts_reach_everybody_once(size: int) -> None:
+def test_broadcasts_reach_each_rank_once(size: int) -> None:
     for root in {0, size // 2, size - 1}:
         trees = [schedule.tree(rank, size, root) for rank in range(size)]
         chains = [_one_after_the_other(schedule.chain(rank, size, root)) for rank in range(size)]
@@ -116,7 +116,7 @@ def test_broadcasts_reach_everybody_once(size: int) -> None:
 
 
 def _one_after_the_other(step: Round) -> list[Round]:
-    """What a chain does with one piece: receive it, then pass it on."""
+    """The steps of a chain for one chunk: receive it, then send it on."""
     rounds = [Round(receives=step.receives)] if step.receives else []
     return [*rounds, Round(sends=step.sends)] if step.sends else rounds
 
@@ -130,7 +130,7 @@ def test_collect_brings_all_blocks_to_the_root(size: int) -> None:
         assert held[root] == {(block, block) for block in range(size)}
 
 
-def test_the_readable_twin_notices_what_is_wrong() -> None:
+def test_the_simulation_detects_wrong_plans() -> None:
     good = [[schedule.spread(rank, 3)] for rank in range(3)]
     for broken in (
         [good[0], good[1], [Round(good[2][0].sends[:1], good[2][0].receives)]],  # forgets a message

@@ -1,4 +1,4 @@
-"""Shared memory without ranks: who may open it, when it goes, and what the kernels are told of it."""
+"""Shared memory without ranks: access, release, and the table for the kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = 4096
 
 @pytest.fixture(params=("anonymous", "refused by the system", "in /dev/shm"))
 def kind(request, monkeypatch, tmp_path):
-    """How segments are made: the way of new systems, and the two reasons for the other one."""
+    """How segments are created: anonymous files, and the two reasons for files in /dev/shm."""
     if request.param == "refused by the system":
 
         def memfd_create(*arguments: object) -> int:
@@ -64,7 +64,7 @@ def test_two_mappings_of_one_memory(kind, tmp_path):
     assert descriptors() == before
 
 
-def test_only_the_user_may_open_it(kind):
+def test_only_the_user_may_open_a_segment(kind):
     segment = Segment.create("test", PAGE)
     mode = os.stat(segment.ticket.path).st_mode
     assert stat.S_IMODE(mode) == 0o600
@@ -100,7 +100,7 @@ def test_another_file_at_the_same_place_is_refused(kind, tmp_path):
     segment.close()
 
 
-def test_release_gives_the_memory_back_while_others_have_it_mapped(kind, tmp_path):
+def test_release_returns_memory_that_others_have_mapped(kind, tmp_path):
     owner = Segment.create("test", 64 * PAGE)
     other = Segment.open(owner.ticket)
     owner.memory[:] = bytes(range(256)) * (64 * PAGE // 256)
@@ -117,7 +117,7 @@ def test_release_gives_the_memory_back_while_others_have_it_mapped(kind, tmp_pat
     other.close()
 
 
-def test_no_room_is_an_error_that_leaves_nothing(kind, tmp_path):
+def test_lack_of_memory_is_an_error_without_leftovers(kind, tmp_path):
     import resource
 
     before, limits = descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -136,7 +136,7 @@ def _open_and_add(ticket: Ticket, answer: object) -> None:
     answer.put((segment.memory[0], stat.S_IMODE(os.stat(ticket.path).st_mode)))
 
 
-def test_another_process_opens_it_by_its_ticket():
+def test_another_process_opens_a_segment_by_its_ticket():
     segment = Segment.create("test", PAGE)
     segment.memory[0] = 41
     spawn = multiprocessing.get_context("spawn")
@@ -159,7 +159,7 @@ def entries(heap: SharedHeap) -> list[list[int]]:
     return [row.tolist() for row in fields if row[records.SEGMENT_END]]
 
 
-def test_the_table_tells_where_tensors_are():
+def test_the_table_contains_the_addresses_of_tensors():
     heap = SharedHeap()
     tensors = [heap.empty((5, 1000), torch.float64), heap.empty((3,), torch.int8)]
     table = entries(heap)
@@ -183,7 +183,7 @@ def test_tensors_of_every_kind(shape, dtype):
     assert bool((tensor == 1).all())
 
 
-def test_memory_goes_with_the_last_view():
+def test_memory_is_released_with_the_last_view():
     heap, before, mapped = SharedHeap(), descriptors(), mappings()
     tensor = heap.empty((100, 10), torch.float32)
     (_, _, key, file) = entries(heap)[0]
@@ -199,7 +199,7 @@ def test_memory_goes_with_the_last_view():
         heap.map(key, file, PAGE)
 
 
-def test_a_place_is_used_again_under_another_key():
+def test_records_are_reused_with_another_key():
     heap, keys = SharedHeap(), set()
     for _ in range(100):
         tensor = heap.empty((10,), torch.float32)
@@ -209,7 +209,7 @@ def test_a_place_is_used_again_under_another_key():
     assert len(keys) == 100 and heap.table[0] == 1
 
 
-def test_what_others_have_released_is_unmapped_when_something_new_is_mapped():
+def test_released_segments_are_unmapped_at_the_next_mapping():
     owner, user, before = SharedHeap(), SharedHeap(), descriptors()
 
     def mapped(tensor: torch.Tensor) -> int:
@@ -237,7 +237,7 @@ def test_tensors_outlive_the_heap():
 
 
 def test_tensors_are_as_many_as_the_descriptors_allow():
-    """Out of descriptors, a rank could not map what another one announced, in the middle of a collective."""
+    """Without free descriptors a rank could not map an announced segment, in the middle of a collective."""
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -264,7 +264,7 @@ def moved_to_file(heap: SharedHeap, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def test_a_storage_is_adopted_with_everything_that_looks_into_it():
+def test_a_storage_is_adopted_with_all_its_views():
     owner, user, before, mapped = SharedHeap(), SharedHeap(), descriptors(), mappings()
     tensor = torch.arange(5000.0)
     view, address = tensor[10:20], tensor.data_ptr()
@@ -286,8 +286,8 @@ def test_a_storage_is_adopted_with_everything_that_looks_into_it():
     assert (descriptors(), mappings()) == (before, mapped)
 
 
-def test_a_storage_that_has_moved_on_is_no_longer_announced():
-    """Its addresses may belong to something else then, which the others would have taken for the file."""
+def test_a_moved_storage_is_withdrawn():
+    """The addresses may be reused then, and the other ranks would access the file instead."""
     heap, segment, address = SharedHeap(), Segment.create("test", PAGE), [8 * PAGE]
 
     class Storage:
@@ -305,8 +305,8 @@ def test_a_storage_that_has_moved_on_is_no_longer_announced():
 
 
 @pytest.mark.parametrize("has_failed", (False, True), ids=("", "after a failed call"))
-def test_memory_is_not_taken_from_under_a_rank_that_may_still_be_in_a_failed_call(has_failed):
-    """It was truncated there too: the other rank died of a bus error."""
+def test_memory_is_kept_while_a_rank_may_be_in_a_failed_call(has_failed):
+    """Regression: the segment was truncated in this case too, and the other rank ended with a bus error."""
     owner, user = SharedHeap(), SharedHeap()
     tensor = owner.empty((5000,), torch.float32).fill_(3.0)
     (begin, end, key, file) = entries(owner)[0]
@@ -341,7 +341,7 @@ def test_nothing_is_moved_where_files_in_memory_have_no_room(monkeypatch):
 
 
 def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_path):
-    """Others could not find them, and a killed process would leave them behind."""
+    """Other ranks could not find the tensors, and a killed process would leave files behind."""
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(segments, "_FOLDER", str(tmp_path))
     before = descriptors()
@@ -351,8 +351,8 @@ def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_pa
     assert os.listdir(tmp_path) == [] and descriptors() == before
 
 
-def test_a_forked_child_does_not_take_the_memory_with_it():
-    """It gave the memory back when its own copy of the tensor went: the parent died of a bus error."""
+def test_a_forked_child_does_not_release_the_memory():
+    """Regression: the child released the memory with its copy of the tensor, and the parent ended with a bus error."""
     heap = SharedHeap()
     tensors = [heap.empty((5000,), torch.float32).fill_(1.0)]
     child = os.fork()
@@ -365,7 +365,7 @@ def test_a_forked_child_does_not_take_the_memory_with_it():
     assert len(entries(heap)) == 1
 
 
-def test_threads_make_and_drop_tensors_at_once():
+def test_threads_create_and_free_tensors_concurrently():
     heap, wrong = SharedHeap(), []
 
     def work(number: int) -> None:

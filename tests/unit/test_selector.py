@@ -1,4 +1,4 @@
-"""Rules, the default table, and the selector's choice, with backends that only say what they could."""
+"""Rules, the default table, and the choice of the selector, with backends that only report availability."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def entries(draw):
 
 
 @given(entries(), st.integers(0, 1 << 41))
-def test_a_checked_rule_says_the_same_in_the_fewest_lines(given_entries, num_bytes):
+def test_checking_merges_equal_neighbors(given_entries, num_bytes):
     rule = checked(ALLREDUCE, given_entries)
     expected = next(name for limit, name in given_entries if limit is None or num_bytes <= limit)
     assert at(rule, num_bytes) == expected
@@ -51,7 +51,7 @@ def test_a_checked_rule_says_the_same_in_the_fewest_lines(given_entries, num_byt
 
 
 @given(entries(), st.integers(1, 1 << 41), names, st.integers(0, 1 << 42))
-def test_a_limit_changes_what_is_below_and_nothing_above(given_entries, up_to_bytes, name, num_bytes):
+def test_a_limit_changes_only_smaller_sizes(given_entries, up_to_bytes, name, num_bytes):
     before = checked(ALLREDUCE, given_entries)
     after = with_limit(ALLREDUCE, before, up_to_bytes, name)
     assert at(after, num_bytes) == (name if num_bytes <= up_to_bytes else at(before, num_bytes))
@@ -76,7 +76,7 @@ def test_wrong_rules_are_refused_with_the_reason(collective, wrong, reason):
         checked(Key(collective, "cpu", "hosts", "sync"), wrong)
 
 
-def test_what_adds_nothing_may_go_in_steps_from_some_size_on():
+def test_movements_may_become_hierarchical_at_a_size():
     rule = checked(Key("broadcast", "cpu", "hosts", "sync"), [(64, "mpi"), (None, HIERARCHICAL)])
     assert at(rule, 65) == HIERARCHICAL
 
@@ -89,7 +89,7 @@ def test_there_is_a_key_for_every_combination_but_an_asynchronous_barrier():
         list(keys(span="rack"))
 
 
-def test_sizes_are_printed_as_people_write_them():
+def test_format_of_sizes():
     assert [selection_table.format_bytes(n) for n in (1, 1023, 1024, 3 << 20, 5 << 40)] == [
         "1 B", "1023 B", "1 KiB", "3 MiB", "5120 GiB",
     ]  # fmt: skip
@@ -147,7 +147,7 @@ def test_the_default_for_tensors_on_a_gpu(collective, span, able, options, expec
     assert default_transport(key, can, **options) == expected
 
 
-def test_what_is_staged_between_many_hosts_goes_the_long_way_too():
+def test_staged_reductions_between_many_hosts_use_p2p_too():
     key = Key("allreduce", "cuda", "across", "sync")
     by_size = ((65536, "mpi"), (None, "p2p"))
     assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3) == by_size
@@ -159,7 +159,7 @@ def test_what_is_staged_between_many_hosts_goes_the_long_way_too():
 
 
 class Able:
-    """Says what a backend of its reach would."""
+    """Reports the availability of a backend that supports these spans."""
 
     def __init__(self, name, *, spans=selection_table.SPANS, verbs=selection_table.COLLECTIVES, devices=("cpu",)):
         self.name, self.spans, self.verbs, self.devices = name, spans, verbs, devices
@@ -199,14 +199,14 @@ def chosen(selector, collective, group, **options):
     return [(limit, backend.name) for limit, backend in selector.select(collective, "cpu", group, **options)]
 
 
-def test_each_group_gets_what_reaches_it():
+def test_each_group_gets_a_backend_that_supports_it():
     selector, world, group = job(0, 0, 1, 1)
     assert chosen(selector, "allreduce", world) == [(None, "mpi")]
     assert chosen(selector, "allreduce", group(0, 1)) == [(None, "shm")]
     assert chosen(selector, "allreduce", group(0, 2)) == [(None, "mpi")]
 
 
-def test_a_forced_backend_runs_what_it_can():
+def test_a_forced_backend_runs_the_calls_it_supports():
     selector, world, group = job(0, 0, 1, 1, backend="p2p")
     assert chosen(selector, "allreduce", world) == chosen(selector, "allreduce", group(0, 1)) == [(None, "p2p")]
     assert chosen(selector, "allgather", world) == [(None, "mpi")]
@@ -219,7 +219,7 @@ def test_a_backend_that_does_not_exist_cannot_be_forced(name):
         job(0, backend=name)
 
 
-def test_the_backend_of_a_call_goes_before_the_table_and_is_refused_with_the_reason():
+def test_the_backend_of_a_call_overrides_the_table_or_is_refused():
     selector, world, _ = job(0, 0, 1)
     assert chosen(selector, "allreduce", world, wanted="p2p") == [(None, "p2p")]
     with pytest.raises(
@@ -232,7 +232,7 @@ def test_the_backend_of_a_call_goes_before_the_table_and_is_refused_with_the_rea
         selector.select("gather", "cuda", world)
 
 
-def test_setting_by_size_and_mode_and_taking_it_back():
+def test_set_by_size_and_mode_and_reset():
     selector, world, _ = job(0, 0)
     world.plans["an", "old", "plan"] = object()
     selector.set("allreduce", "mpi", up_to_bytes=4096)
@@ -247,7 +247,7 @@ def test_setting_by_size_and_mode_and_taking_it_back():
     assert chosen(selector, "allreduce", world, mode="async") == [(None, "shm")]
 
 
-def test_without_a_span_a_backend_is_set_where_it_reaches():
+def test_without_a_span_a_backend_is_set_for_all_spans_it_supports():
     selector, world, group = job(0, 0, 1, 1, backend="mpi")
     inside = group(0, 1)
     selector.set("reduce", "shm")
@@ -271,7 +271,7 @@ def test_without_a_span_a_backend_is_set_where_it_reaches():
         (("allreduce", "mpi"), {"up_to_bytes": -1}, "above 0"),
     ],
 )
-def test_what_cannot_be_set_is_refused_and_changes_nothing(arguments, options, reason):
+def test_invalid_assignments_are_refused_and_change_nothing(arguments, options, reason):
     selector, _, _ = job(0, 0, 1)
     before = dict(selector.table)
     with pytest.raises(errors.ArgumentError, match=rf"rank 0: collective_selector.*{reason}"):
@@ -280,13 +280,13 @@ def test_what_cannot_be_set_is_refused_and_changes_nothing(arguments, options, r
 
 
 @pytest.mark.parametrize("parts", ["allreduce", ("allreduce",), ("allreduce", "cpu", "host")])
-def test_a_key_has_four_words(parts):
+def test_a_key_has_four_strings(parts):
     selector, _, _ = job(0)
     with pytest.raises(errors.ArgumentError, match=r"four strings"):
         selector.key(parts)
 
 
-def test_where_a_group_cannot_have_what_the_table_says_it_gets_its_default():
+def test_a_group_that_cannot_use_the_table_gets_the_default():
     steps = Able(HIERARCHICAL, spans=("hosts",))
     selector, world, group = job(0, 0, 1, 1, backends=[Able("mpi"), Able("p2p"), steps])
     assert chosen(selector, "allreduce", world) == [(None, HIERARCHICAL)]
@@ -328,7 +328,7 @@ def on_gpu(selector, group, op="sum", **options):
     return [(limit, backend.name) for limit, backend in choices]
 
 
-def test_each_group_of_gpus_gets_what_reaches_it():
+def test_each_group_of_gpus_gets_a_backend_that_supports_it():
     selector, world, group = with_gpus()
     assert on_gpu(selector, world) == [(None, "shm")]
     assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]
@@ -336,7 +336,7 @@ def test_each_group_of_gpus_gets_what_reaches_it():
     assert chosen(selector, "allreduce", world) == [(None, "shm")]
 
 
-def test_who_has_no_tensor_to_scatter_goes_the_way_of_the_root():
+def test_a_rank_without_a_tensor_to_scatter_uses_the_backend_of_the_root():
     selector, _, group = with_gpus()
     pair = group(0, 1)
     for changed in ("mpi", "p2p"):
@@ -345,7 +345,7 @@ def test_who_has_no_tensor_to_scatter_goes_the_way_of_the_root():
         assert ways == [changed, changed]
 
 
-def test_what_a_transport_cannot_compute_goes_by_the_next():
+def test_an_unsupported_operation_uses_the_next_backend():
     selector, _, group = with_gpus()
     assert on_gpu(selector, group(0, 1), op="bor") == [(None, "shm")]
     assert on_gpu(selector, group(2, 3), op="bor") == [(None, "ipc")]
@@ -355,18 +355,18 @@ def test_what_a_transport_cannot_compute_goes_by_the_next():
     assert on_gpu(selector, group(0, 1), op="bor") == [(None, "shm")]
 
 
-def test_through_the_host_goes_what_the_table_says_for_the_cpu():
+def test_staged_tensors_use_the_rules_for_the_cpu():
     selector, world, group = with_gpus()
     selector.set("allreduce", "p2p", up_to_bytes=4096)
     assert on_gpu(selector, world) == [(4096, "p2p"), (None, "shm")]
     assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]
-    selector.set("allreduce", "mpi", device="cuda")  # what is said of GPUs goes before
+    selector.set("allreduce", "mpi", device="cuda")  # rules for GPUs take precedence
     assert on_gpu(selector, world) == on_gpu(selector, group(0, 1)) == [(None, "mpi")]
     selector.reset()
     assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]
 
 
-def test_availability_tells_where_a_backend_reaches():
+def test_availability_by_span():
     selector, _, _ = job(0, 0, 1)
     table = selector.availability()
     assert table["mpi", "allreduce", "cpu", "async"] == "available"

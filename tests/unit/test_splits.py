@@ -102,7 +102,7 @@ class World:
         return [steps_for(collective, rank, own, root=root) for rank, own in enumerate(self.splits)]
 
     def run(self, collective: splits.CollectiveName, values: list[object], root: int = 0) -> list[object]:
-        """Execute the plan; a step runs once all members of its group stand before that same step."""
+        """Execute the plan; a step runs when all members of its group have reached the step."""
         plan = [list(steps) for steps in self.plan(collective, root)]
         ready = list(range(len(plan)))
         while ready:
@@ -124,12 +124,12 @@ class World:
 
 
 def contribution(rank: int) -> int:
-    """A digit of its own for each rank: a sum that counts one twice or forgets one differs."""
+    """A separate digit for each rank: a sum that counts a rank twice or omits one differs."""
     return 1 << 8 * rank
 
 
 def execute(step: Step, group: Group, values: list[object]) -> None:
-    assert len(group) > 1, "a step with nobody to talk to"
+    assert len(group) > 1, "a step in a group of one rank"
     assert (step.root is not None) == (step.collective in ("reduce", "broadcast"))
     if step.collective == "broadcast":
         for rank in group:
@@ -205,12 +205,12 @@ def test_a_grid_takes_two_steps_and_a_tree_three() -> None:
         world = World([keys], [cartesian])
         for collective in ("allreduce", "barrier"):
             assert len(world.plan(collective)[0]) == num_steps
-        for root in range(16):  # no hand-over, wherever the root is
+        for root in range(16):  # no additional broadcast, for any root
             for collective in ("reduce", "broadcast"):
                 assert max(len(steps) for steps in world.plan(collective, root)) == 2
 
 
-def test_the_simulation_notices_a_wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_detects_a_wrong_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World([[0, 0, 1, 1]], [False])
     right = world.plan("allreduce")
     monkeypatch.setattr(world, "plan", lambda collective, root: [steps[:-1] for steps in right])
@@ -271,7 +271,7 @@ def test_binding_partitions_the_common_mask(mask: frozenset[int], num_ranks: int
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_binding_leaves_alone_what_is_bound() -> None:
+def test_bound_ranks_are_not_bound_again() -> None:
     both = frozenset({0, 1})
     assert affinity.plan_binding([]) is None
     assert affinity.plan_binding([both]) is None

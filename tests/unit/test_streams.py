@@ -30,7 +30,7 @@ def test_examples_in_docstrings():
         assert doctest.testmod(module).failed == 0, module.__name__
 
 
-def test_nothing_is_queued_for_tensors_of_the_host():
+def test_calls_on_host_tensors_return_plain_handles():
     call_queue = CallQueue("host")
     queued = call_queue.submit(lambda: 7, "call", torch.ones(2))
     assert not isinstance(queued, DeviceHandle)
@@ -53,7 +53,7 @@ def group_of_one() -> types.SimpleNamespace:
 
 
 def doubled(group, pool, tensor: DeviceTensor, out: DeviceTensor | None = None) -> DeviceTensor:
-    """A staged call by a transport of the host that doubles what it gets."""
+    """A staged call by a backend of the host that doubles its input."""
 
     def operation(chunk: torch.Tensor, destination: None, root: int) -> None:
         assert type(chunk) is torch.Tensor, "the backend got device memory"
@@ -71,7 +71,7 @@ def host_pool() -> device_staging.StagingPool:
 
 
 def seen(tensor: DeviceTensor) -> list[float]:
-    """The values, as something queued now on the current stream sees them."""
+    """The values that work queued now on the current stream reads."""
     copy = tensor.model.tensor(torch.zeros(tensor.shape))
     copy.copy_(tensor, non_blocking=True)
     tensor.model.current_stream().synchronize()
@@ -81,7 +81,7 @@ def seen(tensor: DeviceTensor) -> list[float]:
 NUMEL = 7 * _CHUNK_BYTES // 4 + 3
 
 
-def test_a_call_in_the_background_sees_what_was_queued_before_it_and_is_seen_after_its_wait(model):
+def test_background_calls_are_ordered_with_the_streams_of_their_thread(model):
     group, pool = group_of_one(), host_pool()
     tensor = model.tensor(torch.zeros(NUMEL))
     user = model.stream()
@@ -126,7 +126,7 @@ def test_a_synchronous_call_behind_asynchronous_ones_keeps_their_order(model):
 
 
 def test_two_queues_share_the_buffers(model):
-    """A buffer given back while its last copy is still queued is used by another stream next."""
+    """A buffer that is released while its last copy is still queued is used by another stream next."""
     pool = host_pool()
     groups = [group_of_one() for _ in range(2)]
     tensors = [model.tensor(torch.full((NUMEL,), float(index + 1))) for index in range(6)]
@@ -180,7 +180,7 @@ def test_callbacks_run_behind_the_call_and_not_on_the_default_stream(model):
     assert current[0] is not model.default
 
 
-def test_done_is_about_the_device_too(model):
+def test_done_waits_for_the_device(model):
     group = group_of_one()
     tensor = model.tensor(torch.zeros(4))
     gate = model.stream().record_event()
@@ -200,7 +200,7 @@ def test_done_is_about_the_device_too(model):
     assert (before, call.done()) == (False, True)
 
 
-def test_errors_arrive_and_count_as_seen(model):
+def test_errors_are_raised_and_marked_as_seen(model):
     group = group_of_one()
     tensor = model.tensor(torch.zeros(4))
 
@@ -219,8 +219,8 @@ def test_errors_arrive_and_count_as_seen(model):
 
 
 @pytest.mark.parametrize("elsewhere", (False, True), ids=("nobody waits", "waited for on another stream"))
-def test_what_the_device_uses_lives_until_it_has_finished(model, elsewhere):
-    """An abandoned call must not leave its memory to the allocator while the device is at work on it."""
+def test_memory_in_use_by_the_device_is_kept(model, elsewhere):
+    """The memory of an abandoned call must not be reused while the device works on it."""
     group = group_of_one()
     tensor = model.tensor(torch.zeros(4))
     opened = threading.Event()
@@ -268,7 +268,7 @@ def test_work_on_changing_streams_stays_in_order(model):
     assert found == [expected]
 
 
-def test_in_order_runs_here_as_it_is_and_elsewhere_after_what_is_queued(model):
+def test_in_order_follows_queued_work_in_another_thread(model):
     tensor = model.tensor(torch.zeros(3))
     found: list[list[float]] = []
 

@@ -1,4 +1,4 @@
-"""What autotune() makes of measurements, and the file in which it keeps them."""
+"""The decisions of autotune() from measurements, and the file with the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def steady(**seconds):
 # --- deciding
 
 
-def test_a_change_must_pay_beyond_the_margin():
+def test_a_change_needs_a_speedup_above_the_margin():
     assert best([steady(mpi=1.0, shm=0.97)], "mpi") == "mpi"
     assert best([steady(mpi=1.0, shm=0.5)], "mpi") == "shm"
 
@@ -48,13 +48,13 @@ def test_one_disturbed_round_hides_no_gain():
     assert best([{"mpi": [2.0] * 8, "shm": [1.0] * 7 + [50.0]}], "mpi") == "shm"
 
 
-def test_several_sizes_count_by_their_factors():
+def test_speedup_of_several_sizes_is_the_geometric_mean():
     small, large = steady(mpi=1e-6, shm=4e-6), steady(mpi=2e-3, shm=1e-3)
     assert best([small, large], "mpi") == "mpi"
     assert best([small, large, large, large], "mpi") == "shm"
 
 
-def test_what_is_there_no_more_is_replaced():
+def test_a_missing_backend_is_replaced():
     assert best([steady(mpi=1.0, p2p=1.1)], "shm") == "mpi"
 
 
@@ -62,7 +62,7 @@ times = st.lists(st.floats(1e-6, 1e3), min_size=8, max_size=8)
 
 
 @given(times, times)
-def test_of_two_at_most_one_is_faster(one, other):
+def test_at_most_one_of_two_is_faster(one, other):
     assert speedup([one], [other]) <= 1.05 or speedup([other], [one]) <= 1.05
     assert speedup([one], [one]) == pytest.approx(1.0)
 
@@ -71,7 +71,7 @@ def test_the_crossover_lies_between_the_sizes_measured():
     measured = {"sync": {64: steady(mpi=1.0, shm=2.0), 4096: steady(mpi=2.0, shm=1.0)}}
     found = decide("broadcast", measured, {"sync": MPI, "async": MPI})
     assert found["sync"] == ((512, "mpi"), (None, "shm"))
-    assert found["async"] == found["sync"]  # no time for it: as the other mode
+    assert found["async"] == found["sync"]  # not measured for lack of time: as the other mode
 
 
 def test_without_measurements_nothing_changes():
@@ -83,8 +83,8 @@ def test_collectives_with_uneven_lengths_get_one_transport():
     assert decide("allgather", {"sync": sizes}, {"sync": MPI})["sync"] == ((None, "shm"),)
 
 
-def test_reductions_go_in_steps_at_all_sizes_or_at_none():
-    """Group by group other bits come out than in rank order: they must not depend on the size."""
+def test_reductions_are_hierarchical_at_all_sizes_or_none():
+    """Hierarchical reductions have other bits than those in rank order, which must not depend on the size."""
     small, large = steady(mpi=1.0, p2p=0.5, hierarchical=2.0), steady(mpi=3.0, p2p=9.0, hierarchical=1.0)
     measured = {"sync": {64: small, 4096: large}, "async": {64: small, 4096: large}}
     current = {"sync": MPI, "async": MPI}
@@ -92,11 +92,11 @@ def test_reductions_go_in_steps_at_all_sizes_or_at_none():
     measured["sync"][1 << 20] = measured["async"][1 << 20] = large
     measured["sync"][1 << 24] = measured["async"][1 << 24] = large
     assert decide("allreduce", measured, current) == {mode: ((None, HIERARCHICAL),) for mode in current}
-    # What adds nothing is free to change by size.
+    # Collectives that do not reduce may change the backend by size.
     assert decide("broadcast", measured, current)["sync"] == ((512, "p2p"), (None, HIERARCHICAL))
 
 
-def test_reductions_leave_the_steps_only_if_it_pays():
+def test_reductions_become_flat_only_if_faster():
     steps = {"sync": ((None, HIERARCHICAL),)}
     assert decide("allreduce", {"sync": {64: steady(mpi=1.0, hierarchical=1.01)}}, steps) == steps
     assert decide("allreduce", {"sync": {64: steady(mpi=1.0, hierarchical=2.0)}}, steps) == {"sync": MPI}
@@ -133,7 +133,7 @@ tables = st.dictionaries(
 
 
 @given(table=tables)
-def test_a_table_comes_back(tmp_path_factory, table):
+def test_a_table_round_trips(tmp_path_factory, table):
     path = tmp_path_factory.mktemp("tuning") / "deep" / "tuning.json"
     table[Key("allreduce", "cpu", "host", "sync")] = ((4096, "mpi"), (None, "shm"))
     saved_tables.save(path, JOB, table)
@@ -141,7 +141,7 @@ def test_a_table_comes_back(tmp_path_factory, table):
     assert os.listdir(path.parent) == ["tuning.json"]
 
 
-def test_each_shape_of_job_has_a_place_and_a_newer_table_takes_it(tmp_path):
+def test_each_shape_of_job_has_one_table(tmp_path):
     path = tmp_path / "tuning.json"
     first, second = (Table({Key("reduce", "cpu", "host", "sync"): ((None, name),)}) for name in ("shm", "p2p"))
     saved_tables.save(path, JOB, first)
@@ -180,7 +180,7 @@ def first_row(content):
         (damage(lambda content: content["entries"][0].update(shape=0) or content), saved_tables.NO_ENTRY),
     ],
 )
-def test_a_file_that_cannot_be_used_says_why_and_can_be_written_again(tmp_path, damaged, reason):
+def test_an_unusable_file_is_reported_and_can_be_replaced(tmp_path, damaged, reason):
     path = tmp_path / "tuning.json"
     table = Table({Key("reduce", "cpu", "host", "sync"): MPI})
     saved_tables.save(path, JOB, table)
@@ -191,7 +191,7 @@ def test_a_file_that_cannot_be_used_says_why_and_can_be_written_again(tmp_path, 
     assert saved_tables.load(path, JOB) == (table, "")
 
 
-def test_no_file_is_no_problem_of_the_program(tmp_path):
+def test_a_missing_file_is_not_an_error(tmp_path):
     assert saved_tables.load(tmp_path / "none.json", JOB) == (None, saved_tables.NO_FILE)
     assert "cannot be read" in saved_tables.load(tmp_path, JOB)[1]  # a folder
 
@@ -214,7 +214,7 @@ def test_a_table_that_cannot_be_saved_leaves_nothing_behind(tmp_path, monkeypatc
         ("/etc/tuning.json", {"HOME": "/home/me"}, "/etc/tuning.json"),
     ],
 )
-def test_where_the_file_is(setting, environment, expected):
+def test_path_of_the_file(setting, environment, expected):
     path = saved_tables.path_for(setting, environment)
     assert (None if path is None else str(path)) == expected
 

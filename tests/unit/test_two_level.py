@@ -1,4 +1,4 @@
-"""The pure part of collectives over hosts: a reduce that adds as an allreduce does, and the order of a pipeline."""
+"""The pure functions of collectives over hosts: a reduce in the order of an allreduce, and the order of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchmpi.communicators import splits
 
 
 def carry_out(collective: str, split: splits.Split, root: int) -> list[str]:
-    """Run the steps of all ranks on strings that tell how they were added."""
+    """Run the steps of all ranks on strings that record the order of additions."""
     size = len(split.members)
     values = [str(rank) for rank in range(size)]
     plans = [
@@ -58,7 +58,7 @@ def test_reduce_adds_as_allreduce_does(size: int) -> None:
             assert carry_out("reduce", split, root)[root] == everywhere[0], (keys, root)
 
 
-def test_on_a_grid_nothing_is_handed_over() -> None:
+def test_a_reduce_on_a_grid_needs_no_broadcast() -> None:
     split = splits.plan_split("abab", cartesian=True)
     for root, rank in itertools.product(range(4), repeat=2):
         verbs = [step.collective for step in splits.reduce_group_by_group(rank, split, root)]
@@ -91,7 +91,7 @@ def test_pipeline_keeps_each_part_in_order_and_two_chunks_at_a_time(num_chunks: 
         assert log.index(("across", k + 1)) < log.index(("waited", k)), "the next chunk is started before the wait"
 
 
-def test_what_partial_results_are_carried_in() -> None:
+def test_dtype_of_partial_results() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         assert all(rank_order.accumulator_of(dtype, op) is torch.float32 for op in ("sum", "avg", "prod"))
         assert all(rank_order.accumulator_of(dtype, op) is dtype for op in ("min", "max"))

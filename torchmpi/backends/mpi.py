@@ -146,7 +146,7 @@ def _finish_for(op: str, size: int, *, is_bool: bool) -> Callable[[torch.Tensor]
     """Return the operation that completes MPI's result, if one is needed."""
     if op == "avg":
         return partial(divide, size=size)
-    if size == 1 and (is_bool or op in ("land", "lor")):  # MPI combines nothing and returns 7 instead of 1
+    if size == 1 and (is_bool or op in ("land", "lor")):  # MPI returns the operand unchanged: 7 instead of 1
         return lambda result: buffers.overwrite(result, result != 0)
     return None
 
@@ -205,7 +205,7 @@ class OrderedReduction:
             out[begin : begin + own.numel()] = own
 
     def _own_part(self, flat: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-        """Send each rank its range of this rank's vector, and combine what arrives."""
+        """Send each rank its range of this rank's vector, and combine the received ranges."""
         MPI, numel = self.MPI, ranges[self.rank][1]
         received, result = self._take_memory(numel)
         received_ranges = [(rank * numel, numel) for rank in range(self.size)]
@@ -289,7 +289,7 @@ class MPIMovement:
 
     def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Split the root's rows evenly over the ranks."""
-        source = source if self.rank == root else None  # other ranks may pass anything
+        source = source if self.rank == root else None  # the tensors of other ranks are ignored
         shape, dtype = broadcast_header(self.group, source, root)
         rows = [num_rows for _, num_rows in partition.rows(shape[0], self.size)]
         like = torch.empty((0, *shape[1:]), dtype=dtype, device="cpu") if source is None else source

@@ -73,7 +73,8 @@ def check_part_sizes(group: Group, sources: Sequence[torch.Tensor], destinations
 def longest_part(sizes: torch.Tensor, where: str) -> int:
     """Return the bytes of the longest part that any rank sends.
 
-    `sizes[i, 0, j]` is what rank i sends to rank j, `sizes[i, 1, j]` the size of the part that rank i receives from j.
+    `sizes[i, 0, j]` is the size of the part that rank i sends to rank j, `sizes[i, 1, j]` of the part that rank i
+    receives from rank j.
     Raises MismatchError, the same on all ranks, if the two sides of a message differ.
 
     >>> longest_part(torch.tensor([[[4, 8], [4, 2]], [[2, 4], [8, 4]]]), "rank 0")

@@ -151,7 +151,7 @@ class P2PReduction:
         flat = buffer.detach().view(-1)
         if self._is_short(flat):
             self._gather_all(flat)
-        elif self.size <= 2:  # swapping everything takes as many bytes as halves there and back, in one round
+        elif self.size <= 2:  # whole vectors: as many bytes as two exchanges of halves, in one round
             self._pipeline(flat, self._swap_with_peer, self._combine_all)
         else:
             self._pipeline(flat, self._exchange_parts, self._combine_and_spread)
@@ -200,7 +200,7 @@ class P2PReduction:
     def _pipeline(self, flat: torch.Tensor, begin: Callable[..., Any], follow: Callable[..., list[Any]]) -> None:
         """Exchange and combine chunk by chunk.
 
-        `begin` starts the messages of a chunk, one chunk ahead; `follow` combines what has arrived and starts the
+        `begin` starts the messages of a chunk, one chunk ahead; `follow` combines the received parts and starts the
         messages that follow.
         """
         chunks = [flat[first : first + numel] for first, numel in partition.chunks(flat.numel(), self.chunk_numel)]

@@ -79,7 +79,8 @@ def _combine_apart(op: str, parts: Sequence[torch.Tensor], out: torch.Tensor) ->
 def _multiply(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
     """Multiply by the definition of a complex product.
 
-    Torch's own fuses roundings in whole vectors but not at their ends: bits would depend on the position of an element.
+    Torch's product uses fused operations in whole vectors but not at their ends: bits would depend on the position of
+    an element.
     """
     if not a.is_complex():
         torch.mul(a, b, out=out)

@@ -291,7 +291,7 @@ class Selector:
                 )
         return table
 
-    # --- what is possible -----------------------------------------------------------------------------------
+    # --- availability ---------------------------------------------------------------------------------------
 
     def reason_against(self, key: Key, name: str) -> str | None:
         """Return why a backend cannot run such calls in this job, or None."""
@@ -342,7 +342,7 @@ class Selector:
         return selection_table.SPANS if widest == "hosts" else ("host", widest) if widest == "across" else ("host",)
 
     def availability(self) -> Availability:
-        """Return what each backend can run in this job."""
+        """Return the calls that each backend can run in this job."""
         table = Availability()
         for name in dict.fromkeys((*NAMES, *self.backends)):
             for device in selection_table.DEVICES:

@@ -45,7 +45,7 @@ WHOLE_BYTES = 16 << 10
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
 # With more ranks than cores, or beside the computation of the same rank, a waiting thread takes cycles from others.
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
-# Two chunks of each rank on a core, and what they are reduced with, fit into its second-level cache.
+# Two chunks of each rank on a core, and the other operand of their reduction, fit into its second-level cache.
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
 _MAX_DIMS = ENTRY_FIELDS - PAYLOAD - 2
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -174,7 +174,7 @@ class SharedGroup:
         self.mappings[rank, index, 0] = key
 
     def take_violation(self) -> str:
-        """Describe the check that has failed in a kernel of the checked build, and forget it."""
+        """Describe the check that has failed in a kernel of the checked build, and clear its record."""
         first = records.VIOLATED_CHECK
         check, value, limit = self.fields[first : first + 3].tolist()
         self.fields[first] = 0
@@ -253,7 +253,7 @@ class SharedCalls:
             self.shared.be_patient(polite=False)
 
     def settle(self, status: int) -> None:
-        """Do what a kernel cannot do itself, so that it can be run again, or raise."""
+        """Handle the status of a kernel: return if the kernel can be run again, or raise."""
         kind, rank = status & records.STATUS_KINDS, status & ~records.STATUS_KINDS
         try:
             if kind == records.UNMAPPED:
@@ -283,7 +283,7 @@ class SharedCalls:
             raise
 
     def _differing(self) -> int | None:
-        """Return a rank with another call: the rank that aborted may have met that rank before this one did."""
+        """Return a rank with another call: the rank that aborted may have found that mismatch first."""
         same = 0, call_log.ABORTED
         return next((rank for rank in range(self.size) if self._difference_to(rank) not in same), None)
 
@@ -346,7 +346,7 @@ class SharedReduction(SharedCalls):
 class SharedMovement(SharedCalls):
     """Collectives that move bytes without computing.
 
-    Allgather, gather and alltoall assume that all ranks bring the same number of rows, and allocate the result for
+    Allgather, gather and alltoall assume that all ranks have the same number of rows, and allocate the result for
     that. If a kernel returns UNEVEN, the lengths are in the payloads, and `exchange` moves the data.
     """
 
@@ -407,7 +407,7 @@ class SharedMovement(SharedCalls):
                 f"{self.group.where}: scatter: the tensor has {source.dim()} dimensions, more than the {_MAX_DIMS} "
                 "that can be announced. Merge some with flatten()."
             )
-        if self.rank != root:  # what other ranks pass is ignored
+        if self.rank != root:  # the tensors of other ranks are ignored
             source = None
         num_rows, row_bytes, address = 0, 0, 0
         message: tuple[int, ...] = ()
@@ -464,11 +464,11 @@ class SharedMovement(SharedCalls):
         self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
-        """Fill in what this rank sends to each rank."""
+        """Fill in the parts that this rank sends to each rank."""
         self.transfers[:, records.SEND_ADDRESS], self.transfers[:, records.SEND_BYTES] = addresses, lengths
 
     def _receive(self, target: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Fill in what this rank receives from each rank, one after the other."""
+        """Fill in the parts that this rank receives from each rank, one after the other."""
         addresses = np.cumsum(lengths) - lengths + target.data_ptr()
         self.transfers[:, records.RECEIVE_ADDRESS], self.transfers[:, records.RECEIVE_BYTES] = addresses, lengths
 

@@ -76,7 +76,7 @@ class ProcessFacts:
     peer_access: Sequence[Sequence[bool]]
     """Whether GPU i can read the memory of GPU j."""
     nccl: str | None
-    """Version of the NCCL that can be loaded; None: no GPU, or `nccl_error` says why."""
+    """Version of the NCCL that can be loaded; None: no GPU, or see `nccl_error`."""
     nccl_error: str | None
     mps: str | None
     """Pipe directory of a running daemon of NVIDIA's Multi-Process Service."""
@@ -108,7 +108,7 @@ class RankFacts:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankFacts:
-        """The inverse of ``dataclasses.asdict``."""
+        """Create the object from the result of ``dataclasses.asdict``."""
         return cls(ProcessFacts(**data["process"]), MPIFacts(**data["mpi"]))
 
 
@@ -123,7 +123,7 @@ class SelfTest:
     forked_child: str
     """Outcome of a call of torchmpi in a forked child; ``refused`` is correct."""
     gpu_memory: str | None = None
-    """Why ranks could not open each other's memory on GPUs; empty: they could; None: not tested."""
+    """The reason why ranks could not open each other's memory on GPUs; empty: they could; None: not tested."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Facts:
 
     here: ProcessFacts
     mpi: MPIFacts | None
-    """None: no library, or it did not start; `mpi_error` says why."""
+    """None: no library, or it did not start; see `mpi_error`."""
     mpi_error: str | None = None
     mpi_is_missing: bool = False
     programs: Sequence[Program] = ()

@@ -79,7 +79,7 @@ def run_limited(
 
 
 def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM, so that mpirun ends its ranks, and later SIGKILL to what is left of the process group."""
+    """Send SIGTERM, so that mpirun ends its ranks, and later SIGKILL to the remaining processes of the group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -117,7 +117,7 @@ def library_of(version_text: str) -> str:
 
 
 def leave_job() -> None:
-    """Wait until all ranks are here; abort the job if torchmpi still runs on one of them after an error."""
+    """Wait for all ranks; abort the job if torchmpi still runs on one of them after an error."""
     comm = mpi_library.load().COMM_WORLD
     if any(comm.allgather(runtime.is_running())):
         comm.Abort(1)

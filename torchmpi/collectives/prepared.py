@@ -41,7 +41,7 @@ class PreparedPlan(Plan):
 
     Attributes:
         bare: The same call without the copies around the operation of the backend, for contiguous host memory.
-        cached_call: Returns what the fast path needs to make the call for a root, or None if it cannot make it.
+        cached_call: Returns the :class:`~torchmpi.shared_memory.fast_path.CachedCall` for a root, or None.
         is_on_device: Whether the tensors are on a device, so that the caller's stream matters.
         is_simple: Whether `bare` may be used for contiguous host tensors that are not part of an autograd graph.
         many: The allreduce of a :class:`~torchmpi.collectives.tensor_lists.TensorList`, if the backend reduces tensors
@@ -107,7 +107,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     operations = [(limit, operation) for limit, operation, _ in bound]
     around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=direct)
     runners = [(limit, around(operation, backend)) for limit, operation, backend in bound]
-    # Only the root knows what it scatters, so dtype and device are no part of that signature.
+    # Only the root has the tensor of a scatter, so dtype and device are no part of that signature.
     code = call_code(collective, op, row.code if dtype is not None and collective != "scatter" else 0)
     code |= ON_DEVICE if device_type != "cpu" and collective != "scatter" else 0
     plan = PreparedPlan(collective, code, by_size(runners, dtype))

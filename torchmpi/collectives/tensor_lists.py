@@ -45,7 +45,7 @@ class TensorList:
         work: The tensors to reduce in place, set by `begin`.
         table: For each tensor that is not empty its offset in the stream, address and length in bytes.
         num_bytes: The length of the stream.
-        signature: What the ranks compare: elements in all, number of tensors, checksum of their shapes.
+        signature: The numbers that the ranks compare: elements in all, number of tensors, checksum of the shapes.
     """
 
     __slots__ = ("_is_direct", "_rows", "_shapes", "num_bytes", "plan", "signature", "table", "tensors", "work")
@@ -85,7 +85,7 @@ class TensorList:
         return self.signature[0]
 
     def write_back(self) -> None:
-        """Copy results out of the copies, and tell autograd that the tensors have changed."""
+        """Copy results out of the copies, and notify autograd that the tensors have changed."""
         if self.work is self.tensors:
             try:
                 buffers.increment_version(tuple(self.tensors))

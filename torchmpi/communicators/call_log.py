@@ -283,7 +283,7 @@ class CallLog:
     def spoil_entry(self, kernel: int = 0) -> None:
         """Make this rank's entry of an aborted call invalid, so that ranks that arrive later do not take it for valid.
 
-        `kernel` is what kernels add to a signature; the kernel of this rank may not have written its entry yet.
+        `kernel`: the number that kernels add to a signature; this rank's kernel may not have written its entry yet.
         """
         assert self._fields is not None and self.current is not None
         call = Call(*self.current)
@@ -333,7 +333,7 @@ class CallLog:
         for line in answer.splitlines():
             if line.startswith(marker):
                 return f"{line[len(marker) :]}, call #{seq}"
-        return f"something else, call #{seq} (it does not say what: stopped, or busy outside Python)"
+        return f"something else, call #{seq} (no reply from its watchdog: stopped, or busy outside Python)"
 
     def recent(self, most: int = 8) -> list[Call]:
         """Return the last calls, oldest first."""

@@ -137,8 +137,9 @@ class CallQueue:
     def submit(self, task: Task, description: str, subject: object = None) -> Handle:
         """Run `task` in the background, after all calls submitted before.
 
-        If `subject` is a tensor on a device, the work of the task on that device follows what the calling thread has
-        queued on its current stream, and the handle is a :class:`~torchmpi.communicators.handle.DeviceHandle`.
+        If `subject` is a tensor on a device, the work of the task on that device follows the work that the calling
+        thread has queued on its current stream, and the handle is a
+        :class:`~torchmpi.communicators.handle.DeviceHandle`.
         """
         mark = None if subject is None else streams.fence(subject)
         if mark is not None:

@@ -41,7 +41,7 @@ class Communicator:
 
     @cached_property
     def tree_split(self) -> splits.Split:
-        """The same intra groups, with only their first members in an inter group."""
+        """The split into the same intra groups, with only their first members in an inter group."""
         keys = [member.group for member in self.split.members]
         return splits.plan_split(keys, cartesian=False)
 

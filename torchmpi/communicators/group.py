@@ -1,7 +1,7 @@
 """Groups of ranks.
 
-A :class:`Group` is what a collective runs on: an MPI communicator with a call queue (order of calls), a call log
-(comparison of calls) and, within a host, shared memory.
+Collectives run on a :class:`Group`: an MPI communicator with a call queue (order of calls), a call log (comparison of
+calls) and, within a host, shared memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Group:
     Attributes:
         comm: The MPI communicator.
         side_comm: A duplicate for point-to-point messages, which must not be received by a collective.
-        plans: Plans made on this group, by what selects them.
+        plans: Plans made on this group, by the arguments of the calls that select them.
         status_board: The shared memory of the group: a status block for each rank, and slots for data. None if the
             ranks are on several hosts, or have no shared memory.
         log_board: The status board, if calls are compared on it (``checking == "board"``); None if they are compared

@@ -51,7 +51,7 @@ class Handle:
         the call itself continues.
         """
         if not self._finished.acquire(timeout=-1 if timeout is None else timeout):
-            raise StallError(f"{self._description} has not ended after {timeout:g} s. It goes on; wait() again for it.")
+            raise StallError(f"{self._description} has not ended after {timeout:g} s. It continues; call wait() again.")
         self._finished.release()
         self._seen = True
         if self._error is not None:

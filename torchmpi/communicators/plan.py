@@ -1,4 +1,4 @@
-"""What a group can run: one call, and the part of its signature that does not change between calls."""
+"""The plan of a call on a group: its function, and the part of its signature that does not change between calls."""
 
 from __future__ import annotations
 

@@ -200,8 +200,8 @@ def steps_for(
 
     `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so
     on to the end of the span; none of them means a flat collective. `rank` and `root` are ranks in the group
-    of `begin`. A `reduce` step leaves its partial result in the root's buffer and nothing useful in the
-    others'; the input of the next step is what the last one left. Groups with a single member take no step.
+    of `begin`. A `reduce` step leaves its partial result in the root's buffer and no useful value in the
+    others'; the input of each step is the result of the previous one. Groups with a single member take no step.
 
     >>> tree = plan_split(["a", "a", "b"], cartesian=False)
     >>> for step in steps_for("allreduce", 0, [tree]): print(step)

@@ -1,7 +1,7 @@
 """The ``torch.distributed`` backend: ``dist.init_process_group("torchmpi")``.
 
 torch registers the backend when it is imported, if torchmpi is installed; a script need not import this package. It
-offers two functions that torch itself has no place for.
+has two functions without a counterpart in torch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ..session import runtime
 from ..tensors import buffers, dtypes
 
 _BACKENDS = ("shm", "mpi")
-"""Those with the operation ``exchange_parts``."""
+"""The backends with the operation ``exchange_parts``."""
 
 
 def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:

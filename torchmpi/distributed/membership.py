@@ -74,7 +74,7 @@ class Membership:
         return Communicator(-1, name, group, None, split=split, parent=None)
 
     def close(self, communicator: Communicator) -> None:
-        """Free the communicator of a process group; with the last one, stop what was started."""
+        """Free the communicator of a process group; with the last one, stop torchmpi, if started here."""
         global _membership
         if os.getpid() != self._pid or not runtime.is_running():
             return

@@ -44,7 +44,7 @@ def _collect(group: Group, limit: float, seconds: float, number: int, *, wait_al
         names = ", ".join(str(rank) for rank in missing)
         raise StallError(  # the wording is gloo's, for programs that search for it
             f"{group.where}: Rank 0 timed out in monitoredBarrier: Rank{'s' * (len(missing) > 1)} {names} failed to "
-            f"pass monitoredBarrier within {seconds:g} s (ranks of the group). Find out what runs there instead: "
+            f"pass monitoredBarrier within {seconds:g} s (ranks of the group). Check what these ranks run instead: "
             "torchmpi's watchdog reports calls that wait."
         )
 
@@ -70,8 +70,8 @@ def _report(group: Group, limit: float, seconds: float, number: int) -> None:
         if answer[0] == number:
             return
     raise StallError(
-        f"{group.where}: monitored_barrier: rank 0 of the group did not answer within {2 * seconds:g} s. Find out "
-        "what it does instead."
+        f"{group.where}: monitored_barrier: rank 0 of the group did not answer within {2 * seconds:g} s. Check "
+        "what it runs instead."
     )
 
 

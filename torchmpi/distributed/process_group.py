@@ -52,7 +52,7 @@ _REPORT_SECONDS = 10.0
 
 
 def create(options: BackendOptions) -> ProcessGroup:
-    """Create a process group, as torch asks of a backend. Collective over its members."""
+    """Create a process group, as torch requires of a backend. Collective over its members."""
     torch_names.warn_if_untested()
     torch_names.keep_works_of_join()
     _refuse_mixed_backends()
@@ -91,7 +91,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._limit_seconds = 0.0
         self.set_timeout(options.timeout)
         self._op_names: dict[tuple[int, torch.dtype], str] = {}
-        """Names of operations without a factor, by torch's number and dtype, as far as allreduce has seen them."""
+        """Names of operations without a factor, by torch's number and dtype, for the calls of allreduce so far."""
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
         self._num_monitored = 0
@@ -458,7 +458,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Set the time after which a call raises."""
         seconds = timeout.total_seconds()
         self._group.timeout_seconds = seconds
-        # A call in shared memory raises by itself, with a report of the missing ranks, which takes some time to make.
+        # A call in shared memory has a timeout too, and raises with a report of the missing ranks, which takes time.
         self._limit_seconds = seconds + (0 if self._by_messages else _REPORT_SECONDS)
 
     _set_default_timeout = set_timeout
@@ -481,7 +481,7 @@ class ProcessGroup(dist.ProcessGroup):
             time.sleep(_ABORT_POLL_SECONDS)
         self.shutdown()
 
-    # --- Properties that torch asks for -----------------------------------------------------------------------------
+    # --- Properties that torch reads --------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         """Return ``torchmpi``."""

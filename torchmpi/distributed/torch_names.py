@@ -55,7 +55,7 @@ SCATTER = ScatterOptions()
 
 
 class CallOptions(Protocol):
-    """What the options of all calls have in common."""
+    """The attributes that the options of all calls have."""
 
     asyncOp: bool
 
@@ -72,7 +72,7 @@ def warn_if_untested() -> None:
     if minor not in TESTED:
         warnings.warn(
             f"torchmpi's torch.distributed backend uses private parts of PyTorch and was tested with torch "
-            f"{', '.join(TESTED)}; this is {torch.__version__}. Most likely it works; if something is odd, look here.",
+            f"{', '.join(TESTED)}; this is {torch.__version__}. Errors may be due to this version.",
             stacklevel=2,
         )
 

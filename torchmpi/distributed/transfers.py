@@ -23,7 +23,7 @@ from ..tensors import buffers, dtypes, streams
 _NUM_BUSY_TESTS = 2000
 _MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 50e-6, 1e-3
 MAX_TAG = (1 << 20) - 1
-"""The greatest tag of a user; all MPI libraries of today have some more, which the monitored barrier uses."""
+"""The greatest tag of a user; current MPI libraries permit larger ones, which the monitored barrier uses."""
 ARRIVED_TAG, ANSWER_TAG = MAX_TAG + 1, MAX_TAG + 2
 
 
@@ -56,9 +56,9 @@ class MessageHandle(Handle):
         """Called with the status of the request when MPI has completed it."""
         self._testing = threading.Lock()
         self.is_waited_for = False
-        """Whether a caller tests it, so that the progress thread need not."""
+        """Whether a caller tests the message, so that the progress thread need not."""
         self.source = -1 if self._is_receive else group.rank
-        """The rank that sends it; -1 until that is known."""
+        """The rank that sends the message; -1 until that is known."""
 
     @property
     def what(self) -> str:
@@ -66,7 +66,7 @@ class MessageHandle(Handle):
         return self._description
 
     def begin(self, request: Any, finish: Callable[[Any], object]) -> None:
-        """Set the MPI request, and what to call with its status when it has completed."""
+        """Set the MPI request, and the function to call with its status when it has completed."""
         self._request, self._finish = request, finish
 
     def test(self) -> bool:
@@ -101,14 +101,14 @@ class MessageHandle(Handle):
         while not self.done():  # not test(): a callback at the end of this message runs while the lock is held
             num_tests += 1
             if num_tests < _NUM_BUSY_TESTS:
-                time.sleep(0)  # lets other threads and other ranks run
+                time.sleep(0)  # yields to other threads and other ranks
                 continue
             self._call_queue.doing = self._doing  # for the watchdog
             time.sleep(pause)
             pause = min(pause * 1.25, _MAX_SLEEP_SECONDS)
             if timeout is not None and time.monotonic() - begin > timeout:
                 self.is_waited_for, self._call_queue.doing = False, None
-                raise StallError(f"{self._description} has not ended after {timeout:g} s. It goes on; wait() again.")
+                raise StallError(f"{self._description} has not ended after {timeout:g} s. It continues; wait() again.")
         self._call_queue.doing = None
         return super().wait(timeout)
 

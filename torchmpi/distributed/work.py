@@ -90,7 +90,7 @@ class PendingWork(dist.Work):
             if self._outputs and not self._outputs[0].is_cpu:
                 devices = sorted({tensor.device for tensor in self._outputs}, key=str)
             ended: Future = torch.futures.Future(devices=devices)
-            # C++ waits for the child: only a child carries an error in the form that C++ knows. A future that was
+            # C++ waits for the child: only a child carries an error in the form that C++ expects. A future that was
             # given an exception in Python returns it as its value (torch 2.13).
             self._future = ended.then(methodcaller("value"))
             self._handle.when_done(partial(self._complete, ended))

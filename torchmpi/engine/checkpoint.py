@@ -1,7 +1,7 @@
 """Checkpoint files: one file for all ranks, replaced atomically and verified when read.
 
-What is equal on all ranks (parameters, optimizer state) is stored once, as on rank 0. What differs is stored for each
-rank: random numbers, meters, the position in the data, and tensors that are not replicated, such as the running
+State that is equal on all ranks (parameters, optimizer state) is stored once, as on rank 0. Other state is stored for
+each rank: random numbers, meters, the position in the data, and tensors that are not replicated, such as the running
 statistics of batch norm or the shards of a model-parallel layer. The file is an ordinary ``torch.save`` archive of
 plain values, so that reading it cannot run code: ``torch.load(path)["network"]`` returns the weights.
 """

@@ -61,7 +61,7 @@ def iterator_state(iterator: Any) -> Any:
 
 
 def load_iterator_state(iterator: Any, state: Any) -> None:
-    """Restore what :func:`iterator_state` returned.
+    """Restore the result of :func:`iterator_state`.
 
     >>> load_iterator_state([1, 2], None)
     """
@@ -257,7 +257,7 @@ class Epoch:
         self._ahead = Prefetcher(self._load, depth)
 
     def position(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, besides the number of batches, to continue after the batches taken so far."""
+        """Return the state from which to continue, besides the number of batches taken so far, for a checkpoint."""
         return {"begin": self._rng, "generators": self._generators, "iterator": self._state}
 
     def next(self) -> Sample | None:

@@ -253,8 +253,8 @@ class SGDEngine:
     def _train_epoch(self, run: TrainingRun, saved: Saved | None) -> None:
         state = run.state
         set_epoch(state.iterator, state.epoch)
-        # Also when resuming within an epoch: what these hooks prepare (a sampler, a meter) is needed, and the
-        # checkpoint then restores what they change.
+        # Also when resuming within an epoch: the hooks prepare objects for the epoch (a sampler, a meter), and the
+        # checkpoint then restores the state of these objects.
         self.hooks.call("on_start_epoch", state)
         position = None if saved is None else run.restore(saved, self._kept)
         with run.begin_epoch(self._prefetch, position) as epoch:
@@ -360,22 +360,22 @@ class SGDEngine:
     # --- overridden by the engine for many ranks -----------------------------------------------------------
 
     def _begin(self, state: State) -> None:
-        """Called before the first epoch."""
+        """Prepare the run; called before the first epoch."""
 
     def _begin_step(self, state: State) -> None:
-        """Called before each update, also on a rank without a batch."""
+        """Prepare an update; called before each one, also on a rank without a batch."""
 
     def _wait_for_device(self) -> None:
-        """Called when the sample is on the device, and when the loss is computed."""
+        """Wait for the device, if requested; called when the sample is on the device, and when the loss is computed."""
 
     def _synchronize(self, state: State, num_active: int) -> None:
-        """Called after the backward pass; `num_active` ranks had a batch."""
+        """Synchronize the gradients after the backward pass; `num_active` ranks had a batch."""
 
     def _apply(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
     def _end(self, state: State) -> None:
-        """Called after training, unless it failed."""
+        """Clean up after training, unless training has failed."""
 
     def _total(self, result: TestResult) -> TestResult:
         return result
@@ -395,7 +395,7 @@ class SGDEngine:
         return DeviceCopy(device)
 
     def _agree_to_stop(self, state: State) -> bool:
-        """Stop all ranks if one rank wants to stop, as the others would wait for that rank."""
+        """Stop all ranks if one rank stops, since the others would wait for that rank."""
         state.stop = self._coordinator.count(state.stop) > 0
         return state.stop
 

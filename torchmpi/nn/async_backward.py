@@ -172,8 +172,8 @@ class AsyncBackward(Attachment):
             hook.remove()
         if self.comm.intra.call_queue.closed:
             return  # stop() came first
-        # A rank that has launched nothing must take part in what others have launched. They agree on the parent
-        # communicator, since the next calls on the private one are buckets.
+        # A rank that has launched no reduction must take part in those of the other ranks. The ranks agree on the
+        # parent communicator, since the next calls on the private one are reductions of buckets.
         waiting = torch.tensor([int(self.is_running)])
         if collectives.allreduce(waiting, op="max", comm=self.comm.parent).item():
             self._finish_round(Replica(self.net), None)

@@ -1,8 +1,8 @@
-"""The gradients of a net in one step: which exist on which rank, and whether they lie in shared memory.
+"""The gradients of a net in one step: which exist on which rank, and whether they are in shared memory.
 
 Gradients that persist over several steps, with ``zero_grad(set_to_none=False)`` or accumulation over several backward
 passes, are moved into shared memory at the second call, so that the ranks of one host reduce them in place. The tensors
-remain the same objects; only their memory is exchanged. They then lie in one block per dtype, which one call reduces.
+remain the same objects; only their memory is exchanged. They are then in one block per dtype, which one call reduces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARED_GRADIENTS = "torchmpi_shared_gradients"
 
 
 class Presence(NamedTuple):
-    """What the ranks have agreed on."""
+    """The gradients that exist on any rank: the same on all ranks."""
 
     dense: Sequence[Tensor]
     """The parameters of which some rank has a dense gradient."""

@@ -132,8 +132,8 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, layer_comm: 
     return result
 
 
-# As operations of the whole job these four are linear maps, each the transpose of another: a replicated tensor is one
-# value, a partial or divided tensor is one value per rank.
+# These four operations of the job are linear maps, each the transpose of another: a replicated tensor is one value, a
+# partial or divided tensor is one value per rank.
 
 
 class _Reduce(torch.autograd.Function):

@@ -143,20 +143,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- delegation to the wrapped optimizer -----------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of the wrapped optimizer."""
+        """Clear the gradients, as the wrapped optimizer does."""
         self._is_synchronized = False
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the wrapped optimizer."""
+        """Return the state of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of the wrapped optimizer."""
+        """Load the state of the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of the wrapped optimizer; the parameters must be parameters of the model."""
+        """Add a parameter group to the wrapped optimizer; its parameters must be parameters of the model."""
         self.optimizer.add_param_group(param_group)
         _check_parameters(self.optimizer, self._model)
 

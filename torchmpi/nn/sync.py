@@ -90,7 +90,7 @@ def synchronize_gradients(
 ) -> None:
     """Replace each ``.grad`` by its average over the ranks.
 
-    Within a host, gradients are reduced where they lie. Between hosts they are packed into buckets, and one bucket is
+    Within a host, gradients are reduced in place. Between hosts they are packed into buckets, and one bucket is
     filled while another one is sent. The result has the same bits as a loop over ``mpi.allreduce(p.grad, op="avg")``.
 
     A gradient that is missing on some ranks counts as zero there; one that is missing on all ranks stays ``None``.
@@ -114,7 +114,7 @@ def synchronize_gradients(
     if attached(net, ASYNC_BACKWARD) is not None:
         raise ArgumentError(
             "synchronize_gradients(): the net is registered for asynchronous backward, so its gradients are "
-            "on their way. Call synchronize_gradients_async(net), or unregister_async_backward(net) first."
+            "being reduced. Call synchronize_gradients_async(net), or unregister_async_backward(net) first."
         )
     communicator = runtime.communicator(comm)
     size = communicator.intra.size
@@ -143,7 +143,7 @@ def reduce_gradients(
     shared = shared_gradients(replica.net) if is_within_host else None
     flats = shared.flats(gradients.tensors) if shared is not None and shared.blocks else None
 
-    # 2. Agree: which gradients exist on any rank, and do they lie in shared blocks on all ranks?
+    # 2. Agree: which gradients exist on any rank, and are they in shared blocks on all ranks?
     presence = gradients.agree(replica, comm, scattered=flats is None)
     if flats is not None and not presence.is_scattered:
         for flat in flats:

@@ -54,7 +54,7 @@ class RemoteServer(Protocol):
 
 
 class _Backoff:
-    """Sleeps between polls of MPI, whose own waits would occupy a core: briefly at first, then longer and longer."""
+    """Sleeps between polls of MPI, whose own waits would occupy a core: briefly at first, then for increasing times."""
 
     def __init__(self) -> None:
         self._seconds, self._since = _MIN_SLEEP, time.monotonic()
@@ -100,7 +100,7 @@ class RemoteClient:
         return self._request(server, data, _Header(_APPLY, server.number, Rule(rule.name, rule.coefficients), 0))
 
     def read(self, server: RemoteServer, data: torch.Tensor) -> tuple[int, int]:
-        """Copy all remote shards to `data`; return what `apply` returns."""
+        """Copy all remote shards to `data`; return the same numbers as `apply`."""
         return self._request(server, data, _Header(_READ, server.number, Rule(""), 0))
 
     def _request(self, server: RemoteServer, data: torch.Tensor, header: _Header) -> tuple[int, int]:
@@ -193,7 +193,7 @@ class ServerThread(threading.Thread):
         name: str,
         end_job: Callable[[str, int], None],
     ) -> None:
-        """`end_job` is called when MPI fails, because clients would wait for ever."""
+        """Create the thread; `end_job` is called when MPI fails, since clients would wait forever."""
         super().__init__(name=f"torchmpi parameter server {name}", daemon=True)
         self._end_job = end_job
         self.MPI, self.comm, self.actor, self.servers = MPI, comm, actor, servers
@@ -265,7 +265,7 @@ class _Session:
         self._status, self._problem = status, problem
 
     def advance(self) -> bool:
-        """Do everything that needs no waiting; return whether there was anything."""
+        """Process completed messages without waiting; return whether there were any."""
         progressed = self._start_messages()
         while self._in_flight and self._in_flight[0][0].Test():
             _, memory, span = self._in_flight.popleft()

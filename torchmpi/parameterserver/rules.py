@@ -147,7 +147,7 @@ def register_rule(name: str, function: Function, *, num_states: int = 0) -> None
 
     ``function(values, sent, *states, *coefficients)`` is called for each chunk, with flat tensors of at most 64 KB. It
     changes `values` and `states` in place. It runs in any thread of the sender, or of a rank on another host, and must
-    depend on nothing but its arguments. If it raises, the chunk stays unchanged and ``wait()`` of the sender raises.
+    depend on its arguments only. If it raises, the chunk stays unchanged and ``wait()`` of the sender raises.
 
     Args:
         name: Name of the rule: an identifier, the same on all ranks. A registered rule may be replaced.

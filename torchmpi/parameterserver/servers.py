@@ -118,7 +118,7 @@ class Server:
 
 
 class ServerContext:
-    """What all servers of a group share; made by the first `init` on the group and closed with it."""
+    """The state shared by all servers of a group; made by the first `init` on the group and closed with it."""
 
     def __init__(self, group: Group) -> None:
         context = group.context
@@ -328,7 +328,7 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
     Sends of one rank to one server are applied in the order of the calls.
 
     Args:
-        server: What :func:`init` returned.
+        server: The server, as returned by :func:`init`.
         tensor: The sent values: of the dtype of the server, with its number of elements in any shape. It must not be
             changed before ``wait()`` returns. None is possible with the rule ``"zero"``.
         rule: ``"zero"``, ``"copy"``, ``"add"``, ``"max"``, ``"min"``, the result of :func:`scaled_add`, :func:`axpby`,
@@ -382,7 +382,7 @@ def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle:
     The values include everything that this rank has sent before.
 
     Args:
-        server: What :func:`init` returned.
+        server: The server, as returned by :func:`init`.
         tensor: The destination, of the dtype of the server, with its number of elements in any shape. It must not be
             used before ``wait()`` returns. Default: a new tensor on the CPU.
 
@@ -429,7 +429,7 @@ def _check_server(server: object, call: str) -> str:
     if not isinstance(server, Server):
         raise ArgumentError(
             f"parameterserver.{call}: a {type(server).__name__} is not a server. "
-            "Pass what parameterserver.init returned."
+            "Pass the result of parameterserver.init."
         )
     what = f"{server.group.where}: parameterserver.{call}"
     _check_open(server, what)
@@ -459,7 +459,7 @@ def free(server: Server) -> None:
     """Free the memory of a server after all calls of all ranks have completed. Collective.
 
     Args:
-        server: What :func:`init` returned.
+        server: The server, as returned by :func:`init`.
 
     Raises:
         CommunicatorError: The server has been freed already.

@@ -51,7 +51,7 @@ def save(folder: str | os.PathLike[str], comm: Comm = None) -> None:
 
 
 def load(folder: str | os.PathLike[str], comm: Comm = None) -> None:
-    """Read what :func:`save` wrote into the existing servers, possibly with another number of ranks. Collective.
+    """Load the shards of :func:`save` into the existing servers, possibly with another number of ranks. Collective.
 
     The servers must correspond to the saved ones: the same number, created in the same order, with the same shapes and
     dtypes. States of optimizers are restored. Where shards are divided into chunks differently, a chunk gets the

@@ -99,7 +99,7 @@ class Shards:
     def __init__(
         self, segment: Segment, layout: Layout, parts: list[tuple[int, int]], *, dtypes: tuple[torch.dtype, torch.dtype]
     ) -> None:
-        """`parts`: first element and number of elements of each shard; `dtypes`: of the values and of the states."""
+        """Map the shards. `parts`: first element and length of each; `dtypes`: of the values and of the states."""
         self.segment, address = segment, segment.address
         self.dtype, self.state_dtype = dtypes
         self.chunk_numel = chunk_numel(self.dtype.itemsize, self.state_dtype.itemsize)
@@ -145,7 +145,7 @@ class ActorTable:
     """
 
     def __init__(self, segment: Segment, index: int) -> None:
-        """`index`: of this rank among those that share `segment`."""
+        """Create the table; `index`: of this rank among those that share `segment`."""
         self.segment, self.index = segment, index
 
     @staticmethod

@@ -395,7 +395,7 @@ def set_collective_span(begin: int, end: int) -> None:
 
 
 def collective_availability() -> Availability:
-    """Return what each backend supports in this job.
+    """Return the calls that each backend supports in this job.
 
     Returns:
         A dictionary from (backend, collective, device, mode) to ``available``, ``unavailable: reason`` or

@@ -1,7 +1,7 @@
 """Job termination: when one rank fails, all ranks end within seconds, with one traceback and a non-zero exit status.
 
-Without it the other ranks would wait forever. It handles an uncaught exception, SIGTERM (also while the main thread is
-inside MPI, where Python runs no signal handlers), the exit of the interpreter without ``stop()`` while other ranks
+Otherwise the other ranks would wait forever. The causes are an uncaught exception, SIGTERM (also while the main thread
+is inside MPI, where Python runs no signal handlers), the exit of the interpreter without ``stop()`` while other ranks
 communicate, and stalls found by the watchdog.
 """
 
@@ -29,7 +29,7 @@ _HANDLER_GRACE_SECONDS = 1.0
 _ABORT_GRACE_SECONDS = 5.0
 _OUTPUT_SECONDS = 1.0
 _TERMINATED = 128 + signal.SIGTERM
-# Values of the field DYING of a failing rank: it waits to be the one that reports, or it reports.
+# Values of the field DYING of a rank that has failed: before it is determined which rank reports; the rank reports.
 _FAILING, _REPORTING = 1, 2
 
 
@@ -197,7 +197,7 @@ class FailureHandling:
 
     def _abort(self, status: int) -> NoReturn:
         _flush()
-        # MPI_Abort may return, or hang when the network is gone: then at least this process ends.
+        # MPI_Abort may return, or hang when the network is down: then at least this process ends.
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
             threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
         if self.world.size > 1:

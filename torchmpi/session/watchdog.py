@@ -194,7 +194,7 @@ class Watchdog(threading.Thread):
         return "\n".join([f"{text} Not arrived:", *lines])
 
     def _status_on_host(self, group: Group, seq: int) -> dict[int, RankStatus | None]:
-        """Return the status of the other ranks of this host; missing ranks are asked for their location."""
+        """Return the status of the other ranks of this host; for missing ranks, request their location."""
         log_board = group.log_board
         assert log_board is not None
         states: dict[int, RankStatus | None] = {}

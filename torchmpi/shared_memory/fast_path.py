@@ -78,9 +78,9 @@ class CachedCall(NamedTuple):
     call_log: _CallLog
     run_lock: _RunLock
     code: int
-    """What the call log stores besides the shape."""
+    """Code of the call that the call log stores besides the shape."""
     signed_code: int
-    """The same as it enters the signature."""
+    """Code of the call in the signature."""
     settle: Callable[[int, torch.Tensor, Any], Any]
     """``settle(status, source, destination)`` continues after a kernel that returned a status."""
     abort: Callable[[], None]

@@ -23,7 +23,7 @@ REDUCED        chunks that this rank has reduced, or read
 KEPT           two fields, by chunk parity: whether the result of a reduction is in the rank's own slot
 UNREAD         REDUCED of the last call with direct reads if this rank could not read, otherwise 0
 ring           from RING_START: RING_LENGTH entries of sequence number, signature and payload
-text           from TEXT_START_BYTES: what the rank is doing, on request
+text           from TEXT_START_BYTES: current activity of the rank, on request
 ============== ==================================================================================================
 """
 

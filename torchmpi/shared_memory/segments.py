@@ -19,7 +19,7 @@ _FOLDER = "/dev/shm"
 
 
 class Ticket(NamedTuple):
-    """Path of a segment, and what identifies the file: another process opens the segment with it."""
+    """Path of a segment, and numbers that identify the file, with which another process opens the segment."""
 
     path: str
     device: int
@@ -75,7 +75,7 @@ class Segment:
         file = os.open(ticket.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
-            # In another container, the same path may lead to something else.
+            # In another container, the same path may be another file.
             if (status.st_dev, status.st_ino, status.st_size) != ticket[1:]:
                 raise FileNotFoundError(f"{ticket.path} is not the segment that was meant")
             return cls(mmap.mmap(file, ticket.num_bytes), None, None, ticket)
@@ -98,7 +98,7 @@ class Segment:
         return self.memory.size() == 0
 
     def withdraw(self) -> None:
-        """Let no other process open it: from now on it exists as long as it is mapped."""
+        """Prevent other processes from opening the segment, which from now on exists as long as it is mapped."""
         self._end(truncate=False)
 
     def release(self) -> None:

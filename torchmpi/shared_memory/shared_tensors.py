@@ -60,7 +60,7 @@ class SharedHeap:
         return torch.from_numpy(memory)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def adopt(self, storage: torch.UntypedStorage, file: int, num_bytes: int) -> None:
-        """Let others access a storage whose memory is this file, as long as the storage exists.
+        """Make a storage whose memory is this file accessible to other processes, as long as the storage exists.
 
         Raises:
             OSError: The system has no descriptors for it, or no /proc.
@@ -105,7 +105,7 @@ class SharedHeap:
         self.table[0] = max(self.table[0], index + 1)
 
     def _release(self, index: int, segment: Segment) -> None:
-        """Release a segment whose last tensor is gone. May run at any time in any thread, so it takes no lock."""
+        """Release a segment whose last tensor was freed. May run at any time in any thread, so it takes no lock."""
         if os.getpid() != self._process:
             return  # a forked child, which shares the memory: the rank still has the tensor
         if self._withdraw(index, segment) and segment not in self._perhaps_read:

@@ -1,1 +1,1 @@
-"""Tensors: dtypes, memory, streams, and lists of them. Nothing here knows of ranks."""
+"""Tensors: dtypes, memory, streams, and lists of them. This package does not depend on ranks."""

@@ -83,7 +83,7 @@ def plain(tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors may share memory without being the same.
+    """Return whether two tensors may share memory without being the same.
 
     >>> base = torch.zeros(4)
     >>> overlap(base[:3], base[1:]), overlap(base[:2], base[2:])
@@ -126,7 +126,7 @@ def copy_result(result: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def touch(tensor: torch.Tensor) -> None:
-    """Tell autograd that the tensor was written, so that a stale saved value raises an error."""
+    """Notify autograd that the tensor was written, so that a stale saved value raises an error."""
     try:
         increment_version((tensor,))
     except RuntimeError:
@@ -135,7 +135,7 @@ def touch(tensor: torch.Tensor) -> None:
 
 
 def touch_all(tensors: Sequence[torch.Tensor]) -> None:
-    """Tell autograd that these tensors were written."""
+    """Notify autograd that these tensors were written."""
     try:
         increment_version(tuple(tensors))
     except RuntimeError:

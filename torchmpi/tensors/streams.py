@@ -155,7 +155,7 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 def use_here(*tensors: torch.Tensor) -> None:
-    """Tell the allocator that the current stream uses these tensors, which were allocated on another one.
+    """Record for the allocator that the current stream uses these tensors, which were allocated on another one.
 
     >>> use_here(torch.ones(2))
     """
@@ -215,15 +215,15 @@ class Order:
 
 
 class Queued:
-    """What has become of a task whose work is queued on a device."""
+    """The result of a task whose work is queued on a device."""
 
     def __init__(self, result: Any, end: torch.cuda.Event, origin: torch.cuda.Stream, kept: object) -> None:
         self._result, self._end, self._origin = result, end, origin
         self._kept = kept
-        """What the device still uses."""
+        """The objects that the device still uses."""
 
     def follow(self) -> Any:
-        """The result, which the current stream may use from here on."""
+        """Return the result, which the current stream may use from here on."""
         current = torch.cuda.current_stream(self._origin.device)
         current.wait_event(self._end)
         if isinstance(self._result, torch.Tensor):
@@ -234,7 +234,7 @@ class Queued:
         return self._result
 
     def has_ended(self) -> bool:
-        """Whether the device has finished."""
+        """Return whether the device has finished."""
         return bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def behind(self) -> AbstractContextManager[Any]:
@@ -263,7 +263,7 @@ class _Abandoned:
         self._entries.append((end, kept))
 
     def sweep(self) -> None:
-        """Release what the device no longer uses."""
+        """Release the objects that the device no longer uses."""
         if self._entries and self._changing.acquire(False):
             try:
                 for entry in list(self._entries):
@@ -277,7 +277,7 @@ _abandoned = _Abandoned()
 
 
 def queue(mark: Mark, device: torch.device, task: Callable[[], Any], kept: object) -> Queued:
-    """:func:`enqueue_after` for a task that uses `kept` on the device."""
+    """Run :func:`enqueue_after` for a task that uses `kept` on the device."""
     _abandoned.sweep()
     try:
         result, end = enqueue_after(mark, device, task)

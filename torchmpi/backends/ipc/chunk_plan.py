@@ -174,7 +174,7 @@ def reduce(rank: int, size: int, num_bytes: int, half: int, *, root: int, shots:
 
 def broadcast(rank: int, size: int, num_bytes: int, half: int, *, root: int) -> Chunks:
     """Plan a broadcast."""
-    if size == 1:  # without a reader, nothing would order one filling after the other
+    if size == 1:  # without a reader, no event would order one filling after the other
         return
     for begin, length in cut(num_bytes, half):
         if rank == root:

@@ -41,7 +41,7 @@ class IpcBackend:
     enqueues = True
 
     def __init__(self, config: Config, devices: Devices, problem: str = "") -> None:
-        """Create the backend; `problem` is why the processes of this job cannot share GPU memory, if they cannot."""
+        """Create the backend; `problem`: why the processes of this job cannot share GPU memory; '' if they can."""
         self.config, self.devices, self.problem = config, devices, problem
         self.make_device: Callable[[Any], StagingDevice] = CudaDevice
         self.refused: dict[int, str] = {}
@@ -132,7 +132,7 @@ class StagedGroup:
         """Abort the call on all ranks; later calls on any stream come after the work that was enqueued."""
         self.sync.abort()
         if self.staging is not None:
-            with suppress(CudaError):  # the device may be what has failed
+            with suppress(CudaError):  # the device may have failed
                 self._record_emptied(self.staging)
 
     def _record_emptied(self, staging: Staging) -> None:

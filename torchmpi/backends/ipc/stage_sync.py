@@ -1,7 +1,7 @@
 """Synchronization of the processes that share staging areas, in shared memory.
 
 Each rank publishes the stage that it has reached. The upper bits of the number are the sequence number of the call, so
-that the number only grows, also when a call is aborted. Waiting leaves the interpreter to other threads: the worker of
+that the number only grows, also when a call is aborted. A wait yields the interpreter to other threads: the worker of
 a call queue must not slow down the thread that computes.
 """
 
@@ -63,7 +63,7 @@ class StageSync:
             if not missing:
                 break
             if num_polls >= _NUM_POLLS:
-                time.sleep(0)  # lets other threads have the interpreter, unlike a loop
+                time.sleep(0)  # yields the interpreter to other threads, unlike a loop
         else:
             self._wait_long(missing, number)
         if any(fields[rank * BLOCK_FIELDS + ENQUEUED] >> STAGE_BITS > self.seq for rank in ranks):
@@ -83,7 +83,7 @@ class StageSync:
         """Raise if one of the ranks has aborted this call, or a later one."""
         for rank in ranks:
             if rank != self._rank and self._status_board.get(rank, REFUSED) >= self.seq:
-                self._call_log.compare()  # a mismatch of the calls is the better message
+                self._call_log.compare()  # raises the more informative error if the calls differ
                 self._call_log.raise_aborted(rank)
 
     def abort(self) -> None:

@@ -201,7 +201,7 @@ class MPI4Py(Peer):
 
 
 class StagedMPI4Py(MPI4Py):
-    """mpi4py for tensors on a GPU, staged by hand: copy to pinned memory, communicate, copy back."""
+    """mpi4py for tensors on a GPU, with explicit staging: copy to pinned memory, communicate, copy back."""
 
     def why_not(self, collective: str, dtype: str) -> str | None:
         return (

@@ -107,7 +107,7 @@ def _trainers(task: TrainingTask, ours: Any, *, has_gloo: bool) -> dict[str, Tra
         ASYNC: Trainer(copies[ASYNC], mpinn.synchronize_gradients_async),
     }
     for name, group in ((OUR_DDP, ours), *([(DDP, None)] if has_gloo else [])):
-        # Its fastest settings: no copies in and out of buckets, no broadcast of buffers.
+        # The fastest settings of DistributedDataParallel: no copies in and out of buckets, no broadcast of buffers.
         wrapped = nn.parallel.DistributedDataParallel(
             copies[name].net, process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False
         )

@@ -13,7 +13,7 @@ Verdict = Literal["ok", "warning", "problem"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a check found, and the remedy unless the verdict is ok."""
+    """The result of a check, and the remedy unless the verdict is ok."""
 
     name: str
     verdict: Verdict

@@ -68,7 +68,7 @@ def _quiet_config() -> Config:
 
 
 def _check_allreduce(rank: int, size: int) -> str | None:
-    """Check the sum over ranks of rank + 1, synchronously and asynchronously; return what is wrong."""
+    """Check the sum over ranks of rank + 1, synchronously and asynchronously; return a description of the error."""
     expected = size * (size + 1) / 2
     for numel in (1, _NUMEL):
         synchronous = collectives.allreduce(torch.full((numel,), rank + 1.0))

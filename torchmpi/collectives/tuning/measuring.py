@@ -54,7 +54,7 @@ class Session:
         self.num_left = 0
 
     def measure(self, subject: Subject) -> dict[str, dict[int, Samples]]:
-        """Return samples by mode and size, as far as the time suffices."""
+        """Return samples by mode and size, until the time is used up."""
         found: dict[str, dict[int, Samples]] = defaultdict(dict)
         modes = [key.mode for key in subject.modes()]
         sizes = self._sizes if subject.collective != "barrier" else self._sizes[:1]
@@ -65,7 +65,7 @@ class Session:
                     found[mode][size] = samples
                 self.num_left -= 1
         self.num_left -= len(MODES) * len(self._sizes) - len(modes) * len(sizes)
-        # Small tensors alone say nothing about large ones.
+        # Times of small tensors do not predict those of large ones.
         return {mode: samples for mode, samples in found.items() if len(samples) == len(sizes)}
 
     def _compete(self, work: Work, names: Sequence[str]) -> Samples | None:

@@ -122,7 +122,7 @@ class DiLoCoUpdate(LocalSGDUpdate):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore the result of ``state_dict``."""
         super().load_state_dict(state)
         self._has_anchor = state["has_anchor"]
         self._anchor.restore(state["anchor"])

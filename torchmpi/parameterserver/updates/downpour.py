@@ -103,7 +103,7 @@ class DownpourUpdate(Update):
         return {**state, "num_accumulated": self._num_accumulated, "accumulated": accumulated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; call it before ``start()`` and the first step."""
+        """Restore the result of ``state_dict``; call it before ``start()`` and the first step."""
         super().load_state_dict(state)
         self._num_accumulated, self._restored = state["num_accumulated"], state["accumulated"]
 

@@ -67,7 +67,7 @@ class LocalSGDUpdate(PeriodicUpdate):
         self._has_changed = False
         self.num_integrations += 1
         self.num_sends += 1
-        # The bytes passed to allreduce, whatever the algorithm sends.
+        # The bytes passed to allreduce, which do not depend on its algorithm.
         num_bytes = sum(parameter.nbytes for parameter in self._parameters)
         self._bytes_sent += num_bytes
         self._bytes_received += num_bytes
@@ -88,6 +88,6 @@ class LocalSGDUpdate(PeriodicUpdate):
         return {**super().state_dict(), "has_news": self._has_changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore the result of ``state_dict``."""
         super().load_state_dict(state)
         self._has_changed = state["has_news"]

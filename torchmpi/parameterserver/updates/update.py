@@ -1,4 +1,4 @@
-"""What all updates share: counting steps, metrics, checkpoints; and for those with servers, when to communicate."""
+"""Base classes of the updates: steps, metrics and checkpoints; for those with servers, when to communicate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PeriodicT = TypeVar("PeriodicT", bound="PeriodicUpdate")
 
 
 class Schedule(NamedTuple):
-    """Which steps fetch and which integrate.
+    """The numbers of the steps that fetch and of those that integrate.
 
     >>> schedule = Schedule(update_frequency=10, init_delay=100, prefetch=3)
     >>> [step for step in range(125) if schedule.integrates(step)]
@@ -163,7 +163,7 @@ class PeriodicUpdate:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, with the same options and a network of the same structure."""
+        """Restore the result of ``state_dict``, with the same options and a network of the same structure."""
         if state.get("kind") != type(self).__name__:
             raise CheckpointError(
                 f"This is the state of a {state.get('kind')}, not of a {type(self).__name__}. Resume with the class "
@@ -453,7 +453,7 @@ class Update(PeriodicUpdate):
         return {**super().state_dict(), "rounds": self._rounds if self.clock is None else self.clock.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; call it before ``start()`` and the first step."""
+        """Restore the result of ``state_dict``; call it before ``start()`` and the first step."""
         if self._servers is not None:
             raise ArgumentError(f"{where()}: load_state_dict() after the start. Call it before start() and update().")
         super().load_state_dict(state)
