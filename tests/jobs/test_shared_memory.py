@@ -315,8 +315,8 @@ PLANTED = {
 
 @once
 @pytest.mark.parametrize("what", PLANTED)
-def test_a_violated_check_is_an_internal_error_on_every_rank(job, what):
-    """The call after it works: a failed call leaves no state behind."""
+def test_a_violated_check_raises_on_every_rank(job, what):
+    """A rank raises InternalError, or MismatchError if the other rank has aborted first; the next call works."""
     plant, numel, check = PLANTED[what]
     code = f"""{START}{COLLECTIVES}
 for _ in range(3):  # the last ones by the fast path
@@ -327,7 +327,7 @@ mpi.barrier()
 {plant}
 try:
     mpi.allreduce(torch.ones({numel}))
-except errors.InternalError as error:
+except (errors.InternalError, errors.MismatchError) as error:
     fields[records.SLOTS] = slots
     print(error, flush=True)
 assert torch.equal(mpi.allreduce(torch.ones(40_000)), torch.full((40_000,), float(size)))
@@ -335,6 +335,9 @@ print("right", flush=True)
 """
     result = job(2, code, env=CHECKED, timeout=240)
     assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
-    for rank in range(2):
-        message = rf"rank {rank}: allreduce.*, call #\d+: a check of the kernels failed: {check}"
-        assert re.search(message, result.stdout), result.output
+    found = [rf"rank {rank}: allreduce.*, call #\d+: a check of the kernels failed: {check}" for rank in range(2)]
+    aborted = [rf"cannot end on rank {rank}: rank {1 - rank} has aborted it" for rank in range(2)]
+    assert any(re.search(text, result.stdout) for text in found), result.output
+    assert all(re.search(f"{one}|{other}", result.stdout) for one, other in zip(found, aborted, strict=True)), (
+        result.output
+    )
