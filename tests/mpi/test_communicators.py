@@ -72,6 +72,18 @@ def test_a_span_gives_the_result_of_the_flat_collective(agree, name, collective)
             agree.equal(half, exact.expand(5), "16 bits are rounded once, not at each level")
 
 
+def test_the_steps_of_a_span_compare_shapes(agree):
+    """Regression: with ``check="board"`` over several hosts they are the only comparison."""
+    level = mpi.push_communicator("all")
+    mpi.set_communicator(0)
+    mpi.set_collective_span(0, level)
+    mpi.allreduce(torch.ones(5))
+    known = [item for group in runtime.current().context.groups for item in group.plans.items()]
+    plans = [plan for key, plan in known if key[0] == "step" and key[-1] is not None]
+    has_steps = bool(plans) or mpi.size() == 1  # one rank has no steps
+    agree(has_steps and all(plan.shape_of is None for plan in plans), f"{plans}")
+
+
 def test_a_span_of_three_levels_and_its_steps(agree):
     """Also a regression test: plans made before set_collective_span() stayed flat."""
     rank, size = mpi.rank(), mpi.size()

@@ -276,3 +276,15 @@ def test_several_groups_from_several_threads(agree):
     for group in own_groups:
         dist.destroy_process_group(group)
     agree(not problems, "; ".join(problems[:5]))
+
+
+def test_coalesced_calls_with_lists_of_different_lengths_start_nothing(agree):
+    """Regression: the first call ran before the lengths were compared, and other ranks waited in the second."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    before, errors = group._group.call_log.seq, []
+    for outputs in ([torch.empty(size)], [torch.empty(size)] * 3):
+        try:
+            group.all_gather_single_coalesced(outputs, [torch.ones(1)] * 2)
+        except ValueError as error:
+            errors.append(error)
+    agree.equal((group._group.call_log.seq - before, len(errors)), (0, 2))

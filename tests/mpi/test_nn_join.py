@@ -13,6 +13,7 @@ from torch import nn
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import ArgumentError, GradientError, MismatchError
+from torchmpi.nn.gradient_reduction import GradientReduction
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -222,3 +223,14 @@ def test_leaving_between_backward_and_synchronization_is_an_error(agree):
         with mpinn.join(model):
             backward(model, 0, 0)
     mpinn.unregister_async_backward(model)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_gradient_that_parameters_share_is_divided_once(agree, dtype):
+    """Regression: ranks without data passed one zero per parameter, ranks with data one tensor per gradient."""
+    rank, size = mpi.rank(), mpi.size()
+    shared = torch.full((3,), 4.0, dtype=dtype)
+    tensors = [shared, shared.view(3)] if rank == 0 else [torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype)]
+    GradientReduction(divisor=2, size=size + 1).run_many(tensors, mpi.communicator())
+    for tensor in tensors:
+        agree.equal(tensor, torch.full((3,), 2.0, dtype=dtype))

@@ -119,6 +119,17 @@ def test_a_closed_queue_refuses():
         call_queue.submit(lambda: None, "task")
 
 
+def test_a_nested_call_that_fails_is_not_kept():
+    """Regression: its handle stayed in `failed` with a traceback, and with it the tensors of the call."""
+    call_queue = CallQueue("test", threaded=False)
+    with pytest.raises(ZeroDivisionError):
+        call_queue.run(lambda: call_queue.run(lambda: 1 // 0))
+    assert not call_queue.failed
+    call_queue.close()
+    with pytest.raises(errors.NotStartedError, match="closed"):
+        call_queue.run(lambda: None)
+
+
 def test_a_call_submitted_while_the_queue_closes_is_refused_or_runs():
     """Regression: the call was queued behind the end of the queue, and its wait() never returned."""
     for _ in range(100):

@@ -132,6 +132,10 @@ class CallQueue:
             finally:
                 fields[RUN_LOCK_HELD] = 0
                 lock.mutex.release()
+        if subject is None and (not self._threaded or self._worker is threading.current_thread()):
+            if self.closed:
+                raise self._closed_error(self.name)
+            return task(*arguments)
         return self.submit(partial(task, *arguments), self.name, subject).wait()
 
     def submit(self, task: Task, description: str, subject: object = None) -> Handle:

@@ -561,7 +561,8 @@ class ProcessGroup(dist.ProcessGroup):
         self, call: Callable[..., dist.Work], arguments: Iterable[tuple[Any, Any]], outputs: Tensors, opts: CallOptions
     ) -> dist.Work:
         """Make calls one after the other, and return one work for all."""
-        works = [call(*pair, opts) for pair in arguments]
+        pairs = list(arguments)  # lists of different lengths raise here, before the first call
+        works = [call(*pair, opts) for pair in pairs]
         if all(work is COMPLETED for work in works):
             return COMPLETED
         last = self._submit(lambda: [work.wait() for work in works], "coalesced calls", _on_device(outputs))

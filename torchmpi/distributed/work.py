@@ -86,9 +86,7 @@ class PendingWork(dist.Work):
     def get_future(self) -> Future:
         """Return a future of the list of tensors that the call writes."""
         if self._future is None:
-            devices: list[Any] = []
-            if self._outputs and not self._outputs[0].is_cpu:
-                devices = sorted({tensor.device for tensor in self._outputs}, key=str)
+            devices: list[Any] = sorted({tensor.device for tensor in self._outputs if not tensor.is_cpu}, key=str)
             ended: Future = torch.futures.Future(devices=devices)
             # C++ waits for the child: only a child carries an error in the form that C++ expects. A future that was
             # given an exception in Python returns it as its value (torch 2.13).

@@ -33,8 +33,13 @@ class GradientReduction(NamedTuple):
 
     def run_many(self, tensors: Sequence[Tensor], comm: Communicator) -> None:
         """Reduce a sum that is divided by another number than that of all ranks, in place."""
-        tensors = list({id(tensor): tensor for tensor in tensors}.values())  # parameters may share a gradient
-        totals = [_widened(tensor) for tensor in tensors]
+        totals: list[Tensor] = []
+        storages: set[int] = set()
+        for tensor in tensors:
+            total, storage = _widened(tensor), tensor.untyped_storage().data_ptr()
+            # Parameters may share a gradient, which must be divided once; other ranks pass one for each parameter.
+            totals.append(total.clone() if total is tensor and storage in storages else total)
+            storages.add(storage)
         tensor_lists.allreduce_many(totals, comm=comm)
         for tensor, total in zip(tensors, totals, strict=True):
             torch.div(total, self.divisor, out=total)

@@ -17,12 +17,12 @@ from ...communicators import splits
 from ...communicators.call_log import call_code
 from ...communicators.group import Group
 from ...communicators.handle import Handle
-from ...communicators.plan import Plan
+from ...communicators.plan import Plan, no_shape
 from ...tensors import dtypes, partition
 from ..base import Operation
 from ..pipeline import ChunkBuffers, run_pipelined
 from ..rank_order import PartialResults
-from ..selection_table import REDUCING
+from ..selection_table import BY_SIZE, REDUCING
 
 BindStep = Callable[[Group, str, torch.dtype | None, str | None, str], Operation]
 """``bind_step(group, collective, dtype, op, device_type)``: a flat collective, by the backend that suits the group."""
@@ -69,10 +69,12 @@ class StepRunner:
         key = ("step", collective, op, dtype, device_type, self._variant)
         plan: Plan | None = group.plans.get(key)
         if plan is None:
-            # No shape: the ranks have compared the call of which this is a step.
+            # Steps over hosts need no shape: the ranks have compared the whole call. Over a span that message may be
+            # switched off, and the groups within a host compare without one.
+            shape_of = None if self._variant is not None and collective in BY_SIZE else no_shape
             code = call_code(collective, op, dtypes.info(dtype).code if dtype is not None else 0)
             operation = self._bind_step(group, collective, dtype, op, device_type)
-            plan = group.plans[key] = Plan(collective, code, operation)
+            plan = group.plans[key] = Plan(collective, code, operation, shape_of)
         return plan
 
 
