@@ -24,12 +24,14 @@ GPU_BACKENDS = (None, "ipc", "nccl", "shm", "mpi")
 def modes(dtypes):
     """Every dtype, synchronously, by the default backend, and by the backend that always exists.
 
-    Asynchronous, which differs in the thread alone, one of each kind. The same on CUDA, by every backend.
+    Asynchronous, which differs in the thread alone, and by gloo, which moves bytes as `mpi` does, one of each kind. The
+    same on CUDA, by every backend.
     """
     few = (torch.float32, torch.bfloat16, torch.int32)
     cases = [("cpu", dtype, False, backend) for backend in (None, "mpi") for dtype in dtypes]
     cases += [("cpu", dtype, True, None) for dtype in few]
     cases += [("cpu", torch.float32, True, "mpi")]
+    cases += [("cpu", dtype, asynchronous, "gloo") for dtype in few for asynchronous in (False, True)]
     if torch.cuda.is_available():
         cases += [("cuda", dtype, False, backend) for backend in GPU_BACKENDS for dtype in dtypes]
         cases += [("cuda", dtype, True, backend) for backend in GPU_BACKENDS for dtype in few]
@@ -56,7 +58,7 @@ def call(collective, *arguments, asynchronous, **options):
         return getattr(mpi, collective)(*arguments, **options)
     except (errors.BackendUnavailableError, errors.DtypeError):
         if all(argument.is_cpu for argument in arguments if isinstance(argument, torch.Tensor)):
-            raise  # the two backends of the host have everything
+            raise  # these backends of the host have everything
         return Refused()
 
 

@@ -104,7 +104,6 @@ def test_unavailable_backends_are_refused_and_change_nothing(agree):
     selector = mpi.collective_selector
     before = dict(selector)
     calls = {
-        "not part of this version": partial(selector.set, "allreduce", "gloo"),
         "it takes CUDA tensors only": partial(selector.set, "allreduce", "nccl"),
         "is unknown": partial(selector.set, "allreduce", "tcp"),
         "four strings": lambda: selector["allreduce"],
@@ -360,7 +359,7 @@ def test_measured_rules_are_loaded_at_the_next_start(agree, on_one_host, restart
         (lambda text: text[:50], "cannot be read"),
         (lambda text: text.replace('"torch": "', '"torch": "0.'), "was measured with torch 0."),
         (lambda text: text.replace('"cores_per_rank"', '"cores"'), "nothing for a job of this shape"),
-        (lambda text: text.replace('"mpi"\n', '"gloo"\n'), "it takes gloo for allreduce"),
+        (lambda text: text.replace('"mpi"\n', '"nccl"\n'), "it takes nccl for allreduce"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_one_line(agree, on_one_host, restart, capsys, damage, reason):

@@ -2,7 +2,7 @@
 
 Broadcast, gather, scatter, alltoall and allgather move bytes. A reduction is left to MPI where any order of adding
 gives the same bits; other reductions exchange their parts through MPI and combine them in rank order
-(:mod:`torchmpi.backends.rank_order`). Messages longer than MPI's 32-bit counts are sent in chunks.
+(:mod:`torchmpi.backends.ordered_reduction`). Messages longer than MPI's 32-bit counts are sent in chunks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from ..communicators.group import Group
 from ..config import Config
 from ..tensors import buffers, dtypes, partition
+from . import ordered_reduction
 from .base import Operation
 from .mpi_messages import (
     Range,
-    RowReduceScatter,
     broadcast_header,
     check_part_sizes,
     counts_and_offsets,
@@ -29,17 +29,15 @@ from .mpi_messages import (
     row_counts,
     rows_of,
 )
-from .rank_order import combiner, divide
+from .ordered_reduction import REDUCTIONS, OrderedReduction, RangeReduction
+from .rank_order import divide
 
 _MPI_OPS = {
     "sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX",
     "band": "BAND", "bor": "BOR", "bxor": "BXOR", "land": "LAND", "lor": "LOR",
 }  # fmt: skip
 _BOOL_OPS = {"min": "LAND", "max": "LOR", "band": "LAND", "bor": "LOR", "bxor": "LXOR", "land": "LAND", "lor": "LOR"}
-_REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 _TAG = 1
-# Up to this many bytes in all, every rank gathers all vectors and combines them: one round instead of two.
-_GATHER_ALL_BYTES = 16 << 10
 
 
 class MPIBackend:
@@ -64,15 +62,16 @@ class MPIBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        if collective not in _REDUCTIONS:
+        if collective not in REDUCTIONS:
             operation: Operation = getattr(MPIMovement(group, self.config.message_bytes), collective)
             return operation
         assert dtype is not None and op is not None
-        kind = NativeReduction if dtypes.may_use_mpi(dtype, op, group.size) else OrderedReduction
-        reduction: NativeReduction | OrderedReduction = kind(group, dtype, op, self.config)
-        if collective == "reduce_scatter":
-            return RowReduceScatter(group, reduction).run
-        return reduction.allreduce if collective == "allreduce" else reduction.reduce
+        reduction: RangeReduction
+        if dtypes.may_use_mpi(dtype, op, group.size):
+            reduction = NativeReduction(group, dtype, op, self.config)
+        else:
+            reduction = OrderedReduction(group, MPIRanges(group), dtype, op, self.config)
+        return ordered_reduction.operation(group, reduction, collective)
 
 
 class NativeReduction:
@@ -151,85 +150,32 @@ def _finish_for(op: str, size: int, *, is_bool: bool) -> Callable[[torch.Tensor]
     return None
 
 
-class OrderedReduction:
-    """Reductions in rank order over the data movement of MPI.
+class MPIRanges:
+    """Ranges of flat tensors, sent as bytes by the collectives of MPI."""
 
-    Each rank receives its part of every vector (alltoall), combines the parts, and sends the result to all ranks
-    (allgather): 2 (p-1)/p of the payload per rank, as in a ring allreduce.
-    """
+    def __init__(self, group: Group) -> None:
+        self.MPI, self.comm, self.rank = group.context.MPI, group.comm, group.rank
 
-    def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
-        self.MPI, self.comm, self.rank, self.size = group.context.MPI, group.comm, group.rank, group.size
-        self.dtype, self.itemsize = dtype, dtype.itemsize
-        self.combine = combiner(dtype, op)
-        self.chunk_numel = max(1, config.pipeline_bytes // self.itemsize)
-        self.scratch = buffers.Scratch()
-
-    def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Reduce in place on all ranks."""
-        MPI, flat = self.MPI, buffer.detach().view(-1)
-        if flat.numel() * self.itemsize * self.size <= _GATHER_ALL_BYTES:
-            self._gather_all(flat)
-            return buffer
-        for begin, numel in partition.chunks(flat.numel(), self.chunk_numel):
-            chunk = flat[begin : begin + numel]
-            ranges = partition.even_partition(numel, self.size)
-            buffers.overwrite(chunk.narrow(0, *ranges[self.rank]), self._own_part(chunk, ranges))
-            self.comm.Allgatherv(MPI.IN_PLACE, (buffers.as_bytes(MPI, chunk), *self._in_bytes(ranges), MPI.BYTE))
-        return buffer
-
-    def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
-        """Reduce in place on the root; the buffers of other ranks are unchanged."""
-        MPI, flat = self.MPI, buffer.detach().view(-1)
-        for begin, numel in partition.chunks(flat.numel(), self.chunk_numel):
-            chunk = flat[begin : begin + numel]
-            ranges = partition.even_partition(numel, self.size)
-            own = self._own_part(chunk, ranges)
-            target = None
-            if self.rank == root:
-                target = (buffers.as_bytes(MPI, chunk), *self._in_bytes(ranges), MPI.BYTE)
-            self.comm.Gatherv((buffers.as_bytes(MPI, own), MPI.BYTE), target, root=root)
-        return buffer
-
-    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
-        """Write the result of this rank's range of the flat `source` to `destination`."""
-        flat, out = source.detach().view(-1), destination.detach().view(-1)
-        longest = max(numel for _, numel in ranges)
-        chunk_numel = max(1, self.chunk_numel // self.size)
-        for begin, _ in partition.chunks(longest, chunk_numel):
-            # The same section of every rank's range; some ranges end earlier.
-            sections = [
-                (offset + min(begin, numel), max(0, min(chunk_numel, numel - begin))) for offset, numel in ranges
-            ]
-            own = self._own_part(flat, sections)
-            out[begin : begin + own.numel()] = own
-
-    def _own_part(self, flat: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-        """Send each rank its range of this rank's vector, and combine the received ranges."""
-        MPI, numel = self.MPI, ranges[self.rank][1]
-        received, result = self._take_memory(numel)
-        received_ranges = [(rank * numel, numel) for rank in range(self.size)]
+    def send_ranges(self, source: torch.Tensor, ranges: Sequence[Range], received: torch.Tensor) -> None:
+        """Send each rank its range of `source`; row j of `received` is the range that rank j sends to this rank."""
+        size, numel = received.shape
         self.comm.Alltoallv(
-            (buffers.as_bytes(MPI, flat), *self._in_bytes(ranges), MPI.BYTE),
-            (buffers.as_bytes(MPI, received), *self._in_bytes(received_ranges), MPI.BYTE),
+            self._message(source, ranges), self._message(received, [(rank * numel, numel) for rank in range(size)])
         )
-        self.combine(received.view(self.size, numel).unbind(), result)
-        return result
 
-    def _gather_all(self, flat: torch.Tensor) -> None:
-        MPI = self.MPI
-        received, result = self._take_memory(flat.numel())
-        self.comm.Allgather((buffers.as_bytes(MPI, flat), MPI.BYTE), (buffers.as_bytes(MPI, received), MPI.BYTE))
-        self.combine(received.view(self.size, -1).unbind(), result)
-        buffers.overwrite(flat, result)
+    def allgather_ranges(self, own: torch.Tensor, target: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """Write the `own` tensor of each rank to its range of `target` on all ranks."""
+        self.comm.Allgatherv((buffers.as_bytes(self.MPI, own), self.MPI.BYTE), self._message(target, ranges))
 
-    def _take_memory(self, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return host memory for the vectors of all ranks, and for their combination."""
-        memory = self.scratch.take(numel * (self.size + 1), self.dtype)
-        return memory[: numel * self.size], memory[numel * self.size :]
+    def gather_ranges(self, own: torch.Tensor, target: torch.Tensor, ranges: Sequence[Range], root: int) -> None:
+        """Write the `own` tensor of each rank to its range of `target` on the root."""
+        message = self._message(target, ranges) if self.rank == root else None
+        self.comm.Gatherv((buffers.as_bytes(self.MPI, own), self.MPI.BYTE), message, root)
 
-    def _in_bytes(self, ranges: Sequence[Range]) -> tuple[list[int], list[int]]:
-        return [numel * self.itemsize for _, numel in ranges], [begin * self.itemsize for begin, _ in ranges]
+    def _message(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> tuple[Any, ...]:
+        itemsize = tensor.element_size()
+        counts, offsets = [numel * itemsize for _, numel in ranges], [begin * itemsize for begin, _ in ranges]
+        return buffers.as_bytes(self.MPI, tensor), counts, offsets, self.MPI.BYTE
 
 
 class MPIMovement:

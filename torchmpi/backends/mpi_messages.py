@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,27 +110,3 @@ def counts_and_offsets(counts: Sequence[int]) -> tuple[list[int], list[int]]:
     ([2, 0, 3], [0, 2, 2])
     """
     return list(counts), [0, *accumulate(counts[:-1])]
-
-
-class RangeReduction(Protocol):
-    """A reduction whose result is split into ranges of the flat tensor, one for each rank."""
-
-    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor, ranges: Sequence[Range]) -> None:
-        """Write the result of this rank's range of the flat `source` to `destination`."""
-
-
-class RowReduceScatter:
-    """Reduce-scatter along dim 0, by a reduction that splits flat tensors."""
-
-    def __init__(self, group: Group, reduction: RangeReduction) -> None:
-        self.rank, self.size, self.reduction = group.rank, group.size, reduction
-
-    def run(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
-        """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
-        num_rows, row_numel = rows_of(source)
-        rows = partition.rows(num_rows, self.size)
-        destination = destination_for(source, rows[self.rank][1], destination)
-        ranges = [(first * row_numel, count * row_numel) for first, count in rows]
-        with torch.inference_mode(destination.is_inference()):  # otherwise torch refuses to write to such a tensor
-            self.reduction.reduce_scatter(source, destination, ranges)
-        return destination

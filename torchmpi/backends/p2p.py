@@ -23,14 +23,14 @@ import torch
 from ..communicators.group import Group
 from ..config import Config
 from ..tensors import buffers, partition
-from . import schedule
+from . import ordered_reduction, schedule
 from .base import Operation
-from .mpi_messages import Range, RowReduceScatter, destination_for, messages, row_counts, rows_of
+from .mpi_messages import Range, destination_for, messages, row_counts, rows_of
+from .ordered_reduction import REDUCTIONS
 from .pipeline import ChunkBuffers
 from .rank_order import combiner
 from .schedule import Message, Round
 
-_REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 _MOVEMENTS = ("allgather", "broadcast")
 _TAG = 2
 # Up to this many bytes in all, the fewest rounds; above, the fewest bytes. The bits are the same.
@@ -59,9 +59,9 @@ class P2PBackend:
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """Accept the collectives that training needs between hosts."""
-        if collective not in _REDUCTIONS + _MOVEMENTS:
-            return f"it has no {collective}, only {', '.join(_REDUCTIONS + _MOVEMENTS)}"
-        if collective in _REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
+        if collective not in REDUCTIONS + _MOVEMENTS:
+            return f"it has no {collective}, only {', '.join(REDUCTIONS + _MOVEMENTS)}"
+        if collective in REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
             return "its reductions are compiled by llvmlite (a part of numba), which is not installed"
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
@@ -73,10 +73,7 @@ class P2PBackend:
             movement = P2PMovement(group, self.config.message_bytes)
             return movement.broadcast if collective == "broadcast" else movement.allgather
         assert dtype is not None and op is not None
-        reduction = P2PReduction(group, dtype, op, self.config)
-        if collective == "reduce_scatter":
-            return RowReduceScatter(group, reduction).run
-        return reduction.allreduce if collective == "allreduce" else reduction.reduce
+        return ordered_reduction.operation(group, P2PReduction(group, dtype, op, self.config), collective)
 
 
 class RoundMessages:

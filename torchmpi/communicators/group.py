@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import MismatchError, TorchMPIError
+from ..errors import MismatchError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
@@ -112,10 +112,11 @@ class Group:
             if self.is_strict:
                 self._compare_headers(code, shape)
             result = plan.run(tensor, out, root)
-        except self.context.MPI.Exception as error:
+        except (self.context.MPI.Exception, TransportError) as error:
             call_log.compare()  # raises MismatchError if that is the reason
             call_log.abandon()
-            raise TorchMPIError(f"{self.where}: {Call(call_log.seq, code, shape)} failed in MPI: {error}.") from error
+            call = Call(call_log.seq, code, shape)
+            raise TransportError(f"{self.where}: {call} failed: {error}.") from error
         except BaseException:
             call_log.abandon()
             raise

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .._version import __version__
-from ..backends import saved_tables
+from ..backends import gloo, saved_tables
 from ..backends.base import Backend, Operation
+from ..backends.gloo import GlooBackend
 from ..backends.gpus import Devices, ipc_key
 from ..backends.hierarchical import HierarchicalBackend
 from ..backends.ipc import staging_areas
@@ -138,11 +139,10 @@ class Runtime:
         shared = SharedMemoryBackend(self.config, self.heap, self._log_info)
         nccl = NcclBackend(self.config, self.devices)
         reads = self.config.read_directly and not shared.problem and process_vm.can_read(neighbours.values())
-        offers = self.MPI.COMM_WORLD.allgather((shared.problem, nccl.offer(), reads))
-        nccl.agree([offer for _, offer, _ in offers])
+        offers = self.MPI.COMM_WORLD.allgather((shared.problem, gloo.problem(), nccl.offer(), reads))
+        nccl.agree([offer for _, _, offer, _ in offers])
         # All ranks or none: a call must use the same transport on all ranks.
-        for rank, (problem, *_) in enumerate(offers):
-            shared.problem = shared.problem or (problem and f"rank {rank} cannot: {problem}")
+        shared.problem = _problem_of_any([problem for problem, *_ in offers], shared.problem)
         if all(reads for *_, reads in offers):
             self.context.processes = {rank: probe.process for rank, probe in neighbours.items()}
         if shared.kernels:
@@ -157,6 +157,7 @@ class Runtime:
             "hierarchical": HierarchicalBackend(self.config, self._bind_step),
             "nccl": nccl,
             "ipc": IpcBackend(self.config, self.devices, self._why_no_ipc()),
+            "gloo": GlooBackend(self.config, _problem_of_any([problem for _, problem, *_ in offers], gloo.problem())),
         }
 
     def _why_no_ipc(self) -> str:
@@ -385,6 +386,11 @@ def agreed_config(world: Any, given: Config | None) -> Config:
         if text:
             raise ConfigError(f"rank {rank}: {text}")
     return config
+
+
+def _problem_of_any(problems: Sequence[str], own: str) -> str:
+    """Return the problem of this rank, or of the first rank that has one; '' if none has."""
+    return own or next((f"rank {rank} cannot: {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
 def _host_key(MPI: Any, config: Config) -> str:

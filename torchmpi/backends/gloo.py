@@ -1,0 +1,125 @@
+"""The backend `gloo`: collectives over torch's ProcessGroupGloo, which connects the ranks by TCP.
+
+Tensors travel as bytes in messages between pairs of ranks. Reductions are combined in rank order
+(:mod:`torchmpi.backends.ordered_reduction`); gloo's own ones would add in an order that depends on the size, and round
+16-bit floats at every step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..communicators.group import Group
+from ..config import Config
+from ..errors import TransportError
+from . import network, ordered_reduction
+from .base import Operation
+from .ordered_reduction import REDUCTIONS, OrderedReduction
+from .torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, as_bytes, copy_own
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""PyTorch's variable: the network interface for gloo, or several, separated by commas."""
+_TAG = 0
+
+
+def problem() -> str:
+    """Return why this torch has no gloo; '' if it has."""
+    has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    return "" if has_gloo else "this torch was built without gloo"
+
+
+class GlooBackend:
+    """Collectives over gloo, on host memory."""
+
+    name = "gloo"
+    announces = False
+    enqueues = False
+
+    def __init__(self, config: Config, problem: str) -> None:
+        self.config, self.problem = config, problem
+        self._torch_groups: WeakKeyDictionary[Group, GlooGroup] = WeakKeyDictionary()
+
+    def takes(self, device_type: str) -> bool:
+        """Accept host memory; CUDA tensors are staged."""
+        return device_type == "cpu"
+
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Accept every collective."""
+        if device_type == "cuda" and not torch.cuda.is_available():
+            return "this torch or this host has no CUDA"
+        return self.problem or None
+
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective on a group."""
+        # In one step: threads that bind at the same time must not make two.
+        torch_group = self._torch_groups.setdefault(group, GlooGroup(group))
+        if collective == "barrier":
+            return torch_group.barrier
+        if collective in REDUCTIONS:
+            assert dtype is not None and op is not None
+            reduction = OrderedReduction(group, torch_group, dtype, op, self.config)
+            return ordered_reduction.operation(group, reduction, collective)
+        operation: Operation = getattr(RowMovement(group, torch_group, torch.device("cpu")), collective)
+        return operation
+
+
+class GlooGroup(TorchGroup):
+    """The process group of gloo over the ranks of a group."""
+
+    library = "gloo"
+    remedy = f"Choose the network interface with {INTERFACE_VARIABLE}, and open the ports between the hosts."
+
+    def open(self, store: Any) -> Any:
+        """Connect each rank with each other one."""
+        from torch.distributed import ProcessGroupGloo
+
+        hosts = self.comm.allgather((network.namespace(), network.own_interfaces()))
+        names = [name for name in os.environ.get(INTERFACE_VARIABLE, "").split(",") if name]
+        address = network.choose(hosts, self.rank)
+        options: Any = getattr(ProcessGroupGloo, "_Options")()  # noqa: B009, not in the stubs of torch
+        options._timeout, options._threads = NO_TIMEOUT, 1
+        create = ProcessGroupGloo.create_device
+        options._devices = [create(interface=name) for name in names] or [create(hostname=address or "")]
+        return ProcessGroupGloo(store, self.rank, self.size, options)
+
+    def barrier(self, source: Any, destination: Any, root: int) -> None:
+        """Return when all ranks have called."""
+        if self.size > 1:
+            self.wait(self.opened.barrier())
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Send a tensor to each of these ranks and receive one from each of those; this rank may be among them."""
+        works = []
+        for shift in range(1, self.size):
+            origin = (self.rank - shift) % self.size
+            if origin in receives and receives[origin].numel():
+                works.append((origin, self._begin("recv", receives[origin], origin)))
+        for shift in range(1, self.size):
+            target = (self.rank + shift) % self.size
+            if target in sends and sends[target].numel():
+                works.append((target, self._begin("send", sends[target], target)))
+        copy_own(self.rank, sends, receives)
+        for peer, work in works:
+            self.wait(work, peer)
+
+    def _begin(self, name: str, tensor: torch.Tensor, peer: int) -> Any:
+        return self._checked(partial(getattr(self.opened, name), [as_bytes(tensor)], peer, _TAG), peer)
+
+    def wait(self, work: Any, peer: int | None = None) -> None:
+        """Return when a work of gloo is complete; raise TransportError if it fails."""
+        self._checked(work.wait, peer)
+
+    def _checked(self, call: Any, peer: int | None) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            whom = "another rank" if peer is None else f"rank {self.world_ranks[peer]}"
+            raise TransportError(
+                f"gloo lost the connection to {whom}, which has probably ended; see its own message ({error})"
+            ) from error

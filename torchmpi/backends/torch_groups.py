@@ -1,0 +1,212 @@
+"""Process groups of torch over the ranks of a group: opening them, and moving rows with them.
+
+The backends `gloo` and `nccl` construct torch's C++ process groups directly. ``torch.distributed`` is not initialized,
+and no port is opened for a store: the ranks exchange addresses through the communicator that they have.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..communicators.group import Group
+from ..errors import TransportError
+from ..tensors import buffers, partition
+from .mpi_messages import Range, broadcast_header, check_part_sizes, destination_for, row_counts, rows_of
+
+if TYPE_CHECKING or torch.distributed.is_available():
+    from torch._C._distributed_c10d import Store
+else:  # a torch without process groups: the backends are unavailable
+    Store = object
+
+NO_TIMEOUT = timedelta(days=365)
+"""The timeout of torch's process groups: the watchdog of torchmpi is to report a stall first."""
+
+
+class GroupStore(Store):
+    """The store through which the ranks of a group open a process group of torch.
+
+    Every `set`, and every `get` of a key that this rank does not have, exchanges all keys that were set since, in one
+    allgather. So the ranks take part in the same number of exchanges if they open the process group in steps, in each
+    of which a rank sets one key or waits for the key of another: with gloo each rank sets its address, with NCCL rank 0
+    sets an id. In other threads and after `close` the store is a dictionary of this process.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self._comm, self._thread = comm, threading.get_ident()
+        self._values: dict[str, bytes] = {}
+
+    def close(self) -> None:
+        """End the exchanges."""
+        self._comm = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key on all ranks."""
+        value = value.encode() if isinstance(value, str) else value
+        self._values[key] = value
+        self._exchange({key: value})
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key."""
+        if key not in self._values:
+            self._exchange({})
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return when these keys have values."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether this rank has values of all these keys."""
+        return all(key in self._values for key in keys)
+
+    def _exchange(self, values: dict[str, bytes]) -> None:
+        if self._comm is not None and threading.get_ident() == self._thread:
+            for others in self._comm.allgather(values):
+                self._values |= others
+
+
+class TorchGroup(ABC):
+    """A process group of torch over the ranks of a group: opened by the first call, closed with the group."""
+
+    library: str
+    remedy: str
+    """Advice if the ranks cannot connect."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size, self.world_ranks, self.comm = group.rank, group.size, group.world_ranks, group.comm
+        self._attachments, self._opened = group.attachments, None
+
+    @property
+    def opened(self) -> Any:
+        """The process group. Collective when it is read for the first time."""
+        if self._opened is None:
+            self._store = GroupStore(self.comm)  # torch keeps no reference to the Python object
+            try:
+                self._opened = self.open(self._store)
+            except RuntimeError as error:
+                raise TransportError(f"{self.library} cannot connect the ranks: {error}. {self.remedy}") from error
+            finally:
+                self._store.close()
+            self._attachments.append(self)
+        return self._opened
+
+    @abstractmethod
+    def open(self, store: Any) -> Any:
+        """Construct the process group."""
+
+    @abstractmethod
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Send a tensor to each of these ranks and receive one from each of those; this rank may be among them.
+
+        An empty tensor is not sent, and not received.
+        """
+
+    @abstractmethod
+    def wait(self, work: Any, peer: int | None = None) -> None:
+        """Return when torch's work is complete, or enqueued; raise TransportError if it fails."""
+
+    def close(self) -> None:
+        """Release the process group."""
+        self._opened = None
+
+    # --- ranges, for `ordered_reduction`
+
+    def send_ranges(self, source: torch.Tensor, ranges: Sequence[Range], received: torch.Tensor) -> None:
+        """Send each rank its range of `source`; row j of `received` is the range that rank j sends to this rank."""
+        parts = [source.narrow(0, *part) for part in ranges]
+        self.exchange(dict(enumerate(parts)), dict(enumerate(received.unbind())))
+
+    def allgather_ranges(self, own: torch.Tensor, target: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """Write the `own` tensor of each rank to its range of `target` on all ranks."""
+        parts = [target.narrow(0, *part) for part in ranges]
+        self.exchange(dict.fromkeys(range(self.size), own), dict(enumerate(parts)))
+
+    def gather_ranges(self, own: torch.Tensor, target: torch.Tensor, ranges: Sequence[Range], root: int) -> None:
+        """Write the `own` tensor of each rank to its range of `target` on the root."""
+        parts = [target.narrow(0, *part) for part in ranges] if self.rank == root else []
+        self.exchange({root: own}, dict(enumerate(parts)))
+
+
+class RowMovement:
+    """Collectives that move rows. The numbers of rows are exchanged through the communicator of the group."""
+
+    def __init__(self, group: Group, torch_group: TorchGroup, device: torch.device) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.torch_group, self.device = torch_group, device
+
+    def broadcast(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
+        """Copy the root's values to all ranks, in place."""
+        if buffer.numel() and self.size > 1:
+            group = self.torch_group
+            group.wait(group.opened.broadcast(as_bytes(buffer), root))
+        return buffer
+
+    def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Concatenate the rows of all ranks on all ranks."""
+        rows = row_counts(self.group, source)
+        destination = destination_for(source, sum(rows), destination)
+        parts = destination.detach().split_with_sizes(rows)
+        self.torch_group.exchange(dict.fromkeys(range(self.size), source), dict(enumerate(parts)))
+        return destination
+
+    def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
+        """Concatenate the rows of all ranks on the root."""
+        rows = row_counts(self.group, source)
+        if self.rank != root:
+            self.torch_group.exchange({root: source}, {})
+            return None
+        destination = destination_for(source, sum(rows), destination)
+        parts = destination.detach().split_with_sizes(rows)
+        self.torch_group.exchange({root: source}, dict(enumerate(parts)))
+        return destination
+
+    def scatter(self, source: torch.Tensor | None, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Split the root's rows evenly over the ranks."""
+        source = source if self.rank == root else None  # the tensors of other ranks are ignored
+        shape, dtype = broadcast_header(self.group, source, root)
+        counts = [num_rows for _, num_rows in partition.rows(shape[0], self.size)]
+        like = torch.empty((0, *shape[1:]), dtype=dtype, device=self.device) if source is None else source
+        destination = destination_for(like, counts[self.rank], destination)
+        parts = () if source is None else source.view(shape).split_with_sizes(counts)
+        self.torch_group.exchange(dict(enumerate(parts)), {root: destination})
+        return destination
+
+    def alltoall(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Send part j of the rows to rank j, and concatenate the parts received."""
+        num_rows, _ = rows_of(source)
+        sent = [count for _, count in partition.rows(num_rows, self.size)]
+        received = [partition.part_of(count, self.size, self.rank)[1] for count in row_counts(self.group, source)]
+        destination = destination_for(source, sum(received), destination)
+        outgoing = source.view(num_rows, *source.shape[1:]).split_with_sizes(sent)
+        incoming = destination.detach().split_with_sizes(received)
+        self.torch_group.exchange(dict(enumerate(outgoing)), dict(enumerate(incoming)))
+        return destination
+
+    def exchange_parts(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], root: int) -> None:
+        """Send part j of `sources` to rank j, and receive part j of `destinations` from rank j."""
+        check_part_sizes(self.group, sources, destinations)
+        self.torch_group.exchange(dict(enumerate(sources)), dict(enumerate(destinations)))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as a flat tensor of bytes, which torch's process groups accept.
+
+    >>> as_bytes(torch.ones(2, 3, dtype=torch.complex64)).shape
+    torch.Size([48])
+    """
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # view() keeps the stride of a single element
+    return flat.view(torch.uint8)
+
+
+def copy_own(rank: int, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+    """Copy the tensor that a rank sends to itself."""
+    if rank in receives and receives[rank].numel():
+        buffers.overwrite(receives[rank], sends[rank].view(receives[rank].shape))
