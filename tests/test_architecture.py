@@ -36,11 +36,7 @@ KERNEL_MODULES = (
     "partitioning", "shard_passes", "fast_path_entry", "wrappers", "fast_path_ir", "compilation",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
-CUDA_KERNEL_MODULES = ("cuda_elements", "cuda_intrinsics")
-"""Modules of ``backends/ipc`` that import numba; ``cuda_reduction`` imports them."""
-IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES} | {
-    f"backends/ipc/{name}.py" for name in CUDA_KERNEL_MODULES
-}
+IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}
 
 
 def module_files() -> list[Path]:
@@ -136,8 +132,6 @@ def test_mpi_and_numba_are_imported_inside_functions_only(module):
     late = set(IMPORTED_BY_START)
     if module.startswith("shared_memory.kernels"):
         late.update(KERNEL_MODULES)
-    if module.startswith("backends.ipc"):
-        late.update(CUDA_KERNEL_MODULES)
     for node in ast.parse(path.read_text()).body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or "", *(alias.name for alias in node.names)] if isinstance(node, ast.ImportFrom) else []

@@ -20,6 +20,7 @@ _CHOICES = {
     "check": ("auto", "strict", "board", "off"),
     "hierarchical": ("auto", "on", "off"),
 }
+_GPU_BACKENDS = ("nccl", "ipc")
 _POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes")
 # Variables with the same prefix that are not settings of a run.
 _NOT_FIELDS = ("TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_KERNEL_CHECKS", log.VARIABLE)
@@ -70,6 +71,9 @@ class Config:
     staging_bytes: int = 32 << 20
     """Size of a staging area of backend `ipc`, the largest chunk of a CUDA tensor that a rank publishes to the others
     of its host. Each rank has two areas on its GPU for each communicator that uses them; 0: no backend `ipc`."""
+    gpu_backends: str = "nccl"
+    """Experimental backends of the GPU that may be chosen for CUDA tensors: `nccl`, `ipc` or both, with a comma.
+    Without one, CUDA tensors are staged through the host. `none`: both are off, also for ``backend=``."""
     backend: str = "auto"
     """Backend of every call that it supports; ``auto``: chosen by the selection table, default or measured."""
     hierarchical: str = "auto"
@@ -87,12 +91,25 @@ class Config:
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}.")
+        if self.gpu_backends != "none" and not set(self.chosen_gpu_backends) <= set(_GPU_BACKENDS):
+            raise ConfigError(
+                f"gpu_backends={self.gpu_backends!r} is neither none nor a list of {', '.join(_GPU_BACKENDS)}."
+            )
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be greater than zero.")
         for name in ("threads", "slot_bytes", "staging_bytes", "stall_warning_seconds", "stall_abort_seconds"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must not be negative.")
+
+    @property
+    def chosen_gpu_backends(self) -> tuple[str, ...]:
+        """Backends of the GPU that may be chosen without being requested.
+
+        >>> Config(gpu_backends="nccl,ipc").chosen_gpu_backends, Config(gpu_backends="none").chosen_gpu_backends
+        (('nccl', 'ipc'), ())
+        """
+        return () if self.gpu_backends == "none" else tuple(name.strip() for name in self.gpu_backends.split(","))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:

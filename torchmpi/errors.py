@@ -94,10 +94,6 @@ class InternalError(TorchMPIError):
     """A check of the compiled kernels failed (``TORCHMPI_KERNEL_CHECKS=1``): a bug in torchmpi."""
 
 
-class CudaError(TorchMPIError):
-    """A call of the CUDA driver failed."""
-
-
 class JobError(TorchMPIError):
     """A job started by a command failed or exceeded its time limit, or its results could not be written."""
 

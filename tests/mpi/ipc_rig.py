@@ -1,130 +1,56 @@
-"""A stand-in for a GPU: memory of the host that processes share, a stream that runs late, events like the driver's.
+"""Staging areas in memory of the host that processes share, in place of the memory of a GPU.
 
-A stream is a thread that does what was enqueued, in order, after pauses of random length. An event is two numbers in
-shared memory: how often its owner's host has recorded it, and how many of these records its stream has executed. A wait
-is for the records that existed when the wait was enqueued; without a record it has no effect.
+Operations on host tensors have ended when they return, so events have nothing to do.
 """
 
 from __future__ import annotations
 
 import ctypes
-import pickle
-import queue
-import random
-import threading
-import time
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from torchmpi.shared_memory.kernels import reduction
+from torchmpi.backends.ipc.staging_areas import CudaDevice
 from torchmpi.shared_memory.segments import Segment, Ticket
 
-_RECORDED, _DONE = 0, 8
 
-
-class HostDevice:
+class HostDevice(CudaDevice):
     """The device that the backend ipc uses, with memory of the host."""
 
-    index = None
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(device or torch.device("cpu"))
+        self.segments: list[Segment] = []
 
-    def __init__(self, _: object = None, *, seed: int = 0, pause_seconds: float = 0.0005) -> None:
-        self.segments: dict[int, Segment] = {}
-        self.entered = 0
-        self._random, self._pause_seconds = random.Random(seed), pause_seconds
-        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+    def _keep(self, segment: Segment, num_bytes: int) -> torch.Tensor:
+        self.segments.append(segment)
+        memory = (ctypes.c_uint8 * num_bytes).from_address(segment.address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if self._random.random() < 0.2:
-                time.sleep(self._random.random() * self._pause_seconds)
-            task()
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return self._keep(Segment.create("ipc", num_bytes), num_bytes)
 
-    def _enqueue(self, task: Callable[[], object]) -> None:
-        assert self.entered > 0, "the device's context is not current"
-        self._tasks.put(task)
+    def share(self, area: torch.Tensor) -> Any:
+        return tuple(self.segments[0].ticket), area.numel()
 
-    def enter(self) -> None:
-        self.entered += 1
+    def open(self, handle: Any) -> torch.Tensor:
+        ticket, num_bytes = handle
+        return self._keep(Segment.open(Ticket(*ticket)), num_bytes)
 
-    def leave(self) -> None:
-        self.entered -= 1
+    def make_event(self) -> Any:
+        return SimpleNamespace(record=lambda: None, wait=lambda: None)
 
-    def stream(self) -> int:
-        return 0
+    def share_event(self, event: Any) -> Any:
+        return None
+
+    def open_event(self, handle: Any) -> Any:
+        return self.make_event()
 
     def finish(self) -> None:
-        done = threading.Event()
-        self._tasks.put(done.set)
-        assert done.wait(30), "the stream waits forever"
+        """Do nothing: operations on host tensors have ended."""
 
-    def release(self) -> None:
-        self._tasks.put(None)
-        self._thread.join()
-        assert not self.segments and not self.entered
-
-    # --- memory
-
-    def allocate(self, num_bytes: int) -> int:
-        return self._keep(Segment.create("ipc", num_bytes))
-
-    def _keep(self, segment: Segment) -> int:
-        self.segments[segment.address] = segment
-        return segment.address
-
-    def free(self, address: int) -> None:
-        segment = self.segments.pop(address)
-        segment.withdraw()
-        segment.close()
-
-    def share(self, address: int) -> bytes:
-        return pickle.dumps(tuple(self.segments[address].ticket))
-
-    def open(self, handle: bytes) -> int:
-        return self._keep(Segment.open(Ticket(*pickle.loads(handle))))
-
-    close = free
-
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        self._enqueue(lambda: ctypes.memmove(target, source, num_bytes))
-
-    # --- events
-
-    def make_event(self) -> int:
-        return self.allocate(4096)
-
-    share_event, open_event, destroy_event = share, open, free
-
-    def record(self, event: int, stream: int) -> None:
-        _number(event + _RECORDED).value += 1
-
-        def done() -> None:
-            _number(event + _DONE).value += 1
-
-        self._enqueue(done)
-
-    def wait(self, event: int, stream: int) -> None:
-        wanted = _number(event + _RECORDED).value
-
-        def wait() -> None:
-            while _number(event + _DONE).value < wanted:
-                time.sleep(0.00002)
-
-        self._enqueue(wait)
-
-    # --- kernels
-
-    def reducer(self, dtype: torch.dtype, op: str, num_sources: int) -> Any:
-        function = reduction.called(reduction.address(dtype, op))
-
-        def reduce(sources: list[int], out: int, num_bytes: int, stream: int) -> None:
-            self._enqueue(lambda: function([out], sources, num_bytes // dtype.itemsize))
-
-        return reduce
-
-
-def _number(address: int) -> ctypes.c_int64:
-    return ctypes.c_int64.from_address(address)
+    def collect(self) -> None:
+        for segment in self.segments:
+            segment.withdraw()
+            segment.close()
+        self.segments.clear()

@@ -1,4 +1,4 @@
-"""Collectives through staging areas: over memory of the host with streams that run late, and on GPUs."""
+"""Collectives through staging areas: in memory of the host, and on GPUs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import Config
+from torchmpi.backends import rank_order
 from torchmpi.backends.base import announced
 from torchmpi.backends.ipc import ipc_backend as ipc
 from torchmpi.backends.ipc import staging_areas
 from torchmpi.collectives import prepared
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group
-from torchmpi.errors import BackendUnavailableError, CudaError, MismatchError, StallError
+from torchmpi.errors import BackendUnavailableError, MismatchError, StallError
 from torchmpi.session import runtime
 from torchmpi.tensors import dtypes
 
@@ -51,39 +52,29 @@ class Devices:
 class Rig:
     """The backend on a group of its own, over memory of the host."""
 
-    def __init__(self, *, uuids: tuple[str, ...] = (), backend: Any = None, check: str | None = None) -> None:
+    def __init__(self, *, backend: Any = None, check: str | None = None) -> None:
         world = mpi.communicator().intra
         self.group = Group(world.comm.Dup(), "staged", world.world_ranks, world.context, check=check)
         self.rank, self.size = self.group.rank, self.group.size
         self.backend = backend
         if backend is None:
-            self.backend = ipc.IpcBackend(Config(staging_bytes=1 << 20), Devices(self.size, uuids=uuids))
-            self.backend.make_device = lambda index: HostDevice(seed=self.rank)
+            self.backend = ipc.IpcBackend(Config(staging_bytes=1 << 20), Devices(self.size))
+            self.backend.make_device = HostDevice
         self._plans: dict[Any, prepared.PreparedPlan] = {}
-        self._kept: list[torch.Tensor] = []
-        """Keep host memory until the streams, which run late, have finished."""
 
-    def start(self, collective: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
-        """Enqueue a call."""
+    def run(self, collective: str, tensor: torch.Tensor, *, root: int = 0, op: str = "sum") -> torch.Tensor:
         op_of_collective = op if collective in REDUCING else None
         key = collective, tensor.dtype, op_of_collective
         if key not in self._plans:
             code = call_code(collective, op_of_collective, dtypes.info(tensor.dtype).code)
             operation = announced(self.group, self.backend.bind(self.group, collective, tensor.dtype, op_of_collective))
             self._plans[key] = prepared.PreparedPlan(collective, code, operation)
-        self._kept.append(tensor)
         result: torch.Tensor = self.group.call(self._plans[key], tensor, None, root)
-        self._kept.append(result)
         return result
 
     @property
     def staged(self) -> ipc.StagedGroup:
         return next(item for item in self.group.attachments if isinstance(item, ipc.StagedGroup))
-
-    def finish(self) -> None:
-        """Wait for the work that this rank has enqueued."""
-        assert self.staged.staging is not None
-        self.staged.staging.device.finish()
 
 
 @pytest.fixture
@@ -117,99 +108,84 @@ class Call:
         elif collective == "allreduce" or rank == self.root:
             self.expected = contract.reduced(inputs, op)
 
-    def start(self, rig: Rig) -> None:
-        self.result = rig.start(self.collective, self.tensor, root=self.root, op=self.op)
-
-    def check(self, agree: Any) -> None:
-        agree.bits(self.result, self.expected, self.what)
+    def check(self, rig: Rig, agree: Any) -> None:
+        agree.bits(rig.run(self.collective, self.tensor, root=self.root, op=self.op), self.expected, self.what)
 
 
-# --- over memory of the host
+# --- in memory of the host
 
 
 @pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
 def test_every_collective_and_operation(rig, agree, dtype):
-    calls = []
     for number, (collective, shape) in enumerate(itertools.product(COLLECTIVES, (*contract.SHAPES, (70_001,)))):
         ops = ops_for(collective, dtype)
         for op in ops if collective == "allreduce" else ops[number % max(1, len(ops)) :][:1]:
-            calls.append(Call(rig, collective, dtype, op, shape, number))
-            calls[-1].start(rig)
-    rig.finish()
-    for call in calls:
-        call.check(agree)
+            Call(rig, collective, dtype, op, shape, number).check(rig, agree)
 
 
-@pytest.mark.parametrize("several", (False, True), ids=("one device", "several"))
-def test_tensors_larger_than_a_half(agree, several):
-    """Many chunks in flight, through streams that run late, in any order of collectives."""
-    uuids = tuple(f"GPU-{rank}" for rank in range(mpi.size())) if several else ()
-    rig = Rig(uuids=uuids)
+def test_tensors_larger_than_a_half(rig, agree):
+    """Many chunks, in any order of collectives."""
     choice = random.Random(3)
-    calls = []
     for number in range(24):
         numel = choice.choice((5, 100_000, 700_001, 1_500_000))
-        call = Call(rig, choice.choice(COLLECTIVES), torch.float32, "sum", (numel,), number)
-        call.start(rig)
-        calls.append(call)
-    rig.finish()
-    for call in calls:
-        call.check(agree)
-    rig.group.free()
+        Call(rig, choice.choice(COLLECTIVES), torch.float32, "sum", (numel,), number).check(rig, agree)
+
+
+def test_inference_tensors(rig, agree):
+    with torch.inference_mode():
+        made_there = torch.ones(1000)
+        rig.run("allreduce", torch.ones(3))  # makes the areas
+    for _ in range(3):
+        rig.run("allreduce", made_there)
+    agree.equal(made_there.tolist(), [float(rig.size**3)] * 1000)
 
 
 def test_freeing_the_group_releases_everything(rig, agree):
-    call = Call(rig, "allreduce", torch.float32, "sum", (1000,), 0)
-    call.start(rig)
-    staging = rig.staged.staging
-    device = staging.device
-    rig.staged.close()  # the device checks that all memory has been released
-    call.check(agree)
+    Call(rig, "allreduce", torch.float32, "sum", (1000,), 0).check(rig, agree)
+    device = rig.staged.staging.device
+    rig.staged.close()
     agree(rig.staged.staging is None and not device.segments)
-    again = Call(rig, "allreduce", torch.float32, "sum", (1000,), 1)
-    again.start(rig)
-    rig.finish()
-    again.check(agree)
+    Call(rig, "allreduce", torch.float32, "sum", (1000,), 1).check(rig, agree)
 
 
-def test_failed_allocation_on_one_rank_is_an_error_on_all(rig, agree):
-    class Poor(HostDevice):
-        def allocate(self, num_bytes: int) -> int:
-            if num_bytes > 1 << 20:
-                raise CudaError("cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory.")
-            return super().allocate(num_bytes)
+class Poor(HostDevice):
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        raise RuntimeError("CUDA out of memory")
 
-    class Walled(HostDevice):
-        def open(self, handle: bytes) -> int:
-            raise CudaError("cuIpcOpenMemHandle failed: CUDA_ERROR_INVALID_VALUE (1): invalid argument.")
 
-    class Missing(HostDevice):
-        def __init__(self, **_: int) -> None:
-            raise CudaError("cuDeviceGet failed: CUDA_ERROR_INVALID_DEVICE (101): invalid device ordinal.")
+class Closed(HostDevice):
+    def open(self, handle: Any) -> torch.Tensor:
+        raise RuntimeError("cudaIpcOpenMemHandle: invalid argument")
 
-    for kind, last in ((Poor, mpi.size() - 1), (Missing, mpi.size() - 1), (Walled, 0)):
-        if mpi.size() == 1 and kind is Walled:
-            continue
-        devices: list[HostDevice] = []
 
-        def make(index: object, kind: Any = kind, last: int = last, devices: Any = devices) -> HostDevice:
-            devices.append((kind if rig.rank == last else HostDevice)(seed=1))
-            return devices[-1]
+class Mistaken(HostDevice):
+    def open(self, handle: Any) -> torch.Tensor:
+        return torch.zeros_like(super().open(handle))
 
-        rig.backend.make_device = make
-        message = ""
-        try:
-            rig.start("allreduce", torch.ones(5))
-        except BackendUnavailableError as error:
-            message = str(error)
-        agree(f"rank {last} of the group: cu" in message and "staging_bytes" in message, message)
-        agree(rig.group.key in rig.backend.refused, "it would be chosen again")
-        agree(not any(device.segments for device in devices), "something is left")
-    rig.backend.make_device = lambda index: HostDevice(seed=2)
-    call = Call(rig, "allreduce", torch.float32, "sum", (1000,), 0)
-    call.start(rig)
-    rig.finish()
-    call.check(agree)
+
+@pytest.mark.parametrize(
+    ("kind", "failing", "reason"),
+    [(Poor, -1, "CUDA out of memory"), (Closed, 0, "cudaIpcOpenMemHandle"), (Mistaken, 0, "other bytes were read")],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_rank_that_cannot_share_memory_is_an_error_on_all(rig, agree, kind, failing, reason):
+    failing %= rig.size
+    if rig.size == 1 and kind is not Poor:
+        return
+    device = (kind if rig.rank == failing else HostDevice)()
+    rig.backend.make_device = lambda _: device
+    message = ""
+    try:
+        rig.run("allreduce", torch.ones(5))
+    except BackendUnavailableError as error:
+        message = str(error)
+    agree(f"rank {failing} of the group: " in message and reason in message, message)
+    agree(rig.group.key in rig.backend.refused, "it would be chosen again")
+    agree(not device.segments, "something is left")
+    agree(reason in staging_areas.trial(rig.group.comm, device), "the trial at start did not notice")
+    agree.equal(staging_areas.trial(rig.group.comm, HostDevice()), "")
+    rig.backend.make_device = HostDevice
+    Call(rig, "allreduce", torch.float32, "sum", (1000,), 0).check(rig, agree)
 
 
 @pytest.mark.parametrize("check", (None, "off", "strict"))
@@ -217,53 +193,45 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
     if mpi.size() == 1:
         return
     rig = Rig(check=check)
-    first = Call(rig, "allreduce", torch.float32, "sum", (1_000_000,), 0)
-    first.start(rig)
+    Call(rig, "allreduce", torch.float32, "sum", (1_000_000,), 0).check(rig, agree)
     message = ""
     with monkeypatch.context() as patch:
         if rig.rank == mpi.size() - 1:
-            copies: list[int] = []
+            calls: list[int] = []
 
-            def copy(*arguments: int) -> None:
-                copies.append(1)
-                if len(copies) == 3:
-                    raise CudaError("cuMemcpyAsync failed: for the test.")
-                HostDevice.copy(rig.staged.staging.device, *arguments)
+            def combine(*arguments: Any) -> None:
+                calls.append(1)
+                if len(calls) == 3:
+                    raise RuntimeError("CUDA error: for the test.")
+                rank_order.combine(*arguments)
 
-            patch.setattr(rig.staged.staging.device, "copy", copy)
+            patch.setattr(ipc, "combine", combine)
         try:
-            rig.start("allreduce", torch.ones(2_000_000))
-        except CudaError as error:
-            message = str(error)
-            agree(rig.rank == mpi.size() - 1)
+            rig.run("allreduce", torch.ones(2_000_000))
         except MismatchError as error:
             message = str(error)
             agree("has aborted it" in message, message)
+        except RuntimeError as error:
+            message = str(error)
+            agree(rig.rank == mpi.size() - 1)
     agree(message, "no error on this rank")
-    calls = [Call(rig, collective, torch.float32, "sum", (600_000,), 1) for collective in COLLECTIVES]
-    for call in calls:
-        call.start(rig)
-    rig.finish()
-    for call in (first, *calls):
-        call.check(agree)
+    for collective in COLLECTIVES:
+        Call(rig, collective, torch.float32, "sum", (600_000,), 1).check(rig, agree)
     rig.group.free()
 
 
 def test_different_calls_raise_on_all_ranks(rig, agree):
     if mpi.size() == 1 or rig.group.log_board is None:
         return
-    rig.start("allreduce", torch.ones(3))
+    rig.run("allreduce", torch.ones(3))
     message = ""
     try:
         # Two collectives in which all ranks wait: the root of a broadcast may return before the other ranks arrive.
-        rig.start("reduce_scatter" if rig.rank == 0 else "allreduce", torch.ones(50))
+        rig.run("reduce_scatter" if rig.rank == 0 else "allreduce", torch.ones(50))
     except MismatchError as error:
         message = str(error)
     agree(message, "no error on this rank")
-    call = Call(rig, "reduce_scatter", torch.bfloat16, "avg", (300, 7), 1)
-    call.start(rig)
-    rig.finish()
-    call.check(agree)
+    Call(rig, "reduce_scatter", torch.bfloat16, "avg", (300, 7), 1).check(rig, agree)
 
 
 def test_a_wait_for_a_missing_rank_ends_with_the_timeout(rig, agree):
@@ -271,26 +239,23 @@ def test_a_wait_for_a_missing_rank_ends_with_the_timeout(rig, agree):
         return
     from mpi4py import MPI
 
-    rig.start("allreduce", torch.ones(3))
+    rig.run("allreduce", torch.ones(3))
     rig.group.timeout_seconds = 1.0
     late, message = rig.rank == 0, ""
     if not late:
         try:
-            rig.start("allreduce", torch.ones(4))
+            rig.run("allreduce", torch.ones(4))
         except (StallError, MismatchError) as error:
             message = str(error)
     MPI.COMM_WORLD.Barrier()
     rig.group.timeout_seconds = 0.0
     if late:
         try:
-            rig.start("allreduce", torch.ones(4))
+            rig.run("allreduce", torch.ones(4))
         except MismatchError as error:
             message = str(error)
     agree("aborted" in message or "timeout" in message, message)
-    call = Call(rig, "allreduce", torch.float32, "sum", (100,), 1)
-    call.start(rig)
-    rig.finish()
-    call.check(agree)
+    Call(rig, "allreduce", torch.float32, "sum", (100,), 1).check(rig, agree)
 
 
 def test_groups_in_threads_do_not_mix(agree):
@@ -302,22 +267,17 @@ def test_groups_in_threads_do_not_mix(agree):
     def work(rig: Rig, seed: int) -> None:
         choice = random.Random(seed)
         try:
-            calls = [
-                Call(
-                    rig, choice.choice(COLLECTIVES), torch.int32, "max", (choice.choice((0, 3, 5000, 400_000)),), number
-                )
-                for number in range(30)
-            ]
-            for call in calls:
-                call.start(rig)
-            rig.finish()
-            problems.extend(call.what for call in calls if not contract.same_bits(call.result, call.expected))
+            for number in range(30):
+                shape = (choice.choice((0, 3, 5000, 400_000)),)
+                call = Call(rig, choice.choice(COLLECTIVES), torch.int32, "max", shape, number)
+                result = rig.run(call.collective, call.tensor, root=call.root, op=call.op)
+                problems.extend([] if contract.same_bits(result, call.expected) else [call.what])
         except Exception as error:
             problems.append(repr(error))
 
     # The first call of a group exchanges handles by MPI, which some libraries let only one thread do at a time.
     for rig in rigs:
-        rig.start("allreduce", torch.ones(1))
+        rig.run("allreduce", torch.ones(1))
     threads = [threading.Thread(target=work, args=(rig, seed)) for seed, rig in enumerate(rigs)]
     for thread in threads:
         thread.start()
@@ -330,7 +290,6 @@ def test_groups_in_threads_do_not_mix(agree):
 
 def test_reasons_why_ipc_is_unavailable(rig, agree, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ipc.importlib.util, "find_spec", lambda name: object())
     size, group, config = rig.size, rig.group, Config(staging_bytes=1 << 20)
 
     def reason(devices: Any = None, collective: str = "allreduce", device: str = "cuda", **settings: Any) -> str | None:
@@ -348,15 +307,6 @@ def test_reasons_why_ipc_is_unavailable(rig, agree, monkeypatch):
     several = Devices(size)
     several.hosts = tuple(range(size))
     agree.equal(reason(several), "its ranks are on several hosts" if size > 1 else None)
-    monkeypatch.setattr(ipc.importlib.util, "find_spec", lambda name: None)
-    agree("numba-cuda" in str(reason()))
-    agree.equal(reason(collective="broadcast"), None)
-
-
-def test_a_trial_leaves_nothing_behind(rig, agree):
-    device = HostDevice(seed=5)
-    agree.equal(staging_areas.trial(rig.group.comm, lambda: device), "")
-    agree(not device.segments)
 
 
 # --- on a GPU
@@ -399,7 +349,6 @@ def test_every_collective_and_operation_on_the_gpu(agree, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8), ids=str)
 def test_outputs_at_any_address_on_the_gpu(agree, dtype):
-    """A view may begin anywhere: the kernel then writes element by element."""
     gpu_group()
     for first, numel in itertools.product((0, 1, 3, 7), (1, 64, 70_000)):
         call = Call(World(), "allreduce", dtype, "sum", (numel,), first)
@@ -457,7 +406,7 @@ def test_memory_is_constant_over_calls_and_released_on_the_gpu(agree):
 
     def cycle() -> None:
         moment = Rig(backend=runtime.current().selector.backends["ipc"])
-        moment.start("allreduce", tensor)
+        moment.run("allreduce", tensor)
         moment.group.free()
 
     from mpi4py import MPI

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,18 +136,59 @@ def test_each_local_rank_has_cores_of_its_own_where_they_suffice(agree):
     agree.equal(len(mask), available)
 
 
-def test_settings_that_differ_between_ranks_are_refused_on_all(agree):
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("bucket_bytes", (1000, 1001)), ("staging_bytes", (1 << 20, 64 << 20)), ("gpu_backends", ("nccl", "ipc"))],
+)
+def test_settings_that_differ_between_ranks_are_refused_on_all(agree, name, values):
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.size == 1:
         return
     try:
-        mpi.start(config=quiet(bucket_bytes=1000 + MPI.COMM_WORLD.rank))
+        mpi.start(config=quiet(**{name: values[MPI.COMM_WORLD.rank > 0]}))
     except errors.ConfigError as error:
-        agree("bucket_bytes is 1000 on rank 0 and 1001 on rank 1" in str(error), str(error))
+        agree(f"{name} is {values[0]!r} on rank 0 and {values[1]!r} on rank 1" in str(error), str(error))
     else:
         agree(False, "accepted")
     agree(not runtime.is_running())
+
+
+def test_arguments_of_start_that_differ_between_ranks_are_refused_on_all(agree):
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.size == 1:
+        return
+    try:
+        mpi.start(config=quiet(), ipc_groups=MPI.COMM_WORLD.rank == 0)
+    except errors.ConfigError as error:
+        agree("ipc_groups is True on rank 0 and False on rank 1" in str(error), str(error))
+    else:
+        agree(False, "accepted")
+
+
+def test_a_gpu_on_some_ranks_only_is_no_reason_to_wait(agree, monkeypatch):
+    """The levels are pushed by all ranks. The GPU is one in name; no tensor is placed on it."""
+    from mpi4py import MPI
+
+    if torch.cuda.is_available():
+        pytest.skip("this host has CUDA")
+    has_gpu = MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
+    if has_gpu:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-0"))
+    with mpi.started(config=quiet()):
+        names = [level.name for level in runtime.current().communicators.levels]
+        with mpi.use(2):
+            together = mpi.size()
+        device, summary = mpi.device().type, runtime.current().summary()
+        total = mpi.allreduce(1)
+    agree.equal([name.split()[0] for name in names], ["world", "host", "ipc"])
+    agree.equal((device, together), ("cuda", 1) if has_gpu else ("cpu", MPI.COMM_WORLD.size - 1))
+    agree.equal(total, MPI.COMM_WORLD.size)
+    agree("experimental GPU backend nccl (TORCHMPI_GPU_BACKENDS=none: off)" in summary, summary)
 
 
 def test_cuda_is_refused_where_there_is_none(agree):

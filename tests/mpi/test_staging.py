@@ -1,4 +1,7 @@
-"""Staging in chunks through host buffers: the bits of the whole, on every backend. Here the device is host memory."""
+"""Staging in chunks through host buffers: the bits of the whole, on every backend; a CUDA-aware MPI library.
+
+Here the device is host memory.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 import torchmpi as mpi
 from torchmpi import errors
 from torchmpi.backends.base import bind
+from torchmpi.backends.mpi import MPIMovement
 from torchmpi.collectives import device_staging
 from torchmpi.collectives.prepared import PreparedPlan
 from torchmpi.communicators.call_log import ON_DEVICE, call_code
@@ -19,7 +23,9 @@ from torchmpi.session import runtime
 from torchmpi.tensors.dtypes import info
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
 import contract
+from device_model import Model, plain
 
 pytestmark = pytest.mark.usefixtures("world")
 BACKENDS = ("mpi", "shm", "p2p")
@@ -133,3 +139,24 @@ def test_a_device_on_one_rank_only_is_a_mismatch_on_all(agree):
     group.free()
     agree("on cuda" in said or "aborted it" in said, said or "no error")
     agree(mpi.rank() > 1 or "on cuda" in said, said)
+
+
+def test_mpi_gets_device_memory_after_the_copies_into_it(agree, monkeypatch):
+    """On a model of a device that runs no work before a synchronization."""
+    device = Model(seed=0)
+    device.install(monkeypatch)
+    rank, size = mpi.rank(), mpi.size()
+    backend = runtime.current().selector.backends["mpi"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "is_cuda_aware", True)
+
+    gathered = device.tensor(torch.full((50 * size,), -1.0))
+    movement = MPIMovement(mpi.communicator(0).intra, message_bytes=64)  # so that the parts are broadcast one by one
+    movement.allgather(device.tensor(torch.full((50,), float(rank))), gathered, 0)
+
+    tensor = device.tensor(torch.zeros(50))
+    tensor.copy_(device.tensor(torch.full((50,), float(rank))))
+    mpi.sendreceive(tensor, src=(rank - 1) % size, dst=(rank + 1) % size)
+    device.default.synchronize()
+    agree.equal(plain(gathered).tolist(), [float(r) for r in range(size) for _ in range(50)])
+    agree.equal(plain(tensor).tolist(), [float((rank - 1) % size)] * 50)

@@ -118,12 +118,11 @@ class Model:
 
     def tensor(self, values: torch.Tensor) -> DeviceTensor:
         """Memory of the device with these values, there from the beginning."""
-        tensor = values.clone().as_subclass(DeviceTensor)
-        tensor.model = self
-        return tensor
+        return values.clone().as_subclass(DeviceTensor)
 
     def install(self, monkeypatch: Any) -> None:
         """In place of torch.cuda's streams."""
+        monkeypatch.setattr(DeviceTensor, "model", self, raising=False)
         for name, value in {
             "current_stream": self.current_stream,
             "Stream": self.stream,
@@ -135,7 +134,7 @@ class Model:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor whose copies are queued. Other operations are not needed here."""
+    """A tensor whose copies are queued; other operations are not."""
 
     model: Model
     is_cuda = True  # type: ignore[assignment]
@@ -151,17 +150,17 @@ class DeviceTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        model = next(argument.model for argument in (*args, *kwargs.values()) if isinstance(argument, DeviceTensor))
+        if func is torch.Tensor.clone:
+            return torch.empty(args[0].shape, dtype=args[0].dtype).as_subclass(cls).copy_(args[0])
         if func is torch.Tensor.copy_:
             target, source = (plain(tensor) for tensor in args[:2])
-            model.current_stream().enqueue(lambda: target.copy_(source))
-            if not kwargs.get("non_blocking", False):
-                model.current_stream().synchronize()
+            stream = cls.model.current_stream()
+            stream.enqueue(lambda: target.copy_(source))
+            is_on_device = all(isinstance(tensor, DeviceTensor) for tensor in args[:2])
+            if not (is_on_device or kwargs.get("non_blocking", False)):
+                stream.synchronize()
             return args[0]
-        result = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(result, DeviceTensor):
-            result.model = model
-        return result
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

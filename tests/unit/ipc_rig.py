@@ -93,7 +93,7 @@ class Model:
         for seq, call in enumerate(calls, start=1):
             base = seq << chunk_plan.STAGE_BITS
             yield None
-            self.fields[rank] = base + chunk_plan.ARRIVED
+            self.fields[rank] = base
             stream = (rank, call.streams[rank])
             for index, steps in enumerate(call.chunks[rank]):
                 half = seq + index & 1
@@ -155,10 +155,10 @@ class Model:
     def _enqueue(self, rank: int, stream: tuple[int, int], call: Call, step: Any, half: int) -> None:
         tick, clock = self._tick(stream)
 
-        def touch(owner: int, begin: int, num_bytes: int, writes: bool) -> None:
-            if begin < 0 or num_bytes < 1 or begin + num_bytes > self.half:
+        def touch(owner: int, begin: int, numel: int, writes: bool) -> None:
+            if begin < 0 or numel < 1 or begin + numel > self.half:
                 raise Problem(f"{step} of rank {rank} goes beyond the half of {self.half}")
-            new = Touch(begin, begin + num_bytes, stream, tick, f"{step} of rank {rank}")
+            new = Touch(begin, begin + numel, stream, tick, f"{step} of rank {rank}")
             known = self.touches.setdefault((owner, half), ([], []))
             for old in known[1] if not writes else known[0] + known[1]:
                 is_ordered = old.stream == stream or clock.get(old.stream, 0) >= old.tick
@@ -167,13 +167,13 @@ class Model:
             known[writes].append(new)
 
         if isinstance(step, Fill):
-            touch(rank, step.area, step.num_bytes, True)
+            touch(rank, step.area, step.numel, True)
         elif isinstance(step, Take):
-            touch(step.rank, step.area, step.num_bytes, False)
+            touch(step.rank, step.area, step.numel, False)
         else:
             assert isinstance(step, ReduceAreas)
             for owner in range(self.size):
-                touch(owner, step.area, step.num_bytes, owner == rank and step.out is None)
+                touch(owner, step.area, step.numel, False)
         self.queues.setdefault(stream, []).append(("work", rank, call, step, half))
 
     def _run_devices(self) -> None:
@@ -198,19 +198,15 @@ class Model:
 
     def _work(self, rank: int, call: Call, step: Any, half: int) -> None:
         source, out = call.sources[rank], call.outs[rank]
+        end = step.area + step.numel
         if isinstance(step, Fill):
-            values = source[step.source : step.source + step.num_bytes]
-            assert len(values) == step.num_bytes
-            self.areas[rank, half, step.area : step.area + step.num_bytes] = values
+            values = source[step.source : step.source + step.numel]
+            assert len(values) == step.numel
+            self.areas[rank, half, step.area : end] = values
             return
         if isinstance(step, Take):
-            result = self.areas[step.rank, half, step.area : step.area + step.num_bytes]
-            begin: int | None = step.out
+            result = self.areas[step.rank, half, step.area : end]
         else:
-            result = self.areas[:, half, step.area : step.area + step.num_bytes].sum(0, dtype=np.uint8)
-            begin = step.out
-        if begin is None:
-            self.areas[rank, half, step.area : step.area + step.num_bytes] = result
-        else:
-            assert begin + len(result) <= len(out)
-            out[begin : begin + len(result)] = result
+            result = self.areas[:, half, step.area : end].sum(0, dtype=np.uint8)
+        assert step.out + step.numel <= len(out)
+        out[step.out : step.out + step.numel] = result

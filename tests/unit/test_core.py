@@ -44,6 +44,7 @@ def test_every_setting_is_read_from_the_environment(field):
         ("TORCHMPI_THREADS", "two", "int"),
         ("TORCHMPI_THREADS", "-1", "negative"),
         ("TORCHMPI_BIND", "tight", "auto, none"),
+        ("TORCHMPI_GPU_BACKENDS", "nccl,gloo", "list of nccl, ipc"),
         ("TORCHMPI_BUCKET_BYTES", "0", "greater than zero"),
     ],
 )

@@ -18,7 +18,7 @@ from torchmpi.tensors import partition
 sys.path.insert(0, str(Path(__file__).parent))
 from ipc_rig import Call, Model, Problem
 
-COLLECTIVES = ("allreduce 1", "allreduce 2", "reduce 1", "reduce 2", "broadcast", "allgather", "reduce_scatter")
+COLLECTIVES = ("allreduce 1", "allreduce 2", "reduce", "broadcast", "allgather", "reduce_scatter")
 
 
 def make(
@@ -33,7 +33,7 @@ def make(
     else:
         own = [lengths[0]] * size
     fill = np.random.default_rng(choice.randrange(1 << 30))
-    sources = [fill.integers(0, 256, num_bytes, np.uint8) for num_bytes in own]
+    sources = [fill.integers(0, 256, numel, np.uint8) for numel in own]
     total = sum(sources[1:], sources[0].copy()) if name != "allgather" else None
     spans = [(sum(lengths[:rank]), lengths[rank]) for rank in range(size)] if len(lengths) == size else []
     outs = [source.copy() for source in sources]
@@ -54,7 +54,7 @@ def make(
     elif name == "reduce":
         expected = [total if rank == root else sources[rank].copy() for rank in range(size)]
         plan = chunk_plan.reduce
-        chunks = [list(plan(rank, size, own[0], half, root=root, shots=int(shots))) for rank in range(size)]
+        chunks = [list(plan(rank, size, own[0], half, root=root)) for rank in range(size)]
     else:
         expected = [total] * size
         chunks = [list(chunk_plan.allreduce(rank, size, own[0], half, shots=int(shots))) for rank in range(size)]
@@ -87,34 +87,26 @@ def test_any_sequence_of_calls_in_any_interleaving(size, factor, specifications,
     play(size, size * ALIGNMENT * factor, specifications, seed)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 33, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 64])
 def test_every_collective_on_many_ranks(size):
     """Three chunks of each, so that both halves are used again, or two where the model would take seconds."""
     choice = random.Random(size)
     half = size * ALIGNMENT
     least = 2 * half if size <= 16 else half
-    lengths = [[least + choice.randrange(1, 700)] for _ in COLLECTIVES[:5]] + [[700, 0, 1300], [0, 512, 1025]]
+    lengths = [[least + choice.randrange(1, 700)] for _ in COLLECTIVES[:4]] + [[700, 0, 1300], [0, 512, 1025]]
     play(size, half, list(zip(COLLECTIVES, lengths, range(len(COLLECTIVES)), strict=True)), seed=size)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 64), st.integers(0, 1 << 36), st.integers(0, 1 << 26))
-def test_parts_and_chunks_cover_everything_once(size, num_bytes, most):
-    half = chunk_plan.half_bytes(most, size)
-    num_bytes %= 2000 * half
-    chunks = chunk_plan.cut(num_bytes, half)
-    assert sum(length for _, length in chunks) == num_bytes
-    assert len(chunks) == -(-num_bytes // half) <= chunk_plan.MAX_CHUNKS
+@given(st.integers(1, 64), st.integers(0, 1 << 36), st.integers(0, 1 << 26), st.sampled_from((1, 2, 4, 16)))
+def test_parts_cover_a_chunk_once(size, numel, staging_bytes, itemsize):
+    half_bytes = chunk_plan.half_bytes(staging_bytes, size)
+    half = half_bytes // itemsize
+    assert half_bytes >= staging_bytes and half // size >= ALIGNMENT
     end = 0
-    for begin, length in chunks:
-        assert begin == end and begin % ALIGNMENT == 0 and 0 < length <= half
-        end = begin + length
-    for _, length in chunks[:1] + chunks[-1:]:
-        end = 0
-        for begin, part in chunk_plan.parts(length, size):
-            assert part >= 0 and begin == end and (begin % ALIGNMENT == 0 or part == 0)
-            end = begin + part
-        assert end == length
+    for begin, part in chunk_plan.parts(numel % (half + 1), size):
+        assert part >= 0 and begin == end and (begin % ALIGNMENT == 0 or part == 0)
+        end = begin + part
+    assert end == numel % (half + 1)
 
 
 @given(st.integers(1, 64), st.integers(0, 300), st.integers(1, 16))
@@ -124,7 +116,7 @@ def test_scattered_rows_stay_within_their_slot(size, num_rows, row_bytes):
     for rank in {0, size // 2, size - 1}:
         chunks = chunk_plan.reduce_scatter(rank, size, spans, half)
         fills = [step for steps in chunks for step in steps if type(step) is Fill]
-        assert sum(fill.num_bytes for fill in fills) == num_rows * row_bytes
+        assert sum(fill.numel for fill in fills) == num_rows * row_bytes
         assert all(fill.area % ALIGNMENT == 0 and fill.area // ALIGNMENT < size for fill in fills)
 
 

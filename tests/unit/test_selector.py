@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from torchmpi import errors
 from torchmpi.backends import selection_table
+from torchmpi.backends.mpi import MPIBackend
 from torchmpi.backends.selection_table import (
     HIERARCHICAL,
     Key,
@@ -134,6 +135,10 @@ EVERYTHING = {"mpi", "shm", "p2p", HIERARCHICAL}
     [
         ("allreduce", "host", {"nccl", "ipc"}, {}, "nccl"),
         ("allreduce", "host", {"ipc"}, {"aware": True}, "ipc"),
+        ("allreduce", "host", {"nccl", "ipc"}, {"gpu_backends": ("ipc",)}, "ipc"),
+        ("allreduce", "host", {"nccl", "ipc"}, {"gpu_backends": ()}, "shm"),
+        ("allreduce", "host", {"ipc"}, {"gpu_backends": ("nccl",), "aware": True}, "mpi"),
+        ("allreduce", "host", {"ipc"}, {"gpu_backends": ("nccl",), "forced": "ipc"}, "ipc"),
         ("allreduce", "hosts", set(), {"aware": True}, "mpi"),
         ("allreduce", "host", set(), {}, "shm"),
         ("allreduce", "hosts", set(), {}, HIERARCHICAL),
@@ -164,7 +169,7 @@ class Able:
     def __init__(self, name, *, spans=selection_table.SPANS, verbs=selection_table.COLLECTIVES, devices=("cpu",)):
         self.name, self.spans, self.verbs, self.devices = name, spans, verbs, devices
 
-    def takes(self, device_type):
+    def takes(self, device_type, collective):
         return device_type == "cpu"
 
     def why_not(self, collective, device_type, group=None):
@@ -304,7 +309,7 @@ class OnDevice(Able):
         super().__init__(name, devices=("cuda",))
         self.ranks, self.ops = ranks, ops
 
-    def takes(self, device_type):
+    def takes(self, device_type, collective):
         return device_type == "cuda"
 
     def why_not(self, collective, device_type, group=None):
@@ -316,11 +321,11 @@ class OnDevice(Able):
         return None if op is None or op in self.ops else f"it has no {op}"
 
 
-def with_gpus():
+def with_gpus(gpu_backends="nccl,ipc", **settings):
     """Ranks 0 and 1 have a GPU each; 2 and 3 share one, on the same host."""
     host = [Able(name, devices=("cpu", "cuda")) for name in ("mpi", "shm", "p2p")]
     nccl, ipc = OnDevice("nccl", ranks=(0, 1, 2)), OnDevice("ipc", ranks=(2, 3), ops=("sum", "bor"))
-    return job(0, 0, 0, 0, backends=[*host, nccl, ipc])
+    return job(0, 0, 0, 0, backends=[*host, nccl, ipc], gpu_backends=gpu_backends, **settings)
 
 
 def on_gpu(selector, group, op="sum", **options):
@@ -334,6 +339,36 @@ def test_each_group_of_gpus_gets_a_backend_that_supports_it():
     assert on_gpu(selector, group(0, 1)) == [(None, "nccl")]
     assert on_gpu(selector, group(2, 3)) == [(None, "ipc")]
     assert chosen(selector, "allreduce", world) == [(None, "shm")]
+
+
+@pytest.mark.parametrize(
+    ("gpu_backends", "apart", "shared"), [(None, "nccl", "shm"), ("ipc", "shm", "ipc"), ("none", "shm", "shm")]
+)
+def test_experimental_backends_are_chosen_only_if_the_setting_names_them(gpu_backends, apart, shared):
+    selector, _, group = with_gpus(gpu_backends or Config().gpu_backends)
+    assert on_gpu(selector, group(0, 1)) == [(None, apart)]
+    assert on_gpu(selector, group(2, 3)) == [(None, shared)]
+    table = selector.availability()
+    allreduce = ("allreduce", "cuda", "sync")
+    if gpu_backends == "none":
+        with pytest.raises(errors.BackendUnavailableError, match="TORCHMPI_GPU_BACKENDS=none"):
+            on_gpu(selector, group(2, 3), wanted="ipc")
+        assert table[("nccl", *allreduce)] == "unavailable: it is switched off (TORCHMPI_GPU_BACKENDS=none)"
+        return
+    assert on_gpu(selector, group(2, 3), wanted="ipc") == [(None, "ipc")]
+    measured = Table({Key("allreduce", "cuda", "host", "sync"): ((None, "ipc"),)})
+    selector.backends["ipc"] = OnDevice("ipc", ranks=range(4))
+    assert selector.availability()[("ipc", *allreduce)] == "available (experimental)"
+    assert ("experimental" in selector.refusal(measured)) == (gpu_backends is None)
+
+
+def test_a_cuda_aware_mpi_moves_device_memory_and_computes_nothing_on_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    aware = MPIBackend(Config(), is_cuda_aware=True)
+    selector, world, _ = job(0, 0, backends=[aware, Able("shm", spans=("host",), devices=("cpu", "cuda"))])
+    ways = {verb: selector.select(verb, "cuda", world)[0].backend.name for verb in ("allreduce", "allgather")}
+    assert ways == {"allreduce": "shm", "allgather": "mpi"}
+    assert not aware.takes("cuda", "reduce_scatter") and aware.takes("cuda", "sendreceive")
 
 
 def test_a_rank_without_a_tensor_to_scatter_uses_the_backend_of_the_root():

@@ -42,8 +42,8 @@ class Backend(Protocol):
     """Whether its operations on device tensors enqueue on the current stream and return. Other operations have
     completed when they return, and use device memory, if they accept it, without regard to streams."""
 
-    def takes(self, device_type: str) -> bool:
-        """Return whether the backend accepts tensors of this device type; others are staged through the host."""
+    def takes(self, device_type: str, collective: str) -> bool:
+        """Return whether the collective accepts tensors of this device type; others are staged through the host."""
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """Return the reason why the collective cannot run on such tensors, staged or not; None if it can.

@@ -45,7 +45,7 @@ class GlooBackend:
         self.config, self.problem = config, problem
         self._torch_groups: WeakKeyDictionary[Group, GlooGroup] = WeakKeyDictionary()
 
-    def takes(self, device_type: str) -> bool:
+    def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; CUDA tensors are staged."""
         return device_type == "cpu"
 

@@ -16,7 +16,7 @@ import torch
 
 from ..communicators.group import Group
 from ..config import Config
-from ..tensors import buffers, dtypes, partition
+from ..tensors import buffers, dtypes, partition, streams
 from . import ordered_reduction
 from .base import Operation
 from .mpi_messages import (
@@ -41,7 +41,7 @@ _TAG = 1
 
 
 class MPIBackend:
-    """Collectives of the MPI library, on memory of the host or, where it is CUDA-aware, of the device."""
+    """Collectives of the MPI library, on memory of the host; where it is CUDA-aware, device memory can be moved."""
 
     name = "mpi"
     announces = False
@@ -50,9 +50,9 @@ class MPIBackend:
     def __init__(self, config: Config, *, is_cuda_aware: bool = False) -> None:
         self.config, self.is_cuda_aware = config, is_cuda_aware
 
-    def takes(self, device_type: str) -> bool:
-        """Accept host memory, and device memory if the library is CUDA-aware."""
-        return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware)
+    def takes(self, device_type: str, collective: str) -> bool:
+        """Accept host memory; device memory if the library is CUDA-aware and the collective does not compute."""
+        return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware and collective not in REDUCTIONS)
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
         """Accept every collective; CUDA tensors are staged if the library is not CUDA-aware."""
@@ -207,6 +207,7 @@ class MPIMovement:
         for rank, part in enumerate(destination.split_with_sizes(rows)):
             if rank == self.rank:
                 part.copy_(source)
+                streams.settle(part)  # MPI reads device memory without regard to streams
             self.broadcast(part, None, rank)
         return destination
 

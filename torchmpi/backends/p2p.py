@@ -53,7 +53,7 @@ class P2PBackend:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def takes(self, device_type: str) -> bool:
+    def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; CUDA tensors are staged."""
         return device_type == "cpu"
 

@@ -45,29 +45,59 @@ def combiner(dtype: torch.dtype, op: str) -> Combiner:
 
 
 def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    """Combine `parts` in their order into `out`, which must not be one of them: the readable form of `combiner`.
+    """Combine `parts` in their order into `out` by operations of torch, on any device.
+
+    `out` must not overlap a part. This is the readable form of `combiner`, with the same bits on host memory, except
+    for the payload of a NaN that is computed.
 
     >>> result = torch.empty(2)
     >>> combine([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])], "avg", result)
     >>> result
     tensor([2., 4.])
     """
-    if out.dtype is torch.uint16:  # torch has no arithmetic for it; sums that wrap around have the same bits signed
-        out, parts = out.view(torch.int16), [part.view(torch.int16) for part in parts]
-    if out.is_complex() and op in ("sum", "avg"):
+    carrier = accumulator_of(out.dtype, op)
+    if not (out.is_floating_point() or out.is_complex()):
+        _combine_integers(parts, op, out)
+        return
+    if out.is_complex() and op != "prod":
         # Real and imaginary parts: torch's complex sum multiplies by (1+0j) first, which makes NaN of an infinite part.
-        out, parts = torch.view_as_real(out), [torch.view_as_real(part) for part in parts]
-    accumulator_dtype = dtypes.info(out.dtype).accumulator
-    assert accumulator_dtype is not None
-    step = _STEPS[op]
-    accumulator = out if accumulator_dtype is out.dtype else torch.empty_like(out, dtype=accumulator_dtype)
-    accumulator.copy_(parts[0])
-    for part in parts[1:]:
-        step(accumulator, part.to(accumulator_dtype), out=accumulator)
+        carrier, out, parts = carrier.to_real(), torch.view_as_real(out), [torch.view_as_real(part) for part in parts]
+    total = out if carrier is out.dtype else torch.empty_like(out, dtype=carrier)
+    _fold(_STEPS[op], parts, total)
     if op == "avg":
-        accumulator.div_(len(parts))
-    if accumulator is not out:
-        out.copy_(accumulator)
+        # Not a Python number: on GPUs torch multiplies by its reciprocal, which rounds twice.
+        total.div_(torch.full((), len(parts), dtype=total.dtype, device=total.device))
+    if total is not out:
+        out.copy_(total)
+
+
+def _combine_integers(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
+    if out.dtype is torch.bool:  # as bytes: a view may have given a bool any byte, and all but 0 are True
+        op, out, parts = _OF_BOOL.get(op, op), out.view(torch.uint8), [part.view(torch.uint8) for part in parts]
+    flipped = 0
+    signed = _SIGNED.get(out.dtype)
+    if signed is not None:  # torch has no arithmetic for it; but for the order, signed numbers give the same bits
+        out, parts = out.view(signed), [part.view(signed) for part in parts]
+        if op in _EXACT:
+            flipped = torch.iinfo(signed).min
+            parts = [part ^ flipped for part in parts]
+    if len(parts) == 1 and op in _LOGICAL:
+        torch.ne(parts[0], 0, out=out)
+    else:
+        _fold(_INTEGER_STEPS[op], parts, out)
+    if flipped:
+        out.bitwise_xor_(flipped)
+
+
+def _fold(step: Callable[..., Any], parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    if len(parts) == 1 or total.dtype is not parts[0].dtype:
+        total.copy_(parts[0])
+        rest = parts[1:]
+    else:
+        step(parts[0], parts[1], out=total)
+        rest = parts[2:]
+    for part in rest:
+        step(total, part, out=total)
 
 
 def _combine_apart(op: str, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -90,13 +120,30 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
     torch.complex(real, imaginary, out=out)
 
 
+def _choose(is_better: Callable[..., torch.Tensor]) -> Callable[..., None]:
+    """Return a minimum or maximum of floats: the first NaN if there is one, and the first of equal zeros."""
+
+    def step(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+        torch.where(is_better(b, a) | (b.isnan() & ~a.isnan()), b, a, out=out)
+
+    return step
+
+
 _STEPS: dict[str, Callable[..., Any]] = {
     "sum": torch.add,
     "avg": torch.add,
     "prod": _multiply,
-    "min": torch.minimum,
-    "max": torch.maximum,
+    "min": _choose(torch.lt),
+    "max": _choose(torch.gt),
 }
+_INTEGER_STEPS: dict[str, Callable[..., Any]] = {
+    "sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum,
+    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
+    "land": torch.logical_and, "lor": torch.logical_or, "lxor": torch.logical_xor,
+}  # fmt: skip
+_LOGICAL = ("land", "lor", "lxor")
+_OF_BOOL = {"min": "land", "band": "land", "max": "lor", "bor": "lor", "bxor": "lxor"}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def accumulator_of(dtype: torch.dtype, op: str) -> torch.dtype:

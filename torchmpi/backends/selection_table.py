@@ -25,7 +25,7 @@ BY_SIZE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 _SHORT_BYTES = 64 << 10
 DEVICE_TRANSPORTS = ("nccl", "ipc")
-"""Backends that run on the device itself, in order of preference."""
+"""Backends that run on the device itself, in order of preference. They are experimental: no GPU has run them yet."""
 OF_THE_HOST = ("barrier", "scatter")
 """Collectives that use the rules for the CPU on any device: ranks without a tensor do not have its device."""
 HIERARCHICAL = "hierarchical"
@@ -87,10 +87,18 @@ def out_of_reach(transport: str, span: str) -> str | None:
     return None
 
 
-def device_transport(key: Key, can: Callable[[str], bool], *, forced: str = "auto", aware: bool = False) -> str | None:
+def device_transport(
+    key: Key,
+    can: Callable[[str], bool],
+    *,
+    forced: str = "auto",
+    gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
+    aware: bool = False,
+) -> str | None:
     """Return the default backend for CUDA tensors; None if they are staged through the host.
 
-    `can` returns whether a backend is possible; `aware` is whether the MPI library accepts device memory.
+    `can` returns whether a backend is possible; `gpu_backends` is a setting; `aware` is whether `mpi` takes such
+    tensors.
 
     >>> device_transport(Key("allreduce", "cuda", "host", "sync"), {"mpi", "ipc"}.__contains__)
     'ipc'
@@ -99,22 +107,29 @@ def device_transport(key: Key, can: Callable[[str], bool], *, forced: str = "aut
         return None
     if forced != "auto" and can(forced):
         return forced
-    return next(filter(can, DEVICE_TRANSPORTS), "mpi" if aware else None)
+    return next((name for name in DEVICE_TRANSPORTS if name in gpu_backends and can(name)), "mpi" if aware else None)
 
 
 def default_transport(
-    key: Key, can: Callable[[str], bool], *, forced: str = "auto", hierarchical: str = "auto", aware: bool = False
+    key: Key,
+    can: Callable[[str], bool],
+    *,
+    forced: str = "auto",
+    hierarchical: str = "auto",
+    gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
+    aware: bool = False,
 ) -> str:
     """Return the backend that is used if none was measured or requested.
 
-    `can` returns whether a backend is possible; `mpi` always is. `forced` and `hierarchical` are the settings.
+    `can` returns whether a backend is possible; `mpi` always is. `forced`, `hierarchical` and `gpu_backends` are the
+    settings.
 
     >>> default_transport(Key("allreduce", "cpu", "host", "sync"), {"mpi", "shm"}.__contains__)
     'shm'
     """
     if forced != "auto" and can(forced):
         return forced
-    direct = device_transport(key, can, aware=aware)
+    direct = device_transport(key, can, gpu_backends=gpu_backends, aware=aware)
     if direct is not None:
         return direct
     if key.span == "hosts" and hierarchical != "off" and can(HIERARCHICAL):
@@ -131,6 +146,7 @@ def default_rule(
     num_hosts: int,
     forced: str = "auto",
     hierarchical: str = "auto",
+    gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
     aware: bool = False,
 ) -> Rule:
     """Return the default rule: between three hosts and more, long reductions use `p2p` (benchmarks/link_bytes.py).
@@ -138,8 +154,10 @@ def default_rule(
     >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
     ((65536, 'mpi'), (None, 'p2p'))
     """
-    transport = default_transport(key, can, forced=forced, hierarchical=hierarchical, aware=aware)
-    is_staged = device_transport(key, can, forced=forced, aware=aware) is None
+    transport = default_transport(
+        key, can, forced=forced, hierarchical=hierarchical, gpu_backends=gpu_backends, aware=aware
+    )
+    is_staged = device_transport(key, can, forced=forced, gpu_backends=gpu_backends, aware=aware) is None
     is_long_way = key.span == "across" and is_staged and key.collective in REDUCING and num_hosts > 2
     if is_long_way and forced == "auto" and can("p2p"):
         return ((_SHORT_BYTES, transport), (None, "p2p"))

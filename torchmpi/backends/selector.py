@@ -16,6 +16,7 @@ from ..log import logger
 from . import saved_tables, selection_table
 from .base import NAMES, Backend, Operation, bind, by_size
 from .selection_table import (
+    DEVICE_TRANSPORTS,
     Key,
     Rule,
     Table,
@@ -29,14 +30,16 @@ from .selection_table import (
     with_limit,
 )
 
+AVAILABLE = ("available", "available (experimental)")
 _WHERE = {"host": "within a host", "hosts": "between hosts"}
 
 
 class Availability(dict[tuple[str, str, str, str], str]):
     """(backend, collective, device, mode) -> ``available``, ``unavailable: reason`` or ``unimplemented``.
 
-    In a job of several hosts also ``available within a host`` or ``available between hosts``, with the reason against
-    the other. Printed, it is a table with one line per backend, device and status.
+    Backends that no GPU has run yet are ``available (experimental)``. In a job of several hosts also ``available within
+    a host`` or ``available between hosts``, with the reason against the other. Printed, it is a table with one line per
+    backend, device and status.
     """
 
     def __str__(self) -> str:
@@ -142,7 +145,13 @@ class Selector:
         rule = self.table[key]
         if key.device == "cpu" or rule is not self._defaults[key]:
             return rule
-        direct = device_transport(key, can, forced=self._config.backend, aware=self._is_aware)
+        direct = device_transport(
+            key,
+            can,
+            forced=self._config.backend,
+            gpu_backends=self._config.chosen_gpu_backends,
+            aware=self._is_aware(key),
+        )
         return self.table[key._replace(device="cpu")] if direct is None else ((None, direct),)
 
     def bind(
@@ -164,17 +173,24 @@ class Selector:
         if name not in self.backends:
             return "it is not part of this version"
         backend = self.backends[name]
-        reason = backend.why_not(call.collective, call.device_type, group)
+        reason = self._why_off(name) or backend.why_not(call.collective, call.device_type, group)
         lacks = getattr(backend, "lacks", None)
         if reason is not None or lacks is None:
             return reason
         what: str | None = lacks(call.collective, call.dtype, call.op)
         return what
 
-    @property
-    def _is_aware(self) -> bool:
-        """Whether the MPI library accepts device memory."""
-        return self.backends["mpi"].takes("cuda")
+    def _why_off(self, name: str) -> str | None:
+        is_off = self._config.gpu_backends == "none" and name in DEVICE_TRANSPORTS
+        return "it is switched off (TORCHMPI_GPU_BACKENDS=none)" if is_off else None
+
+    def may_choose(self, name: str) -> bool:
+        """Return whether the settings allow a backend that is not requested."""
+        return name not in DEVICE_TRANSPORTS or name in (*self._config.chosen_gpu_backends, self._config.backend)
+
+    def _is_aware(self, key: Key) -> bool:
+        """Return whether `mpi` accepts device memory."""
+        return key.device == "cuda" and self.backends["mpi"].takes("cuda", key.collective)
 
     def _default(self, key: Key, can: Callable[[str], bool], *, hierarchical: str | None = None) -> str:
         return default_transport(
@@ -182,7 +198,8 @@ class Selector:
             can,
             forced=self._config.backend,
             hierarchical=hierarchical or self._config.hierarchical,
-            aware=self._is_aware,
+            gpu_backends=self._config.chosen_gpu_backends,
+            aware=self._is_aware(key),
         )
 
     # --- the table ------------------------------------------------------------------------------------------
@@ -287,7 +304,8 @@ class Selector:
                     num_hosts=len(self._world.hosts),
                     forced=self._config.backend,
                     hierarchical=self._config.hierarchical,
-                    aware=self._is_aware,
+                    gpu_backends=self._config.chosen_gpu_backends,
+                    aware=self._is_aware(key),
                 )
         return table
 
@@ -298,8 +316,10 @@ class Selector:
         if name not in self.backends:
             return "it is not part of this version"
         among = self._world if span_of(self._world) == key.span else None
-        return selection_table.out_of_reach(name, key.span) or self.backends[name].why_not(
-            key.collective, key.device, among
+        return (
+            self._why_off(name)
+            or selection_table.out_of_reach(name, key.span)
+            or self.backends[name].why_not(key.collective, key.device, among)
         )
 
     def _is_possible(self, key: Key, name: str) -> bool:
@@ -310,6 +330,8 @@ class Selector:
         for key, rule in table.items():
             for _, name in rule:
                 reason = self.reason_against(key, name)
+                if reason is None and not self.may_choose(name):
+                    reason = "it is experimental, and not in TORCHMPI_GPU_BACKENDS"
                 if reason is not None:
                     return f"it takes {name} for {', '.join(key)}: {reason}"
         return ""
@@ -362,7 +384,7 @@ class Selector:
         able = [span for span, reason in reasons.items() if reason is None]
         against = reasons[widest]
         if len(able) == len(reasons):
-            return "available"
+            return AVAILABLE[name in DEVICE_TRANSPORTS]
         if not able:
             return f"unavailable: {against}"
         (other,) = reasons.keys() - able

@@ -71,7 +71,7 @@ class SharedMemoryBackend:
         except Exception as error:  # of numba or LLVM: the job runs without shared memory
             self.problem = f"its kernels cannot be compiled here ({type(error).__name__}: {error})"
 
-    def takes(self, device_type: str) -> bool:
+    def takes(self, device_type: str, collective: str) -> bool:
         """Return whether tensors of this device need no staging: those of the host."""
         return device_type == "cpu"
 

@@ -15,7 +15,7 @@ import torch
 
 from .. import collectives
 from ..backends.selection_table import COLLECTIVES, Table
-from ..backends.selector import Availability
+from ..backends.selector import AVAILABLE, Availability
 from ..config import PREFIX, Config
 from ..errors import LaunchError, MissingMPIError, TorchMPIError
 from ..session import affinity, launcher, mpi_library, runtime
@@ -218,7 +218,7 @@ def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
         text = entry["verdict"]
         if len(entry["verbs"]) < everything:
             text += f": {', '.join(entry['verbs'])}"
-        elif text == "available":
+        elif text in AVAILABLE:
             text += ": all collectives, sync and async"
         lines.append((f"{entry['backend']} {entry['device']}", text))
     if unimplemented:

@@ -234,7 +234,7 @@ class _Message:
 
     def _receive(self) -> torch.Tensor:
         self._check_header()
-        direct = self.backend.takes(self.tensor.device.type) and buffers.is_direct(self.tensor)
+        direct = self.backend.takes(self.tensor.device.type, self.collective) and buffers.is_direct(self.tensor)
         work = self.tensor.detach() if direct else torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
         streams.settle(work)
         for part in self._payload(work):
@@ -250,6 +250,7 @@ class _Message:
 
         def exchange() -> torch.Tensor:
             outgoing = self._plain().clone()
+            streams.settle(outgoing)  # MPI reads device memory without regard to streams
             requests = [
                 self.comm.Isend((message, self.MPI.BYTE), dst, tag) for message, tag in self._messages(outgoing)
             ]
@@ -261,7 +262,7 @@ class _Message:
         return exchange
 
     def _plain(self) -> torch.Tensor:
-        work = buffers.plain(self.tensor, to_host=not self.backend.takes(self.tensor.device.type))
+        work = buffers.plain(self.tensor, to_host=not self.backend.takes(self.tensor.device.type, self.collective))
         streams.settle(work)
         return work
 

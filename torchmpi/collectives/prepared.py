@@ -156,7 +156,7 @@ def _chosen_by(runtime: Runtime, collective: str, device_type: str, wanted: str 
         return device_type
     # Ranks that pass None do not know the device of the root's tensor: use the host, unless a backend is given.
     backend = runtime.selector.backends.get(wanted or "")
-    return "cpu" if backend is None or backend.takes("cpu") else "cuda"
+    return "cpu" if backend is None or backend.takes("cpu", collective) else "cuda"
 
 
 def _composition(
@@ -200,7 +200,7 @@ def _runner(
     """Wrap an operation of a backend into a collective on tensors of the user."""
     if collective == "barrier":
         return operation
-    takes = backend.takes(device_type)
+    takes = backend.takes(device_type, collective)
     if not takes and collective in IN_PLACE:
         return device_staging.StagedOperation(collective, operation, group, _pool(runtime))
     if takes and device_type != "cpu":

@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,10 +61,13 @@ class _RankInfo(NamedTuple):
 class Runtime:
     """All resources between ``start()`` and ``stop()``, acquired in the order of the methods called here."""
 
-    def __init__(self, config: Config | None, *, with_cuda: bool | None, cartesian: bool) -> None:
+    def __init__(
+        self, config: Config | None, *, with_cuda: bool | None, cartesian: bool = False, ipc_groups: bool = True
+    ) -> None:
         self.resources = ExitStack()
         self.MPI, _ = mpi_library.initialise()
         self.config, self.cartesian = agreed_config(self.MPI.COMM_WORLD, config), cartesian
+        self.ipc_groups = ipc_groups
         self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
         ranks = self._exchange_information(with_cuda)
         hosts = self._group_by_host(ranks)
@@ -82,7 +84,9 @@ class Runtime:
 
     def _exchange_information(self, with_cuda: bool | None) -> list[_RankInfo]:
         """Gather the information of all ranks, and raise on all of them if it is inconsistent."""
-        settings = _shared_settings(self.config, with_cuda, self.cartesian)
+        settings = _shared_settings(
+            self.config, with_cuda=with_cuda, cartesian=self.cartesian, ipc_groups=self.ipc_groups
+        )
         own = _RankInfo(
             _host_key(self.MPI, self.config),
             affinity.current(),
@@ -162,12 +166,15 @@ class Runtime:
 
     def _why_no_ipc(self) -> str:
         """Return why processes of this job cannot share memory of their GPUs, found by trying; '' if they can."""
-        if not (all(self.devices.uuids) and self.config.staging_bytes and self.config.slot_bytes):
-            return ""  # the backend is unavailable for other reasons
+        config = self.config
+        is_wanted = config.backend == "ipc" or "ipc" in config.chosen_gpu_backends
+        if not (is_wanted and all(self.devices.uuids) and config.staging_bytes and config.slot_bytes):
+            return (
+                ""  # not chosen without being requested (its first call tries then), or unavailable for other reasons
+            )
         world = self.MPI.COMM_WORLD
         host = world.Split(self.context.hosts[world.rank], world.rank)
-        make_device = partial(staging_areas.CudaDevice, self.device.index)
-        problem = staging_areas.trial(host, make_device) if host.size > 1 else ""
+        problem = staging_areas.trial(host, staging_areas.CudaDevice(self.device)) if host.size > 1 else ""
         host.Free()
         found = [f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text]
         return found[0] if found else ""
@@ -234,7 +241,7 @@ class Runtime:
         torch.set_num_threads(self.num_threads)
         return binding
 
-    def make_levels(self, custom: Initialiser | None, collective: Initialiser | None, *, ipc_groups: bool) -> None:
+    def make_levels(self, custom: Initialiser | None, collective: Initialiser | None) -> None:
         """Push the levels of the caller, of hosts, and of GPUs with peer access; level 0 stays current."""
         if custom is not None:
             custom()
@@ -244,8 +251,9 @@ class Runtime:
             self.communicators.push(str(self.context.hosts[self.world.rank]), name=f"host {self.host_name}")
             if self.num_hosts > 1:
                 self.failures.board_group = self.communicators.current.intra
-            if self.device.type == "cuda" and ipc_groups:
-                self.communicators.push(ipc_key(self.device), name=f"ipc {self.host_name}")
+            if self.ipc_groups and any(self.devices.uuids):  # of any rank: pushing is collective
+                key = ipc_key(self.device) if self.device.type == "cuda" else "no GPU"
+                self.communicators.push(key, name=f"ipc {self.host_name}")
         self.communicators.set_current(0)
 
     def summary(self) -> str:
@@ -259,6 +267,7 @@ class Runtime:
         return (
             f"torchmpi {__version__}: {ranks} on {hosts}, {mpi_library.short_version(self.MPI)}{overlap}, "
             f"device {self.device}, {threads} per rank, {self.binding}{tuned}"
+            f"{_about_gpu_backends(self.config, self.devices)}"
         )
 
     def close(self) -> None:
@@ -282,7 +291,7 @@ def start(
 
     Args:
         with_cuda: Use CUDA (True), do not use it (False), or use it if torch and the host have it (None).
-        ipc_groups: With CUDA, push a level of groups of GPUs that can access each other's memory.
+        ipc_groups: If a rank has a GPU, push a level of groups of GPUs that can access each other's memory.
         custom_communicator_init: Called first; may push levels between the world and the default levels.
         cartesian: Let collectives over a span use two steps if the groups have equal sizes, instead of three.
         collective_communicator: Called instead of pushing the default levels (hosts and groups of GPUs).
@@ -310,8 +319,8 @@ def start(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
             "(a start() or `with mpi.started()` that raised leaves it started, since stopping is collective)."
         )
-    running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian)
-    running.make_levels(custom_communicator_init, collective_communicator, ipc_groups=ipc_groups)
+    running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
+    running.make_levels(custom_communicator_init, collective_communicator)
     if running.world.rank == 0 and running.config.verbose:
         logger.info(running.summary())
 
@@ -407,14 +416,24 @@ def _host_key(MPI: Any, config: Config) -> str:
     return f"{socket.gethostname()} {boot} {first}"
 
 
-def _shared_settings(config: Config, with_cuda: bool | None, cartesian: bool) -> dict[str, object]:
-    """Return the settings that must be the same on all ranks."""
-    names = ("check", "message_bytes", "pipeline_bytes", "bucket_bytes", "slot_bytes", "backend", "hierarchical")
-    return {name: getattr(config, name) for name in names} | {
-        "with_cuda": with_cuda,
-        "cartesian": cartesian,
-        "version": __version__,
-    }
+def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:
+    """Return the settings and arguments of `start()` that must be the same on all ranks."""
+    names = (
+        "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "slot_bytes", "staging_bytes", "gpu_backends",
+        "backend", "hierarchical",
+    )  # fmt: skip
+    return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
+
+
+def _about_gpu_backends(config: Config, devices: Devices) -> str:
+    """Return the part of the summary on experimental backends; '' if no rank has a GPU."""
+    if not any(devices.uuids):
+        return ""
+    names = config.chosen_gpu_backends
+    if not names:
+        return ", CUDA tensors go through the host"
+    plural = "s" * (len(names) > 1)
+    return f", experimental GPU backend{plural} {' and '.join(names)} (TORCHMPI_GPU_BACKENDS=none: off)"
 
 
 def _check_settings(settings: list[dict[str, object]]) -> None:

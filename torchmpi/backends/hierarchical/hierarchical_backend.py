@@ -30,7 +30,7 @@ class HierarchicalBackend:
     def __init__(self, config: Config, bind_step: BindStep) -> None:
         self._chunk_bytes, self._bind_step = config.pipeline_bytes, bind_step
 
-    def takes(self, device_type: str) -> bool:
+    def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; CUDA tensors are staged."""
         return device_type == "cpu"
 

@@ -10,11 +10,10 @@ exist before the wait, and must not be repeated before all ranks have called the
 
 1. `Room`: wait for the *emptied* events of the last chunk in this half. `Fill`; record *filled*.
 2. `Await` *filled* of the ranks that contribute; reduce or take their data; record *emptied*.
-   Or, in *two shots*: reduce this rank's part of the chunk into its own area; record *reduced*; `Await` *reduced* of
-   all ranks; take their parts; record *emptied*.
+   Or, in *two shots*: reduce this rank's part of the chunk, and copy the result into its own area; record *reduced*;
+   `Await` *reduced* of all ranks; take their parts; record *emptied*.
 
-All lengths and offsets are bytes. Areas are cut at multiples of `ALIGNMENT`, so that no element is cut and every
-address that a kernel reads is aligned.
+All lengths and offsets are elements. Areas are cut at multiples of `ALIGNMENT`, so that kernels read aligned memory.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from typing import NamedTuple
 from ...tensors import partition
 
 ALIGNMENT = 512
+_LARGEST_ITEM_BYTES = 16
 
 FILLED, REDUCED, EMPTIED = range(3)
 """Events, and the stages of a chunk."""
 NUM_EVENTS = 3
-ARRIVED, SENT_LENGTH = range(2)
-"""Stages before the first chunk: this rank has entered the call; it has written its length."""
-_FIRST_STAGE = 2
+_FIRST_STAGE = 1  # 0: this rank has entered the call
 STAGE_BITS = 24
-MAX_CHUNKS = ((1 << STAGE_BITS) - _FIRST_STAGE) // NUM_EVENTS
 
 
 class Room(NamedTuple):
@@ -45,7 +42,7 @@ class Fill(NamedTuple):
 
     source: int
     area: int
-    num_bytes: int
+    numel: int
 
 
 class Record(NamedTuple):
@@ -68,11 +65,11 @@ class Await(NamedTuple):
 
 
 class ReduceAreas(NamedTuple):
-    """Combine a range of all ranks' halves into the output or, with `out` None, into this rank's half."""
+    """Combine a range of all ranks' halves into the output."""
 
     area: int
-    num_bytes: int
-    out: int | None
+    out: int
+    numel: int
 
 
 class Take(NamedTuple):
@@ -81,7 +78,7 @@ class Take(NamedTuple):
     rank: int
     area: int
     out: int
-    num_bytes: int
+    numel: int
 
 
 Step = Room | Fill | Record | Publish | Await | ReduceAreas | Take
@@ -92,42 +89,29 @@ def stage(index: int, event: int) -> int:
     """Return the stage number of an event of a chunk.
 
     >>> stage(0, FILLED), stage(1, EMPTIED)
-    (2, 7)
+    (1, 6)
     """
     return _FIRST_STAGE + NUM_EVENTS * index + event
 
 
 def half_bytes(wanted: int, size: int) -> int:
-    """Return the bytes of a half: whole megabytes, so that an area is an allocation of its own, with room per rank.
+    """Return the bytes of a half: whole megabytes, with room for a part of each rank.
 
     >>> half_bytes(1, 2), half_bytes(3 << 20, 4096)
-    (1048576, 3145728)
+    (1048576, 33554432)
     """
-    return -(-max(wanted, size * ALIGNMENT) // (1 << 20)) << 20
+    return -(-max(wanted, size * ALIGNMENT * _LARGEST_ITEM_BYTES) // (1 << 20)) << 20
 
 
-def cut(num_bytes: int, max_bytes: int) -> list[tuple[int, int]]:
-    """Return offset and length of chunks of about equal length: a short chunk costs as much as a long one.
-
-    >>> cut(1000, 512), cut(1025, 1024)
-    ([(0, 512), (512, 488)], [(0, 1024), (1024, 1)])
-    >>> cut(5000, 4096)
-    [(0, 2560), (2560, 2440)]
-    """
-    num_chunks = max(1, -(-num_bytes // max_bytes))
-    length = -(-num_bytes // (num_chunks * ALIGNMENT)) * ALIGNMENT
-    return partition.chunks(num_bytes, max(length, ALIGNMENT))
-
-
-def parts(num_bytes: int, size: int) -> list[tuple[int, int]]:
+def parts(numel: int, size: int) -> list[tuple[int, int]]:
     """Return offset and length of the part of a chunk that each rank reduces.
 
     >>> parts(1600, 3)
     [(0, 1024), (1024, 512), (1536, 64)]
     """
-    units = partition.even_partition(-(-num_bytes // ALIGNMENT), size)
-    begins = [min(first * ALIGNMENT, num_bytes) for first, _ in units]
-    return [(begin, min(count * ALIGNMENT, num_bytes - begin)) for begin, (_, count) in zip(begins, units, strict=True)]
+    units = partition.even_partition(-(-numel // ALIGNMENT), size)
+    begins = [min(first * ALIGNMENT, numel) for first, _ in units]
+    return [(begin, min(count * ALIGNMENT, numel - begin)) for begin, (_, count) in zip(begins, units, strict=True)]
 
 
 def others(rank: int, size: int) -> tuple[int, ...]:
@@ -139,44 +123,47 @@ def others(rank: int, size: int) -> tuple[int, ...]:
     return tuple((rank + shift) % size for shift in range(1, size))
 
 
-def allreduce(rank: int, size: int, num_bytes: int, half: int, *, shots: int) -> Chunks:
-    """Plan an allreduce: in one shot each rank computes the whole result, in two shots its part.
+def allreduce(rank: int, size: int, numel: int, half: int, *, shots: int) -> Chunks:
+    """Plan an allreduce in place: in one shot each rank computes the whole result, in two shots its part.
 
     >>> for step in next(allreduce(0, 2, 64, 4096, shots=1)): print(step)
     Room()
-    Fill(source=0, area=0, num_bytes=64)
+    Fill(source=0, area=0, numel=64)
     Record(event=0)
     Await(event=0, ranks=(1,))
-    ReduceAreas(area=0, num_bytes=64, out=0)
+    ReduceAreas(area=0, out=0, numel=64)
     Record(event=2)
     """
-    for begin, length in cut(num_bytes, half):
+    for begin, length in partition.chunks(numel, half):
+        steps = _fill(rank, size, begin, length)
         if shots == 1:
-            yield [*_fill(rank, size, begin, length), ReduceAreas(0, length, begin), Record(EMPTIED)]
+            yield [*steps, ReduceAreas(0, begin, length), Record(EMPTIED)]
+            continue
+        ranges = parts(length, size)  # until *reduced*, only its owner reads a part of the areas
+        offset, part = ranges[rank]
+        if part:
+            steps += [ReduceAreas(offset, begin + offset, part), Fill(begin + offset, offset, part)]
+        steps += [Record(REDUCED), Await(REDUCED, others(rank, size))]
+        steps += [Take(owner, ranges[owner][0], begin + ranges[owner][0], ranges[owner][1])
+                  for owner in others(rank, size) if ranges[owner][1]]  # fmt: skip
+        yield [*steps, Record(EMPTIED)]
+
+
+def reduce(rank: int, size: int, numel: int, half: int, *, root: int) -> Chunks:
+    """Plan a reduce in place on the root, which computes the whole result."""
+    for begin, length in partition.chunks(numel, half):
+        steps = _fill(rank, size, begin, length)
+        if rank == root:
+            yield [*steps, ReduceAreas(0, begin, length), Record(EMPTIED)]
         else:
-            steps, ranges = _reduce_part(rank, size, begin, length)
-            yield [*steps, *_take_parts(rank, size, begin, ranges), Record(EMPTIED)]
+            yield [*steps[:-1], Publish(EMPTIED)]
 
 
-def reduce(rank: int, size: int, num_bytes: int, half: int, *, root: int, shots: int) -> Chunks:
-    """Plan a reduce."""
-    for begin, length in cut(num_bytes, half):
-        if shots == 1:
-            steps = _fill(rank, size, begin, length)
-            if rank == root:
-                yield [*steps, ReduceAreas(0, length, begin), Record(EMPTIED)]
-            else:
-                yield [*steps[:-1], Publish(EMPTIED)]
-        else:
-            steps, ranges = _reduce_part(rank, size, begin, length)
-            yield [*steps, *(_take_parts(rank, size, begin, ranges) if rank == root else ()), Record(EMPTIED)]
-
-
-def broadcast(rank: int, size: int, num_bytes: int, half: int, *, root: int) -> Chunks:
+def broadcast(rank: int, size: int, numel: int, half: int, *, root: int) -> Chunks:
     """Plan a broadcast."""
     if size == 1:  # without a reader, no event would order one filling after the other
         return
-    for begin, length in cut(num_bytes, half):
+    for begin, length in partition.chunks(numel, half):
         if rank == root:
             yield [Room(), Fill(begin, 0, length), Record(FILLED), Publish(EMPTIED)]
         else:
@@ -191,14 +178,11 @@ def allgather(rank: int, size: int, lengths: Sequence[int], half: int) -> Chunks
         if size > 1 and lengths[rank] > begin:
             steps += [Room(), Fill(begin, 0, min(half, lengths[rank] - begin)), Record(FILLED)]
         senders = tuple(other for other in others(rank, size) if lengths[other] > begin)
-        if not senders:
-            yield [*steps, Publish(EMPTIED)]
-            continue
         steps.append(Await(FILLED, senders))
         for other in senders:
             first = ends[other] - lengths[other] + begin
             steps.append(Take(other, 0, first, min(half, lengths[other] - begin)))
-        yield [*steps, Record(EMPTIED)]
+        yield [*steps, Record(EMPTIED) if senders else Publish(EMPTIED)]
 
 
 def reduce_scatter(rank: int, size: int, ranges: Sequence[tuple[int, int]], half: int) -> Chunks:
@@ -213,30 +197,9 @@ def reduce_scatter(rank: int, size: int, ranges: Sequence[tuple[int, int]], half
         ]
         steps: list[Step] = [Room(), *fills, Record(FILLED), Await(FILLED, others(rank, size))]
         if sections[rank]:
-            steps.append(ReduceAreas(rank * slot, sections[rank], begin))
+            steps.append(ReduceAreas(rank * slot, begin, sections[rank]))
         yield [*steps, Record(EMPTIED)]
 
 
 def _fill(rank: int, size: int, begin: int, length: int) -> list[Step]:
     return [Room(), Fill(begin, 0, length), Record(FILLED), Await(FILLED, others(rank, size))]
-
-
-def _reduce_part(rank: int, size: int, begin: int, length: int) -> tuple[list[Step], list[tuple[int, int]]]:
-    """Plan the first of two shots; until *reduced*, only its owner reads or writes a part of the area."""
-    ranges = parts(length, size)
-    offset, part = ranges[rank]
-    steps = _fill(rank, size, begin, length)
-    if part:
-        steps.append(ReduceAreas(offset, part, None))
-    return [*steps, Record(REDUCED)], ranges
-
-
-def _take_parts(rank: int, size: int, begin: int, ranges: list[tuple[int, int]]) -> list[Step]:
-    readable = others(rank, size)
-    takes = [
-        Take(owner, offset, begin + offset, length)
-        for owner in (*readable, rank)
-        for offset, length in ranges[owner : owner + 1]
-        if length
-    ]
-    return [Await(REDUCED, readable), *takes]

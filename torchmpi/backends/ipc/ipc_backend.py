@@ -2,34 +2,32 @@
 
 :mod:`torchmpi.backends.ipc.chunk_plan` plans the steps; this module enqueues them on torch's current stream and does
 not wait for the device. The processes synchronize in shared memory (:mod:`torchmpi.backends.ipc.stage_sync`), since an
-event of another process can be awaited only after it has been recorded.
+event of another process can be awaited only after it has been recorded. Reductions are operations of torch in rank
+order (:func:`torchmpi.backends.rank_order.combine`).
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
 
 from ...communicators.group import Group
 from ...config import Config
-from ...errors import BackendUnavailableError, CudaError, DeviceError
+from ...errors import BackendUnavailableError, DeviceError
 from ...tensors import partition
 from ..base import Operation
 from ..gpus import Devices
-from ..mpi_messages import destination_for, rows_of
+from ..mpi_messages import destination_for, row_counts, rows_of
+from ..rank_order import combine
 from . import chunk_plan
-from .chunk_plan import ARRIVED, EMPTIED, SENT_LENGTH, Await, Fill, Publish, Record, ReduceAreas, Room, Step, Take
-from .cuda_reduction import Reducer
+from .chunk_plan import EMPTIED, Await, Fill, Publish, Record, ReduceAreas, Room, Step, Take
 from .stage_sync import StageSync
-from .staging_areas import CudaDevice, Staging, StagingDevice
+from .staging_areas import CudaDevice, Staging
 
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
-_REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 _ONE_SHOT_BYTES = 256 << 10  # not measured yet
 
 
@@ -43,11 +41,11 @@ class IpcBackend:
     def __init__(self, config: Config, devices: Devices, problem: str = "") -> None:
         """Create the backend; `problem`: why the processes of this job cannot share GPU memory; '' if they can."""
         self.config, self.devices, self.problem = config, devices, problem
-        self.make_device: Callable[[Any], StagingDevice] = CudaDevice
+        self.make_device: Callable[[torch.device], CudaDevice] = CudaDevice
         self.refused: dict[int, str] = {}
         """Reasons by the keys of groups whose staging areas could not be made; the same on all ranks of a group."""
 
-    def takes(self, device_type: str) -> bool:
+    def takes(self, device_type: str, collective: str) -> bool:
         """Accept GPU memory."""
         return device_type == "cuda"
 
@@ -61,11 +59,7 @@ class IpcBackend:
             return "this torch or this host has no CUDA"
         if not self.config.staging_bytes:
             return "it is switched off (staging_bytes=0)"
-        if self.problem:
-            return self.problem
-        if collective in _REDUCTIONS and importlib.util.find_spec("numba_cuda") is None:
-            return "its kernels need numba-cuda, which is not installed (pip install torchmpi[cuda])"
-        return None if group is None else self._why_not_among(group)
+        return self.problem or (None if group is None else self._why_not_among(group))
 
     def _why_not_among(self, group: Group) -> str | None:
         devices, ranks = self.devices, group.world_ranks
@@ -89,7 +83,7 @@ class IpcBackend:
             if staged is None:
                 staged = StagedGroup(self, group)
                 group.attachments.append(staged)
-        operation: Operation = getattr(IpcCollectives(staged, dtype, op), collective)
+        operation: Operation = getattr(IpcCollectives(staged, op), collective)
 
         def run(source: Any, destination: Any, root: int) -> Any:
             try:
@@ -112,214 +106,149 @@ class StagedGroup:
         self.half_bytes = chunk_plan.half_bytes(backend.config.staging_bytes, group.size)
         self.sync = StageSync(group)
         self.staging: Staging | None = None
-        self._reducers: dict[tuple[torch.dtype, str], Reducer] = {}
+        self._device: torch.device | None = None
         self._last_use = [0, 0]
         """The stage that a rank publishes when it has read the last chunk of a half."""
-        uuids = {backend.devices.uuids[rank] for rank in group.world_ranks}
-        self.is_one_device = len(uuids) == 1
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Enter a call. Collective if the call is the first."""
-        device = self._prepared(tensor.device).device
-        if tensor.device.index != device.index:
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise DeviceError(
+                "a collective by ipc cannot be captured in a CUDA graph: its processes synchronize. Call it outside "
+                "of the capture, or pass backend='nccl'."
+            )
+        if self.staging is None:
+            self.staging, self._device = self._make_staging(tensor.device), tensor.device
+        elif tensor.device != self._device:
             raise DeviceError(
                 f"{self.group.where}: the tensor is on {tensor.device}, but communicator {self.group.name} has its "
-                f"staging on device {device.index}. Keep the tensors of a communicator on one GPU."
+                f"staging on {self._device}. Keep the tensors of a communicator on one GPU."
             )
-        self.sync.begin(ARRIVED)
+        self.sync.begin()
+
+    def _make_staging(self, device: torch.device) -> Staging:
+        group, backend = self.group, self.backend
+        try:
+            return Staging(group.comm, backend.make_device(device), self.half_bytes)
+        except BackendUnavailableError as error:
+            backend.refused[group.key] = str(error)
+            group.plans.clear()  # the next call selects another backend, on all ranks
+            raise
 
     def abort(self) -> None:
         """Abort the call on all ranks; later calls on any stream come after the work that was enqueued."""
         self.sync.abort()
         if self.staging is not None:
-            with suppress(CudaError):  # the device may have failed
-                self._record_emptied(self.staging)
-
-    def _record_emptied(self, staging: Staging) -> None:
-        staging.device.enter()
-        try:
-            stream = staging.device.stream()
-            for half in (0, 1):
-                staging.device.record(staging.event(self.rank, EMPTIED, half), stream)
-        finally:
-            staging.device.leave()
+            with suppress(RuntimeError):  # the device may have failed
+                for half in (0, 1):
+                    self.staging.event(self.rank, EMPTIED, half).record()
 
     def expire(self, seq: int) -> None:
         """End the waiting of this call for other processes."""
         self.sync.expired_seq = seq
 
-    def reducer(self, dtype: torch.dtype, op: str) -> Reducer:
-        """Return the kernel that combines the areas of all ranks."""
-        found = self._reducers.get((dtype, op))
-        if found is None:
-            assert self.staging is not None
-            device = self.staging.device
-            device.enter()
-            try:
-                found = self._reducers[dtype, op] = device.reducer(dtype, op, self.size)
-            finally:
-                device.leave()
-        return found
-
-    def copy(self, source: int, target: int, num_bytes: int) -> None:
-        """Enqueue the copy of this rank's own data to its result."""
+    def run(self, chunks: Iterable[list[Step]], source: torch.Tensor, out: torch.Tensor, op: str = "") -> None:
+        """Enqueue a plan that reads from one flat tensor and writes to another."""
         assert self.staging is not None
-        device = self.staging.device
-        device.enter()
-        try:
-            device.copy(target, source, num_bytes, device.stream())
-        finally:
-            device.leave()
-
-    def lengths(self, own: int) -> list[int]:
-        """Gather one number of each rank."""
-        sync = self.sync
-        # Ranks that have entered this call have read the numbers of the one before.
-        sync.wait_for(self.others, sync.number(ARRIVED))
-        sync.set_length(own)
-        sync.publish(SENT_LENGTH)
-        sync.wait_for(self.others, sync.number(SENT_LENGTH))
-        return sync.lengths()
-
-    def run(self, chunks: Iterable[list[Step]], source: int, out: int, reduce: Reducer | None = None) -> None:
-        """Enqueue a plan that reads from one address and writes to another."""
-        staging = self.staging
-        assert staging is not None
-        staging.device.enter()
-        try:
-            stream = staging.device.stream()
+        with torch.inference_mode(out.is_inference()):
             for index, steps in enumerate(chunks):
                 half = (self.sync.seq + index) & 1
-                chunk_run = _ChunkRun(self, staging, index, half, stream)
+                areas = self.staging.areas(source.dtype, half)
                 for step in steps:
-                    chunk_run.do(step, source, out, reduce)
+                    if isinstance(step, Fill):
+                        areas[self.rank][step.area : step.area + step.numel] = _range(source, step.source, step.numel)
+                    elif isinstance(step, Take):
+                        _range(out, step.out, step.numel).copy_(_range(areas[step.rank], step.area, step.numel))
+                    elif isinstance(step, ReduceAreas):
+                        parts = [_range(area, step.area, step.numel) for area in areas]
+                        combine(parts, op, _range(out, step.out, step.numel))
+                    else:
+                        self._synchronize(step, self.staging, index, half)
                 self._last_use[half] = self.sync.number(chunk_plan.stage(index, EMPTIED))
-        finally:
-            staging.device.leave()
 
-    def wait_for_room(self, half: int) -> None:
-        """Return when the other ranks have enqueued everything that reads the last chunk of a half."""
-        self.sync.wait_for(self.others, self._last_use[half])
+    def _synchronize(self, step: Step, staging: Staging, index: int, half: int) -> None:
+        sync = self.sync
+        if isinstance(step, Room):
+            # When the other ranks have enqueued everything that reads the last chunk of the half. This rank's own event
+            # too: the chunk before may have used another stream.
+            sync.wait_for(self.others, self._last_use[half])
+            for rank in range(self.size):
+                staging.event(rank, EMPTIED, half).wait()
+        elif isinstance(step, Await):
+            sync.wait_for(step.ranks, sync.number(chunk_plan.stage(index, step.event)))
+            for rank in step.ranks:
+                staging.event(rank, step.event, half).wait()
+        else:
+            assert isinstance(step, Record | Publish)
+            if isinstance(step, Record):
+                staging.event(self.rank, step.event, half).record()
+            sync.publish(chunk_plan.stage(index, step.event))
 
     def close(self) -> None:
         """Free the staging areas. Collective."""
         if self.staging is not None:
             self.staging.close()
             self.staging = None
-            self._reducers.clear()
-
-    def _prepared(self, device: torch.device) -> Staging:
-        if self.staging is None:
-            group, backend = self.group, self.backend
-            try:
-                self.staging = Staging(group.comm, partial(backend.make_device, device.index), self.half_bytes)
-            except BackendUnavailableError as error:
-                backend.refused[group.key] = str(error)
-                group.plans.clear()  # the next call selects another backend, on all ranks
-                raise
-        return self.staging
-
-
-class _ChunkRun:
-    """Runs the steps of one chunk on one half of the areas."""
-
-    __slots__ = ("_device", "_group", "_half", "_index", "_staging", "_stream")
-
-    def __init__(self, group: StagedGroup, staging: Staging, index: int, half: int, stream: int) -> None:
-        self._group, self._staging, self._device = group, staging, staging.device
-        self._index, self._half, self._stream = index, half, stream
-
-    def do(self, step: Step, source: int, out: int, reduce: Reducer | None) -> None:
-        """Enqueue a step."""
-        staging, device, stream, half = self._staging, self._device, self._stream, self._half
-        rank = self._group.rank
-        if isinstance(step, Record):
-            device.record(staging.event(rank, step.event, half), stream)
-            self._publish(step.event)
-        elif isinstance(step, Publish):
-            self._publish(step.event)
-        elif isinstance(step, Await):
-            sync = self._group.sync
-            sync.wait_for(step.ranks, sync.number(chunk_plan.stage(self._index, step.event)))
-            for other in step.ranks:
-                device.wait(staging.event(other, step.event, half), stream)
-        elif isinstance(step, Fill):
-            device.copy(staging.area(rank, half) + step.area, source + step.source, step.num_bytes, stream)
-        elif isinstance(step, Take):
-            device.copy(out + step.out, staging.area(step.rank, half) + step.area, step.num_bytes, stream)
-        elif isinstance(step, ReduceAreas):
-            assert reduce is not None
-            areas = [staging.area(other, half) + step.area for other in range(self._group.size)]
-            reduce(areas, areas[rank] if step.out is None else out + step.out, step.num_bytes, stream)
-        else:
-            assert isinstance(step, Room)
-            self._make_room()
-
-    def _publish(self, event: int) -> None:
-        self._group.sync.publish(chunk_plan.stage(self._index, event))
-
-    def _make_room(self) -> None:
-        self._group.wait_for_room(self._half)
-        # This rank's own event too: the chunk before may have used another stream.
-        for rank in range(self._group.size):
-            self._device.wait(self._staging.event(rank, EMPTIED, self._half), self._stream)
 
 
 class IpcCollectives:
-    """The collectives of one dtype and operation on a group."""
+    """The collectives of one operation on a group. Reductions work on elements, the others on bytes."""
 
-    def __init__(self, staged: StagedGroup, dtype: torch.dtype | None, op: str | None) -> None:
-        self.staged, self.dtype, self.op = staged, dtype, op
-        self.rank, self.size, self.half = staged.rank, staged.size, staged.half_bytes
+    def __init__(self, staged: StagedGroup, op: str | None) -> None:
+        self.staged, self.op = staged, op or ""
+        self.rank, self.size, self.half_bytes = staged.rank, staged.size, staged.half_bytes
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         shots = 1 if self.size <= 2 or buffer.nbytes <= _ONE_SHOT_BYTES else 2
-        plan = chunk_plan.allreduce(self.rank, self.size, buffer.nbytes, self.half, shots=shots)
-        return self._in_place(plan, buffer, self._kernel())
+        plan = chunk_plan.allreduce(self.rank, self.size, buffer.numel(), self._half(buffer), shots=shots)
+        self.staged.run(plan, _flat(buffer), _flat(buffer), self.op)
+        return buffer
 
     def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on the root; the buffers of other ranks are unchanged."""
-        # On one GPU all ranks read at the same speed, and one shot reads and writes the least.
-        shots = 1 if self.size <= 2 or self.staged.is_one_device or buffer.nbytes <= _ONE_SHOT_BYTES else 2
-        plan = chunk_plan.reduce(self.rank, self.size, buffer.nbytes, self.half, root=root, shots=shots)
-        return self._in_place(plan, buffer, self._kernel())
+        plan = chunk_plan.reduce(self.rank, self.size, buffer.numel(), self._half(buffer), root=root)
+        self.staged.run(plan, _flat(buffer), _flat(buffer), self.op)
+        return buffer
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Copy the root's values to all ranks, in place."""
-        return self._in_place(chunk_plan.broadcast(self.rank, self.size, buffer.nbytes, self.half, root=root), buffer)
+        plan = chunk_plan.broadcast(self.rank, self.size, buffer.nbytes, self.half_bytes, root=root)
+        self.staged.run(plan, _bytes(buffer), _bytes(buffer))
+        return buffer
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks on all ranks."""
-        num_rows, row_numel = rows_of(source)
-        row_bytes = row_numel * source.element_size()
-        rows = self.staged.lengths(num_rows)
+        rows, row_bytes = row_counts(self.staged.group, source), rows_of(source)[1] * source.element_size()
         destination = destination_for(source, sum(rows), destination)
+        out, own = _bytes(destination), _bytes(source)
         lengths = [count * row_bytes for count in rows]
-        if source.nbytes:
-            begin = sum(lengths[: self.rank])
-            self.staged.copy(source.data_ptr(), destination.data_ptr() + begin, source.nbytes)
-        plan = chunk_plan.allgather(self.rank, self.size, lengths, self.half)
-        self.staged.run(plan, source.data_ptr(), destination.data_ptr())
+        with torch.inference_mode(out.is_inference()):
+            _range(out, sum(lengths[: self.rank]), own.numel()).copy_(own)
+        self.staged.run(chunk_plan.allgather(self.rank, self.size, lengths, self.half_bytes), own, out)
         return destination
 
     def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
         num_rows, row_numel = rows_of(source)
-        row_bytes = row_numel * source.element_size()
         rows = partition.rows(num_rows, self.size)
         destination = destination_for(source, rows[self.rank][1], destination)
-        ranges = [(first * row_bytes, count * row_bytes) for first, count in rows]
-        plan = chunk_plan.reduce_scatter(self.rank, self.size, ranges, self.half)
-        self.staged.run(plan, source.data_ptr(), destination.data_ptr(), self._kernel())
+        ranges = [(first * row_numel, count * row_numel) for first, count in rows]
+        plan = chunk_plan.reduce_scatter(self.rank, self.size, ranges, self._half(source))
+        self.staged.run(plan, _flat(source), _flat(destination), self.op)
         return destination
 
-    def _in_place(
-        self, plan: Iterable[list[Step]], buffer: torch.Tensor, reduce: Reducer | None = None
-    ) -> torch.Tensor:
-        self.staged.run(plan, buffer.data_ptr(), buffer.data_ptr(), reduce)
-        return buffer
+    def _half(self, tensor: torch.Tensor) -> int:
+        return self.half_bytes // tensor.element_size()
 
-    def _kernel(self) -> Reducer:
-        assert self.dtype is not None and self.op is not None
-        return self.staged.reducer(self.dtype, self.op)
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return _flat(tensor).view(torch.uint8)
+
+
+def _range(tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor:
+    return tensor[begin : begin + numel]

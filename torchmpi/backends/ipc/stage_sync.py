@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ...communicators.group import Group
-from ...shared_memory.memory_layout import BLOCK_FIELDS, BROUGHT, ENQUEUED, REFUSED
+from ...shared_memory.memory_layout import BLOCK_FIELDS, ENQUEUED, REFUSED
 from .chunk_plan import STAGE_BITS
 
 # Polling takes a fraction of a microsecond, yielding to other threads about one. The device needs longer for a chunk.
@@ -33,11 +33,11 @@ class StageSync:
         self.expired_seq = 0
         """Sequence number of the call whose waiting the watchdog has ended."""
 
-    def begin(self, stage: int) -> None:
+    def begin(self) -> None:
         """Enter the current call of the call log; the work of earlier calls is enqueued."""
         assert self._call_log.current is not None
         self.seq = self._call_log.current[0]
-        self.publish(stage)
+        self.publish(0)
 
     def publish(self, stage: int) -> None:
         """Publish that this rank has reached a stage of the current call."""
@@ -46,14 +46,6 @@ class StageSync:
     def number(self, stage: int) -> int:
         """Return the number that is published for a stage of the current call."""
         return self.seq << STAGE_BITS | stage
-
-    def set_length(self, length: int) -> None:
-        """Write the length that this rank contributes; publish a stage afterwards."""
-        self._fields[self._rank * BLOCK_FIELDS + BROUGHT] = length
-
-    def lengths(self) -> list[int]:
-        """Return the lengths of all ranks."""
-        return [self._fields[rank * BLOCK_FIELDS + BROUGHT] for rank in range(self.size)]
 
     def wait_for(self, ranks: Sequence[int], number: int) -> None:
         """Return when these ranks have published `number` or a later one; raise if one of them has aborted."""

@@ -1,138 +1,138 @@
-"""Staging areas on GPUs and their events, which all ranks of a group open.
+"""Staging areas on GPUs and their events, which all ranks of a group open: CUDA IPC by PyTorch's own parts.
 
-An area is an allocation of the driver. Torch's allocator returns parts of large blocks: an IPC handle would open the
-whole block with other tensors in it, and with `expandable_segments` there is no such handle. A group makes its areas in
-its first call and frees them with the group.
+A group makes its areas in its first call and frees them with the group. An area is a tensor of torch's allocator, which
+opens and counts the handles of the memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from ...errors import BackendUnavailableError, DeviceError, TorchMPIError
-from . import cuda_reduction
-from .chunk_plan import NUM_EVENTS
-from .cuda_driver import Device
+from ...errors import BackendUnavailableError
+from .chunk_plan import FILLED, NUM_EVENTS
 
 _NUM_HALVES = 2
+_DEVICE_FIELD = 6
+"""Of the arguments of `rebuild_cuda_tensor`: the index of the device, which may have another number in this process."""
+_TRIAL_BYTES = 4096
 
 
-class StagingDevice(Protocol):
-    """A device for staging areas; :class:`torchmpi.backends.ipc.cuda_driver.Device` implements it."""
+class CudaDevice:
+    """The memory and events of a GPU; their handles can be pickled."""
 
-    # ruff: noqa: D102
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    index: int
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Allocate memory; torch shares the block of its allocator in which the memory lies."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def enter(self) -> None: ...
-    def leave(self) -> None: ...
-    def finish(self) -> None: ...
-    def release(self) -> None: ...
-    def allocate(self, num_bytes: int) -> int: ...
-    def free(self, address: int) -> None: ...
-    def share(self, address: int) -> bytes: ...
-    def open(self, handle: bytes) -> int: ...
-    def close(self, address: int) -> None: ...
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
-    def make_event(self) -> int: ...
-    def share_event(self, event: int) -> bytes: ...
-    def open_event(self, handle: bytes) -> int: ...
-    def destroy_event(self, event: int) -> None: ...
-    def record(self, event: int, stream: int) -> None: ...
-    def wait(self, event: int, stream: int) -> None: ...
-    def stream(self) -> int: ...
-    def reducer(self, dtype: torch.dtype, op: str, num_sources: int) -> cuda_reduction.Reducer: ...
+    def share(self, area: torch.Tensor) -> Any:
+        """Return a handle for one other process: torch counts the processes that have opened one."""
+        return reduce_tensor(area)[1]  # type: ignore[no-untyped-call]
 
+    def open(self, handle: Any) -> torch.Tensor:
+        """Open memory of another process for the use of this rank's GPU, wherever the memory lies."""
+        arguments = list(handle)
+        arguments[_DEVICE_FIELD] = self.device.index
+        area: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+        return area
 
-class CudaDevice(Device):
-    """A GPU with torch's streams and the reduction kernels of this package."""
+    def make_event(self) -> torch.cuda.Event:
+        """Make an event for all processes of the host."""
+        return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
 
-    def stream(self) -> int:
-        """Return torch's current stream of this thread on this device."""
-        if torch.cuda.is_current_stream_capturing():
-            raise DeviceError(
-                "a collective by ipc cannot be captured in a CUDA graph: its processes synchronize. Call it outside "
-                "of the capture, or pass backend='nccl'."
-            )
-        return int(torch.cuda.current_stream(self.index).cuda_stream)
+    def share_event(self, event: torch.cuda.Event) -> Any:
+        """Return the handle of an event."""
+        return event.ipc_handle()  # type: ignore[no-untyped-call]
 
-    def reducer(self, dtype: torch.dtype, op: str, num_sources: int) -> cuda_reduction.Reducer:
-        """Return the kernel that combines `num_sources` areas."""
-        return cuda_reduction.reducer(self, dtype, op, num_sources)
+    def open_event(self, handle: Any) -> torch.cuda.Event:
+        """Open an event of another process."""
+        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
+        return event
+
+    def finish(self) -> None:
+        """Return when the GPU has finished everything that is enqueued."""
+        torch.cuda.synchronize(self.device)
+
+    def collect(self) -> None:
+        """Give memory back that other processes have closed."""
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 class _Ticket(NamedTuple):
-    """The handles with which other ranks open the area and events of a rank."""
+    """The handles with which the other ranks open the area, one for each rank, and the events of a rank."""
 
-    area: bytes
-    events: tuple[bytes, ...]
+    areas: tuple[Any, ...]
+    events: tuple[Any, ...]
 
 
 class Staging:
     """The areas and events of all ranks of a group, as one of them sees them."""
 
-    def __init__(self, comm: Any, make_device: Callable[[], StagingDevice], half_bytes: int) -> None:
-        """Make and open the areas of all ranks. Collective; if one rank fails, all ranks raise and free everything."""
-        self.comm, self.half_bytes = comm, half_bytes
-        self._areas: dict[int, int] = {}
-        self._events: dict[int, list[int]] = {}
-        device, problem = _tried(make_device)
-        try:
-            self._agree(None, problem)
-            self.device: StagingDevice = device
-            self._connect()
-        except BackendUnavailableError:  # on all ranks
-            if device is not None:
-                device.release()
-            raise
+    def __init__(self, comm: Any, device: CudaDevice, half_bytes: int) -> None:
+        """Make, open and try the areas of all ranks. Collective; if one rank fails, all raise and free everything."""
+        self.comm, self.device, self.half_bytes = comm, device, half_bytes
+        self._areas: dict[int, torch.Tensor] = {}
+        self._events: dict[int, list[torch.cuda.Event]] = {}
+        self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        with torch.inference_mode(False):  # otherwise only calls in inference mode could write to the areas
+            try:
+                tickets = self._agree(*_tried(self._make))
+                self._agree(*_tried(lambda: self._open(tickets)))
+                self._agree(*_tried(self._write))  # all events are recorded
+                self._agree(*_tried(self._read))
+            except BackendUnavailableError:  # on all ranks
+                self._free()
+                raise
 
-    def _connect(self) -> None:
-        self.device.enter()
-        try:
-            tickets = self._agree(*_tried(self._make))
-            self._agree(*_tried(lambda: self._open(tickets)))
-        except BackendUnavailableError:
-            self._free()
-            raise
-        finally:
-            self.device.leave()
+    def areas(self, dtype: torch.dtype, half: int) -> list[torch.Tensor]:
+        """Return a half of each rank's area as a flat tensor of a dtype."""
+        if dtype not in self._views:
+            ranges = [slice(half * self.half_bytes, (half + 1) * self.half_bytes) for half in range(_NUM_HALVES)]
+            areas = [self._areas[rank] for rank in range(self.comm.size)]
+            self._views[dtype] = [[area[place].view(dtype) for area in areas] for place in ranges]
+        return self._views[dtype][half]
 
-    def area(self, rank: int, half: int) -> int:
-        """Return the address of a half of a rank's area."""
-        return self._areas[rank] + half * self.half_bytes
-
-    def event(self, rank: int, event: int, half: int) -> int:
+    def event(self, rank: int, event: int, half: int) -> torch.cuda.Event:
         """Return an event of a rank."""
         return self._events[rank][NUM_EVENTS * half + event]
 
     def close(self) -> None:
         """Free everything. Collective."""
-        self.device.enter()
-        try:
-            self.device.finish()
-            self._free()
-        finally:
-            self.device.leave()
-            self.device.release()
+        self.device.finish()
+        self._free()
 
     def _make(self) -> _Ticket:
         device, rank = self.device, self.comm.rank
-        self._areas[rank] = device.allocate(_NUM_HALVES * self.half_bytes)
-        events = self._events[rank] = []
-        for _ in range(_NUM_HALVES * NUM_EVENTS):
-            events.append(device.make_event())
-        return _Ticket(device.share(self._areas[rank]), tuple(device.share_event(event) for event in events))
+        area = self._areas[rank] = device.allocate(_NUM_HALVES * self.half_bytes)
+        events = self._events[rank] = [device.make_event() for _ in range(_NUM_HALVES * NUM_EVENTS)]
+        handles = tuple(None if other == rank else device.share(area) for other in range(self.comm.size))
+        return _Ticket(handles, tuple(device.share_event(event) for event in events))
 
     def _open(self, tickets: Sequence[_Ticket]) -> None:
+        own = self.comm.rank
         for rank, ticket in enumerate(tickets):
-            if rank != self.comm.rank:
-                self._areas[rank] = self.device.open(ticket.area)
-                events = self._events[rank] = []
-                for handle in ticket.events:
-                    events.append(self.device.open_event(handle))
+            if rank != own:
+                self._areas[rank] = self.device.open(ticket.areas[own])
+                self._events[rank] = [self.device.open_event(handle) for handle in ticket.events]
+
+    def _write(self) -> None:
+        own = self.comm.rank
+        self._areas[own][:_TRIAL_BYTES] = _pattern(own, self._areas[own].device)
+        self.event(own, FILLED, 0).record()
+
+    def _read(self) -> None:
+        """Compare the bytes of all ranks with the expected ones: by a kernel that reads them, and after a copy."""
+        for rank, area in self._areas.items():
+            self.event(rank, FILLED, 0).wait()
+            expected, memory = _pattern(rank, area.device), area[:_TRIAL_BYTES]
+            if bool((memory != expected).any()) or not torch.equal(torch.empty_like(expected).copy_(memory), expected):
+                raise RuntimeError(f"the memory of rank {rank} of the group was opened, but other bytes were read")
 
     def _agree(self, result: Any, problem: str) -> list[Any]:
         """Gather the results of all ranks, or raise the same error on all."""
@@ -141,36 +141,40 @@ class Staging:
         if problems:
             raise BackendUnavailableError(
                 f"GPU memory cannot be shared between the processes here ({'; '.join(problems)}). Pass another "
-                "backend=, or set staging_bytes to 0. Ranks in several containers must share IPC and PID namespaces."
+                "backend=, or take ipc out of TORCHMPI_GPU_BACKENDS. Ranks in several containers must share IPC and "
+                "PID namespaces."
             )
         return [result for result, _ in gathered]
 
     def _free(self) -> None:
         """Collective: memory may be freed only when no rank has it open."""
         own = self.comm.rank
-        for rank, events in self._events.items():
-            for event in events:
-                self.device.destroy_event(event)
-            if rank != own:
-                self.device.close(self._areas[rank])
+        self._views.clear()
+        self._events.clear()
+        for rank in [rank for rank in self._areas if rank != own]:
+            del self._areas[rank]
         self.comm.Barrier()
-        if own in self._areas:
-            self.device.free(self._areas[own])
-        self._areas, self._events = {}, {}
+        self._areas.clear()
+        self.device.collect()
+
+
+def _pattern(rank: int, device: torch.device) -> torch.Tensor:
+    """Return bytes that differ from rank to rank."""
+    return (torch.arange(_TRIAL_BYTES, device=device) * (2 * rank + 1) + rank).to(torch.uint8)
 
 
 def _tried(action: Callable[[], Any]) -> tuple[Any, str]:
     """Return the result and an empty string, or None and the error."""
     try:
         return action(), ""
-    except TorchMPIError as error:
+    except (RuntimeError, OSError) as error:
         return None, str(error)
 
 
-def trial(comm: Any, make_device: Callable[[], StagingDevice]) -> str:
-    """Return why the ranks of a communicator cannot share GPU memory and events, or ''. Collective."""
+def trial(comm: Any, device: CudaDevice) -> str:
+    """Return why the ranks of a communicator cannot read each other's GPU memory, or ''. Collective."""
     try:
-        staging = Staging(comm, make_device, 1 << 20)
+        staging = Staging(comm, device, _TRIAL_BYTES)
     except BackendUnavailableError as error:
         return str(error)
     staging.close()

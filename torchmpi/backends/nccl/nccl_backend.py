@@ -61,7 +61,7 @@ class NcclBackend:
         self._may_share = [may_share for _, may_share in offers]
         self.problem = self._problems[0] if all(self._problems) else ""
 
-    def takes(self, device_type: str) -> bool:
+    def takes(self, device_type: str, collective: str) -> bool:
         """Device memory."""
         return device_type == "cuda"
 

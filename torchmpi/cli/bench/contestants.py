@@ -21,6 +21,7 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 import torchmpi
 
+from ...backends.selector import AVAILABLE
 from ...distributed.registration import register
 from ...session import mpi_library, runtime
 from .job import BenchJob
@@ -61,7 +62,7 @@ class Ours:
             return None
         mode = "async" if self.asynchronous else "sync"
         verdict = torchmpi.collective_availability()[self.backend, collective, self.device, mode]
-        return None if verdict == "available" else verdict.removeprefix("unavailable: ")
+        return None if verdict in AVAILABLE else verdict.removeprefix("unavailable: ")
 
     def allocate(self) -> Allocate | None:
         if self.memory == "plain":
@@ -119,7 +120,7 @@ def _available(device_type: str) -> list[str]:
     """Return the backends that can run any collective on tensors of this device."""
     table = torchmpi.collective_availability()
     names = {name for (name, collective, device, _), verdict in table.items()
-             if verdict == "available" and device == device_type and collective != "barrier"}  # fmt: skip
+             if verdict in AVAILABLE and device == device_type and collective != "barrier"}  # fmt: skip
     return [name for name in dict.fromkeys(key[0] for key in table) if name in names]
 
 

@@ -100,7 +100,9 @@ def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> lis
         (collective, device, span): {
             name
             for name, backend in selector.backends.items()
-            if out_of_reach(name, span) is None and backend.why_not(collective, device, communicator.intra) is None
+            if selector.may_choose(name)
+            and out_of_reach(name, span) is None
+            and backend.why_not(collective, device, communicator.intra) is None
         }
         for device in devices
         for span, communicator in targets.items()
