@@ -8,6 +8,7 @@ Tensors travel as bytes in messages between pairs of ranks. Reductions are combi
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -119,7 +120,9 @@ class GlooGroup(TorchGroup):
         try:
             return call()
         except RuntimeError as error:
+            self.opened.abort()  # so that the other ranks do not wait for this one
             whom = "another rank" if peer is None else f"rank {self.world_ranks[peer]}"
+            reason = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[0]  # without gloo's file name and advice
             raise TransportError(
-                f"gloo lost the connection to {whom}, which has probably ended; see its own message ({error})"
+                f"gloo lost the connection to {whom} ({reason}). That rank has probably ended: see its output"
             ) from error

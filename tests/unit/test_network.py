@@ -1,0 +1,38 @@
+"""Choice of the address at which other hosts reach this one."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchmpi.backends import network
+
+BRIDGE = "172.17.0.1/16"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "address"),
+    [
+        (["10.0.0.1/24"], [["10.0.0.2/24"], ["10.0.0.3/24"]], "10.0.0.1"),
+        (["127.0.0.1/8", BRIDGE, "10.1.0.1/24"], [["127.0.0.1/8", BRIDGE, "10.1.0.2/24"]], "10.1.0.1"),
+        (["10.0.0.1/24", "10.1.0.1/24"], [["10.0.0.2/24", "10.1.0.2/24"], ["10.1.0.3/24"]], "10.1.0.1"),
+        (["fd00::1/64", "fe80::1/64"], [["fe80::2/64", "fd00::2/64"]], "fd00::1"),
+        (["fd00::1/64", "10.0.0.1/24"], [["fd00::2/64", "10.0.0.2/24"]], "10.0.0.1"),
+        (["fe80::1/64"], [["fe80::2/64"]], None),
+        (["10.0.0.1/24"], [["10.9.0.2/24"]], None),
+        ([], [["10.9.0.2/24"]], None),
+    ],
+)
+def test_the_network_that_all_hosts_share(own, others, address):
+    assert network.address_among(own, others) == address
+
+
+def test_ranks_of_one_host_use_loopback():
+    assert network.choose([("a", ["10.0.0.1/24"])] * 3, 1) == network.loopback()
+
+
+def test_hosts_without_a_common_network_use_the_route():
+    assert network.choose([("a", ["10.0.0.1/32"]), ("b", ["10.0.0.2/32"])], 0) == network.address_of_route()
+
+
+def test_own_interfaces_include_loopback():
+    assert any(interface.split("/")[0] == network.loopback() for interface in network.own_interfaces())
