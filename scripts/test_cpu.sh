@@ -18,7 +18,9 @@ status is 0 only if nothing failed. Full logs: build/test/.
   -k EXPRESSION  only the tests that match, as in pytest
   -h, --help     this text
 
-Environment: PYTHON, the interpreter to use; VENV_DIR, where the private environments go (default .venv).
+Environment: PYTHON, the interpreter to use; VENV_DIR, where the private environments go (default .venv); HOSTFILE, a
+file with hosts that have this checkout at the same path: tests/mpi then runs on their ranks, the other tests here;
+OMPI_OPTIONS, words for the mpirun of Open MPI, such as "--map-by node" (with --mpi openmpi).
 HELP
 }
 

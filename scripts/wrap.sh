@@ -13,6 +13,9 @@ usage: mpirun -n RANKS scripts/wrap.sh [--bind|--no-bind] [--gpu] [--log-dir DIR
   --log-dir DIR write the output of rank N to DIR/rankN.log; rank 0 goes to the terminal as well
   -h, --help    this text
 
+Environment: LOG_TO_FILE=1 writes the output of each rank to /tmp/mpi_<local rank> instead, unless --log-dir is given.
+COMMAND gets MPI_MY_NODE, the name of this host, and MPI_NODES, the lines of the file HOSTFILE or this host.
+
 Works under Open MPI, MPICH, Intel MPI, MVAPICH, PALS, Flux and Slurm's srun; alone it is rank 0 of 1.
 WRAP_DRY_RUN=1 prints what each rank would get instead of running the command.
 HELP
@@ -138,6 +141,8 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ $# -gt 0 ] || refuse "no command to run"
+[ -z "${NVPROF:-}" ] || refuse "NVPROF is set, but nvprof is no more: unset it and wrap nsys, as in 'wrap.sh nsys profile COMMAND'"
+[ "${1##*/}" != mpirun ] || refuse "mpirun comes first: mpirun -n 2 scripts/wrap.sh COMMAND"
 
 find_rank
 cores='' gpu='' why=''
@@ -161,6 +166,11 @@ if [ -n "${WRAP_DRY_RUN:-}" ]; then
         "$(printf ' %q' "$@")"
     exit 0
 fi
+MPI_MY_NODE=$(uname -n) MPI_NODES=$(uname -n)
+if [ -n "${HOSTFILE:-}" ]; then
+    MPI_NODES=$(cat "$HOSTFILE") || refuse "HOSTFILE=$HOSTFILE cannot be read"
+fi
+export MPI_MY_NODE MPI_NODES
 if [ -n "$log_dir" ]; then
     mkdir -p "$log_dir" || refuse "cannot make the directory $log_dir"
     if [ "$rank" = 0 ]; then
@@ -168,5 +178,8 @@ if [ -n "$log_dir" ]; then
     else
         exec >"$log_dir/rank$rank.log" 2>&1
     fi
+elif [ -n "${LOG_TO_FILE:-}" ]; then
+    log=/tmp/mpi_${local_rank:-$rank}
+    rm -f "$log" 2>/dev/null && exec >"$log" 2>&1 || refuse "LOG_TO_FILE: cannot write $log, the file of another user?"
 fi
 exec "$@"

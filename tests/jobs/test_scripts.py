@@ -94,6 +94,7 @@ def test_help_needs_nothing(name: str, tmp_path: Path) -> None:
         (["test_cpu.sh", "--mpi", "lam"], "unknown MPI 'lam'"),
         (["wrap.sh", "--bin", "true"], "unknown option '--bin'"),
         (["wrap.sh", "--gpu"], "no command to run"),
+        (["wrap.sh", "mpirun", "-n", "2", "true"], "mpirun comes first"),
         (["ompirun.sh", "true"], "-n needs a number of ranks"),
         (["ompirun.sh", "-n", "2"], "no command to run"),
         (["ompirun.sh", "-n", "2", "--timeout", "soon", "true"], "--timeout needs seconds, not 'soon'"),
@@ -331,6 +332,33 @@ def test_a_dry_run_prints_what_a_run_would_start(path: str, mpirun: list[str]) -
     assert limit == ["timeout", "--foreground", "-k", "10", "9"]
     assert job.startswith(mpirun[0])
     assert job.strip().endswith("-n 3 -verbose echo a\\ b")
+
+
+def test_variables_for_the_launcher(path: str, mpirun: list[str], tmp_path: Path) -> None:
+    is_open_mpi = "Open MPI" in run([mpirun[0], "--version"]).stdout
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n" if is_open_mpi else "localhost:2\n")
+    show = 'echo "$MPI_MY_NODE, $MPI_NODES"'
+    command = [OMPIRUN, "-n", "2", WRAP, "--no-bind", "sh", "-c", show]
+    done = run(command, place(PATH=path, HOSTFILE=str(hosts)))
+    assert done.stdout.splitlines() == [f"{os.uname().nodename}, {hosts.read_text().strip()}"] * 2, done.stderr
+    missing = run(command, place(PATH=path, HOSTFILE="/no/hosts"))
+    assert missing.returncode == 1 and "HOSTFILE=/no/hosts: there is no such file" in missing.stderr
+    done = run([OMPIRUN, "--dry-run", "-n", "2", "true"], place(PATH=path, OMPI_OPTIONS="--map-by core --bind-to core"))
+    if is_open_mpi:
+        assert "--map-by core --bind-to core -n 2 true" in done.stdout and "--bind-to none" not in done.stdout
+    else:
+        assert done.returncode == 1 and "OMPI_OPTIONS is for Open MPI" in done.stderr
+
+
+def test_variables_for_the_wrapper() -> None:
+    log = Path(f"/tmp/mpi_{os.getpid()}")
+    place_of_rank = {"OMPI_COMM_WORLD_LOCAL_RANK": log.name[4:], "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    done = run([WRAP, "--no-bind", "sh", "-c", "echo out; echo error >&2"], place(LOG_TO_FILE="1", **place_of_rank))
+    assert (done.stdout, done.stderr, log.read_text()) == ("", "", "out\nerror\n")
+    log.unlink()
+    done = run([WRAP, "true"], place(NVPROF="1"))
+    assert done.returncode == 2 and "nsys profile" in done.stderr
 
 
 def test_more_ranks_than_cores_start(path: str) -> None:

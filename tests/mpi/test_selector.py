@@ -96,6 +96,10 @@ def test_the_table_can_be_read_set_and_reset(agree, on_one_host, ran):
     text = mpi.collective_selector_to_string()
     agree.equal(text, str(mpi.collective_selector))
     agree("up to 8 B large, above small" in text, text)
+    agree.equal(
+        mpi.collective_selector_to_string("allreduce", "cpu", mode="async", backend="large").split(),
+        ["allreduce", "host", "large"],
+    )
     mpi.collective_selector.reset()
     agree.equal(dict(mpi.collective_selector), before)
 

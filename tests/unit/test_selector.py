@@ -99,7 +99,6 @@ def test_format_of_sizes():
 def test_the_table_has_one_line_per_collective_and_span():
     table = Table({key: ((None, "mpi"),) for key in keys()})
     assert len(str(table).splitlines()) == 27
-    assert len(table.text(["host"]).splitlines()) == 9
     table[Key("allreduce", "cpu", "host", "async")] = ((4096, "mpi"), (None, "shm"))
     line = next(line for line in str(table).splitlines() if line.split()[:2] == ["allreduce", "host"])
     assert line.split(maxsplit=2)[2] == "cpu sync: mpi; cpu async: up to 4 KiB mpi, above shm; cuda: mpi"
@@ -250,6 +249,23 @@ def test_set_by_size_and_mode_and_reset():
     assert selector.rule(("allreduce", "cpu", "host", "async")) == ((64, "shm"), (None, "mpi"))
     selector.reset()
     assert chosen(selector, "allreduce", world, mode="async") == [(None, "shm")]
+
+
+def test_the_text_of_a_part_of_the_table():
+    selector, _, _ = job(0, 0, 1)
+    selector.set("allreduce", "p2p", span="hosts", mode="async")
+    assert selector.text("allreduce", "cpu", "hosts") == "allreduce      hosts   cpu sync: mpi; cpu async: p2p"
+    assert selector.text("allreduce", mode="sync", span="host") == "allreduce      host    shm"
+    assert selector.text(backend="p2p").startswith("allreduce      hosts   cpu sync: mpi; cpu async: p2p")
+    assert len(selector.text(backend="p2p").splitlines()) == 1 and selector.text(device="cuda") == ""
+    assert len(selector.text(span="across").splitlines()) == 9 < len(selector.text().splitlines())
+    for filters, reason in (
+        ({"mode": "lazy"}, "mode='lazy' is unknown"),
+        ({"collective": "sendreceive"}, "collective='sendreceive' is unknown"),
+        ({"backend": "tcp"}, "backend='tcp' is unknown"),
+    ):
+        with pytest.raises(errors.ArgumentError, match=rf"rank 0: collective_selector: {reason}"):
+            selector.text(**filters)
 
 
 def test_without_a_span_a_backend_is_set_for_all_spans_it_supports():

@@ -6,7 +6,7 @@ Backends appear by name only. A *rule* lists backends by size: with ``((4096, "m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -263,10 +263,6 @@ class Table(dict[Key, Rule]):
             return next(iter(texts.values()))
         return "; ".join(f"{label}: {text}" for label, text in texts.items())
 
-    def text(self, spans: Sequence[str] = SPANS) -> str:
-        """Format the lines of some spans."""
-        known = dict.fromkeys((key.collective, key.span) for key in self if key.span in spans)
-        return "\n".join(f"{collective:14} {span:6}  {self.variants(collective, span)}" for collective, span in known)
-
     def __str__(self) -> str:
-        return self.text()
+        known = dict.fromkeys((key.collective, key.span) for key in self)
+        return "\n".join(f"{collective:14} {span:6}  {self.variants(collective, span)}" for collective, span in known)

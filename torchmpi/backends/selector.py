@@ -249,6 +249,27 @@ class Selector:
             self._check_possible(key, "mpi")
         return self.table[key]
 
+    def text(
+        self,
+        collective: str | None = None,
+        device: str | None = None,
+        span: str | None = None,
+        mode: str | None = None,
+        backend: str | None = None,
+    ) -> str:
+        """Format the rules with the given parts; see :func:`torchmpi.session.api.collective_selector_to_string`."""
+        if backend is not None:
+            self._check_known(backend, f"{self._world.where}: collective_selector: backend={backend!r}")
+        spans = self.spans if span is None else (span,)
+        wanted = {key for key in self._keys(collective, device, span, mode) if key.span in spans}
+        table = Table({key: rule for key, rule in self.table.items() if key in wanted})
+        lines = {
+            (key.collective, key.span)
+            for key, rule in table.items()
+            if backend is None or any(name == backend for _, name in rule)
+        }
+        return str(Table({key: rule for key, rule in table.items() if (key.collective, key.span) in lines}))
+
     def adopt(self, table: Table) -> None:
         """Use measured rules, which must be the same on all ranks."""
         self._change(table)

@@ -483,8 +483,7 @@ class CollectiveSelector(Mapping[Key, Rule]):
         return len(runtime.current().selector.table)
 
     def __str__(self) -> str:
-        selector = runtime.current().selector
-        return selector.table.text(selector.spans)
+        return runtime.current().selector.text()
 
     def __repr__(self) -> str:
         state = f"{len(self)} rules" if runtime.is_running() else "not started"
@@ -494,18 +493,34 @@ class CollectiveSelector(Mapping[Key, Rule]):
 collective_selector = CollectiveSelector()
 
 
-def collective_selector_to_string() -> str:
-    """Return the selection table as text.
+def collective_selector_to_string(
+    collective: str | None = None,
+    device: str | None = None,
+    span: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> str:
+    """Return the selection table, or a part of it, as text.
+
+    Args:
+        collective: Only this collective.
+        device: Only the rules for ``cpu`` or ``cuda``.
+        span: Only ``host``, ``across`` or ``hosts``; None: the spans that occur in this job.
+        mode: Only the rules for ``sync`` or ``async`` calls.
+        backend: Only lines that name this backend.
 
     Returns:
-        One line for each collective and span.
+        One line for each collective and span; an empty string if no rule is left.
 
     Raises:
+        ArgumentError: A name is unknown.
+        BackendUnavailableError: The backend is unknown.
         NotStartedError: torchmpi is not started.
 
     Example:
         ::
 
             print(mpi.collective_selector_to_string())
+            print(mpi.collective_selector_to_string("allreduce", "cpu", mode="async"))
     """
-    return str(collective_selector)
+    return runtime.current().selector.text(collective, device, span, mode, backend)
