@@ -17,7 +17,8 @@ from torchmpi import collectives
 from torchmpi.cli.bench import options as parsing
 from torchmpi.cli.bench.command import measure_and_print, run_jobs, run_script
 from torchmpi.cli.bench.job import BenchJob, job_facts
-from torchmpi.cli.bench.report import header, numeric_table
+from torchmpi.cli.bench.report import header
+from torchmpi.cli.formatting import table
 
 # For the time limit: many times the duration of a call on a machine that is not overloaded.
 _SMALL_SECONDS, _LARGE_SECONDS = 5e-4, 2e-2
@@ -36,8 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
     option = parser.add_argument
     option("--small", type=parsing.count, default=1_000_000, metavar="CALLS", help="4-byte calls (1000000)")
     option("--large", type=parsing.count, default=10_000, metavar="CALLS", help="1 MB calls (10000)")
-    parsing.add_ranks(parser)
-    parsing.add_json(parser, "leaks")
+    parsing.add_ranks(parser.add_argument)
+    parsing.add_json(parser.add_argument, "leaks")
     parser.set_defaults(kind="leaks", script=__file__)
     return parser
 
@@ -97,7 +98,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         head = [str(row["rank"]), row["part"], str(row["calls"]), f"{row['seconds']:.1f}"]
         rows.append([*head, kib[0], *counts, *kib[1:]])
     note = "Growth over the calls, after warm-up calls. /dev/shm: of all processes of this machine."
-    return "\n".join([*header(report), "", *numeric_table(rows), "", note])
+    return "\n".join([*header(report), "", *table(rows), "", note])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from typing import Any
 
 from torchmpi.cli.bench import options as parsing
 from torchmpi.cli.bench.command import measure_and_print, run_jobs, run_script
-from torchmpi.cli.bench.report import header, numeric_table
+from torchmpi.cli.bench.report import header
+from torchmpi.cli.formatting import table
 from torchmpi.cli.launching import PACKAGE_PARENT
 from torchmpi.errors import ArgumentError
 from torchmpi.session import launcher
@@ -30,8 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="examples:\n  python benchmarks/memory.py\n  python benchmarks/memory.py -n 4 --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parsing.add_ranks(parser)
-    parsing.add_json(parser, "memory")
+    parsing.add_ranks(parser.add_argument)
+    parsing.add_json(parser.add_argument, "memory")
     parser.set_defaults(kind="memory")
     return parser
 
@@ -54,7 +55,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         rows.append([str(row["rank"]), row["part"], f"{resident:.0f}", f"{added:+.1f}", f"{added_shared:+.1f}",
                      f"{segments:.1f}"])  # fmt: skip
     note = "added: by this stage; the last line of a rank: by all of torchmpi."
-    return "\n".join([*header(report), "", *numeric_table(rows), "", note])
+    return "\n".join([*header(report), "", *table(rows), "", note])
 
 
 def memory_rows(ranks: int, rank: int, stages: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:

@@ -19,21 +19,19 @@ from server_parts import OURS, measure_idle, measure_link, measure_speed, measur
 
 from torchmpi.cli.bench import options as parsing
 from torchmpi.cli.bench.collective_bench import gigabytes_per_second
-from torchmpi.cli.bench.command import MORE_SECONDS, TIMES, measure_and_print, run_script
+from torchmpi.cli.bench.command import MORE_SECONDS, TIMES, measure_and_print, run_job, run_script
 from torchmpi.cli.bench.contestants import COPY
 from torchmpi.cli.bench.job import BenchJob, job_facts
-from torchmpi.cli.bench.launch import run_job
 from torchmpi.cli.bench.report import (
     Row,
     grouped,
     has_figure,
     header,
     microseconds,
-    numeric_table,
     reasons,
     timing_of,
 )
-from torchmpi.cli.formatting import counted
+from torchmpi.cli.formatting import counted, table
 from torchmpi.errors import ArgumentError
 
 _SIZES = "4K,64K,1M,16M,100M"
@@ -71,8 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
            help="speed of the link in Gbit/s, to compare with")  # fmt: skip
     option("--peers", type=parsing.names(("rpc", parsing.NONE), "peer"), default=("rpc",), metavar="LIST",
            help="rpc, or none (default: rpc)")  # fmt: skip
-    parsing.add_json(parser, "ps")
-    parsing.add_plot(parser, "ps")
+    parsing.add_json(option, "ps")
+    parsing.add_plot(option, "ps")
     parser.set_defaults(kind="ps", script=__file__, settings={})
     return parser
 
@@ -174,17 +172,17 @@ def _speed(rows: Sequence[Row]) -> list[str]:
 
 def _speed_table(rows: Sequence[Row]) -> list[str]:
     names = [name for (name,), group in grouped(rows, ("contestant",)) if any(map(has_figure, group))]
-    table = [["bytes", *names, "GB/s", *(f"x {name}" for name in names if name in FORMS), "of copy"]]
+    lines = [["bytes", *names, "GB/s", *(f"x {name}" for name in names if name in FORMS), "of copy"]]
     for (num_bytes,), cell in grouped(rows, ("bytes",)):
         measured = {row["contestant"]: row for row in cell if has_figure(row)}
         times = [_time(measured.get(name)) for name in names]
         ours = measured.get(OURS)
         speed = "-" if ours is None else f"{gigabytes_per_second(ours['payload_bytes'], ours['median_us']):.2f}"
         verdicts = [_number(ratio(measured, name), "{:.1f}") for name in names if name in FORMS]
-        table.append(
+        lines.append(
             [parsing.short_size(num_bytes), *times, speed, *verdicts, _number(share_of_copy(measured), "{:.0%}")]
         )
-    return numeric_table(table)
+    return table(lines)
 
 
 def ratio(measured: Mapping[str, Row], name: str) -> float | None:
@@ -219,33 +217,33 @@ def _number(value: float | None, pattern: str) -> str:
 
 
 def _idle(rows: Sequence[Row]) -> list[str]:
-    table = [["idle", "ranks", "s", "% of a core, each rank"]]
+    lines = [["idle", "ranks", "s", "% of a core, each rank"]]
     for (what, ranks, seconds), found in grouped(rows, ("what", "ranks", "seconds")):
-        table.append([what, str(ranks), f"{seconds:g}", "  ".join(f"{100 * row['share']:.2f}" for row in found)])
-    return numeric_table(table)
+        lines.append([what, str(ranks), f"{seconds:g}", "  ".join(f"{100 * row['share']:.2f}" for row in found)])
+    return table(lines)
 
 
 def _storm(rows: Sequence[Row]) -> list[str]:
-    table = [["storm", "ranks", "s", "updates", "updates/s", "sum", "resident MiB before", "after"]]
+    lines = [["storm", "ranks", "s", "updates", "updates/s", "sum", "resident MiB before", "after"]]
     for row in rows:
         memory = [f"{row[f'resident_bytes_{when}'] / _MIB:.1f}" for when in ("before", "after")]
         head = [parsing.short_size(row["bytes"]), str(row["ranks"]), f"{row['seconds']:.1f}", str(row["updates"])]
-        table.append([*head, f"{row['updates_per_second']:.0f}", "exact" if row["is_exact"] else "WRONG", *memory])
-    return [*numeric_table(table), "", "Memory: of the rank where it grew most, after warm-up updates."]
+        lines.append([*head, f"{row['updates_per_second']:.0f}", "exact" if row["is_exact"] else "WRONG", *memory])
+    return [*table(lines), "", "Memory: of the rank where it grew most, after warm-up updates."]
 
 
 def _link(rows: Sequence[Row]) -> list[str]:
     omitted = list(dict.fromkeys(row["why_not"] for row in rows if "why_not" in row))
     if omitted:
         return [f"link: {reason}" for reason in omitted]
-    table = [["link", "ranks", "MB", "MB/s", "quartiles", "of link"]]
+    lines = [["link", "ranks", "MB", "MB/s", "quartiles", "of link"]]
     for row in rows:
         low, median, high = (row[name] / 1e6 for name in ("low", "bytes_per_second", "high"))
         share = "-" if row["gbit"] is None else f"{8 * row['bytes_per_second'] / (row['gbit'] * 1e9):.0%}"
         what = row["what"] if row["is_exact"] else f"{row['what']}: WRONG"
-        table.append([what, str(row["ranks"]), f"{row['bytes'] / 1e6:.1f}", f"{median:.1f}",
+        lines.append([what, str(row["ranks"]), f"{row['bytes'] / 1e6:.1f}", f"{median:.1f}",
                       f"{low:.1f} to {high:.1f}", share])  # fmt: skip
-    return numeric_table(table)
+    return table(lines)
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from usage import usage
 
 from torchmpi import parameterserver as ps
 from torchmpi.cli.bench.contestants import COPY
-from torchmpi.cli.bench.job import BenchJob, split_seconds
+from torchmpi.cli.bench.job import BenchJob
 from torchmpi.cli.bench.options import short_size
 from torchmpi.cli.bench.timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, measure_calls
 from torchmpi.session import runtime
@@ -34,21 +34,24 @@ def measure_speed(job: BenchJob, options: argparse.Namespace) -> list[Row]:
     """Return rows for each size, with all ranks as clients and with one. Collective."""
     comm = SleepingComm(job.comm)
     cases = [(num_bytes, operation) for num_bytes in options.sizes for operation in (ALL, ONE)]
-    weights = [
-        _NUM_CONTESTANTS * MIN_BATCHES * max(BATCH_SECONDS, size / _ASSUMED_BYTES_PER_SECOND) for size, _ in cases
-    ]
-    rows: list[Row] = []
-    end = time.monotonic() + options.seconds
     with ExitStack() as resources:
         rpc = None
         if "rpc" in options.peers:
             job.show("starting torch.distributed.rpc")
             rpc = RPCPeer(comm, resources)
-        for index, (num_bytes, operation) in enumerate(cases):
-            job.show(f"{index + 1}/{len(cases)} {operation}, {short_size(num_bytes)}")
-            left = job.comm.bcast(max(0.0, end - time.monotonic()))
-            rows += SpeedMeasurement(job, comm, rpc, num_bytes).rows(operation, split_seconds(left, weights, index))
-    return rows
+        tasks = [
+            (
+                f"{operation}, {short_size(num_bytes)}",
+                _NUM_CONTESTANTS * MIN_BATCHES * max(BATCH_SECONDS, num_bytes / _ASSUMED_BYTES_PER_SECOND),
+                partial(_speed, job, comm, rpc, num_bytes, operation),
+            )
+            for num_bytes, operation in cases
+        ]
+        return job.run_in_turn(tasks, options.seconds)
+
+
+def _speed(job: BenchJob, comm: SleepingComm, rpc: RPCPeer | None, num_bytes: int, *arguments: Any) -> list[Row]:
+    return SpeedMeasurement(job, comm, rpc, num_bytes).rows(*arguments)
 
 
 class SpeedMeasurement:

@@ -13,10 +13,10 @@ from typing import Any
 
 from torchmpi.cli.bench import options as parsing
 from torchmpi.cli.bench.collective_bench import gigabytes_per_second
-from torchmpi.cli.bench.command import MORE_SECONDS, check_files, print_report, run_script
+from torchmpi.cli.bench.command import MORE_SECONDS, check_files, print_report, run_job, run_script
 from torchmpi.cli.bench.job import StatusLine
-from torchmpi.cli.bench.launch import run_job
-from torchmpi.cli.bench.report import Row, has_figure, header, microseconds, numeric_table, reasons
+from torchmpi.cli.bench.report import Row, has_figure, header, microseconds, reasons
+from torchmpi.cli.formatting import table
 from torchmpi.errors import ArgumentError
 from torchmpi.session import launcher
 
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--count", type=parsing.count, default=20, help="number of starts (default: %(default)s)")
     parser.add_argument("--size", type=parsing.size, default=16 << 20, help="size of the allreduce (default: 16M)")
-    parsing.add_json(parser, "starts")
+    parsing.add_json(parser.add_argument, "starts")
     parser.set_defaults(kind="starts", ranks=(2,))
     return parser
 
@@ -66,7 +66,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     rows = [["start", "us", "GB/s", "cores"]]
     for row, job in measured:
         rows.append([str(row["start"]), microseconds(row["median_us"]), _speed(row), " | ".join(job["facts"]["cores"])])
-    lines += [*numeric_table(rows), ""] if measured else []
+    lines += [*table(rows), ""] if measured else []
     return "\n".join([*lines, *reasons(report["rows"], "start"), verdict([row for row, _ in measured])])
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import torchmpi.cli
-from torchmpi.cli.bench import collective_bench, launch, models, options, timing, training
-from torchmpi.cli.bench.contestants import Copy, Ours, our_contestants
-from torchmpi.cli.bench.job import split_seconds
-from torchmpi.cli.bench.workload import IN_PLACE, ROOTED, BenchCase, Workload
+from torchmpi.cli.bench import collective_bench, command, models, options, timing, training
+from torchmpi.cli.bench.contestants import Copy, Ours, TorchDistributed, our_contestants
+from torchmpi.cli.bench.job import BenchJob
+from torchmpi.cli.bench.workload import REDUCING, ROOTED, WITH_OUT, BenchCase, Workload
 from torchmpi.cli.facts import Program
 from torchmpi.session import launcher
 
@@ -63,16 +64,6 @@ def test_help_of_bench_names_its_commands(capsys):
     assert all(word in text for word in ("collectives", "train", "compare", "examples:"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "script"), [("ps", "server"), ("starts", "starts"), ("leaks", "leaks"), ("memory", "memory")]
-)
-def test_commands_that_are_scripts_now_name_them(kind, script, capsys):
-    with pytest.raises(SystemExit) as ended:
-        torchmpi.cli.main(["bench", kind, "--json", "x"])
-    text = capsys.readouterr().err
-    assert ended.value.code == 2 and text.endswith(f"python benchmarks/{script}.py\n") and text.count("\n") == 1
-
-
 def test_default_command():
     assert options.with_default_command(["bench", "-n", "2"]) == ["bench", "collectives", "-n", "2"]
     assert options.with_default_command(["bench", "--help"]) == ["bench", "--help"]
@@ -109,38 +100,50 @@ def test_without_a_gpu_no_job_is_started_for_one(capsys):
 # --- workloads
 
 
-def results(works: list[Workload], collective: str, root: int) -> None:
-    """The result of the collective, without any communication."""
+@pytest.fixture
+def alone_on_gloo(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+MOVING = [collective for collective in options.COLLECTIVES if collective != "barrier"]
+
+
+def workloads(collective, dtype="float32", num_bytes=20_000, size=2, *, out_of_place=False):
+    case = BenchCase(collective, dtype, num_bytes, out_of_place)
+    return [Workload(case, rank=rank, size=size) for rank in range(size)]
+
+
+def write_results(works: list[Workload], collective: str, root: int) -> None:
+    """Write the results of the collective, without any communication."""
     sources = [work.source.clone() for work in works]
     size = len(works)
-    total = torch.stack([source.to(torch.int64) for source in sources]).sum(0) if collective in SUMS else None
     for rank, work in enumerate(works):
-        if collective == "allreduce" or (collective == "reduce" and rank == root):
-            work.target.copy_(total)
-        elif collective == "broadcast":
-            work.target.copy_(sources[root])
+        if collective in REDUCING:
+            total = torch.stack([source.to(torch.int64) for source in sources]).sum(0)
+            if collective != "reduce" or rank == root:
+                work.target.copy_(total.chunk(size)[rank] if collective == "reduce_scatter" else total)
+        elif collective in ("broadcast", "sendreceive"):
+            work.target.copy_(sources[root if collective == "broadcast" else (rank - 1) % size])
         elif collective == "allgather" or (collective == "gather" and rank == root):
             work.target.copy_(torch.cat(sources))
-        elif collective == "reduce_scatter":
-            work.target.copy_(total.chunk(size)[rank])
         elif collective == "scatter":
             work.target.copy_(sources[root].chunk(size)[rank])
         elif collective == "alltoall":
             work.target.copy_(torch.cat([source.chunk(size)[rank] for source in sources]))
 
 
-SUMS = ("allreduce", "reduce", "reduce_scatter")
-
-
-@pytest.mark.parametrize("collective", options.COLLECTIVES)
+@pytest.mark.parametrize("collective", MOVING)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("size", [1, 3])
-def test_right_results_pass_and_wrong_ones_do_not(collective, dtype, size):
-    works = [Workload(BenchCase(collective, dtype, 20_000), rank=rank, size=size) for rank in range(size)]
+@pytest.mark.parametrize(("size", "out_of_place"), [(1, False), (3, False), (3, True)])
+def test_right_results_pass_and_wrong_ones_do_not(collective, dtype, size, out_of_place):
+    works = workloads(collective, dtype, size=size, out_of_place=out_of_place)
     for root in range(size if collective in ROOTED else 1):
         for work in works:
             work.fill()
-        results(works, collective, root)
+        assert size == 1 or not all(work.is_right(root) for work in works), "nothing was done"
+        write_results(works, collective, root)
         assert all(work.is_right(root) for work in works)
         checked = works[root] if collective in ("reduce", "gather") else works[-1]
         for position in (0, checked.target.numel() // 2, -1):
@@ -150,34 +153,47 @@ def test_right_results_pass_and_wrong_ones_do_not(collective, dtype, size):
             checked.target[position] = right
 
 
-def test_nothing_done_is_wrong():
-    for collective in options.COLLECTIVES:
-        works = [Workload(BenchCase(collective, "float32", 4096), rank=rank, size=2) for rank in range(2)]
-        for work in works:
-            work.fill()
-        assert not all(work.is_right(0) for work in works), collective
-
-
 def test_sums_are_exact_for_64_ranks_in_16_bits():
     assert 64 * 3 <= 256, "whole numbers up to here are exact in bfloat16"
 
 
-@pytest.mark.parametrize("collective", options.COLLECTIVES)
+@pytest.mark.parametrize("collective", MOVING)
 def test_the_larger_tensor_has_the_requested_size(collective):
-    work = Workload(BenchCase(collective, "float32", 4096), rank=0, size=4)
+    work = workloads(collective, num_bytes=4096, size=4)[0]
     assert work.payload_bytes == 4096 == 4 * max(work.source.numel(), work.target.numel())
-    assert (work.source is work.target) == (collective in IN_PLACE)
-    tiny = Workload(
-        BenchCase(collective, "float64", 4), rank=0, size=4
-    )  # nothing is smaller than an element, or one per part
-    assert tiny.payload_bytes == (8 if collective in IN_PLACE else 32)
+    has_one_tensor = collective in (*WITH_OUT, "sendreceive")
+    assert work.is_in_place == (work.source is work.target) == has_one_tensor
+    assert workloads(collective, out_of_place=True)[0].is_in_place == (collective == "sendreceive")
+    tiny = workloads(collective, "float64", 4, size=4)[0]  # nothing is smaller than an element, or one per part
+    assert tiny.payload_bytes == (8 if has_one_tensor else 32)
+
+
+def test_a_barrier_is_one_case_without_tensors():
+    verbs, sizes = ("barrier", "reduce", "gather"), (4, 16)
+    given = SimpleNamespace(verbs=verbs, dtypes=("int8", "float32"), sizes=sizes, out_of_place=True)
+    cases = collective_bench.cases(given)
+    assert len(cases) == 9 and [case.collective for case in cases].count("barrier") == 1
+    work = Workload(cases[0], rank=0, size=2)
+    assert work.payload_bytes == 0 and work.is_right(0)
+    assert Copy().why_not("barrier", "") and Ours(None, "shared", asynchronous=False).why_not("barrier", "")
+    assert Ours(None, "plain", asynchronous=True).why_not("barrier", "") == "there is no barrier_async()"
+    assert Ours("mpi", "plain", asynchronous=False).why_not("sendreceive", "int8")
 
 
 def test_copy_copies_the_payload():
-    work = Workload(BenchCase("allgather", "float32", 64), rank=0, size=2)
+    work = workloads("allgather", num_bytes=64)[0]
     work.target.fill_(7)
     copied = Copy().bind(work, 0)()
     assert isinstance(copied, torch.Tensor) and copied.tolist() == [7.0] * 16
+
+
+def test_peers_without_an_argument_for_the_result_copy_first(alone_on_gloo):
+    gloo = TorchDistributed("gloo", None, asynchronous=False)
+    for collective in WITH_OUT:
+        (work,) = workloads(collective, size=1, out_of_place=True)
+        work.fill()
+        gloo.bind(work, 0)()
+        assert work.is_right(0) and work.target is not work.source
 
 
 def test_names_of_contestants():
@@ -196,7 +212,8 @@ def test_model():
     assert collective_bench.cost("allreduce", 2, 1000) == (2, 1000)
     assert collective_bench.cost("broadcast", 5, 1000) == (3, 1000)
     assert collective_bench.cost("alltoall", 4, 1000) == (3, 750)
-    assert collective_bench.bus_factor("broadcast", 1) == 0.0
+    assert collective_bench.cost("sendreceive", 4, 1000) == (1, 1000)
+    assert collective_bench.cost("barrier", 5, 0) == (3, 0)
 
 
 def test_quartiles():
@@ -224,10 +241,11 @@ def test_a_batch_lasts_from_the_first_rank_to_the_last(monkeypatch):
     assert timing._durations([first], Two(second.end - second.begin), False) == [1.0]
 
 
-def test_rounds_and_shares_of_time():
-    assert timing.num_rounds(0.0, 1.0) == timing.MIN_BATCHES
-    weights = [1.0, 2.0, 3.0]
-    assert split_seconds(12.0, weights, 0) == 2.0 and split_seconds(9.0, weights, 2) == 9.0
+def test_shares_of_time():
+    job = SimpleNamespace(rank=1, comm=SimpleNamespace(bcast=lambda left: 12.0))
+    job.show = partial(BenchJob.show, job)
+    tasks = [(f"task {weight}", weight, lambda seconds: [seconds]) for weight in (1.0, 2.0, 3.0)]
+    assert BenchJob.run_in_turn(job, tasks, 12.0) == [2.0, 12.0 * 2 / 5, 12.0]
 
 
 # --- training
@@ -252,13 +270,6 @@ def test_tasks_start_equal_and_have_data_of_their_own(name):
     assert any(not torch.equal(a, b) for a, b in zip(before, one.net.parameters(), strict=True))
 
 
-@pytest.fixture
-def alone_on_gloo(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_buckets_of_ddp_hold_everything(alone_on_gloo, monkeypatch):
     tensors = [torch.full((numel,), float(numel)) for numel in (5, 1, 7, 3)]
     buckets = training.fill_buckets(tensors, 16)
@@ -281,12 +292,12 @@ def test_buckets_of_ddp_hold_everything(alone_on_gloo, monkeypatch):
 
 
 def test_launch_commands(monkeypatch):
-    monkeypatch.setattr(launch.affinity, "physical_cores", lambda: {0: (0, 0), 1: (0, 1)})
+    monkeypatch.setattr(command.affinity, "physical_cores", lambda: {0: (0, 0), 1: (0, 1)})
     open_mpi, mpich = Program("mpirun", "Open MPI 5.0.11", True), Program("mpiexec", "MPICH 5.0.2", True)
-    assert launch.launch_command(open_mpi, 2) == ["mpirun", "-n", "2"]
-    assert launch.launch_command(open_mpi, 3) == ["mpirun", "--oversubscribe", "-n", "3"]
-    assert launch.launch_command(open_mpi, 2, unbound=True) == ["mpirun", "--bind-to", "none", "-n", "2"]
-    assert launch.launch_command(mpich, 3, unbound=True) == ["mpiexec", "-n", "3"]
+    assert command.launch_command(open_mpi, 2) == ["mpirun", "-n", "2"]
+    assert command.launch_command(open_mpi, 3) == ["mpirun", "--oversubscribe", "-n", "3"]
+    assert command.launch_command(open_mpi, 2, unbound=True) == ["mpirun", "--bind-to", "none", "-n", "2"]
+    assert command.launch_command(mpich, 3, unbound=True) == ["mpiexec", "-n", "3"]
 
 
 def test_detection_of_ranks(monkeypatch):

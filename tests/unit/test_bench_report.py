@@ -7,7 +7,7 @@ import json
 import pytest
 
 import torchmpi.cli
-from torchmpi.cli.bench import collective_bench, compare, report, training
+from torchmpi.cli.bench import collective_bench, report, training
 from torchmpi.cli.bench.report import draw
 from torchmpi.errors import ArgumentError, JobError
 
@@ -98,7 +98,7 @@ def test_comparison_marks_changes_beyond_the_spread(tmp_path):
     after = saved(
         tmp_path / "b.json", collectives(row("auto", 5.0), row("mpi", 10.5), row("gloo", 20.0), row("x", 1.0))
     )
-    text = compare.compare_files(before, after)
+    text = report.compare_files(before, after)
     verdicts = {cells[5]: cells[-1] for cells in cells_of(text) if cells[:2] == ["2", "allreduce"]}
     assert verdicts == {"auto": "faster", "mpi": "1.05", "gloo": "slower"}, text
     assert "3 lines in both: 1 faster, 1 slower" in text and "only in B: 1." in text
@@ -106,7 +106,7 @@ def test_comparison_marks_changes_beyond_the_spread(tmp_path):
 
 def test_comparison_of_a_file_with_itself_finds_nothing(tmp_path):
     path = saved(tmp_path / "a.json", collectives(*CELL))
-    assert "5 lines in both: 0 faster, 0 slower" in compare.compare_files(path, path)
+    assert "5 lines in both: 0 faster, 0 slower" in report.compare_files(path, path)
 
 
 def test_files_that_cannot_be_compared(tmp_path, capsys):
@@ -126,7 +126,7 @@ def test_files_that_cannot_be_compared(tmp_path, capsys):
         (leaks, leaks, "no times that could be compared"),
     ]:
         with pytest.raises(ArgumentError, match=words):
-            compare.compare_files(first, second)
+            report.compare_files(first, second)
     assert torchmpi.cli.main(["bench", "compare", good, good]) == 0
     assert torchmpi.cli.main(["bench", "compare", good, str(tmp_path / "no.json")]) == 1
     assert "cannot read" in capsys.readouterr().err

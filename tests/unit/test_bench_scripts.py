@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchmpi.cli.bench import compare, options, report, timing
+from torchmpi.cli.bench import options, report, timing
 from torchmpi.cli.bench.command import run_script
 from torchmpi.cli.bench.report import draw
 
@@ -172,7 +172,7 @@ def test_link_with_and_without_hosts():
 def test_reports_are_compared_and_drawn(tmp_path):
     path = tmp_path / "a.json"
     report.save(made(*CELL, *(row | {"verb": ONE} for row in CELL), {"part": "link", "why_not": "alone"}), str(path))
-    assert "10 lines in both: 0 faster, 0 slower" in compare.compare_files(str(path), str(path))
+    assert "10 lines in both: 0 faster, 0 slower" in report.compare_files(str(path), str(path))
     pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
     draw(report.load(str(path)), str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -57,6 +57,23 @@ def test_the_worst_host_is_reported():
     assert checks.check_binding(job(*stuck, *shared)).verdict == "problem"
 
 
+@pytest.mark.parametrize(
+    ("process", "expected", "words"),
+    [
+        ({}, None, ""),
+        ({"environment": {"OMP_NUM_THREADS": "4, 2", "MKL_NUM_THREADS": "1"}}, "ok", "plausible"),
+        ({"environment": {"OMP_NUM_THREADS": "0"}}, "problem", "OMP_NUM_THREADS='0' on node1 is no number"),
+        ({"environment": {"NUMBA_NUM_THREADS": "many"}}, "problem", "NUMBA_NUM_THREADS='many'"),
+        ({"environment": {"MKL_NUM_THREADS": "512"}}, "warning", "MKL_NUM_THREADS=512 on node1, which has 8 CPUs"),
+        ({"settings": {"threads": 9}}, "warning", "TORCHMPI_THREADS=9"),
+    ],
+)
+def test_variables_for_threads(process, expected, words):
+    found = checks.check_threads(job({}, process))
+    assert (None if found is None else found.verdict) == expected
+    assert found is None or words in found.found
+
+
 def test_cpu_quota():
     found = checks.check_quota(alone(cpu_quota=1.5))
     assert found.verdict == "warning" and "1.5" in found.found and "at most 1 rank there" in found.remedy

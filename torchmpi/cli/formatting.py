@@ -43,21 +43,18 @@ def shortened(texts: Iterable[str], *, most: int = 8, separator: str = ", ") -> 
     return separator.join(texts[:most]) + more
 
 
-def table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Align columns; columns of integers (below the heading, the first row) are aligned to the right.
+def table(rows: Sequence[Sequence[object]], *, right: Iterable[int] | None = None) -> list[str]:
+    """Align columns to the left, and those of the given numbers to the right (None: all but the first).
 
-    >>> table([["rank", "host"], [0, "a"], [10, "b"]])
+    >>> table([["rank", "host"], [0, "a"], [10, "b"]], right=[0])
     ['rank  host', '   0  a', '  10  b']
     """
-    columns = list(zip(*rows, strict=True))
-    widths = [max(len(str(cell)) for cell in column) for column in columns]
-    right = [all(isinstance(cell, int) for cell in column[1:]) for column in columns]
-    lines = []
-    for row in rows:
-        cells = zip(map(str, row), widths, right, strict=True)
-        aligned = (cell.rjust(width) if is_right else cell.ljust(width) for cell, width, is_right in cells)
-        lines.append("  ".join(aligned).rstrip())
-    return lines
+    columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
+    to_right = set(range(1, len(columns)) if right is None else right)
+    for number, column in enumerate(columns):
+        width = max(map(len, column))
+        columns[number] = [cell.rjust(width) if number in to_right else cell.ljust(width) for cell in column]
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 def hanging(prefix: str, text: str) -> list[str]:
@@ -66,17 +63,11 @@ def hanging(prefix: str, text: str) -> list[str]:
     >>> hanging("note  ", "short")
     ['note  short']
     """
-    lines: list[str] = []
-    for paragraph in text.splitlines() or [""]:
-        lines += textwrap.wrap(
-            paragraph,
-            WIDTH,
-            initial_indent=" " * len(prefix) if lines else prefix,
-            subsequent_indent=" " * len(prefix),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return lines
+    indent = " " * len(prefix)
+    wrapper = textwrap.TextWrapper(WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
+                                   break_on_hyphens=False)  # fmt: skip
+    lines = [line for paragraph in text.splitlines() or [""] for line in wrapper.wrap(paragraph)] or [""]
+    return [prefix + lines[0][len(prefix) :], *lines[1:]]
 
 
 def section(title: str, entries: Iterable[tuple[str, str]]) -> list[str]:

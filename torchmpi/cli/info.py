@@ -188,7 +188,7 @@ def _rank_table(ranks: list[dict[str, Any]]) -> list[str]:
         device = " ".join(filter(None, (rank["device"], rank["device_name"])))
         cores = core_list(rank["cores"])
         rows.append([rank["rank"], rank["host"], rank["local_rank"], cores, rank["threads"], device])
-    return table(rows)
+    return table(rows, right=(0, 2, 4))
 
 
 def _gpu_section(ranks: list[dict[str, Any]]) -> list[str]:

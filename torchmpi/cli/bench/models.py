@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+_NUM_TOKENS, _WIDTH, _LENGTH = 2000, 256, 32
 
 
 class TrainingTask(NamedTuple):
@@ -20,40 +23,40 @@ class TrainingTask(NamedTuple):
 
 def make_task(name: str, *, rank: int) -> TrainingTask:
     """Make a network with the same parameters on every rank, and a batch that differs between ranks."""
+    make_net, make_batch = _TASKS[name]
     torch.manual_seed(1)
-    net = _NETS[name]()
+    net = make_net()
     torch.manual_seed(1000 + rank)
-    return TrainingTask(net, *_BATCHES[name]())
-
-
-# --- multilayer perceptron -----------------------------------------------------------------------------------
+    return TrainingTask(net, *make_batch())
 
 
 def _mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-    )  # fmt: skip
+    widths = (784, 1024, 1024)
+    hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(1024, 10))
 
 
-def _mlp_batch() -> tuple[Tensor, Tensor]:
-    return torch.randn(128, 784), torch.randint(10, (128,))
+class Residual(nn.Module):
+    """Convolutions of the given (channels, kernel, stride), with ReLU between them, and a shortcut."""
 
-
-# --- ResNet-18 for CIFAR-10: 62 tensors, 11.2 million elements -----------------------------------------------
-
-
-class Basic(nn.Module):
-    """Two convolutions and a shortcut."""
-
-    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+    def __init__(self, num_in: int, *convolutions: tuple[int, int, int]) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            *_convolution(num_in, num_out, 3, stride), nn.ReLU(), *_convolution(num_out, num_out, 3, 1)
-        )  # fmt: skip
-        self.shortcut = _shortcut(num_in, num_out, stride)
+        layers: list[nn.Module] = []
+        width, total_stride = num_in, 1
+        for num_out, kernel, stride in convolutions:
+            layers += [*_convolution(width, num_out, kernel, stride), nn.ReLU()]
+            width, total_stride = num_out, total_stride * stride
+        self.body = nn.Sequential(*layers[:-1])
+        is_same = num_in == width and total_stride == 1
+        self.shortcut = nn.Identity() if is_same else nn.Sequential(*_convolution(num_in, width, 1, total_stride))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def _convolution(num_in: int, num_out: int, kernel: int, stride: int) -> tuple[nn.Module, nn.Module]:
+    convolution = nn.Conv2d(num_in, num_out, kernel, stride, padding=kernel // 2, bias=False)
+    return convolution, nn.BatchNorm2d(num_out)
 
 
 def resnet18() -> nn.Module:
@@ -63,47 +66,13 @@ def resnet18() -> nn.Module:
     >>> len(list(net.parameters())), sum(parameter.numel() for parameter in net.parameters())
     (62, 11173962)
     """
-    widths = (64, 64, 128, 128, 256, 256, 512, 512)
+    widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
     blocks = [
-        Basic(before, width, 1 if before == width else 2) for before, width in zip((64, *widths), widths, strict=False)
+        Residual(num_in, (num_out, 3, 1 if num_in == num_out else 2), (num_out, 3, 1))
+        for num_in, num_out in pairwise(widths)
     ]
-    return nn.Sequential(
-        *_convolution(3, 64, 3, 1), nn.ReLU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)
-    )  # fmt: skip
-
-
-def _small_image_batch() -> tuple[Tensor, Tensor]:
-    return torch.randn(2, 3, 24, 24), torch.randint(10, (2,))
-
-
-# --- ResNet-50: 161 tensors, 25.6 million elements -----------------------------------------------------------
-
-
-class Bottleneck(nn.Module):
-    """Three convolutions and a shortcut."""
-
-    def __init__(self, num_in: int, num_inner: int, stride: int) -> None:
-        super().__init__()
-        num_out = 4 * num_inner
-        self.body = nn.Sequential(
-            *_convolution(num_in, num_inner, 1, 1), nn.ReLU(),
-            *_convolution(num_inner, num_inner, 3, stride), nn.ReLU(),
-            *_convolution(num_inner, num_out, 1, 1),
-        )  # fmt: skip
-        self.shortcut = _shortcut(num_in, num_out, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.body(x) + self.shortcut(x))
-
-
-def _shortcut(num_in: int, num_out: int, stride: int) -> nn.Module:
-    is_same = num_in == num_out and stride == 1
-    return nn.Identity() if is_same else nn.Sequential(*_convolution(num_in, num_out, 1, stride))
-
-
-def _convolution(num_in: int, num_out: int, kernel: int, stride: int) -> tuple[nn.Module, nn.Module]:
-    convolution = nn.Conv2d(num_in, num_out, kernel, stride, padding=kernel // 2, bias=False)
-    return convolution, nn.BatchNorm2d(num_out)
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+    return nn.Sequential(*_convolution(3, 64, 3, 1), nn.ReLU(), *blocks, *head)
 
 
 def resnet50() -> nn.Module:
@@ -115,23 +84,12 @@ def resnet50() -> nn.Module:
     """
     blocks: list[nn.Module] = []
     num_in = 64
-    for num_inner, num_rows, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-        for index in range(num_rows):
-            blocks.append(Bottleneck(num_in, num_inner, stride if index == 0 else 1))
-            num_in = 4 * num_inner
-    return nn.Sequential(
-        *_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *blocks,
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000),
-    )  # fmt: skip
-
-
-def _image_batch() -> tuple[Tensor, Tensor]:
-    return torch.randn(2, 3, 64, 64), torch.randint(1000, (2,))
-
-
-# --- transformer ---------------------------------------------------------------------------------------------
-
-_NUM_TOKENS, _WIDTH, _LENGTH = 2000, 256, 32
+    for inner, num_blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for index in range(num_blocks):
+            blocks.append(Residual(num_in, (inner, 1, 1), (inner, 3, 1 if index else stride), (4 * inner, 1, 1)))
+            num_in = 4 * inner
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+    return nn.Sequential(*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *blocks, *head)
 
 
 class Transformer(nn.Module):
@@ -157,7 +115,9 @@ def _text_batch() -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 
 
-_NETS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": _mlp, "cnn": resnet18, "resnet": resnet50, "transformer": Transformer,
-}  # fmt: skip
-_BATCHES = {"mlp": _mlp_batch, "cnn": _small_image_batch, "resnet": _image_batch, "transformer": _text_batch}
+_TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+    "mlp": (_mlp, lambda: (torch.randn(128, 784), torch.randint(10, (128,)))),
+    "cnn": (resnet18, lambda: (torch.randn(2, 3, 24, 24), torch.randint(10, (2,)))),
+    "resnet": (resnet50, lambda: (torch.randn(2, 3, 64, 64), torch.randint(1000, (2,)))),
+    "transformer": (Transformer, _text_batch),
+}

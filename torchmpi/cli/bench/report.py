@@ -1,4 +1,4 @@
-"""Results as text, as files, and as plots."""
+"""Results as files, as text and as plots, and the comparison of two files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import ArgumentError, JobError
 from ..formatting import counted, section, table
 from .contestants import COPY
 from .options import PEERS, short_size
-from .timing import TimingSummary
+from .timing import TimingSummary, apart
 
 Row = Mapping[str, Any]
 FORMAT = "torchmpi bench 1"
@@ -92,6 +92,11 @@ def microseconds(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+def time_and_spread(row: Row) -> str:
+    """Format the time of a row in microseconds, with its spread."""
+    return f"{microseconds(row['median_us'])} ({timing_of(row).spread:.0%})" if has_figure(row) else "-"
+
+
 def header(report: Mapping[str, Any]) -> list[str]:
     """Format versions, machine and binding."""
     first = report["jobs"][0]["facts"]
@@ -99,17 +104,14 @@ def header(report: Mapping[str, Any]) -> list[str]:
     entries = [("date", report["date"]), ("software", versions), ("processor", first["processor"])]
     if first.get("device", "cpu") != "cpu":
         entries.append(("device", first["device"]))
-    for job in report["jobs"]:
-        facts = job["facts"]
+    for facts in (job["facts"] for job in report["jobs"]):
         cores = " | ".join(facts["cores"][:8]) + (" ..." if len(facts["cores"]) > 8 else "")
-        entries.append(
-            (
-                counted(facts["ranks"], "rank"),
-                f"{facts['mpi']}, {facts['ranks_per_core']:g} per core, cores {cores}, "
-                f"{counted(facts['threads_per_rank'], 'thread')} each, {facts['binding']}"
-                + (f", {facts['hosts']} hosts" if facts["hosts"] > 1 else ""),
-            )
+        text = (
+            f"{facts['mpi']}, {facts['ranks_per_core']:g} per core, cores {cores}, "
+            f"{counted(facts['threads_per_rank'], 'thread')} each, {facts['binding']}"
         )
+        hosts = f", {facts['hosts']} hosts" if facts["hosts"] > 1 else ""
+        entries.append((counted(facts["ranks"], "rank"), text + hosts))
     if first["settings"]:
         entries.append(("settings", ", ".join(f"{name}={value}" for name, value in first["settings"].items())))
     return section(report.get("title", f"torchmpi bench {report['kind']}"), dict.fromkeys(entries))
@@ -122,26 +124,49 @@ def reasons(rows: Sequence[Row], column: str) -> list[str]:
     >>> reasons(rows, "verb")
     ['a: none (gather)']
     """
-    found: dict[tuple[str, str], list[str]] = {}
-    everything = dict.fromkeys(str(row[column]) for row in rows)
-    for row in rows:
-        if "why_not" in row:
-            found.setdefault((row["contestant"], row["why_not"]), []).append(str(row[column]))
-    return [
-        f"{contestant}: {reason}" + (f" ({', '.join(dict.fromkeys(where))})" if {*where} != {*everything} else "")
-        for (contestant, reason), where in found.items()
-    ]
+    everything = {str(row[column]) for row in rows}
+    lines = []
+    for (contestant, reason), found in grouped([row for row in rows if "why_not" in row], ("contestant", "why_not")):
+        where = dict.fromkeys(str(row[column]) for row in found)
+        lines.append(f"{contestant}: {reason}" + (f" ({', '.join(where)})" if {*where} != everything else ""))
+    return lines
 
 
-def numeric_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns of text to the right, the first column to the left.
+# --- comparison ---------------------------------------------------------------------------------------------
 
-    >>> numeric_table([["bytes", "us"], ["4", "1.5"]])
-    ['bytes   us', '4      1.5']
-    """
-    columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
-    padded = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns[1:]]
-    return table(list(zip(columns[0], *padded, strict=True)))
+
+def compare_files(before: str, after: str) -> str:
+    """Compare two files, and return the result as text."""
+    first, second = load(before), load(after)
+    kind = first["kind"]
+    if kind != second["kind"]:
+        raise ArgumentError(
+            f"{before} has results of `{kind}`, {after} of `{second['kind']}`. Compare files of one kind."
+        )
+    old, new = (
+        {tuple(row[name] for name in KEYS[kind]): timing_of(row) for row in report["rows"] if has_figure(row)}
+        for report in (first, second)
+    )
+    if not old:
+        raise ArgumentError(f"{before}: files of `{kind}` hold no times that could be compared.")
+    common = [key for key in old if key in new]
+    if not common:
+        raise ArgumentError(
+            f"{before} and {after} have no line in common. Measure the same collectives, sizes and ranks."
+        )
+    rows, verdicts = [[*KEYS[kind], "A us", "B us", "B/A", ""]], []
+    for key in common:
+        a, b = old[key], new[key]
+        ratio = b.median_us / a.median_us if a.median_us else float("inf")
+        verdicts.append("" if not apart(a, b) else "faster" if ratio < 1 else "slower")
+        cells = [short_size(part) if name == "bytes" else str(part) for name, part in zip(KEYS[kind], key, strict=True)]
+        times = [f"{microseconds(timing.median_us)} ({timing.spread:.0%})" for timing in (a, b)]
+        rows.append([*cells, *times, f"{ratio:.2f}", verdicts[-1]])
+    faster, slower = verdicts.count("faster"), verdicts.count("slower")
+    lines = [f"A: {before}", f"B: {after}", "", *table(rows), ""]
+    lines.append(f"{len(common)} lines in both: {faster} faster, {slower} slower, beyond the quartiles of both.")
+    only = [len(found) - len(common) for found in (old, new)]
+    return "\n".join([*lines, *([f"Only in A: {only[0]} lines, only in B: {only[1]}."] if any(only) else [])])
 
 
 # --- plots --------------------------------------------------------------------------------------------------
@@ -181,17 +206,15 @@ def _draw_panel(axis: Any, panel: tuple[Any, ...], rows: Sequence[Row]) -> None:
     ranks, collective, dtype, mode = panel
     for index, ((name,), points) in enumerate(grouped(rows, ("contestant",))):
         style = ":" if name == COPY else "--" if name in PEERS else "-"
-        times = [row["median_us"] for row in points]
-        axis.plot([row["bytes"] for row in points], times, style, label=name,
-                  marker=None if name == COPY else _MARKERS[index % len(_MARKERS)], markersize=4)  # fmt: skip
-        axis.fill_between([row["bytes"] for row in points], [row["low_us"] for row in points],
-                          [row["high_us"] for row in points], alpha=0.15)  # fmt: skip
-    axis.set_xscale("log", base=2)
+        sizes, times, low, high = ([row[key] for row in points] for key in ("bytes", "median_us", "low_us", "high_us"))
+        marker = None if name == COPY else _MARKERS[index % len(_MARKERS)]
+        axis.plot(sizes, times, style, label=name, marker=marker, markersize=4)
+        axis.fill_between(sizes, low, high, alpha=0.15)
+    axis.set_xscale("symlog" if collective == "barrier" else "log", base=2)
     axis.set_yscale("log")
     ticks = sorted({row["bytes"] for row in rows})[::2]
     axis.set_xticks(ticks, [short_size(tick) for tick in ticks])
-    axis.set_xlabel("bytes")
-    axis.set_ylabel("microseconds")
-    axis.set_title(f"{collective} {dtype}, {counted(ranks, 'rank')}" + (", asynchronous" if mode == "async" else ""))
+    axis.set(xlabel="bytes", ylabel="microseconds")
+    axis.set_title(f"{collective} {dtype}, {counted(ranks, 'rank')}" + (f", {mode}" if mode != "sync" else ""))
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")

@@ -28,9 +28,7 @@ class TimingSummary:
 
     median_us: float
     low_us: float
-    """First quartile."""
     high_us: float
-    """Third quartile."""
     num_batches: int
     calls_per_batch: int
 
@@ -46,21 +44,14 @@ def summarise(batch_seconds: Sequence[float], calls_per_batch: int) -> TimingSum
     >>> summarise([3e-6, 1e-6, 2e-6], calls_per_batch=1)
     TimingSummary(median_us=2.0, low_us=1.5, high_us=2.5, num_batches=3, calls_per_batch=1)
     """
-    per_call = sorted(seconds / calls_per_batch * 1e6 for seconds in batch_seconds)
-    if len(per_call) == 1:
-        low = middle = high = per_call[0]
-    else:
-        low, middle, high = statistics.quantiles(per_call, n=4, method="inclusive")
-    return TimingSummary(round(middle, 3), round(low, 3), round(high, 3), len(per_call), calls_per_batch)
+    per_call = [seconds / calls_per_batch * 1e6 for seconds in batch_seconds]
+    quartiles = statistics.quantiles(per_call * (2 if len(per_call) == 1 else 1), n=4, method="inclusive")
+    low, middle, high = (round(quartile, 3) for quartile in quartiles)
+    return TimingSummary(middle, low, high, len(per_call), calls_per_batch)
 
 
 def apart(before: TimingSummary, after: TimingSummary) -> bool:
-    """Return whether the quartiles of two summaries do not overlap.
-
-    >>> first = TimingSummary(2, 1, 3, 7, 1)
-    >>> apart(first, TimingSummary(4, 2.5, 5, 7, 1)), apart(first, TimingSummary(5, 4, 6, 7, 1))
-    (False, True)
-    """
+    """Return whether the quartiles of two summaries do not overlap."""
     return before.high_us < after.low_us or after.high_us < before.low_us
 
 
@@ -94,22 +85,21 @@ def measure_calls(
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        lengths = [_calls_per_batch(contestant, comm, one_clock) for contestant in contestants]
+        entries = [(contestant, _calls_per_batch(contestant, comm, one_clock)) for contestant in contestants]
         begin = time.perf_counter()
-        _round(contestants, lengths, comm)  # a warm-up that also measures the duration of a round
-        round_seconds = _largest([time.perf_counter() - begin], comm)[0]
-        batches: list[list[BatchInterval]] = [[] for _ in contestants]
+        for contestant, length in entries:  # a warm-up that also measures the duration of a round
+            _batch(contestant, length, comm)
+        (round_seconds,) = _largest([time.perf_counter() - begin], comm)
+        batches: list[list[BatchInterval]] = [[] for _ in entries]
         for number in range(num_rounds(seconds, round_seconds)):
-            order = range(len(contestants)) if number % 2 == 0 else range(len(contestants) - 1, -1, -1)
-            spans = _round([contestants[i] for i in order], [lengths[i] for i in order], comm)
-            for index, span in zip(order, spans, strict=True):
-                batches[index].append(span)
+            in_order = list(zip(entries, batches, strict=True))
+            for (contestant, length), found in in_order if number % 2 == 0 else reversed(in_order):
+                found.append(_batch(contestant, length, comm))
     finally:
         if was_enabled:
             gc.enable()
-    return [
-        summarise(_durations(spans, comm, one_clock), length) for spans, length in zip(batches, lengths, strict=True)
-    ]
+    pairs = zip(batches, entries, strict=True)
+    return [summarise(_durations(found, comm, one_clock), length) for found, (_, length) in pairs]
 
 
 def num_rounds(seconds: float, round_seconds: float) -> int:
@@ -119,10 +109,6 @@ def num_rounds(seconds: float, round_seconds: float) -> int:
     (7, 20, 201)
     """
     return max(MIN_BATCHES, min(MAX_BATCHES, int(seconds / max(round_seconds, 1e-9))))
-
-
-def _round(contestants: Sequence[TimedCall], lengths: Sequence[int], comm: Any) -> list[BatchInterval]:
-    return [_batch(contestant, length, comm) for contestant, length in zip(contestants, lengths, strict=True)]
 
 
 def _batch(contestant: TimedCall, length: int, comm: Any) -> BatchInterval:
@@ -145,7 +131,7 @@ def _calls_per_batch(contestant: TimedCall, comm: Any, one_clock: bool) -> int:
     num_roots = length = len(contestant.calls)
     _batch(contestant, length, comm)
     while True:
-        duration = _durations([_batch(contestant, length, comm)], comm, one_clock)[0]
+        (duration,) = _durations([_batch(contestant, length, comm)], comm, one_clock)
         if duration >= BATCH_SECONDS / 4 or length >= _MOST_CALLS:
             break
         length *= 4

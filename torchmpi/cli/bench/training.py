@@ -6,7 +6,6 @@ import argparse
 import copy
 import dataclasses
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from ... import nn as mpinn
 from ...session import mpi_library
-from ..formatting import counted
+from ..formatting import counted, table
 from .contestants import open_group, why_absent
-from .job import BenchJob, job_facts, split_seconds
+from .job import BenchJob, job_facts
 from .models import TrainingTask, make_task, resnet50
-from .report import Row, grouped, has_figure, header, numeric_table, reasons, timing_of
+from .report import Row, grouped, has_figure, header, reasons, timing_of
 from .timing import TimedCall, measure_calls, timed_on
 
 NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR, COPY = (
@@ -35,7 +34,7 @@ NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR, COPY = (
     "a plain copy",
 )
 SUMS, IN_BUCKETS, COPIED = "gloo buckets", "ddp's way on gloo", "the same, gradients copied"
-_PARTS = ("step", "communication")
+_STEP, _COMMUNICATION = "step", "communication"
 _WEIGHTS = {"mlp": 1.0, "cnn": 2.0, "transformer": 2.0, "resnet": 4.0}
 _TOLERANCE = 1e-4
 
@@ -44,37 +43,27 @@ def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
     """Return rows of steps for each model, then of communication alone. Collective."""
     reason = job.agreed(why_absent("gloo"))
     if reason is None:
-        open_group("gloo", job.comm, job.resources)
-    ours = open_group("torchmpi", job.comm, job.resources)
-    tasks: list[tuple[str, Callable[[float], list[dict[str, Any]]]]] = [
-        (f"{name} steps", partial(_steps, job, name, ours, reason)) for name in options.models
-    ]
-    tasks.append(("gradients of ResNet-50", partial(_communication, job, reason)))
-    weights = [_WEIGHTS[name] for name in options.models] + [1.5]
-    rows: list[dict[str, Any]] = []
-    end = time.monotonic() + options.seconds
-    for index, (text, task) in enumerate(tasks):
-        job.show(f"{index + 1}/{len(tasks)} {text}")
-        left = job.comm.bcast(max(0.0, end - time.monotonic()))
-        rows += task(split_seconds(left, weights, index))
-        gc.collect()
-    return {"facts": job_facts(job.comm), "rows": rows}
+        open_group("gloo", job.resources)
+    ours = open_group("torchmpi", job.resources)
+    tasks = [(f"{name} steps", _WEIGHTS[name], partial(_steps, job, name, ours, reason)) for name in options.models]
+    tasks.append(("gradients of ResNet-50", 1.5, partial(_communication, job, reason)))
+    return {"facts": job_facts(job.comm), "rows": job.run_in_turn(tasks, options.seconds)}
 
 
-def _row(job: BenchJob, model: str, part: str, contestant: str) -> dict[str, Any]:
-    return {"ranks": job.size, "model": model, "part": part, "contestant": contestant}
-
-
-def _rows(job: BenchJob, model: str, part: str, calls: Sequence[TimedCall], seconds: float) -> list[dict[str, Any]]:
-    summaries = measure_calls(calls, job.comm, seconds=seconds, one_clock=job.one_clock)
-    return [
-        _row(job, model, part, call.name) | dataclasses.asdict(summary)
-        for call, summary in zip(calls, summaries, strict=True)
-    ]
-
-
-def _timed(job: BenchJob, name: str, call: Callable[[], object], touch: Callable[[], object]) -> TimedCall:
-    return TimedCall(name, (call,), touch, timed_on(job, (call,)))
+def _rows(
+    job: BenchJob,
+    head: Mapping[str, Any],
+    calls: Mapping[str, tuple[Callable[[], object], Callable[[], object]]],
+    seconds: float,
+    reasons: Mapping[str, str | None],
+) -> list[dict[str, Any]]:
+    """Time calls, each with a function that writes its buffers; return rows of times and of reasons for none."""
+    timed = [TimedCall(name, (call,), touch, timed_on(job, (call,))) for name, (call, touch) in calls.items()]
+    summaries = measure_calls(timed, job.comm, seconds=seconds, one_clock=job.one_clock)
+    gc.collect()
+    rows = [{"contestant": name} | dataclasses.asdict(found) for name, found in zip(calls, summaries, strict=True)]
+    rows += [{"contestant": name, "why_not": reason} for name, reason in reasons.items() if reason]
+    return [{"ranks": job.size} | dict(head) | row for row in rows]
 
 
 # --- steps ---------------------------------------------------------------------------------------------------
@@ -121,32 +110,20 @@ def _steps(job: BenchJob, model: str, ours: Any, why_no_gloo: str | None, second
     trainers = _trainers(task, ours, has_gloo=why_no_gloo is None)
     for trainer in trainers.values():
         trainer.step()
-    reasons = {name: job.agreed(reason) for name, reason in _differences(trainers).items()}
-    calls = [
-        _timed(job, name, trainer.step, _nothing) for name, trainer in trainers.items() if reasons.get(name) is None
-    ]
-    rows = _rows(job, model, _PARTS[0], calls, seconds)
-    if why_no_gloo is not None:
-        reasons[DDP] = why_no_gloo
-    rows += [_row(job, model, _PARTS[0], name) | {"why_not": reason} for name, reason in reasons.items() if reason]
+    reasons = {name: job.agreed(_difference(trainers, name)) for name in (ASYNC, DDP, OUR_DDP) if name in trainers}
+    # A training step writes all buffers itself.
+    calls = {name: (trainer.step, lambda: None) for name, trainer in trainers.items() if reasons.get(name) is None}
+    reasons |= {} if why_no_gloo is None else {DDP: why_no_gloo}
+    rows = _rows(job, {"model": model, "part": _STEP}, calls, seconds, reasons)
     mpinn.unregister_async_backward(trainers[ASYNC].net)
     return rows
 
 
-def _differences(trainers: dict[str, Trainer]) -> dict[str, str | None]:
-    """Compare the parameters of all trainers after the first step."""
-    expected = list(trainers[SYNC].net.parameters())
-    found: dict[str, str | None] = {}
-    for name in (ASYNC, DDP, OUR_DDP):
-        if name in trainers:
-            pairs = zip(trainers[name].net.parameters(), expected, strict=True)
-            is_same = all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE) for a, b in pairs)
-            found[name] = None if is_same else f"its parameters differ from those of {SYNC} after one step"
-    return found
-
-
-def _nothing() -> None:
-    pass  # a training step writes all buffers itself
+def _difference(trainers: Mapping[str, Trainer], name: str) -> str | None:
+    """Compare parameters after the first step with those of SYNC."""
+    pairs = zip(trainers[name].net.parameters(), trainers[SYNC].net.parameters(), strict=True)
+    is_same = all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE) for a, b in pairs)
+    return None if is_same else f"its parameters differ from those of {SYNC} after one step"
 
 
 # --- communication alone -------------------------------------------------------------------------------------
@@ -157,50 +134,39 @@ def _communication(job: BenchJob, why_no_gloo: str | None, seconds: float) -> li
     net, gradients = _net_with_gradients(job)
     parameters = list(net.parameters())
     kept, kept_gradients = _net_with_gradients(job)
-    calls = [
-        # A list of parameters may have new gradients each time; a module keeps them where they have been moved.
-        _timed(job, SYNC, lambda: mpinn.synchronize_gradients(parameters), lambda: _write(gradients)),
-        _timed(job, KEPT, lambda: mpinn.synchronize_gradients(kept), lambda: _write(kept_gradients)),
-    ]
-    if job.device.type == "cpu":  # MPI's collectives need memory of the host
-        calls.append(TimedCall(BY_TENSOR, (_by_tensor(job, gradients),), lambda: _write(gradients)))
     copies = [torch.empty_like(gradient) for gradient in gradients]
-    calls.append(_timed(job, COPY, partial(torch._foreach_copy_, copies, gradients), partial(_write, gradients)))
-    by_gloo = ((SUMS, sum_buckets), (IN_BUCKETS, average_buckets), (COPIED, average_copied))
+    write = partial(torch._foreach_zero_, gradients)
+    calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        # A list of parameters may have new gradients each time; a module keeps them where they have been moved.
+        SYNC: (lambda: mpinn.synchronize_gradients(parameters), write),
+        KEPT: (lambda: mpinn.synchronize_gradients(kept), partial(torch._foreach_zero_, kept_gradients)),
+        COPY: (partial(torch._foreach_copy_, copies, gradients), write),
+    }
+    if job.device.type == "cpu":  # MPI's collectives need memory of the host
+        calls[BY_TENSOR] = (partial(_by_tensor, job.comm, [gradient.numpy() for gradient in gradients]), write)
+    by_gloo = {SUMS: sum_buckets, IN_BUCKETS: average_buckets, COPIED: average_copied}
     if why_no_gloo is None:
         buckets = fill_buckets(gradients)
-        flat = [bucket.flat for bucket in buckets]
-        for name, function in by_gloo:
-            written = gradients if name == COPIED else flat
-            calls.append(_timed(job, name, partial(function, buckets), partial(_write, written)))
-    rows = _rows(job, "resnet", _PARTS[1], calls, seconds)
-    if why_no_gloo is not None:
-        rows += [_row(job, "resnet", _PARTS[1], name) | {"why_not": why_no_gloo} for name, _ in by_gloo]
-    return rows
+        write_flat = partial(torch._foreach_zero_, [bucket.flat for bucket in buckets])
+        for name, function in by_gloo.items():
+            calls[name] = (partial(function, buckets), write if name == COPIED else write_flat)
+    head = {"model": "resnet", "part": _COMMUNICATION}
+    return _rows(job, head, calls, seconds, dict.fromkeys(by_gloo, why_no_gloo))
 
 
 def _net_with_gradients(job: BenchJob) -> tuple[nn.Module, list[Tensor]]:
     net = resnet50().to(job.device)
-    for parameter in net.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return net, [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    gradients = [torch.zeros_like(parameter) for parameter in net.parameters()]
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    return net, gradients
 
 
-def _by_tensor(job: BenchJob, gradients: Sequence[Tensor]) -> Callable[[], None]:
-    """Return a function that calls mpi4py for each tensor; it sums without dividing."""
-    comm, in_place = job.comm, mpi_library.load().IN_PLACE
-    arrays = [gradient.numpy() for gradient in gradients]
-
-    def run() -> None:
-        for array in arrays:
-            comm.Allreduce(in_place, array)
-
-    return run
-
-
-def _write(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.zero_()
+def _by_tensor(comm: Any, arrays: Sequence[Any]) -> None:
+    """Sum arrays with mpi4py, one by one, without dividing."""
+    in_place = mpi_library.load().IN_PLACE
+    for array in arrays:
+        comm.Allreduce(in_place, array)
 
 
 # --- the communication of DistributedDataParallel -------------------------------------------------------------
@@ -224,25 +190,27 @@ def fill_buckets(gradients: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) 
     >>> [len(bucket.flat) for bucket in fill_buckets([torch.zeros(3), torch.zeros(2), torch.zeros(2)], 16)]
     [4, 3]
     """
-    buckets: list[Bucket] = []
-    members: list[Tensor] = []
+    groups: list[list[Tensor]] = [[]]
     for gradient in reversed(gradients):
-        members.append(gradient)
-        if sum(member.nbytes for member in members) >= bucket_bytes:
-            buckets.append(_bucket_of(members))
-            members = []
-    return [*buckets, _bucket_of(members)] if members else buckets
+        if sum(member.nbytes for member in groups[-1]) >= bucket_bytes:
+            groups.append([])
+        groups[-1].append(gradient)
+    buckets = []
+    for members in groups:
+        flat = members[0].new_zeros(sum(gradient.numel() for gradient in members))
+        parts = torch.split(flat, [gradient.numel() for gradient in members])
+        buckets.append(Bucket(flat, members, [part.view_as(to) for part, to in zip(parts, members, strict=True)]))
+    return buckets
 
 
-def _bucket_of(gradients: list[Tensor]) -> Bucket:
-    flat = gradients[0].new_zeros(sum(gradient.numel() for gradient in gradients))
-    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-    return Bucket(flat, gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
-
-
-def sum_buckets(buckets: Sequence[Bucket]) -> None:
-    """Sum the buckets over ranks, without dividing."""
-    for work in [torch.distributed.all_reduce(bucket.flat, async_op=True) for bucket in buckets]:
+def sum_buckets(buckets: Sequence[Bucket], before: Callable[[Bucket], object] | None = None) -> None:
+    """Sum the buckets over ranks, without dividing, each after calling `before` with it."""
+    works = []
+    for bucket in buckets:
+        if before is not None:
+            before(bucket)
+        works.append(torch.distributed.all_reduce(bucket.flat, async_op=True))
+    for work in works:
         work.wait()
 
 
@@ -252,25 +220,19 @@ def average_buckets(buckets: Sequence[Bucket]) -> None:
     DistributedDataParallel does this with ``gradient_as_bucket_view=True`` and ``zero_grad(set_to_none=False)``.
     """
     size = torch.distributed.get_world_size()
-    works = []
-    for bucket in buckets:
-        for view in bucket.views:
-            view.div_(size)
-        works.append(torch.distributed.all_reduce(bucket.flat, async_op=True))
-    for work in works:
-        work.wait()
+    sum_buckets(buckets, lambda bucket: [view.div_(size) for view in bucket.views])
 
 
 def average_copied(buckets: Sequence[Bucket]) -> None:
     """Average gradients that are copied into the buckets and back, the default of DistributedDataParallel."""
     share = 1 / torch.distributed.get_world_size()
-    works = []
-    for bucket in buckets:
+
+    def fill(bucket: Bucket) -> None:
         for gradient, view in zip(bucket.gradients, bucket.views, strict=True):
             torch.mul(gradient, share, out=view)
-        works.append(torch.distributed.all_reduce(bucket.flat, async_op=True))
-    for work, bucket in zip(works, buckets, strict=True):
-        work.wait()
+
+    sum_buckets(buckets, fill)
+    for bucket in buckets:
         for gradient, view in zip(bucket.gradients, bucket.views, strict=True):
             gradient.copy_(view)
 
@@ -278,21 +240,7 @@ def average_copied(buckets: Sequence[Bucket]) -> None:
 # --- table --------------------------------------------------------------------------------------------------
 
 _GROUP = ("ranks", "model", "part")
-_BASES = {"step": "ddp", "communication": "ddp's way on gloo"}
-_ALONE = "no communication"
-
-
-def as_text(report: Mapping[str, Any]) -> str:
-    """Format the header, and a table for each model and number of ranks."""
-    lines = header(report)
-    for (ranks, model, part), rows in grouped(report["rows"], _GROUP):
-        what = f"{model}: training step" if part == "step" else "161 gradients of ResNet-50: communication alone"
-        lines += ["", f"{what}, {counted(ranks, 'rank')}", "", *(f"  {line}" for line in _table(rows, part))]
-    lines += ["", *_LEGEND]
-    missing = reasons(report["rows"], "model")
-    return "\n".join([*lines, *(["", "no figures", *(f"  {line}" for line in missing)] if missing else [])])
-
-
+_BASES = {_STEP: DDP, _COMMUNICATION: IN_BUCKETS}
 _LEGEND = (
     "ms: median over batches, spread: half the distance of the quartiles. communication: share of the step that the",
     "same step without communication does not take. x: time of DistributedDataParallel (or of what it does on gloo)",
@@ -300,15 +248,25 @@ _LEGEND = (
 )
 
 
+def as_text(report: Mapping[str, Any]) -> str:
+    """Format the header, and a table for each model and number of ranks."""
+    lines = header(report)
+    for (ranks, model, part), rows in grouped(report["rows"], _GROUP):
+        what = f"{model}: training step" if part == _STEP else "161 gradients of ResNet-50: communication alone"
+        lines += ["", f"{what}, {counted(ranks, 'rank')}", "", *(f"  {line}" for line in _table(rows, part))]
+    lines += ["", *_LEGEND]
+    missing = reasons(report["rows"], "model")
+    return "\n".join([*lines, *(["", "no figures", *(f"  {line}" for line in missing)] if missing else [])])
+
+
 def _table(rows: Sequence[Row], part: str) -> list[str]:
     times = {row["contestant"]: row["median_us"] for row in rows if has_figure(row)}
-    base, alone = times.get(_BASES[part]), times.get(_ALONE)
-    heading = ["", "ms", "spread", *(["communication"] if part == "step" else []), f"x {_BASES[part]}"]
-    lines = [heading]
+    base, alone = times.get(_BASES[part]), times.get(NONE)
+    lines = [["", "ms", "spread", *(["communication"] if part == _STEP else []), f"x {_BASES[part]}"]]
     for row in filter(has_figure, rows):
         timing = timing_of(row)
         line = [row["contestant"], f"{timing.median_us / 1e3:.2f}", f"{timing.spread:.0%}"]
-        if part == "step":
+        if part == _STEP:
             line.append("-" if alone is None else f"{max(0.0, 1 - alone / timing.median_us):.0%}")
         lines.append([*line, "-" if base is None else f"{base / timing.median_us:.2f}"])
-    return numeric_table(lines)
+    return table(lines)

@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-IN_PLACE = ("allreduce", "broadcast", "reduce")
+REDUCING = ("allreduce", "reduce", "reduce_scatter")
+WITH_OUT = ("allreduce", "broadcast", "reduce")
+"""In place unless `out` is given; the other collectives that return a tensor of their own are always out of place."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_SAME_SHAPE = (*WITH_OUT, "sendreceive", "barrier")
 _SMALL_SOURCE = ("allgather", "gather")
 _SMALL_TARGET = ("reduce_scatter", "scatter")
 # A prime, so that a chunk at a wrong offset is detected; small values, so that 16-bit sums are exact up to 64 ranks.
@@ -26,6 +29,8 @@ class BenchCase(NamedTuple):
     dtype: str
     num_bytes: int
     """The requested size; :attr:`Workload.payload_bytes` is rounded so that it divides evenly."""
+    out_of_place: bool = False
+    """Whether a collective that may work in place has a second tensor for the result."""
 
 
 class Workload:
@@ -41,15 +46,16 @@ class Workload:
     ) -> None:
         allocate = allocate or partial(_plain, device)
         self.collective, self.rank, self.size = case.collective, rank, size
-        self.dtype: torch.dtype = getattr(torch, case.dtype)
-        numel = max(1, case.num_bytes // self.dtype.itemsize)
-        if self.collective not in IN_PLACE:
+        self.is_in_place = self.collective in _SAME_SHAPE and not (case.out_of_place and case.collective in WITH_OUT)
+        self.dtype: torch.dtype = getattr(torch, case.dtype or "uint8")
+        numel = case.num_bytes // self.dtype.itemsize or int(case.collective != "barrier")
+        if self.collective not in _SAME_SHAPE:
             numel = max(1, numel // size) * size
         self.numel, part = numel, numel // size
         self.payload_bytes = numel * self.dtype.itemsize
         self.source = allocate(part if self.collective in _SMALL_SOURCE else numel, self.dtype)
         self.target = self.source
-        if self.collective not in IN_PLACE:
+        if not self.is_in_place:
             self.target = allocate(part if self.collective in _SMALL_TARGET else numel, self.dtype)
         self.touch()
 
@@ -70,17 +76,18 @@ class Workload:
 
     def is_right(self, root: int) -> bool:
         """Return whether the target has the result of the collective."""
-        if self.collective in ("reduce", "gather") and self.rank != root:
+        if self.collective == "barrier" or (self.collective in ("reduce", "gather") and self.rank != root):
             return True
         if self.collective in ("allgather", "gather", "alltoall"):
             shift = self.rank if self.collective == "alltoall" else 0
             parts = self.target.chunk(self.size)
             return all(_equals(part, self._pattern(index + shift)) for index, part in enumerate(parts))
-        if self.collective in ("broadcast", "scatter"):
-            return _equals(self.target, self._pattern(root + (self.rank if self.collective == "scatter" else 0)))
-        shift = self.rank if self.collective == "reduce_scatter" else 0
-        total = torch.stack([self._pattern(rank + shift).to(torch.int64) for rank in range(self.size)]).sum(0)
-        return _equals(self.target, total.to(self.dtype))
+        if self.collective in REDUCING:
+            shift = self.rank if self.collective == "reduce_scatter" else 0
+            total = torch.stack([self._pattern(rank + shift).to(torch.int64) for rank in range(self.size)]).sum(0)
+            return _equals(self.target, total.to(self.dtype))
+        source = {"broadcast": root, "scatter": root + self.rank, "sendreceive": (self.rank - 1) % self.size}
+        return _equals(self.target, self._pattern(source[self.collective]))
 
     def _pattern(self, shift: int) -> torch.Tensor:
         return ((torch.arange(_PERIOD) + shift) % _VALUES).to(self.source.device, self.dtype)

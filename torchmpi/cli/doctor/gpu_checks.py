@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from ...backends.gpus import ipc_groups
-from ..facts import Facts, ProcessFacts
+from ..facts import Facts, Finding, ProcessFacts
 from ..formatting import counted, shortened
-from .finding import Finding
 
 
 def check_cuda(facts: Facts) -> Finding | None:

