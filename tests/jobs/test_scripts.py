@@ -36,12 +36,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     limited = ["timeout", "--foreground", "-k", "5", str(timeout), *map(str, command)]
     return subprocess.run(
-        limited,
-        capture_output=True,
-        text=True,
-        env=dict(env or place()),
-        stdin=subprocess.DEVNULL,
-        check=False,
+        limited, capture_output=True, text=True, env=dict(env or place()), stdin=subprocess.DEVNULL, check=False
     )
 
 
@@ -287,8 +282,7 @@ def test_without_a_local_rank_nothing_is_guessed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "local_rank", "expected"),
-    [("4,7", 0, "4"), ("4,7", 1, "7"), ("4,7", 2, "4"), ("GPU-8a", 3, "GPU-8a")],
+    ("visible", "local_rank", "expected"), [("4,7", 0, "4"), ("4,7", 1, "7"), ("4,7", 2, "4"), ("GPU-8a", 3, "GPU-8a")]
 )
 def test_gpus_go_round_by_local_rank(visible: str, local_rank: int, expected: str) -> None:
     environment = place(CUDA_VISIBLE_DEVICES=visible, OMPI_COMM_WORLD_LOCAL_RANK=str(local_rank))

@@ -22,6 +22,7 @@ PROCESS = ProcessFacts(
         "numba": "0.62.1",
         "llvmlite": "0.45.0",
         "mpi4py": "4.1.0",
+        "psutil": "7.2.2",
     },
     launcher=None,
     launcher_ranks=1,

@@ -13,7 +13,7 @@ from cli_facts import LAUNCH, PROCESS, alone, job
 
 from torchmpi.cli.doctor import software_checks as checks
 from torchmpi.cli.doctor.diagnosis import as_json, as_text, diagnose, summary
-from torchmpi.cli.facts import Finding, RankFacts, SelfTest
+from torchmpi.cli.facts import OLDEST_AND_TESTED, Finding, RankFacts, SelfTest
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED = SelfTest(2, 0.5, None, "refused")
@@ -44,10 +44,10 @@ def test_versions_are_those_of_the_package():
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
     required = dict(line.split(">=") for line in config["options"]["install_requires"].split())
-    oldest = {name: oldest for name, (oldest, _) in checks.OLDEST_AND_TESTED.items()}
+    oldest = {name: oldest for name, (oldest, _) in OLDEST_AND_TESTED.items()}
     assert oldest == required | {"Python": config["options"]["python_requires"].removeprefix(">=")}
     pinned = dict(re.findall(r"^(\w+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[::-1])
-    for name, (_, tested) in checks.OLDEST_AND_TESTED.items():
+    for name, (_, tested) in OLDEST_AND_TESTED.items():
         if name != "Python":
             assert tested == pinned[name], name
 
@@ -123,10 +123,5 @@ def test_summary():
 def test_json_has_findings_and_facts():
     facts = job({}, {})
     report = json.loads(as_json(facts, diagnose(facts)))
-    assert report["checks"][0] == {
-        "name": "versions",
-        "verdict": "ok",
-        "found": diagnose(facts)[0].found,
-        "remedy": "",
-    }
+    assert report["checks"][0] == {"name": "versions", "verdict": "ok", "found": diagnose(facts)[0].found, "remedy": ""}
     assert [RankFacts.from_json(rank) for rank in report["facts"]["ranks"]] == list(facts.ranks)

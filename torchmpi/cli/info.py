@@ -26,13 +26,18 @@ from .launching import leave_job
 
 def run(options: argparse.Namespace) -> int:
     """Start torchmpi, report on rank 0, and stop; return 1 if it could not be started."""
-    render = _as_json if options.json else as_text
+    software = {"versions": versions(), "executable": sys.executable}
+
+    def show(report: dict[str, Any]) -> None:
+        report = software | report
+        print(json.dumps(report, indent=2) if options.json else as_text(report), flush=True)
+
     try:
         MPI, _ = mpi_library.initialise()
     except (MissingMPIError, LaunchError) as error:
         # The ranks form no job: the first one of the host reports.
         if launcher.detect().local_rank in (None, 0):
-            print(render(_software() | {"error": str(error)}), flush=True)
+            show({"error": str(error)})
         return 1
     world = MPI.COMM_WORLD
     try:
@@ -40,21 +45,17 @@ def run(options: argparse.Namespace) -> int:
         runtime.start(config=dataclasses.replace(config, verbose=False))
     except TorchMPIError as error:  # the same on all ranks
         if world.rank == 0:
-            print(render(_software() | {"error": str(error)}), flush=True)
+            show({"error": str(error)})
         leave_job()
         return 1
     ranks = collectives.allgather_object(_rank())
     if world.rank == 0:
-        print(render(_software() | _job(ranks) | {"settings": _settings(config)}), flush=True)
+        show(_job(ranks) | {"settings": _settings(config)})
     runtime.stop()
     return 0
 
 
 # --- gathering ---------------------------------------------------------------------------------------------
-
-
-def _software() -> dict[str, Any]:
-    return {"versions": versions(), "executable": sys.executable}
 
 
 def _rank() -> dict[str, Any]:
@@ -133,22 +134,40 @@ def transports(table: Table, spans: Sequence[str]) -> list[dict[str, Any]]:
 # --- text --------------------------------------------------------------------------------------------------
 
 
-def _as_json(report: dict[str, Any]) -> str:
-    return json.dumps(report, indent=2)
-
-
 def as_text(report: dict[str, Any]) -> str:
     """Format the report in sections."""
     installed = [(name, version or "not installed") for name, version in report["versions"].items()]
     lines = section("software", [*installed, ("started by", report["executable"])])
     if "error" in report:
         return "\n".join([*lines, "", *section("not started", [("reason", report["error"])])])
-    lines += ["", *_mpi_section(report["mpi"]), "", *_job_section(report), ""]
-    lines += [f"  {line}" for line in _rank_table(report["ranks"])]
-    lines += _gpu_section(report["ranks"])
-    lines += ["", *_backend_section(report["backends"])]
-    lines += ["", *_transport_section(report["transports"], is_tuned=report["tuned"])]
-    return "\n".join([*lines, "", *section("settings", map(_setting_line, report["settings"].items()))])
+    mpi, ranks = report["mpi"], report["ranks"]
+    hosts = [f"{counted(number, 'rank')} on {host}" for host, number in report["ranks_per_host"].items()]
+    sections = [
+        section(
+            "MPI",
+            [
+                ("library", mpi["library"]),
+                ("file", ", ".join(mpi["paths"]) or "unknown"),
+                ("thread level", mpi["thread_level"]),
+                ("CUDA-aware", "yes" if mpi["is_cuda_aware"] else "no"),
+            ],
+        ),
+        section(
+            "job",
+            [
+                ("launcher", report["launcher"] or "none known"),
+                ("ranks", str(len(ranks))),
+                ("hosts", f"{report['num_hosts']}: {', '.join(hosts)}"),
+                ("binding", "; ".join(dict.fromkeys(rank["binding"] for rank in ranks))),
+            ],
+        ),
+        [f"  {line}" for line in _rank_table(ranks)],
+        _gpu_section(ranks),
+        _backend_section(report["backends"]),
+        _transport_section(report["transports"], is_tuned=report["tuned"]),
+        section("settings", map(_setting_line, report["settings"].items())),
+    ]
+    return "\n".join([*lines, *(line for found in filter(None, sections) for line in ("", *found))])
 
 
 def _setting_line(setting: tuple[str, dict[str, Any]]) -> tuple[str, str]:
@@ -157,65 +176,34 @@ def _setting_line(setting: tuple[str, dict[str, Any]]) -> tuple[str, str]:
     return name, f"{entry['value']!r}{source}"
 
 
-def _mpi_section(mpi: dict[str, Any]) -> list[str]:
-    return section(
-        "MPI",
-        [
-            ("library", mpi["library"]),
-            ("file", ", ".join(mpi["paths"]) or "unknown"),
-            ("thread level", mpi["thread_level"]),
-            ("CUDA-aware", "yes" if mpi["is_cuda_aware"] else "no"),
-        ],
-    )
-
-
-def _job_section(report: dict[str, Any]) -> list[str]:
-    hosts = [f"{counted(number, 'rank')} on {host}" for host, number in report["ranks_per_host"].items()]
-    return section(
-        "job",
-        [
-            ("launcher", report["launcher"] or "none known"),
-            ("ranks", str(len(report["ranks"]))),
-            ("hosts", f"{report['num_hosts']}: {', '.join(hosts)}"),
-            ("binding", "; ".join(dict.fromkeys(rank["binding"] for rank in report["ranks"]))),
-        ],
-    )
-
-
 def _rank_table(ranks: list[dict[str, Any]]) -> list[str]:
     rows: list[list[object]] = [["rank", "host", "local", "cores", "threads", "device"]]
     for rank in ranks:
         device = " ".join(filter(None, (rank["device"], rank["device_name"])))
-        cores = core_list(rank["cores"])
-        rows.append([rank["rank"], rank["host"], rank["local_rank"], cores, rank["threads"], device])
+        rows.append([rank["rank"], rank["host"], rank["local_rank"], core_list(rank["cores"]), rank["threads"], device])
     return table(rows, right=(0, 2, 4))
 
 
 def _gpu_section(ranks: list[dict[str, Any]]) -> list[str]:
     """List the ranks on each GPU, if there is any."""
-    by_gpu: dict[tuple[str, str], list[str]] = {}
-    for rank in ranks:
-        if rank["device_uuid"] is not None:
-            by_gpu.setdefault((rank["host"], rank["device_uuid"]), []).append(str(rank["rank"]))
-    if not by_gpu:
-        return []
-    nccl_versions = dict.fromkeys(rank["nccl"] or "none" for rank in ranks if rank["device_uuid"] is not None)
-    on_gpus = [
-        (f"{uuid} on {host}", f"{'ranks' if len(users) > 1 else 'rank'} {', '.join(users)}")
-        for (host, uuid), users in by_gpu.items()
-    ]
-    return ["", *section("GPUs", [("NCCL", ", ".join(nccl_versions)), *on_gpus])]
+    on_gpus = [rank for rank in ranks if rank["device_uuid"] is not None]
+    by_gpu: dict[str, list[str]] = {}
+    for rank in on_gpus:
+        by_gpu.setdefault(f"{rank['device_uuid']} on {rank['host']}", []).append(str(rank["rank"]))
+    nccl_versions = dict.fromkeys(rank["nccl"] or "none" for rank in on_gpus)
+    lines = [(gpu, f"{'ranks' if len(users) > 1 else 'rank'} {', '.join(users)}") for gpu, users in by_gpu.items()]
+    return section("GPUs", [("NCCL", ", ".join(nccl_versions)), *lines]) if lines else []
 
 
 def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
     """List the collectives of each backend; merge backends that are not implemented."""
     everything = max(len(entry["verbs"]) for entry in entries)
-    unimplemented = Counter(entry["backend"] for entry in entries if entry["verdict"] == "unimplemented")
+    unimplemented = dict.fromkeys(entry["backend"] for entry in entries if entry["verdict"] == "unimplemented")
     lines = []
     for entry in entries:
-        if entry["verdict"] == "unimplemented":
-            continue
         text = entry["verdict"]
+        if text == "unimplemented":
+            continue
         if len(entry["verbs"]) < everything:
             text += f": {', '.join(entry['verbs'])}"
         elif text in AVAILABLE:

@@ -210,11 +210,7 @@ def run_job(
                 for line in lines:
                     show(line.rstrip("\n"))
 
-            done = run_limited(
-                [*launch, sys.executable, *arguments],
-                seconds=limit_seconds,
-                tick=relay,
-            )
+            done = run_limited([*launch, sys.executable, *arguments], seconds=limit_seconds, tick=relay)
         text = shlex.join([*launch, "python", "..."])
         if done.status == 0 and result.exists():
             return dict(json.loads(result.read_text()), command=text)

@@ -5,19 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..facts import Facts, Finding
+from ..facts import OLDEST_AND_TESTED, Facts, Finding
 from ..formatting import counted
 from .self_test import REFUSED
-
-OLDEST_AND_TESTED = {
-    "Python": ("3.10", "3.13"),
-    "torch": ("2.6", "2.13"),
-    "numpy": ("1.26", "2.4"),
-    "numba": ("0.61", "0.68"),
-    "llvmlite": ("0.44", "0.50"),
-    "mpi4py": ("4.0", "4.1"),
-}
-"""The oldest version that is supported, and the newest that the tests have been run with."""
 
 
 def check_versions(facts: Facts) -> Finding | None:
