@@ -6,7 +6,7 @@ Backends appear by name only. A *rule* lists backends by size: with ``((4096, "m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
