@@ -12,7 +12,7 @@ import torch
 
 from torchmpi.parameterserver import rules
 from torchmpi.parameterserver.rules import Rule
-from torchmpi.parameterserver.shards import CLIENT, Actor, ActorTable, Shards, layout, private_segment
+from torchmpi.parameterserver.shards import CLIENT, Actor, Shards, layout, private_segment
 from torchmpi.shared_memory.kernels import server_rules as native
 from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.segments import Segment
@@ -29,20 +29,16 @@ class Rig:
         begins = [sum(numels[:index]) for index in range(len(numels))]
         parts = list(zip(begins, numels, strict=True))
         self.dtype, self.numel = dtype, sum(numels)
-        self.actors = segment_of(ActorTable.num_bytes(4), shared)
         self.shards = Shards(segment_of(plan.num_bytes, shared), plan, parts, dtypes=(dtype, state_dtype))
         if chunk:
             assert max(numels) <= chunk * 4096 // fields.HEADER_BYTES, "a page of headers"
             self.shards.chunk_numel = chunk
 
     def actor(self, index: int, kind: int = CLIENT) -> Actor:
-        """An actor of the calling process."""
-        return Actor(ActorTable(self.actors, index), kind)
-
-    def block(self, number: int) -> np.ndarray:
-        """The first fields of the block of an actor."""
-        start = (number - 1) * fields.BLOCK_BYTES
-        return np.frombuffer(self.actors.memory, np.int64, 16, start)
+        """An actor; a number of its own keeps those of one process apart."""
+        actor = Actor(kind, index)
+        actor._plan[fields.ACTOR] += index << 40
+        return actor
 
     def apply(self, actor: Actor, rule: str | Rule, data: torch.Tensor, span: tuple[int, int] | None = None) -> None:
         """Apply a rule; `data` holds the elements of the span."""
@@ -75,7 +71,6 @@ class Rig:
 
     def close(self) -> None:
         self.shards.close()
-        self.actors.close()
 
 
 def segment_of(num_bytes: int, shared: bool) -> Segment:
@@ -97,13 +92,6 @@ def fork(work: Callable[[], object]) -> int:
             traceback.print_exc()
         finally:
             os._exit(1)
-    return process
-
-
-def dead_process() -> int:
-    """The id of a process that has ended."""
-    process = fork(lambda: None)
-    os.waitpid(process, 0)
     return process
 
 

@@ -22,7 +22,7 @@ from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group
 from ..errors import ArgumentError, TorchMPIError
 from ..tensors.buffers import as_bytes
-from .rules import MAX_COEFFICIENTS, MAX_NAME_BYTES, PreparedRule, Rule
+from .rules import MAX_NAME_BYTES, NUM_COEFFICIENTS, PreparedRule, Rule
 from .shards import MESSAGE_BYTES, Actor, Shards, message_ranges
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _REQUEST, _DATA_TO_SERVER, _DATA_TO_CLIENT, _REPLY = range(1, 5)
 _APPLY, _READ = 1, 2
 _DONE, _FAILED, _REFUSED = range(3)
-_HEADER = struct.Struct(f"<5q{MAX_COEFFICIENTS}d{MAX_NAME_BYTES}s")
+_HEADER = struct.Struct(f"<5q{NUM_COEFFICIENTS}d{MAX_NAME_BYTES}s")
 _REPLY_FORMAT = struct.Struct("<3q1000s")
 _MAX_IN_FLIGHT = 4
 """Messages of one request that are in flight."""
@@ -74,7 +74,7 @@ class _Header(NamedTuple):
     num_messages: int
 
     def pack(self) -> bytes:
-        coefficients = (*self.rule.coefficients, *[0.0] * MAX_COEFFICIENTS)[:MAX_COEFFICIENTS]
+        coefficients = (*self.rule.coefficients, *[0.0] * NUM_COEFFICIENTS)[:NUM_COEFFICIENTS]
         name = self.rule.name.encode()
         lengths = len(self.rule.coefficients), len(name)
         return _HEADER.pack(self.operation, self.server, self.num_messages, *lengths, *coefficients, name)

@@ -14,7 +14,6 @@ from ..shared_memory.kernels import server_rules as native
 from ..shared_memory.kernels.shard_layout import MOST_STATES, NUM_COEFFICIENTS
 
 Function = Callable[..., object]
-MAX_COEFFICIENTS = NUM_COEFFICIENTS - 2
 MAX_NAME_BYTES = 64
 """Space for the name in a request to another host."""
 
@@ -193,9 +192,9 @@ scaled_add, sgd, zero, and the rules added by register_rule.
         rule = Rule(rule)
     if not isinstance(rule, Rule):
         raise ArgumentError(f"a rule is a name or a torchmpi.parameterserver.Rule, not {rule!r}.")
-    if len(rule.coefficients) > MAX_COEFFICIENTS:
+    if len(rule.coefficients) > NUM_COEFFICIENTS:
         raise ArgumentError(
-            f"rule {rule.name!r} has {len(rule.coefficients)} coefficients; {MAX_COEFFICIENTS} are possible."
+            f"rule {rule.name!r} has {len(rule.coefficients)} coefficients; {NUM_COEFFICIENTS} are possible."
         )
     registered = _registered.get(rule.name)
     if registered is not None:
@@ -205,9 +204,9 @@ scaled_add, sgd, zero, and the rules added by register_rule.
     if code is None:
         names = ", ".join(sorted({*native.BUILT_IN, *_registered}))
         raise ArgumentError(f"unknown rule {rule.name!r}. Available: {names}, and the rules added by register_rule.")
-    if len(rule.coefficients) != code.num_coefficients:
+    if len(rule.coefficients) != len(code.coefficients):
         raise ArgumentError(
-            f"rule {rule.name!r} needs {code.num_coefficients} coefficients: write "
+            f"rule {rule.name!r} needs {len(code.coefficients)} coefficients: write "
             f"torchmpi.parameterserver.{rule.name}(...)."
         )
     return PreparedRule(rule.name, rule.coefficients, code.num_states, native.address(dtype, rule.name), None)

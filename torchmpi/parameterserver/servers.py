@@ -7,6 +7,7 @@ others by messages (:class:`.remote.RemoteClient`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -21,13 +22,12 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError, CommunicatorError, DtypeError, MismatchError, TorchMPIError
 from ..session import runtime
 from ..shared_memory.kernels.server_rules import state_dtype
-from ..shared_memory.segments import Segment
 from ..tensors import buffers, streams
 from ..tensors import dtypes as dtype_table
 from ..tensors.partition import even_partition
 from .remote import RemoteClient, ServerThread
 from .rules import PreparedRule, Rule, prepare
-from .shards import CLIENT, SERVER, Actor, ActorTable, Shards, layout, private_segment
+from .shards import CLIENT, SERVER, Actor, Shards, layout, private_segment
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm as MPIComm
@@ -124,11 +124,16 @@ class ServerContext:
         context = group.context
         self.group = group
         self.comm: MPIComm = group.comm.Dup()
-        self.local_comm, self.actors = _make_actor_table(group, self.comm)
+        shares_memory = (group.local or group).status_board is not None
+        host = context.hosts[group.world_ranks[group.rank]] if shares_memory else group.rank
+        self.local_comm: MPIComm = self.comm.Split(host, group.rank)
         self.local_ranks: tuple[int, ...] = tuple(self.local_comm.allgather(group.rank))
         """Ranks whose shards this rank reaches through memory; the others are remote."""
+        world_ranks = [group.world_ranks[rank] for rank in self.local_ranks]
+        ranks = dict(zip(self.local_comm.allgather(os.getpid()), world_ranks, strict=True))
+        make_actor = partial(Actor, index=self.local_comm.rank, ranks=ranks, is_crowded=context.is_crowded)
         self.remote_ranks = tuple(rank for rank in range(group.size) if rank not in self.local_ranks)
-        self.client = Actor(self.actors, CLIENT, is_crowded=context.is_crowded)
+        self.client = make_actor(CLIENT)
         self.client.on_wait = self._note_wait
         # Without messages MPI need not support threads for calls to run in one.
         queue = CallQueue(f"{group.name} parameter server", threaded=context.threaded or not self.remote_ranks)
@@ -140,9 +145,10 @@ class ServerContext:
         self._thread: ServerThread | None = None
         if self.remote_ranks:
             self.remote = RemoteClient(context.MPI, self.comm, group, self.remote_ranks, self.call_queue)
-            actor = Actor(self.actors, SERVER, is_crowded=context.is_crowded)
-            end_job = runtime.current().failures.end_job
-            self._thread = ServerThread(context.MPI, self.comm, actor, self.servers, name=group.name, end_job=end_job)
+            self._thread = ServerThread(
+                context.MPI, self.comm, make_actor(SERVER), self.servers,
+                name=group.name, end_job=runtime.current().failures.end_job,
+            )  # fmt: skip
             self._thread.start()
         group.attachments.append(self)
 
@@ -155,12 +161,16 @@ class ServerContext:
         """Allocate and map the shards of the local ranks. Collective."""
         local_parts, states = [parts[rank] for rank in self.local_ranks], state_dtype(dtype)
         plan = layout(tuple(numel for _, numel in local_parts), dtype.itemsize, states.itemsize)
-        segment = _allocate(self.comm, self.local_comm, "shards", plan.num_bytes)
-        if segment is None:
+        local = self.local_comm
+        segment = share(local, "shards", plan.num_bytes) if local.size > 1 else private_segment(plan.num_bytes)
+        if not all(self.comm.allgather(segment is not None)):
+            if segment is not None:
+                segment.close()
             raise TorchMPIError(
                 f"{self.group.where}: cannot allocate {plan.num_bytes} bytes of shared memory for the shards on some "
                 "host. Give the container more (docker --shm-size), or disable shared memory: TORCHMPI_SLOT_BYTES=0."
             )
+        assert segment is not None
         return Shards(segment, plan, local_parts, dtypes=(dtype, states))
 
     def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle:
@@ -186,10 +196,9 @@ class ServerContext:
         finally:
             self.call_queue.doing = None
 
-    def _note_wait(self, holder: int) -> None:
+    def _note_wait(self, rank: int) -> None:
         """Let the watchdog report which rank holds the lock that this rank waits for."""
         if self.call_queue.doing is None:
-            rank = self.group.world_ranks[self.local_ranks[self.actors.rank_of(holder)]]
             self.call_queue.doing = f"a call of the parameter server, for a chunk that rank {rank} has locked,"
 
     def free(self, server: Server) -> None:
@@ -211,30 +220,8 @@ class ServerContext:
         for server in list(self.servers.values()):
             server.close()
         self.servers.clear()
-        self.actors.segment.close()
         self.local_comm.Free()
         self.comm.Free()
-
-
-def _make_actor_table(group: Group, comm: MPIComm) -> tuple[MPIComm, ActorTable]:
-    """Return the communicator of the ranks that share memory, possibly this one alone, and their actor table."""
-    hosts = [group.context.hosts[rank] for rank in group.world_ranks]
-    local = comm.Split(hosts[group.rank] if group.context.slot_bytes else group.rank, group.rank)
-    segment = _allocate(comm, local, "actors", ActorTable.num_bytes(local.size))
-    if segment is None:
-        local.Free()
-        local, segment = comm.Split(group.rank, 0), private_segment(ActorTable.num_bytes(1))
-    return local, ActorTable(segment, local.rank)
-
-
-def _allocate(comm: MPIComm, local: MPIComm, name: str, num_bytes: int) -> Segment | None:
-    """Allocate memory on each host, for the ranks of `local`; None if it fails on any rank of `comm`. Collective."""
-    segment = share(local, name, num_bytes) if local.size > 1 else private_segment(num_bytes)
-    if all(comm.allgather(segment is not None)):
-        return segment
-    if segment is not None:
-        segment.close()
-    return None
 
 
 def call_collectively(group: Group, collective: str, subject: str, action: Callable[[], T]) -> T:
@@ -314,7 +301,7 @@ def _make(group: Group, tensor: torch.Tensor, name: str | None) -> Server:
 
 def _require_threads(group: Group) -> None:
     context = group.context
-    if not context.threaded and (len(group.hosts) > 1 or not context.slot_bytes) and group.size > 1:
+    if not context.threaded and (len(group.hosts) > 1 or group.status_board is None) and group.size > 1:
         raise CommunicatorError(
             f"{group.where}: parameter servers for ranks that share no memory need MPI_THREAD_MULTIPLE, which this MPI "
             "library does not support. Use servers within the hosts (comm=1, the level of hosts that start() makes), "

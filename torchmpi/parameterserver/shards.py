@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from ..errors import TransportError
 from ..shared_memory import kernels
 from ..shared_memory.kernels import shard_layout as fields
 from ..shared_memory.segments import Segment, Ticket
@@ -24,7 +26,6 @@ MESSAGE_BYTES = 1 << 20
 """Upper limit of the data of one message to another host."""
 CLIENT, SERVER = range(2)
 """The two actors of a rank."""
-_ACTORS_PER_RANK = 2
 _PAGE_BYTES = 4096
 _SPINS, _CROWDED_SPINS, _YIELDS = 2000, 50, 200
 
@@ -137,78 +138,38 @@ def _tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 # ---- actors
 
 
-class ActorTable:
-    """A block of shared memory for each actor of the ranks that share memory.
-
-    An actor can hold the lock of a chunk: the client of a rank, and its server thread. Its block contains the identity
-    of its process, its redo record and its scratch memory.
-    """
-
-    def __init__(self, segment: Segment, index: int) -> None:
-        """Create the table; `index`: of this rank among those that share `segment`."""
-        self.segment, self.index = segment, index
-
-    @staticmethod
-    def num_bytes(num_ranks: int) -> int:
-        """Return the size of the table for `num_ranks` ranks."""
-        return num_ranks * _ACTORS_PER_RANK * fields.BLOCK_BYTES
-
-    def register(self, kind: int) -> int:
-        """Write the identity of this process into the block of its client or server; return the actor's number."""
-        actor = self.index * _ACTORS_PER_RANK + kind + 1
-        block = self._block(actor)
-        block[fields.PROCESS], block[fields.STARTED] = os.getpid(), process_start(os.getpid())
-        return actor
-
-    def rank_of(self, actor: int) -> int:
-        """Return the index of an actor's rank among those that share memory."""
-        return (actor - 1) // _ACTORS_PER_RANK
-
-    def is_dead(self, actor: int) -> bool:
-        """Return whether an actor's process has ended; False if this process is out of file descriptors."""
-        block = self._block(actor)
-        process, started = block[fields.PROCESS], block[fields.STARTED]
-        try:
-            return process != 0 and process_start(process) != started
-        except OSError:
-            return False
-
-    def _block(self, actor: int) -> memoryview[int]:
-        begin = (actor - 1) * fields.BLOCK_BYTES
-        return memoryview(self.segment.memory)[begin : begin + 64].cast("B").cast("q")
-
-
-def process_start(process: int) -> int:
-    """Return the start time of a process in clock ticks; 0 if it has ended, even if it has not been reaped.
-
-    >>> process_start(os.getpid()) > 0, process_start(1 << 30)
-    (True, 0)
-    """
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            # The name, in parentheses, may contain anything.
-            stat = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 0 if stat[0] in (b"Z", b"X") else int(stat[19])
-
-
 class Actor:
-    """Applies rules to shards and reads them, one call at a time."""
+    """Applies rules to shards and reads them, one call at a time.
 
-    def __init__(self, table: ActorTable, kind: int, *, is_crowded: bool = False) -> None:
-        self.table, self.number = table, table.register(kind)
-        self._kernels = kernels.load(which="sharding")
-        self._pass_over = self._kernels["pass_over"]
+    Each rank has two: its client, and its server thread.
+
+    Args:
+        kind: CLIENT or SERVER.
+        index: Index of this rank among those that share memory. Clients begin with different shards.
+        ranks: Rank of each process that shares memory with this one, for messages.
+        is_crowded: Whether ranks share cores, so that polling is no use.
+    """
+
+    def __init__(
+        self, kind: int, index: int = 0, *, ranks: Mapping[int, int] | None = None, is_crowded: bool = False
+    ) -> None:
+        loaded = kernels.load(which="sharding")
+        self._pass_over, self._end_chunk = loaded["pass_over"], loaded["end_chunk"]
         self._plan = np.zeros(fields.PLAN_FIELDS, np.int64)
         self._coefficients = np.zeros(fields.NUM_COEFFICIENTS, np.float64)
-        self._address = int(self._plan.ctypes.data)
-        plan = self._plan
-        plan[fields.ARENA], plan[fields.ACTOR] = table.segment.address, self.number
-        plan[fields.COEFFICIENTS] = self._coefficients.ctypes.data
-        plan[fields.SPINS], plan[fields.YIELDS] = _CROWDED_SPINS if is_crowded else _SPINS, _YIELDS
-        self.on_wait: Callable[[int], None] = lambda holder: None
-        """Called every tenth of a second of a wait for a lock, with the number of its holder."""
+        self._scratch = np.empty(fields.NUM_ARRAYS * fields.CHUNK_BYTES, np.uint8)
+        self._ranks = ranks or {}
+        self._index, self._address = index, int(self._plan.ctypes.data)
+        spins = _CROWDED_SPINS if is_crowded else _SPINS
+        addresses = self._scratch.ctypes.data, self._coefficients.ctypes.data
+        self._plan[fields.ACTOR : fields.YIELDS + 1] = 2 * os.getpid() + kind, *addresses, spins, _YIELDS
+        self.on_wait: Callable[[int], object] = lambda rank: None
+        """Called every tenth of a second of a wait for a lock, with the rank of its holder."""
+
+    @property
+    def number(self) -> int:
+        """The number by which LOCK names this actor: twice the process id, plus the kind."""
+        return int(self._plan[fields.ACTOR])
 
     @property
     def versions(self) -> int:
@@ -221,66 +182,84 @@ class Actor:
         return int(self._plan[fields.POSITION])
 
     def apply(self, shards: Shards, data: int, span: tuple[int, int], rule: PreparedRule) -> None:
-        """Apply a rule to the elements of `span` that are in `shards`, with the sent values at address `data`."""
-        self._prepare(shards, data, span, rule)
-        if rule.function is None:
-            self._run()
-        else:
-            self._run_in_python(shards, data, span, rule)
+        """Apply a rule to the elements of `span` that are in `shards`, with the sent values at address `data`.
+
+        Raises:
+            TransportError: A process was killed while it changed one of the chunks.
+        """
+        if rule.coefficients:
+            self._coefficients[: len(rule.coefficients)] = rule.coefficients
+        self._prepare(shards, data, span, rule.num_states, rule.address if rule.function is None else fields.IN_PYTHON)
+        try:
+            while self._run() == fields.TAKEN:
+                self._call_function(shards, data - span[0] * shards.dtype.itemsize, rule)
+                self._end_chunk(self._address, 1)
+        finally:
+            if rule.function is not None:  # an interrupt may come at any time: release the chunk that is locked, if any
+                self._end_chunk(self._address, 0)
 
     def read(self, shards: Shards, data: int, span: tuple[int, int]) -> None:
-        """Copy the elements of `span` that are in `shards` to memory at address `data`."""
-        self._prepare(shards, data, span, None)
+        """Copy the elements of `span` that are in `shards` to memory at address `data`.
+
+        Raises:
+            TransportError: A process was killed while it changed one of the chunks.
+        """
+        self._prepare(shards, data, span, 0, fields.READING)
         self._run()
 
-    def _prepare(self, shards: Shards, data: int, span: tuple[int, int], rule: PreparedRule | None) -> None:
-        plan, num_shards = self._plan, len(shards.parts)
-        if rule is not None and rule.coefficients:
-            self._coefficients[: len(rule.coefficients)] = rule.coefficients
-        plan[fields.SHARDS : fields.RULE + 1] = (
+    def _prepare(self, shards: Shards, data: int, span: tuple[int, int], num_states: int, rule: int) -> None:
+        num_shards = len(shards.parts)
+        self._plan[fields.SHARDS : fields.FIRST_SHARD + 1] = (
             shards.table.ctypes.data,
             num_shards,
-            self.table.rank_of(self.number) % num_shards,
             shards.chunk_numel,
             shards.dtype.itemsize,
             shards.state_dtype.itemsize,
-            0 if rule is None else rule.num_states,
-            0 if rule is None else rule.address,
+            num_states,
+            rule,
+            data,
+            *span,
+            *(0, 0, 0, 0, 0, 0),  # POSITION to HEADER
+            self._index % num_shards,
         )
-        plan[fields.DATA : fields.VERSIONS + 1] = data, *span, 0, 0
 
-    def _run(self) -> None:
-        while self._pass_over(self._address) == fields.HELD:
-            self._check_holder()
-
-    def _check_holder(self) -> None:
-        holder = int(self._plan[fields.HOLDER])
-        if self.table.is_dead(holder):
-            self._kernels["take_over"](self._address)
-        else:
-            self.on_wait(holder)
-
-    def _run_in_python(self, shards: Shards, data: int, span: tuple[int, int], rule: PreparedRule) -> None:
-        kernel = self._kernels
-        try:
-            while (status := kernel["take_chunk"](self._address)) != fields.DONE:
-                if status == fields.HELD:
-                    self._check_holder()
-                else:
-                    self._call_function(shards, data - span[0] * shards.dtype.itemsize, rule)
-                    kernel["end_chunk"](self._address, 1)
-        finally:  # an interrupt may come between any two steps above: release the chunk that is locked, if any
-            kernel["end_chunk"](self._address, 0)
+    def _run(self) -> int:
+        while (status := self._pass_over(self._address)) == fields.HELD:
+            process = int(self._plan[fields.HOLDER]) // 2
+            rank = self._ranks.get(process, -1)
+            if has_ended(process):
+                raise TransportError(
+                    f"rank {rank} (process {process}) has ended while it changed a chunk of a parameter server. Nobody "
+                    "can use that chunk any more. Look for the cause in the messages of that rank."
+                )
+            self.on_wait(rank)
+        return status
 
     def _call_function(self, shards: Shards, data: int, rule: PreparedRule) -> None:
         """Call a registered rule on the scratch memory; `data` is the address where element 0 would be."""
-        plan, function = self._plan, rule.function
-        assert function is not None
-        begin, end = int(plan[fields.CHUNK_BEGIN]), int(plan[fields.CHUNK_END])
+        assert rule.function is not None
+        begin, end = int(self._plan[fields.CHUNK_BEGIN]), int(self._plan[fields.CHUNK_END])
         sent = _tensor_at(data + begin * shards.dtype.itemsize, end - begin, shards.dtype)
+        scratch = int(self._plan[fields.SCRATCH])
         arrays = [
-            _tensor_at(int(plan[fields.TARGETS + array]), end - begin, shards.state_dtype if array else shards.dtype)
+            _tensor_at(scratch + array * fields.CHUNK_BYTES, end - begin, shards.state_dtype if array else shards.dtype)
             for array in range(1 + rule.num_states)
         ]
         with torch.no_grad():
-            function(arrays[0], sent, *arrays[1:], *rule.coefficients)
+            rule.function(arrays[0], sent, *arrays[1:], *rule.coefficients)
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process of this host has ended; False if this process is out of file descriptors.
+
+    >>> has_ended(os.getpid()), has_ended(1 << 30)
+    (False, True)
+    """
+    try:
+        # The name, in parentheses, may contain anything.
+        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return state in (b"Z", b"X")  # its parent has not yet asked for its status

@@ -11,7 +11,8 @@ loop, routes, measurements          chunk_loop, direct_read, lookup, copying
 synchronization                     arrival
 records and shared memory by name   access, records, shard_layout, torchmpi.shared_memory.memory_layout
 raw memory, atomics, system calls   intrinsics
-reductions and rules as LLVM text   reduction, reduction_ir, server_rules, server_rule_ir, simd_ir
+rules of the parameter server       server_rules, server_rule_loops
+reductions as LLVM text             reduction, reduction_ir, simd_ir
 compilation                         kernel_sets, compilation, wrappers, fast_path_ir, native_code
 =================================== ============================================================================
 """
@@ -47,7 +48,7 @@ def load(
     if which not in _kernels:
         from . import native_code
 
-        compiler, recipe = native_code.compiler(), _source_digest()
+        compiler, recipe = native_code.compiler(), source_digest()
         if not compiler.load(f"torchmpi_{which}", recipe):
             _build(compiler, recipe, which, announce)
         _kernels[which] = {name: _callable(name, compiler.find(_PREFIX + name)) for name in SETS[which].names}
@@ -103,7 +104,8 @@ def _callable(name: str, address: int, owner: int | None = None) -> Callable[...
     return made
 
 
-def _source_digest() -> str:
+def source_digest() -> str:
+    """Return a digest of everything in this package that the compiled code depends on."""
     digest = hashlib.sha256(b"checks" if ENABLE_CHECKS else b"")
     folder = Path(__file__).parent
     for path in (*sorted(folder.glob("*.py")), folder.parent / "memory_layout.py"):

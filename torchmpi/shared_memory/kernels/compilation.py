@@ -7,7 +7,7 @@ C callback; its LLVM text, without Numba's wrapper, is linked into one module wi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from llvmlite import binding
 
@@ -39,6 +39,12 @@ def module_text(
         whole.link_in(binding.parse_assembly(text))
     whole.verify()
     return str(whole)
+
+
+def function_text(name: str, function: Callable[..., int]) -> str:
+    """Return an LLVM module with one function of 64-bit integers under this name, for kernels to call."""
+    native = Native(function)
+    return native.text.replace(native.name, name)
 
 
 def _plain(name: str, native: Native) -> str:

@@ -10,6 +10,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic as _intrinsic
 
+from .simd_ir import Lanes
+
 _WORD = ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 
@@ -228,25 +230,68 @@ def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel
     return types.void(*[types.int64] * 6), generate
 
 
+def pointer_to(number: Any) -> Any:
+    """Return an intrinsic that makes an address a pointer to numbers of a Numba type, which can be indexed."""
+
+    @intrinsic
+    def pointer(typing_context, address):
+        def generate(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(number)(types.int64), generate
+
+    return pointer
+
+
 @intrinsic
-def load_number(typing_context, address):
-    """Load a double."""
+def float_of_bits(typing_context, bits):
+    """Reinterpret an unsigned 32-bit integer as a float32."""
 
     def generate(context, builder, signature, arguments):
-        return builder.load(builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
+        return builder.bitcast(arguments[0], ir.FloatType())
 
-    return types.float64(types.int64), generate
+    return types.float32(types.uint32), generate
 
 
 @intrinsic
-def store_number(typing_context, address, value):
-    """Store a double."""
+def bits_of_float(typing_context, number):
+    """Return the bits of a float32."""
 
     def generate(context, builder, signature, arguments):
-        builder.store(arguments[1], builder.inttoptr(arguments[0], ir.DoubleType().as_pointer()), align=8)
-        return context.get_dummy_value()
+        return builder.bitcast(arguments[0], ir.IntType(32))
 
-    return types.void(types.int64, types.float64), generate
+    return types.uint32(types.float32), generate
+
+
+def half_conversions(*, has_half: bool) -> tuple[Any, Any]:
+    """Return intrinsics that convert the bits of a float16 to float32, and that round back.
+
+    Without `has_half` they use integer arithmetic: for processors that have no instructions for it.
+    """
+    half, one_half = ir.HalfType(), ir.VectorType(ir.HalfType(), 1)
+    number, one_number = ir.FloatType(), ir.VectorType(ir.FloatType(), 1)
+
+    @intrinsic
+    def widened(typing_context, bits):
+        def generate(context, builder, signature, arguments):
+            if has_half:
+                return builder.fpext(builder.bitcast(arguments[0], half), number)
+            lanes = Lanes(builder, "f16", has_half=False)
+            return builder.bitcast(lanes.widen_half(builder.bitcast(arguments[0], one_half)), number)
+
+        return types.float32(types.uint16), generate
+
+    @intrinsic
+    def narrowed(typing_context, value):
+        def generate(context, builder, signature, arguments):
+            if has_half:
+                return builder.bitcast(builder.fptrunc(arguments[0], half), ir.IntType(16))
+            lanes = Lanes(builder, "f16", has_half=False)
+            return builder.bitcast(lanes.narrow_half(builder.bitcast(arguments[0], one_number)), ir.IntType(16))
+
+        return types.uint16(types.float32), generate
+
+    return widened, narrowed
 
 
 @intrinsic
@@ -261,12 +306,13 @@ def compare_and_swap(typing_context, address, expected, value):
 
 
 @intrinsic
-def call_rule(typing_context, function, targets, sources, data, numel, coefficients):
+def call_rule(typing_context, function, arrays, sent, numel, coefficients, steps):
     """Call a rule of the parameter server by its address (see torchmpi.shared_memory.kernels.server_rules)."""
 
     def generate(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        results = [cgutils.alloca_once(builder, _WORD), cgutils.alloca_once(builder, _BYTE_POINTER)]
+        kind = ir.FunctionType(ir.IntType(32), [*(result.type for result in results), *[_WORD] * 5])
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [*results, *arguments[1:]])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate

@@ -62,7 +62,5 @@ SETS = {
             "receive": FastPathKernel("scatter", "enter_receive", takes_tensor=False, takes_out=True),
         },
     ),
-    "sharding": KernelSet(
-        ("shard_passes",), ("pass_over", "take_chunk", "end_chunk", "take_over"), "parameter-server kernels"
-    ),
+    "sharding": KernelSet(("shard_passes",), ("pass_over", "end_chunk"), "parameter-server kernels"),
 }

@@ -48,6 +48,8 @@ class Compiler:
         asked = "NUMBA_CPU_NAME" in os.environ
         self.features = os.environ.get("NUMBA_CPU_FEATURES", "" if asked else binding.get_host_cpu_features().flatten())
         self.triple = binding.get_process_triple()
+        self.has_half = "+f16c" in self.features or self.triple.startswith("aarch64")
+        """Whether the processor is known to convert 16-bit floats."""
         self.folder = cache_folder()
         self.machine = self._machine()
         nothing = binding.parse_assembly("")

@@ -10,8 +10,7 @@ CHUNK_BYTES = 64 << 10
 MOST_STATES = 2
 NUM_ARRAYS = 1 + MOST_STATES
 """Values, then states."""
-NUM_COEFFICIENTS = 8
-"""The last two are computed by the kernel: see `adam` in torchmpi.shared_memory.kernels.server_rules."""
+NUM_COEFFICIENTS = 6
 
 # Header of a chunk, a cache line of its own.
 LOCK = 0
@@ -22,13 +21,6 @@ STEPS = 2
 """Rules with states applied so far."""
 HEADER_BYTES = 64
 
-# Block of an actor in the arena. Actors are numbered from 1.
-PROCESS, STARTED, REDO, TAKING, NEW_VERSION, NEW_STEPS, NEW_BYTES = range(7)
-"""Process id and its start time; whether the redo record is to be carried out if the actor dies; the dead actor whose
-lock it is taking over; redo record: version, steps, and bytes of each array."""
-SCRATCH_START = 4096
-BLOCK_BYTES = SCRATCH_START + NUM_ARRAYS * CHUNK_BYTES
-
 # Record of a shard: addresses of headers and arrays, first element, number of elements.
 SHARD_HEADERS = 0
 SHARD_ARRAYS = 1
@@ -38,40 +30,48 @@ SHARD_FIELDS = SHARD_NUMEL + 1
 
 # A pass over elements of a tensor.
 (
-    ARENA,
     ACTOR,
+    SCRATCH,
+    COEFFICIENTS,
+    SPINS,
+    YIELDS,
     SHARDS,
     NUM_SHARDS,
-    FIRST_SHARD,
     CHUNK_NUMEL,
     ITEM_BYTES,
     STATE_BYTES,
     NUM_STATES,
     RULE,
-    COEFFICIENTS,
     DATA,
     DATA_BEGIN,
     DATA_END,
     POSITION,
+    SHIFT,
+    SHIFT_POSITION,
     VERSIONS,
-    SPINS,
-    YIELDS,
     HOLDER,
+    HEADER,
+    FIRST_SHARD,
     CHUNK_BEGIN,
     CHUNK_END,
-    TARGETS,
-) = range(22)
-"""Record of a pass: address of the arena; number of this actor; address and number of the shard records, and the first
-one; elements of a chunk, bytes of an element and of a state; rule (an address, 0 for reading), its states and
-coefficients; address of the data and its range of elements; chunks done so far; sum of the VERSIONs found; limits of
-polling; holder of a lock that could not be taken; range of elements of the chunk that `take_chunk` took; then twice
-NUM_ARRAYS addresses: where the rule writes (TARGETS) and reads (SOURCES)."""
-SOURCES = TARGETS + NUM_ARRAYS
-PLAN_FIELDS = SOURCES + NUM_ARRAYS
+    ARRAYS,
+) = range(25)
+"""Record of a pass.
+
+Of the actor: its number; addresses of its scratch memory and of the coefficients; limits of polling. Of the server:
+address and number of the shard records; elements of a chunk; bytes of an element and of a state. Of the call: number of
+states of the rule; the rule; address of the data and its range of elements; chunks done so far; shards done so far, and
+the chunks in them; sum of the VERSIONs found; holder of a lock that could not be taken. Of the chunk at POSITION:
+address of its header, or 0; the shard to begin with; its range of elements; addresses of its arrays."""
+PLAN_FIELDS = ARRAYS + NUM_ARRAYS
+
+# What RULE may be, except for an address.
+READING = 0
+IN_PYTHON = 1
 
 # What a kernel returns.
 DONE = 0
 HELD = 1
 """Another actor has held the lock for long: check whether it is alive, and call again."""
 TAKEN = 2
-"""From `take_chunk`: a chunk is locked."""
+"""For a rule in Python: a chunk is locked, and copied to the scratch memory."""

@@ -104,12 +104,12 @@ def in_vectors(builder: Any, num_bytes: Any, sizes: tuple[int, int], body: Calla
 class Lanes:
     """Code that loads, combines and stores vectors of numbers of one kind.
 
-    If `is_paired`, a vector of bfloat16 becomes two of float32, of its even and its odd lanes: that is cheaper than one
-    in the order of memory.
+    A vector of bfloat16 becomes two of float32, of its even and its odd lanes: that is cheaper than one in the order of
+    memory.
     """
 
-    def __init__(self, builder: Any, name: str, has_half: bool, *, is_paired: bool = True) -> None:
-        self.builder, self.name, self.has_half, self.is_paired = builder, name, has_half, is_paired
+    def __init__(self, builder: Any, name: str, has_half: bool) -> None:
+        self.builder, self.name, self.has_half = builder, name, has_half
         self.kind = KINDS[name]
         self.is_float = name in ("f64", "f32", "f16", "bf16")
 
@@ -121,7 +121,7 @@ class Lanes:
         if self.name == "bf16":
             return self._widen_bfloat(value)
         if self.name == "f16":
-            return [b.fpext(value, _like(value, FLOAT)) if self.has_half else self._widen_half(value)]
+            return [b.fpext(value, _like(value, FLOAT)) if self.has_half else self.widen_half(value)]
         return [value]
 
     def store(self, values: list[Any], base: Any, offset: Any) -> None:
@@ -131,7 +131,7 @@ class Lanes:
         if self.name == "bf16":
             value = self._narrow_bfloat(values)
         if self.name == "f16":
-            value = b.fptrunc(value, _like(value, ir.HalfType())) if self.has_half else self._narrow_half(value)
+            value = b.fptrunc(value, _like(value, ir.HalfType())) if self.has_half else self.narrow_half(value)
         b.store(value, b.bitcast(b.gep(base, [offset]), value.type.as_pointer()), align=1)
 
     def combine(self, op: str, value: Any, other: Any) -> Any:
@@ -160,7 +160,7 @@ class Lanes:
 
     def _widen_bfloat(self, value: Any) -> list[Any]:
         b = self.builder
-        if not self.is_paired or value.type.count == 1:
+        if value.type.count == 1:
             bits = _like(value, I32)
             return [b.bitcast(b.shl(b.zext(value, bits), constant(bits, 16)), _like(value, FLOAT))]
         bits, number = (ir.VectorType(element, value.type.count // 2) for element in (I32, FLOAT))
@@ -187,7 +187,8 @@ class Lanes:
 
     # Half precision by hand. An infinity's exponent stays an infinity's; powers of two scale all others.
 
-    def _widen_half(self, value: Any) -> Any:
+    def widen_half(self, value: Any) -> Any:
+        """Convert a vector of float16 to float32."""
         b = self.builder
         bits, number = _like(value, I32), _like(value, FLOAT)
         raw = b.zext(b.bitcast(value, _like(value, I16)), bits)
@@ -199,7 +200,8 @@ class Lanes:
         sign = b.shl(b.and_(raw, constant(bits, 0x8000)), constant(bits, 16))
         return b.bitcast(b.or_(magnitude, sign), number)
 
-    def _narrow_half(self, value: Any) -> Any:
+    def narrow_half(self, value: Any) -> Any:
+        """Round a vector of float32 to float16."""
         b = self.builder
         bits = _like(value, I32)
         raw = b.bitcast(value, bits)
