@@ -27,19 +27,26 @@ def environment(slot_bytes: str) -> dict[str, str]:
 
 
 @TRANSPORTS
-def test_a_killed_rank_ends_the_job(job, slot_bytes):
+def test_a_rank_that_is_killed_in_a_rule_ends_the_job(job, slot_bytes):
+    """It holds the lock of a chunk. No other rank gets values with a part of its update."""
     code = """
+def fatal(value, sent):
+    value.add_(sent)
+    os.kill(os.getpid(), signal.SIGKILL)
+ps.register_rule("fatal", fatal)
 end = time.monotonic() + 50
 while time.monotonic() < end:
-    ps.send(server, ones).wait()
-    ps.receive(server).wait()
     if rank == 1 and time.monotonic() > end - 49.5:
-        os.kill(os.getpid(), signal.SIGKILL)
+        ps.send(server, 10**9 * ones, "fatal")
+    ps.send(server, ones).wait()
+    if ps.receive(server).wait().max() >= 10**9:
+        print("part of an update", flush=True)
 print("not ended", flush=True)
 """
     result = job(2, START + code, timeout=LIMIT_SECONDS, env=environment(slot_bytes))
     assert result.returncode != 0, result.output
     assert "running" in result.stdout and "not ended" not in result.stdout, result.output
+    assert "part" not in result.stdout, result.output
     assert result.seconds < 40, result.output
 
 

@@ -35,10 +35,8 @@ class Rig:
             self.shards.chunk_numel = chunk
 
     def actor(self, index: int, kind: int = CLIENT) -> Actor:
-        """An actor; a number of its own keeps those of one process apart."""
-        actor = Actor(kind, index)
-        actor._plan[fields.ACTOR] += index << 40
-        return actor
+        """An actor of the calling process."""
+        return Actor(kind, index)
 
     def apply(self, actor: Actor, rule: str | Rule, data: torch.Tensor, span: tuple[int, int] | None = None) -> None:
         """Apply a rule; `data` holds the elements of the span."""

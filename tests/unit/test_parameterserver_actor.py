@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,9 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from shard_rig import Rig, Twin, fork
 
+from torchmpi import errors
 from torchmpi.parameterserver import Rule, adagrad, adam, axpby, register_rule, rules, scaled_add, sgd
-from torchmpi.parameterserver.shards import CLIENT, SERVER
+from torchmpi.parameterserver.shards import CLIENT, SERVER, Actor, has_ended
 from torchmpi.shared_memory.kernels import shard_layout as fields
 from torchmpi.shared_memory.kernels.server_rules import state_dtype
 
@@ -229,7 +233,7 @@ def test_a_rule_that_raises_leaves_the_chunk_unchanged_and_unlocked():
 
 
 def test_an_interrupt_in_a_registered_rule_leaves_no_lock():
-    """Ctrl-C before each Python instruction. The process stays alive, so its lock could not be taken over."""
+    """Ctrl-C before each Python instruction. The process stays alive, so others would wait for the lock forever."""
     register_rule("plus", lambda value, sent: value.add_(sent))
     rig, countdown = Rig((10,), chunk=5), 0
     actor, prepared, sent = rig.actor(0), rules.prepare("plus", torch.float32), torch.ones(10)
@@ -261,3 +265,80 @@ def test_an_interrupt_in_a_registered_rule_leaves_no_lock():
         if countdown > 0:
             break
     assert place > 100
+
+
+# --- killed processes
+
+
+def test_a_chunk_whose_writer_was_killed_is_refused_and_others_are_usable():
+    def fatal(value, sent):
+        value.add_(sent)
+        if sent[0] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_rule("fatal", fatal)
+    rig, sent = Rig((20,), chunk=5, shared=True), torch.arange(20.0)
+    process = fork(lambda: rig.apply(rig.actor(0), "fatal", sent))
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)  # so far a zombie
+    actor, refused = rig.actor(1), rf"process {process}\) has ended while it changed a chunk"
+    with pytest.raises(errors.TransportError, match=refused):
+        rig.read(actor)
+    os.waitpid(process, 0)
+    for rule in ("add", "fatal"):
+        with pytest.raises(errors.TransportError, match=refused):
+            rig.apply(actor, rule, sent)
+    assert rig.read(actor, (0, 5)).tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert rig.read(actor, (10, 20)).tolist() == [0.0] * 10
+    assert rig.headers()[:, fields.VERSION].tolist() == [3, 0, 0, 0]
+    rig.close()
+
+
+@pytest.mark.parametrize("rule", ("copy", adam(0.1)), ids=("copy", "adam"))
+def test_chunks_without_a_lock_are_whole_after_random_kills(rule):
+    chunk, choose = 4096, random.Random(1)
+
+    def work(rig: Rig, index: int) -> None:
+        actor = rig.actor(index)
+        for round in range(10**6):
+            rig.apply(actor, rule, torch.full((rig.numel,), 10.0 * round + index if rule == "copy" else 0.5))
+
+    for _ in range(5):
+        rig = Rig((3 * chunk, chunk + 5), chunk=chunk, shared=True)
+        children = [fork(lambda rig=rig, index=index: work(rig, index)) for index in (1, 2, 3)]
+        for child in children:
+            time.sleep(choose.uniform(0.002, 0.02))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        own, arrays = rig.actor(0), [rig.arrays(which) for which in range(3)]
+        for (lock, version, steps), (begin, end) in zip(rig.headers().tolist(), rig.chunks(), strict=True):
+            if lock:
+                with pytest.raises(errors.TransportError, match="has ended while it changed a chunk"):
+                    rig.read(own, (begin, end))
+            else:
+                assert [array[begin:end].unique().numel() for array in arrays] == [1, 1, 1], f"the chunk at {begin}"
+                assert rule == "copy" or steps == version
+        rig.close()
+
+
+def test_a_live_holder_keeps_the_lock_and_is_reported():
+    rig = Rig((11,))
+    other, seen = Actor(CLIENT, ranks={os.getpid(): 7}), []
+    rig.shards.headers(0)[0, fields.LOCK] = Actor(SERVER).number
+
+    def on_wait(rank: int) -> None:
+        seen.append(rank)
+        if len(seen) == 2:
+            rig.shards.headers(0)[0, fields.LOCK] = 0
+
+    other.on_wait = on_wait
+    rig.apply(other, "add", torch.ones(11))
+    assert seen == [7, 7]
+    assert rig.arrays().tolist() == [1.0] * 11
+
+
+def test_without_file_descriptors_no_process_is_considered_dead(monkeypatch):
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", full)
+    assert not has_ended(os.getpid())

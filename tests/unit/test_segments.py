@@ -167,7 +167,7 @@ def test_the_table_contains_the_addresses_of_tensors():
     assert [end - begin for begin, end, *_ in table] == [10 * PAGE, PAGE]
     assert len({key for _, _, key, _ in table}) == 2
     for begin, end, key, file in table:
-        assert key >> 32 == file >> 32 == os.getpid()
+        assert file >> 32 == os.getpid() and key & 0xFFFFFFFF == os.fstat(file & 0xFFFFFFFF).st_ino & 0xFFFFFFFF
         address = heap.map(key, file, end - begin)
         assert address == heap.map(key, file, end - begin) and address != begin
     heap.close()
@@ -197,6 +197,16 @@ def test_memory_is_released_with_the_last_view():
     assert (descriptors(), mappings()) == (before, mapped)
     with pytest.raises(OSError):
         heap.map(key, file, PAGE)
+
+
+def test_another_file_under_the_announced_descriptor_is_not_mapped():
+    """Regression: the identity of the file was compared with itself, and any file of this size was mapped."""
+    owner, user = SharedHeap(), SharedHeap()
+    tensors = [owner.empty((1000,), torch.float32) for _ in range(2)]
+    (begin, end, key, _), (_, _, _, other) = entries(owner)
+    with pytest.raises(FileNotFoundError, match="is not the shared tensor that was announced"):
+        user.map(key, other, end - begin)
+    assert not user._mapped and len(tensors) == 2
 
 
 def test_records_are_reused_with_another_key():

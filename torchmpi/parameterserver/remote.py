@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group
 from ..errors import ArgumentError, TorchMPIError
+from ..shared_memory.kernels.shard_layout import NUM_COEFFICIENTS
 from ..tensors.buffers import as_bytes
-from .rules import MAX_NAME_BYTES, NUM_COEFFICIENTS, PreparedRule, Rule
+from .rules import MAX_NAME_BYTES, PreparedRule, Rule
 from .shards import MESSAGE_BYTES, Actor, Shards, message_ranges
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from .segments import Segment, Ticket
 
 _PAGE_BYTES = 4096
 _MOST_SEGMENTS = 1024
+_INODE_BITS = 0xFFFFFFFF
 
 
 class SharedHeap:
@@ -34,7 +35,7 @@ class SharedHeap:
         self._process = os.getpid()
         self._changing = threading.Lock()
         self._own: dict[int, Segment] = {}
-        self._mapped: dict[int, Segment] = {}
+        self._mapped: dict[tuple[int, int], Segment] = {}
         self._adopted: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._num_made = 0
         self._perhaps_read: weakref.WeakSet[Segment] = weakref.WeakSet()
@@ -98,7 +99,7 @@ class SharedHeap:
         fields = self._fields(index)
         file = int(segment.ticket.path.rsplit("/", 1)[1])
         fields[records.SEGMENT_BEGIN] = address
-        fields[records.SEGMENT_KEY] = os.getpid() << 32 | self._num_made
+        fields[records.SEGMENT_KEY] = self._num_made << 32 | segment.ticket.inode & _INODE_BITS
         fields[records.SEGMENT_FILE] = os.getpid() << 32 | file
         # Last, since a kernel may be reading: until now the record contains no address.
         fields[records.SEGMENT_END] = address + segment.ticket.num_bytes
@@ -137,14 +138,22 @@ class SharedHeap:
         return bool(((begins <= address) & (address < ends)).any())
 
     def map(self, key: int, file: int, num_bytes: int) -> int:
-        """Map a segment that another rank has announced, and return its address."""
+        """Map a segment that another rank has announced, and return its address.
+
+        Raises:
+            OSError: The rank has released it, or runs in a container in which its process id is that of another process.
+        """
         with self._changing:
-            segment = self._mapped.get(key)
+            segment = self._mapped.get((file, key))
             if segment is None:
                 for known in [known for known, segment in self._mapped.items() if segment.is_released]:
                     self._mapped.pop(known).close()
                 path = f"/proc/{file >> 32}/fd/{file & 0xFFFFFFFF}"
-                segment = self._mapped[key] = Segment.open(Ticket(path, *_identity(path), num_bytes))
+                status = os.stat(path)
+                if status.st_ino & _INODE_BITS != key & _INODE_BITS:
+                    raise FileNotFoundError(f"{path} is not the shared tensor that was announced")
+                segment = Segment.open(Ticket(path, status.st_dev, status.st_ino, num_bytes))
+                self._mapped[file, key] = segment
             return segment.address
 
     def close(self) -> None:
@@ -157,11 +166,6 @@ class SharedHeap:
         for segment in self._mapped.values():
             segment.close()
         self._mapped.clear()
-
-
-def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
 
 
 def _affordable(num_ranks: int) -> int:

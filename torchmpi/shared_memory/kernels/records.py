@@ -136,7 +136,8 @@ TENSOR_BEGIN, TENSOR_ADDRESS, TENSOR_BYTES = range(3)
 TENSOR_FIELDS = 3
 
 SEGMENT_BEGIN, SEGMENT_END, SEGMENT_KEY, SEGMENT_FILE = range(4)
-"""Address range in this process; unique key; process id (upper half) and file descriptor (lower half)."""
+"""Address range in this process; key: a unique number (upper half) and the inode (lower half); process id (upper half)
+and file descriptor (lower half)."""
 SEGMENT_FIELDS = 4
 MAPPINGS_PER_RANK = 64
 
