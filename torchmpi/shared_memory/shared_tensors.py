@@ -141,7 +141,7 @@ class SharedHeap:
         """Map a segment that another rank has announced, and return its address.
 
         Raises:
-            OSError: The rank has released it, or runs in a container in which its process id is that of another process.
+            OSError: The rank has released it, or its process id means another process in this container.
         """
         with self._changing:
             segment = self._mapped.get((file, key))
