@@ -31,12 +31,14 @@ LAUNCH = "auto launch"
 
 
 class Contestant:
-    """An implementation of collectives that can be timed."""
+    """An implementation of collectives that can be timed, or the reason why there is none of this name."""
 
-    name: str
+    def __init__(self, name: str, reason: str | None = None) -> None:
+        self.name, self._reason = name, reason
 
     def why_not(self, collective: str, dtype: str) -> str | None:
         """Return the reason why it cannot run this collective here, or None."""
+        return self._reason
 
     def allocate(self) -> Allocate | None:
         """Return the allocator of its tensors; None: plain memory, shared by all contestants."""
@@ -49,11 +51,12 @@ class Contestant:
 class Ours(Contestant):
     """torchmpi, with one backend or the automatic choice, on plain or shared tensors."""
 
-    def __init__(self, backend: str | None, memory: str, *, asynchronous: bool, device: str = "cpu") -> None:
-        self.backend, self.memory, self.asynchronous = backend, memory, asynchronous
-        self.device = device
-        name = f"torchmpi {backend}" if backend in PEERS else backend or AUTO
-        self.name = name + ("" if memory == "plain" else f" {memory}")
+    def __init__(
+        self, backend: str | None, memory: str, *, asynchronous: bool, device: str = "cpu", name: str = ""
+    ) -> None:
+        named = f"torchmpi {backend}" if backend in PEERS else backend or AUTO
+        super().__init__(name or named + ("" if memory == "plain" else f" {memory}"))
+        self.backend, self.memory, self.asynchronous, self.device = backend, memory, asynchronous, device
 
     def why_not(self, collective: str, dtype: str) -> str | None:
         if collective == "barrier" and (self.asynchronous or self.memory != "plain"):
@@ -74,7 +77,7 @@ class Ours(Contestant):
     def bind(self, work: Workload, root: int) -> Call:
         call = getattr(torchmpi, f"{work.collective}_async" if self.asynchronous else work.collective)
         call = partial(call, *self._arguments(work, root), **({"backend": self.backend} if self.backend else {}))
-        return self._measured(call) if self.asynchronous else call
+        return (lambda: call().wait()) if self.asynchronous and self.name != LAUNCH else call
 
     def _arguments(self, work: Workload, root: int) -> list[Any]:
         if work.collective == "barrier":
@@ -88,21 +91,6 @@ class Ours(Contestant):
         if not work.is_in_place and (work.collective not in ("gather", "reduce") or is_root):
             positional.append(work.target)
         return positional
-
-    def _measured(self, start: Call) -> Call:
-        """Return the part of an asynchronous call that is timed."""
-        return lambda: start().wait()
-
-
-class AsyncLaunch(Ours):
-    """An asynchronous call of torchmpi until it returns, without ``wait()``."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__(None, "plain", asynchronous=True, device=device)
-        self.name = LAUNCH
-
-    def _measured(self, start: Call) -> Call:
-        return start
 
 
 def our_contestants(
@@ -118,7 +106,9 @@ def our_contestants(
         for name, memory in chosen
         if device == "cpu" or memory == "plain"  # tensors of a device are not in shared memory of the host
     ]
-    return [*ours, AsyncLaunch(device)] if asynchronous and device != "cpu" else ours
+    if asynchronous and device != "cpu":  # the time until the call returns, without wait()
+        ours.append(Ours(None, "plain", asynchronous=True, device=device, name=LAUNCH))
+    return ours
 
 
 def _available(device_type: str) -> list[str]:
@@ -132,7 +122,8 @@ def _available(device_type: str) -> list[str]:
 class Copy(Contestant):
     """A plain copy of the payload by all ranks concurrently: a bound for calls that write the result to memory."""
 
-    name = COPY
+    def __init__(self) -> None:
+        super().__init__(COPY)
 
     def why_not(self, collective: str, dtype: str) -> str | None:
         return "a barrier has no tensors" if collective == "barrier" else None
@@ -171,9 +162,8 @@ _MPI_NAMES = {
 class MPI4Py(Contestant):
     """The MPI library through mpi4py, with arrays that were made before the call."""
 
-    name = "mpi4py"
-
     def __init__(self, comm: Any, *, asynchronous: bool) -> None:
+        super().__init__("mpi4py")
         self._comm, self._asynchronous, self._MPI = comm, asynchronous, mpi_library.load()
 
     def why_not(self, collective: str, dtype: str) -> str | None:
@@ -238,7 +228,8 @@ class TorchDistributed(Contestant):
     """torch.distributed with a given process group."""
 
     def __init__(self, name: str, group: torch.distributed.ProcessGroup | None, *, asynchronous: bool) -> None:
-        self.name, self._group, self._asynchronous = name, group, asynchronous
+        super().__init__(name)
+        self._group, self._asynchronous = group, asynchronous
 
     def why_not(self, collective: str, dtype: str) -> str | None:
         return "gloo does not support int16" if dtype == "int16" and self.name == "gloo" else None
@@ -285,9 +276,8 @@ class TorchDistributed(Contestant):
 class Horovod(Contestant):
     """Horovod's functions for torch, in place where they exist."""
 
-    name = "horovod"
-
     def __init__(self, *, asynchronous: bool) -> None:
+        super().__init__("horovod")
         self._hvd, self._asynchronous = import_module("horovod.torch"), asynchronous
         self._hvd.init()
 
@@ -315,16 +305,6 @@ class Horovod(Contestant):
         return run
 
 
-class Absent(Contestant):
-    """A library that is not available, with the reason."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.name, self._reason = name, reason
-
-    def why_not(self, collective: str, dtype: str) -> str | None:
-        return self._reason
-
-
 def find_peers(names: Sequence[str], job: BenchJob, *, asynchronous: bool) -> list[Contestant]:
     """Return the requested peers; unavailable ones have a reason. Collective."""
     mpi4py = MPI4Py if job.device.type == "cpu" else StagedMPI4Py
@@ -333,7 +313,7 @@ def find_peers(names: Sequence[str], job: BenchJob, *, asynchronous: bool) -> li
         # On all ranks or on none: the ranks may be on different machines.
         reason = job.agreed(_why_no_nccl(job) if name == "nccl" else why_absent(name))
         if reason is not None:
-            found.append(Absent(name, reason))
+            found.append(Contestant(name, reason))
         elif name == "mpi4py":
             found.append(mpi4py(job.comm, asynchronous=asynchronous))
         elif name == "horovod":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import select
-import signal
+import multiprocessing
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -81,31 +80,32 @@ def _check_allreduce(rank: int, size: int) -> str | None:
 
 def _call_in_forked_child() -> str:
     """Fork as a DataLoader does, call torchmpi in the child, and return the outcome."""
-    reader, writer = os.pipe()
+    fork = multiprocessing.get_context("fork")
+    reader, writer = fork.Pipe(duplex=False)
+    child = fork.Process(target=_enter_barrier, args=(writer,), daemon=True)
     with warnings.catch_warnings():
         # Since Python 3.12, about the threads of this process: any rank has some.
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            collectives.barrier()
-            answer = "entered a barrier"
-        except NotStartedError:
-            answer = REFUSED
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}"
-        os.write(writer, answer.encode())
-        os._exit(0)
-    os.close(writer)
-    answered, _, _ = select.select([reader], [], [], _CHILD_SECONDS)
-    if answered:
-        answer = os.read(reader, 4096).decode(errors="replace") or "it ended without an answer"
-    else:
-        answer = f"no answer in {_CHILD_SECONDS:g} s"
-        os.kill(child, signal.SIGKILL)
-    os.close(reader)
-    os.waitpid(child, 0)
+        child.start()
+    writer.close()
+    try:
+        answer: str = reader.recv() if reader.poll(_CHILD_SECONDS) else f"no answer in {_CHILD_SECONDS:g} s"
+    except EOFError:
+        answer = "it ended without an answer"
+    child.kill()
+    child.join()
     return answer
+
+
+def _enter_barrier(writer: Connection) -> None:
+    try:
+        collectives.barrier()
+        answer = "entered a barrier"
+    except NotStartedError:
+        answer = REFUSED
+    except BaseException as error:
+        answer = f"{type(error).__name__}: {error}"
+    writer.send(answer)
 
 
 # --- memory on GPUs ----------------------------------------------------------------------------------------
