@@ -334,39 +334,8 @@ def test_info_lists_the_ranks_on_each_gpu():
     ]  # fmt: skip
 
 
-# --- opening each other's memory on GPUs, with handles of the host's
-
-
-class Ranks:
-    """Two ranks in one process: the gathered values are those of both."""
-
-    def __init__(self, monkeypatch, *, handles):
-        self.rank, self.handles = 0, handles
-        monkeypatch.setattr("torchmpi.cli.doctor.self_test._handle_of", lambda tensor: handles[0])
-
-    def allgather(self, value):
-        return [value, self.handles[1] if value is self.handles[0] else ""]
-
-
-def refuse():
-    raise RuntimeError("invalid device context")
-
-
-@pytest.mark.parametrize(
-    ("handle", "expected"),
-    [
-        ((torch.tensor, ([2.0],)), ""),
-        ((torch.tensor, ([7.0],)), "rank 0 read 7.0 from rank 1, which wrote 2"),
-        ((refuse, ()), "rank 0 cannot open that of rank 1: invalid device context"),
-    ],
-)
-def test_outcomes_of_opening_the_memory_of_another_rank(monkeypatch, handle, expected):
-    shared = Devices([RankDevice(0, "GPU-a", frozenset({"GPU-a"}))] * 2)
-    comm = Ranks(monkeypatch, handles=[(torch.tensor, ([1.0],)), handle])
-    assert check_gpu_memory(comm, shared, torch.device("cpu")) == expected
-
-
-def test_no_trial_without_peer_access():
-    one_sided = [RankDevice(0, "a", frozenset("a")), RankDevice(1, "b")]
-    for devices in ([RankDevice(0), RankDevice(0)], one_sided):
+def test_no_trial_of_gpu_memory_without_peer_access():
+    one_sided = [RankDevice(0, "a", frozenset("a")), RankDevice(0, "b", frozenset("ab"))]
+    hosts = [RankDevice(host, "a", frozenset("a")) for host in (0, 1)]
+    for devices in ([RankDevice(0), RankDevice(0)], one_sided, hosts):
         assert check_gpu_memory(None, Devices(devices), torch.device("cpu")) is None

@@ -6,14 +6,15 @@ import dataclasses
 import multiprocessing
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from ... import collectives
-from ...backends.gpus import Devices
+from ...backends.gpus import Devices, ipc_groups
+from ...backends.ipc import staging_areas
 from ...config import Config
 from ...errors import ConfigError, NotStartedError, TorchMPIError
 from ...session import mpi_library, runtime
@@ -108,56 +109,17 @@ def _enter_barrier(writer: Connection) -> None:
     writer.send(answer)
 
 
-# --- memory on GPUs ----------------------------------------------------------------------------------------
-
-
 def check_gpu_memory(comm: Any, devices: Devices, device: torch.device) -> str | None:
     """Check whether ranks can open each other's memory on GPUs, which the backend ``ipc`` needs.
 
     Returns the error of any rank, '' if there was none, or None where no two ranks have GPUs that can access each
     other. Collective; all ranks get the same result.
     """
-    partners = {rank: list(_partners(rank, devices)) for rank in range(len(devices))}
-    if not any(partners.values()):
+    ranks = range(len(devices))
+    groups = ipc_groups([[devices.reaches(rank, other) for other in ranks] for rank in ranks])
+    if len(set(groups)) == len(groups):
         return None
-    tensor, handle, problem = None, None, ""
-    if devices[comm.rank].uuid:
-        try:
-            tensor = torch.full((1,), comm.rank + 1.0, device=device)
-            handle = _handle_of(tensor)
-        except RuntimeError as error:
-            problem = f"rank {comm.rank} cannot share its memory: {error}"
-    handles = comm.allgather(handle)
-    for other in partners[comm.rank]:
-        problem = problem or _read(handles[other], comm.rank, other)
-    problems = comm.allgather(problem)  # also a barrier: no rank has the memory open when it is released
-    del tensor
-    if device.type == "cuda":
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-    return next(filter(None, problems), "")
-
-
-def _partners(rank: int, devices: Devices) -> Iterator[int]:
-    """Yield the ranks whose memory a rank should be able to open."""
-    for other in range(len(devices)):
-        is_mutual = devices.reaches(rank, other) and devices.reaches(other, rank)
-        if other != rank and devices.uuids[rank] and devices.uuids[other] and is_mutual:
-            yield other
-
-
-def _handle_of(tensor: torch.Tensor) -> Any:
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-
-
-def _read(handle: Any, rank: int, other: int) -> str:
-    """Open the tensor of another rank, and check that it holds that rank + 1."""
-    if handle is None:
-        return ""  # the other rank reports the error
-    open_tensor, arguments = handle
-    try:
-        value = open_tensor(*arguments).item()
-    except RuntimeError as error:
-        return f"rank {rank} cannot open that of rank {other}: {error}"
-    return "" if value == other + 1 else f"rank {rank} read {value} from rank {other}, which wrote {other + 1}"
+    group = comm.Split(groups[comm.rank], comm.rank)
+    problem = staging_areas.trial(group, staging_areas.CudaDevice(device)) if group.size > 1 else ""
+    group.Free()
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(problem)) if text), "")
