@@ -67,6 +67,17 @@ mpi.stop()
     assert "wait() was not called: division by zero" in result.stderr, result.output
 
 
+def test_a_failed_thread_of_torchmpi_ends_the_job(job):
+    """Regression: it ended silently, and calls that it should have run never ended."""
+    code = """
+if rank == 1: mpi.allreduce_async(torch.ones(3)).when_done(sys.exit)
+else: mpi.allreduce(torch.ones(3))
+mpi.allreduce_async(torch.ones(3)).wait()
+"""
+    result = failing(job, code, n=2)
+    assert "rank 1: the thread 'torchmpi world' failed, which ends the job:\nTraceback" in result.stderr, result.output
+
+
 def test_the_same_exception_on_all_ranks_is_explained_once(job):
     result = failing(job, "raise ValueError('everybody')")
     assert result.stderr.count("Traceback") >= 1, result.output

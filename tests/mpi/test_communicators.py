@@ -9,6 +9,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import errors
+from torchmpi.communicators.group import Group
 from torchmpi.session import runtime
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -218,3 +219,32 @@ def test_asynchronous_calls_progress_while_the_caller_computes(agree):
     agree(all(handle.done() for handle in handles), "no progress without wait()")
     for handle in handles:
         agree.equal(handle.wait()[0].item(), float(mpi.size()))
+
+
+def test_thousands_of_groups_are_freed_by_all_of_their_ranks_together(agree):
+    """Regression: each rank freed the oldest, in an order and at a moment of its own, although this is collective."""
+    from mpi4py import MPI
+
+    freed: list[tuple[tuple[int, ...], int]] = []
+    keyval = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, value: freed.append(value))
+    world, context = MPI.COMM_WORLD, runtime.current().context
+    ranks = range(world.size)
+    subsets = [tuple(rank for rank in ranks if bits >> rank & 1) for bits in range(1, 1 << min(world.size, 3))]
+    for number in range(3000):  # more than MPICH has contexts
+        members = subsets[number % 7 % len(subsets)]
+        if world.rank in members:
+            comm = world.Create_group(world.group.Incl(members), 7)
+            group = Group(comm, "many", members, context, check="off")
+            group.side_comm.Set_attr(keyval, (members, number))
+            status = MPI.Status()
+            if group.side_comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                agree.equal(status.tag, number, "a message of another group")
+            if group.size > 1:  # a message that nobody receives
+                group.side_comm.Isend(bytearray(8), (group.rank + 1) % group.size, number).Wait()
+            group.free()
+    everybodys = world.allgather(freed)
+    agree(len(freed) > 100 if world.size > 1 else True, f"{len(freed)} were freed")
+    for members in subsets:
+        orders = [[value for value in everybodys[rank] if value[0] == members] for rank in members]
+        agree(all(order == orders[0] for order in orders), f"{members}: {[len(order) for order in orders]} freed")
+    MPI.Comm.Free_keyval(keyval)

@@ -71,6 +71,10 @@ def test_functional_coalesced(agree):
     sums = funcol.all_reduce_coalesced(mine, "sum", group)
     wholes = funcol.all_gather_into_tensor_coalesced(mine, group)
     parts = funcol.reduce_scatter_tensor_coalesced(mine, "sum", [0, 0], group)
+    # Regression: the operation of the first dtype was used for all, and the list was refused.
+    mixed = funcol.all_reduce_coalesced([of_rank(rank, 3), torch.tensor([rank == 0, False])], "sum", group)
+    agree.equal(funcol.wait_tensor(mixed[0]), sum(everybodys(3)), "float beside bool")
+    agree.equal(funcol.wait_tensor(mixed[1]), torch.tensor([True, False]), "bool beside float")
     for index, theirs in enumerate(everybody):
         agree.equal(funcol.wait_tensor(sums[index]), sum(theirs), "all_reduce")
         agree.equal(funcol.wait_tensor(wholes[index]), torch.cat(theirs), "all_gather")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,20 @@ def test_a_refused_list_is_unchanged(agree):
 
 
 # --- in shared memory: the limits of tensors, chunks and the parts of the ranks
+
+@pytest.mark.parametrize("backend", (None, "mpi"), ids=("automatic", "packed"))
+def test_a_list_completes_without_a_waiter(agree, backend):
+    """Regression: callbacks, results and errors came only when somebody waited."""
+    lists = [torch.ones(3), torch.ones(4)], [torch.ones(2), torch.ones(5), torch.ones(2, dtype=torch.int32)], []
+    for tensors in lists:
+        ended, seen = threading.Event(), []
+        handle = mpi.allreduce_many_async(tensors, backend=backend)
+        handle.when_done(lambda tensors=tensors, seen=seen: seen.extend(tensor.tolist() for tensor in tensors))
+        handle.when_done(ended.set)
+        agree(ended.wait(30), "callback not called")
+        agree.equal(seen, [[mpi.size()] * len(tensor) for tensor in tensors])
+        agree(handle.done() and handle.error is None and handle.wait() is not None)
+
 
 KINDS = ((torch.float32, "sum"), (torch.bfloat16, "avg"), (torch.int32, "max"), (torch.uint8, "bxor"))
 FORMS = ("plain", "plain", "plain", "strided", "in shared memory", "overlapping")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torchmpi import errors
 from torchmpi.communicators import call_log
 from torchmpi.communicators.call_queue import CallQueue
-from torchmpi.communicators.handle import Handle
+from torchmpi.communicators.handle import Handle, JoinedHandle
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
 from torchmpi.session import affinity, launcher
@@ -116,7 +116,7 @@ def test_an_error_is_raised_by_wait_and_the_queue_continues():
 def test_a_closed_queue_refuses():
     call_queue = CallQueue("test")
     call_queue.close()
-    with pytest.raises(errors.NotStartedError, match="closed"):
+    with pytest.raises(errors.CommunicatorError, match="closed"):
         call_queue.submit(lambda: None, "task")
 
 
@@ -127,7 +127,7 @@ def test_a_nested_call_that_fails_is_not_kept():
         call_queue.run(lambda: call_queue.run(lambda: 1 // 0))
     assert not call_queue.failed
     call_queue.close()
-    with pytest.raises(errors.NotStartedError, match="closed"):
+    with pytest.raises(errors.CommunicatorError, match="closed"):
         call_queue.run(lambda: None)
 
 
@@ -137,7 +137,7 @@ def test_a_call_submitted_while_the_queue_closes_is_refused_or_runs():
         call_queue, handles = CallQueue("test"), []
 
         def submit(call_queue=call_queue, handles=handles):
-            with contextlib.suppress(errors.NotStartedError):
+            with contextlib.suppress(errors.CommunicatorError):
                 while True:
                     handles.append(call_queue.submit(lambda: None, "task"))
 
@@ -186,6 +186,36 @@ def test_many_threads_may_wait_on_one_handle():
     for thread in threads:
         thread.join()
     assert results == [1] * 8
+
+
+def test_a_callback_that_fails_is_logged_and_the_queue_continues(capsys):
+    """Regression: it ended the worker thread, and later calls never ended."""
+    call_queue, release = CallQueue("test"), threading.Event()
+    handle = call_queue.submit(release.wait, "first")
+    handle.when_done(lambda: 1 // 0)
+    release.set()
+    assert call_queue.submit(lambda: "next", "task").wait(timeout=10) == "next" and handle.wait() is True
+    handle.when_done(lambda: {}["missing"])
+    call_queue.close()
+    logged = capsys.readouterr().err
+    assert logged.count("first: a callback of when_done() failed:\nTraceback") == 2
+    assert "ZeroDivisionError" in logged and "KeyError: 'missing'" in logged
+
+
+def test_a_joined_handle_ends_with_the_last_of_its_calls():
+    first, second, seen = Handle(), Handle(), []
+    joined = JoinedHandle([first, second], "both", "two calls")
+    joined.when_done(lambda: seen.append(joined.failed))
+    with pytest.raises(errors.StallError, match="two calls"):
+        joined.wait(timeout=0.01)
+    second.set_error(ValueError("second"))
+    assert not seen and not joined.done()
+    first.set_error(KeyError("first"))
+    assert seen == [True] and joined.done() and isinstance(joined.unseen_error, KeyError)
+    with pytest.raises(KeyError, match="first"):
+        joined.wait()
+    assert joined.unseen_error is None and isinstance(joined.error, KeyError)
+    assert JoinedHandle([Handle.completed(1)], "one", "a call").wait() == "one"
 
 
 # --- call log and status board

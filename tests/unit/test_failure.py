@@ -1,12 +1,17 @@
-"""The decisions of the failure handling about an error."""
+"""The decisions of the failure handling about an error, and the line that a stall report shows."""
 
 from __future__ import annotations
 
 import io
 import sys
+import sysconfig
+from pathlib import Path
 
+import torch
+
+import torchmpi
 from torchmpi.errors import MismatchError
-from torchmpi.session import failure
+from torchmpi.session import failure, watchdog
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -52,3 +57,15 @@ def test_a_job_ends_with_closed_streams(monkeypatch):
     for name in ("stdout", "stderr", "__stderr__"):
         monkeypatch.setattr(sys, name, None)
     failure._flush()
+
+
+def test_a_stall_report_shows_the_line_of_the_user():
+    """Regression: files beside the package with a name that begins like its name were hidden; those of torch shown."""
+    package, libraries = Path(torchmpi.__file__).parent, sysconfig.get_path("purelib")
+    scope: dict[str, object] = {"wait": torch.no_grad()(watchdog.location)}  # called by a function of torch
+    for name, callee, file in (
+        ("helper", "wait", f"{libraries}/library/helper.py"),
+        ("train", "helper", f"{package}-experiments/train.py"),
+    ):
+        exec(compile(f"def {name}(): return {callee}()", file, "exec"), scope)
+    assert scope["train"]().startswith(f"at {package}-experiments/train.py:1 in train")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ..communicators.plan import Plan
 from ..errors import ArgumentError, DeviceError, DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
-from ..tensors import buffers
+from ..tensors import bucket_plan, buffers
 from ..tensors.numbers import as_tensor, is_number, restore
 from .prepared import IN_PLACE, PlanKey, PreparedPlan, prepare
 
@@ -104,13 +104,17 @@ def submit(
     return call.group.call_queue.submit(task, description, call.subject(out))
 
 
-def submit_packed(
-    communicator: Communicator, flat: _Tensor, shapes: tuple[tuple[int, ...], ...], op: str, backend: str | None
-) -> Handle:
-    """Run the allreduce of a flat tensor that packs tensors of these shapes in the background."""
+def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> Handle:
+    """Run the allreduce of several tensors of one dtype and device, packed into one, in the background."""
     group = communicator.intra
+    flat = torch.cat([part.detach().reshape(-1) for part in parts])
+    shapes = tuple([part.shape for part in parts])
     plan = plan_of(communicator, "allreduce", flat, op=op, backend=backend, asynchronous=True).for_many(shapes)
-    task = partial(group.perform, plan, flat, None, 0)
+
+    def task() -> None:
+        group.perform(plan, flat, None, 0)
+        bucket_plan.unpack(flat, parts)
+
     return group.call_queue.submit(task, f"{group.where}: {plan.collective}", flat if plan.is_on_device else None)
 
 

@@ -6,27 +6,22 @@ the one for shared memory does, a list is one call and nothing is packed; otherw
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
-from ..communicators.handle import Handle
+from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
-from ..tensors import bucket_plan, buffers, streams
+from ..tensors import bucket_plan, buffers
 from . import dispatch, operations
 from .prepared import CHECKSUM_MODULUS, PreparedPlan
 
 _Tensor = torch.Tensor
-_Started = tuple[Handle, Callable[[], object]]
-"""A call in flight, and the function that writes its result back."""
 
 _LINE_BYTES = 64
 _OFFSET, _ADDRESS, _LENGTH = range(3)
@@ -172,8 +167,10 @@ def allreduce_many(
     Example:
         mpi.allreduce_many([p.grad for p in model.parameters()], op="avg")
     """
-    result: list[_Tensor] = _start(tensors, op, comm, backend, asynchronous=False).wait()
-    return result
+    tensors = list(tensors)
+    if started := _start(tensors, op, comm, backend, asynchronous=False):
+        JoinedHandle(started, tensors, "allreduce_many").wait()
+    return tensors
 
 
 def allreduce_many_async(
@@ -197,13 +194,14 @@ def allreduce_many_async(
         handle = mpi.allreduce_many_async([p.grad for p in model.parameters()], op="avg")
         handle.wait()
     """
-    return _start(tensors, op, comm, backend, asynchronous=True)
+    tensors = list(tensors)
+    return JoinedHandle(_start(tensors, op, comm, backend, asynchronous=True), tensors, "allreduce_many")
 
 
-def _start(tensors: Iterable[_Tensor], op: str, comm: Comm, backend: str | None, *, asynchronous: bool) -> Handle:
+def _start(tensors: list[_Tensor], op: str, comm: Comm, backend: str | None, *, asynchronous: bool) -> list[Handle]:
+    """Run or submit the calls, each with writing its results back; return the handles of the submitted ones."""
     communicator = runtime.communicator(comm)
     group = communicator.intra
-    tensors = list(tensors)
     # All plans before the first call: a list that is rejected leaves the tensors unchanged.
     lists = tensor_lists(tensors, communicator, op, backend, asynchronous=asynchronous)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
@@ -211,12 +209,13 @@ def _start(tensors: Iterable[_Tensor], op: str, comm: Comm, backend: str | None,
             f"{group.where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each one "
             "once."
         )
-    started: list[_Started] = []
+    started: list[Handle] = []
     for members in lists:
         if len(members.tensors) == 1:
             if asynchronous:
-                handle = dispatch.submit("allreduce", members.tensors[0], op=op, comm=communicator, backend=backend)
-                started.append((handle, _nothing))
+                started.append(
+                    dispatch.submit("allreduce", members.tensors[0], op=op, comm=communicator, backend=backend)
+                )
             else:
                 operations.allreduce(members.tensors[0], op=op, comm=communicator, backend=backend)
         elif members.plan.many is None:
@@ -225,10 +224,10 @@ def _start(tensors: Iterable[_Tensor], op: str, comm: Comm, backend: str | None,
             started.append(_submit_unpacked(members, group))
         else:
             reduce_unpacked([members], communicator)
-    return _Writing(tensors, started)
+    return started
 
 
-def _submit_unpacked(members: TensorList, group: Group) -> _Started:
+def _submit_unpacked(members: TensorList, group: Group) -> Handle:
     assert members.plan.many is not None
     members.begin()
     plan = members.plan.many
@@ -237,53 +236,18 @@ def _submit_unpacked(members: TensorList, group: Group) -> _Started:
 
     def task() -> list[_Tensor]:
         group.perform(plan, members, None, 0)
+        members.write_back()
         return held
 
-    return group.call_queue.submit(task, f"{group.where}: allreduce_many"), members.write_back
+    return group.call_queue.submit(task, f"{group.where}: allreduce_many")
 
 
-def _start_packed(members: TensorList, comm: Communicator, op: str, backend: str | None) -> list[_Started]:
-    started: list[_Started] = []
+def _start_packed(members: TensorList, comm: Communicator, op: str, backend: str | None) -> list[Handle]:
+    started: list[Handle] = []
     for indices in bucket_plan.plan_buckets(members.tensors, runtime.current().config.bucket_bytes):
         parts = [members.tensors[index] for index in indices]
         if len(parts) == 1:
-            started.append((dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend), _nothing))
-            continue
-        flat = torch.cat([part.detach().reshape(-1) for part in parts])
-        handle = dispatch.submit_packed(comm, flat, tuple([part.shape for part in parts]), op, backend)
-        started.append((handle, partial(_unpack, flat, parts)))
+            started.append(dispatch.submit("allreduce", parts[0], op=op, comm=comm, backend=backend))
+        else:
+            started.append(dispatch.submit_packed(comm, parts, op, backend))
     return started
-
-
-def _unpack(flat: _Tensor, parts: Sequence[_Tensor]) -> None:
-    streams.use_here(flat)
-    bucket_plan.unpack(flat, parts)
-
-
-def _nothing() -> None:
-    """Write nothing back: the call was in place."""
-
-
-class _Writing(Handle):
-    """Waits for all calls and writes their results back."""
-
-    __slots__ = ("_started", "_tensors", "_write_lock", "_written")
-
-    def __init__(self, tensors: list[_Tensor], started: list[_Started]) -> None:
-        super().__init__("allreduce_many")
-        self._tensors, self._started = tensors, started
-        self._write_lock = threading.Lock()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        with self._write_lock:
-            if not self._is_done:
-                for handle, write_back in self._started:
-                    handle.wait(timeout)
-                    write_back()
-                self._written = streams.end_of(*self._tensors[:1])
-                self.set_result(self._tensors)
-        streams.follow(self._written, None)  # another thread has another stream
-        return super().wait(timeout)
-
-    def done(self) -> bool:
-        return all(handle.done() for handle, _ in self._started)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..errors import NotStartedError
+from ..errors import CommunicatorError
 from ..shared_memory.memory_layout import RUN_LOCK_ENTERED, RUN_LOCK_FIELDS, RUN_LOCK_HELD, RUN_LOCK_PENDING
 from ..tensors import streams
 from .handle import DeviceHandle, Handle
@@ -165,13 +165,13 @@ class CallQueue:
             self._tasks.put((task, handle))
         return handle
 
-    def _closed_error(self, description: str) -> NotStartedError:
-        return NotStartedError(f"{description}: its communicator has been closed.")
+    def _closed_error(self, description: str) -> CommunicatorError:
+        return CommunicatorError(f"{description}: its communicator has been closed.")
 
     def drain(self) -> None:
         """Return when everything submitted so far has ended."""
         if self._worker is not None and self._worker is not threading.current_thread():
-            with contextlib.suppress(NotStartedError):  # closed by another thread: nothing is queued
+            with contextlib.suppress(CommunicatorError):  # closed by another thread: nothing is queued
                 self.submit(lambda: None, "drain").wait()
 
     def close(self) -> None:

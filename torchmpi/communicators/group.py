@@ -23,7 +23,7 @@ from . import splits
 from .call_log import Call, CallLog, call_code, mismatch_message
 from .call_queue import CallQueue
 from .plan import Plan
-from .release import release
+from .release import register, retire
 from .status_board import StatusBoard
 
 T = TypeVar("T")
@@ -65,6 +65,7 @@ class Group:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.context = context
+        self._retirement_key = register(comm, world_ranks)
         self.hosts = sorted({context.hosts[rank] for rank in world_ranks})
         self.side_comm = comm.Dup()
         self.plans: dict[Hashable, Any] = {}
@@ -187,8 +188,7 @@ class Group:
         self.call_log.close()
         if self.status_board is not None:
             self.status_board.close()
-        release(self.side_comm)
-        release(self.comm)
+        retire(self._retirement_key, self.side_comm, self.comm)
 
 
 class GroupContext:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import StallError
+from ..log import logger
 
 
 class Handle:
@@ -68,6 +71,9 @@ class Handle:
         Attach a callback that makes collective calls before the next call on that communicator. Otherwise ranks on
         which the first call has ended would make the callback's calls after the next one, and other ranks before.
 
+        An exception that the callback raises is logged with its traceback. It changes neither the result of the call
+        nor later calls.
+
         >>> Handle.completed(3).when_done(lambda: print("over"))
         over
         """
@@ -122,7 +128,10 @@ class Handle:
                 callback = self._callbacks.pop(0)
             except IndexError:  # the other thread has taken the last one
                 return
-            callback()
+            try:
+                callback()
+            except Exception:  # it would end the worker thread of the call queue
+                logger.error(f"{self._description}: a callback of when_done() failed:\n{traceback.format_exc()}")
 
 
 class DeviceHandle(Handle):
@@ -171,3 +180,64 @@ class DeviceHandle(Handle):
     def error(self) -> BaseException | None:
         """The error, if the call has failed; it counts as seen then."""
         return self._queued.error
+
+    @property
+    def failed(self) -> bool:
+        """Whether the call has ended with an error, which does not count as seen."""
+        return self._queued.failed
+
+
+class JoinedHandle(Handle):
+    """The handle of several calls that are one call to the user. It ends with the last of them.
+
+    >>> JoinedHandle([Handle.completed(1), Handle.completed(2)], "both", "two calls").wait()
+    'both'
+    """
+
+    __slots__ = ("_handles", "_num_ended")
+
+    def __init__(self, handles: Sequence[Handle], result: Any, description: str) -> None:
+        super().__init__(description)
+        self._handles, self._result = handles, result
+        self._num_ended = itertools.count(1)  # next() is atomic: handles may end in several threads
+        for handle in handles:
+            handle.when_done(self._one_has_ended)
+        if not handles:
+            self._end()
+
+    def _one_has_ended(self) -> None:
+        if next(self._num_ended) == len(self._handles):
+            if not self.failed:
+                for handle in self._handles:
+                    handle.wait()  # the current stream follows the work of all
+            self._end()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait until all calls have ended and return the result; raise the first error."""
+        if not self._is_done:
+            super().wait(timeout)
+        if (error := self.error) is not None:
+            raise error
+        for handle in self._handles:
+            handle.wait()  # the current stream of this thread follows
+        return self._result
+
+    def done(self) -> bool:
+        """Return whether all calls have ended, on the device too."""
+        return all(handle.done() for handle in self._handles)
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """The first error that ``wait()`` has not raised."""
+        return next((error for handle in self._handles if (error := handle.unseen_error) is not None), None)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, if a call has failed; the errors of all calls count as seen then."""
+        errors = [error for handle in self._handles if (error := handle.error) is not None]
+        return errors[0] if errors else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a call has ended with an error, which does not count as seen."""
+        return any(handle.failed for handle in self._handles)

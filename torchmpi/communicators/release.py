@@ -1,34 +1,63 @@
-"""Freeing MPI communicators."""
+"""Freeing MPI communicators.
+
+``MPI_Comm_free`` is collective, but the ranks free their groups at different moments, and a rank may end a group whose
+other ranks still use it. So the communicators of a freed group are kept until a group with all of its ranks is created:
+those ranks compare what they have kept, and free in one order what all of them have.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from typing import Any
 
-_retired: deque[Any] = deque()
-_MAX_RETIRED = 64
+Key = tuple[tuple[int, ...], int]
+"""The world ranks of a group, and its number among the groups of these ranks: the same on all of them."""
+
+_LAST_TAG = 1 << 21  # above those of users and of the monitored barrier
+_created: Counter[tuple[int, ...]] = Counter()
+_retired: dict[Key, tuple[Any, ...]] = {}
 
 
-def release(comm: Any) -> None:
-    """Free a communicator, once no message that was sent on it can arrive any more.
+def register(comm: Any, world_ranks: tuple[int, ...]) -> Key:
+    """Return the key of a new group, and free the retired communicators of its ranks. Collective."""
+    number = _created[world_ranks]
+    _created[world_ranks] += 1
+    if not getattr(comm, "has_unique_context", False):
+        members = set(world_ranks)
+        own = {key for key in list(_retired) if members.issuperset(key[0])}
+        retired_by = dict(zip(world_ranks, comm.allgather(own), strict=True))
+        for key in sorted(own):
+            if all(key in retired_by[rank] for rank in key[0]):
+                for retired in _retired.pop(key):
+                    _receive_rest(retired)
+                    retired.Free()
+    return world_ranks, number
 
-    MPI may assign the context identifier of a freed communicator to the next one, which would then receive messages
-    of the old one that were never received (MPICH 5.0). So the communicator is kept until many others were released.
+
+def retire(key: Key, *comms: Any) -> None:
+    """Free the communicators of a group, as soon as all of its ranks have retired them."""
+    if getattr(comms[0], "has_unique_context", False):
+        for comm in comms:
+            comm.Free()
+    else:
+        _retired[key] = comms
+
+
+def _receive_rest(comm: Any) -> None:
+    """Receive the messages that were sent on a communicator and never received.
+
+    MPI may assign the context identifier of a freed communicator to the next one, which would then receive them
+    (MPICH 5.0). Messages between two ranks arrive in order, so the others have arrived before the last.
     """
-    if getattr(comm, "has_unique_context", False):
-        comm.Free()
-        return
-    _retired.append(comm)
-    if len(_retired) > _MAX_RETIRED:
-        oldest = _retired.popleft()
-        _discard_messages(oldest)
-        oldest.Free()
-
-
-def _discard_messages(comm: Any) -> None:
     from mpi4py import MPI
 
-    status = MPI.Status()
-    while comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-        num_bytes = status.Get_count(MPI.BYTE)
-        comm.Recv((bytearray(num_bytes), num_bytes, MPI.BYTE), status.source, status.tag)
+    nothing, status = (bytearray(), MPI.BYTE), MPI.Status()
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    requests = [comm.Isend(nothing, peer, _LAST_TAG) for peer in peers]
+    for peer in peers:
+        tag = None
+        while tag != _LAST_TAG:
+            comm.Probe(peer, MPI.ANY_TAG, status)
+            num_bytes, tag = status.Get_count(MPI.BYTE), status.tag
+            comm.Recv((bytearray(num_bytes), num_bytes, MPI.BYTE), peer, tag)
+    MPI.Request.Waitall(requests)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..communicators import splits
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
-from ..communicators.release import release
+from ..communicators.release import register, retire
 from ..errors import ArgumentError, LaunchError
 from ..session import launcher, mpi_library, runtime
 from .torch_names import BackendOptions
@@ -48,6 +48,7 @@ class Membership:
         self._world_ranks = [ranks.index(number) for number in range(size)]
         """The rank in MPI's world of each rank of torch's world."""
         self._base = world.Split(0, rank)
+        self._retirement_key = register(self._base, tuple(self._world_ranks))
 
     def _connect(self, options: BackendOptions) -> None:
         from . import sockets
@@ -84,7 +85,7 @@ class Membership:
         if self._num_groups:
             return
         _membership = None
-        release(self._base)
+        retire(self._retirement_key, self._base)
         if self._started:
             runtime.stop()
         if self._stand_in is not None:

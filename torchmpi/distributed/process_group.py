@@ -164,18 +164,21 @@ class ProcessGroup(dist.ProcessGroup):
         tensors = list(tensors)
         if not tensors:
             return COMPLETED
-        op = op_name(opts.reduceOp, tensors[0].dtype)
         for tensor in tensors:  # raise here rather than in the queue
-            dispatch.plan_of(self._communicator, "allreduce", tensor, op=op)
-        task = partial(self._reduce_packed, tensors, opts.reduceOp, op)
+            self._allreduce_plan(tensor, opts.reduceOp)
+        task = partial(self._reduce_packed, tensors, opts.reduceOp)
         return self._launch(task, tensors, opts, "allreduce_coalesced")
 
-    def _reduce_packed(self, tensors: Tensors, reduction: Any, op: str) -> None:
+    def _allreduce_plan(self, tensor: torch.Tensor, reduction: Any) -> PreparedPlan:
+        op = op_name(reduction, tensor.dtype)
+        return dispatch.plan_of(self._communicator, "allreduce", tensor, op=op)
+
+    def _reduce_packed(self, tensors: Tensors, reduction: Any) -> None:
         scale(tensors, reduction)
         for members in bucket_plan.plan_buckets(tensors, runtime.current().config.bucket_bytes):
             parts = [tensors[index] for index in members]
             flat = parts[0] if len(parts) == 1 else torch.cat([part.detach().reshape(-1) for part in parts])
-            plan = dispatch.plan_of(self._communicator, "allreduce", flat, op=op)
+            plan = self._allreduce_plan(flat, reduction)
             if len(parts) == 1:
                 self._group.perform(plan, flat, None, 0)
                 continue

@@ -38,7 +38,6 @@ def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Re
             "take each for a job of its own. Leave init_method out, or start with mpirun."
         )
     MPI, _ours = mpi_library.initialise()
-    mpi_library.end_job_on_exception()
     world = MPI.COMM_WORLD
     _check_numbers(url, world.rank, world.size)
     yield _open_store(world, timeout), world.rank, world.size

@@ -43,6 +43,7 @@ class FailureHandling:
         self._pid = os.getpid()
         self._installed = False
         self._previous_hook = sys.excepthook
+        self._previous_thread_hook = threading.excepthook
         self._previous_handler: Any = None
         self._wakeup: tuple[socket.socket, threading.Thread] | None = None
         self._handled = threading.Event()
@@ -52,6 +53,7 @@ class FailureHandling:
         """Install the hooks."""
         self._installed = True
         sys.excepthook = self._on_exception
+        threading.excepthook = self._on_thread_exception
         atexit.register(self._at_exit)
         _active.add(self)
         in_main = threading.current_thread() is threading.main_thread()
@@ -64,6 +66,8 @@ class FailureHandling:
         _active.discard(self)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
+        if threading.excepthook == self._on_thread_exception:
+            threading.excepthook = self._previous_thread_hook
         atexit.unregister(self._at_exit)
         if self._wakeup is not None:
             self._unwatch_sigterm()
@@ -107,6 +111,17 @@ class FailureHandling:
             _flush()
             time.sleep(_OUTPUT_SECONDS)  # the first rank to fail is still printing, and then ends all ranks
         self._abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def _on_thread_exception(self, failure: threading.ExceptHookArgs) -> None:
+        """End the job if a thread of torchmpi fails: calls that it should run would never end."""
+        name = "" if failure.thread is None else failure.thread.name
+        if os.getpid() != self._pid or not self._installed or not name.startswith("torchmpi"):
+            self._previous_thread_hook(failure)
+            return
+        if self._claim_report():
+            trace = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
+            log_fatal(f"rank {self.world.rank}: the thread {name!r} failed, which ends the job:\n{trace}")
+        self._abort(1)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or not self._installed:

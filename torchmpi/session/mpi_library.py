@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..errors import LaunchError, MissingMPIError
@@ -81,31 +80,11 @@ def initialise() -> tuple[Any, bool]:
     return MPI, ours
 
 
-_is_watching_exceptions = _has_failed = False
-
-
-def end_job_on_exception() -> None:
-    """Abort the MPI job when an uncaught exception ends this process.
-
-    For programs that use MPI to rendezvous and then run without torchmpi's own failure handling.
-    """
-    global _is_watching_exceptions
-    if _is_watching_exceptions:
-        return
-    _is_watching_exceptions, original = True, sys.excepthook
-
-    def record_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _has_failed
-        _has_failed = True
-        original(kind, error, trace)
-
-    sys.excepthook = record_failure
-
-
 def _finalise(MPI: Any, pid: int) -> None:
     if os.getpid() != pid:
         return  # MPI_Finalize in a forked child would wait for the other ranks
-    if _has_failed and MPI.COMM_WORLD.size > 1:
+    # Python sets it when an uncaught exception ends the main thread. In MPI_Finalize this rank would wait for the others.
+    if hasattr(sys, "last_value") and MPI.COMM_WORLD.size > 1:
         sys.stderr.flush()
         time.sleep(FORWARDING_SECONDS)
         MPI.COMM_WORLD.Abort(1)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from ..communicators import call_log
 from ..communicators.call_queue import CallQueue
@@ -25,6 +28,12 @@ from ..shared_memory import memory_layout
 from .remote_status import RankStatus, RemoteStatus
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN_FILES = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, os.path.dirname(torch.__file__)))
+_INSTALLED_FILES = (
+    *_OWN_FILES,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib", "scripts")),
+    "<frozen ",
+)
 # A rank that rejects a call raises, and its traceback ends the job. Other ranks report only if it continues instead.
 _REFUSAL_GRACE_SECONDS = 2.0
 _STATUS_TIMEOUT_SECONDS = 2.0
@@ -241,7 +250,10 @@ class Watchdog(threading.Thread):
 
 
 def location() -> str:
-    """Return the line of the program, outside of torchmpi, at which the main thread is.
+    """Return the line of the program at which the main thread is.
+
+    That is the innermost one outside of installed files; in a program that is installed itself, outside of torchmpi
+    and torch.
 
     >>> "in" in location()
     True
@@ -250,6 +262,9 @@ def location() -> str:
     if frame is None:
         return "its main thread has ended"
     stack = traceback.extract_stack(frame)
-    own = [entry for entry in stack if not entry.filename.startswith(_PACKAGE)]
-    entry = (own or stack)[-1]
+    entry = stack[-1]
+    for hidden in (_INSTALLED_FILES, _OWN_FILES):
+        if shown := [entry for entry in stack if not entry.filename.startswith(hidden)]:
+            entry = shown[-1]
+            break
     return f"at {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}".rstrip(": ")
