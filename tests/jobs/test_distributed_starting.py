@@ -97,7 +97,6 @@ check("mpi", init_method="mpi://", private=True)
 check("mpi with numbers", init_method="mpi://", rank=rank, world_size=size)
 check("environment", init_method="env://", private=True)
 check("environment with numbers", rank=rank, world_size=size)
-check("gloo", backend="gloo")
 check("gloo through mpi", backend="gloo", init_method="mpi://")
 check("both devices", backend="cpu:torchmpi,cuda:torchmpi")
 folder = os.path.dirname(os.path.abspath(__file__))  # of this job, by the test
@@ -105,7 +104,10 @@ check("file", init_method=f"file://{folder}/first", rank=rank, world_size=size)
 check("file backwards", order=-1, init_method=f"file://{folder}/second", rank=size - 1 - rank, world_size=size)
 port = open(f"{folder}/port").read()
 check("tcp", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(size))
+os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+check("address without a rank")
+check("the call of torch's tutorial for MPI", rank=0, world_size=0)
+os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(size))
 check("variables")
 check("variables for gloo", backend="gloo")
 """
@@ -116,13 +118,36 @@ def test_every_way_to_meet(job, tmp_path):
     (tmp_path / "port").write_text(str(_free_port()))
     result = job(2, EVERY_WAY, env={"TORCHMPI_VERBOSE": "0"})
     assert "wrong" not in result.stdout, result.output
-    said(result, " is right", 2 * 15)
+    said(result, " is right", 2 * 16)
+
+
+@once
+def test_programs_on_gloo_are_not_affected(job):
+    """Regression: an installed torchmpi gave them another rendezvous; now they ask for it."""
+    code = """
+import importlib, sys, traceback
+import torch.distributed as dist
+handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+try:
+    dist.init_process_group("gloo")
+except ValueError as error:
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    print("env:// fails:", "RANK expected" in str(error), any("torchmpi" in name for name in frames), flush=True)
+print("handler", handlers["env"].__name__, "mpi4py" in sys.modules, flush=True)
+dist.init_process_group("gloo", init_method="mpi://")
+print("ranks", dist.get_world_size(), "handler", handlers["env"].__name__, flush=True)
+dist.destroy_process_group()
+"""
+    result = job(2, code)
+    said(result, "env:// fails: True False", 2)
+    said(result, "handler _env_rendezvous_handler False", 2)
+    said(result, "ranks 2 handler _env_rendezvous_handler", 2)
 
 
 @once
 def test_a_mixture_of_backends_ends_the_job_with_the_reason(job):
     """Torch would take torchmpi for both, without a word."""
-    code = "import torch.distributed as dist\ndist.init_process_group('cpu:torchmpi,cuda:nccl')\nprint('started')"
+    code = "import torch.distributed as dist\ndist.init_process_group('cpu:torchmpi,cuda:nccl', 'mpi://')\nprint('started')"
     result = job(2, code)
     assert result.returncode != 0 and "started" not in result.stdout, result.output
     assert "mixes torchmpi with others" in result.stderr and "'torchmpi' alone" in result.stderr, result.output

@@ -350,7 +350,7 @@ def test_a_group_of_another_backend_beside_ours(torch_world, agree):
 
 def test_ours_beside_a_default_group_of_another_backend(nothing_runs, agree):
     """The first of ours is made by all ranks, which start torchmpi together."""
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", "mpi://")
     if SIZE > 1:
         said = refusal(lambda: dist.new_group([0], backend="torchmpi"))
         agree(RANK > 0 or ("ArgumentError" in said and "must have all ranks" in said), said)
@@ -366,7 +366,7 @@ def test_ours_beside_a_default_group_of_another_backend(nothing_runs, agree):
 
 @pytest.mark.parametrize("mixed", ("cpu:torchmpi,cuda:gloo", "cpu:gloo,cuda:torchmpi"))
 def test_a_mixture_of_backends_is_refused(nothing_runs, agree, mixed):
-    said = refusal(lambda: dist.init_process_group(mixed))
+    said = refusal(lambda: dist.init_process_group(mixed, "mpi://"))
     agree("nothing" not in said, f"{mixed} was accepted")
     # torch creates the first backend first. With gloo first, an early error on one rank is an error of gloo on others.
     everywhere = MPI.COMM_WORLD.allgather("ArgumentError" in said and "'torchmpi' alone" in said)

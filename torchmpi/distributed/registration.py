@@ -20,8 +20,8 @@ def register() -> None:
     """Register the backend ``torchmpi`` and the rendezvous ``mpi://`` with torch.
 
     ``import torch`` calls this function if torchmpi is installed; a program needs it only if torchmpi is merely on the
-    path. Further calls have no effect. Without MASTER_ADDR in the environment, processes that an MPI launcher started
-    have their rendezvous through MPI from then on, for every backend.
+    path. Further calls have no effect. Programs that do not name the backend are not affected: the handler of
+    ``env://`` is replaced when ``torchmpi`` is first passed to torch as the name of a backend.
 
     Example::
 
@@ -39,12 +39,12 @@ def _register() -> None:
 
     from . import torch_names
 
-    if not dist.is_available() or hasattr(dist.Backend, torch_names.NAME.upper()):
+    if not dist.is_available() or torch_names.NAME in dist.Backend.backend_list:
         return
 
     dist.Backend.register_backend(torch_names.NAME, _create, extended_api=True, devices=DEVICES)
     dist.register_rendezvous_handler(SCHEME, _rendezvous_through_mpi)  # type: ignore[attr-defined,no-untyped-call]
-    torch_names.wrap_rendezvous("env", _environment_or_mpi)
+    torch_names.call_when_named(lambda: torch_names.wrap_rendezvous("env", _environment_or_mpi))
     torch_names.keep_dynamo_out(torch_names.NAME)
     if os.environ.get(_AS_MPI, "") not in ("", "0"):
         torch_names.take_name_of_mpi()
@@ -63,7 +63,7 @@ def _rendezvous_through_mpi(url: str, **options: Any) -> Iterator[Any]:
 
 
 def _environment_or_mpi(original: Any, url: str, **options: Any) -> Iterator[Any]:
-    """Handle ``env://``, torch's default."""
+    """Handle ``env://``, torch's default, in a program that names the backend."""
     from . import rendezvous
 
     return rendezvous.through_environment(original, url, **options)

@@ -44,14 +44,17 @@ def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Re
 
 
 def through_environment(original: Callable[..., Rendezvous], url: str, **options: Any) -> Rendezvous:
-    """Handle ``env://``: as torch does if MASTER_ADDR is set, otherwise through MPI if its launcher was used."""
-    if os.environ.get("MASTER_ADDR"):
-        return original(url, **options)
-    if launcher.detect().name is not None:
+    """Handle ``env://``: as torch does if everything that it needs is given, otherwise through MPI under its launcher.
+
+    Without any of the two, a process is alone.
+    """
+    numbers = _numbers(url)
+    given = {name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
+    given |= {name.upper() for name in numbers}
+    is_complete = len(given) == 4 and numbers.get("world_size") != 0
+    if not is_complete and launcher.detect().name is not None:
         return through_mpi(url, **options)
-    backend = torch_names.variable_of_caller("init_process_group", "backend")
-    alone = not {"RANK", "WORLD_SIZE"} & os.environ.keys() and not _numbers(url)
-    if backend == torch_names.NAME and alone:
+    if not given - {"MASTER_PORT"}:
         return iter([(torch_names.HashStore(), 0, 1)])
     return original(url, **options)
 
@@ -62,7 +65,10 @@ def _numbers(url: str) -> dict[str, int]:
 
 
 def _check_numbers(url: str, rank: int, size: int) -> None:
+    """Raise if the arguments contradict MPI. ``rank=0, world_size=0`` is how torch's tutorial calls it under MPI."""
     given = _numbers(url)
+    if given.get("world_size") == 0:
+        return
     if given.get("rank", rank) not in (rank, -1) or given.get("world_size", size) not in (size, -1):
         raise ArgumentError(
             f"init_process_group was passed rank={given.get('rank')}, world_size={given.get('world_size')}, but MPI "

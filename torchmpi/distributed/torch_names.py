@@ -113,12 +113,33 @@ def move_to_file(tensor: torch.Tensor, at_once: int) -> tuple[torch.UntypedStora
     return storage, file, num_bytes
 
 
+class _BackendName:
+    """An attribute of ``dist.Backend``: the name of a backend, and a function to call when the name is read."""
+
+    def __init__(self, name: str, when_read: Callable[[], None]) -> None:
+        self._name, self._when_read = name, when_read
+
+    def __get__(self, instance: object, owner: type) -> str:
+        self._when_read()
+        return self._name
+
+
+def call_when_named(action: Callable[[], None]) -> None:
+    """Call `action` whenever a program names the backend.
+
+    ``init_process_group`` looks its argument up in ``dist.Backend`` before the rendezvous, also one with devices.
+    """
+    devices = (f"cpu:{NAME}", f"cuda:{NAME}")
+    for name in (NAME, *devices, ",".join(devices), ",".join(reversed(devices))):
+        setattr(dist.Backend, name.upper(), _BackendName(name, action))
+
+
 def wrap_rendezvous(scheme: str, handler: Callable[..., Iterator[Any]]) -> None:
-    """Replace a rendezvous handler of torch by ``handler(original, url, **options)``."""
+    """Replace a rendezvous handler of torch by ``handler(original, url, **options)``, once."""
     # torch.distributed.rendezvous is a function of that name, which hides the module.
-    module = importlib.import_module("torch.distributed.rendezvous")
-    handlers = module._rendezvous_handlers
-    handlers[scheme] = partial(handler, handlers[scheme])
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    if getattr(handlers[scheme], "func", None) is not handler:
+        handlers[scheme] = partial(handler, handlers[scheme])
 
 
 def variable_of_caller(function: str, variable: str) -> Any:
@@ -139,7 +160,7 @@ def take_name_of_mpi() -> None:
 
     def renamed(cls: type, name: Any) -> Any:
         value = original(cls, name)
-        return NAME if value == "mpi" else value
+        return dist.Backend.TORCHMPI if value == "mpi" else value  # type: ignore[attr-defined]
 
     dist.Backend.__new__ = renamed  # type: ignore[method-assign]
 

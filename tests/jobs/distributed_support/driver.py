@@ -38,11 +38,11 @@ def main() -> None:
     import groups  # noqa: F401
     import sharding  # noqa: F401
     import training  # noqa: F401
-    from features import FEATURES
+    from features import FEATURES, without_addresses
 
     chosen = [feature for feature in FEATURES if re.search(pattern or "", f"{feature.section}: {feature.name}")]
     rows: list[list[Any]] = [[feature.section, feature.name, None] for feature in chosen]
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    dist.init_process_group(backend, timeout=TIMEOUT, **without_addresses(backend))
     rank, channel = dist.get_rank(), dist.FileStore(str(folder / "store"), 2)
     for number, feature in sorted(enumerate(chosen), key=lambda each: each[1].turn):
         begin = time.monotonic()
@@ -83,9 +83,11 @@ def reason_of(error: Exception) -> str:
 
 def renew(backend: str) -> None:
     """After a failure a group is not what it was."""
+    from features import without_addresses
+
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    dist.init_process_group(backend, timeout=TIMEOUT, **without_addresses(backend))
     dist.barrier()  # gloo fails on a rank that is still connecting while another gives the group up again
 
 

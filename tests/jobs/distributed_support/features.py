@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -74,6 +75,11 @@ def finished(works: Any) -> None:
     """Wait for the result of an asynchronous call, in one of its forms."""
     for work in works if isinstance(works, Iterable) else [works]:
         work.wait()
+
+
+def without_addresses(backend: str) -> dict[str, str]:
+    """Options of init_process_group under a launcher of MPI, or under torchrun."""
+    return {"init_method": "mpi://"} if backend == "gloo" and "RANK" not in os.environ else {}
 
 
 def rank() -> int:
