@@ -60,6 +60,7 @@ def test_a_refused_list_is_unchanged(agree):
 
 # --- in shared memory: the limits of tensors, chunks and the parts of the ranks
 
+
 @pytest.mark.parametrize("backend", (None, "mpi"), ids=("automatic", "packed"))
 def test_a_list_completes_without_a_waiter(agree, backend):
     """Regression: callbacks, results and errors came only when somebody waited."""

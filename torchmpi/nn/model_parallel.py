@@ -70,8 +70,8 @@ class MPLinear(nn.Module):
                 "last dimension."
             )
         layer_comm = self._layer_comm
-        partial_output = nn.functional.linear(_apply(_Narrow, input, layer_comm), self.weight)
-        output = _apply(_Reduce, partial_output, layer_comm)
+        partial_output = nn.functional.linear(_apply("narrow", input, layer_comm), self.weight)
+        output = _apply("reduce", partial_output, layer_comm)
         return output if self.bias is None else output + self.bias
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class MPLinear(nn.Module):
         Example:
             torch.save(layer.full_weight(), "weight.pt")
         """
-        return _gather_last(self.weight.detach(), self._layer_comm)
+        return self._layer_comm.gather(self.weight.detach())
 
     def extra_repr(self) -> str:
         """Describe the layer, for ``repr``."""
@@ -101,7 +101,10 @@ class MPLinear(nn.Module):
 
 
 class _LayerComm(Attachment):
-    """The communicator of a layer. Copies of the layer share it; pickles do not contain it."""
+    """The communicator of a layer, with operations on a replicated tensor or on one tensor per rank.
+
+    Copies of the layer share it; pickles do not contain it.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -113,76 +116,43 @@ class _LayerComm(Attachment):
         """Return begin and length of this rank's part of `length` features."""
         return part_of(length, self.comm.size, self.comm.rank)
 
+    def reduce(self, part: Tensor) -> Tensor:
+        """Add partial tensors; the sum is replicated."""
+        copy = part.detach().clone(memory_format=torch.contiguous_format)
+        total: Tensor = collectives.allreduce(copy, comm=self.comm)
+        return total
 
-def _sum(tensor: Tensor, layer_comm: _LayerComm) -> Tensor:
-    result: Tensor = collectives.allreduce(
-        tensor.detach().clone(memory_format=torch.contiguous_format), comm=layer_comm.comm
-    )
-    return result
-
-
-def _gather_last(tensor: Tensor, layer_comm: _LayerComm) -> Tensor:
-    """Concatenate along the last dimension, in rank order."""
-    result: Tensor = collectives.allgather(tensor.detach().movedim(-1, 0).contiguous(), comm=layer_comm.comm)
-    return result.movedim(0, -1)
-
-
-def _apply(function: type[torch.autograd.Function], tensor: Tensor, layer_comm: _LayerComm) -> Tensor:
-    result: Tensor = function.apply(tensor, layer_comm)  # type: ignore[no-untyped-call]
-    return result
-
-
-# These four operations of the job are linear maps, each the transpose of another: a replicated tensor is one value, a
-# partial or divided tensor is one value per rank.
-
-
-class _Reduce(torch.autograd.Function):
-    """Add partial tensors; the sum is replicated."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, layer_comm: _LayerComm) -> Tensor:
-        ctx.layer_comm = layer_comm
-        return _sum(part, layer_comm)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _apply(_Replicate, gradient, ctx.layer_comm), None
-
-
-class _Replicate(torch.autograd.Function):
-    """Convert a replicated tensor to one partial tensor per rank."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, layer_comm: _LayerComm) -> Tensor:
-        ctx.layer_comm = layer_comm
+    def replicate(self, whole: Tensor) -> Tensor:
+        """Convert a replicated tensor to one partial tensor per rank."""
         return whole.view_as(whole)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _apply(_Reduce, gradient, ctx.layer_comm), None
+    def narrow(self, whole: Tensor) -> Tensor:
+        """Select the features of this rank from a replicated tensor."""
+        return whole.narrow(-1, *self.part(whole.shape[-1]))
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Concatenate the features of all ranks in rank order; the result is replicated."""
+        whole: Tensor = collectives.allgather(part.detach().movedim(-1, 0).contiguous(), comm=self.comm)
+        return whole.movedim(0, -1)
 
 
-class _Narrow(torch.autograd.Function):
-    """Select the features of this rank from a replicated tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, layer_comm: _LayerComm) -> Tensor:
-        ctx.layer_comm = layer_comm
-        return whole.narrow(-1, *layer_comm.part(whole.shape[-1]))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _apply(_Gather, gradient, ctx.layer_comm), None
+_TRANSPOSED = {"reduce": "replicate", "replicate": "reduce", "narrow": "gather", "gather": "narrow"}
 
 
-class _Gather(torch.autograd.Function):
-    """Concatenate the features of all ranks; the result is replicated."""
+class _LinearMap(torch.autograd.Function):
+    """An operation of a :class:`_LayerComm`; its gradient is the transposed operation, also of higher order."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, layer_comm: _LayerComm) -> Tensor:
-        ctx.layer_comm = layer_comm
-        return _gather_last(part, layer_comm)
+    def forward(ctx: Any, tensor: Tensor, name: str, layer_comm: _LayerComm) -> Tensor:
+        ctx.name, ctx.layer_comm = name, layer_comm
+        result: Tensor = getattr(layer_comm, name)(tensor)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _apply(_Narrow, gradient, ctx.layer_comm), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_TRANSPOSED[ctx.name], gradient, ctx.layer_comm), None, None
+
+
+def _apply(name: str, tensor: Tensor, layer_comm: _LayerComm) -> Tensor:
+    result: Tensor = _LinearMap.apply(tensor, name, layer_comm)  # type: ignore[no-untyped-call]
+    return result

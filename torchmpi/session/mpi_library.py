@@ -83,7 +83,7 @@ def initialise() -> tuple[Any, bool]:
 def _finalise(MPI: Any, pid: int) -> None:
     if os.getpid() != pid:
         return  # MPI_Finalize in a forked child would wait for the other ranks
-    # Python sets it when an uncaught exception ends the main thread. In MPI_Finalize this rank would wait for the others.
+    # Set when an uncaught exception ends the main thread: MPI_Finalize would wait for the other ranks.
     if hasattr(sys, "last_value") and MPI.COMM_WORLD.size > 1:
         sys.stderr.flush()
         time.sleep(FORWARDING_SECONDS)
