@@ -73,6 +73,14 @@ def test_a_cell_without_a_figure_is_a_dash():
     assert set(line[3:]) == {"-"} and "gloo: not installed" in text
 
 
+def test_a_barrier_has_times_but_no_speed():
+    cell = [row(name, time, verb="barrier", dtype="", num_bytes=0) for name, time in (("auto", 2.0), ("gloo", 300.0))]
+    text = collective_bench.as_text(collectives(*cell, row("auto", 1.0, mode="async out of place")), details=False)
+    line = next(cells for cells in cells_of(text) if cells[:1] == ["0"])
+    assert line[-4:] == ["-", "-", "150.00", "-"] and "barrier, 2 ranks: us" in text, text
+    assert "allreduce float32, 2 ranks, asynchronous, out of place: us" in text
+
+
 def test_best_peer_is_never_the_copy():
     assert collective_bench.best_peer(CELL)["contestant"] == "mpi4py"
     assert collective_bench.best_peer([row("auto", 1.0), row("copy", 1.0)]) is None
@@ -151,7 +159,8 @@ def test_plot_is_a_png(tmp_path):
     rows = [
         row(name, time, num_bytes=size) for size, time in ((4, 1.0), (64, 2.0)) for name in ("auto", "gloo", "copy")
     ]
-    rows += [row("auto", 3.0, ranks=4), row("auto", 3.0, collective="broadcast"), row("horovod", None)]
+    rows += [row("auto", 3.0, ranks=4), row("auto", 3.0, verb="broadcast"), row("horovod", None)]
+    rows += [row("auto", 3.0, verb="barrier", dtype="", num_bytes=0)]
     draw(collectives(*rows), str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
