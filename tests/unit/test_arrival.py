@@ -6,9 +6,12 @@ import ctypes
 
 import numpy as np
 import pytest
+from kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import arrival, records
+
+kernel = compiled(arrival.wait_same_core, arrival.begin, arrival.has_aborted)
 
 CALL = 7
 ELSEWHERE = -5  # no core has this number
@@ -27,7 +30,7 @@ def fields() -> tuple[np.ndarray, np.ndarray]:
 
 
 def wait_same_core(own: np.ndarray) -> int:
-    return int(arrival.wait_same_core(own.ctypes.data, memory_layout.READY, 1))
+    return int(kernel.wait_same_core(own.ctypes.data, memory_layout.READY, 1))
 
 
 def test_wait_for_a_rank_on_the_same_core(fields):
@@ -78,13 +81,13 @@ class Crowd:
 def test_slots_are_not_reused_until_all_ranks_have_left_an_aborted_call():
     """Regression: a rank still in the aborted call read data of the next call, and returned them."""
     ranks = Crowd()
-    assert arrival.begin(ranks.address, CALL) == 0
+    assert kernel.begin(ranks.address, CALL) == 0
     ranks.own[records.LAST_ABORTED] = CALL - 1
     ranks.rows[1, memory_layout.ENTERED] = CALL - 1
-    assert arrival.begin(ranks.address, CALL) == records.TIMEOUT, "it is still in that call"
+    assert kernel.begin(ranks.address, CALL) == records.TIMEOUT, "it is still in that call"
     assert ranks.rows[0, memory_layout.ENTERED] == CALL, "two ranks that aborted wait for each other"
     ranks.rows[1, memory_layout.ENTERED] = CALL
-    assert arrival.begin(ranks.address, CALL) == 0
+    assert kernel.begin(ranks.address, CALL) == 0
     assert ranks.own[records.LAST_ABORTED] == 0, "once is enough"
 
 
@@ -99,4 +102,4 @@ def test_a_rank_that_aborts_two_consecutive_calls(refused, signature, is_over):
     if signature is not None:
         ranks.announce(1, signature)
     ranks.rows[1, memory_layout.REFUSED] = refused
-    assert bool(arrival.has_aborted(ranks.address, 1)) is is_over
+    assert bool(kernel.has_aborted(ranks.address, 1)) is is_over

@@ -6,9 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout
 from torchmpi.shared_memory.kernels import access, chunk_loop, copying, records
+
+kernel = compiled(
+    copying.begin_measuring,
+    copying.note_best,
+    copying.note_chunk,
+    copying.end_measuring,
+    access.slot_of,
+    access.transfer_slot_of,
+    chunk_loop.divide_stream,
+    chunk_loop.exchange,
+)
 
 CHUNK_BYTES = 512 << 10
 FAST, SLOW = 100, 600  # nanoseconds for a KB
@@ -28,13 +40,13 @@ class Rank:
     def call(self, *paces: int, sequence: int = 1, always_past: bool = False) -> list[int]:
         """Make a call whose chunks are copied at these paces; return the kind of copy of each."""
         self.fields[records.CURRENT_SEQ] = sequence
-        copying.begin_measuring(self.address, len(paces), always_past)
+        kernel.begin_measuring(self.address, len(paces), always_past)
         ways = []
         for index, pace in enumerate(paces):
             ways.append(int(self.fields[records.CACHE_BYPASS]))
-            copying.note_best(self.address, records.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
-            copying.note_chunk(self.address, index, 0)
-        copying.end_measuring(self.address)
+            kernel.note_best(self.address, records.PUT_PACE, index, pace * CHUNK_BYTES // 1024, CHUNK_BYTES)
+            kernel.note_chunk(self.address, index, 0)
+        kernel.end_measuring(self.address)
         return ways
 
     @property
@@ -74,11 +86,11 @@ def test_fragmented_calls_are_not_judged():
     """Most of the time is spent between the pieces."""
     rank = Rank()
     rank.fields[records.CURRENT_SEQ] = 1
-    copying.begin_measuring(rank.address, 1, False)
+    kernel.begin_measuring(rank.address, 1, False)
     rank.fields[records.FRAGMENTED] = 1
-    copying.note_best(rank.address, records.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
-    copying.note_chunk(rank.address, 0, CHUNK_BYTES)
-    copying.end_measuring(rank.address)
+    kernel.note_best(rank.address, records.PUT_PACE, 0, SLOW * CHUNK_BYTES // 1024, CHUNK_BYTES)
+    kernel.note_chunk(rank.address, 0, CHUNK_BYTES)
+    kernel.end_measuring(rank.address)
     assert not rank.says_slow
     rank.call(SLOW)
     assert rank.says_slow, "the next call may be judged"
@@ -111,7 +123,7 @@ def trials_of(rank: Rank, num_chunks: int) -> int:
     trials = 0
     for sequence in range(128 * 64):
         rank.fields[records.CURRENT_SEQ] = sequence
-        copying.begin_measuring(rank.address, num_chunks, False)
+        kernel.begin_measuring(rank.address, num_chunks, False)
         trials += int(rank.fields[records.CACHE_BYPASS] == 0)
     return trials
 
@@ -197,7 +209,7 @@ def test_calls_that_always_bypass_the_caches():
 def test_a_stream_is_cut_into_pieces_that_fit_into_a_slot(size, slot_bytes, num_bytes, most_bytes):
     fields = np.zeros(records.group_fields(size), np.int64)
     fields[records.SIZE], fields[records.SLOT_BYTES] = size, slot_bytes // 64 * 64
-    num_rounds = chunk_loop.divide_stream(fields.ctypes.data, num_bytes, most_bytes)
+    num_rounds = kernel.divide_stream(fields.ctypes.data, num_bytes, most_bytes)
     piece = fields[records.CHUNK_BYTES]
     assert 0 < piece <= min(slot_bytes, most_bytes) and piece % 64 == 0
     assert (num_rounds - 1) * piece < num_bytes <= num_rounds * piece
@@ -211,7 +223,7 @@ def test_no_two_ranks_and_no_two_chunks_in_a_row_have_a_slot_in_common(size):
     fields = np.zeros(records.group_fields(size), np.int64)
     fields[records.SIZE], fields[records.SLOT_BYTES] = size, 1
     fields[records.NUM_SLOTS] = num_slots = memory_layout.num_slots(size)
-    ways = access.slot_of, access.transfer_slot_of
+    ways = kernel.slot_of, kernel.transfer_slot_of
     for chunk in range(MANY, MANY + 4 * num_slots):
         before, now = (
             [{where(fields.ctypes.data, rank, number) for rank in range(size)} for where in ways]
@@ -226,8 +238,8 @@ def test_two_ranks_reuse_the_slots_they_have_read():
     rank = Rank(4)
     rank.fields[records.SLOT_BYTES] = 1
     for chunk in range(MANY, MANY + 8):
-        read_by_rank_0 = access.transfer_slot_of(rank.address, 1, chunk)
-        assert access.transfer_slot_of(rank.address, 0, chunk + 4) == read_by_rank_0
+        read_by_rank_0 = kernel.transfer_slot_of(rank.address, 1, chunk)
+        assert kernel.transfer_slot_of(rank.address, 0, chunk + 4) == read_by_rank_0
 
 
 def test_an_exchange_waits_for_earlier_transfers_of_its_call():
@@ -241,6 +253,6 @@ def test_an_exchange_waits_for_earlier_transfers_of_its_call():
     plan = np.zeros(records.CALL_FIELDS, np.int64)
     plan[records.GROUP] = rank.address
     arguments = plan.ctypes.data, table.ctypes.data, 0, 4 * CHUNK_BYTES, 1
-    assert chunk_loop.exchange(*arguments) == records.TIMEOUT and not slots.any()
+    assert kernel.exchange(*arguments) == records.TIMEOUT and not slots.any()
     rank.rows[1, memory_layout.REDUCED] = MANY
-    assert chunk_loop.exchange(*arguments) == records.TIMEOUT and slots.any(), "everybody had fetched"
+    assert kernel.exchange(*arguments) == records.TIMEOUT and slots.any(), "everybody had fetched"

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout, process_vm
 from torchmpi.shared_memory.kernels import direct_read, records
+
+kernel = compiled(direct_read.prefers_reading, direct_read.read_all, direct_read.note_pace, direct_read.measurement_of)
 
 LEAST, TOO_MANY = 32 << 10, 16 << 20
 SLOTS, DIRECTLY, CALLS = 0, 1, 2
@@ -38,7 +41,7 @@ class Rank:
         answers = []
         for sequence in range(1, 4097):
             self.fields[records.CURRENT_SEQ] = sequence
-            answers.append(direct_read.prefers_reading(self.address, PACES, num_bytes))
+            answers.append(kernel.prefers_reading(self.address, PACES, num_bytes))
         return sum(answers) / len(answers)
 
     def read(self, theirs: np.ndarray, *, refuses: bool = False) -> tuple[int, np.ndarray]:
@@ -51,13 +54,13 @@ class Rank:
         self.rows[1, memory_layout.REDUCED] = chunk + 1
         self.rows[1, memory_layout.REFUSED] = SEQUENCE if refuses else 0
         arguments = self.address, SEQUENCE, mine.ctypes.data, 0, mine.nbytes, target.ctypes.data
-        return direct_read.read_all(*arguments), target[len(theirs) :]
+        return kernel.read_all(*arguments), target[len(theirs) :]
 
 
 def test_short_and_long_tensors_are_not_read_directly():
     rank = Rank()
     for num_bytes in (0, LEAST - 1, TOO_MANY, 1 << 40):
-        direct_read.note_pace(rank.address, PACES, num_bytes, DIRECTLY, 1)
+        kernel.note_pace(rank.address, PACES, num_bytes, DIRECTLY, 1)
         assert rank.is_for_it(num_bytes) == 0
     rank.fields[records.PROCESSES] = 0
     assert rank.is_for_it(LEAST) == 0
@@ -67,15 +70,15 @@ def test_short_and_long_tensors_are_not_read_directly():
 def test_similar_lengths_share_measurements(first, second):
     rank = Rank()
     one, other = (
-        direct_read.measurement_of(rank.address, PACES, first, SLOTS),
-        direct_read.measurement_of(rank.address, PACES, second, SLOTS),
+        kernel.measurement_of(rank.address, PACES, first, SLOTS),
+        kernel.measurement_of(rank.address, PACES, second, SLOTS),
     )
     assert (one == other) == ((first // LEAST).bit_length() == (second // LEAST).bit_length())
     begin = rank.address + PACES * 8
     assert (
         begin
         <= one
-        < direct_read.measurement_of(rank.address, PACES, first, CALLS)
+        < kernel.measurement_of(rank.address, PACES, first, CALLS)
         < rank.address + records.ALLTOALL_PACES * 8
     )
 
@@ -83,20 +86,20 @@ def test_similar_lengths_share_measurements(first, second):
 def test_the_faster_transfer_is_selected():
     rank = Rank()
     assert 0.4 < rank.is_for_it(LEAST) < 0.6
-    direct_read.note_pace(rank.address, PACES, LEAST, SLOTS, 1000)
+    kernel.note_pace(rank.address, PACES, LEAST, SLOTS, 1000)
     assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the other transfer has not been measured yet"
     for _ in range(14):
-        direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
+        kernel.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0.4 < rank.is_for_it(LEAST) < 0.6, "the first calls count for little: memory may have been new"
-    direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
+    kernel.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert 0 < rank.is_for_it(LEAST) < 0.02
-    direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 500)
+    kernel.note_pace(rank.address, PACES, LEAST, DIRECTLY, 500)
     assert 0.98 < rank.is_for_it(LEAST) < 1, "the faster call is used immediately"
     for _ in range(3):
-        direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
+        kernel.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert rank.is_for_it(LEAST) > 0.98, "slow ones may have been disturbed"
     for _ in range(30):
-        direct_read.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
+        kernel.note_pace(rank.address, PACES, LEAST, DIRECTLY, 2000)
     assert rank.is_for_it(LEAST) < 0.02
     assert 0.4 < rank.is_for_it(4 * LEAST) < 0.6, "other lengths have their own paces"
 

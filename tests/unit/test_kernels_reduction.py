@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import resource
+import time
 from functools import partial
 
 import numpy as np
@@ -270,6 +273,35 @@ def test_other_code_and_other_processors_have_other_files(tmp_path, monkeypatch)
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
     assert adds(native_code.Compiler().function("same_name", SUM_TEXT))
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
+    """Regression: the temporary file stayed, one for each start."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    compiler = native_code.Compiler()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # Python ignores SIGXFSZ
+    try:
+        address = compiler.function("total", SUM_TEXT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert adds(address) and not list(tmp_path.iterdir())
+
+
+def test_files_that_nobody_has_used_for_long_are_removed(tmp_path, monkeypatch):
+    """Regression: every version of the sources left its files for ever."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    native_code.Compiler().function("total", SUM_TEXT)
+    (used,) = tmp_path.iterdir()
+    days = {"torchmpi_old.native": 31, "torchmpi_killed.part": 2, "torchmpi_young.native": 29, "old.native": 999}
+    for name, age in days.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, times=(time.time() - age * 24 * 3600,) * 2)
+    os.utime(used, times=(0, 0))
+    native_code.Compiler().function("total", SUM_TEXT)  # loads it
+    native_code.Compiler().function("product", partial(reduction_ir.module_text, "f32", "prod", 1))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"torchmpi_young.native", "old.native", used.name} < left and len(left) == 4
 
 
 def test_without_a_folder_to_write_to_it_compiles_in_memory(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ records and shared memory by name   access, records, shard_layout, torchmpi.shar
 raw memory, atomics, system calls   intrinsics
 rules of the parameter server       server_rules, server_rule_loops
 reductions as LLVM text             reduction, reduction_ir, simd_ir
-compilation                         kernel_sets, compilation, wrappers, fast_path_ir, native_code
+compilation                         kernel_sets, compilation, fast_path_ir, native_code
 =================================== ============================================================================
 """
 
@@ -23,6 +23,8 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "torchmpi_kernel_"
 _METH_FASTCALL = 0x80
+_REPORT_SECONDS = 5
 _kernels: dict[str, dict[str, Callable[..., int]]] = {}
 
 
@@ -51,25 +54,59 @@ def load(
         compiler, recipe = native_code.compiler(), source_digest()
         if not compiler.load(f"torchmpi_{which}", recipe):
             _build(compiler, recipe, which, announce)
-        _kernels[which] = {name: _callable(name, compiler.find(_PREFIX + name)) for name in SETS[which].names}
+        _kernels[which] = {name: function_at(name, compiler.find(_PREFIX + name)) for name in SETS[which].names}
     return _kernels[which]
 
 
 def _build(compiler: Compiler, recipe: str, which: str, announce: Callable[[str], object]) -> None:
-    modules, names, description, fast_paths = SETS[which]
     with contextlib.ExitStack() as stack:
-        is_locked = False
-        if compiler.folder:
-            with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
-                lock = stack.enter_context(open(compiler.folder / "torchmpi_kernels.lock", "w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one rank compiles, the others wait for the file
-                is_locked = True
+        is_locked = compiler.folder and _is_locked(compiler.folder, stack)
         if is_locked and compiler.load(f"torchmpi_{which}", recipe):
             return
-        announce(f"compiling the {description}, once per machine: some seconds")
-        from . import compilation
+        compiler.build(f"torchmpi_{which}", recipe, _module(which, announce))
 
-        compiler.build(f"torchmpi_{which}", recipe, compilation.module_text(_PREFIX, modules, names, fast_paths))
+
+def _is_locked(folder: Path, stack: contextlib.ExitStack) -> bool:
+    """Take the lock of the folder, or wait for its holder: one rank compiles, and the others wait for the file.
+
+    If the holder could not write a file, all that waited compile at the same time.
+    """
+    with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
+        lock = stack.enter_context((folder / "torchmpi_kernels.lock").open("w"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return True
+    return False
+
+
+def _module(which: str, announce: Callable[[str], object]) -> Any:
+    """Return the kernels of a set as an LLVM module, and announce how far the compilation is."""
+    kernel_set = SETS[which]
+    announce(
+        f"compiling the {kernel_set.description}, once per machine: about {kernel_set.seconds} s if a core is idle"
+    )
+    from . import compilation
+
+    for module in kernel_set.modules:
+        importlib.import_module(f"{__package__}.{module}")
+    num_compiled, reported = 0, time.monotonic()
+
+    def report() -> None:
+        nonlocal num_compiled, reported
+        num_compiled += 1
+        if time.monotonic() > reported + _REPORT_SECONDS:
+            reported = time.monotonic()
+            announce(f"compiled {num_compiled} of {len(compilation.functions)} functions")
+
+    compilation.Function.on_compiled = staticmethod(report)
+    wrappers = [compilation.plain(_PREFIX + name, compilation.kernels[name]) for name in kernel_set.names]
+    if kernel_set.fast_paths:
+        from .fast_path_ir import FastPathWrapper
+
+        wrappers += [FastPathWrapper(f"{_PREFIX}enter_{name}", spec) for name, spec in kernel_set.fast_paths.items()]
+    return compilation.link(_PREFIX, wrappers)
 
 
 class _Definition(ctypes.Structure):
@@ -92,11 +129,17 @@ def fast_path(which: str, fields: int) -> Callable[..., Any]:
     from . import native_code
 
     name = f"enter_{which}"
-    return _callable(name, native_code.compiler().find(_PREFIX + name), fields)
+    return function_at(name, native_code.compiler().find(_PREFIX + name), fields)
 
 
-def _callable(name: str, address: int, owner: int | None = None) -> Callable[..., int]:
-    """Return a Python function around machine code that unpacks its arguments itself; `owner` is its ``self``."""
+def function_at(name: str, address: int, owner: int | None = None) -> Callable[..., int]:
+    """Return a Python function around machine code that unpacks its arguments itself; `owner` is its ``self``.
+
+    Args:
+        name: Name of the function, one for each address.
+        address: Where the machine code is.
+        owner: Address of the record that it gets as its first argument.
+    """
     definition = _definitions.setdefault(name, _Definition(name.encode(), address, _METH_FASTCALL, None))
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)

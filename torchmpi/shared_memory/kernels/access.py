@@ -13,10 +13,6 @@ written by `store_field_release` after the data that it announces, and read by `
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
-
 from ..memory_layout import (
     BLOCK_BYTES,
     CHUNK_BITS,
@@ -28,6 +24,7 @@ from ..memory_layout import (
     RING_LENGTH,
     RING_START,
 )
+from .compilation import inner
 from .intrinsics import copy, field_address, load_field, load_field_acquire, store_field, store_field_release
 from .kernel_sets import ENABLE_CHECKS
 from .records import (
@@ -57,23 +54,6 @@ from .records import (
     VIOLATION_LIMIT,
     VIOLATION_VALUE,
 )
-
-_numba: Any = numba
-
-inner = _numba.njit(nogil=True, error_model="numpy")
-"""Decorator for functions that kernels call; they are compiled together with each kernel, and LLVM may inline them."""
-
-inlined = _numba.njit(nogil=True, error_model="numpy", inline="always")
-"""Decorator for functions that LLVM would not inline although they should be."""
-
-kernels: dict[str, Any] = {}
-"""What Python calls, by name; compiled by :mod:`torchmpi.shared_memory.kernels.compilation`."""
-
-
-def kernel(function: Any) -> Any:
-    """Register a function of addresses and numbers that Python calls; other kernels may call it too."""
-    kernels[function.__name__] = function
-    return inner(function)
 
 
 @inner

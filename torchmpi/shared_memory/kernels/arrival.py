@@ -21,7 +21,8 @@ sleeps it looks for aborted calls and for the time limit.
 from __future__ import annotations
 
 from ..memory_layout import CORE, ENTERED, LEFT, REDUCED, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE
-from .access import block_of, entry_of, fail_check, inlined, inner, outcome, own_block, peer_at, ring_field, set_counter
+from .access import block_of, entry_of, fail_check, outcome, own_block, peer_at, ring_field, set_counter
+from .compilation import inlined, inner
 from .intrinsics import (
     fence,
     field_address,

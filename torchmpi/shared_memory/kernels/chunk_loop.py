@@ -23,9 +23,7 @@ from ..memory_layout import READY, REDUCED
 from .access import (
     block_of,
     group_of,
-    inner,
     is_in_slot,
-    kernel,
     outcome,
     peer_at,
     set_counter,
@@ -34,6 +32,7 @@ from .access import (
     transfer_slot_of,
 )
 from .arrival import wait, wait_all
+from .compilation import inner, kernel
 from .copying import (
     LONG_BYTES,
     begin_measuring,

@@ -1,55 +1,267 @@
-"""Compilation of the kernels from Python to LLVM assembly, with Numba. Only the first process on a machine does this.
+"""Compilation of the kernels from Python to LLVM code, with Numba. Only the first process on a machine does this.
 
-Numba's own cache would load Numba in every start: most of a second, and 60 MB. Instead Numba compiles each kernel as a
-C callback; its LLVM text, without Numba's wrapper, is linked into one module with wrappers that Python can call.
+Numba would optimize each function together with everything that it calls, compile it, and make wrappers for it, which
+took three quarters of the time. Here a function ends as the LLVM text of its own body. All texts are linked into one
+module with wrappers that Python can call, and LLVM optimizes that once. Functions are not compiled again for arguments
+that are constants.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from llvmlite import binding
+from llvmlite import binding, ir
+from numba import types
+from numba.core import codegen, compiler, compiler_machinery, lowering, registry, typed_passes, untyped_passes
 
-from .access import kernels
-from .fast_path_ir import fast_path_text
-from .kernel_sets import FastPathKernel
-from .wrappers import Native, Wrapper
+# mypy knows only some of Numba's functions.
+_types: Any = types
+_codegen: Any = codegen
+_compiler: Any = compiler
+_machinery: Any = compiler_machinery
+_registry: Any = registry
+_typed: Any = typed_passes
+_untyped: Any = untyped_passes
 
+WORD, INT = ir.IntType(64), ir.IntType(32)
+BYTES = ir.IntType(8).as_pointer()
+_ENVIRONMENT = re.compile(r"^@_ZN08NumbaEnv.* = common global i8\* null$", re.MULTILINE)
 
-def module_text(
-    prefix: str, modules: tuple[str, ...], names: tuple[str, ...], fast_paths: Mapping[str, FastPathKernel]
-) -> str:
-    """Return one LLVM module with the named kernels of these modules.
-
-    For each kernel it has a function `prefix + name` that Python can call, and for each fast path a function `prefix +
-    "enter_" + name` that takes tensors.
-    """
-    for module in modules:
-        importlib.import_module(f"{__package__}.{module}")  # registers its kernels
-    entering = ["find_cached_call", *sorted({spec.enter for spec in fast_paths.values()})] if fast_paths else []
-    natives = {name: Native(kernels[name]) for name in (*names, *entering)}
-    texts = [native.text for native in natives.values()]
-    texts += [_plain(prefix + name, natives[name]) for name in names]
-    for name, spec in fast_paths.items():
-        functions = natives["find_cached_call"], natives[spec.enter], natives[spec.kernel]
-        texts.append(fast_path_text(f"{prefix}enter_{name}", *functions, spec))
-    whole = binding.parse_assembly(texts[0])
-    for text in texts[1:]:
-        whole.link_in(binding.parse_assembly(text))
-    whole.verify()
-    return str(whole)
+functions: list[Function] = []
+"""All functions of the modules imported so far, in the order of their definition."""
+kernels: dict[str, Function] = {}
+"""What Python calls, by name."""
 
 
-def function_text(name: str, function: Callable[..., int]) -> str:
+class _Texts(_codegen.CodeLibrary):  # type: ignore[misc]
+    """The LLVM text of one function, and the functions that it calls."""
+
+    def __init__(self, codegen: Any, name: str) -> None:
+        super().__init__(codegen, name)
+        self.texts: list[str] = []
+        self.used: list[Any] = []
+
+    def add_ir_module(self, ir_module: Any) -> None:
+        """Keep the text."""
+        self.texts.append(str(ir_module))
+
+    def add_linking_library(self, library: Any) -> None:
+        """Keep a function that is called."""
+        self.used.append(library)
+
+    def finalize(self) -> None:
+        """Compile nothing."""
+
+    def get_function(self, name: str) -> Any:
+        """Refuse: there is no machine code."""
+        raise NotImplementedError(name)
+
+    get_llvm_str = get_asm_str = get_function
+
+
+@_machinery.register_pass(mutates_CFG=True, analysis_only=False)
+class _Lowering(_typed.BaseNativeLowering):  # type: ignore[misc]
+    """Numba's last pass, which would compile: instead callers find the function by its descriptor."""
+
+    _name = "torchmpi_lowering"
+    lowering_class = lowering.Lower
+
+    def run_pass(self, state: Any) -> bool:
+        """Generate the LLVM text of a function."""
+        flags = state.flags
+        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+        state.library = _Texts(state.targetctx.codegen(), state.func_id.func_qualname)
+        super().run_pass(state)
+        descriptor = state["cr"].fndesc
+        state.targetctx.insert_user_function(descriptor, descriptor, [state.library])
+        state["cr"] = state["cr"]._replace(cfunc=descriptor)
+        return True
+
+
+class _Pipeline(_compiler.CompilerBase):  # type: ignore[misc]
+    """The passes of Numba that functions of numbers need."""
+
+    def define_pipelines(self) -> list[Any]:
+        """Return the passes."""
+        manager = _machinery.PassManager("torchmpi")
+        for each in (
+            _untyped.TranslateByteCode,
+            _untyped.FixupArgs,
+            _untyped.IRProcessing,
+            _untyped.GenericRewrites,
+            _untyped.DeadBranchPrune,
+            _untyped.ReconstructSSA,
+            _typed.NopythonTypeInference,
+            _typed.PreLowerStripPhis,
+            _typed.IRLegalization,
+            _typed.AnnotateTypes,
+            _Lowering,
+            _typed.NoPythonBackend,
+        ):
+            manager.add_pass(each, each.__name__)
+        manager.finalize()
+        return [manager]
+
+
+class Function(_registry.CPUDispatcher):  # type: ignore[misc]
+    """A function of numbers that kernels call; Python cannot call it."""
+
+    on_compiled: Callable[[], object] = staticmethod(lambda: None)
+    """Called after each function that Numba has compiled."""
+
+    def __init__(self, function: Callable[..., Any], *, is_inlined: bool = False) -> None:
+        options = {"nopython": True, "nogil": True, "error_model": "numpy", "forceinline": is_inlined}
+        super().__init__(function, targetoptions=options, pipeline_class=_Pipeline)
+        functions.append(self)
+
+    def get_call_template(self, args: Iterable[Any], kws: Any) -> Any:
+        """Type a call; Numba would compile the function again for each constant argument."""
+        return super().get_call_template([_types.unliteral(each) for each in args], kws)
+
+    def add_overload(self, result: Any) -> None:
+        """Keep what has been compiled, without making it callable."""
+        self.overloads[tuple(result.signature.args)] = result
+        Function.on_compiled()
+
+    @property
+    def num_arguments(self) -> int:
+        """Number of arguments."""
+        count: int = self.py_func.__code__.co_argcount
+        return count
+
+    def native(self) -> Any:
+        """Compile the function for integers, if that has not been done, and return Numba's result."""
+        arguments = (_types.int64,) * self.num_arguments
+        self.compile(arguments)
+        return self.overloads[arguments]
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """Mark a function that kernels call; LLVM may inline it."""
+    return Function(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Mark a function that LLVM would not inline although it should be."""
+    return Function(function, is_inlined=True)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Mark a function of addresses and numbers that Python calls; other kernels may call it too."""
+    kernels[function.__name__] = Function(function)
+    return kernels[function.__name__]
+
+
+def link(prefix: str, wrappers: Iterable[Wrapper]) -> Any:
+    """Return an LLVM module with these wrappers, whose names begin with `prefix`, and all that they call."""
+    wrappers = list(wrappers)
+    whole = _linked([library for wrapper in wrappers for library in wrapper.libraries])
+    for wrapper in wrappers:
+        whole.link_in(binding.parse_assembly(str(wrapper.module)))
+    return _with_exports(whole, prefix)
+
+
+def link_function(name: str, function: Callable[..., int]) -> Any:
     """Return an LLVM module with one function of 64-bit integers under this name, for kernels to call."""
-    native = Native(function)
-    return native.text.replace(native.name, name)
+    native = Function(function).native()
+    whole = _linked([native.library])
+    whole.get_function(native.fndesc.mangled_name).name = name
+    return _with_exports(whole, name)
 
 
-def _plain(name: str, native: Native) -> str:
-    """Return a function that takes Python integers and returns one."""
+def _linked(libraries: Iterable[Any]) -> Any:
+    whole = binding.parse_assembly("")
+    for text in _texts(libraries, set()):
+        whole.link_in(binding.parse_assembly(_ENVIRONMENT.sub("", text)))
+    return whole
+
+
+def _with_exports(whole: Any, prefix: str) -> Any:
+    """Make all functions internal whose names do not begin with `prefix`."""
+    for each in whole.functions:
+        if not each.is_declaration and not each.name.startswith(prefix):
+            each.linkage = binding.Linkage.internal
+    return whole
+
+
+def _texts(libraries: Iterable[Any], seen: set[int]) -> Iterator[str]:
+    for library in libraries:
+        if id(library) not in seen:
+            seen.add(id(library))
+            if isinstance(library, _Texts):
+                yield from library.texts
+                yield from _texts(library.used, seen)
+            else:  # a function of Numba, such as min
+                yield library.get_llvm_str()
+
+
+class Wrapper:
+    """``PyObject *name(PyObject *self, PyObject **arguments, Py_ssize_t count)``, in a module of its own.
+
+    The module declares the kernels and the functions of CPython's C API that it calls.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.libraries: list[Any] = []
+        self.module = ir.Module(name)
+        self.module.triple = binding.get_process_triple()
+        self.function = self.declared(name, BYTES, BYTES, BYTES.as_pointer(), WORD)
+        self.builder = ir.IRBuilder(self.function.append_basic_block())
+        self._result, self._exception = self.builder.alloca(WORD), self.builder.alloca(BYTES)
+
+    def declared(self, name: str, result: Any, *arguments: Any, takes_any: bool = False) -> Any:
+        """Declare an external function; with `takes_any` one that takes further arguments."""
+        known = self.module.globals.get(name)
+        return known or ir.Function(self.module, ir.FunctionType(result, arguments, var_arg=takes_any), name)
+
+    def argument(self, index: int) -> Any:
+        """Load an argument of the call."""
+        return self.builder.load(self.builder.gep(self.function.args[1], [WORD(index)]))
+
+    def number(self, item: Any) -> Any:
+        """Convert a Python int."""
+        return self.builder.call(self.declared("PyLong_AsLongLong", WORD, BYTES), [item])
+
+    def as_number(self, value: Any) -> Any:
+        """Make a Python int."""
+        return self.builder.call(self.declared("PyLong_FromLongLong", BYTES, WORD), [value])
+
+    def field_pointer(self, base: Any, index: int) -> Any:
+        """Return a pointer to a field of a record."""
+        return self.builder.inttoptr(self.builder.add(base, WORD(8 * index)), WORD.as_pointer())
+
+    def field(self, base: Any, index: int) -> Any:
+        """Load a field of a record."""
+        return self.builder.load(self.field_pointer(base, index))
+
+    def stack_record(self, num_fields: int) -> Any:
+        """Return the address of a record on the stack."""
+        return self.builder.ptrtoint(self.builder.alloca(WORD, size=num_fields), WORD)
+
+    def call(self, function: Function, arguments: list[Any]) -> Any:
+        """Call a function, and return its result as a word."""
+        native = function.native()
+        self.libraries.append(native.library)
+        # Numba's calling convention: pointers to the result and to the exception, then the arguments.
+        called = self.declared(native.fndesc.mangled_name, INT, BYTES, BYTES, *[WORD] * function.num_arguments)
+        self.builder.store(WORD(0), self._result)  # of which a bool takes one byte
+        results = [self.builder.bitcast(pointer, BYTES) for pointer in (self._result, self._exception)]
+        self.builder.call(called, [*results, *arguments])
+        return self.builder.load(self._result)
+
+    def without_gil(self, function: Function, arguments: list[Any]) -> Any:
+        """Call a function with the GIL released."""
+        state = self.builder.call(self.declared("PyEval_SaveThread", BYTES), [])
+        status = self.call(function, arguments)
+        self.builder.call(self.declared("PyEval_RestoreThread", ir.VoidType(), BYTES), [state])
+        return status
+
+
+def plain(name: str, function: Function) -> Wrapper:
+    """Return a wrapper that takes Python integers and returns one."""
     wrapper = Wrapper(name)
-    arguments = [wrapper.number(wrapper.argument(index)) for index in range(native.num_arguments)]
-    status = wrapper.without_gil(native, arguments)
-    return wrapper.finish(wrapper.as_number(status))
+    arguments = [wrapper.number(wrapper.argument(index)) for index in range(function.num_arguments)]
+    wrapper.builder.ret(wrapper.as_number(wrapper.without_gil(function, arguments)))
+    return wrapper

@@ -20,7 +20,8 @@ KEPT (see reduce_kernels) says where a result is. Non-temporal stores are ordere
 from __future__ import annotations
 
 from ..memory_layout import FETCHES_SLOWLY
-from .access import block_of, inner, is_in_slot, own_block, set_counter
+from .access import block_of, is_in_slot, own_block, set_counter
+from .compilation import inner
 from .intrinsics import (
     claim_lines,
     copy,

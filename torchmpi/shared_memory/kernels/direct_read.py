@@ -16,9 +16,10 @@ Memory order: the address is published by the sequence number of the entry, UNRE
 from __future__ import annotations
 
 from ..memory_layout import UNREAD
-from .access import block_of, inner, own_block, payload_of, peer_at
+from .access import block_of, own_block, payload_of, peer_at
 from .arrival import end_reads
 from .chunk_loop import deliver
+from .compilation import inner
 from .copying import phase_of_call
 from .intrinsics import field_address, load, load_field, read_memory, store, store_field
 from .records import CHUNKS, PROCESSES, RANK, SIZE, UNREADABLE

@@ -25,7 +25,8 @@ from ..memory_layout import (
     RUN_LOCK_HELD,
     RUN_LOCK_PENDING,
 )
-from .access import group_of, inner, kernel
+from .access import group_of
+from .compilation import inner, kernel
 from .intrinsics import load_field, store_field
 from .partitioning import MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE, rows_before
 from .records import (

@@ -12,24 +12,22 @@ from llvmlite import ir
 
 from ..memory_layout import LOG_ACTIVE, RUN_LOCK_ENTERED
 from . import records
+from .compilation import BYTES, INT, WORD, Wrapper, kernels
 from .kernel_sets import FastPathKernel
-from .wrappers import BYTES, INT, WORD, Native, Wrapper
 
 _DLTENSOR_FIELDS = 6
 _TYPE = 1  # field of a PyObject
 
 
-def fast_path_text(name: str, find: Native, enter: Native, native: Native, spec: FastPathKernel) -> str:
-    """Return ``name(tensor, out, key, comm, backend)``: it returns the result, or None if Python must run the call."""
-    return _FastPathEmitter(name, native, spec).text(find, enter)
+class FastPathWrapper(Wrapper):
+    """``name(tensor, out, key, comm, backend)``: it returns the result, or None if Python must run the call.
 
+    `self.record` is the address of its record (see records).
+    """
 
-class _FastPathEmitter(Wrapper):
-    """One function; `self.record` is the address of its record (see records)."""
-
-    def __init__(self, name: str, native: Native, spec: FastPathKernel) -> None:
+    def __init__(self, name: str, spec: FastPathKernel) -> None:
         super().__init__(name)
-        self.native, self.writes = native, spec.writes
+        self.writes = spec.writes
         self.failed = self.function.append_basic_block("failed")
         self.not_fast = self.function.append_basic_block("not_fast")
         self.tensor, self.out, self.key, self.comm, backend = (self.argument(index) for index in range(5))
@@ -38,9 +36,11 @@ class _FastPathEmitter(Wrapper):
         self.unused, self.tensors = [backend], list[Any]()
         for item, is_taken in ((self.tensor, spec.takes_tensor), (self.out, spec.takes_out)):
             (self.tensors if is_taken else self.unused).append(item)
+        self._emit(spec)
 
-    def text(self, find: Native, enter: Native) -> str:
-        builder = self.builder
+    def _emit(self, spec: FastPathKernel) -> None:
+        builder, kernel = self.builder, kernels[spec.kernel]
+        num_fields = kernel.num_arguments - 1
         first = self.field(self.record, records.FIRST_CALL)
         self._continue_if(builder.icmp_signed("!=", first, WORD(0)), self.not_fast)
         self._check_arguments()
@@ -50,19 +50,21 @@ class _FastPathEmitter(Wrapper):
         self._check_chosen_communicator()
         described = self._describe_tensors()
         identity = [builder.ptrtoint(item, WORD) for item in (self.key, self.comm)]
-        cached_call = self.call(find, [self.field(self.record, records.FIRST_CALL), described[0], *identity])
+        cached_call = self.call(
+            kernels["find_cached_call"], [self.field(self.record, records.FIRST_CALL), described[0], *identity]
+        )
         self._continue_if(builder.icmp_signed("!=", cached_call, WORD(0)), self.not_fast)
-        written = self.stack_record(self.native.num_arguments - 1)
-        status = self.call(enter, [cached_call, described[0], described[-1], written])
+        written = self.stack_record(num_fields)
+        status = self.call(kernels[spec.enter], [cached_call, described[0], described[-1], written])
         self._continue_if(builder.icmp_signed("==", status, WORD(0)), self.not_fast)
-        arguments = [self.field(written, index) for index in range(self.native.num_arguments - 1)]
-        status = self.without_gil(self.native, [self.field(cached_call, records.PREPARED_CALL), *arguments])
+        arguments = [self.field(written, index) for index in range(num_fields)]
+        status = self.without_gil(kernel, [self.field(cached_call, records.PREPARED_CALL), *arguments])
         unsettled = self.function.append_basic_block("unsettled")
         self._continue_if(builder.icmp_signed("==", status, WORD(0)), unsettled)
         self._leave(cached_call)
         self._end_not_fast()
         builder.position_at_end(unsettled)
-        return self.finish(self._settle(status, cached_call, arguments[records.ARGUMENT_SEQ]))
+        builder.ret(self._settle(status, cached_call, arguments[records.ARGUMENT_SEQ]))
 
     # --- before the call -------------------------------------------------------------------------------------
 

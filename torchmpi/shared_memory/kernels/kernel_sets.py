@@ -29,6 +29,8 @@ class KernelSet(NamedTuple):
     modules: tuple[str, ...]
     names: tuple[str, ...]
     description: str
+    seconds: int
+    """Expected duration of the compilation on an idle core."""
     fast_paths: Mapping[str, FastPathKernel] = MappingProxyType({})
 
 
@@ -49,6 +51,7 @@ SETS = {
             "scatter",
         ),
         "shared-memory kernels",
+        6,
         {
             "allreduce": FastPathKernel("allreduce", "enter_allreduce"),
             "reduce": FastPathKernel("allreduce", "enter_allreduce"),
@@ -62,5 +65,5 @@ SETS = {
             "receive": FastPathKernel("scatter", "enter_receive", takes_tensor=False, takes_out=True),
         },
     ),
-    "sharding": KernelSet(("shard_passes",), ("pass_over", "end_chunk"), "parameter-server kernels"),
+    "sharding": KernelSet(("shard_passes",), ("pass_over", "end_chunk"), "parameter-server kernels", 1),
 }

@@ -12,7 +12,8 @@ Python in another thread at most: SEGMENT_END is written last and cleared first,
 from __future__ import annotations
 
 from ..memory_layout import MEMORY
-from .access import fail_check, inner, payload_of
+from .access import fail_check, payload_of
+from .compilation import inner
 from .intrinsics import load, load_field, load_field_acquire, store_field
 from .kernel_sets import ENABLE_CHECKS
 from .records import (

@@ -22,9 +22,7 @@ from .access import (
     copy_from_slot,
     copy_to_payload,
     group_of,
-    inner,
     is_in_slot,
-    kernel,
     payload_of,
     peer_at,
     set_counter,
@@ -42,6 +40,7 @@ from .chunk_loop import (
     run_rounds,
     send_to_all,
 )
+from .compilation import inner, kernel
 from .copying import begin_measuring
 from .direct_read import all_show, can_read, note_pace, prefers_reading, read_all, show_memory
 from .intrinsics import copy, load, load_field, now, store, store_field

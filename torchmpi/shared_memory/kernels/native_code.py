@@ -5,10 +5,11 @@ Numba's own pipeline needs a tenth of a second and more for a function. This use
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import tempfile
 import threading
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import llvmlite
 from llvmlite import binding
 
+_DAY = 24 * 60 * 60
+_UNUSED_DAYS = 30  # of a compiled file, after which it is removed
 # Functions that LLVM calls if the processor cannot convert half precision. No library in this process has them.
 _HALF_CALLS = (b"__extendhfsf2", b"__truncsfhf2", b"__gnu_h2f_ieee", b"__gnu_f2h_ieee")
 
@@ -70,9 +73,11 @@ class Compiler:
         text = text_of().replace('@"function"', f'@"{name}"')
         image = self._read(name, text)
         if image is None:
-            image = self._compile(text)
+            image = self._compile(binding.parse_assembly(text))
             if any(call in image for call in _HALF_CALLS):
-                image = self._compile(text_of(has_half=False).replace('@"function"', f'@"{name}"'))
+                image = self._compile(
+                    binding.parse_assembly(text_of(has_half=False).replace('@"function"', f'@"{name}"'))
+                )
             self._write(name, text, image)
         self._add(image)
         return self.find(name)
@@ -85,10 +90,10 @@ class Compiler:
                 self._add(image)
             return image is not None
 
-    def build(self, name: str, recipe: str, text: str) -> None:
-        """Compile and load a module, and keep it on disk."""
+    def build(self, name: str, recipe: str, module: Any) -> None:
+        """Optimize, compile and load a module, and keep it on disk."""
         with self.lock:
-            image = self._compile(text)
+            image = self._compile(module, is_optimized=True)
             self._write(name, recipe, image)
             self._add(image)
 
@@ -110,11 +115,14 @@ class Compiler:
             cpu=self.cpu, features=self.features, opt=2, reloc=reloc, codemodel="jitdefault", jit=True
         )
 
-    def _compile(self, text: str) -> bytes:
-        module = binding.parse_assembly(text)
+    def _compile(self, module: Any, *, is_optimized: bool = False) -> bytes:
         module.triple = self.triple
         module.data_layout = str(self.machine.target_data)
         module.verify()
+        if is_optimized:
+            options = binding.create_pipeline_tuning_options(speed_level=2)
+            builder = binding.create_pass_builder(self.machine, options)
+            builder.getModulePassManager().run(module, builder)
         image: bytes = self.machine.emit_object(module)
         return image
 
@@ -134,18 +142,36 @@ class Compiler:
         except OSError:
             return None
         digest, image = content[:32], content[32:]
-        return image if digest == hashlib.sha256(image).digest() else None
+        if digest != hashlib.sha256(image).digest():
+            return None
+        with contextlib.suppress(OSError):  # another user's file
+            if path and path.stat().st_mtime < time.time() - _DAY:
+                os.utime(path)  # which _remove_old reads
+        return image
 
     def _write(self, name: str, text: str, image: bytes) -> None:
         path = self._path(name, text)
         if path is None:
             return
+        part = path.with_name(f"{path.stem}.{os.getpid()}.part")
         try:
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(hashlib.sha256(image).digest() + image)
-            os.replace(file.name, path)  # atomic, also with other writers
+            part.write_bytes(hashlib.sha256(image).digest() + image)
+            part.replace(path)  # atomic, also with other writers
+            self._remove_old(path.parent)
         except OSError:
             self.folder = None  # full or not writable after all: do not try again
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+
+    @staticmethod
+    def _remove_old(folder: Path) -> None:
+        """Remove files that no process has loaded for long: other versions made them, or for other processors."""
+        for path in (*folder.glob("torchmpi_*.native"), *folder.glob("torchmpi_*.part")):
+            days = _UNUSED_DAYS if path.suffix == ".native" else 1  # a process that was killed left the others
+            with contextlib.suppress(OSError):  # another user's file, or removed by another process
+                if path.stat().st_mtime < time.time() - days * _DAY:
+                    path.unlink()
 
 
 _first = threading.Lock()

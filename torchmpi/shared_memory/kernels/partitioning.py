@@ -20,9 +20,7 @@ from ..memory_layout import PAYLOAD_BYTES, READY, REDUCED
 from .access import (
     copy_to_payload,
     group_of,
-    inner,
     is_in_slot,
-    kernel,
     outcome,
     payload_of,
     set_counter,
@@ -32,6 +30,7 @@ from .access import (
 )
 from .arrival import arrive, begin, end_reads, leave, wait_all
 from .chunk_loop import deliver, divide_parts, put_first_chunk, put_next, run_rounds, send_to_all
+from .compilation import inner, kernel
 from .copying import begin_measuring, end_measuring, note_chunk, note_time
 from .direct_read import all_show, end_reading, note_pace, prefers_reading, read_all, read_from, show_memory
 from .intrinsics import copy, load, load_field, now, store, store_field

@@ -33,15 +33,14 @@ from .access import (
     copy_from_slot,
     copy_to_payload,
     group_of,
-    inner,
     is_in_slot,
-    kernel,
     payload_of,
     peer_at,
     set_counter,
     slot_of,
 )
 from .arrival import arrive, begin, end_reads, have_all, leave, wait_all
+from .compilation import inner, kernel
 from .copying import begin_measuring, copy_into_slot, end_measuring, note_chunk, note_put, note_time, publish
 from .intrinsics import field_address, load_field, now, reduce, store_field
 from .kernel_sets import ENABLE_CHECKS

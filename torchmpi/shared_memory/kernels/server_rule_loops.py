@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from .access import inlined, inner
+from .compilation import inlined, inner
 from .intrinsics import bits_of_float, float_of_bits, half_conversions, load_field, pointer_to
 
 

@@ -124,5 +124,5 @@ def _compiled(symbol: str, name: str, kind: str) -> int:
         if kind == "f16" and not compiler.has_half:
             kind = "f16 by arithmetic"
         function = server_rule_loops.loop(name, kind)
-        compiler.build(symbol, recipe, compilation.function_text(symbol, function))
+        compiler.build(symbol, recipe, compilation.link_function(symbol, function))
     return compiler.find(symbol)

@@ -6,7 +6,7 @@ docs/design/parameterserver.md describes the protocol.
 from __future__ import annotations
 
 from . import shard_layout as fields
-from .access import inner, kernel
+from .compilation import inner, kernel
 from .copying import copy_past
 from .intrinsics import (
     call_rule,
