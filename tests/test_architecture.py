@@ -32,8 +32,8 @@ MAX_ENTRIES, MAX_LEVELS, MAX_EDGES, MAX_LINES = 18, 12, 110, 600
 IMPORTED_BY_START = ("mpi4py", "numba")
 """Imported inside functions only: mpi4py starts MPI, numba costs 0.2 s and 56 MB."""
 KERNEL_MODULES = (
-    "intrinsics", "access", "arrival", "copying", "lookup", "direct_read", "reduce_kernels", "chunk_loop", "movement",
-    "partitioning", "shard_passes", "server_rule_loops", "fast_path_entry", "fast_path_ir", "compilation",
+    "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop", "movement",
+    "shard_passes", "server_rule_loops", "fast_path_code", "compilation",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout, process_vm
-from torchmpi.shared_memory.kernels import direct_read, records
+from torchmpi.shared_memory.kernels import peer_memory, records
 
-kernel = compiled(direct_read.prefers_reading, direct_read.read_all, direct_read.note_pace, direct_read.measurement_of)
+kernel = compiled(peer_memory.prefers_reading, peer_memory.read_all, peer_memory.note_pace, peer_memory.measurement_of)
 
 LEAST, TOO_MANY = 32 << 10, 16 << 20
 SLOTS, DIRECTLY, CALLS = 0, 1, 2

@@ -6,14 +6,14 @@ others load the machine code from a file.
 =================================== ============================================================================
 layer, from the top                 modules
 =================================== ============================================================================
-kernels that Python calls           movement, partitioning, reduce_kernels, fast_path_entry, shard_passes
-loop, routes, measurements          chunk_loop, direct_read, lookup, copying
+kernels that Python calls           movement, reduce_kernels, fast_path_code, shard_passes
+loop, routes, measurements          chunk_loop, peer_memory, copying
 synchronization                     arrival
 records and shared memory by name   access, records, shard_layout, torchmpi.shared_memory.memory_layout
 raw memory, atomics, system calls   intrinsics
 rules of the parameter server       server_rules, server_rule_loops
 reductions as LLVM text             reduction, reduction_ir, simd_ir
-compilation                         kernel_sets, compilation, fast_path_ir, native_code
+compilation                         kernel_sets, compilation, native_code
 =================================== ============================================================================
 """
 
@@ -103,7 +103,7 @@ def _module(which: str, announce: Callable[[str], object]) -> Any:
     compilation.Function.on_compiled = staticmethod(report)
     wrappers = [compilation.plain(_PREFIX + name, compilation.kernels[name]) for name in kernel_set.names]
     if kernel_set.fast_paths:
-        from .fast_path_ir import FastPathWrapper
+        from .fast_path_code import FastPathWrapper
 
         wrappers += [FastPathWrapper(f"{_PREFIX}enter_{name}", spec) for name, spec in kernel_set.fast_paths.items()]
     return compilation.link(_PREFIX, wrappers)

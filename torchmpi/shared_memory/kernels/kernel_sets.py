@@ -36,7 +36,7 @@ class KernelSet(NamedTuple):
 
 SETS = {
     "collectives": KernelSet(
-        ("chunk_loop", "movement", "partitioning", "reduce_kernels", "fast_path_entry"),
+        ("chunk_loop", "movement", "reduce_kernels", "fast_path_code"),
         (
             "allreduce",
             "allreduce_list",

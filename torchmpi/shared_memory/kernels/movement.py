@@ -1,11 +1,11 @@
-"""Kernels of the barrier, broadcast, allgather and gather: every receiver gets the same data.
+"""Kernels of the barrier and of all collectives that move data, reduce_scatter included.
 
 Four routes by length, of which all ranks take the same:
 
 * up to PAYLOAD_BYTES the data travels in the payload of the ring entry;
 * up to WHOLE_BYTES in the slot, written before the ranks synchronize: one synchronization either way;
 * longer data, if all tensors are shared, is copied from tensor to tensor (`end_reads` waits for all readers);
-* otherwise it is read directly from the other processes (kernels.direct_read), or goes through the slots in chunks
+* otherwise it is read directly from the other processes (kernels.peer_memory), or goes through the slots in chunks
   (kernels.chunk_loop).
 
 An allgather assumes that all ranks bring the same length. Lengths are in the payloads; if they differ, the kernel
@@ -13,6 +13,18 @@ returns UNEVEN, and Python allocates the result and calls `exchange`.
 
 Memory order: payload and slot are published by the sequence number of the entry (`arrive`). A slot written whole also
 sets READY and REDUCED, so that the counters stay equal to CHUNKS on all ranks.
+
+reduce_scatter, alltoall and scatter divide dim 0 among the ranks: rank `r` gets rows `rows_before(r)` to
+`rows_before(r + 1)`; the first ranks take the remainder, one row each.
+
+In chunks of such collectives each rank writes one part for each rank into its slot, SPACING apart; a reduce_scatter
+reduces where the others copy. alltoall assumes that all ranks bring the same number of rows (UNEVEN otherwise).
+
+A scatter is two kernels, or one in the fast path. `offer` synchronizes: the root brings a description of its tensor
+(dtype, dimensions, shape) in its payload and writes its first chunk, or the whole tensor if that fits into the payload,
+or the address for direct reads. `take` moves the rest, after Python has allocated the result.
+
+`reduce_scatter` publishes REDUCED after a chunk has been read, before its slot is written again.
 """
 
 from __future__ import annotations
@@ -23,43 +35,64 @@ from .access import (
     copy_to_payload,
     group_of,
     is_in_slot,
+    outcome,
     payload_of,
     peer_at,
     set_counter,
     set_receive,
+    set_send,
     transfer_slot_of,
 )
-from .arrival import arrive, begin, end_reads, leave
+from .arrival import arrive, begin, end_reads, leave, wait_all
 from .chunk_loop import (
     ALL_SEND_BYTES,
     ONE_SENDS_BYTES,
     deliver,
+    divide_parts,
     divide_stream,
     put,
     put_first_chunk,
+    put_next,
     run_rounds,
     send_to_all,
 )
 from .compilation import inner, kernel
-from .copying import begin_measuring
-from .direct_read import all_show, can_read, note_pace, prefers_reading, read_all, show_memory
+from .copying import begin_measuring, end_measuring, note_chunk, note_time
 from .intrinsics import copy, load, load_field, now, store, store_field
 from .kernel_sets import ENABLE_CHECKS
-from .lookup import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
+from .peer_memory import (
+    ALL_SHARED,
+    all_show,
+    announce_memory,
+    can_read,
+    end_reading,
+    find_memory,
+    note_pace,
+    prefers_reading,
+    read_all,
+    read_from,
+    shared_tensor_of,
+    show_memory,
+)
 from .records import (
     ALLGATHER_PACES,
+    ALLTOALL_PACES,
+    CHUNK_BYTES,
     CHUNKS,
     GATHER_PACES,
     GATHERS_READ,
     RANK,
     ROOT,
+    SCATTER_PACES,
     SIZE,
+    SPENT_BEFORE,
+    TRANSFERS,
     UNEVEN,
     UNMAPPED,
     UNREADABLE,
     WHOLE_BYTES,
 )
-from .reduce_kernels import part_begin
+from .reduce_kernels import combine, part_begin, set_operand
 
 _SHORT_BROADCAST_BYTES = 128 << 10  # up to here broadcasts bypass the caches: that was never slower
 
@@ -245,3 +278,257 @@ def allgather(call, seq, signature, source, num_bytes, target):
         if not only_sends and status == 0:
             note_pace(group, paces, num_bytes, reads, now() - since + spent)
     return leave(group, seq, status)
+
+
+MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE = range(3)
+"""Fields of the description of a tensor that a scatter sends."""
+
+
+@inner
+def rows_before(num_rows, size, rank):
+    """Return the number of rows of the ranks below."""
+    return num_rows // size * rank + min(num_rows % size, rank)
+
+
+@inner
+def divide_rows(group, num_rows, row_bytes):
+    """Choose the chunks of rows that are divided among the ranks; return the number of rounds."""
+    return divide_parts(group, rows_before(num_rows, load_field(group, SIZE), 1) * row_bytes)
+
+
+@inner
+def send_rows(call, source, num_rows, row_bytes):
+    """Fill the sending half of the transfers: to each rank its rows. Return their address."""
+    size, transfers = load_field(group_of(call), SIZE), load_field(call, TRANSFERS)
+    for other in range(size):
+        first = rows_before(num_rows, size, other) * row_bytes
+        set_send(transfers, other, source + first, rows_before(num_rows, size, other + 1) * row_bytes - first)
+    return transfers
+
+
+@inner
+def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_put):
+    """Reduce this rank's rows, of which its own begin at `source`, chunk by chunk from the slots.
+
+    `is_first_put`: all ranks had written their first chunk before they arrived.
+    """
+    group = group_of(call)
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    base, chunk_bytes = load_field(group, CHUNKS), load_field(group, CHUNK_BYTES)
+    for index in range(num_rounds):
+        chunk = base + index
+        if index + 1 < num_rounds:
+            status = put_next(group, index, transfers, False)
+            if status != 0:
+                return status
+        if index > 0 or not is_first_put:
+            status = wait_all(group, READY, chunk + 1)
+            if status != 0:
+                return status
+        for other in range(size):
+            set_operand(group, other, transfer_slot_of(group, other, chunk) + rank * chunk_bytes)
+        set_operand(group, rank, source + index * chunk_bytes)
+        mine, since = max(0, min(chunk_bytes, length - index * chunk_bytes)), now()
+        last_slot = transfer_slot_of(group, size - 1, chunk) + rank * chunk_bytes
+        if not ENABLE_CHECKS or is_in_slot(group, last_slot, mine):
+            combine(call, target + index * chunk_bytes, mine)
+        note_time(group, chunk, since)
+        note_chunk(group, chunk, mine * (size - 1))
+        set_counter(group, REDUCED, chunk + 1)
+    end_measuring(group)
+    store_field(group, CHUNKS, base + num_rounds)
+    return wait_all(group, REDUCED, base + num_rounds - 1) if num_rounds > 1 else 0
+
+
+@inner
+def reduce_rows_shared(call, first, length, target):
+    """Reduce this rank's rows, at offset `first`, from the shared tensors of all ranks."""
+    group = group_of(call)
+    for other in range(load_field(group, SIZE)):
+        set_operand(group, other, shared_tensor_of(group, other) + first)
+    combine(call, target, length)
+    return end_reads(group)
+
+
+@kernel
+def reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target):
+    """Reduce the rows of all ranks, and give each rank its part."""
+    group = group_of(call)
+    rank, size, num_bytes = load_field(group, RANK), load_field(group, SIZE), num_rows * row_bytes
+    first = rows_before(num_rows, size, rank) * row_bytes
+    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
+    status = begin(group, seq)
+    if status != 0:
+        return status
+    if num_bytes <= PAYLOAD_BYTES:
+        copy_to_payload(group, seq, 0, source, num_bytes)
+        status = arrive(group, seq, signature)
+        if status == 0:
+            for other in range(size):
+                set_operand(group, other, payload_of(group, other, seq) + first)
+            combine(call, target, length)
+        return leave(group, seq, status)
+    transfers, num_rounds = send_rows(call, source, num_rows, row_bytes), divide_rows(group, num_rows, row_bytes)
+    is_shared = announce_memory(group, seq, source, num_bytes)
+    if not is_shared:
+        put_first_chunk(group, transfers, num_rounds)
+    status = arrive(group, seq, signature)
+    memory = find_memory(group, seq, source) if status == 0 else 0
+    if status != 0 or memory >= UNMAPPED:
+        return max(status, memory)
+    if memory == ALL_SHARED:
+        status = reduce_rows_shared(call, first, length, target)
+    else:
+        if is_shared:
+            put_first_chunk(group, transfers, num_rounds)
+        status = reduce_rows(call, source + first, length, target, transfers, num_rounds, memory == 0)
+    return leave(group, seq, status)
+
+
+@kernel
+def alltoall(call, seq, signature, source, num_rows, row_bytes, target):
+    """Send each rank its rows, if all ranks bring the same number of rows.
+
+    Returns UNEVEN otherwise, with the numbers in the payloads.
+    """
+    group = group_of(call)
+    rank, size = load_field(group, RANK), load_field(group, SIZE)
+    payload = payload_of(group, rank, seq)
+    status = begin(group, seq)
+    if status != 0:
+        return status
+    store(payload, num_rows)
+    first = rows_before(num_rows, size, rank) * row_bytes
+    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
+    num_rounds = divide_rows(group, num_rows, row_bytes)
+    is_short = num_rows * row_bytes <= PAYLOAD_BYTES - 8
+    is_shared = not is_short and announce_memory(group, seq, source, num_rows * row_bytes)
+    shows, spent = not is_short and prefers_reading(group, ALLTOALL_PACES, length), 0
+    if is_short:
+        copy_to_payload(group, seq, 8, source, num_rows * row_bytes)
+    else:
+        show_memory(group, seq, source if shows else 0)
+        if not shows and not is_shared:
+            since = now()
+            put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
+            spent = now() - since
+    status = arrive(group, seq, signature)
+    if status != 0:
+        return status
+    if not are_even(group, seq, num_rows):
+        return UNEVEN
+    if is_short:
+        for other in range(size):
+            copy(target + other * length, payload_of(group, other, seq) + 8 + first, length)
+    else:
+        memory = find_memory(group, seq, source)
+        if memory >= UNMAPPED:
+            return memory
+        if memory == ALL_SHARED:
+            return leave(group, seq, gather_shared(group, first, length, target))
+        since, reads = now(), all_show(group, seq)
+        status = read_all(group, seq, source, first, length, target) if reads else UNREADABLE
+        if status == UNREADABLE:
+            transfers = send_rows(call, source, num_rows, row_bytes)
+            if shows or is_shared:
+                put_first_chunk(group, transfers, num_rounds)
+            for other in range(size):
+                set_receive(transfers, other, target + other * length, length)
+            deliver(target + rank * length, source + first, length, length)
+            status = run_rounds(group, transfers, num_rounds)
+        if status == 0:
+            note_pace(group, ALLTOALL_PACES, length, reads, now() - since + spent)
+    return leave(group, seq, status)
+
+
+@kernel
+def offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes):
+    """Synchronize for a scatter; the root brings the description of its tensor, and the first rows or their address."""
+    group = group_of(call)
+    status = begin(group, seq)
+    if status != 0:
+        return status
+    payload = payload_of(group, load_field(group, RANK), seq)
+    copy_to_payload(group, seq, 0, message, num_bytes)
+    is_root = load_field(group, RANK) == load_field(call, ROOT)
+    if is_root and num_bytes + num_rows * row_bytes <= PAYLOAD_BYTES:
+        copy_to_payload(group, seq, num_bytes, source, num_rows * row_bytes)
+    elif is_root:
+        num_rounds, since = divide_rows(group, num_rows, row_bytes), now()
+        has_room = num_bytes + 8 <= PAYLOAD_BYTES
+        share_bytes = num_rows // load_field(group, SIZE) * row_bytes
+        shows = has_room and prefers_reading(group, SCATTER_PACES, share_bytes)
+        if has_room:
+            store(payload + num_bytes, source if shows else 0)
+        if not shows:
+            put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
+        store_field(group, SPENT_BEFORE, now() - since)
+    status = arrive(group, seq, signature)
+    return leave(group, seq, status)
+
+
+@inner
+def message_bytes_of(message):
+    """Return the length of the description of a tensor."""
+    return (MESSAGE_SHAPE + load_field(message, MESSAGE_NUM_DIMS)) * 8
+
+
+@kernel
+def take(call, seq, num_rows, row_bytes, source, target):
+    """After `offer`: copy this rank's rows of the root's tensor."""
+    group = group_of(call)
+    rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
+    first = rows_before(num_rows, size, rank) * row_bytes
+    length = rows_before(num_rows, size, rank + 1) * row_bytes - first
+    offered = payload_of(group, root, seq)
+    message_bytes = message_bytes_of(offered)
+    if message_bytes + num_rows * row_bytes <= PAYLOAD_BYTES:
+        copy(target, offered + message_bytes + first, length)
+        return outcome(group, 0)
+    transfers, num_rounds, since = load_field(call, TRANSFERS), divide_rows(group, num_rows, row_bytes), now()
+    shown = load(offered + message_bytes) if message_bytes + 8 <= PAYLOAD_BYTES else 0
+    if rank == root:
+        deliver(target, source + first, length, length)
+    status = UNREADABLE
+    if shown != 0:
+        status = end_reading(group, rank == root or read_from(group, root, shown + first, length, target))
+    if status == UNREADABLE:
+        if rank != root:
+            send_to_all(call, 0, 0)
+            begin_measuring(group, num_rounds, False)
+        elif shown != 0:
+            put_first_chunk(group, send_rows(call, source, num_rows, row_bytes), num_rounds)
+        for other in range(size):
+            set_receive(transfers, other, target, length if other == root else 0)
+        status = run_rounds(group, transfers, num_rounds)
+    if rank == root and status == 0:
+        spent = now() - since + load_field(group, SPENT_BEFORE)
+        note_pace(group, SCATTER_PACES, num_rows // size * row_bytes, shown != 0, spent)
+    return outcome(group, status)
+
+
+@inner
+def is_expected(group, seq, root, message):
+    """Return whether the root offers rows of the dtype and shape, and as many to this rank, as the message has."""
+    offered = payload_of(group, root, seq)
+    for index in range(message_bytes_of(message) // 8):
+        if index != MESSAGE_SHAPE and load_field(offered, index) != load_field(message, index):
+            return False
+    size, rank, num_rows = load_field(group, SIZE), load_field(group, RANK), load_field(offered, MESSAGE_SHAPE)
+    num_expected = load_field(message, MESSAGE_SHAPE)
+    return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank) == num_expected
+
+
+@kernel
+def scatter(call, seq, signature, message, num_bytes, source, num_rows, row_bytes, target):
+    """`offer`, then `take`. Ranks other than the root bring what they expect: UNEVEN if the offer differs."""
+    group = group_of(call)
+    root = load_field(call, ROOT)
+    if load_field(group, RANK) == root:
+        status = offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes)
+    else:
+        status = offer(call, seq, signature, message, 0, 0, 0, 0)
+        if status == 0 and not is_expected(group, seq, root, message):
+            status = UNEVEN
+        num_rows = load_field(payload_of(group, root, seq), MESSAGE_SHAPE)
+    return status if status != 0 else take(call, seq, num_rows, row_bytes, source, target)

@@ -87,7 +87,7 @@ REJECTED = 33
 SPENT = 34
 """Two fields, by chunk parity: nanoseconds spent on copying and reducing a chunk in progress, without waits."""
 
-# --- Group: reading the memory of other processes (see kernels.direct_read) -------------------------------
+# --- Group: reading the memory of other processes (see kernels.peer_memory) -------------------------------
 
 PROCESSES = 36
 """Address of the process ids of all ranks if their memory can be read, otherwise 0."""

@@ -44,7 +44,7 @@ from .compilation import inner, kernel
 from .copying import begin_measuring, copy_into_slot, end_measuring, note_chunk, note_put, note_time, publish
 from .intrinsics import field_address, load_field, now, reduce, store_field
 from .kernel_sets import ENABLE_CHECKS
-from .lookup import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
+from .peer_memory import ALL_SHARED, announce_memory, find_memory, shared_tensor_of
 from .records import (
     CACHE_BYPASS,
     CALL_CHUNKS,
