@@ -319,12 +319,13 @@ PLANTED = {
 def test_a_violated_check_raises_on_every_rank(job, what):
     """A rank raises InternalError, or MismatchError if the other rank has aborted first; the next call works."""
     plant, numel, check = PLANTED[what]
-    code = f"""{START}{COLLECTIVES}
+    code = f"""from mpi4py import MPI
+{START}{COLLECTIVES}
 for _ in range(3):  # the last ones by the fast path
     mpi.allreduce(torch.ones({numel}))
 shared = runtime.current().world.shared
 fields, board, slots = shared.fields, shared.status_board.fields, int(shared.fields[records.SLOTS])
-mpi.barrier()
+MPI.COMM_WORLD.Barrier()  # afterwards no rank is inside a kernel
 {plant}
 try:
     mpi.allreduce(torch.ones({numel}))
