@@ -40,10 +40,18 @@ class FlatBuffers:
     (torch.Size([5]), [torch.Size([2, 2]), torch.Size([1])])
     """
 
-    def __init__(self, tensors: Sequence[Tensor], allocate: Allocate | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        allocate: Allocate | None = None,
+        *,
+        devices: Sequence[torch.device] | None = None,
+    ) -> None:
+        """Allocate the buffers, on `devices` instead of those of the tensors if given."""
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, tensor in enumerate(tensors):
-            groups.setdefault((tensor.dtype, tensor.device), []).append(index)
+            device = tensor.device if devices is None else devices[index]
+            groups.setdefault((tensor.dtype, device), []).append(index)
         self.buffers: list[Tensor] = []
         views: dict[int, Tensor] = {}
         for (dtype, device), members in groups.items():
@@ -186,8 +194,7 @@ class TensorServers:
     def outgoing(self) -> FlatBuffers:
         """The buffers to send from, allocated on first use."""
         if self._outgoing is None:
-            pairs = zip(self._like, self._devices, strict=True)
-            self._outgoing = FlatBuffers([torch.empty_like(like, device=device) for like, device in pairs])
+            self._outgoing = FlatBuffers(self._like, devices=self._devices)
         return self._outgoing
 
     def fetch(self) -> list[Handle]:

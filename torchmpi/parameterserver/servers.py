@@ -96,20 +96,22 @@ class Server:
 
     def apply(self, data: torch.Tensor, rule: PreparedRule) -> None:
         """Apply a rule to all shards with contiguous values in host memory; the caller holds the run lock."""
-        client, remote = self.context.client, self.context.remote
-        client.apply(self.shards, data.data_ptr(), (0, self.numel), rule)
-        versions, num_chunks = remote.apply(self, data, rule) if remote is not None else (0, 0)
-        self.sent_version = (client.versions + versions) / max(client.num_chunks + num_chunks, 1)
+        self.context.client.apply(self.shards, data.data_ptr(), (0, self.numel), rule)
+        self.sent_version = self._finish_remotely(data, rule)
         self.num_sent += 1
         self.bytes_sent += data.nbytes
 
     def read(self, data: torch.Tensor) -> None:
         """Copy all shards to contiguous host memory; the caller holds the run lock."""
-        client, remote = self.context.client, self.context.remote
-        client.read(self.shards, data.data_ptr(), (0, self.numel))
-        versions, num_chunks = remote.read(self, data) if remote is not None else (0, 0)
-        self.received_version = (client.versions + versions) / max(client.num_chunks + num_chunks, 1)
+        self.context.client.read(self.shards, data.data_ptr(), (0, self.numel))
+        self.received_version = self._finish_remotely(data, None)
         self.bytes_received += data.nbytes
+
+    def _finish_remotely(self, data: torch.Tensor, rule: PreparedRule | None) -> float:
+        """Send the request to remote shards, if there are any; return the mean of the VERSIONs found in all shards."""
+        client, remote = self.context.client, self.context.remote
+        versions, num_chunks = remote.request(self, data, rule) if remote is not None else (0, 0)
+        return (client.versions + versions) / max(client.num_chunks + num_chunks, 1)
 
     def close(self) -> None:
         """Unmap the shards."""
