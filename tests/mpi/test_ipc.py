@@ -21,7 +21,7 @@ from torchmpi.backends.ipc import staging_areas
 from torchmpi.collectives import prepared
 from torchmpi.communicators.call_log import call_code
 from torchmpi.communicators.group import Group
-from torchmpi.errors import BackendUnavailableError, MismatchError, StallError
+from torchmpi.errors import BackendUnavailableError, DeviceError, MismatchError, StallError
 from torchmpi.session import runtime
 from torchmpi.tensors import dtypes
 
@@ -218,6 +218,21 @@ def test_a_rank_that_fails_in_the_middle_ends_the_call_on_all_and_the_next_ones_
     for collective in COLLECTIVES:
         Call(rig, collective, torch.float32, "sum", (600_000,), 1).check(rig, agree)
     rig.group.free()
+
+
+@pytest.mark.parametrize("collective", ("allgather", "allreduce"))
+def test_a_tensor_on_another_device_is_an_error_on_all_ranks(rig, agree, collective):
+    if mpi.size() == 1:
+        return
+    Call(rig, collective, torch.float32, "sum", (100,), 0).check(rig, agree)
+    mpi.barrier()  # a rank that is still in the first call could take the abort of the next one for its own
+    is_wrong, message = rig.rank == mpi.size() - 1, ""
+    try:
+        rig.run(collective, torch.ones(5, device="meta" if is_wrong else "cpu"))
+    except (DeviceError, MismatchError) as error:
+        message = str(error)
+    agree(("Keep the tensors of a communicator on one GPU" if is_wrong else "aborted") in message, message)
+    Call(rig, collective, torch.float32, "sum", (100,), 1).check(rig, agree)
 
 
 def test_different_calls_raise_on_all_ranks(rig, agree):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 from itertools import combinations
 from types import SimpleNamespace
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing import reductions
 
 from torchmpi.backends import gpus
 from torchmpi.backends.gpus import Devices, RankDevice
+from torchmpi.backends.ipc import staging_areas
 
 uuids = st.sampled_from(["", "a", "b", "c"])
 ranks_of = st.lists(st.builds(RankDevice, st.integers(0, 1), uuids, st.frozensets(uuids)), min_size=1, max_size=6)
@@ -50,6 +53,13 @@ def test_each_rank_reports_its_device_and_the_devices_it_can_access(monkeypatch)
     # Groups of GPUs that can all access each other: 0 and 1, and 2 alone, since 0 cannot access 2.
     keys = [gpus.ipc_key(torch.device("cuda", index)) for index in range(3)]
     assert keys == ["GPU-0 GPU-1", "GPU-0 GPU-1", "GPU-2"]
+
+
+def test_the_functions_of_torch_for_shared_gpu_memory_are_the_expected_ones():
+    """Private in parts; no GPU is needed to notice that another version of torch has other arguments."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[staging_areas._DEVICE_FIELD] == "storage_device" and len(names) == 15
+    assert all(hasattr(torch.cuda.Event, name) for name in ("ipc_handle", "from_ipc_handle", "record", "wait"))
 
 
 def test_docstring_examples():

@@ -147,6 +147,10 @@ class StagedGroup:
         """End the waiting of this call for other processes."""
         self.sync.expired_seq = seq
 
+    def wait_for_entry(self) -> None:
+        """Return when all ranks have entered the call; raise if one has aborted it."""
+        self.sync.wait_for(self.others, self.sync.number(0))
+
     def run(self, chunks: Iterable[list[Step]], source: torch.Tensor, out: torch.Tensor, op: str = "") -> None:
         """Enqueue a plan that reads from one flat tensor and writes to another."""
         assert self.staging is not None
@@ -219,6 +223,7 @@ class IpcCollectives:
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks on all ranks."""
+        self.staged.wait_for_entry()  # before MPI, in which nobody would notice a rank that has aborted the call
         rows, row_bytes = row_counts(self.staged.group, source), rows_of(source)[1] * source.element_size()
         destination = destination_for(source, sum(rows), destination)
         out, own = _bytes(destination), _bytes(source)
