@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,10 @@ from ..errors import ArgumentError, TorchMPIError
 from ..shared_memory.kernels.shard_layout import NUM_COEFFICIENTS
 from ..tensors.buffers import as_bytes
 from .rules import MAX_NAME_BYTES, PreparedRule, Rule
-from .shards import MESSAGE_BYTES, Actor, message_ranges
+from .shards import MESSAGE_BYTES, Actor, Shards, message_ranges
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Request
-
-    from .servers import Server
 
 # A rank is a client and a server, so data for its client and data for its server need different tags.
 _REQUEST, _DATA_TO_SERVER, _DATA_TO_CLIENT, _REPLY = range(1, 5)
@@ -41,6 +39,19 @@ _MAX_IN_FLIGHT = 4
 """Messages of one request that are in flight."""
 _MIN_SLEEP, _MAX_IDLE_SLEEP, _MAX_BUSY_SLEEP = 20e-6, 8e-3, 200e-6
 _EAGER_SECONDS = 2e-3
+
+
+class RemoteServer(Protocol):
+    """The attributes of a :class:`Server` that requests use."""
+
+    number: int
+    name: str
+    dtype: torch.dtype
+    parts: list[tuple[int, int]]
+    shards: Shards
+
+    def prepared(self, rule: str | Rule) -> PreparedRule:
+        """Return the rule for the dtype of the server."""
 
 
 class _Backoff:
@@ -85,7 +96,7 @@ class RemoteClient:
     def __init__(self, MPI: Any, comm: Comm, group: Group, ranks: tuple[int, ...], queue: CallQueue) -> None:
         self._MPI, self._comm, self._group, self._ranks, self._queue = MPI, comm, group, ranks, queue
 
-    def request(self, server: Server, data: torch.Tensor, rule: PreparedRule | None) -> tuple[int, int]:
+    def request(self, server: RemoteServer, data: torch.Tensor, rule: PreparedRule | None) -> tuple[int, int]:
         """Apply a rule to all remote shards, or copy them to `data`.
 
         Returns:
@@ -120,7 +131,7 @@ class _Request:
     """One request to one rank, on the client."""
 
     def __init__(
-        self, MPI: Any, comm: Comm, rank: int, server: Server, flat: torch.Tensor, *, header: _Header
+        self, MPI: Any, comm: Comm, rank: int, server: RemoteServer, flat: torch.Tensor, *, header: _Header
     ) -> None:
         self.rank, self.is_complete = rank, False
         self.status, self.problem, self.versions, self.num_chunks = _DONE, "", 0, 0
@@ -178,7 +189,7 @@ class ServerThread(threading.Thread):
         MPI: Any,
         comm: Comm,
         actor: Actor,
-        servers: Mapping[int, Server],
+        servers: Mapping[int, RemoteServer],
         *,
         name: str,
         end_job: Callable[[str, int], None],
