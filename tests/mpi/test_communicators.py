@@ -231,7 +231,7 @@ def test_thousands_of_groups_are_freed_by_all_of_their_ranks_together(agree):
     ranks = range(world.size)
     subsets = [tuple(rank for rank in ranks if bits >> rank & 1) for bits in range(1, 1 << min(world.size, 3))]
     for number in range(3000):  # more than MPICH has contexts
-        members = subsets[number % 7 % len(subsets)]
+        members = subsets[number * number % 7 % len(subsets)]  # not as many for each rank
         if world.rank in members:
             comm = world.Create_group(world.group.Incl(members), 7)
             group = Group(comm, "many", members, context, check="off")
@@ -243,7 +243,7 @@ def test_thousands_of_groups_are_freed_by_all_of_their_ranks_together(agree):
                 group.side_comm.Isend(bytearray(8), (group.rank + 1) % group.size, number).Wait()
             group.free()
     everybodys = world.allgather(freed)
-    agree(len(freed) > 100 if world.size > 1 else True, f"{len(freed)} were freed")
+    agree(len(freed) > 100 or world.rank > 2, f"{len(freed)} were freed")
     for members in subsets:
         orders = [[value for value in everybodys[rank] if value[0] == members] for rank in members]
         agree(all(order == orders[0] for order in orders), f"{members}: {[len(order) for order in orders]} freed")

@@ -1,14 +1,9 @@
-"""Communicators of a net: the one given by the user, or a private one with an order of calls of its own."""
+"""Private communicators of a net, with an order of calls of their own, and the size of its buckets."""
 
 from __future__ import annotations
 
 from ..communicators.communicator import Communicator
 from ..session import runtime
-
-
-def resolve(comm: int | Communicator | None) -> Communicator:
-    """Return the communicator of a ``comm=`` argument: None is the current one, a number is a level."""
-    return runtime.communicator(comm)
 
 
 def default_bucket_bytes(bucket_bytes: int | None) -> int:

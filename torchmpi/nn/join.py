@@ -11,8 +11,8 @@ from torch import nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
+from ..session import runtime
 from .async_backward import AsyncBackward
-from .channel import resolve
 from .join_state import JOIN_STATE, JoinRound, JoinState, refuse_inside_join
 from .replica import SHARDED, Replica, attach, attached
 from .sync import ASYNC_BACKWARD, broadcast_replica, reduce_gradients
@@ -66,7 +66,7 @@ def join(
         raise ArgumentError(
             "join: a net with sharded parameters communicates in its forward pass, which ranks without data do not run."
         )
-    state = JoinState(resolve(comm) if backward is None else backward.comm, divide_by)
+    state = JoinState(runtime.communicator(comm) if backward is None else backward.comm, divide_by)
     attach(net, JOIN_STATE, state)
     try:
         yield

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
+from ..session import runtime
 from ..tensors.partition import part_of
-from .channel import resolve
 from .replica import SHARDED, Attachment
 
 
@@ -53,7 +53,7 @@ class MPLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self._layer_comm = _LayerComm(resolve(comm))
+        self._layer_comm = _LayerComm(runtime.communicator(comm))
         # The complete weight is initialized, so that values and generator state do not depend on the number of ranks.
         full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         begin, length = self._layer_comm.part(in_features)
@@ -97,7 +97,7 @@ class MPLinear(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         setattr(self.weight, SHARDED, True)  # a copied parameter does not have the attribute
         # A pickle contains no communicator, as that of another job would be of no use.
-        self._layer_comm = self._layer_comm or _LayerComm(resolve(None))
+        self._layer_comm = self._layer_comm or _LayerComm(runtime.communicator(None))
 
 
 class _LayerComm(Attachment):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, GradientError
+from ..session import runtime
 from .async_backward import register_async_backward, synchronize_gradients_async
-from .channel import resolve
 from .sync import synchronize_gradients
 
 
@@ -64,7 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _check_parameters(opt, model)
         self.optimizer = opt
         self._model, self._average, self._asynchronous = model, average, asynchronous
-        self._comm = resolve(comm)
+        self._comm = runtime.communicator(comm)
         self._is_synchronized = False
         self._skips = False
         if asynchronous:

@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ReplicaError
+from ..session import runtime
 from .agreement import check_same_layout
-from .channel import resolve
 from .join_state import refuse_inside_join
 from .replica import Net, Replica
 
@@ -40,7 +40,7 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communic
         mpinn.check_with_allreduce(model)
     """
     refuse_inside_join(net, "check_with_allreduce")
-    communicator = resolve(comm)
+    communicator = runtime.communicator(comm)
     replica = Replica(net)
     tensors = replica.parameters + (replica.buffers if buffers else [])
     check_same_layout(replica, tensors, communicator)
