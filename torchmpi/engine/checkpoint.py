@@ -1,16 +1,19 @@
-"""Checkpoint files: one file for all ranks, replaced atomically and verified when read.
+"""Checkpoints: folders of torch.distributed.checkpoint, replaced atomically and verified when read.
 
-State that is equal on all ranks (parameters, optimizer state) is stored once, as on rank 0. Other state is stored for
-each rank: random numbers, meters, the position in the data, and tensors that are not replicated, such as the running
-statistics of batch norm or the shards of a model-parallel layer. The file is an ordinary ``torch.save`` archive of
-plain values, so that reading it cannot run code: ``torch.load(path)["network"]`` returns the weights.
+A checkpoint contains tensors only. Those of network, criterion and optimizer have names such as ``network.0.weight``;
+they are the tensors of rank 0, and complete tensors where a layer is sharded. All other state is plain values, one
+tensor of bytes ``engine.RANK`` for each rank, which is read without running code.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
+import os
+import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,13 +22,13 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..tensors import archive as archive_file
+from ..tensors import archive
 from .coordination import Coordinator
+from .data_loading import map_tensors
 
-_MARK = ("torchmpi_checkpoint", 1)
+_MARK = ("torchmpi_checkpoint", 2)
+_PLAIN = "engine."
 T = TypeVar("T")
-Tree = dict[Any, Any]
-"""A state dict. Keys are names, or ``("state", index)`` for the state of one parameter in an optimizer."""
 
 
 class Stateful(Protocol):
@@ -39,53 +42,83 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The contents of a checkpoint for one rank.
+class Content:
+    """The contents of a checkpoint, when it is saved.
 
     `common` is equal on all ranks, `own` belongs to this rank, and `trees` are the state dicts of tensors.
     """
 
     common: dict[str, Any]
     own: dict[str, Any]
-    trees: dict[str, Tree]
+    trees: dict[str, Any]
 
 
-def write(path: Path, saved: Saved, coordinator: Coordinator) -> None:
-    """Write a checkpoint of all ranks. Collective; an error on one rank is raised on all.
+@dataclass(frozen=True)
+class Saved:
+    """The contents of a checkpoint, when it is read.
 
-    write(Path("run.ckpt"), Saved({"epoch": 1}, {}, {"network": net.state_dict()}), SingleProcess())
+    `ranks` has the `own` state of all ranks that saved. The tensors in `trees` are those that this rank saved, or those
+    of rank 0 if the number of ranks has changed.
     """
-    for problem in coordinator.gather(_unreadable(saved.own)):
-        if problem is not None:
-            raise CheckpointError(problem)
-    differing = _different_from_rank_0(saved.trees, coordinator)
-    own = coordinator.gather({"own": saved.own, "trees": differing})
-    archive = {
-        _MARK[0]: _MARK[1],
-        "size": coordinator.size,
-        "common": saved.common,
-        "ranks": own,
-        **saved.trees,
-    }
-    _on_rank_0(coordinator, lambda: archive_file.write(path, archive))
+
+    common: dict[str, Any]
+    ranks: list[dict[str, Any]]
+    trees: dict[str, Any]
+
+
+class Saver:
+    """Saves the checkpoints of a run, one at a time, in a thread of rank 0. Its methods are collective.
+
+    saver = Saver(SingleProcess())
+    saver.save(Path("run.ckpt"), Content({"epoch": 1}, {}, {"network": net.state_dict()}), asynchronous=True)
+    saver.wait()
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._thread = ThreadPoolExecutor(1, "torchmpi-checkpoint")
+        self._is_saving = False
+        self._pending: Future[None] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save in progress is known to have failed, on rank 0."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def save(self, path: Path, content: Content, asynchronous: bool = False) -> None:
+        """Save a checkpoint; with `asynchronous`, return when its state is copied. Errors are raised on all ranks."""
+        self.wait()
+        tensors, plain = _pack(content, self._coordinator, copy=asynchronous)
+        if self._coordinator.rank == 0:
+            tensors.update((f"{_PLAIN}{rank}", part) for rank, part in enumerate(plain))
+            self._pending = self._thread.submit(_replace, path, tensors)
+        self._is_saving = True
+        if not asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in progress, and raise its failure on all ranks."""
+        if self._is_saving:
+            self._is_saving, pending, self._pending = False, self._pending, None
+            _on_rank_0(self._coordinator, lambda: pending and pending.result())
+
+    def close(self) -> None:
+        """End the thread. A failed job of many ranks does not wait for a save: the previous one is complete."""
+        self._thread.shutdown(wait=self._coordinator.size == 1)
 
 
 def read(path: Path, coordinator: Coordinator) -> Saved:
-    """Read a checkpoint. Collective: only rank 0 reads the file.
+    """Read a checkpoint. Collective: only rank 0 reads the files.
 
     saved = read(Path("run.ckpt"), SingleProcess())
     """
-    raw = _on_rank_0(coordinator, path.read_bytes)
-    archive = archive_file.parse(path, raw, mark=_MARK, what="checkpoint of an engine")
-    if archive["size"] != coordinator.size:
-        raise CheckpointError(
-            f"{path} was written by {archive['size']} rank(s) and cannot be resumed by {coordinator.size}, as each "
-            "rank has its own position in the data. Start the job with as many, or load only the weights with "
-            f"torch.load({str(path)!r})['network']."
-        )
-    mine = archive["ranks"][coordinator.rank]
-    trees = {name: {**archive[name], **changed} for name, changed in mine["trees"].items()}
-    return Saved(archive["common"], mine["own"], trees)
+    tensors, ranks = _on_rank_0(coordinator, lambda: _load(path))
+    mine = ranks[0]
+    if len(ranks) == coordinator.size:
+        mine = ranks[coordinator.rank]
+        tensors.update(mine["differing"])
+    trees = map_tensors(lambda _, name: tensors[name], mine["trees"])
+    return Saved(mine["common"], [rank["own"] for rank in ranks], trees)
 
 
 def _on_rank_0(coordinator: Coordinator, action: Callable[[], T]) -> T:
@@ -94,6 +127,8 @@ def _on_rank_0(coordinator: Coordinator, action: Callable[[], T]) -> T:
     if coordinator.rank == 0:
         try:
             outcome = (action(), None)
+        except CheckpointError as error:
+            outcome = (None, str(error))
         except Exception as error:  # of any kind: the other ranks wait for the outcome
             outcome = (None, f"checkpoint, on rank 0: {type(error).__name__}: {error}")
     result: T
@@ -103,16 +138,57 @@ def _on_rank_0(coordinator: Coordinator, action: Callable[[], T]) -> T:
     return result
 
 
-def _different_from_rank_0(trees: dict[str, Tree], coordinator: Coordinator) -> dict[str, Tree]:
-    """Return the entries whose bits differ from those on rank 0."""
-    if coordinator.size == 1:
-        return {name: {} for name in trees}
-    mine = {name: {key: digest(value) for key, value in tree.items()} for name, tree in trees.items()}
-    reference = coordinator.broadcast(mine)
-    return {
-        name: {key: value for key, value in tree.items() if mine[name][key] != reference[name].get(key)}
-        for name, tree in trees.items()
+# --- state of the ranks ------------------------------------------------------------------------------------
+
+
+def _pack(content: Content, coordinator: Coordinator, copy: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the tensors of this rank, and the other state of all ranks. Collective."""
+    tensors: dict[str, Tensor] = {}
+    problems = []
+
+    def take(tensor: Tensor, name: str) -> Tensor:
+        if name in tensors:
+            problems.append(f"two tensors have the name {name!r} in a checkpoint: rename a module or a key")
+        on_host = tensor.detach().cpu()
+        is_alias = on_host.data_ptr() == tensor.data_ptr()
+        tensors[name] = on_host.clone() if copy and is_alias and coordinator.rank == 0 else on_host
+        return torch.empty(0)
+
+    trees = map_tensors(take, content.trees)
+    problems += _unreadable({"iterator": content.own.get("iterator"), **content.own.get("kept", {}), **trees})
+    digests = {name: digest(tensor) for name, tensor in tensors.items()}
+    reference = coordinator.broadcast(digests)
+    buffer = io.BytesIO()
+    plain = {
+        _MARK[0]: _MARK[1],
+        "common": content.common,
+        "own": content.own if not problems else None,
+        "trees": trees if not problems else None,
+        "differing": {name: t for name, t in tensors.items() if digests[name] != reference.get(name)},
+        "digests": digests if coordinator.rank == 0 else None,
     }
+    torch.save(plain, buffer)
+    everyone = coordinator.gather((problems, torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)))
+    for theirs, _ in everyone:
+        if theirs:
+            raise CheckpointError(theirs[0])
+    return tensors, [part for _, part in everyone]
+
+
+def _unreadable(states: dict[str, Any]) -> list[str]:
+    """Return error messages for states that could be saved but not read back."""
+    problems = []
+    for name, state in states.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(state, buffer)
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        except Exception as error:  # state_dict() may return objects that fail in any way
+            problems.append(
+                f"state_dict() of {name!r} holds an object that a checkpoint cannot hold: only numbers, strings, "
+                f"tensors and lists, tuples and dicts of them can be read back without running code ({error})"
+            )
+    return problems
 
 
 def digest(value: Any) -> bytes:
@@ -121,12 +197,12 @@ def digest(value: Any) -> bytes:
     >>> digest([torch.zeros(2), 1]) == digest([torch.zeros(2), 1.0])
     False
     """
-    hasher = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.sha256()
     _feed(hasher, value)
     return hasher.digest()
 
 
-def _feed(hasher: hashlib.blake2b, value: Any) -> None:
+def _feed(hasher: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         hasher.update(f"{value.dtype} {tuple(value.shape)}".encode())
         hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -144,16 +220,108 @@ def _feed(hasher: hashlib.blake2b, value: Any) -> None:
         hasher.update(f"{type(value).__name__} {value!r};".encode())
 
 
-def _unreadable(own: dict[str, Any]) -> str | None:
-    """Return an error message if some state could be saved but not read back."""
-    for name, state in {"iterator": own.get("iterator"), **own.get("kept", {})}.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(state, buffer)
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception as error:  # state_dict() may return objects that fail in any way
-            return (
-                f"state_dict() of {name!r} holds an object that a checkpoint cannot hold: only numbers, strings, "
-                f"tensors and lists, tuples and dicts of them can be read back without running code ({error})"
-            )
-    return None
+# --- folders, on rank 0 ------------------------------------------------------------------------------------
+
+
+def _replace(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a checkpoint under another name and rename it; at each moment a complete one exists."""
+    path = path.resolve()
+    if path.is_file():
+        raise CheckpointError(_is_a_file(path))
+    others = [file.name for file in path.glob("*") if file.suffix != ".distcp" and file.name != ".metadata"]
+    if others:
+        raise CheckpointError(f"{path} has other files, such as {others[0]}, and is not replaced: choose another path")
+    new, previous = path.with_name(f".{path.name}.new"), _previous(path)
+    try:
+        _recover(path)
+        for left in (new, previous):  # by a job that has ended while saving
+            shutil.rmtree(left, ignore_errors=True)
+        new.mkdir()
+        _write(new, tensors)
+        if path.exists():
+            path.rename(previous)
+        new.rename(path)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        _recover(path)
+        raise
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _recover(path: Path) -> None:
+    if not path.exists() and _previous(path).exists():
+        _previous(path).rename(path)
+
+
+def _is_a_file(path: Path) -> str:
+    return (
+        f"{path} is a file, but a checkpoint is a folder. The format of earlier versions of torchmpi, one file for a "
+        "fixed number of ranks, cannot be resumed: load its weights with "
+        f"torch.load({str(path)!r})['network'], begin a new run with them, and save it under another path."
+    )
+
+
+def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
+    # The steps of dcp.save(). That function warns without a process group of torch.distributed, and with one it
+    # involves the other ranks.
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    trees: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        tree, _, key = name.partition(".")
+        trees.setdefault(tree, {})[key] = tensor
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
+    planner.set_up_planner(trees, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
+
+
+def _load(path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return the tensors of a checkpoint, verified, and the other state of each rank."""
+    folder = path if path.exists() else _previous(path.resolve())
+    if folder.is_file():
+        raise CheckpointError(_is_a_file(path))
+    if not folder.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    try:
+        tensors = _read(folder)
+    except Exception as error:  # of the storage, of pickle or of torch
+        raise CheckpointError(f"{path} is no checkpoint, or is truncated: {type(error).__name__}: {error}") from error
+    num_ranks = sum(name.startswith(_PLAIN) for name in tensors)
+    if not num_ranks:
+        raise CheckpointError(f"{path} is a checkpoint of torch.distributed.checkpoint, but not of an engine")
+    ranks = []
+    for rank in range(num_ranks):
+        raw = tensors.pop(f"{_PLAIN}{rank}").numpy().tobytes()
+        ranks.append(archive.parse(path, raw, mark=_MARK, what="checkpoint of an engine"))
+    for name, expected in ranks[0]["digests"].items():
+        if digest(tensors[name]) != expected:
+            raise CheckpointError(f"{path} is damaged: {name!r} differs from what was saved")
+    return tensors, ranks
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    planner.set_up_planner(tensors, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    return tensors

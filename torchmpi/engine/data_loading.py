@@ -77,20 +77,24 @@ def load_iterator_state(iterator: Any, state: Any) -> None:
 # --- copying to the device ---------------------------------------------------------------------------------
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and mappings; keep all other values.
+def map_tensors(function: Callable[[Tensor, str], Tensor], value: Any, name: str = "") -> Any:
+    """Apply `function` to every tensor in nested tuples, lists and mappings, and to its name; keep all other values.
 
-    >>> map_tensors(torch.neg, (torch.ones(1), ["label"]))
-    (tensor([-1.]), ['label'])
+    >>> map_tensors(lambda tensor, name: print(name), {"a": (torch.ones(1), ["label"])})
+    a.0
+    {'a': (None, ['label'])}
     """
+
+    def inner(key: Any, item: Any) -> Any:
+        return map_tensors(function, item, f"{name}.{key}" if name else str(key))
+
     if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(function, item) for item in value)
+        return function(value, name)
     if isinstance(value, Mapping):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        return {key: inner(key, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [inner(index, item) for index, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
@@ -114,9 +118,9 @@ class DeviceCopy:
         tensor([1.])
         """
         if self._stream is None:
-            return Sample(*(map_tensors(lambda t: t.to(self.device), part) for part in sample))
+            return Sample(*(map_tensors(lambda t, _: t.to(self.device), part) for part in sample))
         with torch.cuda.stream(self._stream):
-            sent = Sample(*(map_tensors(lambda t: t.to(self.device, non_blocking=True), part) for part in sample))
+            sent = Sample(*(map_tensors(lambda t, _: t.to(self.device, non_blocking=True), part) for part in sample))
         self._stream.synchronize()
         return sent
 
@@ -131,7 +135,7 @@ class DeviceCopy:
             # batch is dropped, although kernels of the step may still have to read it.
             current = torch.cuda.current_stream(self.device)
 
-            def record(tensor: Tensor) -> Tensor:
+            def record(tensor: Tensor, _: str) -> Tensor:
                 tensor.record_stream(current)
                 return tensor
 

@@ -87,6 +87,26 @@ class Meter:
         self._sums = state["sums"].clone()
         self._is_global = bool(state["is_global"])
 
+    def divided(self, states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+        """Return the state of one rank for a run that is resumed on another number of ranks.
+
+        Args:
+            states: The ``state_dict()`` of all ranks that saved.
+            rank: Rank that loads the state.
+
+        Returns:
+            The sums over all states on rank 0, and zeros on other ranks.
+
+        Example:
+            >>> meter = AverageValueMeter(); meter.add(1.0); both = [meter.state_dict()] * 2
+            >>> meter.divided(both, 0)["sums"].tolist(), meter.divided(both, 1)["sums"].tolist()
+            ([2.0, 2.0, 2.0], [0.0, 0.0, 0.0])
+        """
+        if states[0]["is_global"]:
+            return states[0]
+        sums = torch.stack([state["sums"] for state in states]).sum(0)
+        return {"sums": sums if rank == 0 else torch.zeros_like(sums), "is_global": False}
+
     def _accumulate(self, sums: Sequence[float]) -> None:
         self._refuse_if_global("add")
         self._sums += torch.tensor(sums, dtype=torch.float64)

@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from typing import TextIO
 
 from torch import Tensor
+from tqdm import tqdm
 
-WIDTH = 24
 TERMINAL_PERIOD_S = 0.1
 PLAIN_PERIOD_S = 10.0
+
+
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """The bar of one epoch."""
+
+    monitor_interval = 0  # no thread that draws too
+    loss: Tensor | float | None = None
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Draw the bar, or write a line if the stream is no terminal."""
+        if self.loss is not None:
+            # Reading a loss makes the host wait for a GPU, so it is read only to be shown.
+            number = self.loss.item() if isinstance(self.loss, Tensor) else self.loss
+            self.set_postfix_str(f"loss {number:.4f}", refresh=False)
+        if self.fp.isatty():
+            return bool(super().display(msg, pos))
+        if msg is None:
+            self.fp.write(f"{self}\n")
+            self.fp.flush()
+        return False
+
+
+_Bar.set_lock(threading.RLock())  # the default is a lock of multiprocessing, which needs a semaphore of the system
 
 
 class ProgressBar:
@@ -25,58 +48,39 @@ class ProgressBar:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty()
-        self._shown = time.monotonic()
-        self._pending: str | None = None
-        self.begin("", None)
+        self._bar: _Bar | None = None
 
-    def begin(self, title: str, total: int | None) -> None:
+    def begin(self, title: str, total: int | None, done: int = 0) -> None:
         """Start an epoch on a new line. `total` is the number of batches, None if unknown."""
-        self._end_line()
-        self._title, self._total = title, total
-        self._begin = time.monotonic()
-        self._width = 0
+        shown = None if self._bar is None else self._bar.last_print_t
+        self._end()
+        self._bar = _Bar(
+            desc=title,
+            total=total,
+            initial=done,
+            unit=" batches",
+            file=self._stream,
+            leave=self._is_terminal,
+            mininterval=TERMINAL_PERIOD_S if self._is_terminal else PLAIN_PERIOD_S,
+            miniters=1,
+            delay=0 if self._is_terminal else 1e-9,  # with a delay, tqdm does not display the bar at once
+        )
+        if not self._is_terminal and shown is not None:
+            self._bar.last_print_t = shown  # the period continues over short epochs
 
     def update(self, done: int, loss: Tensor | float | None) -> None:
         """Set the number of batches done. Draws at most once per period."""
-        now = time.monotonic()
-        is_due = now - self._shown >= (TERMINAL_PERIOD_S if self._is_terminal else PLAIN_PERIOD_S)
-        if is_due or done == self._total:
-            # Reading a loss makes the host wait for a GPU, so it is read only to be shown.
-            number = loss.item() if isinstance(loss, Tensor) else loss
-            self._pending = self.line(done, number, now - self._begin)
-        if is_due or (self._is_terminal and done == self._total):
-            self._draw(now)
+        assert self._bar is not None
+        self._bar.loss = loss
+        self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
         """Draw the last line and end it."""
-        if not self._is_terminal and self._pending is not None:
-            self._draw(time.monotonic())
-        self._end_line()
+        if self._bar is not None and not self._is_terminal and self._bar.n > self._bar.last_print_n:
+            self._bar.refresh()
+        self._end()
 
-    def line(self, done: int, loss: float | None, seconds: float) -> str:
-        """Return the text of the bar.
-
-        >>> bar = ProgressBar(); bar.begin("epoch 1/2", 4); bar.line(2, 0.5, 1.0)
-        'epoch 1/2 [############............] 2/4, 2.0 batches/s, loss 0.5000'
-        """
-        parts = [f"{done}/{self._total}" if self._total else str(done)]
-        if seconds > 0:
-            parts.append(f"{done / seconds:.1f} batches/s")
-        if loss is not None:
-            parts.append(f"loss {loss:.4f}")
-        filled = min(WIDTH, WIDTH * done // self._total) if self._total else 0
-        drawn = f" [{'#' * filled}{'.' * (WIDTH - filled)}]" if self._total else ""
-        return f"{self._title}{drawn} {', '.join(parts)}"
-
-    def _draw(self, now: float) -> None:
-        assert self._pending is not None
-        # Spaces overwrite the end of a longer line.
-        self._stream.write("\r" + self._pending.ljust(self._width) if self._is_terminal else self._pending + "\n")
-        self._stream.flush()
-        self._width, self._shown, self._pending = len(self._pending), now, None
-
-    def _end_line(self) -> None:
-        if self._is_terminal and getattr(self, "_width", 0):
-            self._stream.write("\n")
-            self._stream.flush()
-            self._width = 0
+    def _end(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

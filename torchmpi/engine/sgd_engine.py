@@ -61,7 +61,7 @@ class SGDEngine:
         self._device = None if device is None else torch.device(device)
         self._prefetch, self._progress = prefetch, progress
         self._kept: dict[str, Stateful] = {}
-        self._autosave: tuple[Path, int | None] | None = None
+        self._autosave: tuple[Path, int | None, bool] | None = None
         self._run: TrainingRun | None = None
 
     # --- hooks, schedulers and checkpoints -----------------------------------------------------------------
@@ -135,12 +135,13 @@ class SGDEngine:
                 )
         self._kept.update(objects)
 
-    def checkpoint(self, path: str | os.PathLike[str], every: int | None = None) -> None:
+    def checkpoint(self, path: str | os.PathLike[str], every: int | None = None, *, asynchronous: bool = False) -> None:
         """Save checkpoints during training, after all hooks of the point.
 
         Args:
-            path: File that each checkpoint replaces.
+            path: Folder that each checkpoint replaces.
             every: Number of updates between checkpoints; None saves one after each epoch.
+            asynchronous: As for ``save_checkpoint()``.
 
         Raises:
             ArgumentError: `every` is less than 1.
@@ -150,19 +151,21 @@ class SGDEngine:
         """
         if every is not None and every < 1:
             raise ArgumentError(f"checkpoint(every={every}): expected a number of updates, or None for each epoch")
-        self._autosave = Path(path), every
+        self._autosave = Path(path), every, asynchronous
 
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def save_checkpoint(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> None:
         """Save a checkpoint from a hook in on_start_epoch, on_update, on_end_epoch or on_end.
 
         Collective: all ranks call it at the same point. Changes made by later hooks of the same point are not saved.
 
         Args:
-            path: File to replace.
+            path: Folder to replace.
+            asynchronous: Copy the state, and write it in a thread while training continues. A failure is raised after
+                the next update, by the next save, or at the end of ``train()``.
 
         Raises:
             ArgumentError: Called outside of ``train()`` or in the middle of an update.
-            CheckpointError: The file cannot be written, or an object of ``keep()`` cannot be saved.
+            CheckpointError: The folder cannot be written, or an object of ``keep()`` cannot be saved.
 
         Example:
             engine.hooks.on_end.append(lambda state: engine.save_checkpoint("last.ckpt"))
@@ -172,15 +175,15 @@ class SGDEngine:
             raise ArgumentError(
                 f"save_checkpoint() {where}: call it in on_start_epoch, on_update, on_end_epoch or on_end"
             )
-        checkpoint.write(Path(path), self._run.save(self._kept), self._coordinator)
+        self._run.save(Path(path), self._kept, asynchronous)
 
     def _save_if_due(self, run: TrainingRun) -> None:
         if self._autosave is None:
             return
-        path, every = self._autosave
+        path, every, asynchronous = self._autosave
         at_end, at_update = run.phase == "epoch end", run.phase == "between updates"
         if at_end if every is None else at_update and run.state.t % every == 0:
-            self.save_checkpoint(path)
+            self.save_checkpoint(path, asynchronous=asynchronous)
 
     # --- training ------------------------------------------------------------------------------------------
 
@@ -214,7 +217,7 @@ class SGDEngine:
         Raises:
             ArgumentError: Both or neither of `lr` and `optimizer` are given, an epoch has no batch, a batch has a
                 wrong type, or the engine is training already.
-            CheckpointError: The checkpoint cannot be read, or was saved by a run of another kind.
+            CheckpointError: The checkpoint cannot be read or was saved by a run of another kind, or saving has failed.
 
         Example:
             state = engine.train(network=net, criterion=loss, iterator=loader, lr=0.1, max_epochs=5)
@@ -229,10 +232,11 @@ class SGDEngine:
             state.optimizer = torch.optim.SGD(_parameters(state), lr=lr)
         saved = None if resume is None else checkpoint.read(Path(resume), self._coordinator)
         bar = ProgressBar() if self._progress and self._coordinator.rank == 0 else None
-        with self._running(TrainingRun(state, device_copy, bar)) as run:
+        with self._running(TrainingRun(state, device_copy, bar, self._coordinator)) as run:
             self._begin(state)
             network.train()
             self._train(run, saved)
+            run.saver.wait()
             self._end(state)
         return state
 
@@ -241,7 +245,7 @@ class SGDEngine:
         if saved is not None:
             state.epoch, state.t = saved.common["epoch"], saved.common["t"]
         self.hooks.call("on_start", state)
-        self._agree_to_stop(state)
+        self._agree_to_stop(run)
         if saved is not None and not saved.common["in_epoch"]:
             run.restore(saved, self._kept)
             saved = None
@@ -263,7 +267,7 @@ class SGDEngine:
         run.phase = "epoch end"
         self.hooks.call("on_end_epoch", state)
         self._save_if_due(run)
-        self._agree_to_stop(state)
+        self._agree_to_stop(run)
         state.epoch += 1
         run.phase = "between epochs"
 
@@ -282,7 +286,7 @@ class SGDEngine:
             self.hooks.call("on_update", state)
             run.show_progress()
             self._save_if_due(run)
-            if self._agree_to_stop(state):
+            if self._agree_to_stop(run):
                 return False
 
     def _step(self, state: State, sample: Sample | None, num_active: int) -> None:
@@ -394,10 +398,12 @@ class SGDEngine:
             state.criterion.to(device)
         return DeviceCopy(device)
 
-    def _agree_to_stop(self, state: State) -> bool:
-        """Stop all ranks if one rank stops, since the others would wait for that rank."""
-        state.stop = self._coordinator.count(state.stop) > 0
-        return state.stop
+    def _agree_to_stop(self, run: TrainingRun) -> bool:
+        """Stop all ranks if one rank stops, since the others would wait for that rank; raise if a save has failed."""
+        run.state.stop = self._coordinator.count(run.state.stop or run.saver.has_failed) > 0
+        if run.state.stop:
+            run.saver.wait()
+        return run.state.stop
 
     def _refuse_empty_epoch(self, state: State) -> None:
         if self._coordinator.count(state.batch > 0) == 0:

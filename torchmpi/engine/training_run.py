@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
+from .. import log
 from ..errors import CheckpointError
+from ..nn import MPLinear
 from . import rng
-from .checkpoint import Saved, Stateful, Tree
-from .data_loading import DeviceCopy, Epoch, iterator_state, load_iterator_state, num_batches
+from .checkpoint import Content, Saved, Saver, Stateful, digest
+from .coordination import Coordinator
+from .data_loading import DeviceCopy, Epoch, iterator_state, load_iterator_state, map_tensors, num_batches
+from .meters import Meter
 from .progressbar import ProgressBar
 from .state import State
 
@@ -17,8 +23,11 @@ from .state import State
 class TrainingRun:
     """One call of ``train()``: the state that hooks receive, and the internal state of the loop."""
 
-    def __init__(self, state: State, device_copy: DeviceCopy, bar: ProgressBar | None) -> None:
-        self.state, self.device_copy, self._bar = state, device_copy, bar
+    def __init__(
+        self, state: State, device_copy: DeviceCopy, bar: ProgressBar | None, coordinator: Coordinator
+    ) -> None:
+        self.state, self.device_copy, self._bar, self._coordinator = state, device_copy, bar, coordinator
+        self.saver = Saver(coordinator)
         self.phase: Literal["between epochs", "between updates", "update", "epoch end"] = "between epochs"
         self._epoch: Epoch | None = None
 
@@ -28,7 +37,7 @@ class TrainingRun:
         state.batch = 0 if position is None else position["batch"]
         self._epoch = Epoch(state.iterator, self.device_copy, depth, position)
         if self._bar is not None:
-            self._bar.begin(f"epoch {state.epoch + 1}/{state.max_epochs}", num_batches(state.iterator))
+            self._bar.begin(f"epoch {state.epoch + 1}/{state.max_epochs}", num_batches(state.iterator), state.batch)
         return self._epoch
 
     def show_progress(self) -> None:
@@ -37,15 +46,17 @@ class TrainingRun:
             self._bar.update(self.state.batch, self.state.loss)
 
     def close(self) -> None:
-        """Close the progress bar."""
+        """Close the progress bar, and end the thread that saves."""
+        self.saver.close()
         if self._bar is not None:
             self._bar.close()
 
-    def save(self, kept: dict[str, Stateful]) -> Saved:
-        """Return the contents of a checkpoint of this run and of `kept`, the objects of ``keep()``."""
+    def save(self, path: Path, kept: dict[str, Stateful], asynchronous: bool) -> None:
+        """Save a checkpoint of this run and of `kept`, the objects of ``keep()``."""
         state, in_epoch = self.state, self.phase == "between updates"
         own: dict[str, Any] = {
             "batch": state.batch,
+            "num_batches": num_batches(state.iterator),
             "rng": rng.capture(self.device_copy.device),
             "kept": {name: value.state_dict() for name, value in kept.items()},
         }
@@ -54,17 +65,19 @@ class TrainingRun:
         else:
             own.update(generators=rng.capture_generators(state.iterator), iterator=iterator_state(state.iterator))
         epoch = state.epoch + (self.phase == "epoch end")
-        return Saved({"epoch": epoch, "t": state.t, "in_epoch": in_epoch}, own, _trees(state))
+        common = {"epoch": epoch, "t": state.t, "in_epoch": in_epoch}
+        self.saver.save(path, Content(common, own, _trees(state)), asynchronous)
 
     def restore(self, saved: Saved, kept: dict[str, Stateful]) -> dict[str, Any] | None:
         """Load a checkpoint; return the position for `begin_epoch`, or None if it was saved between two epochs."""
-        state, own = self.state, saved.own
-        if own["kept"].keys() != kept.keys():
+        state, names = self.state, saved.ranks[0]["kept"].keys()
+        if names != kept.keys():
             raise CheckpointError(
-                f"the checkpoint has the state of {sorted(own['kept'])}, but this engine keeps {sorted(kept)}: "
+                f"the checkpoint has the state of {sorted(names)}, but this engine keeps {sorted(kept)}: "
                 "give keep() and step_scheduler() the same objects as in the run that is resumed"
             )
         _load_trees(state, saved.trees)
+        own = self._own_state(saved, kept)
         for name, value in kept.items():
             value.load_state_dict(own["kept"][name])
         if saved.common["in_epoch"]:
@@ -74,34 +87,110 @@ class TrainingRun:
         rng.restore(own["rng"], self.device_copy.device)
         return None
 
+    def _own_state(self, saved: Saved, kept: dict[str, Stateful]) -> dict[str, Any]:
+        """Return the saved state of this rank or, if the number of ranks has changed, a part of that of all ranks."""
+        rank, size, length = self._coordinator.rank, self._coordinator.size, num_batches(self.state.iterator)
+        if len(saved.ranks) == size:
+            return saved.ranks[rank]
+        own = dict(saved.ranks[rank % len(saved.ranks)])
+        own["kept"] = {name: _kept_state(name, value, saved, rank) for name, value in kept.items()}
+        if rank >= len(saved.ranks):  # with the random numbers of another rank, both would have the same dropout
+            own["rng"] = own["begin"] = rng.capture(self.device_copy.device)
+        if saved.common["in_epoch"]:
+            own["iterator"] = None  # the position of a rank that had another part of the data
+            own["batch"] = redivided_batch(saved.ranks, size, length)
+        if rank == 0:
+            begin = f" after batch {own['batch']} of rank 0" if saved.common["in_epoch"] else ""
+            log.logger.info(
+                f"resuming on {size} rank(s) a run of {len(saved.ranks)}, from epoch {saved.common['epoch'] + 1}{begin}"
+            )
+        return own
 
-def _trees(state: State) -> dict[str, Tree]:
+
+def redivided_batch(ranks: list[dict[str, Any]], size: int, length: int | None) -> int:
+    """Return how many of its `length` batches one of `size` ranks skips, so that together they skip what was done.
+
+    >>> redivided_batch([{"batch": 4, "num_batches": 10}, {"batch": 4, "num_batches": 10}], 4, 5)
+    2
+    """
+    num_done: int = sum(rank["batch"] for rank in ranks)
+    lengths = [rank["num_batches"] for rank in ranks]
+    if length is None or None in lengths:
+        return num_done // size
+    total: int = sum(lengths)
+    return length * num_done // max(1, total)
+
+
+def _kept_state(name: str, value: Stateful, saved: Saved, rank: int) -> dict[str, Any]:
+    states: list[dict[str, Any]] = [theirs["kept"][name] for theirs in saved.ranks]
+    if isinstance(value, Meter):
+        return value.divided(states, rank)
+    if rank == 0 and len({digest(state) for state in states}) > 1:
+        log.logger.warning(
+            f"the state of {name!r} differs between the {len(states)} ranks that saved it; rank r now takes the state "
+            f"of rank r modulo {len(states)}"
+        )
+    return states[rank % len(states)]
+
+
+# --- state dicts -------------------------------------------------------------------------------------------
+
+
+def _trees(state: State) -> dict[str, Any]:
     assert state.optimizer is not None
-    optimizer = state.optimizer.state_dict()
-    flat: Tree = {("state", index): value for index, value in optimizer.pop("state").items()}
-    flat.update(optimizer)
-    # The state dict itself rather than a copy of its items: it carries the version of each module's format.
-    trees: dict[str, Any] = {"network": state.network.state_dict(), "optimizer": flat}
+    trees = {"network": state.network.state_dict(), "optimizer": state.optimizer.state_dict()}
     if isinstance(state.criterion, nn.Module):
         trees["criterion"] = state.criterion.state_dict()
-    return trees
+    layers = dict(_sharded_layers(state))
+
+    def whole(tensor: Tensor, name: str) -> Tensor:
+        layer = layers.get(_owner(name))
+        return tensor if layer is None or tensor.shape != layer.weight.shape else layer.gather_columns(tensor)
+
+    return map_tensors(whole, trees) if layers else trees
 
 
-def _load_trees(state: State, trees: dict[str, Tree]) -> None:
+def _load_trees(state: State, trees: dict[str, Any]) -> None:
     assert state.optimizer is not None
-    optimizer: dict[str, Any] = {"state": {}}
-    for key, value in trees["optimizer"].items():
-        if isinstance(key, tuple):
-            optimizer["state"][key[1]] = value
-        else:
-            optimizer[str(key)] = value
-    part = "network"
+    layers = dict(_sharded_layers(state))
+
+    def part(tensor: Tensor, name: str) -> Tensor:
+        layer = layers.get(_owner(name))
+        shape = None if layer is None else (layer.out_features, layer.in_features)
+        return tensor if layer is None or tensor.shape != shape else layer.select_columns(tensor)
+
+    trees = map_tensors(part, trees)
+    tree = "network"
     try:
         state.network.load_state_dict(trees["network"])
-        part = "criterion"
+        tree = "criterion"
         if isinstance(state.criterion, nn.Module):
             state.criterion.load_state_dict(trees.get("criterion", {}))
-        part = "optimizer"
-        state.optimizer.load_state_dict(optimizer)
+        tree = "optimizer"
+        state.optimizer.load_state_dict(trees["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the checkpoint does not fit this {part}: {error}") from error
+        raise CheckpointError(f"the checkpoint does not fit this {tree}: {error}") from error
+
+
+def _sharded_layers(state: State) -> Iterator[tuple[str, MPLinear]]:
+    """Yield the sharded layers, with the names of weights and optimizer state in a checkpoint."""
+    assert state.optimizer is not None
+    layers: dict[int, MPLinear] = {}
+    for tree, root in (("network", state.network), ("criterion", state.criterion)):
+        for name, module in root.named_modules(prefix=tree) if isinstance(root, nn.Module) else ():
+            if isinstance(module, MPLinear):
+                layers[id(module.weight)] = module
+                yield f"{name}.weight", module
+    parameters = (parameter for group in state.optimizer.param_groups for parameter in group["params"])
+    for index, parameter in enumerate(parameters):
+        if id(parameter) in layers:
+            yield f"optimizer.state.{index}", layers[id(parameter)]
+
+
+def _owner(name: str) -> str:
+    """Return the key of :func:`_sharded_layers` for a tensor.
+
+    >>> _owner("optimizer.state.0.exp_avg"), _owner("network.0.weight")
+    ('optimizer.state.0', 'network.0.weight')
+    """
+    return ".".join(name.split(".")[:3]) if name.startswith("optimizer.state.") else name

@@ -56,8 +56,7 @@ class MPLinear(nn.Module):
         self._layer_comm = _LayerComm(runtime.communicator(comm))
         # The complete weight is initialized, so that values and generator state do not depend on the number of ranks.
         full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        begin, length = self._layer_comm.part(in_features)
-        self.weight = nn.Parameter(full.weight.detach()[:, begin : begin + length].clone())
+        self.weight = nn.Parameter(self.select_columns(full.weight.detach()).clone())
         self.bias = full.bias
         setattr(self.weight, SHARDED, True)
 
@@ -84,7 +83,36 @@ class MPLinear(nn.Module):
         Example:
             torch.save(layer.full_weight(), "weight.pt")
         """
-        return self._layer_comm.gather(self.weight.detach())
+        return self.gather_columns(self.weight)
+
+    @torch.no_grad()
+    def gather_columns(self, tensor: Tensor) -> Tensor:
+        """Gather a tensor of the shape of ``weight``, such as its momentum, on every rank. Collective.
+
+        Args:
+            tensor: This rank's columns.
+
+        Returns:
+            A tensor of shape (out_features, in_features).
+
+        Example:
+            momentum = layer.gather_columns(optimizer.state[layer.weight]["momentum_buffer"])
+        """
+        return self._layer_comm.gather(tensor)
+
+    def select_columns(self, whole: Tensor) -> Tensor:
+        """Return this rank's columns of a tensor of shape (out_features, in_features).
+
+        Args:
+            whole: The complete tensor, for instance the weight of an ``nn.Linear``.
+
+        Returns:
+            A view of `whole`.
+
+        Example:
+            layer.load_state_dict({**linear.state_dict(), "weight": layer.select_columns(linear.weight)})
+        """
+        return self._layer_comm.narrow(whole)
 
     def extra_repr(self) -> str:
         """Describe the layer, for ``repr``."""
