@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -177,20 +178,24 @@ def test_prefetching_does_not_change_results():
 
 
 @pytest.mark.parametrize("make_iterator", [shuffled, resumable])
-@pytest.mark.parametrize("every", [None, 4])
-def test_automatic_checkpoints(make_iterator, every, tmp_path):
+@pytest.mark.parametrize(("every", "asynchronous"), [(None, False), (4, False), (2, True)])
+def test_automatic_checkpoints(make_iterator, every, asynchronous, tmp_path):
     """Each automatic checkpoint leads to the same end; hooks registered after it are included."""
     path = tmp_path / "auto.ckpt"
     reference = Trial(make_iterator, momentum)
-    reference.engine.checkpoint(path, every=every)
-    kept: list[bytes] = []
-    reference.engine.hooks.on_start_epoch.append(lambda state: path.exists() and kept.append(path.read_bytes()))
+    reference.engine.checkpoint(path, every=every, asynchronous=asynchronous)
+    kept: list[Path] = []
+
+    @reference.engine.on("on_start_epoch")
+    def keep(state: State) -> None:
+        if path.exists() and not asynchronous:
+            kept.append(shutil.copytree(path, tmp_path / f"copy {len(kept)}"))
+
     reference.train()
     reference.final_rng = torch.get_rng_state()
-    for content in (*kept, path.read_bytes()):
-        path.write_bytes(content)
+    for copy in (*kept, path):
         resumed = Trial(make_iterator, momentum)
-        resumed.train(resume=path)
+        resumed.train(resume=copy)
         assert_same(resumed, reference)
 
 
