@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from . import log
 from .errors import ConfigError
@@ -132,6 +133,13 @@ class Config:
                 raise ConfigError(f"The environment sets {variable}, which is not a setting. Known settings: {known}.")
             values[name] = _parse(variable, text, type(fields[name].default))
         return cls(**values)  # type: ignore[arg-type]
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user for compiled code and measured tables: in ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("torchmpi")
 
 
 def _parse(variable: str, text: str, kind: type) -> object:

@@ -212,10 +212,14 @@ def test_a_table_that_cannot_be_saved_leaves_nothing_behind(tmp_path, monkeypatc
         ("", {"HOME": "/home/me"}, "/home/me/.cache/torchmpi/tuning.json"),
         ("", {"XDG_CACHE_HOME": "relative", "HOME": "/home/me"}, "/home/me/.cache/torchmpi/tuning.json"),
         ("/etc/tuning.json", {"HOME": "/home/me"}, "/etc/tuning.json"),
+        ("~/tuning.json", {"HOME": "/home/me"}, "/home/me/tuning.json"),
     ],
 )
-def test_path_of_the_file(setting, environment, expected):
-    path = saved_tables.path_for(setting, environment)
+def test_path_of_the_file(setting, environment, expected, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    path = saved_tables.path_for(setting)
     assert (None if path is None else str(path)) == expected
 
 

@@ -12,13 +12,14 @@ import platform
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from .._version import __version__
+from ..config import cache_folder
 from .selection_table import Key, Table, checked, keys
 
 _FORMAT = 1
@@ -62,21 +63,15 @@ def cpu_model() -> str:
     return next(names, "") or platform.machine()
 
 
-def path_for(setting: str, environment: Mapping[str, str] | None = None) -> Path | None:
+def path_for(setting: str) -> Path | None:
     """Return the path for the setting ``tuning_file``; None for ``none``.
 
-    >>> path_for("", {"XDG_CACHE_HOME": "/tmp/cache"})
-    PosixPath('/tmp/cache/torchmpi/tuning.json')
+    >>> path_for("/etc/tuning.json"), path_for("none")
+    (PosixPath('/etc/tuning.json'), None)
     """
     if setting == "none":
         return None
-    if setting:
-        return Path(setting).expanduser()
-    environment = os.environ if environment is None else environment
-    cache = environment.get("XDG_CACHE_HOME", "")
-    # By the XDG convention a relative path is ignored.
-    folder = Path(cache) if os.path.isabs(cache) else Path(environment.get("HOME") or "~").expanduser() / ".cache"
-    return folder / "torchmpi" / "tuning.json"
+    return Path(setting).expanduser() if setting else cache_folder() / "tuning.json"
 
 
 def load(path: Path, job: JobDescription) -> tuple[Table | None, str]:

@@ -18,6 +18,8 @@ from typing import Any
 import llvmlite
 from llvmlite import binding
 
+from ... import config
+
 _DAY = 24 * 60 * 60
 _UNUSED_DAYS = 30  # of a compiled file, after which it is removed
 # Functions that LLVM calls if the processor cannot convert half precision. No library in this process has them.
@@ -27,8 +29,7 @@ _HALF_CALLS = (b"__extendhfsf2", b"__truncsfhf2", b"__gnu_h2f_ieee", b"__gnu_f2h
 def cache_folder() -> Path | None:
     """Return the first writable folder of those in which Numba would keep its results, or None."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folders = [chosen] if chosen else [os.path.join(os.path.dirname(__file__), "__pycache__"), f"{home}/torchmpi"]
+    folders = [chosen] if chosen else [os.path.join(os.path.dirname(__file__), "__pycache__"), config.cache_folder()]
     for folder in map(Path, folders):
         try:
             folder.mkdir(parents=True, exist_ok=True)
