@@ -22,12 +22,12 @@ from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter, ClassErrorMet
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--checkpoint", metavar="FILE", help="save a checkpoint every 25 updates")
+    parser.add_argument("--checkpoint", metavar="DIR", help="save a checkpoint every 25 updates")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--asynchronous", action="store_true", help="send gradients during the backward pass")
     options = parser.parse_args()
     if options.resume and not options.checkpoint:
-        parser.error("--resume needs --checkpoint FILE")
+        parser.error("--resume needs --checkpoint DIR")
 
     mpi.start(with_cuda=options.gpu)
     torch.manual_seed(options.seed)

@@ -21,6 +21,7 @@ import torchmpi.parameterserver as ps
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--inner-steps", type=int, default=20, help="steps between outer steps (default: %(default)s)")
+    parser.add_argument("--momentum", type=float, default=0.9, help="beta1 of the inner steps (default: %(default)s)")
     parser.add_argument("--outer-lr", type=float, default=0.7, help="outer learning rate (default: %(default)s)")
     parser.add_argument("--outer-momentum", type=float, default=0.9, help="of the outer steps (default: %(default)s)")
     parser.set_defaults(batch_size=32, lr=0.001)
@@ -32,7 +33,7 @@ def main() -> None:
 
     network = make_network(data.num_inputs).to(mpi.device())
     mpinn.synchronize_parameters(network)
-    inner = torch.optim.AdamW(network.parameters(), lr=options.lr)
+    inner = torch.optim.AdamW(network.parameters(), lr=options.lr, betas=(options.momentum, 0.999))
     batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
     update = ps.DiLoCoUpdate(
         network,

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--prefetch", type=int, default=2, help="steps from fetch to use (default: %(default)s)")
     parser.add_argument("--send-frequency", type=int, default=2, help="steps between sends (default: %(default)s)")
     parser.add_argument("--init-delay", type=int, default=20, help="steps before sharing begins (default: %(default)s)")
+    parser.add_argument("--momentum", type=float, default=0.0, help="of ranks and server (default: %(default)s)")
     parser.add_argument("--max-staleness", type=float, default=float("inf"), help="integrations a rank may be ahead")
     parser.set_defaults(batch_size=32)
     options = parser.parse_args()
@@ -35,11 +36,12 @@ def main() -> None:
 
     network = make_network(data.num_inputs).to(mpi.device())
     mpinn.synchronize_parameters(network)
-    optimizer = torch.optim.SGD(network.parameters(), lr=options.lr)
+    optimizer = torch.optim.SGD(network.parameters(), options.lr, options.momentum)
     batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
     update = ps.DownpourUpdate(
         network,
-        lr=options.lr / mpi.size(),  # all ranks together move the weights as far as one rank alone
+        # All ranks together move the weights as far as one rank alone.
+        rule=ps.sgd(options.lr / mpi.size(), options.momentum),
         update_frequency=options.tau,
         prefetch=options.prefetch,
         send_frequency=options.send_frequency,

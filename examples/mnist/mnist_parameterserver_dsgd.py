@@ -1,7 +1,7 @@
-"""Synchronous SGD through a parameter server: every rank adds its gradient to weights that are divided over the ranks.
+"""Synchronous SGD through a parameter server: every rank adds its step to weights that are divided over the ranks.
 
-Two barriers make the training synchronous: one after sending, so that all gradients have been added, and one after
-receiving, so that no rank sends its next gradient before all ranks have the weights of this step. An allreduce
+Two barriers make the training synchronous: one after sending, so that all steps have been added, and one after
+receiving, so that no rank sends its next step before all ranks have the weights of this step. An allreduce
 (``mnist_allreduce.py``) is faster; this program shows sending and receiving, and has the same curve.
 
     mpirun -n 4 python examples/mnist/mnist_parameterserver_dsgd.py
@@ -21,7 +21,8 @@ import torchmpi.parameterserver as ps
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.set_defaults(batch_size=32)  # more and smaller steps, as there is no momentum
+    parser.add_argument("--momentum", type=float, default=0.0, help="of the steps (default: %(default)s)")
+    parser.set_defaults(batch_size=32)  # more and smaller steps, as there is no momentum by default
     options = parser.parse_args()
     mpi.start(with_cuda=options.gpu)
     torch.manual_seed(options.seed)
@@ -30,6 +31,7 @@ def main() -> None:
 
     network = make_network(data.num_inputs).to(mpi.device())
     parameters = list(network.parameters())
+    velocities = [torch.zeros_like(parameter) for parameter in parameters]
     ps.init_tensors(parameters)  # the weights of rank 0, divided over the ranks
     batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
 
@@ -43,9 +45,11 @@ def main() -> None:
             loss = cross_entropy(output, labels, reduction="sum")
             (loss / options.batch_size).backward()
 
-            # weights -= lr * gradient for the gradient of each rank, on the ranks that store the weights.
-            gradients = [parameter.grad for parameter in parameters]
-            ps.sync_handles(ps.send_tensors(parameters, gradients, ps.scaled_add(-options.lr)))
+            # weights -= lr * velocity for the velocity of each rank, on the ranks that store the weights. The sum of
+            # the velocities of all ranks is the velocity of their summed gradients.
+            for velocity, parameter in zip(velocities, parameters, strict=True):
+                velocity.mul_(options.momentum).add_(parameter.grad)
+            ps.sync_handles(ps.send_tensors(parameters, velocities, ps.scaled_add(-options.lr)))
             mpi.barrier()
             ps.sync_handles(ps.prefetch_tensors(parameters))
             mpi.barrier()

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--tau", type=int, default=10, help="steps between integrations (default: %(default)s)")
     parser.add_argument("--prefetch", type=int, default=2, help="steps from fetch to use (default: %(default)s)")
     parser.add_argument("--beta", type=float, default=0.9, help="elasticity (default: %(default)s)")
+    parser.add_argument("--momentum", type=float, default=0.9, help="Nesterov's, 0 for none (default: %(default)s)")
     parser.add_argument("--init-delay", type=int, default=20, help="steps before sharing begins (default: %(default)s)")
     parser.set_defaults(batch_size=32, lr=0.05)
     options = parser.parse_args()
@@ -41,16 +42,19 @@ def main() -> None:
     network = make_network(data.num_inputs).to(mpi.device())
     mpinn.synchronize_parameters(network)
     batches = Batches(data.train, options.batch_size, seed=options.seed, rank=mpi.rank(), size=mpi.size())
-    optimizer = torch.optim.SGD(network.parameters(), options.lr, momentum=0.9, nesterov=True)
-    update = ps.EAMSGDUpdate(
-        network,
-        optimizer,
-        dataparallel_communicator=1,
-        beta=options.beta,
-        update_frequency=options.tau,
-        prefetch=options.prefetch,
-        init_delay=options.init_delay,
-    )
+    settings = {
+        "dataparallel_communicator": 1,
+        "beta": options.beta,
+        "update_frequency": options.tau,
+        "prefetch": options.prefetch,
+        "init_delay": options.init_delay,
+    }
+    if options.momentum:
+        optimizer = torch.optim.SGD(network.parameters(), options.lr, options.momentum, nesterov=True)
+        update = ps.EAMSGDUpdate(network, optimizer, **settings)
+    else:
+        optimizer = torch.optim.SGD(network.parameters(), options.lr)
+        update = ps.EASGDUpdate(network, **settings)
 
     with update:
         for epoch in range(options.epochs):
