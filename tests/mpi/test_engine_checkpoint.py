@@ -115,10 +115,11 @@ def test_resumes_anywhere(agree, path, make_optimizer, options):
 def test_equal_state_is_stored_once(agree, path):
     Trial(adam).stop_after(3, path)
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    bytes_of_ranks = [metadata.pop(f"engine.{rank}").size.numel() for rank in range(mpi.size())]
+    del metadata["engine.digests"]
+    num_bytes = [metadata.pop(f"engine.rank{rank}").size.numel() for rank in range(mpi.size())]
     agree(all(name.startswith(("network.", "optimizer.state.")) for name in metadata), str(list(metadata)))
-    # The other ranks store the statistics of batch norm, rank 0 the digests of all tensors.
-    agree(max(bytes_of_ranks[1:], default=0) < bytes_of_ranks[0], str(bytes_of_ranks))
+    # The statistics of batch norm are tensors of 36 and 8 bytes; a file of torch.save() adds less than 700 to each.
+    agree(max(num_bytes) < num_bytes[0] + 3 * 700, str(num_bytes))
 
 
 class Counted:

@@ -2,7 +2,7 @@
 
 A checkpoint contains tensors only. Those of network, criterion and optimizer have names such as ``network.0.weight``;
 they are the tensors of rank 0, and complete tensors where a layer is sharded. All other state is plain values, one
-tensor of bytes ``engine.RANK`` for each rank, which is read without running code.
+tensor of bytes ``engine.rank0`` and so on for each rank, which is read without running code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .coordination import Coordinator
 from .data_loading import map_tensors
 
 _MARK = ("torchmpi_checkpoint", 2)
-_PLAIN = "engine."
+_PLAIN, _DIGESTS = "engine.rank", "engine.digests"
 T = TypeVar("T")
 
 
@@ -88,10 +88,9 @@ class Saver:
     def save(self, path: Path, content: Content, asynchronous: bool = False) -> None:
         """Save a checkpoint; with `asynchronous`, return when its state is copied. Errors are raised on all ranks."""
         self.wait()
-        tensors, plain = _pack(content, self._coordinator, copy=asynchronous)
+        packed = _pack(content, self._coordinator, copy=asynchronous)
         if self._coordinator.rank == 0:
-            tensors.update((f"{_PLAIN}{rank}", part) for rank, part in enumerate(plain))
-            self._pending = self._thread.submit(_replace, path, tensors)
+            self._pending = self._thread.submit(_replace, path, *packed)
         self._is_saving = True
         if not asynchronous:
             self.wait()
@@ -141,8 +140,10 @@ def _on_rank_0(coordinator: Coordinator, action: Callable[[], T]) -> T:
 # --- state of the ranks ------------------------------------------------------------------------------------
 
 
-def _pack(content: Content, coordinator: Coordinator, copy: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the tensors of this rank, and the other state of all ranks. Collective."""
+def _pack(
+    content: Content, coordinator: Coordinator, copy: bool
+) -> tuple[dict[str, Tensor], dict[str, bytes], list[Tensor]]:
+    """Return the tensors of this rank, their digests if computed, and the other state of all ranks. Collective."""
     tensors: dict[str, Tensor] = {}
     problems = []
 
@@ -156,23 +157,25 @@ def _pack(content: Content, coordinator: Coordinator, copy: bool) -> tuple[dict[
 
     trees = map_tensors(take, content.trees)
     problems += _unreadable({"iterator": content.own.get("iterator"), **content.own.get("kept", {}), **trees})
-    digests = {name: digest(tensor) for name, tensor in tensors.items()}
+    digests = {name: digest(tensor) for name, tensor in tensors.items()} if coordinator.size > 1 else {}
     reference = coordinator.broadcast(digests)
-    buffer = io.BytesIO()
     plain = {
-        _MARK[0]: _MARK[1],
         "common": content.common,
         "own": content.own if not problems else None,
         "trees": trees if not problems else None,
-        "differing": {name: t for name, t in tensors.items() if digests[name] != reference.get(name)},
-        "digests": digests if coordinator.rank == 0 else None,
+        "differing": {name: tensors[name] for name in digests if digests[name] != reference.get(name)},
     }
-    torch.save(plain, buffer)
-    everyone = coordinator.gather((problems, torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)))
+    everyone = coordinator.gather((problems, _as_bytes(plain)))
     for theirs, _ in everyone:
         if theirs:
             raise CheckpointError(theirs[0])
-    return tensors, [part for _, part in everyone]
+    return tensors, digests, [part for _, part in everyone]
+
+
+def _as_bytes(values: dict[str, Any]) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save({_MARK[0]: _MARK[1], **values}, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _unreadable(states: dict[str, Any]) -> list[str]:
@@ -223,9 +226,12 @@ def _feed(hasher: Any, value: Any) -> None:
 # --- folders, on rank 0 ------------------------------------------------------------------------------------
 
 
-def _replace(path: Path, tensors: dict[str, Tensor]) -> None:
+def _replace(path: Path, tensors: dict[str, Tensor], digests: dict[str, bytes], ranks: list[Tensor]) -> None:
     """Write a checkpoint under another name and rename it; at each moment a complete one exists."""
     path = path.resolve()
+    digests = digests or {name: digest(tensor) for name, tensor in tensors.items()}
+    plain = {f"{_PLAIN}{rank}": part for rank, part in enumerate(ranks)}
+    tensors = {**tensors, **plain, _DIGESTS: _as_bytes({"digests": digests})}
     if path.is_file():
         raise CheckpointError(_is_a_file(path))
     others = [file.name for file in path.glob("*") if file.suffix != ".distcp" and file.name != ".metadata"]
@@ -294,14 +300,16 @@ def _load(path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         tensors = _read(folder)
     except Exception as error:  # of the storage, of pickle or of torch
         raise CheckpointError(f"{path} is no checkpoint, or is truncated: {type(error).__name__}: {error}") from error
-    num_ranks = sum(name.startswith(_PLAIN) for name in tensors)
-    if not num_ranks:
+    if _DIGESTS not in tensors:
         raise CheckpointError(f"{path} is a checkpoint of torch.distributed.checkpoint, but not of an engine")
-    ranks = []
-    for rank in range(num_ranks):
-        raw = tensors.pop(f"{_PLAIN}{rank}").numpy().tobytes()
-        ranks.append(archive.parse(path, raw, mark=_MARK, what="checkpoint of an engine"))
-    for name, expected in ranks[0]["digests"].items():
+
+    def plain(name: str) -> dict[str, Any]:
+        raw = tensors.pop(name).numpy().tobytes()
+        return archive.parse(path, raw, mark=_MARK, what="checkpoint of an engine")
+
+    digests = plain(_DIGESTS)["digests"]
+    ranks = [plain(f"{_PLAIN}{rank}") for rank in range(sum(name.startswith(_PLAIN) for name in tensors))]
+    for name, expected in digests.items():
         if digest(tensors[name]) != expected:
             raise CheckpointError(f"{path} is damaged: {name!r} differs from what was saved")
     return tensors, ranks
