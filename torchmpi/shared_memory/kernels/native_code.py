@@ -29,8 +29,9 @@ _HALF_CALLS = (b"__extendhfsf2", b"__truncsfhf2", b"__gnu_h2f_ieee", b"__gnu_f2h
 def cache_folder() -> Path | None:
     """Return the first writable folder of those in which Numba would keep its results, or None."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
-    folders = [chosen] if chosen else [os.path.join(os.path.dirname(__file__), "__pycache__"), config.cache_folder()]
-    for folder in map(Path, folders):
+    beside = Path(__file__).parent / "__pycache__"
+    folders = [Path(chosen)] if chosen else [beside, config.cache_folder()]
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
