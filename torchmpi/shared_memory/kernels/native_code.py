@@ -75,11 +75,9 @@ class Compiler:
         text = text_of().replace('@"function"', f'@"{name}"')
         image = self._read(name, text)
         if image is None:
-            image = self._compile(binding.parse_assembly(text))
+            image = self._compile(text)
             if any(call in image for call in _HALF_CALLS):
-                image = self._compile(
-                    binding.parse_assembly(text_of(has_half=False).replace('@"function"', f'@"{name}"'))
-                )
+                image = self._compile(text_of(has_half=False).replace('@"function"', f'@"{name}"'))
             self._write(name, text, image)
         self._add(image)
         return self.find(name)
@@ -95,7 +93,7 @@ class Compiler:
     def build(self, name: str, recipe: str, module: Any) -> None:
         """Optimize, compile and load a module, and keep it on disk."""
         with self.lock:
-            image = self._compile(module, is_optimized=True)
+            image = self._emit(module, is_optimized=True)
             self._write(name, recipe, image)
             self._add(image)
 
@@ -117,7 +115,10 @@ class Compiler:
             cpu=self.cpu, features=self.features, opt=2, reloc=reloc, codemodel="jitdefault", jit=True
         )
 
-    def _compile(self, module: Any, *, is_optimized: bool = False) -> bytes:
+    def _compile(self, text: str) -> bytes:
+        return self._emit(binding.parse_assembly(text))
+
+    def _emit(self, module: Any, *, is_optimized: bool = False) -> bytes:
         module.triple = self.triple
         module.data_layout = str(self.machine.target_data)
         module.verify()
