@@ -66,7 +66,7 @@ class GlooBackend:
             assert dtype is not None and op is not None
             reduction = OrderedReduction(group, torch_group, dtype, op, self.config)
             return ordered_reduction.operation(group, reduction, collective)
-        operation: Operation = getattr(RowMovement(group, torch_group, torch.device("cpu")), collective)
+        operation: Operation = getattr(RowMovement(group, torch_group), collective)
         return operation
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..communicators.group import Group
-from ..errors import TransportError
+from ..errors import DeviceError, TransportError
 from ..tensors import buffers, partition
 from .mpi_messages import Range, broadcast_header, check_part_sizes, destination_for, row_counts, rows_of
 
@@ -63,6 +63,10 @@ class GroupStore(Store):
         for key in keys:
             self.get(key)
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of several keys."""
+        return [self.get(key) for key in keys]
+
     def check(self, keys: list[str]) -> bool:
         """Return whether this rank has values of all these keys."""
         return all(key in self._values for key in keys)
@@ -79,10 +83,12 @@ class TorchGroup(ABC):
     library: str
     remedy: str
     """Advice if the ranks cannot connect."""
+    device = torch.device("cpu")
+    """The device of the tensors."""
 
     def __init__(self, group: Group) -> None:
         self.rank, self.size, self.world_ranks, self.comm = group.rank, group.size, group.world_ranks, group.comm
-        self._attachments, self._opened = group.attachments, None
+        self._attachments, self._where, self._opened = group.attachments, group.where, None
 
     @property
     def opened(self) -> Any:
@@ -101,6 +107,24 @@ class TorchGroup(ABC):
     @abstractmethod
     def open(self, store: Any) -> Any:
         """Construct the process group."""
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise if a tensor is not on the device of this rank."""
+        if tensor.device != self.device:
+            raise DeviceError(
+                f"{self._where}: the tensor is on {tensor.device}, but start() has chosen {self.device} for this rank. "
+                "Keep the tensors that a rank communicates on mpi.device()."
+            )
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> None:
+        """Copy the root's values to all ranks."""
+        self.check(buffer)
+        self.wait(self.opened.broadcast(as_bytes(buffer), root))
+
+    def allgather(self, source: torch.Tensor, destination: torch.Tensor, rows: Sequence[int]) -> None:
+        """Concatenate the rows of all ranks, given their numbers."""
+        parts = destination.detach().split_with_sizes(list(rows))
+        self.exchange(dict.fromkeys(range(self.size), source), dict(enumerate(parts)))
 
     @abstractmethod
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
@@ -138,23 +162,20 @@ class TorchGroup(ABC):
 class RowMovement:
     """Collectives that move rows. The numbers of rows are exchanged through the communicator of the group."""
 
-    def __init__(self, group: Group, torch_group: TorchGroup, device: torch.device) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
-        self.torch_group, self.device = torch_group, device
+    def __init__(self, group: Group, torch_group: TorchGroup) -> None:
+        self.group, self.rank, self.size, self.torch_group = group, group.rank, group.size, torch_group
 
     def broadcast(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
         """Copy the root's values to all ranks, in place."""
         if buffer.numel() and self.size > 1:
-            group = self.torch_group
-            group.wait(group.opened.broadcast(as_bytes(buffer), root))
+            self.torch_group.broadcast(buffer, root)
         return buffer
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks on all ranks."""
         rows = row_counts(self.group, source)
         destination = destination_for(source, sum(rows), destination)
-        parts = destination.detach().split_with_sizes(rows)
-        self.torch_group.exchange(dict.fromkeys(range(self.size), source), dict(enumerate(parts)))
+        self.torch_group.allgather(source, destination, rows)
         return destination
 
     def gather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor | None:
@@ -173,7 +194,7 @@ class RowMovement:
         source = source if self.rank == root else None  # the tensors of other ranks are ignored
         shape, dtype = broadcast_header(self.group, source, root)
         counts = [num_rows for _, num_rows in partition.rows(shape[0], self.size)]
-        like = torch.empty((0, *shape[1:]), dtype=dtype, device=self.device) if source is None else source
+        like = torch.empty((0, *shape[1:]), dtype=dtype, device=self.torch_group.device) if source is None else source
         destination = destination_for(like, counts[self.rank], destination)
         parts = () if source is None else source.view(shape).split_with_sizes(counts)
         self.torch_group.exchange(dict(enumerate(parts)), {root: destination})

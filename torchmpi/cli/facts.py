@@ -25,9 +25,9 @@ import torch
 
 from .._version import __version__
 from ..backends import gpus
-from ..backends.nccl import nccl_library
+from ..backends.nccl import nccl_backend
 from ..config import PREFIX, Config
-from ..errors import ConfigError, LaunchError, TransportError
+from ..errors import ConfigError, LaunchError
 from ..session import affinity, launcher, mpi_library
 
 
@@ -76,7 +76,7 @@ class ProcessFacts:
     peer_access: Sequence[Sequence[bool]]
     """Whether GPU i can read the memory of GPU j."""
     nccl: str | None
-    """Version of the NCCL that can be loaded; None: no GPU, or see `nccl_error`."""
+    """Version of the NCCL of torch; None: no GPU, or see `nccl_error`."""
     nccl_error: str | None
     mps: str | None
     """Pipe directory of a running daemon of NVIDIA's Multi-Process Service."""
@@ -291,12 +291,11 @@ def _cuda() -> dict[str, Any]:
 
 
 def nccl() -> dict[str, str | None]:
-    """Return the version of the NCCL that can be loaded, or the reason why none can."""
-    try:
-        version = nccl_library.load().version
-    except TransportError as error:
-        return {"nccl": None, "nccl_error": str(error)}
-    return {"nccl": ".".join(map(str, version)), "nccl_error": None}
+    """Return the version of NCCL, or why it cannot be used."""
+    problem = nccl_backend.problem()
+    if problem:
+        return {"nccl": None, "nccl_error": problem}
+    return {"nccl": ".".join(map(str, nccl_backend.version())), "nccl_error": None}
 
 
 def _settings() -> dict[str, Any]:

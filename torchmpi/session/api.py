@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed
 
-from ..backends.nccl import nccl_library
+from ..backends.gloo import problem as problem_of_gloo
+from ..backends.nccl.nccl_backend import problem as problem_of_nccl
 from ..backends.selection_table import Key, Rule
 from ..backends.selector import Availability
 from ..communicators.communicator import Communicator
-from ..errors import ArgumentError, TransportError
+from ..errors import ArgumentError
 from . import runtime
 from .runtime import start as start
 from .runtime import stop as stop
@@ -167,20 +167,14 @@ def has_nccl() -> bool:
     """Return whether the backend ``nccl`` can be used on this host.
 
     Returns:
-        True if NCCL can be loaded and there is a CUDA device.
+        True if torch was built with NCCL and there is a CUDA device.
 
     Example:
         ::
 
             backend = "nccl" if mpi.has_nccl() else None
     """
-    if not torch.cuda.is_available():
-        return False
-    try:
-        nccl_library.load()
-    except TransportError:
-        return False
-    return True
+    return not problem_of_nccl()
 
 
 def has_gloo() -> bool:
@@ -194,7 +188,7 @@ def has_gloo() -> bool:
 
             assert mpi.has_gloo()
     """
-    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    return not problem_of_gloo()
 
 
 def empty_shared(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,13 +1,14 @@
-"""The backend for ranks with a GPU each: NVIDIA's NCCL, whose ranks find each other through MPI.
+"""The backend for ranks with a GPU each: NCCL, through torch's ProcessGroupNCCL.
 
-Every operation enqueues on the current stream of its tensor's device and returns. Hosts meet in the first call on a
-group, which makes NCCL's communicator, and where ranks must first tell each other how many rows they have.
+Every operation enqueues on the current stream of its tensor's device and returns. The hosts synchronize in the first
+call on a group, which connects the ranks, and where ranks must first exchange their numbers of rows.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,17 +17,32 @@ import torch
 from ...communicators.group import Group
 from ...config import Config
 from ...errors import TransportError
+from ...tensors import buffers, partition
 from ..base import Operation
-from ..gpus import Devices
-from . import nccl_library
-from .nccl_collectives import NcclMovement, NcclReduction
-from .nccl_group import NcclGroup
-from .recipes import lacks
+from ..gpus import Devices, index_of
+from ..mpi_messages import destination_for, rows_of
+from ..ordered_reduction import REDUCTIONS
+from ..torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, as_bytes, copy_own
+from .recipes import flat, lacks, recipe
 
-_REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""NCCL's variable that allows, from 2.30 on, several ranks on one GPU. They call it experimental."""
+"""NCCL's variable that allows, from 2.30 on, several ranks on one GPU. NCCL calls it experimental."""
 _SHARES_SINCE = (2, 30)
+_OP_NAMES = {"prod": "PRODUCT"}
+_INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
+
+
+def problem() -> str:
+    """Return why this process cannot use NCCL; '' if it can."""
+    if not torch.cuda.is_available():
+        return "this torch or this host has no CUDA"
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return "" if has_nccl else "this torch was built without NCCL"
+
+
+def version() -> tuple[int, ...]:
+    """Return the version of NCCL that torch uses."""
+    return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 class NcclBackend:
@@ -40,33 +56,29 @@ class NcclBackend:
         self.devices = devices
         self.problem = ""
         self._problems, self._may_share = [""] * len(devices), [False] * len(devices)
-        self._ends: WeakKeyDictionary[Any, NcclGroup] = WeakKeyDictionary()
+        self._torch_groups: WeakKeyDictionary[Group, NcclGroup] = WeakKeyDictionary()
 
     def offer(self) -> tuple[str, bool]:
-        """What is against NCCL on this rank, '' if nothing is, and whether it may have a GPU in common with others."""
-        if not torch.cuda.is_available():
-            return "this torch or this host has no CUDA", False
-        try:
-            library = nccl_library.load()
-        except TransportError as error:
-            return str(error), False
-        return "", library.version >= _SHARES_SINCE and os.environ.get(SHARING) == "1"
+        """Return the problem of this rank, '' if there is none, and whether it may share its GPU with other ranks."""
+        reason = problem()
+        may_share = not reason and os.environ.get(SHARING) == "1" and version() >= _SHARES_SINCE
+        return reason, may_share
 
     def agree(self, offers: Sequence[tuple[str, bool]]) -> None:
-        """Take note of what all ranks of the world have to offer, so that all give the same answers."""
+        """Store the offers of all ranks of the world, so that all give the same answers."""
         self._problems = [
-            problem or ("" if device.uuid else "its device is the CPU (start(with_cuda=False), or no GPU in sight)")
+            problem or ("" if device.uuid else "its device is the CPU (start(with_cuda=False), or no visible GPU)")
             for (problem, _), device in zip(offers, self.devices, strict=True)
         ]
         self._may_share = [may_share for _, may_share in offers]
         self.problem = self._problems[0] if all(self._problems) else ""
 
     def takes(self, device_type: str, collective: str) -> bool:
-        """Device memory."""
+        """Accept device memory."""
         return device_type == "cuda"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """It has what is done on the device, among ranks that have a GPU each."""
+        """Accept collectives on the device, among ranks that have a GPU each."""
         if device_type != "cuda":
             return "it takes CUDA tensors only"
         if self.problem:
@@ -85,17 +97,160 @@ class NcclBackend:
         return None
 
     def lacks(self, collective: str, dtype: torch.dtype | None, op: str | None) -> str | None:
-        """What NCCL cannot compute; it moves everything."""
+        """Return why NCCL cannot compute a reduction, or None; it moves every dtype."""
         return lacks(dtype, op) if dtype is not None and op is not None else None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        # In one step: threads that bind at the same time must not make two communicators.
-        end = self._ends.setdefault(group, NcclGroup(group, self.devices))
-        if collective in _REDUCTIONS:
+        # In one step: threads that bind at the same time must not make two.
+        torch_group = self._torch_groups.setdefault(group, NcclGroup(group, self.devices))
+        if collective in REDUCTIONS:
             assert dtype is not None and op is not None
-            calls: NcclReduction | NcclMovement = NcclReduction(end, dtype, op)
+            calls: NcclReduction | RowMovement = NcclReduction(torch_group, dtype, op)
         else:
-            calls = NcclMovement(group, end)
+            calls = RowMovement(group, torch_group)
         operation: Operation = getattr(calls, collective)
         return operation
+
+
+class NcclGroup(TorchGroup):
+    """The process group of NCCL over the ranks of a group."""
+
+    library = "NCCL"
+    remedy = f"NCCL_DEBUG=WARN prints more; {_INTERFACE_VARIABLE} chooses the network interface."
+
+    def __init__(self, group: Group, devices: Devices) -> None:
+        super().__init__(group)
+        self._uuid, self._is_on_one_host = devices[group.world_ranks[group.rank]].uuid, devices.num_hosts == 1
+
+    @cached_property
+    def device(self) -> torch.device:  # type: ignore[override]  # found when it is first used
+        """The GPU of this rank."""
+        return torch.device("cuda", index_of(self._uuid))
+
+    def open(self, store: Any) -> Any:
+        """Make the communicator of NCCL, from an id that rank 0 of the group makes."""
+        from torch.distributed import ProcessGroupNCCL
+
+        if self._is_on_one_host:  # NCCL then listens on the loopback interface only
+            os.environ.setdefault(_INTERFACE_VARIABLE, "lo")
+        with torch.cuda.device(self.device):
+            options = ProcessGroupNCCL.Options()
+            options._timeout = NO_TIMEOUT
+            opened = ProcessGroupNCCL(store, self.rank, self.size, options)
+            opened.eager_connect_single_device(self.device)  # now, while the ranks exchange the keys of the store
+        return opened
+
+    def wait(self, work: Any, peer: int | None = None) -> None:
+        """Let the current stream wait for a work of NCCL; raise TransportError if it has failed."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"NCCL reports: {error}. {self.remedy}") from error
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Send a tensor to each of these ranks and receive one from each of those; this rank may be among them."""
+        for tensor in (*sends.values(), *receives.values()):
+            self.check(tensor)
+        copy_own(self.rank, sends, receives)
+        if self.size > 1:
+            self.wait(self.opened.alltoall(self._for_all_ranks(receives), self._for_all_ranks(sends)))
+
+    def _for_all_ranks(self, messages: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Return a tensor of bytes for every rank, empty where there is no message to another rank."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return [
+            as_bytes(messages[rank]) if rank in messages and rank != self.rank else nothing for rank in range(self.size)
+        ]
+
+    def allgather(self, source: torch.Tensor, destination: torch.Tensor, rows: Sequence[int]) -> None:
+        """Concatenate the rows of all ranks; those of equal length by the allgather of NCCL."""
+        if min(rows) == max(rows) and destination.numel():
+            self.check(source)
+            self.wait(self.opened._allgather_base(as_bytes(destination), as_bytes(source)))
+        else:
+            super().allgather(source, destination, rows)
+
+    def close(self) -> None:
+        """Release the communicator of NCCL, after the work that is enqueued."""
+        if self._opened is not None:
+            torch.cuda.synchronize(self.device)
+            self._opened.shutdown()
+        super().close()
+
+
+class NcclReduction:
+    """Reductions of one dtype and operation on one group."""
+
+    def __init__(self, torch_group: TorchGroup, dtype: torch.dtype, op: str) -> None:
+        self.torch_group, self.rank, self.size = torch_group, torch_group.rank, torch_group.size
+        self.carrier, nccl_op, self.encode, self.decode = recipe(dtype, op, torch_group.size)
+        self.op = getattr(torch.distributed.ReduceOp, _OP_NAMES.get(nccl_op, nccl_op.upper()))
+
+    def allreduce(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
+        """Reduce in place on all ranks."""
+        if buffer.numel():
+            values, sent = self._outgoing(buffer)
+            self.torch_group.wait(self.torch_group.opened.allreduce([sent], self.op))
+            self._finish(values, sent)
+        return buffer
+
+    def reduce(self, buffer: torch.Tensor, _: None, root: int) -> torch.Tensor:
+        """Reduce in place on the root; the buffers of other ranks are unchanged."""
+        if buffer.numel():
+            values, sent = self._outgoing(buffer)
+            self._reduce_to(root, sent)
+            if self.rank == root:
+                self._finish(values, sent)
+        return buffer
+
+    def reduce_scatter(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
+        """Reduce the rows of `source`, split dim 0 evenly, and return this rank's rows of the result."""
+        num_rows, _ = rows_of(source)
+        rows = partition.rows(num_rows, self.size)
+        destination = destination_for(source, rows[self.rank][1], destination)
+        if source.numel():
+            _, sent = self._outgoing(source)
+            values = flat(destination)
+            received = torch.empty(values.shape, dtype=self.carrier, device=values.device) if self.encode else values
+            # A process group has parts of equal length only: otherwise one reduction to each owner.
+            if num_rows % self.size == 0:
+                self.torch_group.wait(self.torch_group.opened._reduce_scatter_base(received, sent, self._options()))
+            else:
+                row_numel = sent.numel() // num_rows
+                for owner, (first, count) in enumerate(rows):
+                    part = sent[first * row_numel : (first + count) * row_numel]
+                    if owner == self.rank:
+                        buffers.overwrite(received, part)
+                        part = received
+                    if part.numel():
+                        self._reduce_to(owner, part)
+            self._finish(values, received)
+        return destination
+
+    def _options(self) -> Any:
+        options = torch.distributed.ReduceScatterOptions()
+        options.reduceOp = self.op
+        return options
+
+    def _reduce_to(self, root: int, tensor: torch.Tensor) -> None:
+        """Reduce in place on the root. Torch does not promise to leave the tensors of other ranks unchanged."""
+        if self.rank != root and self.encode is None:
+            tensor = tensor.clone()
+        options = torch.distributed.ReduceOptions()
+        options.rootRank, options.reduceOp = root, self.op
+        self.torch_group.wait(self.torch_group.opened.reduce([tensor], options))
+
+    def _outgoing(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of a tensor, and the numbers for NCCL: the same memory if they need no conversion."""
+        self.torch_group.check(buffer)
+        values = flat(buffer)
+        return values, values if self.encode is None else self.encode(values)
+
+    def _finish(self, values: torch.Tensor, result: torch.Tensor) -> None:
+        """Convert the result of NCCL and store it in `values`."""
+        if self.decode is not None:
+            with torch.inference_mode(result.is_inference()):
+                result = self.decode(result)
+        if result is not values:
+            buffers.overwrite(values, result)

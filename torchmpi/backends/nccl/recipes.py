@@ -1,8 +1,8 @@
-"""How values go through NCCL's reductions so that what comes out means the same as on every other transport.
+"""Conversions of values around the reductions of NCCL, so that the results equal those of the other backends.
 
 NCCL has fewer dtypes and operations than torchmpi, drops a NaN that meets a number in min and max, and rounds 16-bit
-floats after each rank. A :class:`Recipe` says in which dtype and by which operation of NCCL's a reduction is carried,
-and what is done to the values before and after; it is plain torch, on any device.
+floats after each rank. A :class:`Recipe` has the dtype and the operation of NCCL for a reduction, and the conversions
+before and after it, in plain torch operations on any device.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def recipe(dtype: torch.dtype, op: str, size: int) -> Recipe:
         return _ordered(dtype, op) if op in ("min", "max") else _sums(dtype, op, size)
     if dtype.itemsize == 2:  # NCCL has no integers of 16 bits; the lower half of a longer sum is theirs
         return Recipe(torch.int32, op, lambda values: values.to(torch.int32))
-    return Recipe(dtype, op)
+    return _unsigned(dtype, op) if dtype in (torch.uint32, torch.uint64) else Recipe(dtype, op)
 
 
 def _truth(op: str) -> Recipe:
@@ -85,6 +85,18 @@ def _truth(op: str) -> Recipe:
         return (values.view(_SIGNED[values.itemsize]) != 0).to(torch.uint8)
 
     return Recipe(torch.uint8, op, encode, (lambda sums: sums.bitwise_and_(1)) if op == "sum" else None)
+
+
+def _unsigned(dtype: torch.dtype, op: str) -> Recipe:
+    """Return the recipe of integers that torch's process group does not accept: signed ones with the same bits.
+
+    For min and max the highest bit is flipped, which keeps the order.
+    """
+    signed = _SIGNED[dtype.itemsize]
+    flipped = torch.iinfo(signed).min if op in ("min", "max") else 0
+    return Recipe(
+        signed, op, lambda values: values.view(signed) ^ flipped, lambda result: (result ^ flipped).view(dtype)
+    )
 
 
 def _sums(dtype: torch.dtype, op: str, size: int) -> Recipe:

@@ -1,0 +1,169 @@
+"""The backend `nccl` with a process group of gloo in the place of that of NCCL: the same code on host memory.
+
+The tests on GPUs are in test_nccl.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi.backends.gloo import GlooGroup
+from torchmpi.backends.gpus import Devices, RankDevice
+from torchmpi.backends.nccl.nccl_backend import NcclBackend, NcclGroup, NcclReduction
+from torchmpi.backends.nccl.recipes import lacks
+from torchmpi.backends.torch_groups import RowMovement, TorchGroup
+from torchmpi.config import Config
+from torchmpi.errors import DeviceError
+from torchmpi.session import runtime
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contract
+
+pytestmark = pytest.mark.usefixtures("world")
+OPS = [(dtype, op) for dtype, ops in contract.OPS_OF.items() for op in ops if lacks(dtype, op) is None]
+
+
+class OverGloo(GlooGroup, NcclGroup):
+    """The group of NCCL on a process group of gloo, which has no alltoall of lists of tensors."""
+
+    device, close = torch.device("cpu"), TorchGroup.close
+
+
+@pytest.fixture
+def group():
+    made = runtime.current().world.duplicate("over gloo")
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def torch_group(group):
+    return OverGloo(group, fake_devices(*"abcdefgh"[: group.size]))
+
+
+def fake_devices(*uuids):
+    return Devices(RankDevice(0, uuid, frozenset(filter(None, uuids))) for uuid in uuids)
+
+
+def close(agree, dtype, actual, expected, case):
+    if dtype.is_floating_point or dtype.is_complex:
+        agree.close(actual, expected, case, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    else:
+        agree.bits(actual, expected, case)
+
+
+@pytest.mark.parametrize(("dtype", "op"), OPS, ids=lambda case: str(case).removeprefix("torch."))
+def test_reductions(agree, group, torch_group, dtype, op):
+    rank, size = group.rank, group.size
+    calls = NcclReduction(torch_group, dtype, op)
+    for shape in ((), (0,), (7,), (65, 3)):
+        inputs = [contract.values(shape, dtype, r) for r in range(size)]
+        expected = contract.reduced(inputs, op)
+
+        buffer = inputs[rank].clone()
+        agree(calls.allreduce(buffer, None, 0) is buffer)
+        close(agree, dtype, buffer, expected, f"allreduce {shape}")
+
+        buffer = inputs[rank].clone()
+        calls.reduce(buffer, None, size - 1)
+        close(agree, dtype, buffer, expected if rank == size - 1 else inputs[rank], f"reduce {shape}")
+
+        own = contract.rows(expected, rank, size)
+        for given in (None, torch.zeros_like(own)):
+            source = inputs[rank].clone()
+            result = calls.reduce_scatter(source, given, 0)
+            close(agree, dtype, result, own, f"reduce_scatter {shape}")
+            agree.bits(source, inputs[rank], f"reduce_scatter {shape}: the input was changed")
+            agree(given is None or result is given, f"reduce_scatter {shape}: out was not used")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.complex64, torch.bool, torch.float8_e5m2), ids=str)
+def test_movements(agree, group, torch_group, dtype):
+    rank, size = group.rank, group.size
+    calls, root = RowMovement(group, torch_group), size - 1
+    for shape, is_uneven in itertools.product(((), (0,), (7,), (65, 3)), (False, True)):
+        # Uneven: rank r has r rows more, or none on rank 1.
+        rows = [None if not is_uneven else (0 if r == 1 else (shape[0] if shape else 1) + r) for r in range(size)]
+        shapes = [shape if count is None else (count, *shape[1:]) for count in rows]
+        inputs = [contract.values(shapes[r], dtype, r) for r in range(size)]
+        everything = torch.cat([tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in inputs])
+        given = torch.zeros_like(everything)
+        agree(calls.allgather(inputs[rank], given, 0) is given, f"allgather {shapes}: out was not used")
+        agree.bits(given, everything, f"allgather {shapes}")
+        gathered = calls.gather(inputs[rank], None, root)
+        agree((gathered is None) == (rank != root), f"gather {shapes}")
+        if gathered is not None:
+            agree.bits(gathered, everything, f"gather {shapes}")
+        expected = torch.cat([contract.rows(theirs, rank, size) for theirs in inputs])
+        agree.bits(calls.alltoall(inputs[rank], None, 0), expected, f"alltoall {shapes}")
+        part = calls.scatter(inputs[rank] if rank == root else None, None, root)
+        agree.bits(part, contract.rows(inputs[root], rank, size), f"scatter {shapes}")
+        if not is_uneven:
+            agree.bits(calls.broadcast(inputs[rank].clone(), None, root), inputs[root], f"broadcast {shapes}")
+
+
+def test_parts_of_any_length(agree, group, torch_group):
+    rank, size = group.rank, group.size
+
+    def part(origin, target):
+        length = max(0, 3 * origin + target - 1)
+        return contract.values((length,), torch.float32, 10 * origin + target)
+
+    outgoing, expected = [part(rank, other) for other in range(size)], [part(other, rank) for other in range(size)]
+    incoming = [torch.empty_like(tensor) for tensor in expected]
+    RowMovement(group, torch_group).exchange_parts(outgoing, incoming, 0)
+    for origin, (actual, wanted) in enumerate(zip(incoming, expected, strict=True)):
+        agree.bits(actual, wanted, f"from rank {origin}")
+
+
+def test_tensors_of_autograd_and_of_inference_mode(agree, torch_group):
+    calls = NcclReduction(torch_group, torch.float16, "avg")  # with a conversion before and after it
+    leaf = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    calls.allreduce(leaf, None, 0)
+    with torch.inference_mode():
+        frozen = torch.full((3,), 2.0, dtype=torch.float16)
+        calls.allreduce(frozen, None, 0)
+    calls.allreduce(frozen, None, 0)
+    agree.equal(leaf.tolist(), [1.0] * 3)
+    agree.equal(frozen.tolist(), [2.0] * 3)
+
+
+def test_a_tensor_on_another_device_is_refused(torch_group):
+    with pytest.raises(DeviceError, match=r"tensor is on meta, but .* cpu"):
+        NcclReduction(torch_group, torch.float32, "sum").allreduce(torch.ones(2, device="meta"), None, 0)
+
+
+def test_why_not():
+    def why(devices, offers, ranks=None, collective="allreduce", device_type="cuda"):
+        backend = NcclBackend(Config(), devices)
+        backend.agree(offers)
+        among = None if ranks is None else SimpleNamespace(world_ranks=ranks)
+        return backend.why_not(collective, device_type, among)
+
+    apart, shared = fake_devices("a", "b"), fake_devices("a", "a", "b", "")
+    fine = [("", False)] * 4
+    assert why(apart, fine[:2], (0, 1)) is None
+    assert why(apart, fine[:2], (0, 1), device_type="cpu") == "it takes CUDA tensors only"
+    assert why(shared, fine, (0, 1)) == "ranks 0 and 1 share a GPU, which NCCL refuses"
+    assert why(shared, fine, (0, 2)) is None and why(shared, fine) is None
+    assert why(shared, [("", True)] * 4, (0, 1)) is None  # experimental in NCCL, if all ranks ask for it
+    assert "share a GPU" in why(shared, [("", True), *fine[1:]], (0, 1))
+    assert why(shared, fine, (2, 3)).startswith("rank 3 cannot: its device is the CPU")
+    assert why(apart, [("", False), ("no NCCL", False)], (0, 1)) == "rank 1 cannot: no NCCL"
+    assert why(apart, [("no NCCL", False)] * 2) == "no NCCL"
+    assert why(apart, fine[:2], (0, 1), collective="scatter") is None
+    assert "synchronizes processes" in why(apart, fine[:2], (0, 1), collective="barrier")
+
+
+def test_the_table_of_backends_has_the_reason(agree):
+    table = mpi.collective_availability()
+    agree.equal(table["nccl", "allreduce", "cpu", "sync"], "unavailable: it takes CUDA tensors only")
+    if not torch.cuda.is_available():
+        agree.equal(table["nccl", "allreduce", "cuda", "sync"], "unavailable: this torch or this host has no CUDA")
