@@ -1,7 +1,7 @@
 """Communicators of process groups: torchmpi is started with the first group and stopped with the last.
 
 The ranks of torch's world are those of MPI's world if an MPI launcher has started that number of processes. Otherwise
-(torchrun) they are connected by sockets, with a rendezvous through torch's store.
+(torchrun) they connect through torch's store (`launcherless/`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ class Membership:
         self._retirement_key = register(self._base, tuple(self._world_ranks))
 
     def _connect(self, options: BackendOptions) -> None:
-        from . import sockets
+        from . import launcherless
 
         seconds = options.timeout.total_seconds()
-        self._stand_in = sockets.connect(options.store, options.group_rank, options.group_size, timeout_seconds=seconds)
+        self._stand_in = launcherless.connect(
+            options.store, options.group_rank, options.group_size, timeout_seconds=seconds
+        )
         mpi_library.adopt(self._stand_in)
 
     def open(self, options: BackendOptions) -> Communicator:

@@ -195,7 +195,7 @@ def _start(call: Callable[..., Any], MPI: Any, work: torch.Tensor, to: tuple[int
     It must be one message: several from different ranks could be received in any order.
     """
     memory, most = buffers.as_bytes(MPI, work), runtime.current().config.message_bytes
-    if work.nbytes <= most or not hasattr(MPI.BYTE, "Create_contiguous"):  # sockets have no such limit
+    if work.nbytes <= most or not hasattr(MPI.BYTE, "Create_contiguous"):  # without MPI there is no such limit
         return call((memory, MPI.BYTE), *to)
     num_rows, rest = divmod(work.nbytes, most)
     block = MPI.BYTE.Create_contiguous(most)

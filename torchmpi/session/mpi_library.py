@@ -66,7 +66,7 @@ def initialise() -> tuple[Any, bool]:
     MPI = load()
     if MPI.Is_finalized():
         if MPI is _stand_in:
-            raise LaunchError("The sockets adopted in place of MPI have been closed. Connect again, and adopt those.")
+            raise LaunchError("The connections adopted in place of MPI are closed. Connect again, and adopt those.")
         raise LaunchError("MPI has been finalized in this process and cannot be started again.")
     if MPI is _stand_in:
         return MPI, False
@@ -142,7 +142,7 @@ def short_version(MPI: Any) -> str:
 def watch_ranks(MPI: Any, end_job: Callable[[str, int], None]) -> Callable[[], None]:
     """End the job when another rank dies, and return a function that stops the watch.
 
-    An MPI launcher does this itself; only the adopted sockets need it.
+    An MPI launcher does this itself; only ranks without one need it.
     """
     if MPI is _stand_in:
         return MPI.watch_ranks(end_job)  # type: ignore[no-any-return]
@@ -157,7 +157,7 @@ def thread_level(MPI: Any) -> str:
 
 
 def is_cuda_aware() -> bool:
-    """Return whether the MPI library takes device pointers. Sockets do not."""
+    """Return whether the MPI library takes device pointers. The adopted object does not."""
     return _stand_in is None and _is_library_cuda_aware()
 
 

@@ -1,4 +1,4 @@
-"""A program for :mod:`test_sockets`: a good part of what torchmpi can do, with the results checked and hashed.
+"""A program for :mod:`test_launcherless`: a good part of what torchmpi can do, with the results checked and hashed.
 
 Started by mpirun it runs on MPI. With STORE, RANK and WORLD_SIZE in the environment it runs on sockets, without mpi4py.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
-from torchmpi.distributed import sockets
+from torchmpi.distributed import launcherless
 from torchmpi.session import mpi_library
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
@@ -158,18 +158,18 @@ def run(*, briefly: bool) -> None:
         print(f"compared {results.num_compared}, wrong {everything}, hosts {hosts}, digest {total}", flush=True)
 
 
-def on_sockets() -> None:
+def without_launcher() -> None:
     """Twice through the same store, the first time with two starts; afterwards nothing is there that was not before."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["STORE"], size)
     for starts in (("at length", "briefly"), ("briefly",)):
-        MPI = sockets.connect(store, rank, size, timeout_seconds=60)
+        MPI = launcherless.connect(store, rank, size, timeout_seconds=60)
         mpi_library.adopt(MPI)
         for how in starts:
             run(briefly=how == "briefly")
         mpi_library.adopt(None)
         MPI.close()
-        left = [thread.name for thread in threading.enumerate() if "sockets" in thread.name]
+        left = [thread.name for thread in threading.enumerate() if "torchmpi" in thread.name]
         names = [os.readlink(entry) for entry in _descriptors() if os.path.lexists(entry)]
         left += [name for name in names if name.startswith(("socket:", "anon_inode:[event"))]
         print(f"rank {rank} left: {left}, mpi4py: {'mpi4py' in sys.modules}", flush=True)
@@ -181,6 +181,6 @@ def _descriptors() -> list[str]:
 
 if __name__ == "__main__":
     if "STORE" in os.environ:
-        on_sockets()
+        without_launcher()
     else:
         run(briefly=False)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from conftest import job_environment
 
-PROGRAM = Path(__file__).parent / "sockets_program.py"
+PROGRAM = Path(__file__).parent / "launcherless_program.py"
 LIMIT_SECONDS = 150
 once = pytest.mark.once
 
@@ -24,10 +24,10 @@ import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 import torchmpi as mpi
-from torchmpi.distributed import sockets
+from torchmpi.distributed import launcherless
 from torchmpi.session import mpi_library
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-MPI = sockets.connect(dist.FileStore(os.environ["STORE"], size), rank, size, timeout_seconds=60)
+MPI = launcherless.connect(dist.FileStore(os.environ["STORE"], size), rank, size, timeout_seconds=60)
 mpi_library.adopt(MPI)
 """
 
@@ -150,8 +150,8 @@ def test_ranks_on_different_hosts(begin, hosts):
 CALLS = {
     "in shared memory": "mpi.allreduce(tensor)",
     "in messages": "mpi.allreduce(tensor, backend='p2p')",
-    "in MPI": "mpi.allreduce(tensor, backend='mpi')",
-    "in a barrier of MPI": "MPI.COMM_WORLD.Barrier()",
+    "in gloo": "mpi.allreduce(tensor, backend='p2p')",
+    "in a barrier": "MPI.COMM_WORLD.Barrier()",
     "in a receive": "mpi.recv(torch.empty(3), 1)",
 }
 
@@ -162,7 +162,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(begin, call):
     job = begin(3, f"""
         mpi.start()
         tensor = torch.ones(3)
-        mpi.allreduce(tensor), mpi.allreduce(tensor, backend="p2p"), mpi.allreduce(tensor, backend="mpi")
+        mpi.allreduce(tensor), mpi.allreduce(tensor, backend="p2p"), mpi.allreduce(tensor, backend="p2p")
         mpi.barrier()
         print("running", flush=True)
         if rank == 1:
@@ -177,7 +177,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(begin, call):
     assert time.monotonic() - killed < LIMIT_SECONDS / 3, ranks
     assert ranks[1].status == -signal.SIGKILL
     assert [ranks[0].status, ranks[2].status] == [1, 1], ranks
-    assert "rank 1 is gone" in ranks[0].stderr + ranks[2].stderr, ranks
+    assert re.search(r"rank 1 on host \S+ is gone", ranks[0].stderr + ranks[2].stderr), ranks
 
 
 @once
@@ -273,7 +273,7 @@ def test_some_may_leave_earlier(begin):
     """,
     ).end()
     assert [rank.status for rank in ranks] == [0] * 3, ranks
-    assert ranks[0].stdout == "[0, 1]\nrank 2 has left: it has closed its connections\n", ranks
+    assert re.fullmatch(r"\[0, 1\]\nrank 2 on host \S+ has left: .*\n", ranks[0].stdout), ranks
 
 
 @once
@@ -287,7 +287,7 @@ def test_workers_of_a_data_loader_do_no_harm(begin):
         total = 0.0
         for _ in range(2):
             for batch, in torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=2):
-                total += mpi.allreduce(batch.sum(), backend="mpi").item()
+                total += mpi.allreduce(batch.sum(), backend="p2p").item()
                 mpi.sendreceive(batch, src=1 - rank, dst=1 - rank)
         print(total)
         mpi.stop()
@@ -298,7 +298,7 @@ def test_workers_of_a_data_loader_do_no_harm(begin):
 
 @once
 def test_without_a_second_rank_the_first_says_who_is_missing(begin):
-    code = "sockets.connect(dist.FileStore(os.environ['STORE'] + '2', 2), rank, 2, timeout_seconds=1)"
+    code = "launcherless.connect(dist.FileStore(os.environ['STORE'] + '2', 2), rank, 2, timeout_seconds=1)"
     (rank,) = begin(1, code).end()
     assert rank.status == 1 and "LaunchError: rank 0: rank 1 has not come in time" in rank.stderr, rank
 

@@ -1,0 +1,52 @@
+"""Ranks without an MPI launcher: a small message layer that takes the place of ``mpi4py.MPI``.
+
+Processes that torchrun or a program of the user started find each other through a store of torch.distributed. What
+:func:`connect` returns is passed to :func:`torchmpi.session.mpi_library.adopt`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .endpoint import Endpoint
+from .mesh import Mesh
+from .stand_in import StandIn
+
+_EAGER_SECONDS = 50e-6
+"""To sleep and be woken takes longer than a short message takes; but another rank may need the core."""
+
+
+def connect(store: Any, rank: int, size: int, *, timeout_seconds: float) -> StandIn:
+    """Connect to the other ranks through a store of torch.distributed. Collective.
+
+    Args:
+        store: A store that all ranks have opened.
+        rank: The rank of this process.
+        size: The number of ranks.
+        timeout_seconds: The limit for the rendezvous; also, up to 30 s, for the silence of another host.
+
+    Returns:
+        The stand-in for ``mpi4py.MPI``. Its ``close()`` ends the connections; the end of Python does so too.
+
+    Raises:
+        LaunchError: A rank has not come in time or cannot be reached.
+
+    Example:
+        ::
+
+            MPI = connect(store, rank, size, timeout_seconds=60)
+            mpi_library.adopt(MPI)
+            torchmpi.start()
+    """
+    mesh = Mesh(store, rank, size, timeout_seconds)
+    sockets = mesh.run()
+    endpoint = Endpoint(rank, [place.host for place in mesh.places], sockets, 0.0 if mesh.is_crowded else _EAGER_SECONDS)
+    MPI = StandIn(endpoint, [place.memory for place in mesh.places])
+    try:
+        MPI.COMM_WORLD.Barrier()  # all have read the store
+        mesh.clear()
+        MPI.COMM_WORLD.Barrier()  # all have cleared it, so that they can connect again
+    except BaseException:
+        MPI.close()
+        raise
+    return MPI

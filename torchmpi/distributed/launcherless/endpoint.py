@@ -1,0 +1,515 @@
+"""The connections of a rank: sends, receives, matching of messages, and the loss of ranks.
+
+A thread reads everything that arrives and writes what a caller could not write at once, so that messages make progress
+whatever the program does. It sleeps in the kernel while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ...log import log_fatal
+from .requests import ANY, CommunicationError, Receive, Request
+
+_HEAD = struct.Struct("<QQiI")
+"""Context, length and tag of a message, and the kind of frame. An abort has the rank that aborts and its status."""
+_MESSAGE, _GOODBYE, _GOODBYE_READ, _ABORT = range(4)
+_STAGING_BYTES = 64 << 10
+_JOINED_BYTES = 16 << 10  # up to this length a copy behind the head is cheaper than a second buffer
+_TURN_SECONDS = 2e-3  # after a caller has read, the thread leaves the next messages to callers
+_GOODBYE_SECONDS, _ABORT_SECONDS = 10.0, 1.0
+_FORKED = "this process was forked from a rank and is none itself"
+
+
+class Arrival:
+    """A message that is being read, or that waits for its receive."""
+
+    __slots__ = ("context", "data", "filled", "is_in_place", "is_whole", "receive", "source", "tag")
+
+    def __init__(self, source: int, context: int, tag: int, num_bytes: int, receive: Receive | None) -> None:
+        self.source, self.context, self.tag, self.receive = source, context, tag, receive
+        room = None if receive is None else receive.room_for(num_bytes)
+        self.data = np.empty(num_bytes, np.uint8).data if room is None else room
+        self.filled, self.is_whole, self.is_in_place = 0, False, room is not None
+
+    def rest(self) -> memoryview:
+        """Return the memory to read on into: that of the receive, also if it was posted after the message began."""
+        if self.receive is not None and not self.is_in_place:
+            room = self.receive.room_for(len(self.data))
+            if room is not None:
+                room[: self.filled] = self.data[: self.filled]
+                self.data, self.is_in_place = room, True
+        return self.data[self.filled :]
+
+    def deliver(self, receive: Receive) -> None:
+        """End the receive with this message."""
+        receive.take(self.source, self.tag, self.data, is_in_place=self.is_in_place)
+
+
+class Link:
+    """The connection to another rank. One thread reads; any thread sends."""
+
+    def __init__(self, peer: int, name: str, sock: socket.socket, on_room: Callable[[Link, bool], None]) -> None:
+        sock.setblocking(False)
+        self.peer, self.name, self.sock, self._on_room = peer, name, sock, on_room
+        self.problem = ""
+        """Why nothing can be sent any more."""
+        self.said_goodbye, self.goodbye_is_read = False, False
+        self.arrival: Arrival | None = None
+        """The message of which a part has been read."""
+        self.rest = b""
+        """The beginning of a head."""
+        self._sending = threading.Lock()
+        self._outgoing: deque[tuple[list[memoryview], Request | None]] = deque()
+
+    def send(self, head: bytes, view: memoryview | None = None, request: Request | None = None) -> None:
+        """Write a frame as far as there is room; the reading thread writes the rest."""
+        view = view or memoryview(b"")
+        pieces = [memoryview(head + view)] if len(view) <= _JOINED_BYTES else [memoryview(head), view]
+        with self._sending:
+            if self.problem:
+                if request is not None:
+                    request.complete(self.problem)
+                return
+            try:
+                self._outgoing.append((pieces, request))
+                if len(self._outgoing) == 1:
+                    self._write()
+            except BaseException:  # out of a signal handler: it is unknown how much has been written
+                self.sock.shutdown(socket.SHUT_RDWR)
+                raise
+
+    def send_first(self, head: bytes) -> bool:
+        """Write a frame before all that have not been begun; return whether everything has left."""
+        if self._sending.acquire(timeout=0.1):  # a signal handler may have interrupted a send
+            try:
+                if head and not self.problem:
+                    self._outgoing.insert(1, ([memoryview(head)], None))
+                if self._outgoing:
+                    self._write()
+            finally:
+                self._sending.release()
+        return not self._outgoing
+
+    def write_more(self) -> None:
+        """Write what there is room for now."""
+        with self._sending:
+            self._write()
+
+    def _write(self) -> None:
+        while self._outgoing:
+            pieces, request = self._outgoing[0]
+            try:
+                num_bytes = self.sock.sendmsg(pieces)
+            except (BlockingIOError, InterruptedError):
+                self._on_room(self, True)
+                return
+            except OSError as error:  # messages that were received before it may still have to be read
+                self._refuse(f"{self.name} is gone: {error.strerror}")
+                return
+            while pieces and num_bytes >= len(pieces[0]):
+                num_bytes -= len(pieces.pop(0))
+            if pieces:
+                pieces[0] = pieces[0][num_bytes:]
+                continue
+            self._outgoing.popleft()
+            if request is not None:
+                request.complete()
+        self._on_room(self, False)
+
+    def refuse(self, problem: str) -> None:
+        """Fail all sends from now on."""
+        with self._sending:
+            self._refuse(problem)
+
+    def _refuse(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        while self._outgoing:
+            _, request = self._outgoing.popleft()
+            if request is not None:
+                request.complete(self.problem)
+
+
+class Endpoint:
+    """The connections of this rank to all others, by world rank."""
+
+    def __init__(self, rank: int, hosts: list[str], sockets: Mapping[int, socket.socket], eager_seconds: float) -> None:
+        """Start to read; a caller that waits polls for `eager_seconds` before it sleeps."""
+        self.rank, self.size, self.hosts = rank, len(hosts), hosts
+        self.on_loss: Callable[[int, str], None] | None = None
+        """Called with a rank whose connection has ended without a goodbye, and the reason."""
+        self.problem = ""
+        """Why nothing can be sent or received any more."""
+        self.num_communicators = 0
+        self._is_ending = False
+        self._lock = threading.Lock()  # of the following four
+        self._posted: defaultdict[int, list[Receive]] = defaultdict(list)
+        self._arrived: defaultdict[int, list[Arrival]] = defaultdict(list)
+        self._gone: dict[int, str] = {}
+        self._left: dict[int, str] = {}
+        self._epoll = select.epoll()
+        self._watched: dict[int, int] = {}
+        self._links = {}
+        for peer, sock in sockets.items():
+            self._links[peer] = Link(peer, f"rank {peer} on host {hosts[peer]}", sock, self._watch)
+            self._watch(self._links[peer], False)
+        self._links_open = {link.sock.fileno(): link for link in self._links.values()}
+        self._staging = memoryview(bytearray(_STAGING_BYTES))
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._eager_seconds = eager_seconds
+        self._reading = threading.Lock()
+        self._num_turns, self._gives_way = 0, False
+        self._sleepers: set[Request] = set()
+        self._is_wanted = threading.Event()
+        self._reader = threading.Thread(target=self._run, name="torchmpi messages", daemon=True)
+        self._reader.start()
+        _open.add(self)
+
+    def _watch(self, link: Link, room: bool) -> None:
+        descriptor, events = link.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if room else 0)
+        if self._watched.get(descriptor) == events:
+            return
+        (self._epoll.modify if descriptor in self._watched else self._epoll.register)(descriptor, events)
+        self._watched[descriptor] = events
+
+    # --- calls
+
+    def send(self, peer: int, context: int, tag: int, view: memoryview) -> Request:
+        """Begin to send to a rank; the memory is read until the request has ended."""
+        self._check_open()
+        request = Request(self)
+        if peer != self.rank:
+            self._links[peer].send(_HEAD.pack(context, len(view), tag, _MESSAGE), view, request)
+            return request
+        arrival = self._begin(peer, context, tag, len(view))
+        arrival.data[:] = view
+        self._finish(arrival)
+        request.complete()
+        return request
+
+    def receive(
+        self, context: int, source: int, tag: int, view: memoryview | None, members: Sequence[int]
+    ) -> Receive:
+        """Begin to receive; the memory is written until the request has ended."""
+        self._check_open()
+        receive = Receive(self, context, source, tag, view, members)
+        with self._lock:
+            arrival = self._find(context, source, tag)
+            if arrival is None:
+                problem = self._why_never(receive)
+                if problem:
+                    receive.complete(problem)
+                else:
+                    self._posted[context].append(receive)
+                return receive
+            self._arrived[context].remove(arrival)
+            arrival.receive = receive
+            is_whole = arrival.is_whole
+        if is_whole:
+            arrival.deliver(receive)
+        return receive
+
+    def probe(self, context: int, source: int, tag: int) -> Arrival | None:
+        """Return the message that a receive would get now."""
+        self._check_open()
+        self.progress()
+        with self._lock:
+            return self._find(context, source, tag)
+
+    def forget(self, contexts: range) -> None:
+        """Drop the messages of communicators that are freed."""
+        with self._lock:
+            for context in contexts:
+                self._posted.pop(context, None)
+                self._arrived.pop(context, None)
+
+    def _check_open(self) -> None:
+        if self.problem:
+            raise CommunicationError(self.problem)
+
+    # --- matching
+
+    def _find(self, context: int, source: int, tag: int) -> Arrival | None:
+        for arrival in self._arrived[context]:
+            if source in (ANY, arrival.source) and tag in (ANY, arrival.tag):
+                return arrival
+        return None
+
+    def _why_never(self, receive: Receive) -> str:
+        if receive.source == ANY:
+            return next((problem for rank, problem in self._gone.items() if rank in receive.members), "")
+        return self._gone.get(receive.source) or self._left.get(receive.source, "")
+
+    def withdraw(self, receive: Receive) -> bool:
+        """Take back a receive that has no message; return whether that was so."""
+        with self._lock:
+            posted = self._posted[receive.context]
+            if receive not in posted:
+                return False
+            posted.remove(receive)
+            return True
+
+    def _begin(self, source: int, context: int, tag: int, num_bytes: int) -> Arrival:
+        with self._lock:
+            posted = self._posted[context]
+            receive = next((receive for receive in posted if receive.matches(source, tag)), None)
+            arrival = Arrival(source, context, tag, num_bytes, receive)
+            if receive is None:
+                self._arrived[context].append(arrival)
+            else:
+                posted.remove(receive)
+            return arrival
+
+    def _finish(self, arrival: Arrival) -> None:
+        with self._lock:
+            arrival.is_whole = True
+            receive = arrival.receive
+        if receive is not None:
+            arrival.deliver(receive)
+
+    # --- reading
+
+    def wait(self, request: Request) -> None:
+        """Return when a request has ended.
+
+        The caller reads itself if no other thread does: to be woken by another thread takes longer than a short
+        message.
+        """
+        while not request.is_done:
+            if self._reading.acquire(blocking=False):
+                request.wake = self._ring
+                try:
+                    self._num_turns += 1
+                    limit = time.perf_counter() + self._eager_seconds
+                    while not request.is_done and self._links_open:
+                        if self._read(0 if time.perf_counter() < limit else None):
+                            limit = time.perf_counter() + self._eager_seconds
+                finally:
+                    request.wake = None
+                    self._reading.release()
+                    if self._sleepers:
+                        self._is_wanted.set()
+            else:
+                self._sleep(request)
+
+    def _sleep(self, request: Request) -> None:
+        """Return when a request has ended, unless no thread reads."""
+        asleep = threading.Lock()
+        asleep.acquire()
+
+        def wake() -> None:
+            self._sleepers.discard(request)
+            self._gives_way = not self._sleepers  # the caller will probably wait again soon, and can read itself
+            asleep.release()
+
+        request.wake = wake
+        self._sleepers.add(request)
+        if self._reading.locked() and not request.is_done:
+            asleep.acquire()
+        self._sleepers.discard(request)
+
+    def progress(self) -> None:
+        """Read what has arrived."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._num_turns += 1
+                self._read(0)
+            finally:
+                self._reading.release()
+
+    def _run(self) -> None:
+        """Read while no caller does."""
+        num_turns = -1
+        while self._links_open:
+            if num_turns == self._num_turns or self._sleepers:
+                with self._reading:
+                    self._gives_way = False
+                    while self._links_open and (self._sleepers or not self._gives_way):
+                        self._read(None)
+            num_turns = self._num_turns
+            if not self._sleepers:
+                self._is_wanted.wait(_TURN_SECONDS)
+                self._is_wanted.clear()
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+    def _read(self, timeout: float | None) -> int:
+        """Handle what has arrived, and write what there is room for; return the number of connections."""
+        found = self._epoll.poll(timeout)
+        try:
+            for descriptor, events in found:
+                link = self._links_open.get(descriptor)
+                if link is None:
+                    os.eventfd_read(self._bell)
+                    continue
+                if events & select.EPOLLOUT:
+                    link.write_more()
+                if events & ~select.EPOLLOUT and (end := self._read_from(link, self._staging)):
+                    del self._links_open[descriptor]
+                    self._epoll.unregister(descriptor)
+                    self._lose(link, end)
+        except BaseException as error:  # out of a signal handler, or a defect: it is unknown what has been read
+            self._fail(f"rank {self.rank} was interrupted while it read messages: {error!r}")
+            raise
+        return len(found)
+
+    def _read_from(self, link: Link, staging: memoryview) -> str:
+        """Read once; return why the connection has ended, or ''."""
+        arrival, kept = link.arrival, len(link.rest)
+        try:
+            num_bytes = link.sock.recv_into(arrival.rest() if arrival else staging[kept:])
+        except (BlockingIOError, InterruptedError):
+            return ""
+        except OSError as error:
+            return error.strerror
+        if not num_bytes:
+            return "its connection has ended"
+        if arrival is not None:
+            arrival.filled += num_bytes
+            if arrival.filled == len(arrival.data):
+                link.arrival = None
+                self._finish(arrival)
+            return ""
+        staging[:kept] = link.rest
+        self._parse(link, staging[: kept + num_bytes])
+        return ""
+
+    def _parse(self, link: Link, data: memoryview) -> None:
+        """Read the frames in `data`; keep the beginning of one that is not complete."""
+        while len(data) >= _HEAD.size:
+            context, length, tag, kind = _HEAD.unpack_from(data)
+            data = data[_HEAD.size :]
+            if kind == _GOODBYE:
+                link.said_goodbye = True
+                link.send(_HEAD.pack(0, 0, 0, _GOODBYE_READ))
+            elif kind == _GOODBYE_READ:
+                link.goodbye_is_read = True
+            elif kind == _ABORT:
+                self._end_with(context, tag)
+            else:
+                arrival = self._begin(link.peer, context, tag, length)
+                part = data[:length]
+                arrival.data[: len(part)], arrival.filled = part, len(part)
+                data = data[length:]
+                if arrival.filled == length:
+                    self._finish(arrival)
+                else:
+                    link.arrival = arrival
+        link.rest = bytes(data)
+
+    def _lose(self, link: Link, reason: str) -> None:
+        """End what depends on a rank whose connection has ended."""
+        left, arrival = link.said_goodbye, link.arrival
+        problem = f"{link.name} has left: it has closed its connections" if left else f"{link.name} is gone: {reason}"
+        link.refuse(problem)
+        with self._lock:
+            (self._left if left else self._gone)[link.peer] = problem
+            hopeless = [receive for posted in self._posted.values() for receive in posted if self._why_never(receive)]
+            for receive in hopeless:
+                self._posted[receive.context].remove(receive)
+            if arrival is not None and arrival.receive is not None:
+                hopeless.append(arrival.receive)
+            elif arrival is not None and arrival in self._arrived[arrival.context]:
+                self._arrived[arrival.context].remove(arrival)
+        for receive in hopeless:
+            receive.complete(problem)
+        tell = self.on_loss  # another thread may reset it
+        if tell is not None and not (left or self._is_ending):
+            tell(link.peer, problem)
+
+    # --- the end of the job
+
+    def abort(self, status: int) -> None:
+        """End all ranks. Does not return."""
+        self._is_ending = True
+        self._tell_all(_HEAD.pack(self.rank, 0, status & 0xFF, _ABORT))
+        os._exit(status & 0xFF)
+
+    def _end_with(self, rank: int, status: int) -> None:
+        if self._is_ending:
+            return
+        self._is_ending = True
+        # To all ranks, which could otherwise see the end of this one before they see the reason.
+        self._tell_all(_HEAD.pack(rank, 0, status, _ABORT))
+        log_fatal(f"rank {self.rank} ends, since rank {rank} has ended the job ({status=})")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(status)
+
+    def _tell_all(self, head: bytes) -> None:
+        limit = time.monotonic() + _ABORT_SECONDS
+        pending = [link for link in self._links.values() if not link.send_first(head)]
+        while pending and time.monotonic() < limit:
+            time.sleep(1e-3)
+            pending = [link for link in pending if not link.send_first(b"")]
+
+    # --- the end of this rank
+
+    def close(self) -> None:
+        """Say goodbye to the other ranks once everything has been sent, and close. A second call is harmless."""
+        if self.problem:
+            return
+        self._is_ending = True
+        for link in self._links.values():
+            link.send(_HEAD.pack(0, 0, 0, _GOODBYE))
+        limit = time.monotonic() + _GOODBYE_SECONDS
+        # Closing a TCP connection with unread data would discard what is under way.
+        while time.monotonic() < limit and any(not each.goodbye_is_read and each in self._links_open.values() for each in self._links.values()):
+            time.sleep(1e-4)
+        self._fail(f"rank {self.rank} has closed its connections")
+        for link in self._links.values():
+            with contextlib.suppress(OSError):  # it has been closed by the other rank
+                link.sock.shutdown(socket.SHUT_RDWR)  # ends the reading thread
+        self._is_wanted.set()
+        self._reader.join()
+        self._close_descriptors()
+        _open.discard(self)
+
+    def _fail(self, problem: str) -> None:
+        """End all requests and refuse new ones."""
+        self.problem = problem
+        for link in self._links.values():
+            link.refuse(problem)
+        with self._lock:
+            posted = [receive for receives in self._posted.values() for receive in receives]
+            self._posted.clear()
+        for receive in posted:
+            receive.complete(problem)
+
+    def _close_descriptors(self) -> None:
+        for link in self._links.values():
+            link.sock.close()
+        self._epoll.close()
+        os.close(self._bell)
+
+    def abandon(self) -> None:
+        """Close the descriptors that a forked child has inherited."""
+        self.problem = _FORKED
+        self._close_descriptors()
+
+
+_open: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for endpoint in list(_open):
+        endpoint.abandon()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)  # cannot be undone, so registered once

@@ -1,0 +1,209 @@
+"""Connecting each rank with each other one: through a store of torch.distributed, without a launcher.
+
+Ranks on one host connect through Unix sockets in the abstract namespace, which is closed to other hosts and leaves no
+files. If there are several hosts, each rank also listens at one address until all ranks have connected. A rank that
+connects shows a secret that only the store has; afterwards the store is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import psutil
+
+from ...backends import network
+from ...errors import LaunchError
+
+_KEY = "torchmpi rendezvous"
+_GREETING = struct.Struct("<16sI")
+_GREETING_SECONDS = 2.0
+_MAX_SILENCE_SECONDS = 30.0
+_UNIX_BUFFER_BYTES = 4 << 20
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_REMEDY = f"Between hosts, choose the network interface with {_INTERFACE_VARIABLE} and open the ports"
+
+
+class Place(NamedTuple):
+    """A rank and the ways to reach it."""
+
+    host: str
+    """The name of the host, for messages."""
+    network: str
+    """Ranks with the same value reach each other without a network."""
+    memory: str
+    """Ranks with the same value share memory."""
+    unix_name: str
+    interfaces: list[str]
+    cores: list[int]
+
+
+class Mesh:
+    """The rendezvous of one rank; `run` connects it. Collective."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float) -> None:
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout_seconds
+        self._limit = time.monotonic() + timeout_seconds
+        self._keys: list[str] = []
+        self.places: list[Place] = []
+        """Of all ranks."""
+
+    def run(self) -> dict[int, socket.socket]:
+        """Return a connection to each other rank."""
+        with ExitStack() as opened:
+            listeners = [opened.enter_context(socket.socket(socket.AF_UNIX))]
+            listeners[0].bind(f"\0torchmpi-{secrets.token_hex(12)}")
+            listeners[0].listen(self._size)
+            key = network.namespace()
+            with contextlib.suppress(OSError):
+                pids = os.readlink("/proc/self/ns/pid")
+            own = Place(
+                socket.gethostname(),
+                key,
+                f"{key} {pids}",
+                listeners[0].getsockname()[1:].decode(),
+                network.own_interfaces(),
+                sorted(os.sched_getaffinity(0)),
+            )
+            entries = self._allgather("place", [own, secrets.token_hex(16)])
+            self.places, secret = [Place(*place) for place, _ in entries], bytes.fromhex(entries[0][1])
+            addresses: list[Any] = ["\0" + place.unix_name for place in self.places]
+            if len({place.network for place in self.places}) > 1:
+                listeners.append(opened.enter_context(_listen_at(self._address(), self._size)))
+                offers = self._allgather("address", listeners[1].getsockname()[:2])
+                for rank, address in enumerate(offers):
+                    if self.places[rank].network != key:
+                        addresses[rank] = tuple(address)
+            connected = opened.enter_context(ExitStack())
+            sockets = {}
+            for peer in range(self._rank):
+                sockets[peer] = connected.enter_context(self._connect(peer, addresses[peer], secret))
+            while awaited := set(range(self._rank + 1, self._size)) - sockets.keys():
+                rank, sock = self._accept(listeners, secret, awaited)
+                sockets[rank] = connected.enter_context(sock)
+            connected.pop_all()
+        for sock in sockets.values():
+            _set_options(sock, min(self._timeout, _MAX_SILENCE_SECONDS))
+        return sockets
+
+    @property
+    def is_crowded(self) -> bool:
+        """Return whether the ranks of this host have fewer cores than they are."""
+        near = [place for place in self.places if place.network == self.places[self._rank].network]
+        return len(near) > len(set().union(*(place.cores for place in near)))
+
+    def _address(self) -> str:
+        """Return the address of this rank for other hosts."""
+        found = psutil.net_if_addrs()
+        for name in os.environ.get(_INTERFACE_VARIABLE, "").split(","):
+            for entry in found.get(name, ()):
+                if entry.family in (socket.AF_INET, socket.AF_INET6):
+                    return str(entry.address)
+        hosts = [(place.network, place.interfaces) for place in self.places]
+        return network.choose(hosts, self._rank) or network.loopback()
+
+    # --- the store
+
+    def _allgather(self, name: str, value: Any) -> list[Any]:
+        """Return the values of all ranks; rank 0 collects them, so that the store serves 2 requests per rank."""
+        own, table = f"{_KEY} {name} {self._rank}", f"{_KEY} {name}"
+        self._keys += [own] + [table] * (self._rank == 0)
+        self._store.set(own, json.dumps(value))
+        if self._rank == 0:
+            values = [self._get(f"{_KEY} {name} {rank}", rank) for rank in range(self._size)]
+            self._store.set(table, json.dumps(values))
+        return self._get(table, 0)  # type: ignore[no-any-return]
+
+    def _get(self, key: str, rank: int) -> Any:
+        try:
+            self._store.wait([key], timedelta(seconds=self._time_left()))
+            return json.loads(self._store.get(key))
+        except RuntimeError as error:  # the stores of torch have no class of their own for it
+            raise LaunchError(
+                f"rank {self._rank}: rank {rank} has not come in time: it writes nothing to the store ({error}). Start "
+                f"all {self._size} ranks, with the same store, or give them more time (timeout=)."
+            ) from error
+
+    def clear(self) -> None:
+        """Delete what this rank has written to the store, once all ranks have read it."""
+        for key in self._keys:
+            with contextlib.suppress(RuntimeError):  # a store that cannot delete
+                self._store.delete_key(key)
+
+    def _time_left(self) -> float:
+        return max(0.001, self._limit - time.monotonic())
+
+    # --- connections
+
+    def _connect(self, peer: int, address: Any, secret: bytes) -> socket.socket:
+        is_local = isinstance(address, str)
+        sock = socket.socket(socket.AF_UNIX if is_local else _family(address[0]))
+        try:
+            sock.settimeout(self._time_left())
+            sock.connect(address)
+            sock.sendall(_GREETING.pack(secret, self._rank))
+        except OSError as error:
+            sock.close()
+            where = "on this host" if is_local else f"at {address[0]} port {address[1]}"
+            raise LaunchError(
+                f"rank {self._rank}: rank {peer} on host {self.places[peer].host} cannot be reached {where}: {error}. "
+                f"If it still runs: {_REMEDY[0].lower()}{_REMEDY[1:]}."
+            ) from error
+        return sock
+
+    def _accept(self, listeners: list[socket.socket], secret: bytes, awaited: set[int]) -> tuple[int, socket.socket]:
+        """Return the next rank that connects; drop connections of strangers."""
+        import select
+
+        while True:
+            ready, _, _ = select.select(listeners, (), (), self._time_left())
+            if not ready:
+                raise LaunchError(
+                    f"rank {self._rank}: rank {', '.join(map(str, sorted(awaited)))} has not connected in time. "
+                    f"{_REMEDY}, or give the ranks more time (timeout=)."
+                )
+            sock, _ = ready[0].accept()
+            sock.settimeout(_GREETING_SECONDS)
+            with contextlib.suppress(OSError):
+                said = sock.recv(_GREETING.size, socket.MSG_WAITALL)
+                if len(said) == _GREETING.size and hmac.compare_digest(said[:16], secret):
+                    rank: int = _GREETING.unpack(said)[1]
+                    if rank in awaited:
+                        return rank, sock
+            sock.close()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _listen_at(address: str, size: int) -> socket.socket:
+    return socket.create_server((address, 0), family=_family(address), backlog=size)
+
+
+def _set_options(sock: socket.socket, silence_seconds: float) -> None:
+    """Send short messages at once, and end the connection when the other host has been silent for too long."""
+    if sock.family == socket.AF_UNIX:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _UNIX_BUFFER_BYTES)
+        return
+    probe_seconds = max(1, int(silence_seconds / 4))
+    for level, option, value in (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        # While nothing is sent, the kernel probes; of data, it awaits the acknowledgement.
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_seconds)),
+    ):
+        sock.setsockopt(level, option, value)
