@@ -1,6 +1,7 @@
 """A program for :mod:`test_launcherless`: a good part of what torchmpi can do, with the results checked and hashed.
 
-Started by mpirun it runs on MPI. With STORE, RANK and WORLD_SIZE in the environment it runs on sockets, without mpi4py.
+Started by mpirun it runs on MPI. With STORE, RANK and WORLD_SIZE in the environment it runs on gloo and messages,
+without mpi4py.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def run(*, briefly: bool) -> None:
     if not briefly:
         # For one rank, and where memory is shared with none, there is one way.
         others = [] if mpi.size() == 1 else ["p2p"] if "EACH_ON_A_HOST" in os.environ else ["p2p", "shm"]
-        for backend in ("mpi", *others):
+        for backend in ("gloo" if "STORE" in os.environ else "mpi", *others):
             reductions(results, backend)
             movements(results, backend)
         messages(results)

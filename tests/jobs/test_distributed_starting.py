@@ -224,7 +224,8 @@ print("torch works:", torch.ones(2).sum().item())
 
 @once
 @pytest.mark.skipif(
-    importlib.util.find_spec("torchmpi.distributed.launcherless") is None, reason="torchmpi.distributed.launcherless is not there"
+    importlib.util.find_spec("torchmpi.distributed.launcherless") is None,
+    reason="torchmpi.distributed.launcherless is not there",
 )
 def test_torchrun_without_mpi(tmp_path):
     script = tmp_path / "job.py"

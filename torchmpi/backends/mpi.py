@@ -38,6 +38,8 @@ _MPI_OPS = {
 }  # fmt: skip
 _BOOL_OPS = {"min": "LAND", "max": "LOR", "band": "LAND", "bor": "LOR", "bxor": "LXOR", "land": "LAND", "lor": "LOR"}
 _TAG = 1
+_MESSAGES = ("send", "recv", "sendreceive")
+"""Calls that ranks without an MPI launcher have too."""
 
 
 class MPIBackend:
@@ -47,18 +49,18 @@ class MPIBackend:
     announces = False
     enqueues = False
 
-    def __init__(self, config: Config, *, is_cuda_aware: bool = False) -> None:
-        self.config, self.is_cuda_aware = config, is_cuda_aware
+    def __init__(self, config: Config, *, is_cuda_aware: bool = False, problem: str = "") -> None:
+        self.config, self.is_cuda_aware, self.problem = config, is_cuda_aware, problem
 
     def takes(self, device_type: str, collective: str) -> bool:
         """Accept host memory; device memory if the library is CUDA-aware and the collective does not compute."""
         return device_type == "cpu" or (device_type == "cuda" and self.is_cuda_aware and collective not in REDUCTIONS)
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept every collective; CUDA tensors are staged if the library is not CUDA-aware."""
+        """Accept every collective of an MPI job; CUDA tensors are staged if the library is not CUDA-aware."""
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
-        return None
+        return None if collective in _MESSAGES else self.problem or None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""

@@ -121,8 +121,9 @@ def default_transport(
 ) -> str:
     """Return the backend that is used if none was measured or requested.
 
-    `can` returns whether a backend is possible; `mpi` always is. `forced`, `hierarchical` and `gpu_backends` are the
-    settings.
+    `can` returns whether a backend is possible. `forced`, `hierarchical` and `gpu_backends` are the settings. For ranks
+    without an MPI launcher, `gloo` replaces `mpi`; `p2p` is faster (docs/design/torch-distributed.md), but lacks some
+    collectives.
 
     >>> default_transport(Key("allreduce", "cpu", "host", "sync"), {"mpi", "shm"}.__contains__)
     'shm'
@@ -136,7 +137,7 @@ def default_transport(
         return HIERARCHICAL
     if key.span == "host" and can("shm"):
         return "shm"
-    return "mpi"
+    return next(filter(can, ("mpi", "p2p")), "gloo")
 
 
 def default_rule(

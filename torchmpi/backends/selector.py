@@ -192,6 +192,12 @@ class Selector:
         """Return whether `mpi` accepts device memory."""
         return key.device == "cuda" and self.backends["mpi"].takes("cuda", key.collective)
 
+    @property
+    def network(self) -> Backend:
+        """The backend with all collectives between any ranks: `mpi`, or `gloo` if no MPI launcher started them."""
+        mpi = self.backends["mpi"]
+        return mpi if mpi.why_not("barrier", "cpu") is None else self.backends["gloo"]
+
     def _default(self, key: Key, can: Callable[[str], bool], *, hierarchical: str | None = None) -> str:
         return default_transport(
             key,

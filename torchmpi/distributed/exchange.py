@@ -14,7 +14,7 @@ from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes
 
-_BACKENDS = ("shm", "mpi")
+_BACKENDS = ("shm", "mpi", "gloo")
 """The backends with the operation ``exchange_parts``."""
 
 
@@ -63,7 +63,7 @@ def _plan(group: Group, dtype: torch.dtype) -> Plan:
     plan: Plan | None = group.plans.get(("exchange", dtype))
     if plan is None:
         choice = runtime.current().selector.select("alltoall", "cpu", group)[-1].backend
-        backend = choice if choice.name in _BACKENDS else runtime.current().selector.backends["mpi"]
+        backend = choice if choice.name in _BACKENDS else runtime.current().selector.network
         operation = bind(backend, group, "exchange_parts", dtype, None)
         plan = Plan("alltoall", call_code("alltoall", None, dtypes.info(dtype).code), operation)
         group.plans["exchange", dtype] = plan

@@ -139,6 +139,11 @@ def short_version(MPI: Any) -> str:
     return f"{name} {'.'.join(map(str, version))}"
 
 
+def why_no_collectives(MPI: Any) -> str:
+    """Return why MPI has no collectives on tensors; '' if it has."""
+    return "no MPI launcher has started these processes" if MPI is _stand_in else ""
+
+
 def watch_ranks(MPI: Any, end_job: Callable[[str, int], None]) -> Callable[[], None]:
     """End the job when another rank dies, and return a function that stops the watch.
 

@@ -155,7 +155,11 @@ class Runtime:
             if self.world.rank == 0 and self.config.slot_bytes:
                 self._log_info(f"no shared memory between ranks, so that MPI moves everything: {problem}")
         return {
-            "mpi": MPIBackend(self.config, is_cuda_aware=mpi_library.is_cuda_aware()),
+            "mpi": MPIBackend(
+                self.config,
+                is_cuda_aware=mpi_library.is_cuda_aware(),
+                problem=mpi_library.why_no_collectives(self.MPI),
+            ),
             "shm": shared,
             "p2p": P2PBackend(self.config),
             "hierarchical": HierarchicalBackend(self.config, self._bind_step),

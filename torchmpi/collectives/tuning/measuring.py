@@ -96,7 +96,8 @@ class Session:
         """Return the element-wise maximum over all ranks."""
         tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         world = self._running.communicators.levels[0]
-        slowest: list[float] = collectives.allreduce(tensor, op="max", comm=world, backend="mpi").tolist()
+        backend = self._running.selector.network.name
+        slowest: list[float] = collectives.allreduce(tensor, op="max", comm=world, backend=backend).tolist()
         return slowest
 
 

@@ -40,7 +40,9 @@ def connect(store: Any, rank: int, size: int, *, timeout_seconds: float) -> Stan
     """
     mesh = Mesh(store, rank, size, timeout_seconds)
     sockets = mesh.run()
-    endpoint = Endpoint(rank, [place.host for place in mesh.places], sockets, 0.0 if mesh.is_crowded else _EAGER_SECONDS)
+    endpoint = Endpoint(
+        rank, [place.host for place in mesh.places], sockets, 0.0 if mesh.is_crowded else _EAGER_SECONDS
+    )
     MPI = StandIn(endpoint, [place.memory for place in mesh.places])
     try:
         MPI.COMM_WORLD.Barrier()  # all have read the store

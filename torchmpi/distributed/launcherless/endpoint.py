@@ -7,6 +7,7 @@ whatever the program does. It sleeps in the kernel while there is nothing to do.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -113,10 +114,11 @@ class Link:
             pieces, request = self._outgoing[0]
             try:
                 num_bytes = self.sock.sendmsg(pieces)
-            except (BlockingIOError, InterruptedError):
-                self._on_room(self, True)
-                return
-            except OSError as error:  # messages that were received before it may still have to be read
+            except OSError as error:
+                if _means_later(error):
+                    self._on_room(self, True)
+                    return
+                # Messages of the other rank may still have to be read.
                 self._refuse(f"{self.name} is gone: {error.strerror}")
                 return
             while pieces and num_bytes >= len(pieces[0]):
@@ -153,7 +155,7 @@ class Endpoint:
         self.problem = ""
         """Why nothing can be sent or received any more."""
         self.num_communicators = 0
-        self._is_ending = False
+        self._is_ending = self._is_closed = False
         self._lock = threading.Lock()  # of the following four
         self._posted: defaultdict[int, list[Receive]] = defaultdict(list)
         self._arrived: defaultdict[int, list[Arrival]] = defaultdict(list)
@@ -170,8 +172,9 @@ class Endpoint:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._eager_seconds = eager_seconds
-        self._reading = threading.Lock()
-        self._num_turns, self._gives_way = 0, False
+        self._turn: dict[None, int] = {}
+        """The thread that reads."""
+        self._num_turns, self._gives_way, self._thread_waits = 0, False, False
         self._sleepers: set[Request] = set()
         self._is_wanted = threading.Event()
         self._reader = threading.Thread(target=self._run, name="torchmpi messages", daemon=True)
@@ -200,9 +203,7 @@ class Endpoint:
         request.complete()
         return request
 
-    def receive(
-        self, context: int, source: int, tag: int, view: memoryview | None, members: Sequence[int]
-    ) -> Receive:
+    def receive(self, context: int, source: int, tag: int, view: memoryview | None, members: Sequence[int]) -> Receive:
         """Begin to receive; the memory is written until the request has ended."""
         self._check_open()
         receive = Receive(self, context, source, tag, view, members)
@@ -289,21 +290,48 @@ class Endpoint:
         message.
         """
         while not request.is_done:
-            if self._reading.acquire(blocking=False):
-                request.wake = self._ring
-                try:
-                    self._num_turns += 1
-                    limit = time.perf_counter() + self._eager_seconds
-                    while not request.is_done and self._links_open:
-                        if self._read(0 if time.perf_counter() < limit else None):
-                            limit = time.perf_counter() + self._eager_seconds
-                finally:
-                    request.wake = None
-                    self._reading.release()
-                    if self._sleepers:
-                        self._is_wanted.set()
-            else:
-                self._sleep(request)
+            try:
+                if self.problem:
+                    request.complete(self.problem)
+                elif self._take_turn():
+                    self._read_until_done(request)
+                    self._end_turn()
+                else:
+                    self._sleep(request)
+            except BaseException:  # out of a signal handler, at any point
+                self._end_turn()
+                raise
+
+    def progress(self) -> None:
+        """Read what has arrived."""
+        try:
+            if self._take_turn():
+                self._num_turns += 1
+                self._read(0)
+                self._end_turn()
+        except BaseException:
+            self._end_turn()
+            raise
+
+    def _take_turn(self) -> bool:
+        """Become the thread that reads if there is none; return whether this thread is it."""
+        own = threading.get_ident()
+        return self._turn.setdefault(None, own) == own  # atomic, so that an exception leaves no turn without an owner
+
+    def _end_turn(self) -> None:
+        if self._turn.get(None) == threading.get_ident():
+            del self._turn[None]
+        if self._sleepers or self._thread_waits:
+            self._is_wanted.set()
+
+    def _read_until_done(self, request: Request) -> None:
+        request.wake = self._ring
+        self._num_turns += 1
+        limit = time.perf_counter() + self._eager_seconds
+        while not (request.is_done or self.problem):
+            if self._read(0 if time.perf_counter() < limit else None):
+                limit = time.perf_counter() + self._eager_seconds
+        request.wake = None
 
     def _sleep(self, request: Request) -> None:
         """Return when a request has ended, unless no thread reads."""
@@ -313,39 +341,36 @@ class Endpoint:
         def wake() -> None:
             self._sleepers.discard(request)
             self._gives_way = not self._sleepers  # the caller will probably wait again soon, and can read itself
-            asleep.release()
+            if asleep.locked():
+                asleep.release()
 
         request.wake = wake
         self._sleepers.add(request)
-        if self._reading.locked() and not request.is_done:
+        if self._turn and not (request.is_done or self.problem):
             asleep.acquire()
         self._sleepers.discard(request)
-
-    def progress(self) -> None:
-        """Read what has arrived."""
-        if self._reading.acquire(blocking=False):
-            try:
-                self._num_turns += 1
-                self._read(0)
-            finally:
-                self._reading.release()
 
     def _run(self) -> None:
         """Read while no caller does."""
         num_turns = -1
         while self._links_open:
-            if num_turns == self._num_turns or self._sleepers:
-                with self._reading:
-                    self._gives_way = False
+            is_idle = num_turns == self._num_turns
+            num_turns = self._num_turns
+            if (is_idle or self._sleepers) and self._take_turn():
+                self._gives_way = False
+                try:
                     while self._links_open and (self._sleepers or not self._gives_way):
                         self._read(None)
-            num_turns = self._num_turns
+                finally:
+                    del self._turn[None]
+            self._thread_waits = is_idle  # for a caller that reads for long, to end its turn
             if not self._sleepers:
-                self._is_wanted.wait(_TURN_SECONDS)
+                self._is_wanted.wait(None if is_idle and self._turn else _TURN_SECONDS)
                 self._is_wanted.clear()
 
     def _ring(self) -> None:
-        os.eventfd_write(self._bell, 1)
+        with contextlib.suppress(OSError):  # closed: a request ends after an interrupted wait
+            os.eventfd_write(self._bell, 1)
 
     def _read(self, timeout: float | None) -> int:
         """Handle what has arrived, and write what there is room for; return the number of connections."""
@@ -358,7 +383,7 @@ class Endpoint:
                     continue
                 if events & select.EPOLLOUT:
                     link.write_more()
-                if events & ~select.EPOLLOUT and (end := self._read_from(link, self._staging)):
+                if events & ~select.EPOLLOUT and (end := self.problem or self._read_from(link)):
                     del self._links_open[descriptor]
                     self._epoll.unregister(descriptor)
                     self._lose(link, end)
@@ -367,15 +392,14 @@ class Endpoint:
             raise
         return len(found)
 
-    def _read_from(self, link: Link, staging: memoryview) -> str:
+    def _read_from(self, link: Link) -> str:
         """Read once; return why the connection has ended, or ''."""
+        staging = self._staging
         arrival, kept = link.arrival, len(link.rest)
         try:
             num_bytes = link.sock.recv_into(arrival.rest() if arrival else staging[kept:])
-        except (BlockingIOError, InterruptedError):
-            return ""
         except OSError as error:
-            return error.strerror
+            return "" if _means_later(error) else error.strerror
         if not num_bytes:
             return "its connection has ended"
         if arrival is not None:
@@ -414,7 +438,9 @@ class Endpoint:
     def _lose(self, link: Link, reason: str) -> None:
         """End what depends on a rank whose connection has ended."""
         left, arrival = link.said_goodbye, link.arrival
-        problem = f"{link.name} has left: it has closed its connections" if left else f"{link.name} is gone: {reason}"
+        problem = link.problem or f"{link.name} is gone: {reason}"  # a failed send knows more than the end of a stream
+        if left:
+            problem = f"{link.name} has left: it has closed its connections"
         link.refuse(problem)
         with self._lock:
             (self._left if left else self._gone)[link.peer] = problem
@@ -462,45 +488,55 @@ class Endpoint:
 
     def close(self) -> None:
         """Say goodbye to the other ranks once everything has been sent, and close. A second call is harmless."""
-        if self.problem:
+        if self._is_closed:
             return
-        self._is_ending = True
+        self._is_closed = self._is_ending = True
         for link in self._links.values():
             link.send(_HEAD.pack(0, 0, 0, _GOODBYE))
         limit = time.monotonic() + _GOODBYE_SECONDS
         # Closing a TCP connection with unread data would discard what is under way.
-        while time.monotonic() < limit and any(not each.goodbye_is_read and each in self._links_open.values() for each in self._links.values()):
+        while time.monotonic() < limit and not all(link.goodbye_is_read for link in list(self._links_open.values())):
             time.sleep(1e-4)
         self._fail(f"rank {self.rank} has closed its connections")
-        for link in self._links.values():
-            with contextlib.suppress(OSError):  # it has been closed by the other rank
-                link.sock.shutdown(socket.SHUT_RDWR)  # ends the reading thread
         self._is_wanted.set()
-        self._reader.join()
+        self._reader.join(_GOODBYE_SECONDS)
+        while not self._take_turn():  # a caller that reads is about to return
+            time.sleep(1e-4)
         self._close_descriptors()
         _open.discard(self)
 
     def _fail(self, problem: str) -> None:
-        """End all requests and refuse new ones."""
-        self.problem = problem
-        for link in self._links.values():
-            link.refuse(problem)
+        """End all requests, refuse new ones, and shut the connections."""
+        self.problem = self.problem or problem
         with self._lock:
-            posted = [receive for receives in self._posted.values() for receive in receives]
+            ended = [*self._sleepers, *(receive for posted in self._posted.values() for receive in posted)]
             self._posted.clear()
-        for receive in posted:
-            receive.complete(problem)
+        for request in ended:
+            request.complete(self.problem)
+        for link in self._links.values():
+            link.refuse(self.problem)
+            with contextlib.suppress(OSError):  # it has been closed by the other rank
+                link.sock.shutdown(socket.SHUT_RDWR)
+        self._ring()
 
     def _close_descriptors(self) -> None:
         for link in self._links.values():
             link.sock.close()
         self._epoll.close()
-        os.close(self._bell)
+        bell, self._bell = self._bell, -1
+        os.close(bell)
 
     def abandon(self) -> None:
         """Close the descriptors that a forked child has inherited."""
-        self.problem = _FORKED
+        self.problem, self._is_closed = _FORKED, True
         self._close_descriptors()
+
+
+def _means_later(error: OSError) -> bool:
+    """Return whether there is nothing to read, or no room to write; raise an exception of a signal handler."""
+    if error.errno is None:
+        raise error
+    return error.errno in (errno.EAGAIN, errno.EINTR)
 
 
 _open: weakref.WeakSet[Endpoint] = weakref.WeakSet()

@@ -59,7 +59,9 @@ class Request:
         """Called when the request has ended, if a thread waits for that."""
 
     def complete(self, error: str = "") -> None:
-        """End the request and wake the thread that waits for it."""
+        """End the request and wake the thread that waits for it; a second call has no effect."""
+        if self.is_done:
+            return
         self.error, self.is_done = error, True
         wake = self.wake
         if wake is not None:
