@@ -399,7 +399,7 @@ class Endpoint:
         try:
             num_bytes = link.sock.recv_into(arrival.rest() if arrival else staging[kept:])
         except OSError as error:
-            return "" if _means_later(error) else error.strerror
+            return "" if _means_later(error) else str(error.strerror)
         if not num_bytes:
             return "its connection has ended"
         if arrival is not None:
