@@ -1,4 +1,4 @@
-"""Jobs of plain processes, which no MPI launcher has started: they meet through a store and talk over sockets."""
+"""Jobs of plain processes without an MPI launcher: they find each other through a store."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_everything_works_and_has_the_bits_that_mpi_gives(begin, launch):
 @once
 @pytest.mark.parametrize("hosts", ("abc", "aab"), ids=("three hosts", "two hosts"))
 def test_ranks_on_different_hosts(begin, hosts):
-    """They share no memory where they believe to be apart: all goes over sockets, in steps where that is better."""
+    """Ranks on different hosts share no memory: collectives run over messages and gloo, also in steps."""
     job = begin(3, PROGRAM, lambda rank: {"TORCHMPI_HOST_NAME": hosts[rank], "EACH_ON_A_HOST": "1"})
     check_program(job.end(), len(set(hosts)))
 

@@ -23,7 +23,7 @@ def connect(store: Any, rank: int, size: int, *, timeout_seconds: float) -> Stan
         store: A store that all ranks have opened.
         rank: The rank of this process.
         size: The number of ranks.
-        timeout_seconds: The limit for the rendezvous; also, up to 30 s, for the silence of another host.
+        timeout_seconds: The limit for the rendezvous. A host that is silent for half of it, at most 30 s, is lost.
 
     Returns:
         The stand-in for ``mpi4py.MPI``. Its ``close()`` ends the connections; the end of Python does so too.

@@ -369,7 +369,7 @@ class Endpoint:
                 self._is_wanted.clear()
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # closed: a request ends after an interrupted wait
+        if self._bell >= 0:  # otherwise a request ends after the connections were closed
             os.eventfd_write(self._bell, 1)
 
     def _read(self, timeout: float | None) -> int:

@@ -92,7 +92,7 @@ class Mesh:
                 sockets[rank] = connected.enter_context(sock)
             connected.pop_all()
         for sock in sockets.values():
-            _set_options(sock, min(self._timeout, _MAX_SILENCE_SECONDS))
+            _set_options(sock, max(1.0, min(self._timeout / 2, _MAX_SILENCE_SECONDS)))
         return sockets
 
     @property
