@@ -125,7 +125,7 @@ def test_only_what_was_asked_for(launch, tmp_path):
 
 def test_what_a_job_refuses(launch):
     for command, words in (
-        ([*BENCH, "-n", "2"], "the launcher has decided"),
+        ([*BENCH, "-n", "2"], "the launcher determines"),
         (script_command("memory"), "Run it without mpirun"),
         (script_command("starts"), "Run it without mpirun"),
     ):

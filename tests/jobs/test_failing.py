@@ -141,7 +141,7 @@ DIFFERENT = [
 )
 def test_different_calls_end_the_job_and_are_named(job, one, other, names):
     result = failing(job, f"if rank == 1: {one}\nelse: {other}\nmpi.barrier()\n", n=2)
-    assert "called different things" in result.stderr, result.output
+    assert "made different calls" in result.stderr, result.output
     for name in names:
         assert name in result.stderr, result.output
 
@@ -169,7 +169,7 @@ mpi.barrier()
 def test_different_calls_are_named_on_all_ranks(told, number):
     assert len(told[number]) == 3, told[number]
     for line in told[number]:
-        assert "called different things" in line, line
+        assert "made different calls" in line, line
         for name in DIFFERENT[number][2]:
             assert name in line, line
 

@@ -121,14 +121,14 @@ tensor = mpi.empty_shared(300_000).fill_(1.0)
 assert mpi.allreduce(tensor)[0] == size
 """
     result = job(2, code + START + refused + SUM)
-    check_done_by_mpi(result, "the system gives none", 2)
+    check_done_by_mpi(result, "the system provides none", 2)
     assert result.stdout.count("refused:") == 2 and "could not share memory" in result.stdout, result.output
 
 
 def check_done_by_mpi(result, reason: str, n: int) -> None:
     assert result.returncode == 0 and result.stdout.count("right") == n, result.output
     said = [line for line in result.stderr.splitlines() if NONE in line]
-    assert len(said) == 1 and reason in said[0] and "MPI moves everything" in said[0], result.output
+    assert len(said) == 1 and reason in said[0] and "all data are sent through MPI" in said[0], result.output
     assert "Traceback" not in result.stderr, result.output
 
 

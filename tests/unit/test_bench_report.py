@@ -126,7 +126,7 @@ def test_files_that_cannot_be_compared(tmp_path, capsys):
     (tmp_path / "list.json").write_text("[]")
     for first, second, words in [
         ("missing.json", good, "cannot read"),
-        (str(tmp_path / "text.json"), good, "is no JSON"),
+        (str(tmp_path / "text.json"), good, "is not JSON"),
         (good, str(tmp_path / "foreign.json"), "was not written by"),
         (str(tmp_path / "list.json"), good, "was not written by"),
         (good, other, "no line in common"),
@@ -145,7 +145,7 @@ def test_files_are_checked_before_anything_is_measured(tmp_path, capsys):
         if option == "--plot":
             pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
         assert torchmpi.cli.main(["bench", option, str(tmp_path / "no" / "file")]) == 1
-        assert "there is no folder for" in capsys.readouterr().err
+        assert "the folder of" in capsys.readouterr().err
 
 
 def test_plot_without_matplotlib_is_refused(monkeypatch, capsys):

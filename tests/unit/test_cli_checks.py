@@ -170,7 +170,7 @@ CASES = [
     (check_cores, alone(cores=[3], num_physical_cores=1), "warning", "taskset"),
     (check_cores, alone(cores=[0, 1], num_cpus=2, num_physical_cores=1), "warning", "2 hardware threads"),
     (check_binding, job(on(0, 1), on(2, 3)), "ok", "0-1 | 2-3"),
-    (check_binding, job(on(*range(8)), on(*range(8))), "ok", "left to torchmpi"),
+    (check_binding, job(on(*range(8)), on(*range(8))), "ok", "bound by torchmpi"),
     (check_binding, job(on(5), on(5)), "problem", "all 2 ranks on node1 are bound to core 5, of 8"),
     (check_binding, job(on(0, 1), on(0, 1), on(0, 1)), "warning", "only cores 0-1 of 8"),
     (check_binding, job(on(0, 1), on(1, 2)), "warning", "share a core"),

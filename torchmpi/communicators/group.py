@@ -159,16 +159,16 @@ class Group:
         raise MismatchError(f"{self.where}: {mismatch_message(self.name, calls)}")
 
     def duplicate(self, name: str) -> Group:
-        """Return a group of the same ranks with an order of calls of its own. Collective."""
+        """Return a group of the same ranks with a separate call queue and call log. Collective."""
         return Group(self.comm.Dup(), name, self.world_ranks, self.context)
 
     def forget_plans(self) -> None:
-        """Discard all plans, because something they depend on has changed."""
+        """Discard all plans, because a value that they depend on has changed."""
         self.plans.clear()
         fast_path.invalidate()  # last: calls are cached for existing plans
 
     def drain(self) -> None:
-        """Return when everything that is queued has ended."""
+        """Wait until all queued calls have ended."""
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.drain()
 
@@ -213,7 +213,7 @@ class GroupContext:
         """All groups that have not been freed."""
 
     def finish_collectives(self) -> None:
-        """Return when the collectives queued on any group have ended. Queued messages may wait for later calls."""
+        """Wait until the collectives queued on any group have ended. Queued messages may wait for later calls."""
         for group in list(self.groups):
             group.call_queue.drain()
 
@@ -221,7 +221,7 @@ class GroupContext:
 def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
     """Return `Group.local` and `Group.across`, on which hierarchical collectives run. Collective.
 
-    These groups have none themselves: the ranks of one are all on one host, those of the other all on different ones.
+    These groups are not split again: all ranks of one are on the same host, all ranks of the other on different hosts.
     """
     split, ranks, undefined = group.placement, group.world_ranks, group.context.MPI.UNDEFINED
     if len(split.groups) in (1, group.size):
@@ -251,7 +251,7 @@ def _make_status_board(group: Group) -> StatusBoard | None:
     if segment is not None:
         return StatusBoard(segment, group.size)
     reason = "neither anonymous files nor room in /dev/shm, or ranks in containers that cannot open each other's"
-    context.problems.add(f"the system gives none ({reason})")
+    context.problems.add(f"the system provides none ({reason})")
     return None
 
 
@@ -260,7 +260,7 @@ def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
     own = _try(partial(Segment.create, name, num_bytes)) if comm.rank == 0 else None
     ticket = comm.bcast(None if own is None else own.ticket)
     segment: Segment | None = own if comm.rank == 0 or ticket is None else _try(partial(Segment.open, ticket))
-    on_all = all(comm.allgather(segment is not None))  # all have it open now, so the name can be removed
+    on_all = all(comm.allgather(segment is not None))  # every rank has opened it, so the name can be removed
     if own is not None:
         own.withdraw()
     if segment is not None and not on_all:

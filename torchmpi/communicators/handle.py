@@ -130,7 +130,7 @@ class Handle:
                 return
             try:
                 callback()
-            except Exception:  # it would end the worker thread of the call queue
+            except Exception:  # the exception would end the worker thread of the call queue
                 logger.error(f"{self._description}: a callback of when_done() failed:\n{traceback.format_exc()}")
 
 

@@ -113,7 +113,7 @@ class CommunicatorStack:
         last = len(self.levels) - 1
         where = f"rank {self.levels[0].rank}: set_collective_span({begin}, {end})"
         if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= last):
-            raise CommunicatorError(f"{where}: need 0 <= begin <= end <= {last}, the levels there are:\n{self.names()}")
+            raise CommunicatorError(f"{where}: need 0 <= begin <= end <= {last}; the levels are:\n{self.names()}")
         nested = [self.levels[end]]
         while nested[0].level > begin and nested[0].parent is not None:
             nested.insert(0, nested[0].parent)

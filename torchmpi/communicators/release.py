@@ -2,7 +2,7 @@
 
 ``MPI_Comm_free`` is collective, but the ranks free their groups at different moments, and a rank may end a group whose
 other ranks still use it. So the communicators of a freed group are kept until a group with all of its ranks is created:
-those ranks compare what they have kept, and free in one order what all of them have.
+those ranks compare the kept communicators, and free in one order those that all ranks have kept.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Split:
 
 
 def plan_split(keys: Sequence[Hashable], *, cartesian: bool) -> Split:
-    """Group the ranks of a parent by the key each of them gave; index = rank in the parent.
+    """Group the ranks of a parent by key; `keys` is indexed by the rank in the parent.
 
     With `cartesian` and equal group sizes, rank i of every group forms an inter group: a grid. Otherwise only
     the roots (intra rank 0) form one: a tree. A single group is a grid in both cases.
@@ -199,7 +199,7 @@ def steps_for(
     """Return the steps of `rank` for a collective on its group of level `begin`, in order.
 
     `splits` are the splits of this rank's group of level `begin`, of its intra group one level down, and so
-    on to the end of the span; none of them means a flat collective. `rank` and `root` are ranks in the group
+    on to the end of the span; no splits means a flat collective. `rank` and `root` are ranks in the group
     of `begin`. A `reduce` step leaves its partial result in the root's buffer and no useful value in the
     others'; the input of each step is the result of the previous one. Groups with a single member take no step.
 

@@ -102,7 +102,7 @@ class Saver:
             _on_rank_0(self._coordinator, lambda: pending and pending.result())
 
     def close(self) -> None:
-        """End the thread. A failed job of many ranks does not wait for a save: the previous one is complete."""
+        """End the thread. A failed job of many ranks does not wait for a save: the previous checkpoint is complete."""
         self._thread.shutdown(wait=self._coordinator.size == 1)
 
 
@@ -311,7 +311,7 @@ def _load(path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     ranks = [plain(f"{_PLAIN}{rank}") for rank in range(sum(name.startswith(_PLAIN) for name in tensors))]
     for name, expected in digests.items():
         if digest(tensors[name]) != expected:
-            raise CheckpointError(f"{path} is damaged: {name!r} differs from what was saved")
+            raise CheckpointError(f"{path} is damaged: {name!r} differs from the saved value")
     return tensors, ranks
 
 

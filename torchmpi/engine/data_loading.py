@@ -43,7 +43,7 @@ def num_batches(iterator: Iterable[Any]) -> int | None:
 
 
 def set_epoch(iterator: Any, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` of the iterator and its samplers, where they have it (``DistributedSampler`` does)."""
+    """Call ``set_epoch(epoch)`` of the iterator and its samplers, if defined (as by ``DistributedSampler``)."""
     for owner in (iterator, getattr(iterator, "sampler", None), getattr(iterator, "batch_sampler", None)):
         listener = getattr(owner, "set_epoch", None)
         if listener is not None:
@@ -131,8 +131,8 @@ class DeviceCopy:
         Sample(input=1, target=2)
         """
         if self._stream is not None:
-            # The memory belongs to the copy stream. Unrecorded, it would be given to a later copy as soon as the
-            # batch is dropped, although kernels of the step may still have to read it.
+            # The memory belongs to the copy stream. Without the record, the allocator would use it for a later copy as
+            # soon as the batch is dropped, although kernels of the step may still read the batch.
             current = torch.cuda.current_stream(self.device)
 
             def record(tensor: Tensor, _: str) -> Tensor:

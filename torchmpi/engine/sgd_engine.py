@@ -225,7 +225,7 @@ class SGDEngine:
         if (lr is None) == (optimizer is None):
             raise ArgumentError("train() takes either lr=, for plain SGD, or optimizer=")
         if self._run is not None:
-            raise ArgumentError("train() while this engine is training: make another engine for it")
+            raise ArgumentError("train() while this engine is training: use another engine")
         state = State(network, criterion, iterator, optimizer, max_epochs=max_epochs)
         device_copy = self._move(state)
         if lr is not None:
@@ -303,7 +303,7 @@ class SGDEngine:
         state.batch += sample is not None
 
     def _forward(self, state: State) -> Tensor:
-        """Return the loss, as the hooks leave it in ``state.loss``."""
+        """Return the loss, including changes that hooks make to ``state.loss``."""
         self.hooks.call("on_sample", state)
         state.sample = as_sample(state.sample)  # a hook may have assigned a pair
         self._wait_for_device()
@@ -408,7 +408,7 @@ class SGDEngine:
     def _refuse_empty_epoch(self, state: State) -> None:
         if self._coordinator.count(state.batch > 0) == 0:
             raise ArgumentError(
-                f"the iterator gave no batch in epoch {state.epoch} (of {state.max_epochs}). A generator can "
+                f"the iterator returned no batch in epoch {state.epoch} (of {state.max_epochs}). A generator can "
                 "be iterated only once: pass a list, a DataLoader, or an object that makes a new iterator."
             )
 

@@ -88,7 +88,7 @@ class TrainingRun:
         return None
 
     def _own_state(self, saved: Saved, kept: dict[str, Stateful]) -> dict[str, Any]:
-        """Return the saved state of this rank or, if the number of ranks has changed, a part of that of all ranks."""
+        """Return the saved state of this rank; if the number of ranks has changed, a part of the state of all ranks."""
         rank, size, length = self._coordinator.rank, self._coordinator.size, num_batches(self.state.iterator)
         if len(saved.ranks) == size:
             return saved.ranks[rank]
@@ -108,7 +108,7 @@ class TrainingRun:
 
 
 def redivided_batch(ranks: list[dict[str, Any]], size: int, length: int | None) -> int:
-    """Return how many of its `length` batches one of `size` ranks skips, so that together they skip what was done.
+    """Return how many of `length` batches each of `size` ranks skips, so that all processed batches are skipped.
 
     >>> redivided_batch([{"batch": 4, "num_batches": 10}, {"batch": 4, "num_batches": 10}], 4, 5)
     2

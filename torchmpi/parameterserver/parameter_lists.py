@@ -226,7 +226,7 @@ def _copy_from_rank_0(server: Server, values: Tensor) -> None:
 # ---- functions on lists of tensors, whose servers are found by the tensors
 
 _registries: weakref.WeakKeyDictionary[runtime.Runtime, WeakTensorKeyDictionary] = weakref.WeakKeyDictionary()
-"""For each runtime, and so until stop(): the servers of each tensor, its index in its list, and the list's length."""
+"""For each runtime (until ``stop()``): the servers of each tensor, its index in its list, and the list's length."""
 
 
 def init_tensors(
@@ -238,8 +238,8 @@ def init_tensors(
 ) -> None:
     """Create servers for a list of tensors, such as the parameters of a network. Collective.
 
-    Tensors of one dtype share a server. The servers start with the values of rank 0. The tensors are remembered by weak
-    references.
+    Tensors of one dtype share a server. The servers start with the values of rank 0. Only weak references to the
+    tensors are kept.
 
     Args:
         tensors: The tensors. The other functions on lists need the same tensors in the same order.
@@ -250,7 +250,7 @@ def init_tensors(
             the initial values and wait for them; a barrier follows. Default: rank 0 copies its values.
 
     Raises:
-        ArgumentError: The list is empty, or one of the tensors is in it twice or has a server already.
+        ArgumentError: The list is empty, contains a tensor twice, or contains a tensor that has a server.
         ReplicaError: Shapes or dtypes differ between the ranks.
 
     Example:
@@ -428,7 +428,7 @@ def _checked(tensors: Iterable[Tensor], call: str) -> list[Tensor]:
         found = f"a {wrong[0]} in it" if wrong else "an empty one"
         raise ArgumentError(f"{where()}: {call}: expected a list of tensors, found {found}.")
     if len({id(tensor) for tensor in listed}) < len(listed):
-        raise ArgumentError(f"{where()}: {call}: a tensor is in the list twice. Pass each one once.")
+        raise ArgumentError(f"{where()}: {call}: a tensor is in the list twice. Pass each tensor once.")
     return listed
 
 

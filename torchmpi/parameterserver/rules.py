@@ -1,4 +1,4 @@
-"""Rules: how a server combines its values with those that are sent."""
+"""Rules: functions by which a server combines its values with the sent values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Parameter servers: `init`, `send`, `receive`, `free`.
 
 `send` and `receive` check their arguments, then run `Server.apply` or `Server.read`, in the calling thread or in the
-call queue of the communicator. These reach the shards of this host through memory (:class:`.shards.Actor`) and all
-others by messages (:class:`.remote.RemoteClient`).
+call queue of the communicator. Both access the shards of this host through memory (:class:`.shards.Actor`) and
+the shards of other hosts by messages (:class:`.remote.RemoteClient`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 INLINE_BYTES = 256 << 10
-"""Calls of up to this size run in the calling thread, if all shards are in reach through memory."""
+"""Calls of up to this size run in the calling thread, if this rank accesses all shards through memory."""
 _MAX_PREPARED_RULES = 64
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -52,7 +52,7 @@ class Server:
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
         parts: First element and number of elements of the shard of each rank.
-        is_local: Whether this rank reaches all shards through memory.
+        is_local: Whether this rank accesses all shards through memory.
         is_open: False after :func:`free`.
         is_saved: Whether :func:`save` and :func:`load` include this server; may be set to False.
         num_sent: Number of completed sends of this client.
@@ -130,14 +130,14 @@ class ServerContext:
         host = context.hosts[group.world_ranks[group.rank]] if shares_memory else group.rank
         self.local_comm: MPIComm = self.comm.Split(host, group.rank)
         self.local_ranks: tuple[int, ...] = tuple(self.local_comm.allgather(group.rank))
-        """Ranks whose shards this rank reaches through memory; the others are remote."""
+        """Ranks whose shards this rank accesses through memory; the others are remote."""
         world_ranks = [group.world_ranks[rank] for rank in self.local_ranks]
         ranks = dict(zip(self.local_comm.allgather(os.getpid()), world_ranks, strict=True))
         make_actor = partial(Actor, index=self.local_comm.rank, ranks=ranks, is_crowded=context.is_crowded)
         self.remote_ranks = tuple(rank for rank in range(group.size) if rank not in self.local_ranks)
         self.client = make_actor(CLIENT)
         self.client.on_wait = self._note_wait
-        # Without messages MPI need not support threads for calls to run in one.
+        # Without messages, calls may run in a thread even if MPI does not support threads.
         queue = CallQueue(f"{group.name} parameter server", threaded=context.threaded or not self.remote_ranks)
         self.call_queue = group.peer_queues.setdefault(("parameter server", 0), queue)
         self.servers: dict[int, Server] = {}
@@ -184,7 +184,7 @@ class ServerContext:
         handle = Handle(what)
         try:
             handle.set_result(run())
-        except Exception as error:  # raised by wait(), as from the queue
+        except Exception as error:  # wait() raises the error, as for a queued call
             queue.failed = [*(other for other in queue.failed if other.unseen_error is not None), handle]
             handle.set_error(error)
         finally:
@@ -241,7 +241,7 @@ def call_collectively(group: Group, collective: str, subject: str, action: Calla
             )
             raise MismatchError(
                 f"{group.where}: the ranks called {collective} with different arguments: {listing}. "
-                "Pass the same on all ranks."
+                "Pass the same arguments on all ranks."
             )
         return action()
 
@@ -340,7 +340,7 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
     prepared = prepared_for(server, rule, what)
     if tensor is None:
         if prepared.name != "zero":
-            raise ArgumentError(f"{what}: rule {prepared.name!r} needs a tensor; only 'zero' does without.")
+            raise ArgumentError(f"{what}: rule {prepared.name!r} needs a tensor; only 'zero' needs none.")
         tensor = torch.empty(server.shape, dtype=server.dtype, device="cpu")
     elif not is_simple(tensor):
         buffers.check(tensor, what)
@@ -414,7 +414,7 @@ def _receive_staged(
 
 
 def _check_server(server: object, call: str) -> str:
-    """Refuse anything but an open server; return the rank and the name of the call, for messages."""
+    """Raise unless `server` is an open server; return the rank and the name of the call, for messages."""
     if not isinstance(server, Server):
         raise ArgumentError(
             f"parameterserver.{call}: a {type(server).__name__} is not a server. "

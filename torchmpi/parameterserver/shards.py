@@ -89,13 +89,13 @@ def message_ranges(numel: int, chunk: int, item_bytes: int, max_bytes: int = MES
 
 
 def private_segment(num_bytes: int) -> Segment:
-    """Return zeroed memory of this process alone, for a rank that shares memory with no other."""
+    """Allocate zeroed private memory, for a rank that shares memory with no other rank."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return Segment(memory, None, None, Ticket("", 0, 0, num_bytes))
 
 
 class Shards:
-    """The shards of one server that this process reaches through memory."""
+    """The shards of one server that this process accesses through memory."""
 
     def __init__(
         self, segment: Segment, layout: Layout, parts: list[tuple[int, int]], *, dtypes: tuple[torch.dtype, torch.dtype]
@@ -147,7 +147,7 @@ class Actor:
         kind: CLIENT or SERVER.
         index: Index of this rank among those that share memory. Clients begin with different shards.
         ranks: Rank of each process that shares memory with this one, for messages.
-        is_crowded: Whether ranks share cores, so that polling is no use.
+        is_crowded: Whether ranks share cores; a wait for a lock then polls briefly before it sleeps.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Actor:
 
     @property
     def number(self) -> int:
-        """The number by which LOCK names this actor: twice the process id, plus the kind."""
+        """The number of this actor in LOCK: twice the process id, plus the kind."""
         return int(self._plan[fields.ACTOR])
 
     @property
@@ -229,8 +229,8 @@ class Actor:
             rank = self._ranks.get(process, -1)
             if has_ended(process):
                 raise TransportError(
-                    f"rank {rank} (process {process}) has ended while it changed a chunk of a parameter server. Nobody "
-                    "can use that chunk any more. Look for the cause in the messages of that rank."
+                    f"rank {rank} (process {process}) has ended while it changed a chunk of a parameter server. The "
+                    "chunk can no longer be used. Look for the cause in the messages of that rank."
                 )
             self.on_wait(rank)
         return status
@@ -262,4 +262,4 @@ def has_ended(process: int) -> bool:
         return True
     except OSError:
         return False
-    return state in (b"Z", b"X")  # its parent has not yet asked for its status
+    return state in (b"Z", b"X")  # ended, but its parent has not read its status

@@ -68,8 +68,8 @@ class StalenessMeter:
 class Clock:
     """Counts the rounds of each rank, and blocks ranks that are too far ahead of the slowest (bounded staleness).
 
-    Only the constructor is collective. A rank must call :meth:`finish` when it leaves its loop, also early, or other
-    ranks wait for it; as a context manager the clock does so.
+    Only the constructor is collective. A rank must call :meth:`finish` when it leaves its loop, also early;
+    otherwise other ranks wait for that rank. Used as a context manager, the clock calls :meth:`finish` at the end.
 
     Args:
         max_staleness: How many rounds a rank may be ahead of the slowest one; ``math.inf`` for no bound.
@@ -80,7 +80,7 @@ class Clock:
     Attributes:
         value: Number of rounds that this rank has completed.
         num_waits: How often :meth:`wait` has blocked.
-        waited_seconds: How long.
+        waited_seconds: Seconds for which :meth:`wait` has blocked.
         is_finished: Whether this rank has finished.
 
     Raises:

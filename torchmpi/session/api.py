@@ -181,7 +181,7 @@ def has_gloo() -> bool:
     """Return whether torch was built with gloo.
 
     Returns:
-        True if it was.
+        True if torch was built with gloo.
 
     Example:
         ::
@@ -195,8 +195,8 @@ def empty_shared(*shape: int | Sequence[int], dtype: torch.dtype | None = None) 
     """Allocate an uninitialised tensor, like ``torch.empty``, in memory that the ranks of this host share.
 
     An allreduce of tensors that all ranks allocated this way copies nothing: each rank reduces its part of all of them
-    in place. Otherwise they behave like any tensor. Not collective. Where shared memory is not available, the tensor is
-    in private memory.
+    in place. Otherwise such tensors behave like any tensor. Not collective. Where shared memory is not available, the
+    tensor is in private memory.
 
     Args:
         *shape: The sizes of the tensor, as numbers or as one sequence.
@@ -237,7 +237,7 @@ def push_communicator(key: str | int, name: str | None = None) -> int:
 
     Raises:
         ArgumentError: The key is neither a string nor a number.
-        MismatchError: Other ranks call something else.
+        MismatchError: Other ranks make a different call.
         NotStartedError: torchmpi is not started.
 
     Example:
@@ -275,7 +275,7 @@ def use(comm: int | Communicator) -> AbstractContextManager[Communicator]:
         comm: The number of a level, or a communicator.
 
     Returns:
-        A context manager that gives the communicator.
+        A context manager that returns the communicator.
 
     Raises:
         CommunicatorError: The communicator is unknown or closed.
@@ -332,7 +332,7 @@ def is_cartesian_communicator() -> bool:
     """Return whether all inner groups of the current level have the same size.
 
     Returns:
-        True if they have.
+        True if all inner groups have the same size.
 
     Raises:
         NotStartedError: torchmpi is not started.

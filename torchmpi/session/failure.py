@@ -81,7 +81,7 @@ class FailureHandling:
     def announce(self, error: BaseException) -> None:
         """Show an exception that propagates while ``stop()`` is called, as in ``try: ... finally: mpi.stop()``.
 
-        Other ranks may end the job before it reaches the top, so that only their errors about ``stop()`` would be seen.
+        Otherwise other ranks, which report errors about ``stop()``, may end the job before the exception is printed.
         """
         if self._claim_report():
             self._announced = error
@@ -104,16 +104,16 @@ class FailureHandling:
             self._previous_hook(kind, error, trace)
             if _reason_is_elsewhere(error):
                 _flush()
-                time.sleep(_OUTPUT_SECONDS)  # let the rank that has the reason fail and print it
+                time.sleep(_OUTPUT_SECONDS)  # the rank that has the reason prints it first
         else:
-            # The whole message: the first rank to fail may only know that this rank aborted a call.
+            # The whole message: the first rank to fail may only report that this rank aborted a call.
             log_fatal(f"rank {rank} failed too: {kind.__name__}: {error}")
             _flush()
             time.sleep(_OUTPUT_SECONDS)  # the first rank to fail is still printing, and then ends all ranks
         self._abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _on_thread_exception(self, failure: threading.ExceptHookArgs) -> None:
-        """End the job if a thread of torchmpi fails: calls that it should run would never end."""
+        """End the job if a thread of torchmpi fails: the calls queued for this thread would never end."""
         name = "" if failure.thread is None else failure.thread.name
         if os.getpid() != self._pid or not self._installed or not name.startswith("torchmpi"):
             self._previous_thread_hook(failure)
@@ -204,7 +204,7 @@ class FailureHandling:
             return True
         board.set(rank, DYING, _FAILING)
         others = {index: board.get(index, DYING) for index in range(board.num_blocks) if index != rank}
-        # Ranks that fail within the same microseconds see each other as failing: then the lowest reports.
+        # If several ranks are failing at the same time, the lowest one reports.
         if any(state == _REPORTING or (state and index < rank) for index, state in others.items()):
             return False
         board.set(rank, DYING, _REPORTING)
@@ -212,7 +212,7 @@ class FailureHandling:
 
     def _abort(self, status: int) -> NoReturn:
         _flush()
-        # MPI_Abort may return, or hang when the network is down: then at least this process ends.
+        # MPI_Abort may return, or hang when the network is down: end this process in any case.
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
             threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
         if self.world.size > 1:

@@ -66,7 +66,7 @@ def initialise() -> tuple[Any, bool]:
     MPI = load()
     if MPI.Is_finalized():
         if MPI is _stand_in:
-            raise LaunchError("The connections adopted in place of MPI are closed. Connect again, and adopt those.")
+            raise LaunchError("The connections adopted in place of MPI are closed. Connect again and adopt the new ones.")
         raise LaunchError("MPI has been finalized in this process and cannot be started again.")
     if MPI is _stand_in:
         return MPI, False
@@ -109,7 +109,7 @@ def remove_own_segments() -> None:
 
 
 def _check_family(MPI: Any) -> None:
-    """Refuse MPICH under Open MPI's mpirun, where MPI_Init would end the process without a useful message.
+    """Raise for MPICH under Open MPI's mpirun, where MPI_Init would end the process without a useful message.
 
     The opposite case cannot be detected before MPI_Init: Slurm sets MPICH's variables for Open MPI too.
     """
@@ -119,7 +119,7 @@ def _check_family(MPI: Any) -> None:
 
 
 def _check_size(MPI: Any) -> None:
-    """Refuse a world of one rank in a job of several: the launcher belongs to another library."""
+    """Raise for a world of one rank in a job of several: the launcher belongs to another library."""
     found = launcher.detect()
     if found.num_ranks > 1 and MPI.COMM_WORLD.size == 1:
         raise LaunchError(_wrong_launcher(found, short_version(MPI), "for which each of them is alone"))
@@ -147,7 +147,7 @@ def why_no_collectives(MPI: Any) -> str:
 def watch_ranks(MPI: Any, end_job: Callable[[str, int], None]) -> Callable[[], None]:
     """End the job when another rank dies, and return a function that stops the watch.
 
-    An MPI launcher does this itself; only ranks without one need it.
+    An MPI launcher does this automatically; the function is for ranks without a launcher.
     """
     if MPI is _stand_in:
         return MPI.watch_ranks(end_job)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Status requests between the watchdogs of ranks on different hosts.
 
-Ranks of one host read each other's status from shared memory. Between hosts it takes messages, on a separate
-communicator, sent and answered by the watchdog threads while the main threads may be inside MPI. Nothing is sent unless
+Ranks of one host read each other's status from shared memory. Between hosts the watchdog threads exchange
+messages on a separate communicator, while the main threads may be inside MPI. Nothing is sent unless
 a call waits too long.
 """
 

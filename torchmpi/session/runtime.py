@@ -153,7 +153,7 @@ class Runtime:
             fast_path.build(communicator_in_use, enabled=self.config.fast_path)
         for problem in sorted({shared.problem, *self.context.problems} - {""}):
             if self.world.rank == 0 and self.config.slot_bytes:
-                self._log_info(f"no shared memory between ranks, so that MPI moves everything: {problem}")
+                self._log_info(f"no shared memory between ranks, so all data are sent through MPI: {problem}")
         return {
             "mpi": MPIBackend(
                 self.config,
@@ -169,7 +169,7 @@ class Runtime:
         }
 
     def _why_no_ipc(self) -> str:
-        """Return why processes of this job cannot share memory of their GPUs, found by trying; '' if they can."""
+        """Return the reason why processes of this job cannot share GPU memory, determined by a test; '' if they can."""
         config = self.config
         is_wanted = config.backend == "ipc" or "ipc" in config.chosen_gpu_backends
         if not (is_wanted and all(self.devices.uuids) and config.staging_bytes and config.slot_bytes):
@@ -335,7 +335,7 @@ def stop() -> None:
     MPI is finalized when the interpreter exits, if torchmpi has initialised it; ``start()`` may be called again before.
 
     Raises:
-        MismatchError: Other ranks call something else than ``stop()``.
+        MismatchError: Other ranks make a different call.
 
     Example:
         ::
@@ -446,7 +446,7 @@ def _check_settings(settings: list[dict[str, object]]) -> None:
             if other[name] != value:
                 raise ConfigError(
                     f"The ranks were started with different settings: {name} is {value!r} on rank 0 and "
-                    f"{other[name]!r} on rank {rank}. Set it the same everywhere (mpirun -x, or start(config=...))."
+                    f"{other[name]!r} on rank {rank}. Use one value on all ranks (mpirun -x, or start(config=...))."
                 )
 
 

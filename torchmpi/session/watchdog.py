@@ -172,7 +172,7 @@ class Watchdog(threading.Thread):
                     return
                 message = (
                     f"{group.where}: {call_log.Call(*current)} on communicator {group.name} cannot complete: rank "
-                    f"{group.world_ranks[index]} called another operation under that number and continued."
+                    f"{group.world_ranks[index]} made a different call with this number and continued."
                 )
                 self.end_job(message, 1)
 
@@ -231,14 +231,14 @@ class Watchdog(threading.Thread):
         for group in list(self.context.groups):
             if group.key == key:
                 return RankStatus(key, group.call_log.seq, group.call_log.current is not None, location())
-        return RankStatus(key, 0, False, f"it has no such communicator; {location()}")
+        return RankStatus(key, 0, False, f"this communicator does not exist there; {location()}")
 
     def _answer_all(self) -> None:
         for group in list(self.context.groups):
             self._answer(group)
 
     def _answer(self, group: Group) -> None:
-        """Write location and recent calls of this rank to the status board, if another rank has requested them."""
+        """Write location and recent calls of this rank to the status board, if requested by another rank."""
         log_board = group.log_board
         if log_board is None:
             return
@@ -252,8 +252,8 @@ class Watchdog(threading.Thread):
 def location() -> str:
     """Return the line of the program at which the main thread is.
 
-    That is the innermost one outside of installed files; in a program that is installed itself, outside of torchmpi
-    and torch.
+    This is the innermost line outside of installed files; if the program itself is installed, the innermost one
+    outside of torchmpi and torch.
 
     >>> "in" in location()
     True

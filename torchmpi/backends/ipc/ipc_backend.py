@@ -73,7 +73,7 @@ class IpcBackend:
                 if not (devices.reaches(rank, other) and devices.reaches(other, rank)):
                     return f"the GPUs of ranks {other} and {rank} cannot reach each other"
         if group.status_board is None:
-            return "its ranks have no shared memory to synchronize in (slot_bytes=0, or the system gives none)"
+            return "its ranks have no shared memory to synchronize in (slot_bytes=0, or the system provides none)"
         return self.refused.get(group.key)
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:

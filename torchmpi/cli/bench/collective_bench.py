@@ -17,7 +17,7 @@ from .report import Row, grouped, has_figure, header, microseconds, reasons, tim
 from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, measure_calls, timed_on
 from .workload import ROOTED, WITH_OUT, BenchCase, Workload
 
-_ASSUMED_BYTES_PER_SECOND = 2e9  # a slow contestant's speed, to divide the time among sizes
+_ASSUMED_BYTES_PER_SECOND = 2e9  # the speed of a slow contestant, to divide the time among sizes
 
 
 def measure(job: BenchJob, options: argparse.Namespace) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class CaseMeasurement:
             if contestant.allocate() is not None:
                 work = self._workload(contestant)
             calls = [contestant.bind(work, root) for root in roots]
-        except Exception as error:  # a peer may raise any exception
+        except Exception as error:  # other libraries may raise any exception
             reason = f"{type(error).__name__}: {error}"
         reason = self.job.agreed(reason) or self.job.agreed(self._check(contestant, work, calls))
         if reason is not None:

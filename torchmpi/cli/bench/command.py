@@ -143,13 +143,13 @@ def check_files(given: argparse.Namespace) -> None:
         check_can_plot()
     for path in filter(None, (given.json, plot)):
         if not Path(path).resolve().parent.is_dir():
-            raise ArgumentError(f"there is no folder for {path}. Make it, or name another file.")
+            raise ArgumentError(f"the folder of {path} does not exist. Create the folder, or pass another file.")
 
 
 def _measure_here(given: argparse.Namespace, show: Show) -> list[dict[str, Any]]:
     """Measure the job of this process; the result is on rank 0."""
     if given.ranks is not None:
-        raise ArgumentError("-n is for starting jobs; here the launcher has decided. Leave it out.")
+        raise ArgumentError("-n is for starting jobs; here the launcher determines the number of ranks. Leave it out.")
     MPI, _ = mpi_library.initialise()
     try:
         result = measure_job(given, show)
@@ -191,7 +191,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Launch ranks that run the measurement described by the options, and return the result of rank 0.
 
-    `program` is the arguments of Python instead of the usual measurement; it gets the folder for the result.
+    `program` contains the arguments of Python instead of the usual measurement; the folder for the result is appended.
     """
     found = find_programs()
     if not found:
@@ -222,7 +222,7 @@ def run_job(
 
 @contextmanager
 def _ends_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind this process as Ctrl-C does, so that the job ends too."""
+    """Raise an exception on SIGTERM, as on Ctrl-C, so that the job ends too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -31,13 +31,13 @@ LAUNCH = "auto launch"
 
 
 class Contestant:
-    """An implementation of collectives that can be timed, or the reason why there is none of this name."""
+    """An implementation of collectives that can be timed, or the reason why it is not available."""
 
     def __init__(self, name: str, reason: str | None = None) -> None:
         self.name, self._reason = name, reason
 
     def why_not(self, collective: str, dtype: str) -> str | None:
-        """Return the reason why it cannot run this collective here, or None."""
+        """Return the reason why this contestant cannot run a collective, or None."""
         return self._reason
 
     def allocate(self) -> Allocate | None:
@@ -259,7 +259,7 @@ class TorchDistributed(Contestant):
         return functions[work.collective]
 
     def _exchange(self, work: Workload) -> Call:
-        """Return a pair of a send and a receive; what is sent is copied, since the result takes its place."""
+        """Return a pair of a send and a receive; the sent tensor is copied, since the result overwrites it."""
         dist, (left, right) = torch.distributed, _neighbors(work)
         copied = torch.empty_like(work.source)
         sent = dist.P2POp(dist.isend, copied, right, self._group)
@@ -345,7 +345,7 @@ def open_group(backend: str, resources: ExitStack) -> Any:
     """Open a process group of torch.distributed over all ranks, until `resources` close. Collective."""
     dist = torch.distributed
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # deprecated names
-    register()  # torch registers an installed torchmpi itself, but this may be a checkout
+    register()  # torch registers an installed torchmpi automatically, but not a checkout
     if dist.is_initialized():
         return dist.new_group(backend=backend)
     if runtime.current().num_hosts == 1:  # the fastest interface within a host, and not reachable from others

@@ -31,7 +31,7 @@ class BenchJob:
 
     def __init__(self, resources: ExitStack, show: Show, device_type: str = "cpu") -> None:
         self.resources, self._show = resources, show
-        os.environ[_QUIET] = "0"  # start() compares settings between ranks, and refuses on all of them
+        os.environ[_QUIET] = "0"  # start() compares settings between ranks, and raises on all ranks
         runtime.start(with_cuda=device_type == "cuda")
         self.device = runtime.current().device
         resources.callback(runtime.stop)

@@ -1,6 +1,6 @@
 """The networks of ``bench train``: a perceptron, ResNet-18 and ResNet-50 on small images, a small transformer."""
 
-# ruff: noqa: D102 -- forward() needs no description
+# ruff: noqa: D102 -- forward() needs no docstring
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -133,9 +133,9 @@ _EXAMPLES = """examples:
   torchmpi bench --collectives allreduce,broadcast -n 2,4 --json --plot
   mpirun -n 8 torchmpi bench --sizes 1M:64M       the job that mpirun has started
   torchmpi bench train --model resnet             training steps against DistributedDataParallel
-  torchmpi bench compare before.json after.json   what has changed"""
+  torchmpi bench compare before.json after.json   compare two files"""
 _COLLECTIVES = """Time collectives of torchmpi and its peers on the same buffers, in short batches, in alternating
-order. A batch lasts from the first rank that begins to the last that ends; medians and quartiles are reported. In
+order. A batch lasts from the start of the first rank to the end of the last; medians and quartiles are reported. In
 sendreceive each rank sends to the next one and receives from the one before it; a barrier has no size."""
 _TRAIN = """Time training steps of four models without communication, with synchronize_gradients, with
 register_async_backward and with DistributedDataParallel on gloo; then communication alone."""

@@ -49,13 +49,13 @@ def save(report: Mapping[str, Any], path: str) -> None:
 
 
 def load(path: str) -> dict[str, Any]:
-    """Read a report; raise if the file is none."""
+    """Read a report; raise if the file is not a report."""
     try:
         report: dict[str, Any] = json.loads(Path(path).read_text())
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise ArgumentError(f"{path} is no JSON ({error}). Pass a file that `torchmpi bench --json` wrote.") from error
+        raise ArgumentError(f"{path} is not JSON ({error}). Pass a file that `torchmpi bench --json` wrote.") from error
     if not isinstance(report, dict) or report.get("format") != FORMAT or report.get("kind") not in KEYS:
         raise ArgumentError(f"{path} was not written by `torchmpi bench --json` of this version.")
     return report
@@ -67,7 +67,7 @@ def has_figure(row: Row) -> bool:
 
 
 def timing_of(row: Row) -> TimingSummary:
-    """Return the times of a row that has some."""
+    """Return the times of a row with a measured time."""
     return TimingSummary(*(row[name] for name in ("median_us", "low_us", "high_us", "num_batches", "calls_per_batch")))
 
 

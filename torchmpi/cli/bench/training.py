@@ -137,7 +137,7 @@ def _communication(job: BenchJob, why_no_gloo: str | None, seconds: float) -> li
     copies = [torch.empty_like(gradient) for gradient in gradients]
     write = partial(torch._foreach_zero_, gradients)
     calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        # A list of parameters may have new gradients each time; a module keeps them where they have been moved.
+        # The gradients of a module are moved to shared memory; those of a list of parameters are not.
         SYNC: (lambda: mpinn.synchronize_gradients(parameters), write),
         KEPT: (lambda: mpinn.synchronize_gradients(kept), partial(torch._foreach_zero_, kept_gradients)),
         COPY: (partial(torch._foreach_copy_, copies, gradients), write),

@@ -217,7 +217,7 @@ def messages(output: str) -> list[dict[str, Any]]:
             try:
                 found.append(json.loads(text))
             except ValueError:
-                continue  # cut off, or mixed with another line
+                continue  # truncated, or mixed with another line
     return found
 
 

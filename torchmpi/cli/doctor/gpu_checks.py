@@ -18,7 +18,7 @@ def check_cuda(facts: Facts) -> Finding | None:
             return hidden
     without = [str(rank) for rank, process in enumerate(facts.processes) if not process.cuda_available]
     if len(without) == len(facts.processes):
-        return Finding(name, "ok", "no GPU that torch could use: devices are CPUs")
+        return Finding(name, "ok", "torch finds no GPU: devices are CPUs")
     if without:
         remedy = "Give all ranks hosts with GPUs, or start on the CPU: mpi.start(with_cuda=False)."
         return Finding(name, "problem", f"rank {shortened(without)} sees no GPU, the others do", remedy)

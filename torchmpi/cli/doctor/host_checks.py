@@ -87,7 +87,7 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
             name,
             "warning",
             f"up to {sharing} ranks {where} share a core: {masks}",
-            "Let the launcher bind each rank to its own cores, or bind none (--bind-to none): torchmpi then does.",
+            "Let the launcher bind each rank to its own cores, or bind none (--bind-to none): torchmpi then binds.",
         )
     if first.settings["bind"] == "none":
         return Finding(
@@ -96,7 +96,7 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
             f"{len(ranks)} ranks {where} share cores {core_list(union)}, because of TORCHMPI_BIND=none",
             "Unset it, or let the launcher bind: ranks that share a core are several times slower.",
         )
-    return Finding(name, "ok", f"left to torchmpi, which gives each rank {where} its own of cores {core_list(union)}")
+    return Finding(name, "ok", f"bound by torchmpi, which gives each rank {where} its own of cores {core_list(union)}")
 
 
 def check_threads(facts: Facts) -> Finding | None:

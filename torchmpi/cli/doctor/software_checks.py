@@ -25,7 +25,7 @@ def check_versions(facts: Facts) -> Finding | None:
         return Finding("versions", "problem", f"{listing}: too old, or missing", f"Needed: {', '.join(old)}.")
     if new:
         remedy = f"Tested up to {', '.join(new)}. If something fails, use that version, and report the failure."
-        return Finding("versions", "warning", f"{listing}: newer than what was tested", remedy)
+        return Finding("versions", "warning", f"{listing}: newer than the tested versions", remedy)
     return Finding("versions", "ok", listing)
 
 

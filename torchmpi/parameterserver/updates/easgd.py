@@ -70,8 +70,8 @@ class EAMSGDUpdate(EASGDUpdate):
     """Elastic averaging with Nesterov's momentum, eq. 5 of the paper.
 
     The local steps are those of `optimizer`. A ``torch.optim.SGD`` with ``nesterov=True`` keeps the network at the
-    point ``x + momentum * v`` of the next gradient. The attraction of the paper acts on x, so this class subtracts the
-    momentum from the distance; :class:`EASGDUpdate` would not.
+    point ``x + momentum * v`` of the next gradient. The attraction of the paper acts on x, so this class, unlike
+    :class:`EASGDUpdate`, subtracts the momentum from the distance.
 
     Args:
         network: The network.

@@ -21,7 +21,7 @@ class LocalSGDUpdate(PeriodicUpdate):
 
     Call ``update()`` once per step, *after* ``optimizer.step()``. It is collective: all ranks take the same number of
     steps. ``finish()`` averages a last time if steps were taken since the last average. Start with equal parameters
-    (``mpinn.synchronize_parameters``). With ``update_frequency=1`` and plain SGD it is data-parallel training.
+    (``mpinn.synchronize_parameters``). With ``update_frequency=1`` and plain SGD this is data-parallel training.
 
     Args:
         network: The network.

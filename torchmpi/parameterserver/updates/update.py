@@ -48,7 +48,7 @@ class Schedule(NamedTuple):
 
 
 class PeriodicUpdate:
-    """Base of all updates: counts steps and keeps metrics. As a context manager it calls :meth:`finish` at the end."""
+    """Base of all updates: counts steps and keeps metrics. The end of a ``with`` block calls :meth:`finish`."""
 
     def __init__(self, network: nn.Module, *, update_frequency: int, init_delay: int) -> None:
         check_whole("update_frequency", update_frequency, 1)
@@ -58,7 +58,7 @@ class PeriodicUpdate:
         self.step = 0
         """The number of the next step."""
         self.staleness = StalenessMeter()
-        """For each send: how many rules of other ranks were applied since the values it is based on were fetched."""
+        """For each send: the number of rules of other ranks applied since the fetch of the values used."""
         self.num_integrations = self.num_sends = 0
         self.is_finished = False
         self._bytes_sent = self._bytes_received = 0
@@ -74,7 +74,7 @@ class PeriodicUpdate:
             Whether the parameters of the network have changed.
         """
         if self.is_finished:
-            raise ArgumentError(f"{where()}: update() after finish(). Make a new {type(self).__name__} to go on.")
+            raise ArgumentError(f"{where()}: update() after finish(). Create a new {type(self).__name__} to continue.")
         if step is not None:
             check_whole("step", step, 0)
             self.step = step
@@ -145,7 +145,7 @@ class PeriodicUpdate:
         if list(map(id, current)) != list(map(id, self._parameters)):
             raise ArgumentError(
                 f"{where()}: the network has other trainable parameters than when this {type(self).__name__} "
-                "started. Freeze, unfreeze and replace parameters before, or make a new one afterwards."
+                "started. Freeze, unfreeze and replace parameters before, or create a new update afterwards."
             )
 
     # --- checkpoints
@@ -191,7 +191,7 @@ class Update(PeriodicUpdate):
         update_frequency: Steps between two integrations of the values of the servers.
         init_delay: Step at which the servers are created, with the values of rank 0.
         prefetch: How many steps before the integration the values are fetched; at most `update_frequency`.
-        max_staleness: How many integrations a rank may be ahead of the slowest one before it waits.
+        max_staleness: How many integrations a rank may be ahead of the slowest one before that rank waits.
         name: Name of the servers.
 
     Attributes:
@@ -409,8 +409,8 @@ class Update(PeriodicUpdate):
     def pull(self) -> None:
         """Copy the current values of the servers into the network.
 
-        Any rank may call it at any time, for example before an evaluation. After ``finish()`` on all ranks and a
-        barrier, all ranks get the same values.
+        Any rank may call this method at any time, for example before an evaluation. After ``finish()`` on all ranks and
+        a barrier, all ranks get the same values.
         """
         servers = self.servers
         self._settle_send()
