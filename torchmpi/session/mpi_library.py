@@ -66,7 +66,7 @@ def initialise() -> tuple[Any, bool]:
     MPI = load()
     if MPI.Is_finalized():
         if MPI is _stand_in:
-            raise LaunchError("The connections adopted in place of MPI are closed. Connect again and adopt the new ones.")
+            raise LaunchError("The connections adopted in place of MPI are closed. Connect and adopt again.")
         raise LaunchError("MPI has been finalized in this process and cannot be started again.")
     if MPI is _stand_in:
         return MPI, False
