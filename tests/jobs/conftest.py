@@ -1,4 +1,4 @@
-"""Tests that launch jobs of their own and look at what comes out, with the MPI of this Python's environment."""
+"""Tests that launch jobs with the MPI of this environment and check their output and exit status."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Shells have what they start in the background ignore it, and all that starts from there inherits that.
+    # Shells start background processes with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Result(NamedTuple):
-    """What a job left behind."""
+    """Exit status, output and duration of a job."""
 
     returncode: int
     stdout: str
@@ -38,7 +38,7 @@ class Result(NamedTuple):
 
 
 def launcher() -> str:
-    """mpirun of this environment, else of the system."""
+    """Return the path of mpirun: that of this environment, or else of the system."""
     beside = Path(sys.executable).parent
     for name in ("mpirun", "mpiexec"):
         if (beside / name).exists():
@@ -67,13 +67,13 @@ def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        # Unbuffered, the pieces of one print() would mix with those of other ranks; lines are flushed whole instead.
+        # Unbuffered, parts of a line would mix with those of other ranks.
         "PYTHONUNBUFFERED": "",
-        # Open MPI 5 waits a second at each start for libfabric, which has nothing for the ranks of one host. The others
-        # are those that Debian leaves out in a file, which this variable replaces.
+        # Open MPI 5 waits a second at each start for libfabric, which ranks of one host do not need. The others are
+        # excluded by a file of Debian, which this variable replaces.
         "OMPI_MCA_mtl": "^ofi",
         "OMPI_MCA_btl": "^ofi,openib,uct",
-        # Jobs of two MPIs run side by side, and a rank that waits would keep a core from them.
+        # Jobs of two MPIs run side by side; a waiting rank must not occupy a core.
         "OMPI_MCA_mpi_yield_when_idle": "1",
     }
     return environment | extra
@@ -83,12 +83,12 @@ Launch = Callable[..., Result]
 
 WARM = Path(__file__).parent / "warm"
 AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TORCHMPI_AS_MPI", "LD_")
-"""How names of variables begin that matter to what the server of warm ranks has done already."""
+"""Prefixes of variables that are read at import, which the server of warm ranks has done already."""
 
 
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[list[str]]:
-    """What to start instead of Python, for ranks that have torch imported; TORCHMPI_TEST_COLD=1 does without."""
+    """The command in place of Python for ranks that have imported torch; with TORCHMPI_TEST_COLD=1 plain Python."""
     if os.environ.get("TORCHMPI_TEST_COLD"):
         yield [sys.executable]
         return
@@ -114,8 +114,8 @@ def warm_python() -> Iterator[list[str]]:
 def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
     """``launch(n, ["script.py", ...], timeout=150, env={}) -> Result``.
 
-    Ranks are forks of a process that has imported torch, unless `env` has variables that torch looks at when it is
-    imported. ``timeout -k`` stands before mpirun, since a hung one has been seen to ignore SIGTERM.
+    Ranks are forks of a process that has imported torch, unless `env` has variables that are read at import.
+    ``timeout -k`` is necessary because a hung mpirun may ignore SIGTERM.
     """
 
     def run(
@@ -149,7 +149,7 @@ def job(launch: Launch, tmp_path: Path) -> Launch:
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For ``--data``: scikit-learn's digits in files. Importing scikit-learn takes a rank longer than the training."""
+    """A folder with scikit-learn's digits for ``--data``; importing scikit-learn takes longer than the training."""
     pytest.importorskip("sklearn", reason="the examples train on scikit-learn's digits: install the extra examples")
     folder = tmp_path_factory.mktemp("digits")
     write_mnist(folder, 1797)
@@ -157,7 +157,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_mnist(directory: Path, num: int) -> None:
-    """So many of the digits, in the format of MNIST and under the names of its test files."""
+    """Write the first `num` digits in the format of MNIST under the names of its test files."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

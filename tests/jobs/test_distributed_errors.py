@@ -1,17 +1,12 @@
-"""What goes wrong in torch.distributed over torchmpi raises on its caller, names the cause, and never hangs the job."""
+"""Errors in torch.distributed over torchmpi: they raise on the caller, name the cause, and end or resume the job."""
 
 from __future__ import annotations
-
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 once = pytest.mark.once
 LIMIT_SECONDS = 60
-# What happens twice a second otherwise, and makes these tests wait.
+# The watchdog runs twice a second by default, for which these tests would wait.
 QUICK = {"TORCHMPI_VERBOSE": "0", "TORCHMPI_WATCHDOG_PERIOD_SECONDS": "0.05"}
 
 START = """
@@ -30,12 +25,14 @@ if rank == 0:
     time.sleep(0.1)  # launchers lose unread output when a rank dies
 dist.barrier()
 
+NO_ERROR = "nothing was raised"
+
 def error_of(action):
     try:
         action()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return NO_ERROR
 
 def report(name, good, *details):
     sys.stdout.write(f"{name} is {'right' if good else f'wrong on rank {rank}: {details}'}\\n")
@@ -58,19 +55,18 @@ def failing(job, code: str, *, n: int = 3):
 # --- the end of a job -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=once)], ids=("first", "after destroy and init"))
-def test_a_rank_that_raises_ends_the_job_with_its_traceback(job, again):
-    """The others wait for half an hour, if nothing ends them; torch puts an exception hook of its own before ours."""
-    more = "dist.destroy_process_group()\ndist.init_process_group('torchmpi')\n" if again else ""
-    result = failing(job, more + "if rank == 1: raise ValueError('no such file')\ndist.all_reduce(ones)", n=2)
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(job):
+    """torch installs an exception hook before ours at each init; the other ranks would wait for half an hour."""
+    code = """
+dist.destroy_process_group()
+dist.init_process_group("torchmpi")
+if rank == 1: raise ValueError("no such file")
+dist.all_reduce(ones)
+"""
+    result = failing(job, code, n=2)
     assert result.stderr.count("Traceback") == 1, result.output
     assert result.stderr.count("ValueError: no such file") == 1, result.output
     assert "rank 1 of 2 failed" in result.stderr and "job.py" in result.stderr, result.output
-
-
-def test_leaving_while_the_others_are_in_a_call_ends_the_job(job):
-    result = failing(job, "if rank == 1: sys.exit(0)\ndist.all_reduce(ones)")
-    assert "rank 1" in result.stderr and "allreduce(float32 [3], sum)" in result.stderr, result.output
 
 
 @once
@@ -94,7 +90,6 @@ except RuntimeError:
     assert "rank 0 failed too: StallError" in result.stderr and "rank 1, after" in result.stderr, result.output
 
 
-@once
 def test_leaving_with_unmatched_work_ends_the_job(job):
     result = failing(job, "if rank == 1: work = dist.all_reduce(ones, async_op=True)\nelse: dist.barrier()", n=2)
     assert "allreduce(float32 [3], sum)" in result.stderr and "barrier()" in result.stderr, result.output
@@ -113,23 +108,7 @@ time.sleep(100)
     assert result.stderr.count("KeyboardInterrupt") >= 1 and "work.wait()" in result.stderr, result.output
 
 
-def test_terminating_the_launcher_ends_a_job_that_waits(tmp_path, mpirun):
-    from conftest import job_environment
-
-    script = tmp_path / "job.py"
-    script.write_text(START + "if rank: time.sleep(100)\ndist.all_reduce(ones)")
-    command = ["timeout", "-k", "30", str(LIMIT_SECONDS), *mpirun, "-n", "2", sys.executable, str(script)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environment(QUICK)
-    )
-    assert process.stdout is not None and process.stdout.readline() == "running\n"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=LIMIT_SECONDS)
-    assert process.returncode not in (0, 124, 137)
-
-
-# --- calls that do not fit together -----------------------------------------------------------------------------------
+# --- mismatched calls -------------------------------------------------------------------------------------------------
 
 MISMATCHES = """
 two, many = torch.ones(2), 300000
@@ -182,19 +161,19 @@ CASES = {
         lambda g: dist.all_reduce_coalesced([torch.ones(2), torch.ones(3)], group=g),
         lambda g: dist.all_reduce_coalesced([torch.ones(3), torch.ones(2)], group=g),
     ),
-    "dtype of what is scattered": (
+    "dtype of the scattered tensors": (
         lambda g: dist.scatter(torch.empty(3).int(), None, group=g),
         lambda g: dist.scatter(torch.empty(3), [ones] * size if rank == 0 else None, group=g),
     ),
 }
 for name, (first, second) in CASES.items():
     group = dist.new_group(timeout=timedelta(seconds=20))
-    said = error_of(lambda: (first if rank == 1 else second)(group))
-    good = "Mismatch" in said or "made different calls" in said
+    raised = error_of(lambda: (first if rank == 1 else second)(group))
+    good = "Mismatch" in raised or "made different calls" in raised
     dist.barrier()
     total = torch.ones(5)
     dist.all_reduce(total, group=group)
-    report(name, good and total.tolist() == [float(size)] * 5, said, total)
+    report(name, good and total.tolist() == [float(size)] * 5, raised, total)
 """
 
 
@@ -214,15 +193,15 @@ def case(name, early, expected="at {file}", late=None):
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     dist.barrier()
     if rank < size - 1:
-        said = error_of(lambda: early(group))
+        raised = error_of(lambda: early(group))
         wanted = [text.format(file=__file__, last=size - 1) for text in expected.split("|")]
-        good = all(text in said for text in wanted) or "has aborted it" in said
+        good = all(text in raised for text in wanted) or "has aborted it" in raised
     rendezvous()  # the last rank has arrived
     if rank == size - 1:
-        said = error_of(lambda: (late or early)(group)) if late is not False else ""
-        good = late is False or "nothing was raised" not in said
+        raised = error_of(lambda: (late or early)(group)) if late is not False else ""
+        good = late is False or NO_ERROR != raised
     dist.barrier()
-    report(name, good, said)
+    report(name, good, raised)
 
 def rendezvous():
     # By the store: no call of torchmpi's, in which the watchdog would find the missing rank.
@@ -241,21 +220,21 @@ case("barrier with a limit", lambda g: dist.barrier(g, timeout=timedelta(seconds
 case("recv", lambda g: dist.recv(torch.ones(3), size - 1, group=g), "StallError|recv(float32 [3]) from rank 2", False)
 case("monitored_barrier", lambda g: monitored_barrier(g, timedelta(seconds=0.5)), "StallError|ank 0", False)
 
-# A limit of the caller's own: the call goes on, and ends well.
+# A timeout of wait(): the call continues and succeeds.
 group = dist.new_group()
 dist.barrier()
 if rank == size - 1:
     rendezvous()
 work = dist.all_reduce(ones, group=group, async_op=True)
-said = error_of(lambda: work.wait(timedelta(seconds=0.2))) if rank < size - 1 else "StallError"
+raised = error_of(lambda: work.wait(timedelta(seconds=0.2))) if rank < size - 1 else "StallError"
 if rank < size - 1:
     rendezvous()
 work.wait()
-report("wait with a limit", "StallError" in said and ones.tolist() == [float(size)] * 3, said, ones)
+report("wait with a limit", "StallError" in raised and ones.tolist() == [float(size)] * 3, raised, ones)
 """
 
 
-def test_a_rank_that_does_not_come_is_named(job):
+def test_a_missing_rank_is_named(job):
     """The late rank gets an error too, and no data of a call that the others have aborted."""
     result = job(3, START + MISSING, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 8, 3)
@@ -266,7 +245,7 @@ group = dist.new_group(timeout=timedelta(seconds=4))
 target = torch.zeros(3)
 dist.barrier()
 if rank == 0:
-    said = error_of(lambda: dist.recv(torch.ones(3), 1, group=group))
+    raised = error_of(lambda: dist.recv(torch.ones(3), 1, group=group))
 dist.barrier()
 if rank == 1:
     for number in (7.0, 8.0):
@@ -274,7 +253,7 @@ if rank == 1:
 if rank == 0:
     dist.recv(target, 1, group=group)
 dist.barrier()
-report("the message after one that was not sent", rank or (target[0] == 7 and "StallError" in said), target)
+report("the message after one that was not sent", rank or (target[0] == 7 and "StallError" in raised), target)
 if rank == 0:
     dist.recv(target, 1, group=group)
 
@@ -295,19 +274,19 @@ report("an arrival at a barrier that has timed out", good, first, second)
 
 # Rejected on one rank only, which is then at another call than the others: no rank may get data of a failed call.
 group = dist.new_group(timeout=timedelta(seconds=1))
-said = error_of(lambda: dist.all_gather([ones] * (size - (rank == 1)), ones, group=group))
+raised = error_of(lambda: dist.all_gather([ones] * (size - (rank == 1)), ones, group=group))
 ended_well = []
 for number in range(4):
     tensor = torch.full((3,), 10.0 * number + rank)
-    if "nothing" in error_of(lambda: dist.all_reduce(tensor, group=group)):
+    if error_of(lambda: dist.all_reduce(tensor, group=group)) == NO_ERROR:  # other errors may quote this line
         ended_well.append(tensor.tolist())
 everywhere = [None] * size
 dist.all_gather_object(everywhere, ended_well)
-report("calls after a refusal on one rank", "Error" in said and everywhere[0] == everywhere[1], said, everywhere)
+report("calls after a refusal on one rank", "Error" in raised and everywhere[0] == everywhere[1], raised, everywhere)
 """
 
 
-def test_nothing_of_a_call_that_failed_is_taken_for_the_next_one(job):
+def test_calls_after_a_failed_one_get_none_of_its_data(job):
     result = job(2, START + AFTERWARDS, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 3, 2)
 
@@ -332,8 +311,8 @@ if child == 0:
         "send": lambda: dist.send(ones, peer), "irecv": lambda: dist.irecv(ones, peer).wait(timedelta(seconds=1)),
         "monitored_barrier": lambda: torchmpi.distributed.monitored_barrier(timeout=timedelta(seconds=1)),
     }
-    said = {name: error_of(call) for name, call in calls.items()}
-    wrong = {name: text for name, text in said.items() if "forked" not in text}
+    raised = {name: error_of(call) for name, call in calls.items()}
+    wrong = {name: text for name, text in raised.items() if "forked" not in text}
     report("forked child", not wrong, wrong)
     dist.destroy_process_group()
     os._exit(0)

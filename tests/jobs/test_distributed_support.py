@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, job_environment
 
+pytestmark = pytest.mark.once  # tests/mpi/test_distributed_*.py check the same calls under every MPI
+
 PAGE = ROOT / "docs" / "torch-distributed.md"
 PACKAGE = ROOT / "torchmpi" / "distributed"
 DRIVER = Path(__file__).with_name("distributed_support") / "driver.py"
@@ -26,7 +28,7 @@ BEGIN, END = "<!-- tables: made by tests/jobs/test_distributed_support.py -->\n"
 COLUMNS = ("torchmpi", "gloo")
 SECONDS = 160
 NO_FEATURES = {
-    # Whether a library is there, what the checks begin with, and names that are not about communication.
+    # Availability of libraries, the start of each check, and names without communication.
     "is_gloo_available", "is_mpi_available", "is_nccl_available", "is_ucc_available", "is_xccl_available",
     "is_torchelastic_launched", "get_debug_level", "init_process_group", "reduce_op", "group",
 }  # fmt: skip
@@ -40,12 +42,12 @@ Cells = dict[Key, str]
 
 
 def section_of_page(title: str) -> str:
-    """What stands under a heading of the page."""
+    """Return the text under a heading of the page."""
     return PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def shown() -> str:
-    """The part of the page that is made here."""
+    """Return the part of the page that this test generates."""
     return PAGE.read_text().split(BEGIN)[1].split(END)[0]
 
 
@@ -73,7 +75,7 @@ def tables_of(columns: dict[str, Cells]) -> str:
 
 
 def rewrite(column: str, fresh: Cells) -> None:
-    """Put a fresh column on the page, beside what the other one says of the same features."""
+    """Replace a column on the page and keep the cells of the other column for the same features."""
     columns = {name: cells_of(shown(), name) for name in COLUMNS}
     columns = {name: {key: cells.get(key, "?") for key in fresh} for name, cells in columns.items()} | {column: fresh}
     begin, rest = PAGE.read_text().split(BEGIN)
@@ -84,7 +86,7 @@ def rewrite(column: str, fresh: Cells) -> None:
 
 
 def cells_from(rows: Path) -> Cells:
-    """What the driver wrote, with all checks of a feature in one cell."""
+    """Read the results of the driver; all checks of a feature form one cell."""
     outcomes: dict[Key, dict[str, list[str | None]]] = {}
     for section, title, reason in json.loads(rows.read_text()):
         name, _, mode = title.partition("|")
@@ -117,8 +119,7 @@ def skip_with_another_torch() -> None:
         pytest.skip(f"the tables are for {tested[0]}, this is {torch.__version__}")
 
 
-# Under the second MPI nothing is different for gloo.
-@pytest.mark.parametrize("column", [pytest.param("torchmpi"), pytest.param("gloo", marks=pytest.mark.once)])
+@pytest.mark.parametrize("column", COLUMNS)
 def test_the_tables_show_what_works(column, launch, tmp_path):
     skip_with_another_torch()
     result = launch(2, [DRIVER, column, tmp_path], timeout=SECONDS)
@@ -132,7 +133,6 @@ def test_the_tables_show_what_works(column, launch, tmp_path):
     assert cells_of(shown(), column) == fresh, how_it_differs(column, fresh)
 
 
-@pytest.mark.once
 def test_the_same_works_under_torchrun(tmp_path):
     """Except for rendezvous, where torchrun's own store prevents other methods for every backend."""
     skip_with_another_torch()
@@ -147,7 +147,7 @@ def test_the_same_works_under_torchrun(tmp_path):
     assert fresh == expected, how_it_differs("torchmpi", fresh)
 
 
-# --- what the page says about it ------------------------------------------------------------------------------------
+# --- explanations on the page --------------------------------------------------------------------------------------
 
 
 def test_every_no_is_explained():

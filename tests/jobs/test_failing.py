@@ -1,4 +1,4 @@
-"""One rank fails: the job ends in seconds, says why once, and has a status to match."""
+"""Failures of one rank: the job ends within seconds, reports the cause once, and has a nonzero exit status."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ if rank == 0:
     time.sleep(0.1)  # launchers drop what they have not read when a rank dies
 mpi.barrier()
 """
-# Starting Python and torch on a busy machine is most of this; the issue is that nobody waits for ever.
+# Mostly for starting Python and torch on a busy machine.
 LIMIT_SECONDS = 60
 once = pytest.mark.once
+STALL = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "5"}
 
 
 def failing(job, code: str, *, n: int = 3, env: dict[str, str] | None = None):
@@ -43,7 +44,7 @@ def test_an_exception_ends_the_job_with_one_traceback(job):
 
 @pytest.mark.parametrize(("delay", "n"), ((0, 3), pytest.param(1, 2, marks=once)))
 def test_stopping_in_finally_does_not_hide_the_cause(job, delay, n):
-    """Regression: the others met stop() where they expected allreduce, and their complaint was all one saw."""
+    """Regression: only the mismatch of stop() and allreduce was reported, by the other ranks."""
     code = f"""
 try:
     if rank == 1:
@@ -57,7 +58,7 @@ finally:
     assert result.stderr.count("ValueError: bad sample 17") == 1, result.output
 
 
-def test_an_asynchronous_error_nobody_waits_for_is_mentioned(job):
+def test_an_asynchronous_error_without_a_wait_is_reported(job):
     code = """
 queue = mpi.communicator().intra.call_queue
 queue.submit(lambda: 1 / 0, "division")
@@ -78,8 +79,8 @@ mpi.allreduce_async(torch.ones(3)).wait()
     assert "rank 1: the thread 'torchmpi world' failed, which ends the job:\nTraceback" in result.stderr, result.output
 
 
-def test_the_same_exception_on_all_ranks_is_explained_once(job):
-    result = failing(job, "raise ValueError('everybody')")
+def test_the_same_exception_on_all_ranks_is_reported_once(job):
+    result = failing(job, "raise ValueError('on all ranks')")
     assert result.stderr.count("Traceback") >= 1, result.output
     assert result.stderr.count("Traceback") <= 2, result.output  # two ranks may fail within the same microseconds
 
@@ -101,18 +102,13 @@ mpi.allreduce(torch.ones(3))
     assert "job.py" in result.stderr, result.output
 
 
-def test_a_killed_rank_ends_the_job(job):
-    failing(job, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nmpi.allreduce(torch.ones(3))")
-
-
-@pytest.mark.parametrize(("status", "n"), (pytest.param(0, 2, marks=once), (3, 3)))
-def test_leaving_while_the_others_communicate_ends_the_job(job, status, n):
-    result = failing(job, f"if rank == 1: sys.exit({status})\nmpi.allreduce(torch.ones(3))", n=n)
+def test_leaving_while_the_others_communicate_ends_the_job(job):
+    result = failing(job, "if rank == 1: sys.exit(3)\nmpi.allreduce(torch.ones(3))")
     assert "rank 1 called stop()" in result.stderr, result.output
     assert "allreduce(float32 [3], sum)" in result.stderr, result.output
 
 
-# What rank 1 calls, what the others call, and what both are told.
+# The call of rank 1, the call of the others, and the parts of the errors on all ranks.
 DIFFERENT = [
     ("mpi.barrier()", "mpi.allreduce(torch.ones(3))", ("barrier()", "allreduce(float32 [3], sum)")),
     ("mpi.allreduce(torch.ones(4))", "mpi.allreduce(torch.ones(3))", ("float32 [4]", "float32 [3]")),
@@ -135,10 +131,7 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "names"),
-    [DIFFERENT[0], pytest.param(*DIFFERENT[6], marks=once), pytest.param(*DIFFERENT[9], marks=once)],
-)
+@pytest.mark.parametrize(("one", "other", "names"), [DIFFERENT[0], pytest.param(*DIFFERENT[-1], marks=once)])
 def test_different_calls_end_the_job_and_are_named(job, one, other, names):
     result = failing(job, f"if rank == 1: {one}\nelse: {other}\nmpi.barrier()\n", n=2)
     assert "made different calls" in result.stderr, result.output
@@ -147,14 +140,14 @@ def test_different_calls_end_the_job_and_are_named(job, one, other, names):
 
 
 @pytest.fixture(scope="module")
-def told(launch, tmp_path_factory) -> list[list[str]]:
-    """For each of the different calls but ``stop()`` what the ranks have been told, in a job that catches it."""
+def mismatches(launch, tmp_path_factory) -> list[list[str]]:
+    """The errors of all ranks for each pair of calls except ``stop()``, from one job that catches them."""
     code = f"""
 for number, (one, other, _) in enumerate({DIFFERENT[:-1]!r}):
     try:
         eval(one if rank == 1 else other)
     except mpi.TorchMPIError as error:
-        print(f"told {{number}}:", " ".join(str(error).split()), flush=True)
+        print(f"mismatch {{number}}:", " ".join(str(error).split()), flush=True)
 mpi.barrier()
 """
     script = tmp_path_factory.mktemp("different") / "job.py"
@@ -162,20 +155,20 @@ mpi.barrier()
     result = launch(3, [script], timeout=LIMIT_SECONDS)
     assert result.returncode == 0, result.output
     lines = result.stdout.splitlines()
-    return [[line for line in lines if line.startswith(f"told {number}:")] for number in range(len(DIFFERENT) - 1)]
+    return [[line for line in lines if line.startswith(f"mismatch {number}:")] for number in range(len(DIFFERENT) - 1)]
 
 
 @pytest.mark.parametrize("number", range(len(DIFFERENT) - 1), ids=[one for one, *_ in DIFFERENT[:-1]])
-def test_different_calls_are_named_on_all_ranks(told, number):
-    assert len(told[number]) == 3, told[number]
-    for line in told[number]:
+def test_different_calls_are_named_on_all_ranks(mismatches, number):
+    assert len(mismatches[number]) == 3, mismatches[number]
+    for line in mismatches[number]:
         assert "made different calls" in line, line
         for name in DIFFERENT[number][2]:
             assert name in line, line
 
 
-def test_a_refusal_that_is_caught_does_not_leave_the_others_waiting(job):
-    """Where MPI moves the data: in shared memory every rank gets the error itself (test_shared_memory.py)."""
+def test_a_caught_mismatch_does_not_leave_the_others_waiting(job):
+    """With the backend `mpi`; in shared memory every rank gets the error (test_shared_memory.py)."""
     code = """
 try:
     if rank == 1:
@@ -191,9 +184,9 @@ except mpi.TorchMPIError:
 
 
 @pytest.mark.parametrize("hosts", (pytest.param(1, marks=once), 3))
-def test_a_missing_rank_is_named_with_the_line_it_is_at(job, hosts):
-    """On one host the ranks read it from a shared page; between hosts (here in name only) they ask each other."""
-    code = "if rank == 2: time.sleep(60)  # lost in thought\nmpi.allreduce(torch.ones(3))"
+def test_a_missing_rank_is_named_with_its_source_line(job, hosts):
+    """On one host it is read from the status board; between (simulated) hosts it is requested from the rank."""
+    code = "if rank == 2: time.sleep(60)  # the missing rank\nmpi.allreduce(torch.ones(3))"
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "2", "TORCHMPI_STALL_ABORT_SECONDS": "5"}
     setup = START
     if hosts > 1:
@@ -207,24 +200,17 @@ def test_a_missing_rank_is_named_with_the_line_it_is_at(job, hosts):
     assert re.search(
         r"rank 0 has waited \d+ s in allreduce\(float32 \[3\], sum\), call #\d+ on communicator world", result.stderr
     )
-    assert re.search(r"rank 2, after \d+ calls: at .*lost in thought", result.stderr), result.output
+    assert re.search(r"rank 2, after \d+ calls: at .*the missing rank", result.stderr), result.output
     assert "exceeds stall_abort_seconds" in result.stderr, result.output
 
 
-def test_a_message_nobody_sends_is_reported(job):
-    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "8"}
-    result = failing(job, "if rank == 0: mpi.recv(torch.empty(5), 1)\nelse: time.sleep(60)", n=2, env=env)
-    assert "recv(float32 [5]) from rank 1" in result.stderr, result.output
-
-
-@once
-def test_a_job_that_is_ended_within_pytest_says_why(launch, tmp_path):
-    """pytest keeps what a test writes until that is over, which it never is."""
+def test_a_message_that_is_not_sent_is_reported_within_pytest(launch, tmp_path):
+    """pytest captures the output of a test until the test has ended, which this one never does."""
     test = tmp_path / "test_one.py"
-    body = "    print('kept')\n    mpi.recv(torch.empty(5), 1 - rank)\n"
+    body = "    print('captured')\n    mpi.recv(torch.empty(5), 1 - rank)\n"
     test.write_text(f"import pytest\n{START}\n@pytest.mark.mpi\ndef test_one():\n{body}")
-    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "8"}
-    result = launch(2, ["-m", "pytest", "--with-mpi", "--capture=sys", "-q", str(test)], timeout=LIMIT_SECONDS, env=env)
+    options = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--capture=sys", "-q"]
+    result = launch(2, [*options, test], timeout=LIMIT_SECONDS, env=STALL)
     assert result.returncode != 0, result.output
     assert "recv(float32 [5]) from rank" in result.stderr, result.output
     assert "exceeds stall_abort_seconds" in result.stderr, result.output
@@ -232,7 +218,7 @@ def test_a_job_that_is_ended_within_pytest_says_why(launch, tmp_path):
 
 @pytest.fixture(scope="module")
 def after_forks(launch, tmp_path_factory):
-    """A job of two ranks that fork in all the ways that people do, and forget to stop."""
+    """A job of two ranks that fork in several ways and end without stop()."""
     code = """
 child = os.fork()
 if child == 0:
@@ -269,7 +255,7 @@ def test_a_forked_process_is_no_rank_and_ends_quietly(after_forks):
 
 
 def test_a_forked_child_that_ends_normally_does_not_finalize_mpi(after_forks):
-    """Its exit handlers ran MPI_Finalize, which waited for the other ranks for ever."""
+    """Regression: its exit handlers called MPI_Finalize, which waited for the other ranks."""
     assert after_forks.stdout.count("child ended with 0") == 2, after_forks.output
 
 
@@ -277,18 +263,19 @@ def test_dataloader_workers_by_fork(after_forks):
     assert after_forks.stdout.count(f"total {2 * 2 * sum(range(64)):.1f}") == 2, after_forks.output
 
 
-def test_a_program_that_forgets_to_stop_ends_well(after_forks):
+def test_a_program_without_stop_succeeds(after_forks):
     assert after_forks.returncode == 0, after_forks.output
 
 
 def test_terminating_the_launcher_ends_everything(tmp_path, mpirun):
-    """SIGTERM to mpirun, as a scheduler sends it: no rank may survive, and none needs a page of explanation."""
+    """SIGTERM to mpirun, as a scheduler sends it: neither a rank that sleeps nor one that waits in a call survives."""
     from conftest import job_environment
 
     script = tmp_path / "job.py"
     script.write_text(
         START
-        + f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(str(os.getpid()))\nmpi.barrier()\ntime.sleep(100)"
+        + f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(str(os.getpid()))\nmpi.barrier()\n"
+        + "if rank: time.sleep(100)\nmpi.allreduce(torch.ones(3))"
     )
     command = ["timeout", "-k", "30", str(LIMIT_SECONDS), *mpirun, "-n", "2", sys.executable, str(script)]
     process = subprocess.Popen(
@@ -318,15 +305,14 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_a_rank_that_does_not_come_to_push_communicator_is_named(job):
-    env = {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "8"}
-    result = failing(job, "if rank == 1: time.sleep(60)\nmpi.push_communicator(0)", n=2, env=env)
+def test_a_rank_that_is_missing_in_push_communicator_is_named(job):
+    result = failing(job, "if rank == 1: time.sleep(60)\nmpi.push_communicator(0)", n=2, env=STALL)
     assert "split()" in result.stderr and "rank 1, after" in result.stderr, result.output
 
 
-def test_ranks_that_wait_for_each_other_both_say_where_they_are(job):
-    """Each watchdog asked the other and did not answer meanwhile."""
-    env = {"TORCHMPI_STALL_WARNING_SECONDS": "4", "TORCHMPI_STALL_ABORT_SECONDS": "10"}
+def test_ranks_that_wait_for_each_other_are_both_located(job):
+    """Regression: a watchdog that waited for the status of the other rank sent no status of its own."""
+    env = {"TORCHMPI_STALL_WARNING_SECONDS": "3", "TORCHMPI_STALL_ABORT_SECONDS": "7"}
     code = """
 level = mpi.push_communicator(0)
 mpi.set_communicator(0)
@@ -337,8 +323,8 @@ mpi.allreduce(torch.ones(3), comm=rank and level)
     assert result.stderr.count("mpi.allreduce(torch.ones(3), comm=rank and level)") >= 2, result.output
 
 
-def test_an_error_alone_ends_python_as_ever(job):
-    """With one rank nobody waits: buffered files are written and exit handlers run."""
+def test_an_error_of_a_single_rank_ends_python_normally(job):
+    """Buffered files are written and exit handlers run, as no other rank waits."""
     result = job(1, START + "import atexit\natexit.register(print, 'goodbye')\nraise ValueError('alone')")
     assert result.returncode != 0, result.output
     assert "goodbye" in result.stdout and result.stderr.count("ValueError: alone") == 1, result.output

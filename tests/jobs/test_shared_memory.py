@@ -1,4 +1,4 @@
-"""Jobs whose ranks share memory: what they leave behind, how they wait, and what they do without it."""
+"""Jobs whose ranks share memory: leftovers, waiting, failures, and the fallback without shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torchmpi as mpi
 mpi.start()
 rank, size = mpi.rank(), mpi.size()
 """
-# Ends with "right" on each rank whose sums are.
+# Prints "right" on each rank with correct sums.
 SUM = """
 tensor = mpi.allreduce(torch.arange(300_000.0))
 assert torch.equal(tensor, torch.arange(300_000.0) * mpi.size())
@@ -47,13 +47,13 @@ def test_one_rank_compiles_for_all_and_for_the_next_job(job, tmp_path):
 
 
 @once
-def test_kernels_are_compiled_even_if_there_is_no_place_to_keep_them(job, tmp_path):
-    """Each rank has a reason of its own, and on the second one whatever is kept cannot be locked either."""
+def test_kernels_are_compiled_even_if_they_cannot_be_cached(job, tmp_path):
+    """Rank 0 cannot make the folder; rank 1 can neither lock nor write files."""
     (tmp_path / "file").write_text("")
     code = f"""
 import errno, fcntl, os, pathlib
 from mpi4py import MPI
-folders = ("file/cache", "cache")  # one where no folder can be made
+folders = ("file/cache", "cache")  # the first one cannot be made
 os.environ["NUMBA_CACHE_DIR"] = {str(tmp_path)!r} + "/" + folders[MPI.COMM_WORLD.rank]
 
 def no_locks(*arguments):
@@ -74,20 +74,20 @@ if MPI.COMM_WORLD.rank == 1:
 
 
 @pytest.mark.parametrize(
-    "content",
+    "contents",
     (
-        "raise ImportError('not built for this Python')",
-        pytest.param("raise SystemError('initialization failed')", marks=once),
-        pytest.param("config = None  # and nothing else", marks=once),
+        ("raise ImportError('not built for this Python')",) * 2,
+        pytest.param(("raise SystemError('initialization failed')", "config = None"), marks=once),
     ),
-    ids=("not installed", "broken", "something else of that name"),
+    ids=("not installed", "broken on rank 0 and another package on rank 1"),
 )
-def test_without_numba_mpi_moves_everything(job, tmp_path, content):
+def test_without_numba_mpi_moves_everything(job, tmp_path, contents):
     (tmp_path / "fake" / "numba").mkdir(parents=True)
-    (tmp_path / "fake" / "numba" / "__init__.py").write_text(content)
+    rank = 'int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])'
+    (tmp_path / "fake" / "numba" / "__init__.py").write_text(f"import os\nexec({contents!r}[{rank}])\n")
     env = {
         "PYTHONPATH": os.pathsep.join([str(tmp_path / "fake"), str(ROOT)]),
-        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),  # what another job has compiled would do without it
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),  # kernels that another job has compiled need no numba
     }
     result = job(2, START + SUM, env=env)
     check_done_by_mpi(result, "its kernels cannot be compiled here", 2)
@@ -133,7 +133,7 @@ def check_done_by_mpi(result, reason: str, n: int) -> None:
 
 
 @once
-def test_without_room_for_a_shared_tensor_it_is_a_private_one(job):
+def test_a_shared_tensor_without_memory_for_it_is_private(job):
     code = """
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 if rank == 0:
@@ -148,11 +148,11 @@ mpi.stop()
     assert sorted(result.stdout.split()) == ["private", "shared"], result.output
 
 
-# --- what is left behind
+# --- leftovers
 
 
 @pytest.mark.parametrize(("files", "n"), (("anonymous", 2), pytest.param("in /dev/shm", 3, marks=once)))
-def test_a_killed_rank_leaves_nothing(job, files, n):
+def test_a_killed_rank_ends_the_job_and_leaves_nothing(job, files, n):
     before = left_over()
     code = "import os\n" + ("del os.memfd_create\n" if files != "anonymous" else "") + START
     code += """
@@ -170,7 +170,7 @@ while True:
 """
     result = job(n, code)
     assert result.returncode != 0 and "running" in result.stdout, result.output
-    deadline = time.monotonic() + 10  # jobs of other tests have such files too, for a moment
+    deadline = time.monotonic() + 10  # jobs of other tests have such files for a moment
     while not left_over() <= before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left_over() <= before, result.output
@@ -180,8 +180,7 @@ while True:
 
 
 @once
-def test_waiting_for_a_late_rank_takes_little_of_the_processor(job):
-    """Not a matter of speed: a rank that waits leaves its core to others."""
+def test_waiting_for_a_late_rank_takes_little_processor_time(job):
     code = """
 tensors = {"short": torch.ones(3), "long": torch.ones(100_000), "shared": mpi.empty_shared(100_000).fill_(1.0)}
 ways = {
@@ -222,10 +221,10 @@ mpi.stop()
     assert result.returncode == 0 and result.stdout.count("right") == 8, result.output
 
 
-# --- ranks that disagree
+# --- mismatched calls
 
 
-def test_ranks_that_chose_different_transports_are_told(job):
+def test_different_transports_are_an_error(job):
     code = """
 mpi.allreduce(torch.ones(3))
 mpi.allreduce(torch.ones(3), backend="mpi" if rank == 1 else "shm")
@@ -238,7 +237,7 @@ mpi.barrier()
 
 
 @once
-def test_a_disagreement_that_is_caught_lets_the_job_go_on_and_end_well(job):
+def test_a_job_continues_after_a_caught_mismatch(job):
     code = """
 try:
     mpi.allreduce(torch.ones(3 if rank == 2 else 50_000))
@@ -314,32 +313,42 @@ PLANTED = {
 }
 
 
-@once
-@pytest.mark.parametrize("what", PLANTED)
-def test_a_violated_check_raises_on_every_rank(job, what):
-    """A rank raises InternalError, or MismatchError if the other rank has aborted first; the next call works."""
-    plant, numel, check = PLANTED[what]
+@pytest.fixture(scope="module")
+def violations(launch, tmp_path_factory):
+    """A job that violates each check once; every call after a violation must succeed."""
     code = f"""from mpi4py import MPI
 {START}{COLLECTIVES}
-for _ in range(3):  # the last ones by the fast path
-    mpi.allreduce(torch.ones({numel}))
-shared = runtime.current().world.shared
-fields, board, slots = shared.fields, shared.status_board.fields, int(shared.fields[records.SLOTS])
-MPI.COMM_WORLD.Barrier()  # afterwards no rank is inside a kernel
-{plant}
-try:
-    mpi.allreduce(torch.ones({numel}))
-except (errors.InternalError, errors.MismatchError) as error:
-    fields[records.SLOTS] = slots
-    print(error, flush=True)
-assert torch.equal(mpi.allreduce(torch.ones(40_000)), torch.full((40_000,), float(size)))
-print("right", flush=True)
+for what, (plant, numel, _) in {PLANTED!r}.items():
+    for _ in range(3):  # the last ones by the fast path
+        mpi.allreduce(torch.ones(numel))
+    shared = runtime.current().world.shared
+    fields, board, slots = shared.fields, shared.status_board.fields, int(shared.fields[records.SLOTS])
+    MPI.COMM_WORLD.Barrier()  # afterwards no rank is inside a kernel
+    exec(plant)
+    try:
+        mpi.allreduce(torch.ones(numel))
+    except (errors.InternalError, errors.MismatchError) as error:
+        fields[records.SLOTS] = slots
+        print(f"{{what}}:", error, flush=True)
+    assert torch.equal(mpi.allreduce(torch.ones(40_000)), torch.full((40_000,), float(size)))
+    print("right", flush=True)
 """
-    result = job(2, code, env=CHECKED, timeout=240)
-    assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
-    found = [rf"rank {rank}: allreduce.*, call #\d+: a check of the kernels failed: {check}" for rank in range(2)]
-    aborted = [rf"cannot end on rank {rank}: rank {1 - rank} has aborted it" for rank in range(2)]
-    assert any(re.search(text, result.stdout) for text in found), result.output
-    assert all(re.search(f"{one}|{other}", result.stdout) for one, other in zip(found, aborted, strict=True)), (
-        result.output
+    script = tmp_path_factory.mktemp("violations") / "job.py"
+    script.write_text(code)
+    return launch(2, [script], env=CHECKED, timeout=240)
+
+
+@once
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_violated_check_raises_on_every_rank(violations, what):
+    """A rank raises InternalError, or MismatchError if the other rank has aborted first; the next call works."""
+    assert violations.returncode == 0 and violations.stdout.count("right") == 2 * len(PLANTED), violations.output
+    output = "\n".join(line for line in violations.stdout.splitlines() if line.startswith(f"{what}:"))
+    found = [
+        rf"rank {rank}: allreduce.*, call #\d+: a check of the kernels failed: {PLANTED[what][2]}" for rank in (0, 1)
+    ]
+    aborted = [rf"cannot end on rank {rank}: rank {1 - rank} has aborted it" for rank in (0, 1)]
+    assert any(re.search(text, output) for text in found), violations.output
+    assert all(re.search(f"{one}|{other}", output) for one, other in zip(found, aborted, strict=True)), (
+        violations.output
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import contract
 import pytest
@@ -71,6 +71,17 @@ class Agreement:
         if not contract.same_bits(actual, expected):
             self(False, f"{message}: got {actual!r}, expected {expected!r}")
 
+    def raises(self, kind: type[Exception], call: Callable[[], object], *words: str) -> None:
+        """The call raises exactly this class, with these words in the message."""
+        try:
+            result = call()
+        except kind as error:
+            self(type(error) is kind, f"{type(error).__name__} instead of {kind.__name__}: {error}")
+            for text in words:
+                self(text in str(error), f"{text!r} is missing in: {error}")
+        else:
+            self(False, f"accepted instead of {kind.__name__}: {result!r}")
+
     def close(self, actual: torch.Tensor, expected: torch.Tensor, message: str = "", **tolerances: float) -> None:
         """``torch.testing.assert_close``."""
         try:
@@ -84,7 +95,7 @@ _agreements: dict[str, Agreement] = {}
 
 @pytest.fixture
 def agree(request: pytest.FixtureRequest) -> Agreement:
-    """``agree(condition, message)``, ``agree.equal(a, b)``, ``agree.bits(a, b, message)``, ``agree.close(a, b)``."""
+    """``agree(condition, message)``, and ``agree.equal``, ``bits``, ``close`` and ``raises``."""
     agreement = _agreements[request.node.nodeid] = Agreement()
     return agreement
 

@@ -42,8 +42,8 @@ def bound(collective, dtype=None, op=None, settings=SMALL_CHUNKS):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reductions_are_those_in_rank_order(agree, dtype):
     rank, size = mpi.rank(), mpi.size()
-    for op, numel in itertools.product(contract.OPS_OF[dtype], NUMELS):
-        inputs = [contract.values((numel,), dtype, r) for r in range(size)]
+    cases = [(numel, [contract.values((numel,), dtype, r) for r in range(size)]) for numel in NUMELS]
+    for (numel, inputs), op in itertools.product(cases, contract.OPS_OF[dtype]):
         expected = contract.reduced(inputs, op)
         result = bound("allreduce", dtype, op)(inputs[rank].clone(), None, 0)
         agree.bits(result, expected, f"allreduce {op} {numel}")
@@ -60,7 +60,7 @@ def test_reductions_are_those_in_rank_order(agree, dtype):
 @pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
 def test_movements_preserve_every_bit(agree, dtype):
     rank, size = mpi.rank(), mpi.size()
-    for numel in (*NUMELS, 300_000):
+    for numel in (*NUMELS, 60_000):
         inputs = [contract.values((numel + r,), dtype, r) for r in range(size)]
         result = bound("allgather")(inputs[rank], None, 0)
         agree.bits(result, torch.cat(inputs), f"allgather {numel}")
@@ -90,9 +90,9 @@ def test_operations_are_reused_for_any_size(agree):
 def test_bits_do_not_depend_on_size_chunks_or_backend(agree):
     """Also compared with the `mpi` backend: the choice of the backend must not change a run."""
     for dtype in contract.FLOATS:
-        inputs = contract.values((300_000,), dtype, mpi.rank(), seed=3)
+        inputs = contract.values((100_000,), dtype, mpi.rank(), seed=3)
         whole = mpi.allreduce(inputs.clone(), backend="p2p")
-        parts = torch.cat([mpi.allreduce(t.clone(), backend="p2p") for t in inputs.split([1, 2, 1000, 7, 298_990])])
+        parts = torch.cat([mpi.allreduce(t.clone(), backend="p2p") for t in inputs.split([1, 2, 1000, 7, 98_990])])
         cut = bound("allreduce", dtype, "sum")(inputs.clone(), None, 0)
         by_mpi = mpi.allreduce(inputs.clone(), backend="mpi")
         for name, other in (("parts", parts), ("small chunks", cut), ("mpi", by_mpi)):
@@ -132,7 +132,7 @@ def test_memory_of_inference_mode_and_of_parameters(agree):
 
 
 def test_calls_of_other_backends_in_between(agree):
-    """The messages of one call are never taken for those of another."""
+    """The messages of one call are not received by another."""
     rank, size = mpi.rank(), mpi.size()
     for k in range(20):
         backend = ("p2p", "mpi")[k % 2]

@@ -5,31 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from bench_rows import FACTS, cells_of, figures, row
 
 import torchmpi.cli
 from torchmpi.cli.bench import collective_bench, report, training
 from torchmpi.cli.bench.report import draw
 from torchmpi.errors import ArgumentError, JobError
-
-FACTS = {
-    "ranks": 2, "hosts": 1, "mpi": "Some MPI 1.0", "cores": ["0", "1"], "ranks_per_core": 1.0, "threads_per_rank": 1,
-    "binding": "bound", "processor": "Abacus, 2 CPUs", "versions": {"torch": "2.0"}, "settings": {},
-}  # fmt: skip
-
-
-def row(contestant: str, median: float | None, *, num_bytes: int = 4096, width: float = 0.1, **more):
-    head = {
-        "ranks": 2, "verb": "allreduce", "dtype": "float32", "mode": "sync", "bytes": num_bytes,
-        "payload_bytes": num_bytes, "model_steps": 2, "model_bytes": num_bytes, "contestant": contestant,
-    }  # fmt: skip
-    return head | figures(median, width) | more
-
-
-def figures(median: float | None, width: float = 0.1):
-    if median is None:
-        return {"why_not": "not installed"}
-    low, high = median * (1 - width), median * (1 + width)
-    return {"median_us": median, "low_us": low, "high_us": high, "num_batches": 9, "calls_per_batch": 3}
 
 
 def collectives(*rows):
@@ -37,10 +18,6 @@ def collectives(*rows):
 
 
 CELL = [row("auto", 10.0), row("auto shared", 2.0), row("mpi4py", 15.0), row("gloo", 300.0), row("copy", 5.0)]
-
-
-def cells_of(text: str) -> list[list[str]]:
-    return [line.split() for line in text.splitlines()]
 
 
 def test_overview_has_ratios_and_shares():
@@ -110,11 +87,6 @@ def test_comparison_marks_changes_beyond_the_spread(tmp_path):
     verdicts = {cells[5]: cells[-1] for cells in cells_of(text) if cells[:2] == ["2", "allreduce"]}
     assert verdicts == {"auto": "faster", "mpi": "1.05", "gloo": "slower"}, text
     assert "3 lines in both: 1 faster, 1 slower" in text and "only in B: 1." in text
-
-
-def test_comparison_of_a_file_with_itself_finds_nothing(tmp_path):
-    path = saved(tmp_path / "a.json", collectives(*CELL))
-    assert "5 lines in both: 0 faster, 0 slower" in report.compare_files(path, path)
 
 
 def test_files_that_cannot_be_compared(tmp_path, capsys):

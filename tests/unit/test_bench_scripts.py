@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_rows import FACTS, cells_of, figures, row
 
 from torchmpi.cli.bench import options, report, timing
 from torchmpi.cli.bench.command import run_script
@@ -34,11 +35,6 @@ import server_parts  # noqa: E402
 import starts  # noqa: E402
 import usage  # noqa: E402
 from server_parts import ALL, ONE  # noqa: E402
-
-FACTS = {
-    "ranks": 2, "hosts": 1, "mpi": "Some MPI 1.0", "cores": ["0", "1"], "ranks_per_core": 1.0, "threads_per_rank": 1,
-    "binding": "bound", "processor": "Abacus, 2 CPUs", "versions": {"torch": "2.0"}, "settings": {},
-}  # fmt: skip
 
 
 def parsed(*given: str) -> argparse.Namespace:
@@ -112,13 +108,9 @@ def test_jobs_for_each_part():
 
 
 def speed(contestant: str, median: float | None, *, collective: str = ALL, num_bytes: int = 4096) -> dict:
-    figures = {"why_not": "not today"}
-    if median is not None:
-        figures = {"median_us": median, "low_us": median * 0.9, "high_us": median * 1.1, "num_batches": 9,
-                   "calls_per_batch": 3}  # fmt: skip
     moved = (1 if contestant == "copy" else 2) * num_bytes
     head = {"part": "speed", "ranks": 2, "verb": collective, "dtype": "float32", "mode": "sync", "bytes": num_bytes}
-    return head | {"contestant": contestant, "payload_bytes": moved} | figures
+    return head | {"contestant": contestant, "payload_bytes": moved} | figures(median)
 
 
 def made(*rows: dict) -> dict:
@@ -129,13 +121,9 @@ CELL = [speed("torchmpi", 10.0), speed("rpc", 600.0), speed("rpc script", 400.0)
         speed("copy", 2.5)]  # fmt: skip
 
 
-def lines_of(text: str) -> list[list[str]]:
-    return [line.split() for line in text.splitlines()]
-
-
 def test_speed_is_compared_with_each_form_of_rpc_and_with_the_copy():
     text = server.as_text(made(*CELL))
-    line = next(cells for cells in lines_of(text) if cells[:1] == ["4K"])
+    line = next(cells for cells in cells_of(text) if cells[:1] == ["4K"])
     # 8192 bytes in 10 us; 600 / 10, 400 / 10, 300 / 10; a copy takes 2.5 us for half of the bytes.
     assert line[-5:] == ["0.82", "60.0", "40.0", "30.0", "50%"], text
     assert ALL in text and "Some MPI 1.0" in text and "no figures" not in text
@@ -143,9 +131,9 @@ def test_speed_is_compared_with_each_form_of_rpc_and_with_the_copy():
 
 def test_peers_that_are_missing_have_a_reason():
     text = server.as_text(made(CELL[0], speed("rpc", None), speed("rpc one call", None), CELL[-1]))
-    line = next(cells for cells in lines_of(text) if cells[:1] == ["4K"])
-    assert line[-2:] == ["0.82", "50%"] and "rpc: not today" in text and "rpc one call: not today" in text
-    assert [cells[-3:] for cells in lines_of(server.as_text(made(CELL[1]))) if cells[:1] == ["4K"]] == [["-"] * 3]
+    line = next(cells for cells in cells_of(text) if cells[:1] == ["4K"])
+    assert line[-2:] == ["0.82", "50%"] and "rpc: not installed" in text and "rpc one call: not installed" in text
+    assert [cells[-3:] for cells in cells_of(server.as_text(made(CELL[1]))) if cells[:1] == ["4K"]] == [["-"] * 3]
 
 
 def test_idle_and_storm():
@@ -154,8 +142,8 @@ def test_idle_and_storm():
     storm = {"part": "storm", "ranks": 4, "bytes": 8192, "seconds": 30.0, "updates": 3000, "updates_per_second": 100.0,
              "is_exact": True, "resident_bytes_before": 300 << 20, "resident_bytes_after": 301 << 20}  # fmt: skip
     text = server.as_text(made(*idle, storm, storm | {"is_exact": False}))
-    assert ["server,", "no", "thread", "2", "10", "0.10", "0.20"] in lines_of(text), text
-    assert ["8K", "4", "30.0", "3000", "100", "exact", "300.0", "301.0"] in lines_of(text), text
+    assert ["server,", "no", "thread", "2", "10", "0.10", "0.20"] in cells_of(text), text
+    assert ["8K", "4", "30.0", "3000", "100", "exact", "300.0", "301.0"] in cells_of(text), text
     assert text.count("WRONG") == 1
 
 
@@ -164,7 +152,7 @@ def test_link_with_and_without_hosts():
     row = head | {"bytes": 64_000_000, "gbit": 1.0, "what": "send", "bytes_per_second": 1e8, "low": 9e7, "high": 1.1e8,
                   "is_exact": True}  # fmt: skip
     text = server.as_text(made(row, row | {"what": "receive", "gbit": None, "is_exact": False}))
-    assert ["send", "2", "64.0", "100.0", "90.0", "to", "110.0", "80%"] in lines_of(text), text
+    assert ["send", "2", "64.0", "100.0", "90.0", "to", "110.0", "80%"] in cells_of(text), text
     assert "receive: WRONG" in text
     assert server.as_text(made(head | {"why_not": "alone"})).endswith("link: alone")
 
@@ -226,21 +214,6 @@ def test_links_are_in_gigabits():
 # --- starts, leaks, memory
 
 
-def row(contestant: str, median: float | None, *, num_bytes: int = 4096, width: float = 0.1, **more):
-    head = {
-        "ranks": 2, "verb": "allreduce", "dtype": "float32", "mode": "sync", "bytes": num_bytes,
-        "payload_bytes": num_bytes, "model_steps": 2, "model_bytes": num_bytes, "contestant": contestant,
-    }  # fmt: skip
-    return head | figures(median, width) | more
-
-
-def figures(median: float | None, width: float = 0.1):
-    if median is None:
-        return {"why_not": "not installed"}
-    low, high = median * (1 - width), median * (1 + width)
-    return {"median_us": median, "low_us": low, "high_us": high, "num_batches": 9, "calls_per_batch": 3}
-
-
 def test_starts():
     jobs = [
         {"facts": FACTS, "rows": [row("auto", time, start=number)]}
@@ -259,7 +232,7 @@ def test_leaks():
     found = {f"{name}_growth": value for name, value in (growth | {"resident_bytes": 4096, "descriptors": 2}).items()}
     rows = [{"ranks": 2, "rank": 0, "part": "4 B", "calls": 100, "seconds": 0.1} | found]
     text = leaks.as_text(report.new_report("leaks", [{"facts": FACTS, "rows": rows}], {}))
-    assert any(cells == ["0", "4", "B", "100", "0.1", "+4", "+2", "+0", "+0", "+0"] for cells in lines_of(text)), text
+    assert any(cells == ["0", "4", "B", "100", "0.1", "+4", "+2", "+0", "+0", "+0"] for cells in cells_of(text)), text
 
 
 def test_memory():
@@ -272,7 +245,7 @@ def test_memory():
     rows = memory.memory_rows(2, 1, stages)
     assert [line["part"] for line in rows] == [*stages, "torchmpi altogether"]
     text = memory.as_text(report.new_report("memory", [{"facts": FACTS, "rows": rows}], {}))
-    assert any(cells[-4:] == ["300", "+100.0", "+16.0", "16.0"] for cells in lines_of(text)), text
+    assert any(cells[-4:] == ["300", "+100.0", "+16.0", "16.0"] for cells in cells_of(text)), text
 
 
 def test_usage_of_this_process():

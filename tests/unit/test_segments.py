@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import multiprocessing
 import os
 import stat
 import threading
@@ -58,7 +57,7 @@ def test_two_mappings_of_one_memory(kind, tmp_path):
     first.withdraw()
     assert os.listdir(tmp_path) == []
     second.memory[5:8] = b"xyz"
-    assert first.memory[5:8] == b"xyz", "withdrawn, it lives on where it is mapped"
+    assert first.memory[5:8] == b"xyz", "a withdrawn segment stays mapped"
     first.close()
     second.close()
     assert descriptors() == before
@@ -128,26 +127,6 @@ def test_lack_of_memory_is_an_error_without_leftovers(kind, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path) == [] and descriptors() == before
-
-
-def _open_and_add(ticket: Ticket, answer: object) -> None:
-    segment = Segment.open(ticket)
-    segment.memory[0] += 1
-    answer.put((segment.memory[0], stat.S_IMODE(os.stat(ticket.path).st_mode)))
-
-
-def test_another_process_opens_a_segment_by_its_ticket():
-    segment = Segment.create("test", PAGE)
-    segment.memory[0] = 41
-    spawn = multiprocessing.get_context("spawn")
-    answer = spawn.SimpleQueue()
-    process = spawn.Process(target=_open_and_add, args=(segment.ticket, answer))
-    process.start()
-    assert answer.get() == (42, 0o600)
-    process.join()
-    assert segment.memory[0] == 42
-    segment.release()
-    segment.close()
 
 
 # --- the heap

@@ -1,68 +1,12 @@
-"""The pure functions of collectives over hosts: a reduce in the order of an allreduce, and the order of a pipeline."""
+"""Collectives over hosts without processes: the order of a pipeline, and the arithmetic of reductions."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 
 from torchmpi.backends import rank_order
 from torchmpi.backends.pipeline import run_pipelined
-from torchmpi.communicators import splits
-
-
-def carry_out(collective: str, split: splits.Split, root: int) -> list[str]:
-    """Run the steps of all ranks on strings that record the order of additions."""
-    size = len(split.members)
-    values = [str(rank) for rank in range(size)]
-    plans = [
-        splits.reduce_group_by_group(rank, split, root)
-        if collective == "reduce"
-        else splits.steps_for("allreduce", rank, [split])
-        for rank in range(size)
-    ]
-    done = [0] * size
-    while any(done[rank] < len(plans[rank]) for rank in range(size)):
-        progress = False
-        for rank in range(size):
-            if done[rank] == len(plans[rank]):
-                continue
-            step, member = plans[rank][done[rank]], split.members[rank]
-            group = member.intra if step.group == "intra" else member.inter
-            assert group is not None
-            if all(done[other] < len(plans[other]) and plans[other][done[other]] == step for other in group):
-                total = "(" + "+".join(values[other] for other in group) + ")"
-                for place, other in enumerate(group):
-                    if step.collective == "broadcast":
-                        values[other] = values[group[step.root or 0]]
-                    elif step.collective == "allreduce" or place == step.root:
-                        values[other] = total
-                    else:
-                        values[other] = "nothing useful"
-                    done[other] += 1
-                progress = True
-        assert progress, f"ranks wait for each other: {plans}"
-    return values
-
-
-@pytest.mark.parametrize("size", range(2, 6))
-def test_reduce_adds_as_allreduce_does(size: int) -> None:
-    for keys in itertools.product("abc", repeat=size):
-        split = splits.plan_split(keys, cartesian=False)
-        if len(split.groups) == 1:
-            continue
-        everywhere = carry_out("allreduce", split, 0)
-        assert len(set(everywhere)) == 1
-        for root in range(size):
-            assert carry_out("reduce", split, root)[root] == everywhere[0], (keys, root)
-
-
-def test_a_reduce_on_a_grid_needs_no_broadcast() -> None:
-    split = splits.plan_split("abab", cartesian=True)
-    for root, rank in itertools.product(range(4), repeat=2):
-        verbs = [step.collective for step in splits.reduce_group_by_group(rank, split, root)]
-        assert set(verbs) == {"reduce"} and len(verbs) <= 2
 
 
 @pytest.mark.parametrize("num_chunks", (0, 1, 2, 5))
