@@ -11,7 +11,7 @@ import torch
 from ..communicators.group import Group
 
 Operation = Callable[[Any, Any, int], Any]
-"""``operation(source, destination, root) -> result``, on contiguous tensors of a device the backend takes."""
+"""``operation(source, destination, root) -> result``, on contiguous tensors of a device that the backend accepts."""
 
 NAMES = ("mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo")
 """All backends of the design, implemented or not."""
@@ -20,7 +20,7 @@ NAMES = ("mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo")
 class TensorTable(Protocol):
     """Tensors at separate addresses that an operation reduces as one stream of bytes.
 
-    An operation has the attribute ``many``, an operation on such a table, if its backend can do that.
+    An operation has the attribute ``many``, an operation on such a table, if its backend supports tables.
     """
 
     table: np.ndarray

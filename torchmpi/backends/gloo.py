@@ -1,7 +1,7 @@
 """The backend `gloo`: collectives over torch's ProcessGroupGloo, which connects the ranks by TCP.
 
 Tensors travel as bytes in messages between pairs of ranks. Reductions are combined in rank order
-(:mod:`torchmpi.backends.ordered_reduction`); gloo's own ones would add in an order that depends on the size, and round
+(:mod:`torchmpi.backends.ordered_reduction`); those of gloo would add in an order that depends on the size, and round
 16-bit floats at every step.
 """
 
@@ -30,7 +30,7 @@ _TAG = 0
 
 
 def problem() -> str:
-    """Return why this torch has no gloo; '' if it has."""
+    """Return the reason why this torch has no gloo; '' if it has."""
     has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     return "" if has_gloo else "this torch was built without gloo"
 
@@ -58,7 +58,7 @@ class GlooBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        # In one step: threads that bind at the same time must not make two.
+        # Atomic: threads that bind at the same time must not create two groups.
         torch_group = self._torch_groups.setdefault(group, GlooGroup(group))
         if collective == "barrier":
             return torch_group.barrier
@@ -77,7 +77,7 @@ class GlooGroup(TorchGroup):
     remedy = f"Choose the network interface with {INTERFACE_VARIABLE}, and open the ports between the hosts."
 
     def open(self, store: Any) -> Any:
-        """Connect each rank with each other one."""
+        """Connect each rank with every other rank."""
         from torch.distributed import ProcessGroupGloo
 
         hosts = self.comm.allgather((network.namespace(), network.own_interfaces()))
@@ -90,12 +90,12 @@ class GlooGroup(TorchGroup):
         return ProcessGroupGloo(store, self.rank, self.size, options)
 
     def barrier(self, source: Any, destination: Any, root: int) -> None:
-        """Return when all ranks have called."""
+        """Wait until all ranks have called."""
         if self.size > 1:
             self.wait(self.opened.barrier())
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send a tensor to each of these ranks and receive one from each of those; this rank may be among them."""
+        """Send a tensor to each rank of `sends` and receive one from each of `receives`; both may include this rank."""
         works = []
         for shift in range(1, self.size):
             origin = (self.rank - shift) % self.size
@@ -113,14 +113,14 @@ class GlooGroup(TorchGroup):
         return self._checked(partial(getattr(self.opened, name), [as_bytes(tensor)], peer, _TAG), peer)
 
     def wait(self, work: Any, peer: int | None = None) -> None:
-        """Return when a work of gloo is complete; raise TransportError if it fails."""
+        """Wait for a work of gloo; raise TransportError if it fails."""
         self._checked(work.wait, peer)
 
     def _checked(self, call: Any, peer: int | None) -> Any:
         try:
             return call()
         except RuntimeError as error:
-            self.opened.abort()  # so that the other ranks do not wait for this one
+            self.opened.abort()  # the other ranks then do not wait for this rank
             whom = "another rank" if peer is None else f"rank {self.world_ranks[peer]}"
             reason = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[0]  # without gloo's file name and advice
             raise TransportError(

@@ -1,4 +1,4 @@
-"""The GPU of each rank, and the GPUs whose memory it can open: gathered once at start."""
+"""The GPU of each rank, and the GPUs whose memory that rank can open: gathered once at start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The backend that every rank has: the collectives of the MPI library.
 
-Broadcast, gather, scatter, alltoall and allgather move bytes. A reduction is left to MPI where any order of adding
-gives the same bits; other reductions exchange their parts through MPI and combine them in rank order
+Broadcast, gather, scatter, alltoall and allgather move bytes. The MPI library computes a reduction if every order of
+addition gives the same bits; other reductions exchange their parts through MPI and combine them in rank order
 (:mod:`torchmpi.backends.ordered_reduction`). Messages longer than MPI's 32-bit counts are sent in chunks.
 """
 
@@ -43,7 +43,7 @@ _MESSAGES = ("send", "recv", "sendreceive")
 
 
 class MPIBackend:
-    """Collectives of the MPI library, on memory of the host; where it is CUDA-aware, device memory can be moved."""
+    """Collectives of the MPI library, on host memory; a CUDA-aware library also moves device memory."""
 
     name = "mpi"
     announces = False
@@ -188,7 +188,7 @@ class MPIMovement:
         self.MPI, self.comm, self.rank, self.size = group.context.MPI, group.comm, group.rank, group.size
 
     def barrier(self, source: Any, destination: Any, root: int) -> None:
-        """Return when all ranks have called."""
+        """Wait until all ranks have called."""
         self.comm.Barrier()
 
     def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:

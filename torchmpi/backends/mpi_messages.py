@@ -74,8 +74,7 @@ def longest_part(sizes: torch.Tensor, where: str) -> int:
     """Return the bytes of the longest part that any rank sends.
 
     `sizes[i, 0, j]` is the size of the part that rank i sends to rank j, `sizes[i, 1, j]` of the part that rank i
-    receives from rank j.
-    Raises MismatchError, the same on all ranks, if the two sides of a message differ.
+    receives from rank j. Raises the same MismatchError on all ranks if the two sides of a message differ.
 
     >>> longest_part(torch.tensor([[[4, 8], [4, 2]], [[2, 4], [8, 4]]]), "rank 0")
     8
@@ -86,7 +85,7 @@ def longest_part(sizes: torch.Tensor, where: str) -> int:
         sent, room = int(sizes[sender, 0, receiver]), int(sizes[receiver, 1, sender])
         raise MismatchError(
             f"{where}: rank {sender} of the group sends {sent} bytes to rank {receiver}, which has room for {room}. "
-            "Make the sizes that ranks send the ones that the others expect."
+            "Send the sizes that the receivers expect."
         )
     return int(sizes[:, 0].max())
 

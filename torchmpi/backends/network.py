@@ -1,4 +1,4 @@
-"""The address at which the other hosts of a group reach this one."""
+"""The address at which the other hosts of a group reach this host."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def own_interfaces() -> list[str]:
 
 
 def address_among(own: Sequence[str], others: Sequence[Sequence[str]]) -> str | None:
-    """Return the address of this host in a network in which each other host has an address of its own; IPv4 first.
+    """Return the address of this host in a network in which every other host has a different address; IPv4 first.
 
-    A bridge of containers has the same address on each host, so that it is not chosen.
+    A bridge of containers, which has the same address on each host, is not chosen.
 
     >>> address_among(["172.17.0.1/16", "10.0.0.1/24"], [["172.17.0.1/16", "10.0.0.2/24"]])
     '10.0.0.1'

@@ -1,11 +1,11 @@
-"""Algorithms of this package over MPI's point-to-point messages, for ranks on different hosts.
+"""The backend `p2p`: reductions, broadcast and allgather by MPI point-to-point messages, for ranks on different hosts.
 
 An MPI library adds along rings or trees, in an order that depends on the size. Here each rank owns a part of the
 vector, receives that part of every other vector, and combines all of them in rank order: the bytes are those of a ring,
 and the bits depend on the rank order only. :mod:`torchmpi.backends.schedule` plans the messages; this file sends them
 chunk by chunk, so that one chunk is combined while the next ones are on the network.
 
-The messages use the communicator of the group and a tag of their own: calls on a group run one at a time and in the
+The messages use the communicator of the group and a separate tag: calls on a group run one at a time and in the
 same order on all ranks, and MPI keeps the messages between two ranks in order.
 """
 
@@ -39,7 +39,8 @@ _SHORT_BYTES = 16 << 10
 _TREE_BYTES = 64 << 10
 _CHAIN_CHUNK_BYTES = 256 << 10
 _MAX_CHAIN_CHUNKS = 8  # in progress
-# Chunks of a reduction: short enough that combining one takes little beside sending it, long enough for full speed.
+# Chunks of a reduction: short enough that combining a chunk takes much less time than sending, long enough for full
+# speed.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -58,7 +59,7 @@ class P2PBackend:
         return device_type == "cpu"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept the collectives that training needs between hosts."""
+        """Accept reductions, broadcast and allgather."""
         if collective not in REDUCTIONS + _MOVEMENTS:
             return f"it has no {collective}, only {', '.join(REDUCTIONS + _MOVEMENTS)}"
         if collective in REDUCTIONS and importlib.util.find_spec("llvmlite") is None:
@@ -90,7 +91,7 @@ class RoundMessages:
     ) -> list[Any]:
         """Begin all messages of a round with these flat tensors, and return the requests.
 
-        Receives first: a message that arrives before its receive costs the library a copy.
+        Receives begin first, since the library copies a message that arrives before its receive.
         """
         MPI, requests = self.MPI, []
         for message in step.receives:
@@ -102,7 +103,7 @@ class RoundMessages:
         return requests
 
     def finish(self, requests: list[Any]) -> None:
-        """Return when all these messages have been sent or received."""
+        """Wait until all these messages have been sent or received."""
         self.MPI.Request.Waitall(requests)
 
     def swap(self, outgoing: torch.Tensor, target: int, incoming: torch.Tensor, origin: int) -> None:

@@ -1,6 +1,6 @@
 """Combining the vectors of several ranks in rank order, and rounding the result once.
 
-An MPI library selects its allreduce algorithm by message size, and each algorithm adds in an order of its own: the sum
+An MPI library selects its allreduce algorithm by message size, and each algorithm adds in a different order: the sum
 of a gradient can depend on whether the gradient is part of a bucket. MPI also has no 16-bit floats. Here each element
 is ``((r0 op r1) op r2) op ...`` in an accumulator of at least 32 bits, rounded once. The bits depend on the values and
 on the rank order only. Between hosts, :mod:`torchmpi.backends.hierarchical.hosts` adds the totals of the hosts in the
@@ -48,7 +48,7 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     """Combine `parts` in their order into `out` by operations of torch, on any device.
 
     `out` must not overlap a part. This is the readable form of `combiner`, with the same bits on host memory, except
-    for the payload of a NaN that is computed.
+    for the payload of a computed NaN.
 
     >>> result = torch.empty(2)
     >>> combine([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])], "avg", result)
@@ -76,7 +76,7 @@ def _combine_integers(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor)
         op, out, parts = _OF_BOOL.get(op, op), out.view(torch.uint8), [part.view(torch.uint8) for part in parts]
     flipped = 0
     signed = _SIGNED.get(out.dtype)
-    if signed is not None:  # torch has no arithmetic for it; but for the order, signed numbers give the same bits
+    if signed is not None:  # torch has no arithmetic for this dtype; signed numbers give the same bits except in order
         out, parts = out.view(signed), [part.view(signed) for part in parts]
         if op in _EXACT:
             flipped = torch.iinfo(signed).min

@@ -24,7 +24,7 @@ from .selection_table import Key, Table, checked, keys
 
 _FORMAT = 1
 NO_FILE = "there is no such file"
-NO_ENTRY = "it has nothing for a job of this shape"
+NO_ENTRY = "it has no table for a job of this shape"
 
 
 class JobDescription(NamedTuple):
@@ -50,7 +50,7 @@ def describe_job(hosts: Sequence[int], num_cores: int, num_local_ranks: int, mpi
 
 
 def cpu_model() -> str:
-    """Return the model name of the processor, or the architecture if Linux has no name.
+    """Return the model name of the processor, or the architecture if Linux reports no name.
 
     >>> cpu_model() != ""
     True

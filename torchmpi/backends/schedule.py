@@ -1,4 +1,4 @@
-"""Rounds of messages between ranks, for each algorithm and rank. Pure arithmetic."""
+"""Plans of messages between ranks, for each algorithm and rank. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def exchange(rank: int, size: int) -> Round:
     """Plan a reduce-scatter without the addition: every rank's version of block j is sent to rank j.
 
     Each rank sends (size - 1) / size of its vector, as in a ring, but receives all versions of its block and can add
-    them in rank order. The order of the peers differs between ranks, so that not all send to the same rank.
+    them in rank order. The order of the peers differs between ranks, so that no rank receives from all others at the
+    same time.
 
     >>> exchange(1, 3)
     Round(sends=(Message(peer=2, first=2, num_blocks=1), Message(peer=0, first=0, num_blocks=1)), \

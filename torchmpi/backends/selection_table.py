@@ -25,11 +25,11 @@ BY_SIZE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 _SHORT_BYTES = 64 << 10
 DEVICE_TRANSPORTS = ("nccl", "ipc")
-"""Backends that run on the device itself, in order of preference. They are experimental: no GPU has run them yet."""
+"""Backends that run on the device itself, in order of preference. Experimental: not tested on GPUs."""
 OF_THE_HOST = ("barrier", "scatter")
-"""Collectives that use the rules for the CPU on any device: ranks without a tensor do not have its device."""
+"""Collectives that use the rules for the CPU on any device, since ranks without a tensor have no device."""
 HIERARCHICAL = "hierarchical"
-"""The backend that runs inside the hosts, then between them, and so adds group by group."""
+"""The backend that runs inside the hosts, then between them, and therefore adds group by group."""
 
 Rule = tuple[tuple[int | None, str], ...]
 """(largest size in bytes, backend), in order of size; the last size is None, for all larger tensors."""
@@ -75,7 +75,7 @@ def span_of(group: Group) -> str:
 
 
 def out_of_reach(transport: str, span: str) -> str | None:
-    """Return why a backend cannot be used with a placement of ranks, or None.
+    """Return the reason why a backend cannot be used with a placement of ranks, or None.
 
     >>> out_of_reach("shm", "host"), out_of_reach("shm", "hosts")
     (None, 'its ranks are on several hosts')
@@ -119,7 +119,7 @@ def default_transport(
     gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
     aware: bool = False,
 ) -> str:
-    """Return the backend that is used if none was measured or requested.
+    """Return the backend for calls without a measured or requested backend.
 
     `can` returns whether a backend is possible. `forced`, `hierarchical` and `gpu_backends` are the settings. For ranks
     without an MPI launcher, `gloo` replaces `mpi`; `p2p` is faster (docs/design/torch-distributed.md), but lacks some

@@ -37,9 +37,9 @@ _WHERE = {"host": "within a host", "hosts": "between hosts"}
 class Availability(dict[tuple[str, str, str, str], str]):
     """(backend, collective, device, mode) -> ``available``, ``unavailable: reason`` or ``unimplemented``.
 
-    Backends that no GPU has run yet are ``available (experimental)``. In a job of several hosts also ``available within
-    a host`` or ``available between hosts``, with the reason against the other. Printed, it is a table with one line per
-    backend, device and status.
+    Backends that have not been tested on GPUs are ``available (experimental)``. In a job of several hosts also
+    ``available within a host`` or ``available between hosts``, with the reason against the other. Printed, it is a
+    table with one line per backend, device and status.
     """
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Selector:
     def __init__(self, backends: dict[str, Backend], world: Group, config: Config) -> None:
         self.backends = backends
         self.tuned = Table()
-        """The rules that were measured, in this run or an earlier one."""
+        """The measured rules, of this run or an earlier one."""
         self._world, self._config = world, config
         self._check_forced()
         self._defaults = self._default_table()
@@ -287,7 +287,7 @@ class Selector:
         self.tuned.clear()
 
     def key(self, parts: tuple[str, ...]) -> Key:
-        """Return (collective, device, span, mode) as a key of the table; raise ArgumentError if it is none."""
+        """Return (collective, device, span, mode) as a key of the table; raise ArgumentError if it is not a key."""
         if not isinstance(parts, tuple) or len(parts) != len(Key._fields):
             raise ArgumentError(
                 f"{self._world.where}: collective_selector[{parts!r}]: give four strings, {', '.join(Key._fields)}, "
@@ -339,7 +339,7 @@ class Selector:
     # --- availability ---------------------------------------------------------------------------------------
 
     def reason_against(self, key: Key, name: str) -> str | None:
-        """Return why a backend cannot run such calls in this job, or None."""
+        """Return the reason why a backend cannot run such calls in this job, or None."""
         if name not in self.backends:
             return "it is not part of this version"
         among = self._world if span_of(self._world) == key.span else None
@@ -353,7 +353,7 @@ class Selector:
         return self.reason_against(key, name) is None
 
     def refusal(self, table: Table) -> str:
-        """Return why a table cannot be used in this job, or ''."""
+        """Return the reason why a table cannot be used in this job, or ''."""
         for key, rule in table.items():
             for _, name in rule:
                 reason = self.reason_against(key, name)

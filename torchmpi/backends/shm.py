@@ -1,8 +1,8 @@
 """The backend `shm`: collectives of the ranks of one host, in memory that they share.
 
 The kernels (:mod:`torchmpi.shared_memory.kernels`) do the work without the GIL. This module turns a collective into
-addresses, lengths and one or two calls of kernels, and handles the statuses that they return. Kernels compare what the
-ranks called when they arrive, so no other comparison is necessary.
+addresses, lengths and one or two calls of kernels, and handles the statuses that they return. Kernels compare the calls
+of the ranks when they synchronize, so no other comparison is necessary.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WHOLE_BYTES = 16 << 10
 """Up to this size a tensor is not divided among the ranks, which saves one synchronization."""
 
 _EAGER_SPINS, _EAGER_YIELDS = 2000, 2000
-# With more ranks than cores, or beside the computation of the same rank, a waiting thread takes cycles from others.
+# With more ranks than cores, or during a computation of the same rank, a polling thread takes cycles from others.
 _CROWDED_SPINS, _POLITE_SPINS, _POLITE_YIELDS = 200, 50, 50
 # Two chunks of each rank on a core, and the other operand of their reduction, fit into its second-level cache.
 _MAX_CHUNK_BYTES, _CROWDED_CHUNK_BYTES = 256 << 10, 128 << 10
@@ -72,11 +72,11 @@ class SharedMemoryBackend:
             self.problem = f"its kernels cannot be compiled here ({type(error).__name__}: {error})"
 
     def takes(self, device_type: str, collective: str) -> bool:
-        """Return whether tensors of this device need no staging: those of the host."""
+        """Accept host memory; CUDA tensors are staged."""
         return device_type == "cpu"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Return why a collective cannot run, or None: all can, among ranks that share memory."""
+        """Accept every collective among ranks that share memory."""
         if device_type == "cuda" and not torch.cuda.is_available():
             return "this torch or this host has no CUDA"
         if self.problem:
@@ -131,10 +131,10 @@ class SharedGroup:
         self._rank, self._call_log = group.rank, group.call_log
 
     def abort(self) -> None:
-        """Inform the others that this rank does not finish the current call, and set a new chunk count.
+        """Publish that this rank does not finish the current call, and set a new chunk count.
 
         The count follows from the sequence number, so that all ranks agree on it, and is greater than all before, so
-        that values which the failed call has left in slots and counters are not taken for new ones.
+        that the values of the failed call in slots and counters are not taken for new ones.
         """
         if self._call_log.current is None:
             return
@@ -156,7 +156,7 @@ class SharedGroup:
         self.fields[records.EXPIRED] = seq
 
     def be_patient(self, *, polite: bool) -> None:
-        """Choose how kernels wait: politely beside a computation of this rank, or for the lowest latency."""
+        """Set how kernels wait: `polite` with little polling, beside a computation; otherwise for the lowest latency."""
         spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
         self.fields[records.SPINS], self.fields[records.YIELDS] = spins, yields
 
@@ -283,7 +283,7 @@ class SharedCalls:
             raise
 
     def _differing(self) -> int | None:
-        """Return a rank with another call: the rank that aborted may have found that mismatch first."""
+        """Return a rank with another call; the rank that aborted may have detected the mismatch first."""
         same = 0, call_log.ABORTED
         return next((rank for rank in range(self.size) if self._difference_to(rank) not in same), None)
 
@@ -304,7 +304,7 @@ class SharedCalls:
             self.settle(status)
 
     def synchronize(self, *payload: int) -> None:
-        """Wait for all ranks, with some integers that the others can read afterwards."""
+        """Wait for all ranks; the other ranks can read `payload` afterwards."""
         self.message[: len(payload)] = payload
         self.run("barrier", self.record(), self.message.ctypes.data, len(payload) * FIELD_BYTES)
 
@@ -486,12 +486,12 @@ class SharedOperation:
         """Run the operation through Python, and abort the call if it fails or is interrupted."""
         try:
             return self._operation(source, destination, root)
-        except BaseException:  # written out: _or_abort would be another function call
+        except BaseException:  # inlined: _or_abort would be another function call
             self._calls.shared.abort()
             raise
 
     def cached_call(self, root: int) -> fast_path.CachedCall | None:
-        """Return the call with this root for the fast path, if it may take it."""
+        """Return the call with this root for the fast path, or None if the fast path cannot run the call."""
         calls = self._calls
         if calls.group.is_strict:
             return None

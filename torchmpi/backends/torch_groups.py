@@ -1,7 +1,7 @@
 """Process groups of torch over the ranks of a group: opening them, and moving rows with them.
 
 The backends `gloo` and `nccl` construct torch's C++ process groups directly. ``torch.distributed`` is not initialized,
-and no port is opened for a store: the ranks exchange addresses through the communicator that they have.
+and no port is opened for a store: the ranks exchange addresses through the communicator of the group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:  # a torch without process groups: the backends are unavailable
     Store = object
 
 NO_TIMEOUT = timedelta(days=365)
-"""The timeout of torch's process groups: the watchdog of torchmpi is to report a stall first."""
+"""The timeout of torch's process groups: the watchdog of torchmpi reports a stall first."""
 
 
 class GroupStore(Store):
@@ -59,7 +59,7 @@ class GroupStore(Store):
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when these keys have values."""
+        """Wait until these keys have values."""
         for key in keys:
             self.get(key)
 
@@ -128,14 +128,14 @@ class TorchGroup(ABC):
 
     @abstractmethod
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send a tensor to each of these ranks and receive one from each of those; this rank may be among them.
+        """Send a tensor to each rank of `sends` and receive one from each of `receives`; both may include this rank.
 
         An empty tensor is not sent, and not received.
         """
 
     @abstractmethod
     def wait(self, work: Any, peer: int | None = None) -> None:
-        """Return when torch's work is complete, or enqueued; raise TransportError if it fails."""
+        """Wait until torch's work is complete, or enqueued; raise TransportError if it fails."""
 
     def close(self) -> None:
         """Release the process group."""

@@ -1,9 +1,9 @@
 """Staging: collectives on device tensors through backends that take host memory.
 
 The tensor is processed in chunks, so that copies and collectives overlap: a chunk is copied to the host while the
-backend processes the one before, and the one before that is copied to the device. Three buffers are in use. All copies
-are queued on the current stream; the host waits for the copy of a chunk before it passes the chunk to the backend. The
-result has the same bits as without chunks, since every backend combines each element in rank order.
+backend processes the previous chunk, and the chunk before the previous one is copied to the device. Three buffers are
+in use. All copies are queued on the current stream; the host waits for the copy of a chunk before it passes the chunk
+to the backend. The result has the same bits as without chunks, since every backend combines each element in rank order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StagingBuffer:
         self._last = streams.end_of(source, target)
 
     def wait(self) -> None:
-        """Return when the host may read and write the memory."""
+        """Wait until the host may read and write the memory."""
         streams.wait(self._last)
 
 
@@ -130,7 +130,7 @@ class StagedOperation:
                     _copy_to_host(ring[(k + 1) % len(ring)], source, spans[k + 1])
                 buffer = ring[k % len(ring)]
                 buffer.wait()
-                if k > 0:  # each chunk is a call of its own for the backend and the other ranks
+                if k > 0:  # for the backend and the other ranks, each chunk is a separate call
                     assert call_log.current is not None
                     _, code, shape = call_log.current
                     call_log.leave()

@@ -204,7 +204,7 @@ def _number_result(result: Any) -> Any:
 
 
 def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], op: str | None, comm: Comm) -> None:
-    """Cache a call for the fast path, so that the next call like it does not run Python code."""
+    """Cache a call for the fast path, so that the next equal call does not run Python code."""
     tensor, out, root = arguments
     which, is_root, given = collective, group.rank == root, out if tensor is None else tensor
     if which == "gather" and not is_root:
@@ -229,7 +229,7 @@ def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], o
 
 def _cached_call(group: Group, plan: Plan, root: int, comm: Comm, key: Any) -> fast_path.CachedCall | None:
     is_meant = comm is not None or (used.get() is None and runtime.communicator(None).intra is group)
-    is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table since
+    is_meant = is_meant and group.plans.get(key) is plan  # another thread may have changed the table meanwhile
     if not is_meant or group.call_queue.closed or not isinstance(plan, PreparedPlan):
         return None
     cached_call: fast_path.CachedCall | None = plan.cached_call(root)

@@ -42,7 +42,7 @@ def allreduce(
         `tensor`, or `out` if given; a number if `tensor` is a number.
 
     Raises:
-        ArgumentError: The arguments cannot be used. Its subclass DtypeError: not with this dtype.
+        ArgumentError: The arguments cannot be used; the subclass DtypeError if the dtype is the reason.
         MismatchError: The ranks made different calls; raised on all ranks.
 
     Example:
@@ -257,7 +257,7 @@ def alltoall(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, 
 
 
 def barrier(comm: Comm = None) -> None:
-    """Return when every rank of the communicator has called this function.
+    """Wait until every rank of the communicator has called this function.
 
     Args:
         comm: The communicator: None for the current one, a level, or a Communicator.
@@ -276,9 +276,9 @@ def barrier(comm: Comm = None) -> None:
 def _call(
     collective: str, tensor: Any, out: _Tensor | None, root: Any, op: str | None, comm: Comm, backend: str | None
 ) -> Any:
-    """Run a collective that the fast path did not run."""
-    # 1. A call like an earlier one, on contiguous host tensors: its plan is known and needs no further checks.
-    # This is is_simple(tensor) written out, on the path of every call that the fast path does not run.
+    """Run a collective through Python."""
+    # 1. A repeated call on contiguous host tensors: its plan exists and needs no further checks.
+    # is_simple(tensor) inlined, on the path of every call that the fast path does not run.
     is_tensor = (
         type(tensor) is _Tensor
         and tensor.is_cpu

@@ -1,8 +1,8 @@
 """Point-to-point messages: send, recv, sendreceive.
 
-Messages between a pair of ranks arrive in the order in which they were sent. A small header precedes each message, so
-that a receiver whose tensor does not fit raises an error. Asynchronous messages use one queue per peer and direction:
-sending to one rank never waits for another.
+Messages between a pair of ranks arrive in the order in which they were sent. A small header precedes each message, by
+which a receiver detects that its tensor does not fit, and raises an error. Asynchronous messages use one queue per peer
+and direction: sending to one rank never waits for another.
 """
 
 from __future__ import annotations
@@ -304,4 +304,4 @@ class _Message:
         return f"{self.collective}({dtypes.short_name(self.tensor.dtype)} {list(self.tensor.shape)}) {peer}"
 
 
-_HEADER_FIELDS = 66  # dtype, number of dims, and up to 64 dims, which is what torch allows
+_HEADER_FIELDS = 66  # dtype, number of dims, and up to 64 dims, the limit of torch

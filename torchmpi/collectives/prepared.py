@@ -100,7 +100,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     bound: list[tuple[int | None, Operation, Backend]]
     if wanted != HIERARCHICAL and hierarchical.is_composed(runtime.communicators, communicator, collective):
         composed = _composition(runtime, collective, dtype, op, wanted=wanted, mode=mode)
-        # Each step chooses its own backend; this one decides what is staged.
+        # Each step selects its backend; the last one determines which tensors are staged.
         bound = [(None, announced(group, composed), choices[-1].backend)]
     else:
         bound = [(limit, bind(backend, group, collective, dtype, op), backend) for limit, backend in choices]
@@ -118,7 +118,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
             run = _operation_on_lists(operations, dtype)
             if run is not None:
                 plan.many = Plan("allreduce_many", as_many(code), run, operator.attrgetter("signature"))
-    is_known = collective == "scatter" if dtype is None else not dtype.is_complex  # a receiver need not know the dtype
+    is_known = collective == "scatter" if dtype is None else not dtype.is_complex  # a receiver may pass no dtype
     if device_type == "cpu" and is_known and not asynchronous:
         plan.is_simple = plan.bare is not plan
         plan.bare.cached_call = getattr(plan.bare.run, "cached_call", _no_cached_call)
@@ -154,7 +154,7 @@ def _chosen_by(runtime: Runtime, collective: str, device_type: str, wanted: str 
     """Return the device type for which the backend is chosen; it must be the same on all ranks."""
     if collective != "scatter":
         return device_type
-    # Ranks that pass None do not know the device of the root's tensor: use the host, unless a backend is given.
+    # Ranks that pass None have no device: use that of the host, unless a backend is given.
     backend = runtime.selector.backends.get(wanted or "")
     return "cpu" if backend is None or backend.takes("cpu", collective) else "cuda"
 
@@ -299,7 +299,7 @@ def _producing(operation: Operation, *, takes: bool) -> Operation:
             given = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=out.device.type != "cpu")
         elif out is not None and buffers.is_direct(out) and (source is None or not buffers.overlap(out, source)):
             given = out.detach()
-        # Only the backend knows the shape of the result. If `out` does not fit, the backend allocates memory, so that
+        # The backend determines the shape of the result. If `out` does not fit, the backend allocates memory, so that
         # the call ends on all ranks before this rank raises.
         result: torch.Tensor | None = operation(source, given, root)
         if result is None:

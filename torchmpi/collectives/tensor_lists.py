@@ -1,7 +1,7 @@
 """Allreduce of lists of tensors.
 
-Tensors of one dtype and device form one :class:`TensorList`. If the backend reduces tensors at separate addresses, as
-the one for shared memory does, a list is one call and nothing is packed; otherwise tensors are packed into messages.
+Tensors of one dtype and device form one :class:`TensorList`. If the backend reduces tensors at separate addresses (as
+`shm` does), a list is one call and nothing is packed; otherwise tensors are packed into messages.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def _start(tensors: list[_Tensor], op: str, comm: Comm, backend: str | None, *, 
     lists = tensor_lists(tensors, communicator, op, backend, asynchronous=asynchronous)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(
-            f"{group.where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each one "
-            "once."
+            f"{group.where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each "
+            "tensor once."
         )
     started: list[Handle] = []
     for members in lists:

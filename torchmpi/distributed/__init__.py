@@ -1,7 +1,7 @@
 """The ``torch.distributed`` backend: ``dist.init_process_group("torchmpi")``.
 
-torch registers the backend when it is imported, if torchmpi is installed; a script need not import this package. It
-has two functions without a counterpart in torch.
+torch registers the backend when it is imported, if torchmpi is installed; a script need not import this package. Two
+functions have no counterpart in torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-# torch imports this package together with itself, in every process: it must not import more than that.
+# torch imports this package together with itself, in every process: no further imports are allowed here.
 from .registration import register
 
 if TYPE_CHECKING:

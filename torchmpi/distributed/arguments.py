@@ -33,7 +33,7 @@ def single(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         return values
     if len(values) != 1:
-        raise ArgumentError(f"{len(values)} tensors where one is wanted: a rank has one device. Pass a list of one.")
+        raise ArgumentError(f"{len(values)} tensors instead of one: a rank has one device. Pass a list of one tensor.")
     return values[0]
 
 

@@ -12,7 +12,7 @@ MIN_BYTES = 256 << 10
 
 
 def share(bucket: torch.Tensor) -> bool:
-    """Move a bucket to memory that the ranks of the host share; return False if that is impossible or useless.
+    """Move a bucket to memory that the ranks of the host share; return False if this is impossible or has no benefit.
 
     DDP allocates its buckets in private memory, and a reduction would copy them to slots and back. torch can move a
     storage to a file in memory together with all views of it, such as those of DDP's reducer. The ranks may differ in

@@ -18,7 +18,7 @@ def barrier(group: Group, seconds: float, number: int, *, wait_all_ranks: bool) 
     """Send a message to rank 0 of the group, which waits for all of them and answers whether a rank is missing.
 
     `number` counts the monitored barriers of the group, so that the message of a late rank, whose barrier has timed
-    out, is not taken for its arrival at the next one.
+    out, is not counted for the next one.
     """
     runtime.current()  # raises in a forked child
     check_open(group, f"{group.where}: monitored_barrier")
@@ -44,7 +44,7 @@ def _collect(group: Group, limit: float, seconds: float, number: int, *, wait_al
         names = ", ".join(str(rank) for rank in missing)
         raise StallError(  # the wording is gloo's, for programs that search for it
             f"{group.where}: Rank 0 timed out in monitoredBarrier: Rank{'s' * (len(missing) > 1)} {names} failed to "
-            f"pass monitoredBarrier within {seconds:g} s (ranks of the group). Check what these ranks run instead: "
+            f"pass monitoredBarrier within {seconds:g} s (ranks of the group). Check which calls these ranks run: "
             "torchmpi's watchdog reports calls that wait."
         )
 
@@ -71,7 +71,7 @@ def _report(group: Group, limit: float, seconds: float, number: int) -> None:
             return
     raise StallError(
         f"{group.where}: monitored_barrier: rank 0 of the group did not answer within {2 * seconds:g} s. Check "
-        "what it runs instead."
+        "which call that rank runs."
     )
 
 

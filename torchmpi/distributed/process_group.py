@@ -86,7 +86,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._communicator = self._membership.open(options)
         self._group = self._communicator.intra
         self._where = self._group.where
-        # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the caller's wait for that ends.
+        # A wait inside MPI cannot be ended. Such calls run in the group's thread, and the wait of the caller can end.
         self._by_messages = self._group.size > 1 and self._group.status_board is None
         self._limit_seconds = 0.0
         self.set_timeout(options.timeout)
@@ -139,7 +139,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _allreduce_sparse(self, tensor: torch.Tensor, op: str, opts: AllreduceOptions) -> dist.Work:
         if op not in ("sum", "avg") or is_scaled(opts.reduceOp):
-            raise ArgumentError(f"{self._where}: all_reduce: sparse tensors can be summed or averaged, no more.")
+            raise ArgumentError(f"{self._where}: all_reduce: sparse tensors can only be summed or averaged.")
         dtypes.check_reduction(tensor.dtype, op)
         divisor = self.size() if op == "avg" else 1
 
@@ -214,7 +214,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ArgumentError(
                 f"{self._where}: reduce_scatter: {len(parts)} input tensors, of which this rank's has "
                 f"{parts[self.rank()].numel() if len(parts) > self.rank() else 0} elements and the output "
-                f"{output.numel()}. Pass one for each of the {self.size()} ranks, and an output like this rank's."
+                f"{output.numel()}. Pass one for each of the {self.size()} ranks; the output needs the same length."
             )
         self._check("reduce_scatter", parts, [output])
 
@@ -237,7 +237,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_scatter_base(  # type: ignore[override]
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
     ) -> dist.Work:
-        """Do the same on one tensor that holds the parts of all ranks."""
+        """Reduce one tensor that holds the parts of all ranks; each rank receives its part."""
         op = op_name(opts.reduceOp, output.dtype)
         check_sizes(input, output, self.size(), f"{self._where}: reduce_scatter_tensor")
         self._check("reduce_scatter", [input], [output])
@@ -268,7 +268,7 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: Tensors, inputs: Tensors, opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
     ) -> dist.Work:
-        """Run several of these calls as one."""
+        """Run several reduce-scatters of single tensors as one."""
         return self._coalesced(self._reduce_scatter_base, zip(outputs, inputs, strict=True), outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
@@ -397,7 +397,7 @@ class ProcessGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: AllToAllOptions = torch_names.ALLTOALL,
     ) -> dist.Work:
-        """Do the same with one tensor for the inputs and one for the outputs, split along dim 0."""
+        """Send part j of every rank's input to rank j; input and output are single tensors, split along dim 0."""
         what = f"{self._where}: all_to_all_single"
         sources = split(input, input_split_sizes, self.size(), f"{what}: the input")
         parts = split(output, output_split_sizes, self.size(), f"{what}: the output")
@@ -405,7 +405,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         def task() -> None:
             exchange.exchange(self._group, sources, parts)
-            buffers.touch(output)  # to autograd, the detached parts are no views of it
+            buffers.touch(output)  # for autograd, the detached parts are not views of `output`
 
         return self._launch(task, [output], opts, "all_to_all_single")
 
@@ -434,7 +434,7 @@ class ProcessGroup(dist.ProcessGroup):
     # --- Barriers ---------------------------------------------------------------------------------------------------
 
     def barrier(self, opts: BarrierOptions = torch_names.BARRIER) -> dist.Work:  # type: ignore[override]
-        """Return when all ranks have called it; the timeout of the options takes precedence over the group's."""
+        """Wait until all ranks have called; the timeout of the options takes precedence over the group's."""
         plan = dispatch.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
         seconds = opts.timeout.total_seconds()
         limit = seconds if seconds > 0 else self._group.timeout_seconds

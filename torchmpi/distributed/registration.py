@@ -19,9 +19,9 @@ _AS_MPI = "TORCHMPI_AS_MPI"
 def register() -> None:
     """Register the backend ``torchmpi`` and the rendezvous ``mpi://`` with torch.
 
-    ``import torch`` calls this function if torchmpi is installed; a program needs it only if torchmpi is merely on the
-    path. Further calls have no effect. Programs that do not name the backend are not affected: the handler of
-    ``env://`` is replaced when ``torchmpi`` is first passed to torch as the name of a backend.
+    ``import torch`` calls this function if torchmpi is installed; a program needs it only if torchmpi is on the path
+    but not installed. Further calls have no effect. Programs that do not name the backend are not affected: the handler
+    of ``env://`` is replaced when ``torchmpi`` is first passed to torch as the name of a backend.
 
     Example::
 

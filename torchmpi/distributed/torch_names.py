@@ -60,7 +60,7 @@ class CallOptions(Protocol):
     asyncOp: bool
 
 
-# Without a Python function around them, as each call uses them. Older versions of torch have no asyncOp.
+# Not wrapped in Python functions, because each call uses them. Older versions of torch have no asyncOp.
 is_asynchronous: Callable[[CallOptions], bool]
 is_asynchronous = attrgetter("asyncOp") if hasattr(ALLREDUCE, "asyncOp") else lambda options: True
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Point-to-point messages of a process group: nonblocking MPI messages with tags, also from any source.
 
-MPI moves a long message only while some thread calls it. A rank that waits in a collective in shared memory does not,
-so a thread tests the messages that no caller waits for; it sleeps while there are none.
+MPI moves a long message only while some thread calls it. A wait in a collective in shared memory does not call MPI,
+so a thread tests the messages that no caller waits for; the thread sleeps while there are none.
 """
 
 from __future__ import annotations
@@ -186,13 +186,13 @@ def _checked(group: Group, tensor: torch.Tensor, collective: str, peer: int | No
 def check_open(group: Group, what: str) -> None:
     """Raise if the group has been destroyed."""
     if group.call_queue.closed:
-        raise CommunicatorError(f"{what}: {group.name} has been destroyed. Make a new one.")
+        raise CommunicatorError(f"{what}: {group.name} has been destroyed. Create a new one.")
 
 
 def _start(call: Callable[..., Any], MPI: Any, work: torch.Tensor, to: tuple[int, int]) -> Any:
     """Start one message with all of the memory, as a datatype of blocks if MPI cannot count its bytes.
 
-    It must be one message: several from different ranks could be received in any order.
+    One message is necessary: several messages from different ranks could be received in any order.
     """
     memory, most = buffers.as_bytes(MPI, work), runtime.current().config.message_bytes
     if work.nbytes <= most or not hasattr(MPI.BYTE, "Create_contiguous"):  # without MPI there is no such limit

@@ -64,7 +64,7 @@ class PendingWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Do the same as :meth:`wait`."""
+        """Call :meth:`wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -110,7 +110,7 @@ class MessageWork(PendingWork):
         self._message = handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Do as :meth:`PendingWork.wait`; cancel a receive that exceeds the timeout of the group."""
+        """Block as :meth:`PendingWork.wait`; cancel a receive that exceeds the timeout of the group."""
         if timeout is not None and timeout.total_seconds() > 0:
             return super().wait(timeout)
         try:

@@ -148,7 +148,7 @@ class AsyncBackward(Attachment):
 
     @property
     def is_running(self) -> bool:
-        """Whether this round has begun on this rank, so that other ranks may be waiting for its end."""
+        """Whether this round has begun on this rank, so that other ranks may wait for its end."""
         return self._reduction is not None
 
     def finish(self, *, flush: bool = False, shadowed: JoinRound | None = None) -> bool:
@@ -171,7 +171,7 @@ class AsyncBackward(Attachment):
         for hook in self._hooks:
             hook.remove()
         if self.comm.intra.call_queue.closed:
-            return  # stop() came first
+            return  # stop() has closed the communicator
         # A rank that has launched no reduction must take part in those of the other ranks. The ranks agree on the
         # parent communicator, since the next calls on the private one are reductions of buckets.
         waiting = torch.tensor([int(self.is_running)])
@@ -243,7 +243,7 @@ class AsyncBackward(Attachment):
             self._launch(self._reduction)
 
     def _begin(self, shadowed: JoinRound | None) -> GradientReduction:
-        """Return how this round is reduced; inside join the ranks agree on that."""
+        """Return the reduction of this round; inside join the ranks agree on it."""
         size = self.comm.size
         join_state: JoinState | None = attached(self.net, JOIN_STATE)
         if join_state is None:

@@ -172,7 +172,7 @@ class SeatedBucket:
         return self.flat
 
     def unpack(self) -> None:
-        """Do nothing: the gradients are views of the flat tensor."""
+        """Do nothing, since the gradients are views of the flat tensor."""
 
     def give(self, present: Container[int]) -> None:
         """Make the views the gradients of the parameters with ids in `present`, even if these had none."""

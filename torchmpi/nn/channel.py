@@ -1,4 +1,4 @@
-"""Private communicators of a net, with an order of calls of their own, and the size of its buckets."""
+"""Private communicators of a net, with separate call queues, and the size of its buckets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def default_bucket_bytes(bucket_bytes: int | None) -> int:
 
 
 def open_private(communicator: Communicator, name: str) -> Communicator:
-    """Return a communicator of the same ranks with an order of calls of its own. Collective."""
+    """Return a communicator of the same ranks with a separate call queue. Collective."""
     group = communicator.intra
     group.drain()
     private = group.duplicate(name)

@@ -70,7 +70,7 @@ class GradientReduction(NamedTuple):
         """
         gradient = parameter.grad
         if gradient is None:
-            # Only ranks with a gradient know which dimensions are sparse; autograd makes sparse rows only.
+            # Without a gradient the sparse dimensions are unknown; autograd makes sparse rows only.
             indices = torch.empty(0, 1, dtype=torch.int64, device=parameter.device)
             values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
         else:

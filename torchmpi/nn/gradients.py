@@ -65,7 +65,7 @@ class GradientList:
     def agree(self, replica: Replica, comm: Communicator, *, failed: bool = False, scattered: bool = True) -> Presence:
         """Exchange one byte per parameter to find out which gradients exist on any rank.
 
-        The exchange takes place at every step: a rank cannot know that nothing has changed on the others.
+        The exchange takes place at every step, since the gradients of other ranks may have changed.
 
         Args:
             replica: The net, for the names of parameters.
@@ -74,7 +74,7 @@ class GradientList:
             scattered: Whether the gradients of this rank lie elsewhere than in shared blocks.
 
         Returns:
-            The same answer on all ranks.
+            The same result on all ranks.
 
         Raises:
             GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
@@ -128,7 +128,7 @@ class SharedGradients(Attachment):
         self._seen = [(weakref.ref(gradient), gradient.data_ptr()) for gradient in gradients]
 
     def flats(self, gradients: Sequence[Tensor | None]) -> list[Tensor] | None:
-        """Return the shared blocks as flat tensors, or None unless each gradient is where it was moved to."""
+        """Return the shared blocks as flat tensors, or None unless each gradient is still in them."""
         if not self.blocks or not self._are_seen(gradients):
             return None
         firsts = [gradient.detach() for first, _ in self.blocks if (gradient := gradients[first]) is not None]

@@ -91,7 +91,7 @@ def _contribute_zeros(net: nn.Module, joint: JoinRound, state: JoinState) -> Non
 
 @torch.no_grad()
 def _copy_final_state(net: nn.Module, optimizer: torch.optim.Optimizer | None, state: JoinState) -> None:
-    """Broadcast from the lowest rank that had data in the most rounds, which are all rounds."""
+    """Broadcast from the lowest of the ranks that had data in the most rounds."""
     rounds = collectives.allgather(torch.tensor([state.num_rounds]), comm=state.comm).tolist()
     if min(rounds) == max(rounds):
         return

@@ -124,7 +124,7 @@ class MPLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         setattr(self.weight, SHARDED, True)  # a copied parameter does not have the attribute
-        # A pickle contains no communicator, as that of another job would be of no use.
+        # A pickle contains no communicator, which would be invalid in another job.
         self._layer_comm = self._layer_comm or _LayerComm(runtime.communicator(None))
 
 

@@ -18,7 +18,7 @@ from .sync import synchronize_gradients
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wrapper of an optimizer whose ``step()`` first averages the gradients over the ranks. All calls are collective.
+    """Wrap an optimizer: ``step()`` averages the gradients over the ranks before the step. All calls are collective.
 
     The wrapper shares the parameter groups and the state of `opt`, so that learning-rate schedulers and checkpoints
     work with either of them.

@@ -28,7 +28,7 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communic
 
     Args:
         net: Module, or iterable of tensors. Sharded parameters are ignored.
-        buffers: Compare buffers too. In data-parallel training the running statistics of batch norm differ between
+        buffers: Also compare buffers. In data-parallel training the running statistics of batch norm differ between
             ranks, as each rank has its own data.
         comm: Communicator or level; default: the current communicator.
 

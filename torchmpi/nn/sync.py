@@ -25,12 +25,12 @@ from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
 from .replica import Net, Replica, attached
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
-_IN_FLIGHT = 3  # buckets: one is sent, one is filled, and one waits so that the network is never idle
+_IN_FLIGHT = 3  # buckets: one is sent, one is filled, and one is queued so that the network is never idle
 
 
 @torch.no_grad()
 def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: int | Communicator | None = None) -> None:
-    """Give all ranks the parameters and buffers of rank 0, or their average over the ranks.
+    """Copy the parameters and buffers of rank 0 to all ranks, or average them over the ranks.
 
     Parameters that are sharded over the ranks stay unchanged.
 
@@ -104,7 +104,7 @@ def synchronize_gradients(
 
     Raises:
         GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
-        ArgumentError: The net is registered for asynchronous backward, or was joined on another communicator.
+        ArgumentError: The net is registered for asynchronous backward, or is inside ``join`` on another communicator.
 
     Example:
         loss.backward()

@@ -4,7 +4,8 @@ On a *grid*, where every host has the same number of ranks, each rank exchanges 
 on a *tree* the first rank of each host exchanges all data. A host never sends more than one rank per host would.
 
 Reductions combine in rank order inside each host, and then the hosts in order of their first ranks. The bits depend on
-the placement of the ranks, but not on the size: partial results are not rounded, and all algorithms combine alike.
+the placement of the ranks, but not on the size: partial results are not rounded, and all algorithms combine in the same
+order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ COLLECTIVES = ("barrier", "broadcast", "allgather", "allreduce", "reduce", "redu
 
 
 class HierarchicalBackend:
-    """Collectives in steps, each by the backend that suits the group of the step."""
+    """Collectives in steps; the backend of each step is selected for its group."""
 
     name = "hierarchical"
     announces = False

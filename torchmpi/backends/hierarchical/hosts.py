@@ -176,8 +176,8 @@ class HostReduceScatter:
     """Reduce-scatter over hosts.
 
     On a grid: inside the host, then between hosts. On a tree: reduce to the first rank, reduce-scatter between those,
-    scatter inside. A chunk is the same section of every rank's part. The sections lie in the order in which even splits
-    send each to its rank, and all have one length: short sections, and missing ranks of a host, are padded.
+    scatter inside. A chunk is the same section of every rank's part. The sections are ordered so that even splits send
+    each one to its rank, and have equal lengths: short sections, and missing ranks of a host, are padded.
     """
 
     def __init__(self, group: Group, runner: StepRunner, partial_results: PartialResults, chunk_numel: int) -> None:

@@ -25,7 +25,7 @@ from ..rank_order import PartialResults
 from ..selection_table import BY_SIZE, REDUCING
 
 BindStep = Callable[[Group, str, torch.dtype | None, str | None, str], Operation]
-"""``bind_step(group, collective, dtype, op, device_type)``: a flat collective, by the backend that suits the group."""
+"""``bind_step(group, collective, dtype, op, device_type)``: a flat collective by the backend of the group."""
 
 RunStep = Callable[..., Any]
 """``run_step(group, collective, source, destination=None, root=0)``: :meth:`StepRunner.run` or `perform`."""
@@ -40,7 +40,7 @@ class StepRunner:
     """Runs flat collectives on groups as the steps of one collective."""
 
     def __init__(self, op: str | None, bind_step: BindStep, *, variant: Hashable = None) -> None:
-        """Create a runner; `variant` tells apart runners whose `bind_step` selects different backends."""
+        """Create a runner; `variant` distinguishes runners whose `bind_step` selects different backends."""
         self._op = "sum" if op == "avg" else op  # an average is divided once, at the end
         self._bind_step, self._variant = bind_step, variant
 
@@ -137,7 +137,7 @@ class StepSequence:
 
     def _group(self, step: splits.Step) -> Group:
         group = self.groups[step.level, step.group]
-        assert group is not None  # a plan names a group only to its members
+        assert group is not None  # a plan contains only groups of this rank
         return group
 
     def _run(self, steps: tuple[splits.Step, ...], tensor: torch.Tensor | None) -> None:

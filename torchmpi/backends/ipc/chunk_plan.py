@@ -5,7 +5,7 @@ filled while other ranks still read the other. :mod:`torchmpi.backends.ipc.ipc_b
 reductions in the order of a stream, and between streams through events.
 
 A rank *records* an event after the work that it has enqueued, and *publishes* the number of the stage, so that other
-processes know that they may wait for the event: a stream waits for the last record of an event, so the record must
+processes may wait for the event: a stream waits for the last record of an event, so the record must
 exist before the wait, and must not be repeated before all ranks have called their wait. Per chunk:
 
 1. `Room`: wait for the *emptied* events of the last chunk in this half. `Fill`; record *filled*.

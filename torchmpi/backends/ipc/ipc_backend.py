@@ -144,11 +144,11 @@ class StagedGroup:
                     self.staging.event(self.rank, EMPTIED, half).record()
 
     def expire(self, seq: int) -> None:
-        """End the waiting of this call for other processes."""
+        """End the wait of this call for other processes."""
         self.sync.expired_seq = seq
 
     def wait_for_entry(self) -> None:
-        """Return when all ranks have entered the call; raise if one has aborted it."""
+        """Wait until all ranks have entered the call; raise if one has aborted it."""
         self.sync.wait_for(self.others, self.sync.number(0))
 
     def run(self, chunks: Iterable[list[Step]], source: torch.Tensor, out: torch.Tensor, op: str = "") -> None:
@@ -173,8 +173,8 @@ class StagedGroup:
     def _synchronize(self, step: Step, staging: Staging, index: int, half: int) -> None:
         sync = self.sync
         if isinstance(step, Room):
-            # When the other ranks have enqueued everything that reads the last chunk of the half. This rank's own event
-            # too: the chunk before may have used another stream.
+            # After the other ranks have enqueued all reads of the last chunk of the half. This rank's own event is
+            # included, since the chunk before may have used another stream.
             sync.wait_for(self.others, self._last_use[half])
             for rank in range(self.size):
                 staging.event(rank, EMPTIED, half).wait()
@@ -223,7 +223,7 @@ class IpcCollectives:
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:
         """Concatenate the rows of all ranks on all ranks."""
-        self.staged.wait_for_entry()  # before MPI, in which nobody would notice a rank that has aborted the call
+        self.staged.wait_for_entry()  # before a call of MPI, which would not detect that a rank has aborted
         rows, row_bytes = row_counts(self.staged.group, source), rows_of(source)[1] * source.element_size()
         destination = destination_for(source, sum(rows), destination)
         out, own = _bytes(destination), _bytes(source)

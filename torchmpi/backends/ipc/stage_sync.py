@@ -48,7 +48,7 @@ class StageSync:
         return self.seq << STAGE_BITS | stage
 
     def wait_for(self, ranks: Sequence[int], number: int) -> None:
-        """Return when these ranks have published `number` or a later one; raise if one of them has aborted."""
+        """Wait until these ranks have published `number` or a later one; raise if one of them has aborted."""
         fields, missing = self._fields, ranks
         for num_polls in range(_NUM_POLLS + _NUM_YIELDS):
             missing = [rank for rank in missing if fields[rank * BLOCK_FIELDS + ENQUEUED] < number]

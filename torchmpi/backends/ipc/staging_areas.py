@@ -1,4 +1,4 @@
-"""Staging areas on GPUs and their events, which all ranks of a group open: CUDA IPC by PyTorch's own parts.
+"""Staging areas on GPUs and their events, which all ranks of a group open: CUDA IPC by PyTorch.
 
 A group makes its areas in its first call and frees them with the group. An area is a tensor of torch's allocator, which
 opens and counts the handles of the memory.
@@ -56,11 +56,11 @@ class CudaDevice:
         return event
 
     def finish(self) -> None:
-        """Return when the GPU has finished everything that is enqueued."""
+        """Wait until the GPU has finished all enqueued work."""
         torch.cuda.synchronize(self.device)
 
     def collect(self) -> None:
-        """Give memory back that other processes have closed."""
+        """Release memory that other processes have closed."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
@@ -72,10 +72,10 @@ class _Ticket(NamedTuple):
 
 
 class Staging:
-    """The areas and events of all ranks of a group, as one of them sees them."""
+    """The areas and events of all ranks of a group, opened by this rank."""
 
     def __init__(self, comm: Any, device: CudaDevice, half_bytes: int) -> None:
-        """Make, open and try the areas of all ranks. Collective; if one rank fails, all raise and free everything."""
+        """Make, open and test the areas of all ranks. Collective; if one rank fails, all raise and free everything."""
         self.comm, self.device, self.half_bytes = comm, device, half_bytes
         self._areas: dict[int, torch.Tensor] = {}
         self._events: dict[int, list[torch.cuda.Event]] = {}
@@ -172,7 +172,7 @@ def _tried(action: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def trial(comm: Any, device: CudaDevice) -> str:
-    """Return why the ranks of a communicator cannot read each other's GPU memory, or ''. Collective."""
+    """Return the reason why the ranks of a communicator cannot read each other's GPU memory, or ''. Collective."""
     try:
         staging = Staging(comm, device, _TRIAL_BYTES)
     except BackendUnavailableError as error:

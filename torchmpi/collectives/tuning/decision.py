@@ -19,7 +19,7 @@ Samples = dict[str, list[float]]
 def decide(
     collective: str, measured: dict[str, dict[int, Samples]], current: dict[str, Rule], *, margin: float = _MARGIN
 ) -> dict[str, Rule]:
-    """Return rules by mode, from samples by mode and size. A rule changes only if another is faster beyond the noise.
+    """Return rules by mode, from samples by mode and size. A rule changes only for a speedup beyond the noise.
 
     >>> slow, fast = [2.0] * 4, [1.0] * 4
     >>> measured = {"sync": {64: {"mpi": fast, "shm": slow}, 4096: {"mpi": slow, "shm": fast}}}
@@ -69,7 +69,7 @@ def _only(samples: Samples, in_steps: bool) -> Samples:
 
 
 def best(sizes: Sequence[Samples], current: str, margin: float = _MARGIN) -> str:
-    """Return the fastest backend over some sizes, or the current one if it is as fast within the noise."""
+    """Return the fastest backend over some sizes, or the current one if the difference is within the noise."""
     names = [name for name in sizes[0] if all(name in samples for samples in sizes)]
     fastest = min(names, key=lambda name: sum(math.log(median(samples[name])) for samples in sizes))
     if current not in names:
@@ -79,7 +79,7 @@ def best(sizes: Sequence[Samples], current: str, margin: float = _MARGIN) -> str
 
 
 def speedup(base: Sequence[list[float]], other: Sequence[list[float]]) -> float:
-    """Return the speedup of the other one in seven of eight rounds, as geometric mean over the sizes.
+    """Return the speedup of `other` in seven of eight rounds, as geometric mean over the sizes.
 
     >>> speedup([[2.0] * 8], [[1.0] * 7 + [9.0]])
     2.0

@@ -85,7 +85,7 @@ def autotune(
         rules = collectives.broadcast_object(rules, comm=running.communicators.levels[0])
         if measured:
             running.selector.adopt(Table({Key(*subject[:3], mode): rule for mode, rule in rules.items()}))
-        say(f"{subject}: {_news(rules, current) if measured else 'not measured, the time was up'}")
+        say(f"{subject}: {_news(rules, current) if measured else 'not measured, the time limit was reached'}")
     if save and running.world.rank == 0:
         _save(running, say)
     return Table(running.selector.table)
@@ -120,7 +120,7 @@ def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> lis
 
 
 def _targets(running: runtime.Runtime, comm: Comm) -> dict[str, Communicator]:
-    """Return the communicators to measure on, by span: those of the steps of the given one first."""
+    """Return the communicators to measure on, by span; those for the steps of the given communicator come first."""
     given = runtime.communicator(comm)
     span = span_of(given.intra)
     targets = {span: given}
@@ -131,8 +131,8 @@ def _targets(running: runtime.Runtime, comm: Comm) -> dict[str, Communicator]:
     if any(theirs != span for theirs, _ in everywhere):
         raise ArgumentError(
             f"{running.world.where}: autotune(comm={comm!r}): the groups of this communicator differ between ranks in "
-            f"how they are spread over hosts ({', '.join(theirs for theirs, _ in everywhere)}). Use one where they do "
-            "not, such as 0."
+            f"how they are spread over hosts ({', '.join(theirs for theirs, _ in everywhere)}). Use another "
+            "communicator, such as 0."
         )
     return {part: targets[part] for part in SPANS if all(part in theirs for _, theirs in everywhere)}
 
@@ -159,7 +159,7 @@ def _checked_arguments(
     for name in ("backend", "hierarchical"):
         value = getattr(running.config, name)
         if value != "auto":
-            raise ArgumentError(f"{where}: the setting {name}={value!r} has decided already. Leave it at 'auto'.")
+            raise ArgumentError(f"{where}: the setting {name}={value!r} determines the backend. Leave it at 'auto'.")
     if len(running.communicators.span.levels) > 1:
         raise ArgumentError(
             f"{where}: a collective span is set, and its steps would be measured instead of whole calls. Call "
@@ -194,6 +194,6 @@ def _save(running: runtime.Runtime, say: Callable[[str], None]) -> None:
     try:
         saved_tables.save(path, running.job, running.selector.tuned)
     except OSError as error:
-        say(f"could not be saved ({error}); it holds until stop()")
+        say(f"could not be saved ({error}); the table is valid until stop()")
     else:
         say(f"saved in {path}")
