@@ -156,7 +156,7 @@ class SharedGroup:
         self.fields[records.EXPIRED] = seq
 
     def be_patient(self, *, polite: bool) -> None:
-        """Set how kernels wait: `polite` with little polling, beside a computation; otherwise for the lowest latency."""
+        """Set how kernels wait: `polite` with little polling beside a computation, otherwise for the lowest latency."""
         spins, yields = (_POLITE_SPINS, _POLITE_YIELDS) if polite else self._eager
         self.fields[records.SPINS], self.fields[records.YIELDS] = spins, yields
 
