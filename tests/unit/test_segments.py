@@ -183,7 +183,7 @@ def test_another_file_under_the_announced_descriptor_is_not_mapped():
     owner, user = SharedHeap(), SharedHeap()
     tensors = [owner.empty((1000,), torch.float32) for _ in range(2)]
     (begin, end, key, _), (_, _, _, other) = entries(owner)
-    with pytest.raises(FileNotFoundError, match="is not the shared tensor that was announced"):
+    with pytest.raises(FileNotFoundError, match="is another file than the announced shared tensor"):
         user.map(key, other, end - begin)
     assert not user._mapped and len(tensors) == 2
 

@@ -1,11 +1,11 @@
 """The fast path: short collectives from the public function into a kernel without Python code in between.
 
-A *fast path* is a function of machine code for one collective. It gets the arguments of the public function. If they
-are the plain case (contiguous host tensors, an idle call queue) and an equal call has been made before, it makes the
-call and returns the result; otherwise it returns None, and the public function continues in Python.
+A *fast path* is a function of machine code for one collective. The function gets the arguments of the public
+function. For contiguous host tensors, an idle call queue and a call equal to an earlier one, the function runs the call
+and returns the result; otherwise the function returns None, and the public function continues in Python.
 
-The calls that it can make are *cached calls*, each of which refers to a prepared call. All are dropped
-(:func:`invalidate`) when anything changes that they depend on; calls through Python cache them again.
+The calls that a fast path can run are *cached calls*, each of which refers to a prepared call. All cached calls are
+dropped (:func:`invalidate`) when a value changes that they depend on; calls through Python cache them again.
 
 docs/design/fast-path.md has the conditions, the locks, and the steps of a call.
 """
@@ -57,7 +57,7 @@ Name = tuple[Hashable, torch.dtype, Any]
 
 @lru_cache(maxsize=1024, typed=True)
 def joint_key(op: str, root: int) -> tuple[str, int]:
-    """Return operation and root as one object, always the same one: fast paths compare addresses."""
+    """Return operation and root as one object, the same for equal arguments, since fast paths compare addresses."""
     return op, root
 
 
@@ -71,7 +71,7 @@ class _RunLock(Protocol):
 
 
 class CachedCall(NamedTuple):
-    """A call that a fast path can make, as its backend describes it."""
+    """A call that a fast path can run, as described by the backend."""
 
     record: int
     """Address of the call record of the kernel."""
@@ -84,7 +84,7 @@ class CachedCall(NamedTuple):
     settle: Callable[[int, torch.Tensor, Any], Any]
     """``settle(status, source, destination)`` continues after a kernel that returned a status."""
     abort: Callable[[], None]
-    """Abort the call on this rank, and inform the others."""
+    """Abort the call on this rank, and publish the abort."""
 
 
 class _FastPath:
@@ -95,7 +95,7 @@ class _FastPath:
         self.cached_calls: dict[Name, tuple[CachedCall, array[int]]] = {}
         self._retired: dict[int, tuple[CachedCall, array[int]]] = {}
         self.fields = array("q", bytes(8 * records.FAST_PATH_FIELDS))
-        # Machine code has the addresses of these objects, so they live as long as the process.
+        # Machine code uses the addresses of these objects, so they are never freed.
         self._objects = {
             records.CHOSEN_COMM: chosen,
             records.NONE: None,
@@ -113,7 +113,7 @@ class _FastPath:
         self.function = kernels.fast_path(name, self.fields.buffer_info()[0])
 
     def invalidate(self) -> None:
-        """Drop all cached calls; keep those in which another thread may be."""
+        """Drop all cached calls; do not free the records, which another thread may use."""
         self.fields[records.FIRST_CALL] = 0
         known = dict(self._retired)
         known.update((fields.buffer_info()[0], (call, fields)) for call, fields in self.cached_calls.values())
@@ -157,7 +157,7 @@ class _FastPath:
         return tensor if out is None else out
 
     def _abort(self, address: int) -> None:
-        """Abort a call after a KeyboardInterrupt that came before :meth:`_settle` had begun."""
+        """Abort a call after a KeyboardInterrupt before the start of :meth:`_settle`."""
         self._cached_call_at(address).abort()
 
 
@@ -175,7 +175,7 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
     """
     global _is_enabled
     _is_enabled = enabled
-    # Machine code loads the type of an object from where CPython keeps it in builds without Py_DEBUG.
+    # Machine code loads the type of an object at its offset in builds of CPython without Py_DEBUG.
     knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
     has_gil = not sysconfig.get_config_var("Py_GIL_DISABLED")
     if _fast_paths or not (enabled and dlpack.describer() and knows_type and has_gil):
@@ -197,7 +197,7 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
     if not _is_enabled or fast_path is None or name in fast_path.cached_calls:
         return
     with _changing:
-        if name in fast_path.cached_calls:  # by another thread, and machine code has its address
+        if name in fast_path.cached_calls:  # cached by another thread; machine code uses its address
             return
         cached_call = find()
         if cached_call is not None:
@@ -205,14 +205,14 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
 
 
 def invalidate() -> None:
-    """Drop all cached calls, because something that they depend on has changed."""
+    """Drop all cached calls, because a value that they depend on has changed."""
     with _changing:
         for fast_path in _fast_paths.values():
             fast_path.invalidate()
 
 
 def invalidate_in_child() -> None:
-    """Drop all cached calls in a forked process, whose parent may have held the lock at the time."""
+    """Drop all cached calls in a forked process; another thread may have held the lock during the fork."""
     global _changing
     _changing = threading.Lock()
     invalidate()

@@ -1,8 +1,8 @@
 """Layout of the memory that the ranks of a group share: one status block per rank, then the slots.
 
 All numbers are of 64-bit fields. A status block consists of a head with the state of its rank, two counters, a ring
-with one entry per call, and room for a text; only its rank writes it. Fields that other ranks poll have two cache lines
-to themselves, since processors fetch lines in pairs.
+with one entry per call, and room for a text; only the rank of the block writes to the block. Fields that other ranks
+poll have two cache lines to themselves, since processors fetch lines in pairs.
 
 ============== ==================================================================================================
 field          contents
@@ -20,7 +20,7 @@ BLAMES         call (upper bits) and rank (last BLAMED_RANK_BITS) that this rank
 CORE           core on which it last waited, where there are more ranks than cores
 READY          chunks that this rank has put into its slots
 REDUCED        chunks that this rank has reduced, or read
-KEPT           two fields, by chunk parity: whether the result of a reduction is in the rank's own slot
+KEPT           two fields, by chunk parity: whether the result of a reduction is in the slot of this rank
 UNREAD         REDUCED of the last call with direct reads if this rank could not read, otherwise 0
 ring           from RING_START: RING_LENGTH entries of sequence number, signature and payload
 text           from TEXT_START_BYTES: current activity of the rank, on request
@@ -79,8 +79,8 @@ def slots_begin(size: int) -> int:
 def num_slots(size: int) -> int:
     """Return how many slots a rank has: two, or four if there is only one other rank.
 
-    A core writes faster to cache lines that have left the caches of their readers. With many ranks so much is read
-    between two uses of a slot that they have; with two it takes more slots.
+    A core writes faster to cache lines that have left the caches of their readers. With many ranks the reads between
+    two uses of a slot evict the lines; with two ranks more slots are necessary.
 
     >>> num_slots(2), num_slots(3), num_slots(64)
     (4, 2, 2)

@@ -1,7 +1,7 @@
 """Test whether the ranks of a host can read each other's memory (Linux: process_vm_readv).
 
-Some systems allow that to debuggers only, containers may forbid it, and process ids differ between containers. So each
-rank tries to read a random number from all others.
+Some systems allow such reads to debuggers only, containers may forbid them, and process ids differ between containers.
+So each rank tries to read a random number from all others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _shown = ctypes.c_uint64(0)
 
 
 class Probe(NamedTuple):
-    """A value in the memory of a process that others try to read."""
+    """A value in the memory of a process that other processes try to read."""
 
     process: int
     address: int

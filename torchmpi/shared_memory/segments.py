@@ -1,9 +1,9 @@
 """Shared-memory segments of the processes of one host, without a name in the file system.
 
-A segment is an anonymous file in memory (`memfd_create`). Other processes open it through its owner's entry in /proc
-while the owner holds it open. Nothing is left when a process is killed, and the size of /dev/shm (64 MB in a container)
-is no limit. On systems without such files a file in /dev/shm is used, and removed as soon as all processes have opened
-it.
+A segment is an anonymous file in memory (`memfd_create`). Other processes open the segment through the owner's entry in
+/proc while the owner holds the file open. Nothing is left when a process is killed, and the size of /dev/shm (64 MB in
+a container) is no limit. On systems without such files a file in /dev/shm is used, and removed as soon as all processes
+have opened the file.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Segment:
         """Make a segment that this user alone can read.
 
         Raises:
-            OSError: The system has no memory for it.
+            OSError: The system has not enough memory.
         """
         return cls._around(*_make_file(f"torchmpi-{name}-", num_bytes), num_bytes)
 
     @classmethod
     def of(cls, file: int, num_bytes: int) -> Segment:
-        """Make a segment of an open anonymous file, which must not be used any more when the segment is released."""
+        """Make a segment of an open anonymous file, which must not be used after the release of the segment."""
         return cls._around(os.dup(file), None, num_bytes)
 
     @classmethod
@@ -77,37 +77,37 @@ class Segment:
             status = os.fstat(file)
             # In another container, the same path may be another file.
             if (status.st_dev, status.st_ino, status.st_size) != ticket[1:]:
-                raise FileNotFoundError(f"{ticket.path} is not the segment that was meant")
+                raise FileNotFoundError(f"{ticket.path} is another file than the announced segment")
             return cls(mmap.mmap(file, ticket.num_bytes), None, None, ticket)
         finally:
             os.close(file)
 
     @property
     def address(self) -> int:
-        """Its address in this process."""
+        """The address of the segment in this process."""
         return int(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether it has no name in the file system."""
+        """Whether the segment has no name in the file system."""
         return self._path is None
 
     @property
     def is_released(self) -> bool:
-        """Whether its owner has released the memory."""
+        """Whether the owner has released the memory."""
         return self.memory.size() == 0
 
     def withdraw(self) -> None:
-        """Prevent other processes from opening the segment, which from now on exists as long as it is mapped."""
+        """Prevent other processes from opening the segment, which then exists as long as it is mapped."""
         self._end(truncate=False)
 
     def release(self) -> None:
-        """Return the memory to the system, even if other processes have it mapped; it must not be accessed any more."""
+        """Return the memory to the system, even if other processes have mapped it; accesses are invalid afterwards."""
         self._end(truncate=True)
 
     def _end(self, *, truncate: bool) -> None:
-        # Cleared before closing: a finalizer may come here from another thread meanwhile, and the descriptor of a file
-        # closed twice may belong to another file by then.
+        # Cleared before closing: a finalizer may run this method in another thread, and a descriptor that is closed
+        # twice may already belong to another file.
         (path, self._path), (file, self._file) = (self._path, None), (self._file, None)
         if path is not None:
             os.unlink(path)
@@ -117,7 +117,7 @@ class Segment:
             os.close(file)
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the segment."""
         self.memory.close()
 
 
@@ -144,5 +144,5 @@ def _anonymous_file(name: str) -> int | None:
         return None
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC)
-    except OSError:  # an old kernel, or a sandbox that forbids it
+    except OSError:  # an old kernel, or forbidden by a sandbox
         return None

@@ -21,7 +21,7 @@ _INODE_BITS = 0xFFFFFFFF
 
 
 class SharedHeap:
-    """The shared tensors of this process, and the segments of others that it has mapped.
+    """The shared tensors of this process, and the mapped segments of other processes.
 
     >>> heap = SharedHeap()
     >>> heap.empty((2, 3), torch.float64).shape
@@ -44,13 +44,13 @@ class SharedHeap:
         """Make an uninitialized tensor, whose memory is released with its last view.
 
         Raises:
-            OSError: The system has no memory or no descriptors for it.
+            OSError: The system has not enough memory or descriptors.
         """
         if len(self._own) >= self._most:
             raise OSError(f"there are {self._most} shared tensors already")
         num_bytes = max(1, math.prod(shape) * dtype.itemsize)
         segment = Segment.create("tensor", -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
-        if not segment.is_anonymous:  # others could not find it, and a kill would leave the file
+        if not segment.is_anonymous:  # other ranks could not open it, and a kill would leave the file
             segment.withdraw()
             raise OSError("this system has no anonymous files in memory")
         memory = np.frombuffer(segment.memory, np.uint8)
@@ -64,7 +64,7 @@ class SharedHeap:
         """Make a storage whose memory is this file accessible to other processes, as long as the storage exists.
 
         Raises:
-            OSError: The system has no descriptors for it, or no /proc.
+            OSError: The system has not enough descriptors, or no /proc.
         """
         with self._changing:
             if len(self._own) >= self._most:
@@ -72,14 +72,14 @@ class SharedHeap:
             segment = Segment.of(file, num_bytes)
             if not os.path.exists(segment.ticket.path):
                 segment.withdraw()
-                raise OSError("this system has no /proc by which others could open it")
+                raise OSError("this system has no /proc, through which other ranks open shared tensors")
             index = self._free_index()
             self._adopted[index] = weakref.ref(storage), storage.data_ptr()
             self._announce(index, segment, storage.data_ptr())
         weakref.finalize(storage, self._release, index, segment).atexit = False
 
     def note_failed_call(self) -> None:
-        """Do not truncate the present segments: a rank that is still in the call may access them later."""
+        """Do not truncate the present segments, since a rank that is still in the call may access them later."""
         self._perhaps_read.update(list(self._own.values()))
 
     def forget_what_moved(self) -> None:
@@ -108,14 +108,14 @@ class SharedHeap:
     def _release(self, index: int, segment: Segment) -> None:
         """Release a segment whose last tensor was freed. May run at any time in any thread, so it takes no lock."""
         if os.getpid() != self._process:
-            return  # a forked child, which shares the memory: the rank still has the tensor
+            return  # a forked child, which shares the memory: the rank still uses the tensor
         if self._withdraw(index, segment) and segment not in self._perhaps_read:
             segment.release()
         else:
             segment.withdraw()
 
     def _withdraw(self, index: int, segment: Segment | None) -> bool:
-        """Remove a segment from the table, if it is still there."""
+        """Remove a segment from the table, unless already removed."""
         if segment is None or self._own.get(index) is not segment:
             return False
         self._fields(index)[records.SEGMENT_END] = 0
@@ -128,7 +128,7 @@ class SharedHeap:
         return self.table[begin : begin + records.SEGMENT_FIELDS]
 
     def holds(self, address: int) -> bool:
-        """Return whether an address is within one of the own segments.
+        """Return whether an address is within a segment of this process.
 
         >>> SharedHeap().holds(4096)
         False
@@ -141,7 +141,7 @@ class SharedHeap:
         """Map a segment that another rank has announced, and return its address.
 
         Raises:
-            OSError: The rank has released it, or its process id means another process in this container.
+            OSError: The rank has released the segment, or its process id denotes another process in this container.
         """
         with self._changing:
             segment = self._mapped.get((file, key))
@@ -151,7 +151,7 @@ class SharedHeap:
                 path = f"/proc/{file >> 32}/fd/{file & 0xFFFFFFFF}"
                 status = os.stat(path)
                 if status.st_ino & _INODE_BITS != key & _INODE_BITS:
-                    raise FileNotFoundError(f"{path} is not the shared tensor that was announced")
+                    raise FileNotFoundError(f"{path} is another file than the announced shared tensor")
                 segment = Segment.open(Ticket(path, status.st_dev, status.st_ino, num_bytes))
                 self._mapped[file, key] = segment
             return segment.address
@@ -171,7 +171,7 @@ class SharedHeap:
 def _affordable(num_ranks: int) -> int:
     """Return how many shared tensors each of so many ranks may have.
 
-    They may use half of the descriptors; each tensor takes at most three in its own process and one in every other.
+    Half of the descriptors may be used; a tensor takes at most three in its own process and one in every other process.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_SEGMENTS if limit == resource.RLIM_INFINITY else limit // 2 // (num_ranks + 2)

@@ -1,7 +1,7 @@
 """Machine code that runs without the GIL: collectives in shared memory, and their reductions.
 
-Importing this package loads nothing. `load` returns the kernels: the first process on a machine compiles them, all
-others load the machine code from a file.
+Importing this package loads nothing. `load` returns the kernels: the first process on a machine compiles them, later
+processes load the machine code from a file.
 
 =================================== ============================================================================
 layer, from the top                 modules
@@ -69,7 +69,7 @@ def _build(compiler: Compiler, recipe: str, which: str, announce: Callable[[str]
 def _is_locked(folder: Path, stack: contextlib.ExitStack) -> bool:
     """Take the lock of the folder, or wait for its holder: one rank compiles, and the others wait for the file.
 
-    If the holder could not write a file, all that waited compile at the same time.
+    If the holder could not write a file, all waiting ranks compile at the same time.
     """
     with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
         lock = stack.enter_context((folder / "torchmpi_kernels.lock").open("w"))
@@ -82,7 +82,7 @@ def _is_locked(folder: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def _module(which: str, announce: Callable[[str], object]) -> Any:
-    """Return the kernels of a set as an LLVM module, and announce how far the compilation is."""
+    """Return the kernels of a set as an LLVM module, and announce the progress of the compilation."""
     kernel_set = SETS[which]
     announce(
         f"compiling the {kernel_set.description}, once per machine: about {kernel_set.seconds} s if a core is idle"
@@ -121,7 +121,7 @@ class _Definition(ctypes.Structure):
 
 
 _definitions: dict[str, _Definition] = {}
-"""Kept, because they must live as long as the functions."""
+"""Kept alive as long as the functions."""
 
 
 def fast_path(which: str, fields: int) -> Callable[..., Any]:
@@ -137,8 +137,8 @@ def function_at(name: str, address: int, owner: int | None = None) -> Callable[.
 
     Args:
         name: Name of the function, one for each address.
-        address: Where the machine code is.
-        owner: Address of the record that it gets as its first argument.
+        address: Address of the machine code.
+        owner: Address of the record that is passed as the first argument.
     """
     definition = _definitions.setdefault(name, _Definition(name.encode(), address, _METH_FASTCALL, None))
     make = ctypes.pythonapi.PyCFunction_NewEx
@@ -148,7 +148,7 @@ def function_at(name: str, address: int, owner: int | None = None) -> Callable[.
 
 
 def source_digest() -> str:
-    """Return a digest of everything in this package that the compiled code depends on."""
+    """Return a digest of all sources of this package that the compiled code depends on."""
     digest = hashlib.sha256(b"checks" if ENABLE_CHECKS else b"")
     folder = Path(__file__).parent
     for path in (*sorted(folder.glob("*.py")), folder.parent / "memory_layout.py"):

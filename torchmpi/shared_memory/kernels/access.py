@@ -3,11 +3,11 @@
 All kernels use this vocabulary; everything here is inlined, so that a field costs one load or store.
 
 The module also has the checks of the checked build (``TORCHMPI_KERNEL_CHECKS=1``, part of the name of the compiled
-file). A check that fails stores its number in the group record, and the copy that it guards is left out; `outcome`
-returns VIOLATION at the end of the kernel. Without the variable ENABLE_CHECKS is a constant False, and the compiler
+file). A failed check stores its number in the group record, and the guarded copy is omitted; `outcome` returns
+VIOLATION at the end of the kernel. Without the variable ENABLE_CHECKS is a constant False, and the compiler
 removes the checks.
 
-Memory order: plain `load_field` and `store_field` give none. A counter or sequence number that other ranks poll is
+Memory order: plain `load_field` and `store_field` guarantee none. A counter or sequence number that other ranks poll is
 written by `store_field_release` after the data that it announces, and read by `load_field_acquire` before that data.
 """
 
@@ -116,8 +116,8 @@ def slot_of(group, rank, chunk):
 def transfer_slot_of(group, rank, chunk):
     """Return the slot of a rank for a chunk of a transfer: all slots in turn (see `memory_layout.num_slots`).
 
-    Two ranks exchange their slots after each round: the slots that a rank has read are in its cache, and it writes
-    them next.
+    Two ranks exchange their slots after each round: a rank writes the slots that it has just read, which are in its
+    cache.
     """
     num_slots = load_field(group, NUM_SLOTS)
     if load_field(group, SIZE) == 2:
@@ -137,7 +137,7 @@ def copy_from_slot(group, target, slot, num_bytes):
 
 @inner
 def set_counter(group, counter, value):
-    """Publish READY or REDUCED of this rank after what it announces."""
+    """Publish READY or REDUCED of this rank after the announced data."""
     if ENABLE_CHECKS:
         check_counter(group, counter, value)
     store_field_release(own_block(group), counter, value)
@@ -149,7 +149,7 @@ def set_counter(group, counter, value):
 
 @inner
 def peer_at(rank, size, shift):
-    """Return ``(rank + shift) % size``: each rank begins with its neighbor, so that no rank is read by all at once."""
+    """Return ``(rank + shift) % size``: each rank begins with its neighbor, so that not all read from one rank."""
     return rank + shift - size if rank + shift >= size else rank + shift
 
 
@@ -178,7 +178,7 @@ def set_receive(transfers, rank, address, num_bytes):
 
 @inner
 def fail_check(group, check, value, limit):
-    """Store a violation, unless there is one."""
+    """Store a violation, unless one is stored already."""
     if load_field(group, VIOLATED_CHECK) == 0:
         store_field(group, VIOLATED_CHECK, check)
         store_field(group, VIOLATION_VALUE, value)
@@ -219,8 +219,8 @@ def check_counter(group, counter, value):
 def check_peers(group):
     """Check the counters of all ranks at the end of a kernel.
 
-    A rank that is ahead, in the next call or in the second kernel of this one, can have put and finished two chunks:
-    for the third it waits for this rank.
+    A rank that is ahead, in the next call or in the second kernel of this call, can have put and finished two chunks;
+    before the third chunk that rank waits for this rank.
     """
     chunks = load_field(group, CHUNKS)
     for rank in range(load_field(group, SIZE)):

@@ -3,8 +3,8 @@
 Algorithm of a call with sequence number `seq`:
 
 1. `begin` publishes ENTERED = seq and waits until this rank's ring entry may be written: the entry is reused after
-   RING_LENGTH calls, when all ranks have entered a call after its previous use. After an aborted call it waits for all
-   ranks to be past that one, because the slots are written before the ranks synchronize.
+   RING_LENGTH calls, when all ranks have entered a call after its previous use. After an aborted call, `begin` waits
+   until all ranks are past that call, because the slots are written before the ranks synchronize.
 2. The kernel writes the payload of the entry, and often the first chunk into its slot.
 3. `arrive` writes the signature and publishes the sequence number of the entry; then it waits for the entries of all
    other ranks and compares signatures. No rank passes before all have arrived, so every rank detects a mismatch.
@@ -14,8 +14,8 @@ Memory order: the release store of the entry's sequence number publishes signatu
 acquire load in `wait` precedes all reads of them. READY and REDUCED work in the same way for later chunks. ABORTED of
 another rank (REFUSED in its block) is read with acquire after a fence where data was read outside the slots.
 
-A wait polls SPINS times with a pause instruction, YIELDS times with `sched_yield`, and then sleeps; only while it
-sleeps it looks for aborted calls and for the time limit.
+A wait polls SPINS times with a pause instruction, YIELDS times with `sched_yield`, and then sleeps; aborted calls and
+the time limit are checked only between sleeps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _RING_REUSE = RING_LENGTH - 1
 def has_aborted(group, rank):
     """Return whether a rank will not finish the current call.
 
-    It has aborted this call, or a later one without having taken part in this one.
+    True if the rank has aborted this call, or a later call without taking part in this one.
     """
     seq = load_field(group, CURRENT_SEQ)
     refused = load_field_acquire(block_of(group, rank), REFUSED)
@@ -77,9 +77,9 @@ def has_aborted(group, rank):
 
 @inner
 def check_reads(group):
-    """After reading other ranks' tensors: 0, or ABORTED and a rank that may have modified its tensor since.
+    """Check for aborts after reading other ranks' tensors: 0, or ABORTED and a rank that may have modified its tensor.
 
-    A rank publishes the abort before its program continues, so one look afterwards suffices.
+    A rank publishes the abort before its program continues, so one check afterwards suffices.
     """
     fence()
     for rank in range(load_field(group, SIZE)):
@@ -109,7 +109,7 @@ def wait_long(group, address, value):
 
 @inner
 def wait(group, address, value):
-    """Wait until a field of a rank on another core has reached a value: 0, or the reason why it will not."""
+    """Wait until a field of a rank on another core has reached a value: return 0, or a status on failure."""
     for _ in range(load_field(group, SPINS)):
         if load_acquire(address) >= value:
             return 0
@@ -119,7 +119,7 @@ def wait(group, address, value):
 
 @inner
 def wait_core(group, field, value):
-    """Wait for a field in the blocks of the ranks on this core, yielding without polling: they run only then."""
+    """Wait for a field in the blocks of the ranks on this core, which run only when this rank yields: do not poll."""
     rank, size, core = load_field(group, RANK), load_field(group, SIZE), this_core()
     store_field(block_of(group, rank), CORE, core)
     for shift in range(1, size):
@@ -163,7 +163,7 @@ def have_all(group, field, value):
 
 @inner
 def end_reads(group):
-    """End a call in which ranks read each other's tensors: wait until all have, so that tensors may be modified.
+    """End a call in which ranks read each other's tensors: wait until all reads are done, then tensors may be modified.
 
     Counts as one chunk.
     """
@@ -194,7 +194,7 @@ def begin(group, seq):
 
 @inner
 def arrive(group, seq, signature):
-    """Publish this rank's entry, whose payload is written, and wait for all others; all signatures must be equal.
+    """Publish this rank's entry, after its payload, and wait for all other ranks; all signatures must be equal.
 
     The number of chunks so far is part of the signature: it differs after a call that failed on some ranks only.
     """

@@ -1,7 +1,7 @@
 """The chunk loop of transfers: collectives that move data without reducing (broadcast, gathers, scatter, alltoall).
 
-Each rank has a table of transfer records: what it sends to each rank, and where it puts what it receives. A call sends
-either one stream, the same for all ranks (SPACING 0), or one part to each rank (SPACING apart in the slot).
+Each rank has a table of transfer records: for each rank the data to send and the destination of received data. A call
+sends either one stream, the same for all ranks (SPACING 0), or one part to each rank (SPACING apart in the slot).
 
 In round `i`, with chunk number `c = CHUNKS + i`, each rank
 
@@ -10,8 +10,8 @@ In round `i`, with chunk number `c = CHUNKS + i`, each rank
 2. for each other rank: waits for READY > c and copies its share of chunk `c` out of the slot of that rank.
 3. publishes REDUCED = c + 1.
 
-Chunks `c` and `c + 1` are in different slots, and step 1 waits until the chunk that had the slot before has been read
-everywhere, so that no slot is overwritten too early (docs/design/shared-memory.md has the argument).
+Chunks `c` and `c + 1` are in different slots, and step 1 waits until all ranks have read the previous chunk in
+the slot, so that no slot is overwritten too early (proof: docs/design/shared-memory.md).
 
 Memory order: READY is published after the data in the slot, with a fence if the caches were bypassed, and acquired
 before that data is read. REDUCED is published after the reads, and acquired before the slot is written again.
@@ -70,7 +70,7 @@ ONE_SENDS_BYTES, ALL_SEND_BYTES, _PARTS_BYTES = 384 << 10, 128 << 10, 256 << 10
 
 @inner
 def count_rounds(group, num_bytes):
-    """Return the number of rounds that move so many bytes from one rank to another."""
+    """Return the number of rounds that move `num_bytes` from one rank to another."""
     return (num_bytes + load_field(group, CHUNK_BYTES) - 1) // load_field(group, CHUNK_BYTES)
 
 
@@ -86,7 +86,7 @@ def divide_stream(group, num_bytes, max_bytes):
 
 @inner
 def divide_parts(group, num_bytes):
-    """Choose the chunks of one part for each rank, of this length at most; return the number of rounds."""
+    """Choose the chunks of one part of at most `num_bytes` for each rank; return the number of rounds."""
     chunk = min(load_field(group, SLOT_BYTES), _PARTS_BYTES) // load_field(group, SIZE) // _LINE_BYTES * _LINE_BYTES
     store_field(group, CHUNK_BYTES, chunk)
     store_field(group, SPACING, chunk)
@@ -104,7 +104,7 @@ def send_to_all(call, address, num_bytes):
 
 @inner
 def deliver(target, source, num_bytes, total_bytes):
-    """Copy a chunk of a result; with non-temporal stores if the whole is longer than the caches."""
+    """Copy a chunk of a result; with non-temporal stores if the result is longer than the caches."""
     if total_bytes >= LONG_BYTES:
         copy_past(target, source, num_bytes)
     else:
@@ -114,7 +114,7 @@ def deliver(target, source, num_bytes, total_bytes):
 
 @inner
 def keeps_while_sending(group, transfers):
-    """Return whether a stream is so long that this rank's own copy is made together with the copy into the slot."""
+    """Return whether a stream is so long that this rank's result is written together with the slot."""
     own = transfer_of(transfers, load_field(group, RANK))
     is_sent = load_field(group, SIZE) > 1 and load_field(own, SEND_BYTES) == load_field(own, RECEIVE_BYTES)
     return is_sent and load_field(own, RECEIVE_BYTES) >= LONG_BYTES
@@ -122,7 +122,7 @@ def keeps_while_sending(group, transfers):
 
 @inner
 def keep_own(group, chunk, transfers):
-    """Copy this rank's own chunk to its result while it is in the cache because of the copy into the slot."""
+    """Copy this rank's own chunk to its result while the chunk is in the cache after the copy into the slot."""
     own = transfer_of(transfers, load_field(group, RANK))
     done = (chunk - load_field(group, CHUNKS)) * load_field(group, CHUNK_BYTES)
     total = load_field(own, RECEIVE_BYTES)
@@ -134,7 +134,7 @@ def keep_own(group, chunk, transfers):
 
 @inner
 def put(group, chunk, transfers, keeps):
-    """Copy the next chunk of what this rank sends into its slot, and if it `keeps` it into its own result as well."""
+    """Copy the next chunk to send into the slot of this rank, and with `keeps` into its result as well."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     chunk_bytes, spacing = load_field(group, CHUNK_BYTES), load_field(group, SPACING)
     done = (chunk - load_field(group, CHUNKS)) * chunk_bytes
@@ -152,7 +152,7 @@ def put(group, chunk, transfers, keeps):
             num_put += length
             if spacing == 0:
                 break
-    note_put(group, chunk, since, num_put)  # with what is kept: that adds less than slow cache lines do
+    note_put(group, chunk, since, num_put)  # including the copy to the result, which adds less than slow cache lines do
     publish(group, READY, chunk + 1)
     return 0
 
@@ -167,9 +167,9 @@ def put_first_chunk(group, transfers, num_rounds):
 
 @inner
 def put_next(group, index, transfers, keeps):
-    """In a round, copy the chunk of the next one into its slot: 0, or the reason why the slot will not be free.
+    """Copy the chunk of the next round into its slot: 0, or a status if the slot will not be free.
 
-    The slot is free when all have read the chunk of the previous round; of the calls before, all have been read.
+    The slot is free when all ranks have read the chunk of the previous round; chunks of earlier calls have been read.
     """
     chunk = load_field(group, CHUNKS) + index
     status = wait_all(group, REDUCED, chunk) if index > 0 else 0
@@ -180,7 +180,7 @@ def put_next(group, index, transfers, keeps):
 
 @inner
 def fetch(group, chunk, transfers):
-    """Copy this rank's share of a chunk out of the slots of all others."""
+    """Copy this rank's share of a chunk out of the slots of all other ranks."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     chunk_bytes = load_field(group, CHUNK_BYTES)
     done = (chunk - load_field(group, CHUNKS)) * chunk_bytes
@@ -207,7 +207,7 @@ def fetch(group, chunk, transfers):
 
 @inner
 def run_rounds(group, transfers, num_rounds):
-    """Move what is in the transfers, of which the first chunks are in the slots."""
+    """Run the transfers, of which the first chunks are in the slots."""
     base = load_field(group, CHUNKS)
     is_stream = load_field(group, SPACING) == 0
     keeps = is_stream and keeps_while_sending(group, transfers)
@@ -232,7 +232,7 @@ def run_rounds(group, transfers, num_rounds):
 
 @kernel
 def exchange(call, transfers, is_stream, longest, has_sent):
-    """Move everything in the transfers, whose lengths may differ between ranks.
+    """Run the transfers, whose lengths may differ between ranks.
 
     `longest` is the longest length of any rank. `has_sent`: the call has used the slots before, and other ranks may
     still be reading them.
@@ -243,7 +243,7 @@ def exchange(call, transfers, is_stream, longest, has_sent):
         if status != 0:
             return status
     if is_stream:
-        # Before the lengths were known to differ, first chunks of other lengths were published under this number.
+        # First chunks of other lengths were published under this number before the difference was detected.
         store_field(group, CHUNKS, load_field(group, CHUNKS) + 1)
         num_rounds = divide_stream(group, longest, ALL_SEND_BYTES)
     else:

@@ -1,9 +1,9 @@
 """Compilation of the kernels from Python to LLVM code, with Numba. Only the first process on a machine does this.
 
-Numba would optimize each function together with everything that it calls, compile it, and make wrappers for it, which
-took three quarters of the time. Here a function ends as the LLVM text of its own body. All texts are linked into one
-module with wrappers that Python can call, and LLVM optimizes that once. Functions are not compiled again for arguments
-that are constants.
+Numba would optimize each function together with all functions that it calls, compile it, and make wrappers for it,
+which took three quarters of the time. Here the result for a function is the LLVM text of its own body. All texts are
+linked into one module with wrappers that Python can call, and LLVM optimizes this module once. Functions are not
+compiled again for constant arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENVIRONMENT = re.compile(r"^@_ZN08NumbaEnv.* = common global i8\* null$", re.MU
 functions: list[Function] = []
 """All functions of the modules imported so far, in the order of their definition."""
 kernels: dict[str, Function] = {}
-"""What Python calls, by name."""
+"""The functions that Python calls, by name."""
 
 
 class _Texts(_codegen.CodeLibrary):  # type: ignore[misc]
@@ -55,7 +55,7 @@ class _Texts(_codegen.CodeLibrary):  # type: ignore[misc]
         """Compile nothing."""
 
     def get_function(self, name: str) -> Any:
-        """Refuse: there is no machine code."""
+        """Raise, since there is no machine code."""
         raise NotImplementedError(name)
 
     get_llvm_str = get_asm_str = get_function
@@ -63,7 +63,7 @@ class _Texts(_codegen.CodeLibrary):  # type: ignore[misc]
 
 @_machinery.register_pass(mutates_CFG=True, analysis_only=False)
 class _Lowering(_typed.BaseNativeLowering):  # type: ignore[misc]
-    """Numba's last pass, which would compile: instead callers find the function by its descriptor."""
+    """The last pass, which replaces Numba's compilation: callers find the function by its descriptor."""
 
     _name = "torchmpi_lowering"
     lowering_class = lowering.Lower
@@ -121,7 +121,7 @@ class Function(_registry.CPUDispatcher):  # type: ignore[misc]
         return super().get_call_template([_types.unliteral(each) for each in args], kws)
 
     def add_overload(self, result: Any) -> None:
-        """Keep what has been compiled, without making it callable."""
+        """Keep a compiled function, without making it callable."""
         self.overloads[tuple(result.signature.args)] = result
         Function.on_compiled()
 
@@ -132,7 +132,7 @@ class Function(_registry.CPUDispatcher):  # type: ignore[misc]
         return count
 
     def native(self) -> Any:
-        """Compile the function for integers, if that has not been done, and return Numba's result."""
+        """Compile the function for integers, unless already compiled, and return Numba's result."""
         arguments = (_types.int64,) * self.num_arguments
         self.compile(arguments)
         return self.overloads[arguments]
@@ -144,7 +144,7 @@ def inner(function: Callable[..., Any]) -> Any:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Mark a function that LLVM would not inline although it should be."""
+    """Mark a function that must be inlined, although LLVM would not inline it."""
     return Function(function, is_inlined=True)
 
 
@@ -155,7 +155,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def link(prefix: str, wrappers: Iterable[Wrapper]) -> Any:
-    """Return an LLVM module with these wrappers, whose names begin with `prefix`, and all that they call."""
+    """Return an LLVM module with these wrappers, whose names begin with `prefix`, and all functions that they call."""
     wrappers = list(wrappers)
     whole = _linked([library for wrapper in wrappers for library in wrapper.libraries])
     for wrapper in wrappers:

@@ -1,19 +1,19 @@
 """Copies into the slots: through the caches, or with non-temporal stores where the ranks' cores share no cache.
 
-Cores that share a cache exchange cache lines at 10 GB/s and more. Between cores that do not (another socket, another
-part of the chip, or virtual cores that the host has placed so), reading a line that the other core has just written is
-slower than memory: 2 GB/s were measured, and 10 after non-temporal stores. Which case holds may change while a program
-runs, so the ranks measure all the time:
+Cores that share a cache exchange cache lines at 10 GB/s and more. Between cores without a common cache (another socket,
+another part of the chip, or virtual cores placed on them), reading a line that the other core has just written is
+slower than memory: 2 GB/s were measured, and 10 after non-temporal stores. The placement may change while a program
+runs, so the ranks measure continuously:
 
 1. `begin_measuring` decides at the beginning of a call: bypass the caches if any rank has found them slow
    (FETCHES_SLOWLY in its block), except in the calls in which the caches are tried again.
 2. `note_put` and `note_time` add up the time of copies and reductions without waits; `note_chunk` keeps the best chunk.
 3. After _TRIAL_CHUNKS chunks, or at the end of a shorter call, `judge` compares it with thresholds, and stores the
    result in FETCHES_SLOWLY; from then on all ranks bypass the caches.
-4. After _TRIAL_CHUNKS chunks with non-temporal stores, `compare` withdraws that if they were no faster.
+4. After _TRIAL_CHUNKS chunks with non-temporal stores, `compare` reverts the decision if they were no faster.
 
-Memory order: FETCHES_SLOWLY is a hint, read and written without order; ranks may differ in the way they write, since
-KEPT (see reduce_kernels) says where a result is. Non-temporal stores are ordered with nothing, hence the fence in
+Memory order: FETCHES_SLOWLY is a hint, read and written without order; ranks may write differently, since
+KEPT (see reduce_kernels) determines where a result is. Non-temporal stores are not ordered, hence the fence in
 `publish`.
 """
 
@@ -152,7 +152,7 @@ def slow_trials(group):
 @inner
 def phase_of_call(group, every):
     """Return a number below `every`, equal on all ranks, that decides in which calls an alternative is tried."""
-    # Scrambled: in programs whose calls repeat every 16 or 128 it would always select the same ones.
+    # Scrambled, so that programs whose calls repeat every 16 or 128 do not always try the same calls.
     return (load_field(group, CURRENT_SEQ) * _SCRAMBLER >> 16) % every
 
 
@@ -166,7 +166,7 @@ def is_trial(group, every):
 def begin_measuring(group, num_chunks, always_bypass):
     """Choose how a call with chunks writes its slots: around the caches if any rank was slow, except in a trial."""
     every = _PROBE_EVERY if num_chunks < _LONG_CHUNKS else -(-_PROBE_EVERY_CHUNKS // num_chunks)
-    # The first repetition comes soon: the call may have been slow for another reason, such as new memory.
+    # The first repetition is early, since the call may have been slow for another reason, such as new memory.
     trials = slow_trials(group)
     bypass = trials > 0 and not is_trial(group, min(every, 1 << trials))
     store_field(group, CACHE_BYPASS, _BYPASS_ALWAYS if always_bypass else bypass)
@@ -200,11 +200,11 @@ def note_time(group, chunk, since):
 
 @inner
 def note_best(group, field, index, nanoseconds, num_bytes):
-    """Keep the pace of a chunk if it is the best one of the call: slower ones may have been interrupted.
+    """Keep the pace of a chunk if it is the best of the call, since slower chunks may have been interrupted.
 
-    In a call of four chunks and more the first use of each slot does not count, nor more than half of the chunks. If
-    the program has worked on other data since the last call, the slots have left the caches and are written quickly
-    however far apart the cores are.
+    In calls of four chunks and more the first use of each slot is ignored, up to half of the chunks: if the program has
+    worked on other data since the last call, the slots have left the caches and are written quickly, also with cores
+    that share no cache.
     """
     if load_field(group, FRAGMENTED) != 0:
         return 0
@@ -221,8 +221,8 @@ def note_best(group, field, index, nanoseconds, num_bytes):
 def note_put(group, chunk, since, num_bytes):
     """Record the copy of a chunk into the slot.
 
-    A core must take the lines from the cores that have read them before it can write them: without a common cache that
-    alone may be slow while reading is fast.
+    Before writing, a core must invalidate the lines in the caches of their readers: without a common cache this may be
+    slow even if reading is fast.
     """
     note_best(group, PUT_PACE, chunk - load_field(group, CHUNKS), now() - since, num_bytes)
     return 0
@@ -246,7 +246,7 @@ def judge(group):
 
 @inner
 def compare(group):
-    """Withdraw the decision for non-temporal stores if they were no faster: then memory itself is slow at present."""
+    """Revert the decision for non-temporal stores if they were no faster, because memory itself is slow."""
     cached, pace = load_field(group, CACHED_PACE), load_field(group, PACE) + load_field(group, PUT_PACE)
     if cached != 0 and pace != 0:
         is_no_better = pace * 8 >= cached * 7  # the best of six chunks against the best of two or three
@@ -278,7 +278,7 @@ def note_chunk(group, chunk, num_bytes):
 
 @inner
 def end_measuring(group):
-    """At the end of a call that was too short for a decision before."""
+    """Decide at the end of a call that was too short for an earlier decision."""
     if load_field(group, NUM_MEASURED) < _TRIAL_CHUNKS:
         judge(group)
     return 0

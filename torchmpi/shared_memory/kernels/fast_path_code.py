@@ -8,10 +8,10 @@ same dtype, key and communicator, and one of the `enter_*` functions
 3. takes the run lock if the call queue is idle, enters the call into the call log, and computes its signature
    (`begin_call`). Nothing before this step has an effect, so NOT_FAST can be returned up to here.
 
-All of it runs with the GIL, which orders it with Python threads: no atomic access is needed.
+The GIL is held throughout and orders the fast path with Python threads, so no atomic access is needed.
 
-`FastPathWrapper` emits LLVM code that uses functions which CPython's C API exports; what its headers define inline
-cannot be called.
+`FastPathWrapper` emits LLVM code that uses functions which CPython's C API exports; functions that its headers define
+inline cannot be called.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _HOST = 1  # device type CPU, device number 0 in the upper half
 _LOW_BITS = (1 << 32) - 1
 _MAX_BITS = 60  # greater numbers are not equal to their hash
 
-# CPython's hash of a tuple, as other ranks compute it on the path through Python: xxHash, as signed numbers.
+# CPython's hash of a tuple, which other ranks compute on the path through Python: xxHash, as signed numbers.
 _PRIME_1, _PRIME_2, _PRIME_5 = -7046029288634856825, -4417276706812531889, 2870177450012600261
 _INSTEAD_OF_MINUS_ONE = 1546275796
 
@@ -139,7 +139,7 @@ def row_numel(tensor):
 
 @inner
 def fits(cached_call, source, target, num_rows):
-    """Return whether the target has so many rows like the source's, and shares no memory with it."""
+    """Return whether the target has `num_rows` rows like those of the source, and shares no memory with the source."""
     dims = max(num_dims(source), 1)
     if plain_numel(cached_call, target) < 0 or num_dims(target) != dims or dim(target, 0) != num_rows:
         return False
@@ -192,7 +192,7 @@ def begin_call(cached_call, tensor, arguments):
 
 @inner
 def enter_in_place(cached_call, tensor, unit, arguments):
-    """Enter a kernel that takes an address, and a length of so many units for each element."""
+    """Enter a kernel that takes an address and a length, of `unit` for each element."""
     numel = plain_numel(cached_call, tensor)
     if numel < 0:
         return NOT_FAST
@@ -214,7 +214,7 @@ def enter_broadcast(cached_call, tensor, _, arguments):
 
 @inner
 def enter_gathering(cached_call, source, numel, target, arguments):
-    """Enter an allgather whose result has the address `target`; 0 if this rank gets none."""
+    """Enter an allgather whose result has the address `target`; 0 if this rank gets no result."""
     item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
     store_field(arguments, FIRST_ARGUMENT, data(source))
     store_field(arguments, FIRST_ARGUMENT + 1, numel * item_bytes)
@@ -246,7 +246,7 @@ def enter_give(cached_call, source, _, arguments):
 
 @inner
 def own_rows(call, num_rows):
-    """Return how many of so many rows are this rank's."""
+    """Return how many of `num_rows` rows belong to this rank."""
     group = group_of(call)
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     return rows_before(num_rows, size, rank + 1) - rows_before(num_rows, size, rank)
@@ -306,7 +306,7 @@ def enter_scattering(cached_call, tensor, arguments):
 
 @kernel
 def enter_scatter(cached_call, source, target, arguments):
-    """Enter a scatter on the root, which gets its part of its rows."""
+    """Enter a scatter on the root, which also gets its part of the rows."""
     call = load_field(cached_call, PREPARED_CALL)
     if load_field(group_of(call), RANK) != load_field(call, ROOT):
         return NOT_FAST
@@ -337,7 +337,7 @@ _TYPE = 1  # field of a PyObject
 
 
 class FastPathWrapper(Wrapper):
-    """``name(tensor, out, key, comm, backend)``: it returns the result, or None if Python must run the call.
+    """``name(tensor, out, key, comm, backend)``, which returns the result, or None if Python must run the call.
 
     `self.record` is the address of its record (see records).
     """
@@ -361,8 +361,8 @@ class FastPathWrapper(Wrapper):
         first = self.field(self.record, records.FIRST_CALL)
         self._continue_if(builder.icmp_signed("!=", first, WORD(0)), self.not_fast)
         self._check_arguments()
-        # These two run Python or release the GIL, so other threads may invalidate the fast path. Nothing after them
-        # does, until the call is entered: FIRST_CALL is loaded again, and what is found there stays valid.
+        # These two run Python or release the GIL, so other threads may invalidate the fast path. Later steps do not,
+        # until the call is entered: FIRST_CALL is loaded again, and the cached calls stay valid.
         self._check_negative_views()
         self._check_chosen_communicator()
         described = self._describe_tensors()
@@ -395,7 +395,7 @@ class FastPathWrapper(Wrapper):
             self._continue_if(is_tensor, self.not_fast)
 
     def _check_chosen_communicator(self) -> None:
-        """Require that this thread or task has not chosen a communicator (`mpi.use`)."""
+        """Require that no communicator is chosen for this thread or task (`mpi.use`)."""
         value = self.builder.alloca(BYTES)
         get = self.declared("PyContextVar_Get", INT, BYTES, BYTES, BYTES.as_pointer())
         status = self.builder.call(get, [self._object(records.CHOSEN_COMM), BYTES(None), value])
@@ -466,13 +466,13 @@ class FastPathWrapper(Wrapper):
             self.builder.store(WORD(0), pointer)
 
     def _settle(self, status: Any, cached_call: Any, seq: Any) -> Any:
-        """Return what Python makes of a call that returned a status; null with an exception set."""
+        """Return the result of Python's handling of a status; null with an exception set."""
         active, entered = self._call_fields(cached_call)
         numbers = [self.as_number(status), self.as_number(cached_call)]
         result = self._call_python(records.SETTLE, numbers[0], self.tensor, self.out, numbers[1])
         for number in numbers:
             self._decref(number)
-        # A KeyboardInterrupt may come before the first line of Python: then the call is still active.
+        # After a KeyboardInterrupt before the first line of Python the call is still active.
         builder = self.builder
         is_lost = builder.and_(
             builder.icmp_signed("==", result, BYTES(None)), builder.icmp_signed("==", builder.load(active), seq)
@@ -497,7 +497,7 @@ class FastPathWrapper(Wrapper):
         self.builder.call(restore, [self.builder.load(item) for item in saved])
 
     def _end_not_fast(self) -> None:
-        """Emit the exits that return None: after an error of Python, or because the call is not a plain one."""
+        """Emit the exits that return None: after an error of Python, or because the fast path cannot run the call."""
         self.builder.position_at_end(self.failed)
         self._clear_error()
         self.builder.branch(self.not_fast)

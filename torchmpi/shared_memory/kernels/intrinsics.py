@@ -52,7 +52,7 @@ def store(typing_context, address, value):
 
 @intrinsic
 def load_acquire(typing_context, address):
-    """Load a 64-bit integer; what its writer wrote before is visible to what is read afterwards."""
+    """Load a 64-bit integer; earlier writes of its writer are visible to later reads."""
 
     def generate(context, builder, signature, arguments):
         return builder.load_atomic(_pointer(builder, arguments[0]), ordering="acquire", align=8)
@@ -62,7 +62,7 @@ def load_acquire(typing_context, address):
 
 @intrinsic
 def store_release(typing_context, address, value):
-    """Store a 64-bit integer after everything read and written before."""
+    """Store a 64-bit integer after all earlier reads and writes."""
 
     def generate(context, builder, signature, arguments):
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), ordering="release", align=8)
@@ -94,7 +94,7 @@ def store_field(typing_context, record, field, value):
 
 @intrinsic
 def load_field_acquire(typing_context, record, field):
-    """`load_acquire` of a field."""
+    """Load a field as `load_acquire` does."""
 
     def generate(context, builder, signature, arguments):
         return builder.load_atomic(_field_pointer(builder, *arguments), ordering="acquire", align=8)
@@ -104,7 +104,7 @@ def load_field_acquire(typing_context, record, field):
 
 @intrinsic
 def store_field_release(typing_context, record, field, value):
-    """`store_release` of a field."""
+    """Store a field as `store_release` does."""
 
     def generate(context, builder, signature, arguments):
         builder.store_atomic(arguments[2], _field_pointer(builder, *arguments[:2]), ordering="release", align=8)
@@ -136,7 +136,7 @@ def copy(typing_context, target, source, num_bytes):
 
 
 def _lines_copier(*, past: bool) -> Any:
-    """Generate a copy of four cache lines: with non-temporal stores to an aligned target, or to any."""
+    """Generate a copy of four cache lines; with `past` by non-temporal stores to an aligned target."""
 
     def generate(context, builder, signature, arguments):
         line = ir.VectorType(_WORD, 8).as_pointer()
@@ -209,7 +209,7 @@ def now(typing_context):
 
 @intrinsic
 def fence(typing_context):
-    """Order all memory accesses before with all after, non-temporal stores included."""
+    """Order all earlier memory accesses before all later ones, including non-temporal stores."""
 
     def generate(context, builder, signature, arguments):
         builder.fence("seq_cst")
@@ -266,7 +266,7 @@ def bits_of_float(typing_context, number):
 def half_conversions(*, has_half: bool) -> tuple[Any, Any]:
     """Return intrinsics that convert the bits of a float16 to float32, and that round back.
 
-    Without `has_half` they use integer arithmetic: for processors that have no instructions for it.
+    Without `has_half` they use integer arithmetic, for processors without instructions for float16.
     """
     half, one_half = ir.HalfType(), ir.VectorType(ir.HalfType(), 1)
     number, one_number = ir.FloatType(), ir.VectorType(ir.FloatType(), 1)
@@ -296,7 +296,7 @@ def half_conversions(*, has_half: bool) -> tuple[Any, Any]:
 
 @intrinsic
 def compare_and_swap(typing_context, address, expected, value):
-    """Store `value` if `expected` is there, atomically; return what was there."""
+    """Store `value` if the memory contains `expected`, atomically; return the previous value."""
 
     def generate(context, builder, signature, arguments):
         pair = builder.cmpxchg(_pointer(builder, arguments[0]), arguments[1], arguments[2], "seq_cst", "seq_cst")

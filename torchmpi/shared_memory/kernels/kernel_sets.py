@@ -20,7 +20,7 @@ class FastPathKernel(NamedTuple):
     takes_tensor: bool = True
     takes_out: bool = False
     writes: bool = True
-    """Whether the last of the tensors is written, which autograd must know."""
+    """Whether the last tensor is written, so that its version for autograd increases."""
 
 
 class KernelSet(NamedTuple):

@@ -1,14 +1,14 @@
 """Kernels of the barrier and of all collectives that move data, reduce_scatter included.
 
-Four routes by length, of which all ranks take the same:
+Four routes by length; all ranks take the same route:
 
 * up to PAYLOAD_BYTES the data travels in the payload of the ring entry;
-* up to WHOLE_BYTES in the slot, written before the ranks synchronize: one synchronization either way;
+* up to WHOLE_BYTES in the slot, written before the ranks synchronize; both routes synchronize once;
 * longer data, if all tensors are shared, is copied from tensor to tensor (`end_reads` waits for all readers);
 * otherwise it is read directly from the other processes (kernels.peer_memory), or goes through the slots in chunks
   (kernels.chunk_loop).
 
-An allgather assumes that all ranks bring the same length. Lengths are in the payloads; if they differ, the kernel
+An allgather assumes equal lengths on all ranks. The lengths are in the payloads; if they differ, the kernel
 returns UNEVEN, and Python allocates the result and calls `exchange`.
 
 Memory order: payload and slot are published by the sequence number of the entry (`arrive`). A slot written whole also
@@ -18,11 +18,11 @@ reduce_scatter, alltoall and scatter divide dim 0 among the ranks: rank `r` gets
 `rows_before(r + 1)`; the first ranks take the remainder, one row each.
 
 In chunks of such collectives each rank writes one part for each rank into its slot, SPACING apart; a reduce_scatter
-reduces where the others copy. alltoall assumes that all ranks bring the same number of rows (UNEVEN otherwise).
+reduces where the others copy. alltoall assumes the same number of rows on all ranks (UNEVEN otherwise).
 
-A scatter is two kernels, or one in the fast path. `offer` synchronizes: the root brings a description of its tensor
-(dtype, dimensions, shape) in its payload and writes its first chunk, or the whole tensor if that fits into the payload,
-or the address for direct reads. `take` moves the rest, after Python has allocated the result.
+A scatter is two kernels, or one in the fast path. `offer` synchronizes: the root writes a description of its tensor
+(dtype, dimensions, shape) to its payload, and its first chunk, or the whole tensor if the payload has room, or the
+address for direct reads. `take` moves the rest, after Python has allocated the result.
 
 `reduce_scatter` publishes REDUCED after a chunk has been read, before its slot is written again.
 """
@@ -94,7 +94,7 @@ from .records import (
 )
 from .reduce_kernels import combine, part_begin, set_operand
 
-_SHORT_BROADCAST_BYTES = 128 << 10  # up to here broadcasts bypass the caches: that was never slower
+_SHORT_BROADCAST_BYTES = 128 << 10  # shorter broadcasts bypass the caches, which was never slower
 
 
 @kernel
@@ -121,7 +121,7 @@ def put_whole(group, address, num_bytes):
 
 @inner
 def end_whole(group):
-    """Count the chunk that was put whole into the slots, after reading it."""
+    """Count the chunk of `put_whole` after reading the slots."""
     chunk = load_field(group, CHUNKS)
     set_counter(group, REDUCED, chunk + 1)
     store_field(group, CHUNKS, chunk + 1)
@@ -130,7 +130,7 @@ def end_whole(group):
 
 @inner
 def broadcast_shared(group, address, num_bytes, root):
-    """Broadcast between shared tensors: the root writes the first part of all others, so that all copy equally much."""
+    """Broadcast between shared tensors; the root writes the first part of all others: equal amounts on all ranks."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     share = part_begin(num_bytes, size, 1)
     if rank != root:
@@ -201,7 +201,7 @@ def are_even(group, seq, length):
 
 @inner
 def gather_shared(group, first, num_bytes, target):
-    """Copy so many bytes, from offset `first`, of every rank's shared tensor."""
+    """Copy `num_bytes` from offset `first` of every rank's shared tensor."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     for shift in range(size):
         other = peer_at(rank, size, shift)
@@ -211,7 +211,7 @@ def gather_shared(group, first, num_bytes, target):
 
 @kernel
 def allgather(call, seq, signature, source, num_bytes, target):
-    """Concatenate the bytes of all ranks, on all ranks or on the root of the call, if all bring the same length.
+    """Concatenate the bytes of all ranks, on all ranks or on the root of the call, if the lengths are equal.
 
     Returns UNEVEN otherwise, with the lengths in the payloads.
     """
@@ -227,8 +227,8 @@ def allgather(call, seq, signature, source, num_bytes, target):
     num_received = num_bytes if root < 0 or rank == root else 0
     transfers, num_rounds = send_to_all(call, source, num_sent), divide_stream(group, num_bytes, ALL_SEND_BYTES)
     only_sends, paces = root >= 0 and rank != root, ALLGATHER_PACES if root < 0 else GATHER_PACES
-    # The root of a gather decides. The others always show their data, and write their slots too unless the last long
-    # gather was read directly.
+    # The root of a gather decides. The other ranks always publish the address of their data, and also write their
+    # slots unless the last long gather was read directly.
     shows = not is_whole and (can_read(group, num_bytes) if only_sends else prefers_reading(group, paces, num_bytes))
     is_shared = not is_short and announce_memory(group, seq, source, num_bytes)
     puts = not is_shared and (load_field(group, GATHERS_READ) == 0 if only_sends else not shows)
@@ -298,7 +298,7 @@ def divide_rows(group, num_rows, row_bytes):
 
 @inner
 def send_rows(call, source, num_rows, row_bytes):
-    """Fill the sending half of the transfers: to each rank its rows. Return their address."""
+    """Fill the sending half of the transfers with the rows for each rank. Return the address of the transfers."""
     size, transfers = load_field(group_of(call), SIZE), load_field(call, TRANSFERS)
     for other in range(size):
         first = rows_before(num_rows, size, other) * row_bytes
@@ -308,7 +308,7 @@ def send_rows(call, source, num_rows, row_bytes):
 
 @inner
 def reduce_rows(call, source, length, target, transfers, num_rounds, is_first_put):
-    """Reduce this rank's rows, of which its own begin at `source`, chunk by chunk from the slots.
+    """Reduce the rows of this rank, whose own values begin at `source`, chunk by chunk from the slots.
 
     `is_first_put`: all ranks had written their first chunk before they arrived.
     """
@@ -387,7 +387,7 @@ def reduce_scatter(call, seq, signature, source, num_rows, row_bytes, target):
 
 @kernel
 def alltoall(call, seq, signature, source, num_rows, row_bytes, target):
-    """Send each rank its rows, if all ranks bring the same number of rows.
+    """Send each rank its rows, if all ranks have the same number of rows.
 
     Returns UNEVEN otherwise, with the numbers in the payloads.
     """
@@ -443,7 +443,7 @@ def alltoall(call, seq, signature, source, num_rows, row_bytes, target):
 
 @kernel
 def offer(call, seq, signature, message, num_bytes, source, num_rows, row_bytes):
-    """Synchronize for a scatter; the root brings the description of its tensor, and the first rows or their address."""
+    """Synchronize for a scatter; the root publishes the description of its tensor, and first rows or their address."""
     group = group_of(call)
     status = begin(group, seq)
     if status != 0:
@@ -475,7 +475,7 @@ def message_bytes_of(message):
 
 @kernel
 def take(call, seq, num_rows, row_bytes, source, target):
-    """After `offer`: copy this rank's rows of the root's tensor."""
+    """Copy this rank's rows of the root's tensor, after `offer`."""
     group = group_of(call)
     rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
     first = rows_before(num_rows, size, rank) * row_bytes
@@ -509,7 +509,7 @@ def take(call, seq, num_rows, row_bytes, source, target):
 
 @inner
 def is_expected(group, seq, root, message):
-    """Return whether the root offers rows of the dtype and shape, and as many to this rank, as the message has."""
+    """Return whether dtype, shape and this rank's number of rows in the root's offer equal those of the message."""
     offered = payload_of(group, root, seq)
     for index in range(message_bytes_of(message) // 8):
         if index != MESSAGE_SHAPE and load_field(offered, index) != load_field(message, index):
@@ -521,7 +521,7 @@ def is_expected(group, seq, root, message):
 
 @kernel
 def scatter(call, seq, signature, message, num_bytes, source, num_rows, row_bytes, target):
-    """`offer`, then `take`. Ranks other than the root bring what they expect: UNEVEN if the offer differs."""
+    """Run `offer`, then `take`; the other ranks pass the description that they expect: UNEVEN if the offer differs."""
     group = group_of(call)
     root = load_field(call, ROOT)
     if load_field(group, RANK) == root:

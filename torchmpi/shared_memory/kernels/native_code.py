@@ -1,6 +1,6 @@
 """Compilation of LLVM code to machine code, once per machine: results are kept on disk.
 
-Numba's own pipeline needs a tenth of a second and more for a function. This uses LLVM alone, through llvmlite.
+Numba's own pipeline needs a tenth of a second and more for a function. This module uses only LLVM, through llvmlite.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from llvmlite import binding
 from ... import config
 
 _DAY = 24 * 60 * 60
-_UNUSED_DAYS = 30  # of a compiled file, after which it is removed
+_UNUSED_DAYS = 30  # a compiled file is removed after this time without use
 # Functions that LLVM calls if the processor cannot convert half precision. No library in this process has them.
 _HALF_CALLS = (b"__extendhfsf2", b"__truncsfhf2", b"__gnu_h2f_ieee", b"__gnu_f2h_ieee")
 
 
 def cache_folder() -> Path | None:
-    """Return the first writable folder of those in which Numba would keep its results, or None."""
+    """Return the first writable folder of Numba's cache folders, or None."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     beside = Path(__file__).parent / "__pycache__"
     folders = [Path(chosen)] if chosen else [beside, config.cache_folder()]
@@ -42,7 +42,7 @@ def cache_folder() -> Path | None:
 
 
 class Compiler:
-    """A compiler for this processor, or for the one that NUMBA_CPU_NAME names. Thread-safe."""
+    """A compiler for this processor, or for the processor of NUMBA_CPU_NAME. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -64,7 +64,7 @@ class Compiler:
     def function(self, name: str, text_of: Callable[..., str]) -> int:
         """Return the address of the function `function` of the module that `text_of` returns.
 
-        It is renamed to `name`, which must be unique, and compiled or loaded once.
+        The function is renamed to `name`, which must be unique, and compiled or loaded once.
         """
         with self.lock:
             if name not in self.functions:
@@ -83,7 +83,7 @@ class Compiler:
         return self.find(name)
 
     def load(self, name: str, recipe: str) -> bool:
-        """Load the module of this name and recipe, if a process has compiled it before; return whether it was there."""
+        """Load the module of this name and recipe from the cache; return whether it was cached."""
         with self.lock:
             image = self._read(name, recipe)
             if image is not None:
@@ -91,7 +91,7 @@ class Compiler:
             return image is not None
 
     def build(self, name: str, recipe: str, module: Any) -> None:
-        """Optimize, compile and load a module, and keep it on disk."""
+        """Optimize, compile and load a module, and store it on disk."""
         with self.lock:
             image = self._emit(module, is_optimized=True)
             self._write(name, recipe, image)
@@ -162,16 +162,16 @@ class Compiler:
             part.replace(path)  # atomic, also with other writers
             self._remove_old(path.parent)
         except OSError:
-            self.folder = None  # full or not writable after all: do not try again
+            self.folder = None  # full, or not writable: do not try again
         finally:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
 
     @staticmethod
     def _remove_old(folder: Path) -> None:
-        """Remove files that no process has loaded for long: other versions made them, or for other processors."""
+        """Remove files that no process has loaded for a long time: those of other versions or processors."""
         for path in (*folder.glob("torchmpi_*.native"), *folder.glob("torchmpi_*.part")):
-            days = _UNUSED_DAYS if path.suffix == ".native" else 1  # a process that was killed left the others
+            days = _UNUSED_DAYS if path.suffix == ".native" else 1  # the others are those of killed processes
             with contextlib.suppress(OSError):  # another user's file, or removed by another process
                 if path.stat().st_mtime < time.time() - days * _DAY:
                     path.unlink()
@@ -182,7 +182,7 @@ _first = threading.Lock()
 
 def compiler() -> Compiler:
     """Return the compiler of this process, which keeps all loaded code."""
-    with _first:  # a second one, made by another thread, would be lost with its code
+    with _first:  # a second compiler, made by another thread, would be freed with its code
         return _the_compiler()
 
 

@@ -5,21 +5,22 @@ Shared segments (`mpi.empty_shared`):
 1. Before it arrives, a rank whose tensor is in one of its own segments announces it in the payload of the call: key and
    file of the segment, its length, and the offset of the tensor (`announce_memory`).
 2. After all have arrived, and if all have announced one, each rank looks up where these segments are mapped in its own
-   process (`find_memory`). If one is not, the kernel returns UNMAPPED, Python maps it, and the kernel runs again.
+   process (`find_memory`). If a segment is not mapped, the kernel returns UNMAPPED, Python maps the segment, and the
+   kernel runs again.
 
-Memory order: the payload is published by the sequence number of the entry. The table of own segments is written by
-Python in another thread at most: SEGMENT_END is written last and cleared first, so it is read twice.
+Memory order: the payload is published by the sequence number of the entry. Python may write the table of own segments
+in another thread at the same time: SEGMENT_END is written last and cleared first, and therefore read twice.
 
-Direct reads (Linux: process_vm_readv), one copy instead of two, used by allgather and alltoall, in which all cores
-are busy all the time, and by gathers and scatters.
+Direct reads (Linux: process_vm_readv), one copy instead of two, used by allgather, alltoall, gather and
+scatter.
 
 1. A rank that prefers direct reads stores the address of its data in its payload before it arrives, others store 0
-   (`show_memory`). Which way a rank prefers follows from the paces that it has measured for this length
-   (`prefers_reading`); both ways are tried now and then, since the system call looks up every page and which way is
-   faster depends on machine and length.
-2. If all ranks have shown an address (`all_show`), each reads what it needs from all others (`read_all`).
+   (`show_memory`). The preference follows from the paces that the rank has measured for this length
+   (`prefers_reading`). Both routes are tried repeatedly: the system call looks up every page, and the faster route
+   depends on machine and length.
+2. If all ranks have stored an address (`all_show`), each rank reads its data from all others (`read_all`).
 3. `end_reading` publishes REDUCED and waits for all, because the tensors are being read until then. A rank that could
-   not read publishes UNREAD with it, and all ranks repeat the call through the slots.
+   not read also publishes UNREAD, and all ranks repeat the call through the slots.
 
 Memory order: the address is published by the sequence number of the entry, UNREAD by REDUCED.
 """
@@ -61,7 +62,7 @@ _KEY, _FILE, _SEGMENT_LENGTH, _OFFSET = range(4)
 
 @inner
 def segment_of(group, address, num_bytes):
-    """Return the record of the own segment that holds all these bytes, 0 if none does."""
+    """Return the record of the own segment that contains all these bytes; 0 if there is none."""
     segments = load_field(group, OWN_SEGMENTS)
     for index in range(load(segments)):
         segment = segments + 8 + index * SEGMENT_FIELDS * 8
@@ -81,7 +82,7 @@ def announcement_of(group, rank, seq):
 
 @inner
 def announce_memory(group, seq, address, num_bytes):
-    """Announce this rank's tensor if it is shared; return whether it is.
+    """Announce this rank's tensor if it is shared, and return whether it is.
 
     Tensors up to WHOLE_BYTES go through the slots: reading shared tensors would take a second synchronization.
     """
@@ -100,7 +101,7 @@ def announce_memory(group, seq, address, num_bytes):
 
 @inner
 def mapped(group, rank, key):
-    """Return where a segment of another rank is mapped in this process, 0 if it is not."""
+    """Return the address in this process of another rank's segment; 0 if the segment is not mapped."""
     pairs = load_field(group, MAPPINGS) + rank * MAPPINGS_PER_RANK * 16
     for index in range(MAPPINGS_PER_RANK):
         if load_field(pairs, index * 2) == key:
@@ -110,7 +111,7 @@ def mapped(group, rank, key):
 
 @inner
 def find_of(group, seq, rank):
-    """Store the address of another rank's shared tensor: 0, or UNMAPPED and that rank."""
+    """Store the address of another rank's shared tensor; return 0, or UNMAPPED and the rank."""
     announcement = announcement_of(group, rank, seq)
     base = mapped(group, rank, load_field(announcement, _KEY))
     if base == 0:
@@ -147,15 +148,15 @@ def find_memory(group, seq, address):
 
 _MIN_BYTES, _MAX_BYTES = 32 << 10, 16 << 20
 _SHOWN_ADDRESS = 1  # field of the payload
-_FIRST_CALLS = 16  # of a length alternate between both ways
-_EVERY = 128  # later, calls of which one goes each way whatever was measured
+_FIRST_CALLS = 16  # the first calls of a length alternate between both routes
+_EVERY = 128  # later, one of so many calls takes each route regardless of the measurements
 _SLOTS, _DIRECTLY, _CALLS = 0, 1, 2
 _CLASS_FIELDS = 3
 
 
 @inner
 def measurement_of(group, paces, num_bytes, which):
-    """Return the address of a measurement for a length: pace through the slots, pace of direct reads, or calls.
+    """Return the address of a measurement for a length: pace through the slots, of direct reads, or number of calls.
 
     `paces` is the first field of the collective's measurements; a class of lengths ends at a power of two.
     """
@@ -168,7 +169,7 @@ def measurement_of(group, paces, num_bytes, which):
 
 @inner
 def note_pace(group, paces, num_bytes, reads, nanoseconds):
-    """Record the duration of a call. A slower call, perhaps disturbed, counts an eighth."""
+    """Record the duration of a call. A slower call, which may have been disturbed, is weighted by one eighth."""
     if num_bytes < _MIN_BYTES or num_bytes >= _MAX_BYTES:
         return 0
     calls = measurement_of(group, paces, num_bytes, _CALLS)
@@ -182,13 +183,13 @@ def note_pace(group, paces, num_bytes, reads, nanoseconds):
 
 @inner
 def can_read(group, num_bytes):
-    """Return whether this rank may read other processes, and the length is in the range where that can be faster."""
+    """Return whether this rank may read other processes, and direct reads of this length can be faster."""
     return load_field(group, PROCESSES) != 0 and num_bytes >= _MIN_BYTES and num_bytes < _MAX_BYTES
 
 
 @inner
 def prefers_reading(group, paces, num_bytes):
-    """Return whether this rank prefers to read so many bytes of each other rank directly."""
+    """Return whether this rank prefers to read `num_bytes` of each other rank directly."""
     if not can_read(group, num_bytes):
         return False
     directly = load(measurement_of(group, paces, num_bytes, _DIRECTLY))
@@ -196,20 +197,20 @@ def prefers_reading(group, paces, num_bytes):
     phase = phase_of_call(group, _EVERY)
     if directly == 0 or slots == 0 or load(measurement_of(group, paces, num_bytes, _CALLS)) < _FIRST_CALLS:
         return phase % 2 == 1
-    # A direct read includes the wait for all ranks to have read; the slots leave the wait for the last chunk out.
+    # The time of direct reads includes the wait for all ranks; that of the slots excludes the wait for the last chunk.
     return phase == 1 or (phase != 0 and directly * 16 <= slots * 17)
 
 
 @inner
 def show_memory(group, seq, address):
-    """Store in the payload where others may read this rank's data; 0 if they should not."""
+    """Store in the payload the address of this rank's data for direct reads; 0 for no direct reads."""
     store_field(payload_of(group, load_field(group, RANK), seq), _SHOWN_ADDRESS, address)
     return 0
 
 
 @inner
 def all_show(group, seq):
-    """Return whether all ranks have stored an address: otherwise no rank reads."""
+    """Return whether all ranks have stored an address; otherwise no rank reads."""
     for rank in range(load_field(group, SIZE)):
         if load_field(payload_of(group, rank, seq), _SHOWN_ADDRESS) == 0:
             return False
@@ -239,7 +240,7 @@ def end_reading(group, has_read):
     if status != 0:
         return status
     if not has_read:
-        store_field(group, PROCESSES, 0)  # it would fail again, and one rank that does not show its data suffices
+        store_field(group, PROCESSES, 0)  # reads would fail again; without this rank's address no rank reads
     for other in range(load_field(group, SIZE)):
         if load_field(block_of(group, other), UNREAD) == chunk + 1:
             return UNREADABLE
@@ -248,7 +249,7 @@ def end_reading(group, has_read):
 
 @inner
 def read_all(group, seq, source, first, num_bytes, target):
-    """Read so many bytes, from offset `first`, of all ranks: 0, UNREADABLE if a rank could not, or another status."""
+    """Read `num_bytes` from offset `first` of all ranks: 0, UNREADABLE if a rank could not, or another status."""
     rank, size = load_field(group, RANK), load_field(group, SIZE)
     deliver(target + rank * num_bytes, source + first, num_bytes, num_bytes)
     has_read = True

@@ -6,12 +6,12 @@ share is described in :mod:`torchmpi.shared_memory.memory_layout`.
 =========== ====================== ==========================================================================
 record      number of fields       contents
 =========== ====================== ==========================================================================
-group       `group_fields(size)`   the group as this rank sees it, and the state of its current call
+group       `group_fields(size)`   the group on this rank, and the state of its current call
 call        CALL_FIELDS            a prepared call: group, item size, reducer, root
-transfer    TRANSFER_FIELDS        per rank: what is sent to it and received from it
+transfer    TRANSFER_FIELDS        per rank: addresses and lengths to send and to receive
 tensor      TENSOR_FIELDS          one tensor of a list that is reduced together
 segment     SEGMENT_FIELDS         one shared tensor of this process
-fast path   FAST_PATH_FIELDS       what the machine code of one collective's fast path needs
+fast path   FAST_PATH_FIELDS       data of the machine code of one collective's fast path
 cached call CACHED_CALL_FIELDS     a call that the fast path can run, with the arguments that identify it
 =========== ====================== ==========================================================================
 """
@@ -47,7 +47,7 @@ FREE_UNTIL = 13
 """Calls up to this number may write their ring entry without waiting: all ranks are past its previous use."""
 CACHE_BYPASS = 14
 """How slots are written: through the caches (0), with non-temporal stores because the caches are slow now (1), or
-with non-temporal stores whatever was measured (2)."""
+with non-temporal stores regardless of measurements (2)."""
 MAX_CHUNK_BYTES = 15
 """Upper limit of CHUNK_BYTES in reductions."""
 
@@ -77,7 +77,7 @@ CROWDED = 28
 LAST_ABORTED = 29
 """Number of the last call that this rank aborted, until all ranks are past it; then 0."""
 OUT = 30
-"""Target address of a reduction that writes to one place only."""
+"""Target address of a reduction with only one target."""
 SPACING = 31
 """Distance in a slot between the data for one rank and for the next; 0 if all ranks read the same data."""
 CACHED_PACE = 32
@@ -176,7 +176,7 @@ SETTLE = 8
 TOUCH = 9
 """Of the Python function that records a write where INCREMENT_VERSION cannot."""
 ABORT = 10
-"""Of the Python function that aborts a call that SETTLE could not begin to handle: (cached call)."""
+"""Of the Python function that aborts a call if SETTLE did not start: (cached call)."""
 FAST_PATH_FIELDS = 11
 
 # --- Cached call ----------------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ CALL_LOG = 5
 RUN_LOCK = 6
 """Address of the fields of the run lock of the group's call queue."""
 CODE = 7
-"""What the call log stores besides the shape: collective, operation, dtype, root."""
+"""The code in the call log: collective, operation, dtype, root."""
 SIGNED_CODE = 8
-"""The same as it enters the signature."""
+"""The code in the signature."""
 FIRST_DIM = 9
 """First dimension that is part of the signature."""
 CACHED_CALL_FIELDS = 10
@@ -210,11 +210,11 @@ ARGUMENT_SEQ, ARGUMENT_SIGNATURE, FIRST_ARGUMENT = range(3)
 # --- Status: what a kernel returns, 0 for success; the low bits are the rank that it is about -----------------
 
 MISMATCH = 1 << 20
-"""That rank has called something else."""
+"""That rank has made a different call."""
 ABORTED = 2 << 20
 """That rank has aborted this call."""
 UNMAPPED = 3 << 20
-"""The shared tensor of that rank is not mapped here: map it and run the kernel again."""
+"""The shared tensor of that rank is not mapped in this process: map it and run the kernel again."""
 UNEVEN = 4 << 20
 """The ranks differ in length."""
 TIMEOUT = 5 << 20

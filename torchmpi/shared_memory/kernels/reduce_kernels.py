@@ -16,9 +16,9 @@ they give the same bits and differ in speed only:
 
   Two chunks are in progress, each in a slot of its own.
 
-The result goes back into the slots it was read from because a core that has read a cache line and then writes it owns
-it: the line travels once with the operand and once with the result. If the caches are bypassed, a rank keeps its result
-in its own slot instead and says so in KEPT before it publishes REDUCED.
+The result is written to the slots of the operands, so that each cache line is transferred twice: once with the operand
+and once with the result. If the caches are bypassed, a rank writes its result to its own slot instead and sets KEPT
+before it publishes REDUCED.
 
 Memory order: READY is published after the slot is written and acquired before it is read in step 2; REDUCED (and KEPT
 before it) after the results are written, and acquired before step 3. A slot is written again for chunk `c + 2` after
@@ -73,8 +73,8 @@ from .records import (
 
 _LINE_BYTES = 64
 _MAX_IN_PROGRESS = 2  # chunks, each in a slot of its own
-_BLOCK_BYTES = 16 << 10  # reduced, then copied on while it is in the first-level cache
-_FRAGMENT_BYTES = 4 << 10  # shorter tensors on average: the loop over them is a part of the pace
+_BLOCK_BYTES = 16 << 10  # reduced, then copied while it is in the first-level cache
+_FRAGMENT_BYTES = 4 << 10  # for shorter tensors on average, the loop over tensors affects the pace
 
 
 @inner
@@ -86,9 +86,9 @@ def part_begin(num_bytes, size, rank):
 
 @inner
 def chunk_part_begin(group, rank, num_bytes):
-    """Return the same within a chunk; the last chunk, which is shorter, is divided at the same offsets.
+    """Return `part_begin` within a chunk; the last chunk, which is shorter, is divided at the same offsets.
 
-    Its slot may still be read where the chunk before last had this rank's part: nothing else may be written there.
+    Other ranks may still read this rank's part of the chunk before last in the slot, so no other part may overlap it.
     """
     return min(part_begin(load_field(group, CHUNK_BYTES), load_field(group, SIZE), rank), num_bytes)
 
@@ -189,7 +189,7 @@ def put_range(group, target, begin, end):
 
 @inner
 def combine_range(call, chunk, base, begin, end, publishes):
-    """Reduce a range of a chunk that begins at offset `base` of the stream; if this rank `publishes`, for all ranks."""
+    """Reduce a range of a chunk that begins at offset `base` of the stream; with `publishes` also into the slots."""
     group = group_of(call)
     rank, size, root = load_field(group, RANK), load_field(group, SIZE), load_field(call, ROOT)
     index = tensor_at(group, base + begin)
@@ -291,7 +291,7 @@ def in_payload(call, seq, signature, address, num_bytes):
 
 @inner
 def whole(call, num_bytes):
-    """Reduce tensors that every rank has put whole into its slot."""
+    """Reduce tensors that each rank has copied into its slot as a whole."""
     group = group_of(call)
     rank, root = load_field(group, RANK), load_field(call, ROOT)
     chunk = load_field(group, CHUNKS)
@@ -319,17 +319,18 @@ def combine_shared(call, address, num_bytes):
 
 @inner
 def in_chunks(call, num_bytes, num_put):
-    """Reduce through the slots; `num_put` chunks (0 or 1) are there already.
+    """Reduce through the slots, which already contain `num_put` chunks (0 or 1).
 
-    Takes whatever step is possible, of the earliest chunk first: a rank that shares its core goes on as far as it can
-    before it waits.
+    Each iteration runs a possible step, of the earliest chunk first, so that a rank that shares its core waits as late
+    as possible.
     """
     group = group_of(call)
     base, chunk_bytes = load_field(group, CHUNKS), load_field(group, CHUNK_BYTES)
     num_chunks = (num_bytes + chunk_bytes - 1) // chunk_bytes
     num_combined, num_out = 0, 0
     while num_out < num_chunks:
-        # When all have combined the last chunk, all have copied out those before it: the next call may write its slot.
+        # When all ranks have combined the last chunk, all have copied out the earlier ones: the next call may write its
+        # slot.
         is_next = num_combined < num_put and (num_combined + 1 < num_chunks or num_out == num_combined)
         if num_combined > num_out and have_all(group, REDUCED, base + num_out + 1):
             length = min(chunk_bytes, num_bytes - num_out * chunk_bytes)
@@ -356,7 +357,7 @@ def in_chunks(call, num_bytes, num_put):
 
 @inner
 def divide(group, num_bytes):
-    """Choose the chunks of a call; return whether it is so short that it is not divided."""
+    """Choose the chunks of a call; return whether the call is too short to be divided."""
     # Equal chunks, so that the last one is not much shorter.
     most = min(load_field(group, SLOT_BYTES), load_field(group, MAX_CHUNK_BYTES))
     num_chunks = (num_bytes + most - 1) // most
@@ -372,7 +373,7 @@ def divide(group, num_bytes):
 
 @inner
 def put_first(group, num_bytes, is_whole):
-    """Before arriving: copy everything into the slot, or the first chunk."""
+    """Copy all data into the slot, or the first chunk, before the ranks synchronize."""
     if is_whole:
         rank, chunk = load_field(group, RANK), load_field(group, CHUNKS)
         put_range(group, slot_of(group, rank, chunk), 0, num_bytes)

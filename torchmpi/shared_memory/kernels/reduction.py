@@ -1,21 +1,21 @@
-"""Reduction functions in machine code: for each dtype and operation one that combines any number of sources.
+"""Reduction functions in machine code: for each dtype and operation a function that combines any number of sources.
 
 Its signature, in C (see `address`)::
 
     void reduce(uint8_t **outs, int64_t num_outs, uint8_t **sources, int64_t num_sources, int64_t numel);
 
-* Element by element, `(s0 op s1) op s2 ...` in the order of `sources`, into each of `outs`. Each source is read once
-  and each out is written once, with the accumulators in vector registers. The bits are those of
-  `backends.rank_order.combine`, wherever in the buffer an element is.
+* Computes `(s0 op s1) op s2 ...` for each element, in the order of `sources`, into each of `outs`. Each source is read
+  once and each out is written once, with the accumulators in vector registers. The bits are those of
+  `backends.rank_order.combine`, at every position in the buffer.
 * `num_sources` is at least 1; `numel` counts elements, 0 is allowed. No address needs an alignment.
-* An out may be one of the sources, exactly; it must not overlap one in part. `outs` may be `sources`.
-* It does not allocate, call other functions, fail, or need the GIL: any thread may call it, also nopython code, by its
-  address.
+* An out may be one of the sources, but must not overlap a source partially. `outs` may be `sources`.
+* The function does not allocate, call other functions, fail, or need the GIL: any thread, and nopython code, may call
+  the function by its address.
 
 16-bit floats are widened to float32 and rounded once, at the end. Integers wrap around. `avg` divides the sum by
-`num_sources`. Complex products are those of the definition, nothing fused. `land`, `lor` and everything on bool give 0
-or 1, for any byte that is not 0 is true. `min` and `max` give NaN where there is one, the first; of two zeros also the
-first. Of several NaNs that are added or multiplied, which one's sign and payload are kept is up to the processor.
+`num_sources`. Complex products follow the definition, without fused operations. `land`, `lor` and all operations on
+bool give 0 or 1; every byte other than 0 is true. `min` and `max` return the first NaN if there is one, and the first
+of two zeros. For sums and products of several NaNs, the processor determines sign and payload.
 """
 
 from __future__ import annotations

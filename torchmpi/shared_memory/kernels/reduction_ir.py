@@ -18,7 +18,7 @@ _BLOCK_BYTES = 256
 def module_text(lane: str, op: str, num_parts: int, *, has_half: bool = True) -> str:
     """Return a module with one function, `function`; `num_parts` lanes are one element (2 for complex numbers).
 
-    Without `has_half`, 16-bit floats are converted by integer arithmetic: for processors that cannot.
+    Without `has_half`, 16-bit floats are converted by integer arithmetic: for processors without such instructions.
 
     >>> "fadd <64 x float>" in module_text("f32", "sum", 1)
     True

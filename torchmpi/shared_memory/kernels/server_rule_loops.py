@@ -46,7 +46,7 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
 """For each kind of numbers: type in memory, conversions for the formula and back, type of the coefficients."""
 
 
-# Which zero of (0, -0), or which NaN, torch keeps depends on the position. Here it is always that of the server.
+# In torch, the position determines which zero of (0, -0), or which NaN, is kept. Here that of the server is kept.
 
 
 @inlined
@@ -106,7 +106,7 @@ def _as_given(c, steps):
 
 @inlined
 def _with_bias_corrections(c, steps):
-    """Apply those of Adam to step size and eps, once and in float64, instead of to each element."""
+    """Apply the bias corrections of Adam to step size and eps, once and in float64, instead of to each element."""
     lr, beta1, beta2, eps, weight_decay = c[0], c[1], c[2], c[3], c[4]
     root = math.sqrt(1.0 - _power(beta2, steps))
     return lr * root / (1.0 - _power(beta1, steps)), eps * root, beta1, 1.0 - beta1, beta2, 1.0 - beta2, weight_decay

@@ -8,7 +8,7 @@ The arguments of a rule are integers of 64 bits; it is called by the kernels (se
   of the sent values, which may not overlap them.
 * `numel` counts elements, 0 is allowed. `coefficients` is the address of six float64, of which a rule uses the first.
   `steps` counts the rules with states that were applied to the chunk, this one included.
-* It does not allocate, fail, or need the GIL.
+* A rule does not allocate, fail, or need the GIL.
 
 For each element, with value v, sent value g, and states that begin as 0:
 
@@ -25,8 +25,8 @@ adam       lr, beta1, beta2, eps,         d as before; m = beta1 m + (1 - beta1)
            weight_decay                   v = v - lr / (1 - beta1**t) m / (sqrt(s / (1 - beta2**t)) + eps); t: `steps`
 ========== ============================== ===========================================================================
 
-The optimizers are those of torch.optim, in the numbers if not in the last bit: torch fuses some of its operations, and
-nothing is fused here. 16-bit floats are computed in float32 and rounded once; coefficients are rounded to float32 for
+The optimizers compute the formulas of torch.optim; the last bits may differ, since torch fuses some operations and
+these rules fuse none. 16-bit floats are computed in float32 and rounded once; coefficients are rounded to float32 for
 all but float64.
 """
 
@@ -42,7 +42,7 @@ from ...tensors import dtypes
 
 
 class BuiltIn(NamedTuple):
-    """Properties of a rule that its callers need."""
+    """Properties of a rule for its callers."""
 
     coefficients: tuple[str, ...] = ()
     num_states: int = 0
@@ -105,7 +105,7 @@ def address(dtype: torch.dtype, name: str) -> int:
             f"rule={name!r} is not defined for {dtypes.short_name(dtype)}. It needs float64, float32, float16 or "
             f"bfloat16; other dtypes have {known}."
         )
-    # All bits are kept, also those of a NaN.
+    # All bits are kept, including those of a NaN.
     kind = f"i{8 * dtype.itemsize}" if name in ("zero", "copy") else KINDS[dtype]
     symbol = f"torchmpi_rule_{kind}_{name}"
     with _compiling:

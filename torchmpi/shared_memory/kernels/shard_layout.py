@@ -65,13 +65,13 @@ the chunks in them; sum of the VERSIONs found; holder of a lock that could not b
 address of its header, or 0; the shard to begin with; its range of elements; addresses of its arrays."""
 PLAN_FIELDS = ARRAYS + NUM_ARRAYS
 
-# What RULE may be, except for an address.
+# Values of RULE other than addresses.
 READING = 0
 IN_PYTHON = 1
 
-# What a kernel returns.
+# Statuses that a kernel returns.
 DONE = 0
 HELD = 1
-"""Another actor has held the lock for long: check whether it is alive, and call again."""
+"""Another actor has held the lock for a long time: check whether its process is alive, and call again."""
 TAKEN = 2
 """For a rule in Python: a chunk is locked, and copied to the scratch memory."""

@@ -31,7 +31,7 @@ _MOST_NAPS = 120  # a tenth of a second
 
 @inner
 def lock(plan, header):
-    """Take the lock of a chunk: DONE, or HELD if another actor has it for long."""
+    """Take the lock of a chunk: DONE, or HELD if another actor has held it for a long time."""
     actor = load_field(plan, fields.ACTOR)
     if compare_and_swap(header, 0, actor) == 0:
         return fields.DONE

@@ -1,7 +1,7 @@
 """Generation of SIMD code in LLVM: load, combine and store vectors of numbers of one kind.
 
 LLVM's own vectorizer would check at run time whether results overlap the operands, and use scalar code where they may.
-So the vectors are written out; the same code with fewer and fewer lanes handles the end of a buffer. The code does not
+So vectors are generated explicitly; the same code with fewer lanes handles the end of a buffer. The code does not
 depend on the processor: LLVM splits the vectors into the registers of the machine.
 
 There are no fast-math flags: nothing is reordered or fused.
@@ -60,7 +60,7 @@ def spread(builder: Any, scalar: Any, vector: Any) -> Any:
 
 
 def loop(builder: Any, bounds: tuple[Any, Any, Any], carried: list[Any], body: Body) -> tuple[Any, list[Any]]:
-    """Emit ``for index in range(*bounds): carried = body(index, carried)``; return both as they are at the end."""
+    """Emit ``for index in range(*bounds): carried = body(index, carried)``; return the final values of both."""
     begin, end, step = bounds
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
@@ -83,7 +83,7 @@ def loop(builder: Any, bounds: tuple[Any, Any, Any], carried: list[Any], body: B
 
 
 def in_vectors(builder: Any, num_bytes: Any, sizes: tuple[int, int], body: Callable[[int, Any], Any]) -> None:
-    """Emit loops over ``body(lanes, offset)`` with fewer and fewer lanes, each from where the one before ended.
+    """Emit loops over ``body(lanes, offset)`` with decreasing numbers of lanes; each continues after the previous one.
 
     `sizes` are the bytes of a lane, and the number of lanes of the first loop.
     """
@@ -104,8 +104,8 @@ def in_vectors(builder: Any, num_bytes: Any, sizes: tuple[int, int], body: Calla
 class Lanes:
     """Code that loads, combines and stores vectors of numbers of one kind.
 
-    A vector of bfloat16 becomes two of float32, of its even and its odd lanes: that is cheaper than one in the order of
-    memory.
+    A vector of bfloat16 becomes two of float32, of its even and its odd lanes: this is cheaper than a vector in the
+    order of memory.
     """
 
     def __init__(self, builder: Any, name: str, has_half: bool) -> None:
@@ -114,7 +114,7 @@ class Lanes:
         self.is_float = name in ("f64", "f32", "f16", "bf16")
 
     def load(self, base: Any, offset: Any, count: int) -> list[Any]:
-        """Load so many numbers at `base + offset` bytes, and widen them; no alignment is required."""
+        """Load `count` numbers at `base + offset` bytes, and widen them; no alignment is required."""
         b = self.builder
         address = b.bitcast(b.gep(base, [offset]), ir.VectorType(self.kind.memory_type, count).as_pointer())
         value = b.load(address, align=1)
@@ -142,8 +142,8 @@ class Lanes:
         if op == "prod":
             return (b.fmul if self.is_float else b.mul)(value, other)
         if op in ("min", "max"):
-            # Which zero of (0, -0), or which NaN, torch keeps depends on the position in the buffer. Here it is always
-            # the first argument's.
+            # In torch, the position in the buffer determines which zero of (0, -0), or which NaN, is kept. Here that of
+            # the first argument is kept.
             is_better = b.fcmp_unordered("<" if op == "min" else ">", other, value)
             return b.select(b.and_(is_better, b.fcmp_ordered("ord", value, value)), other, value)
         if op in ("smin", "smax"):
@@ -185,7 +185,7 @@ class Lanes:
         fields = b.or_(even, b.and_(rounded[1], constant(bits, 0xFFFF0000)))
         return b.bitcast(fields, ir.VectorType(I16, 2 * fields.type.count))
 
-    # Half precision by hand. An infinity's exponent stays an infinity's; powers of two scale all others.
+    # Half precision by integer arithmetic. Infinities stay infinities; powers of two scale all other numbers.
 
     def widen_half(self, value: Any) -> Any:
         """Convert a vector of float16 to float32."""
