@@ -1,4 +1,4 @@
-"""``torchmpi info`` and ``torchmpi doctor`` on this machine and in real jobs, also where things are broken."""
+"""``torchmpi info`` and ``torchmpi doctor`` alone, in jobs, and with broken installations."""
 
 from __future__ import annotations
 
@@ -169,8 +169,9 @@ def test_doctor_in_a_job(launch):
     assert (result.returncode != 0) == any(line.startswith("problem ") for line in lines), result.output
 
 
+@once
 def test_doctor_finds_a_launcher_of_another_library(tmp_path):
-    # What mpirun of another library amounts to: it starts the processes, and tells them nothing they understand.
+    # The mpirun of another library starts the processes with variables that this library does not know.
     path = fake_mpirun(tmp_path, 'shift 2; "$@" & "$@" & wait')
     checks = checks_of(alone(*COMMAND, "doctor", "--json", path=path))
     assert checks["launcher"]["verdict"] == "problem"
@@ -182,19 +183,19 @@ def test_doctor_finds_a_launcher_of_another_library(tmp_path):
 @pytest.mark.slow
 def test_doctor_survives_a_launcher_that_hangs(tmp_path):
     path = fake_mpirun(tmp_path, f"sleep 600 & echo $! > {tmp_path}/child; echo looking for hosts >&2; wait")
-    checks = checks_of(alone(*COMMAND, "doctor", "--json", "--timeout", "6", path=path))
+    checks = checks_of(alone(*COMMAND, "doctor", "--json", "--timeout", "3", path=path))
     found = checks["launcher"]
     assert found["verdict"] == "problem" and "killed" in found["found"] and "looking for hosts" in found["found"]
     child, limit = int((tmp_path / "child").read_text()), time.monotonic() + 10
     with pytest.raises(ProcessLookupError):
-        while time.monotonic() < limit:  # it is there until init has taken note of its end
+        while time.monotonic() < limit:  # it exists until init has reaped it
             os.kill(child, 0)
             time.sleep(0.05)
 
 
 def test_doctor_in_a_job_of_the_other_library(family):
     other = "mpich" if family == "openmpi" else "openmpi"
-    # The variables are all that a process has of its launcher before it initialises MPI, and here it must not.
+    # Before MPI is initialised, which must not happen here, only variables identify the launcher.
     result = alone(*COMMAND, "doctor", "--json", **{SIZE_VARIABLES[other]: "2"})
     checks = checks_of(result)
     assert checks["launcher"]["verdict"] == "problem" and "2 processes" in checks["launcher"]["found"], result.output
@@ -246,17 +247,16 @@ def test_doctor_finds_all_ranks_on_one_core(job):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_doctor_as_root_under_open_mpi(family):
+    if family == "mpich":
+        pytest.skip("only Open MPI refuses root")
     result = alone(*COMMAND, "doctor", "--json", OMPI_ALLOW_RUN_AS_ROOT="0")
     checks = checks_of(result)
     assert checks["launcher"]["verdict"] == "ok", result.output
-    if family == "mpich":
-        assert "root" not in checks
-    else:
-        assert checks["root"]["verdict"] == "problem" and "OMPI_ALLOW_RUN_AS_ROOT=1" in checks["root"]["remedy"]
+    assert checks["root"]["verdict"] == "problem" and "OMPI_ALLOW_RUN_AS_ROOT=1" in checks["root"]["remedy"]
 
 
 @once
-def test_output_that_nobody_reads():
+def test_output_to_a_closed_pipe():
     command = f"{sys.executable} -m torchmpi info | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, env=job_environment({}))
     assert done.stderr == ""

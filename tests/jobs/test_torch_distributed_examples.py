@@ -100,10 +100,9 @@ def test_ring_allreduce_on_gloo_under_torchrun(torchrun):
     assert "gloo's own" in lines[-1]
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=once)])
-def test_distributed_sgd(launch, n):
-    lines = lines_of(launch(n, [EXAMPLES / "distributed_sgd.py"], timeout=240))
-    assert f"{1437 // n} for each of {n} ranks, torchmpi" in lines[0]
+def test_distributed_sgd(launch):
+    lines = lines_of(launch(2, [EXAMPLES / "distributed_sgd.py"], timeout=240))
+    assert "718 for each of 2 ranks, torchmpi" in lines[0]
     losses = [float(line.split()[-1]) for line in lines if line.startswith("epoch ")]
     assert len(losses) == 6 and losses[-1] < losses[0] / 10
     assert lines[-1].startswith("test accuracy ") and float(lines[-1].split()[-1]) >= 0.95
