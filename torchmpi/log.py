@@ -58,7 +58,6 @@ class _RankFilter(logging.Filter):
     rank: int | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Set the attribute ``rank``."""
         record.rank = self.rank
         return True
 
@@ -68,11 +67,11 @@ logger.addFilter(_rank_filter)
 logger.addHandler(_StandardErrorHandler())
 logger.propagate = False  # otherwise a program that configures the root logger would see each message twice
 level = os.environ.get(VARIABLE, DEFAULT_LEVEL).lower()
-logger.setLevel((level if level in LEVELS else DEFAULT_LEVEL).upper())  # Config.from_environment() refuses others
+logger.setLevel((level if level in LEVELS else DEFAULT_LEVEL).upper())  # Config.from_environment() rejects others
 
 
 def log_fatal(message: str) -> None:
-    """Log why the job ends, also if the program has disabled the logger."""
+    """Log the reason for the end of the job, also if the program has disabled the logger."""
     if logger.isEnabledFor(logging.CRITICAL):
         logger.critical(message)
     else:

@@ -298,7 +298,6 @@ class MPIMovement:
         self.MPI.Request.Waitall(requests)
 
     def _rows(self, source: torch.Tensor) -> tuple[list[int], int]:
-        """Return the rows of each rank, and the bytes of one row."""
         return row_counts(self.group, source), rows_of(source)[1] * source.element_size()
 
     def _messages(self, tensor: torch.Tensor) -> list[Any]:

@@ -118,7 +118,6 @@ class OrderedReduction:
             out[begin : begin + own.numel()] = own
 
     def _own_part(self, flat: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-        """Send each rank its range of this rank's vector, and combine the received ranges."""
         received, result = self._take_memory(ranges[self.rank][1])
         self.transport.send_ranges(flat, ranges, received)
         self.combine(received.unbind(), result)

@@ -187,7 +187,6 @@ class P2PReduction:
         return bool(flat.numel() * self.itemsize * self.size <= _SHORT_BYTES)
 
     def _gather_all(self, flat: torch.Tensor) -> None:
-        """Gather and combine all vectors on every rank: the fewest rounds."""
         numel = flat.numel()
         memory = self.received.take(0, numel * self.size)
         memory[:numel] = flat

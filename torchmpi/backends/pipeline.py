@@ -18,7 +18,7 @@ class ChunkBuffers:
 
     def take(self, k: int, numel: int) -> torch.Tensor:
         """Return a flat tensor for chunk `k`, valid until chunk `k + 2`."""
-        with torch.inference_mode(False):  # a view made in inference mode could not be written outside of it
+        with torch.inference_mode(False):  # a view made in inference mode is read-only in other modes
             return self._scratch[k % 2].take(numel, self.dtype)
 
 

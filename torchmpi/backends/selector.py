@@ -189,7 +189,6 @@ class Selector:
         return name not in DEVICE_TRANSPORTS or name in (*self._config.chosen_gpu_backends, self._config.backend)
 
     def _is_aware(self, key: Key) -> bool:
-        """Return whether `mpi` accepts device memory."""
         return key.device == "cuda" and self.backends["mpi"].takes("cuda", key.collective)
 
     @property
@@ -447,7 +446,6 @@ def _advice(able: list[str]) -> str:
 
 @contextmanager
 def _prefixed(where: str) -> Iterator[None]:
-    """Prefix the message of an ArgumentError."""
     try:
         yield
     except ArgumentError as error:

@@ -133,7 +133,7 @@ class SharedGroup:
     def abort(self) -> None:
         """Publish that this rank does not finish the current call, and set a new chunk count.
 
-        The count follows from the sequence number, so that all ranks agree on it, and is greater than all before, so
+        The count follows from the sequence number, so is equal on all ranks, and greater than all before, so
         that the values of the failed call in slots and counters are not taken for new ones.
         """
         if self._call_log.current is None:
@@ -464,11 +464,9 @@ class SharedMovement(SharedCalls):
         self.exchange(is_stream=False, longest=longest, has_sent=has_sent)
 
     def _send(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
-        """Fill in the parts that this rank sends to each rank."""
         self.transfers[:, records.SEND_ADDRESS], self.transfers[:, records.SEND_BYTES] = addresses, lengths
 
     def _receive(self, target: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Fill in the parts that this rank receives from each rank, one after the other."""
         addresses = np.cumsum(lengths) - lengths + target.data_ptr()
         self.transfers[:, records.RECEIVE_ADDRESS], self.transfers[:, records.RECEIVE_BYTES] = addresses, lengths
 

@@ -91,7 +91,6 @@ def _job(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return each setting with its value and its source."""
     sources = {name: PREFIX + name.upper() for name in dataclasses.asdict(config)}
     return {
         name: {"value": getattr(config, name), "from": source if source in os.environ else "default"}
@@ -185,7 +184,6 @@ def _rank_table(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _gpu_section(ranks: list[dict[str, Any]]) -> list[str]:
-    """List the ranks on each GPU, if there is any."""
     on_gpus = [rank for rank in ranks if rank["device_uuid"] is not None]
     by_gpu: dict[str, list[str]] = {}
     for rank in on_gpus:
@@ -196,7 +194,6 @@ def _gpu_section(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _backend_section(entries: list[dict[str, Any]]) -> list[str]:
-    """List the collectives of each backend; merge backends that are not implemented."""
     everything = max(len(entry["verbs"]) for entry in entries)
     unimplemented = dict.fromkeys(entry["backend"] for entry in entries if entry["verdict"] == "unimplemented")
     lines = []

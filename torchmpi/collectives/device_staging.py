@@ -71,7 +71,7 @@ class StagingPool:
 
     def _make(self) -> StagingBuffer:
         self.num_made += 1
-        with torch.inference_mode(False):  # otherwise only calls in inference mode could write to it
+        with torch.inference_mode(False):  # otherwise only calls in inference mode could write to the memory
             memory = self._allocate(self.chunk_bytes)
             if self._pinned and not streams.pin(memory):
                 memory = torch.empty(self.chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -276,7 +276,6 @@ def barrier(comm: Comm = None) -> None:
 def _call(
     collective: str, tensor: Any, out: _Tensor | None, root: Any, op: str | None, comm: Comm, backend: str | None
 ) -> Any:
-    """Run a collective through Python."""
     # 1. A repeated call on contiguous host tensors: its plan exists and needs no further checks.
     # is_simple(tensor) inlined, on the path of every call that the fast path does not run.
     is_tensor = (

@@ -290,7 +290,7 @@ class _Message:
         assert dtype is not None
         dropped = torch.empty(
             shape, dtype=dtype, device="cpu"
-        )  # a variable, so that it lives until the bytes have arrived
+        )  # a variable, so that the memory exists until the bytes have arrived
         for part in self._payload(dropped):  # before the next message can be received
             self.comm.Recv((part, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
         raise MismatchError(

@@ -1,7 +1,7 @@
 """Prepared plans: a collective with its checks done, bound to a backend.
 
 A :class:`PreparedPlan` is made once per group for each combination of collective, operation, dtype, device, layout,
-backend and mode. It holds the operation of the backend that the selector chose, and the copies needed around it. A
+backend and mode. A plan holds the operation of the selected backend, and the copies before and after the operation. A
 call then costs a dictionary lookup, and a comparison where the choice of the backend depends on the size.
 """
 
@@ -178,7 +178,6 @@ def _step(
     op: str | None,
     device_type: str,
 ) -> Operation:
-    """Prepare a collective in place on one of the groups of a span."""
     choices = runtime.selector.select(collective, device_type, group, dtype=dtype, op=op, wanted=wanted, mode=mode)
     around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=True)
     parts = [(limit, backend, bind(backend, group, collective, dtype, op)) for limit, backend in choices]
@@ -255,8 +254,6 @@ def _settled(operation: Operation) -> Operation:
 
 
 def _direct(operation: Operation) -> Operation:
-    """Run in place on memory that the backend takes directly."""
-
     def run(tensor: torch.Tensor, out: None, root: int) -> torch.Tensor:
         operation(tensor, None, root)
         buffers.touch(tensor)
@@ -266,8 +263,6 @@ def _direct(operation: Operation) -> Operation:
 
 
 def _copying(collective: str, operation: Operation, group: Group) -> Operation:
-    """Run in place, or into `out`, through a plain copy where one is needed."""
-
     def run(tensor: torch.Tensor, out: torch.Tensor | None, root: int) -> torch.Tensor:
         receives = collective != "reduce" or group.rank == root
         target = tensor if out is None else out

@@ -239,7 +239,7 @@ class CallLog:
                 self._refuse_entry(slot)
 
     def abandon(self) -> None:
-        """End the call with an error, so that ranks that wait in it abort it.
+        """End the call with an error, so that waiting ranks abort the call.
 
         This rank may have done its part in the call, so its entry stays valid.
         """

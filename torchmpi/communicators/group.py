@@ -271,7 +271,7 @@ def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
 def slot_bytes(size: int, most: int) -> int:
     """Return the size of the slots of a rank: `most`, or less if many ranks share a host.
 
-    It is a multiple of the page size, with at least a cache line for each rank.
+    The size is a multiple of the page size, with at least a cache line for each rank.
 
     >>> slot_bytes(2, 1 << 20), slot_bytes(64, 1 << 20), slot_bytes(2, 5000), slot_bytes(512, 1 << 20)
     (1048576, 131072, 4096, 32768)
@@ -281,7 +281,6 @@ def slot_bytes(size: int, most: int) -> int:
 
 
 def _how_to_check(group: Group, check: str) -> str:
-    """Return how the calls of a group are compared."""
     if group.size == 1 or check == "off":
         return "off"
     if check == "strict":

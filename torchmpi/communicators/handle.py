@@ -26,7 +26,7 @@ class Handle:
     __slots__ = ("__weakref__", "_callbacks", "_description", "_error", "_finished", "_is_done", "_result", "_seen")
 
     def __init__(self, description: str = "asynchronous call") -> None:
-        # A locked lock is the cheapest event: it is released when the call ends, and by each waiter for the next.
+        # A locked lock is the cheapest event: released at the end of the call, and by each waiter for the next one.
         self._finished = threading.Lock()
         self._finished.acquire()
         self._description = description

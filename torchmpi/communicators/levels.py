@@ -70,7 +70,6 @@ class CommunicatorStack:
         return parent.intra.call_action("split", partial(self._split, parent, str(key), name or str(key)))
 
     def _split(self, parent: Communicator, key: str, name: str) -> int:
-        """Make the groups of a new level; a call on the parent group."""
         comm = parent.intra.comm
         keys = comm.allgather(key)
         split = splits.plan_split(keys, cartesian=True)

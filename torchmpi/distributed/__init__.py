@@ -25,7 +25,7 @@ def monitored_barrier(
 ) -> None:
     """Run a barrier that raises an error with the names of missing ranks.
 
-    This is ``torch.distributed.monitored_barrier``, which torch itself allows for gloo only. Rank 0 of the group waits
+    This is ``torch.distributed.monitored_barrier``, which torch supports for gloo only. Rank 0 of the group waits
     for the other ranks; if one is missing, the ranks that have arrived raise an error too.
 
     Args:

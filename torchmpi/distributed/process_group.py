@@ -541,7 +541,6 @@ class ProcessGroup(dist.ProcessGroup):
     # --- Execution of a call ----------------------------------------------------------------------------------------
 
     def _launch(self, task: Callable[[], object], outputs: Tensors, options: CallOptions, collective: str) -> dist.Work:
-        """Run a task in the order of the group's calls: now, or in the background."""
         runtime.current()  # raises in a forked child
         tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
         if is_asynchronous(options):
@@ -563,7 +562,6 @@ class ProcessGroup(dist.ProcessGroup):
     def _coalesced(
         self, call: Callable[..., dist.Work], arguments: Iterable[tuple[Any, Any]], outputs: Tensors, opts: CallOptions
     ) -> dist.Work:
-        """Make calls one after the other, and return one work for all."""
         pairs = list(arguments)  # lists of different lengths raise here, before the first call
         works = [call(*pair, opts) for pair in pairs]
         if all(work is COMPLETED for work in works):
@@ -584,7 +582,6 @@ class ProcessGroup(dist.ProcessGroup):
         return dispatch.plan_for(self._communicator, key)
 
     def _check(self, collective: str, inputs: Tensors, outputs: Tensors) -> None:
-        """Raise if a tensor cannot be sent or written."""
         what = f"{self._where}: {collective}"
         for tensor in inputs:
             buffers.check(tensor, what)
@@ -593,5 +590,4 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 def _on_device(tensors: Tensors) -> torch.Tensor | None:
-    """Return the first tensor that is not on the host, if there is one."""
     return next((tensor for tensor in tensors if not tensor.is_cpu), None)

@@ -1,7 +1,7 @@
 """Registration of the backend with torch.
 
-``import torch`` calls :func:`register` through an entry point of this package. It must be fast, must not import MPI and
-must not raise: ``import torch`` would fail.
+``import torch`` calls :func:`register` through an entry point of this package. The function must be fast, must not
+import MPI and must not raise, otherwise ``import torch`` would fail.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def move_to_file(tensor: torch.Tensor, at_once: int) -> tuple[torch.UntypedStora
     Returns the storage, the descriptor of the file, which the storage owns, and its length. Up to `at_once` processes
     may do this at the same time.
     """
-    system = os.statvfs(_SHARED_MEMORY)  # torch creates the file here; half of it is left to others: data loaders
+    system = os.statvfs(_SHARED_MEMORY)  # torch creates the file here; half of it remains for data loaders
     if system.f_bavail * system.f_frsize - at_once * tensor.nbytes < system.f_blocks * system.f_frsize // 2:
         return None
     alive = weakref.ref(tensor.untyped_storage())

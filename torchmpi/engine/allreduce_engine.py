@@ -124,7 +124,6 @@ class AllReduceSGDEngine(SGDEngine):
 
 
 def _trained(state: State) -> list[nn.Module]:
-    """Return the network, and the criterion if it has trainable parameters."""
     modules = (module for module in (state.network, state.criterion) if isinstance(module, nn.Module))
     return [module for module in modules if module is state.network or _trainable(module)]
 

@@ -1,7 +1,7 @@
 """Checkpoints: folders of torch.distributed.checkpoint, replaced atomically and verified when read.
 
 A checkpoint contains tensors only. Those of network, criterion and optimizer have names such as ``network.0.weight``;
-they are the tensors of rank 0, and complete tensors where a layer is sharded. All other state is plain values, one
+these are the tensors of rank 0, and complete tensors where a layer is sharded. All other state is plain values, one
 tensor of bytes ``engine.rank0`` and so on for each rank, which is read without running code.
 """
 
@@ -299,7 +299,9 @@ def _load(path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     try:
         tensors = _read(folder)
     except Exception as error:  # of the storage, of pickle or of torch
-        raise CheckpointError(f"{path} is no checkpoint, or is truncated: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path} is not a checkpoint, or is truncated: {type(error).__name__}: {error}"
+        ) from error
     if _DIGESTS not in tensors:
         raise CheckpointError(f"{path} is a checkpoint of torch.distributed.checkpoint, but not of an engine")
 

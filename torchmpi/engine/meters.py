@@ -83,7 +83,7 @@ class Meter:
             >>> meter = AverageValueMeter(); meter.load_state_dict(meter.state_dict())
         """
         if state["sums"].shape != self._sums.shape:
-            raise ArgumentError("the saved meter has another number of sums: it was made with other options")
+            raise ArgumentError("the saved meter has another number of sums, from other options")
         self._sums = state["sums"].clone()
         self._is_global = bool(state["is_global"])
 

@@ -14,8 +14,6 @@ PLAIN_PERIOD_S = 10.0
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """The bar of one epoch."""
-
     monitor_interval = 0  # no second thread that draws
     loss: Tensor | float | None = None
 

@@ -430,7 +430,6 @@ def _parameters(state: State) -> list[nn.Parameter]:
 
 @contextmanager
 def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Put a network into evaluation mode within the block."""
     # Module by module, as some may be in evaluation mode permanently.
     modes = [(module, module.training) for module in network.modules()]
     network.eval()

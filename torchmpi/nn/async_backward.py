@@ -236,7 +236,6 @@ class AsyncBackward(Attachment):
         raise GradientError(f"rank {self.comm.rank}: {message}.")
 
     def _launch_complete(self) -> None:
-        """Launch complete buckets, in the order of their index."""
         while len(self._finishers) < len(self.buckets) and self._num_missing[len(self._finishers)] == 0:
             if self._reduction is None:
                 self._reduction = self._begin(None)

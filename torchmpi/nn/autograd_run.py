@@ -11,8 +11,8 @@ import torch
 class AutogradRun:
     """The run of the autograd engine in which this object was created, to detect later whether the run has failed.
 
-    The engine holds the callback, and with it the token, until the run is over, and calls the callback only if the run
-    succeeds. A token that was released without a call therefore means that the run has failed.
+    The engine holds the callback, and with it the token, until the end of the run, and calls the callback only if the
+    run succeeds. A token that was released without a call therefore means that the run has failed.
     """
 
     def __init__(self) -> None:

@@ -124,7 +124,6 @@ class _Blocks(Attachment):
         self.flats.append(flat)
 
     def are_in_place(self, parameters: list[Tensor]) -> bool:
-        """Return whether the blocks contain exactly these parameters."""
         return len(parameters) == len(self._addresses) and all(
             parameter is known and parameter.data_ptr() == address
             for parameter, (known, address) in zip(parameters, self._addresses, strict=True)

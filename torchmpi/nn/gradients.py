@@ -2,7 +2,7 @@
 
 Gradients that persist over several steps, with ``zero_grad(set_to_none=False)`` or accumulation over several backward
 passes, are moved into shared memory at the second call, so that the ranks of one host reduce them in place. The tensors
-remain the same objects; only their memory is exchanged. They are then in one block per dtype, which one call reduces.
+remain the same objects; only their memory is exchanged. There is then one block per dtype, which one call reduces.
 """
 
 from __future__ import annotations

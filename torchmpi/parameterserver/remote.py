@@ -128,8 +128,6 @@ class RemoteClient:
 
 
 class _Request:
-    """One request to one rank, on the client."""
-
     def __init__(
         self, MPI: Any, comm: Comm, rank: int, server: RemoteServer, flat: torch.Tensor, *, header: _Header
     ) -> None:

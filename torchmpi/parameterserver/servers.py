@@ -328,7 +328,7 @@ def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") 
 
     Raises:
         ArgumentError: The rule is unknown, or the tensor has another number of elements or another layout.
-        DtypeError: The dtype is not that of the server, or the rule is not defined for it.
+        DtypeError: The dtype is not that of the server, or the rule is not defined for that dtype.
         CommunicatorError: The server has been freed.
 
     Example:

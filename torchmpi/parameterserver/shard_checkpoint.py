@@ -37,7 +37,7 @@ def save(folder: str | os.PathLike[str], comm: Comm = None) -> None:
     Everything that was sent before is included. No rank may send while `save` runs.
 
     Args:
-        folder: A folder that all ranks can access; created if needed. A checkpoint in it is replaced when the new one
+        folder: A folder that all ranks can access; created if needed. An old checkpoint is replaced when the new one
             is complete.
         comm: Communicator, or its level. Default: the current communicator.
 
@@ -191,7 +191,6 @@ def _read_index(folder: Path, context: ServerContext) -> dict[str, Any]:
 
 
 def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) -> list[list[_Saved]]:
-    """Return, for each server, the saved shards that overlap with the shard of this rank."""
     servers = _servers(context)
     found: list[list[_Saved]] = [[] for _ in servers]
     old_parts = [even_partition(server.numel, index["size"]) for server in servers]

@@ -108,7 +108,7 @@ class Clock:
         collectives.barrier(communicator)  # all ranks have published their first value
 
     def advance(self) -> None:
-        """Complete a round. Everything sent in it must have been waited for, so that other ranks can receive it."""
+        """Complete a round. All sends of the round must have been waited for, so that other ranks receive them."""
         if self.is_finished:
             raise ArgumentError(f"{self.group.where}: advance() on a clock that this rank has finished.")
         self.value += 1

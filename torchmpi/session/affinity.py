@@ -29,7 +29,7 @@ def current() -> frozenset[int]:
 def bind(cores: frozenset[int]) -> bool:
     """Bind all threads of this process to `cores`, and return whether the system permitted it.
 
-    Each thread that already runs (the OpenMP pool, MPI's progress thread) has a mask of its own, and is bound too.
+    Each thread that already runs (the OpenMP pool, MPI's progress thread) has a separate mask, and is bound too.
     """
     if not hasattr(os, "sched_setaffinity"):
         return False

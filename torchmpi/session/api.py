@@ -116,7 +116,7 @@ def local_size() -> int:
 
 
 def device() -> torch.device:
-    """Return the device of this rank: a GPU, assigned round robin among those it sees, or the CPU.
+    """Return the device of this rank: a GPU, assigned round robin among the visible ones, or the CPU.
 
     Returns:
         The device chosen by :func:`start`.
@@ -494,7 +494,7 @@ def collective_selector_to_string(
     mode: str | None = None,
     backend: str | None = None,
 ) -> str:
-    """Return the selection table, or a part of it, as text.
+    """Return the selection table, or a part of the table, as text.
 
     Args:
         collective: Only this collective.

@@ -183,7 +183,7 @@ class FailureHandling:
             signal.set_wakeup_fd(-1)
             if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                 signal.signal(signal.SIGTERM, self._previous_handler)
-        writer.shutdown(socket.SHUT_WR)  # ends the listener, also if a forked worker has the socket open too
+        writer.shutdown(socket.SHUT_WR)  # ends the listener, even if a forked worker has the socket open
         writer.close()
         listener.join()
         self._wakeup = None
@@ -249,7 +249,6 @@ def _flush() -> None:
 
 
 def _reason_is_elsewhere(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, only reports that another rank aborted a call."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:  # an error may be its own cause
         if getattr(error, "reason_is_elsewhere", False):

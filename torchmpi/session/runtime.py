@@ -111,7 +111,6 @@ class Runtime:
         return hosts
 
     def _open_world(self, hosts: Sequence[int]) -> None:
-        """Open the world communicator and the allocator of shared tensors."""
         self.context = GroupContext(
             self.MPI,
             hosts,
@@ -133,7 +132,6 @@ class Runtime:
         self.devices = Devices.gather(self.MPI.COMM_WORLD, hosts, self.device, has_cuda=uses_cuda)
 
     def _load_tuning(self, hosts: Sequence[int], *, num_cores: int) -> None:
-        """Load the selection table that an earlier run has measured on such a job."""
         self.context.is_crowded = self.local_size > num_cores
         library = mpi_library.short_version(self.MPI)
         self.job = saved_tables.describe_job(hosts, num_cores, self.local_size, library)
@@ -207,7 +205,7 @@ class Runtime:
             logger.info(message)
 
     def _start_watchdog(self) -> None:
-        """Start the watchdog. It sends messages to other hosts only with THREAD_MULTIPLE."""
+        """Start the watchdog, which sends messages to other hosts only with THREAD_MULTIPLE."""
         comm = None
         if self.num_hosts > 1 and self.threads_allowed:
             comm = self.MPI.COMM_WORLD.Dup()

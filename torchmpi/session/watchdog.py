@@ -1,8 +1,8 @@
 """Stall detection: a thread that reports calls which wait too long, with the ranks that have not arrived.
 
-The thread never communicates on the groups of the program: it reads the call logs, and the status boards that ranks of
-one host share. It also answers the status requests of other ranks, so that a report can name the line at which a
-missing rank is.
+The thread never communicates on the groups of the program, but reads the call logs, and the status boards that ranks of
+one host share. The thread also answers the status requests of other ranks, so that a report can contain the current
+line of a missing rank.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Watchdog(threading.Thread):
             return
         known, since, reported = self._queues.get(call_queue, (None, 0.0, False))
         now = time.monotonic()
-        if known is not doing:  # compared by identity: each call has a string of its own
+        if known is not doing:  # compared by identity: each call has a separate string
             self._queues[call_queue] = (doing, now, False)
             return
         message = f"{group.where} has waited {now - since:.0f} s in {doing} on communicator {group.name}."

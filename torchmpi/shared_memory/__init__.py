@@ -1,1 +1,1 @@
-"""Memory that the ranks of one host share, and the compiled code that works in it."""
+"""Memory that the ranks of one host share, and the compiled code that accesses this memory."""

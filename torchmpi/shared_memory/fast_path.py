@@ -128,7 +128,6 @@ class _FastPath:
         return self._retired[address][0]
 
     def add(self, name: Name, cached_call: CachedCall) -> None:
-        """Add a cached call in front of the list that the machine code searches."""
         key, dtype, comm = name
         fields = array("q", bytes(8 * records.CACHED_CALL_FIELDS))
         fields[records.NEXT_CALL] = self.fields[records.FIRST_CALL]

@@ -24,8 +24,6 @@ class Probe(NamedTuple):
 
 
 class _IoVec(ctypes.Structure):
-    """The struct iovec of the C library."""
-
     _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
 
 

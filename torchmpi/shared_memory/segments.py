@@ -122,7 +122,6 @@ class Segment:
 
 
 def _make_file(prefix: str, num_bytes: int) -> tuple[int, str | None]:
-    """Make a file of this size in memory; return its descriptor, and its path if it has one."""
     file, path = _anonymous_file(prefix), None
     if file is None:
         file, path = tempfile.mkstemp(prefix=prefix, dir=_FOLDER if os.access(_FOLDER, os.W_OK) else None)

@@ -90,7 +90,6 @@ class SharedHeap:
                 self._withdraw(index, self._own.get(index))
 
     def _free_index(self) -> int:
-        """Return the index of a free record."""
         return next(index for index in range(len(self._own) + 1) if index not in self._own)
 
     def _announce(self, index: int, segment: Segment, address: int) -> None:
@@ -115,7 +114,6 @@ class SharedHeap:
             segment.withdraw()
 
     def _withdraw(self, index: int, segment: Segment | None) -> bool:
-        """Remove a segment from the table, unless already removed."""
         if segment is None or self._own.get(index) is not segment:
             return False
         self._fields(index)[records.SEGMENT_END] = 0

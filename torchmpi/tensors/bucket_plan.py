@@ -12,8 +12,8 @@ from . import buffers
 def plan_buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
     """Assign tensors to buckets of one dtype and device with up to `bucket_bytes`.
 
-    A larger tensor gets a bucket of its own. Buckets are ordered by their first tensor, so that all ranks make the
-    same. Returns the indices of the tensors of each bucket.
+    A larger tensor gets a separate bucket. Buckets are ordered by their first tensor, so that they are equal on all
+    ranks. Returns the indices of the tensors of each bucket.
 
     >>> plan_buckets([torch.ones(2), torch.ones(3), torch.ones(1, dtype=torch.int8), torch.ones(9)], 32)
     [[0, 1], [2], [3]]

@@ -19,7 +19,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 def as_bytes(MPI: Any, tensor: torch.Tensor) -> Any:
     """Return the memory of a contiguous tensor as an mpi4py buffer of bytes.
 
-    mpi4py checks no bounds on it, and the caller must keep the tensor alive during the call.
+    mpi4py does not check bounds, and the caller must keep the tensor alive during the call.
     """
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
@@ -169,6 +169,6 @@ class Scratch:
         """
         num_bytes = numel * dtype.itemsize
         if self._memory.numel() < num_bytes:
-            with torch.inference_mode(False):  # otherwise only calls in inference mode could write to it
+            with torch.inference_mode(False):  # otherwise only calls in inference mode could write to the memory
                 self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._memory[:num_bytes].view(dtype)

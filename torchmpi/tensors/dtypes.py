@@ -117,9 +117,9 @@ def check_reduction(dtype: torch.dtype, op: str) -> DtypeInfo:
 def may_use_mpi(dtype: torch.dtype, op: str, size: int) -> bool:
     """Return whether MPI may reduce `size` values, because every order gives the same bits.
 
-    Integer operations always do, since they wrap around; but not in 8 and 16 bits, where Open MPI's vector code
-    (op/avx, 5.0) saturates sums instead. Two floating values do for a sum, since a + b and b + a are the same; not for
-    min and max (which of two NaN or zeros is kept?) nor for a complex product (fused multiply).
+    True for integers, which wrap around, except in 8 and 16 bits, where Open MPI's vector code (op/avx, 5.0) saturates
+    sums. True for a sum of two floating-point values, since a + b = b + a; false for min and max, where the library
+    selects among NaNs and zeros, and for complex products, which are fused.
 
     >>> may_use_mpi(torch.float32, "sum", 2), may_use_mpi(torch.float32, "sum", 3)
     (True, False)

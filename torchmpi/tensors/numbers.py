@@ -47,7 +47,6 @@ def as_tensor(value: Any, op: str | None = None) -> torch.Tensor:
 
 
 def _cpu(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Make the tensor on the host, regardless of the default device."""
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 

@@ -48,7 +48,7 @@ def fence(tensor: object) -> Mark | None:
 def enqueue_after(mark: Mark | None, device: torch.device | None, task: Callable[[], Any]) -> tuple[Any, End]:
     """Run `task` on this thread's communication stream; its work on the device follows `mark`.
 
-    Returns its result, and the end of its work, which need not have started.
+    Returns the result, and the end of the work, which may not have started.
 
     >>> enqueue_after(None, None, lambda: 3)
     (3, None)
@@ -67,7 +67,7 @@ def enqueue_after(mark: Mark | None, device: torch.device | None, task: Callable
 
 
 def run_after(mark: Mark | None, device: torch.device | None, task: Callable[[], Any]) -> Any:
-    """Run `task` like `enqueue_after`, and return when the device has finished too.
+    """Run `task` like `enqueue_after`, and wait until the device has finished.
 
     >>> run_after(None, None, lambda: 3)
     3
@@ -185,8 +185,8 @@ def unpin(memory: torch.Tensor) -> None:
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for background work of this thread, that is, of one call queue.
 
-    With one stream for all, calls on different communicators would wait for each other, in different orders on
-    different ranks.
+    With one common stream, calls on different communicators would wait for each other, in different orders on different
+    ranks.
     """
     streams: dict[int, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -227,10 +227,10 @@ class Queued:
         current = torch.cuda.current_stream(self._origin.device)
         current.wait_event(self._end)
         if isinstance(self._result, torch.Tensor):
-            use_here(self._result)  # it may have been made on the communication stream
+            use_here(self._result)  # the tensor may have been made on the communication stream
         if current != self._origin:
             self._hand_over()
-        self._kept = None  # the allocator gives memory to the stream it was made on, which follows by now
+        self._kept = None  # the allocator reuses memory for its original stream, which follows now
         return self._result
 
     def has_ended(self) -> bool:
@@ -259,7 +259,7 @@ class _Abandoned:
         self._entries: list[tuple[End, object]] = []
 
     def add(self, end: End, kept: object) -> None:
-        """Add an entry. The garbage collector may call this at any moment, so it does not wait for the lock."""
+        """Add an entry. The garbage collector may call this at any moment, so no lock is awaited."""
         self._entries.append((end, kept))
 
     def sweep(self) -> None:

@@ -46,7 +46,6 @@ def prepare(
 def _sequence(
     group: Group, collective: str, runner: StepRunner, chunk_numel: int, *, cartesian: bool = True, **settings: Any
 ) -> StepSequence:
-    """Return the plan of a collective over the hosts of a group as a sequence of steps."""
     name = cast(splits.CollectiveName, collective)
     split = splits.plan_split([member.group for member in group.placement.members], cartesian=cartesian)
 

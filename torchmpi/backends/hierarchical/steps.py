@@ -1,7 +1,7 @@
 """Running the steps of a collective on groups, chunk by chunk.
 
 A plan (:func:`torchmpi.communicators.splits.steps_for`) names the steps of a collective: a flat collective and the
-group on which it runs. :class:`StepSequence` runs a plan. It has two configurations: the levels of a span
+group on which it runs. :class:`StepSequence` runs a plan, in two configurations: the levels of a span
 (:mod:`.spans`) and the hosts of a group (:mod:`.hosts`).
 """
 

@@ -159,7 +159,6 @@ class Staging:
 
 
 def _pattern(rank: int, device: torch.device) -> torch.Tensor:
-    """Return bytes that differ from rank to rank."""
     return (torch.arange(_TRIAL_BYTES, device=device) * (2 * rank + 1) + rank).to(torch.uint8)
 
 

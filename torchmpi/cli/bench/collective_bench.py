@@ -169,7 +169,6 @@ def _comparisons(cell: Sequence[Row], row: Row) -> list[str]:
 
 
 def _overview(rows: Sequence[Row]) -> list[str]:
-    """Format one line for each size, one column for each contestant."""
     names = list(dict.fromkeys(row["contestant"] for row in rows if has_figure(row)))
     ours = [name for name in names if name not in (*PEERS, COPY)]
     compared = ours[:1] + [name for name in ours[1:] if name.endswith(" shared")]
@@ -187,7 +186,6 @@ def _overview(rows: Sequence[Row]) -> list[str]:
 
 
 def _details(rows: Sequence[Row]) -> list[str]:
-    """Format one line for each size and contestant."""
     lines = [["bytes", "contestant", "steps", "sent", "us", "spread", "batches", "GB/s", "bus", "x", "of copy"]]
     for (num_bytes,), cell in grouped(rows, ("bytes",)):
         for row in cell:

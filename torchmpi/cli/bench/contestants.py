@@ -112,7 +112,6 @@ def our_contestants(
 
 
 def _available(device_type: str) -> list[str]:
-    """Return the backends that can run any collective on tensors of this device."""
     table = torchmpi.collective_availability()
     names = (name for (name, collective, device, _), verdict in table.items()
              if verdict in AVAILABLE and device == device_type and collective != "barrier")  # fmt: skip

@@ -204,7 +204,7 @@ def _add_collectives(option: Any) -> None:
            help=f"4:256M (powers of 4) or a list such as 4,64K,1M (default: {DEFAULT_SIZES})")  # fmt: skip
     _add_list(option, "--dtypes", DTYPES, "dtype", default=("float32",))
     option("--backends", type=names((AUTO, *NAMES, DIST), "backend"), metavar="LIST",
-           help="auto (what a call without backend= uses), names, dist (torch.distributed over torchmpi) "
+           help="auto (the choice for calls without backend=), names, dist (torch.distributed over torchmpi) "
                 "(default: auto and all available)")  # fmt: skip
     _add_device(option, "the copy is on the device, nccl is a peer, and --async also times the launch")
     _add_list(option, "--memory", MEMORIES, "kind of memory", default=MEMORIES, note="both: ordinary tensors and "

@@ -152,7 +152,6 @@ def _durations(spans: Sequence[BatchInterval], comm: Any, one_clock: bool) -> li
 
 
 def _largest(times: Sequence[float], comm: Any) -> list[float]:
-    """Return the elementwise maximum over all ranks, on all ranks."""
     mine, largest = numpy.array(times), numpy.empty(len(times))
     comm.Allreduce(mine, largest, op=mpi_library.load().MAX)
     return [float(value) for value in largest]

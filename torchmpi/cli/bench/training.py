@@ -120,7 +120,6 @@ def _steps(job: BenchJob, model: str, ours: Any, why_no_gloo: str | None, second
 
 
 def _difference(trainers: Mapping[str, Trainer], name: str) -> str | None:
-    """Compare parameters after the first step with those of SYNC."""
     pairs = zip(trainers[name].net.parameters(), trainers[SYNC].net.parameters(), strict=True)
     is_same = all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE) for a, b in pairs)
     return None if is_same else f"its parameters differ from those of {SYNC} after one step"
@@ -130,7 +129,6 @@ def _difference(trainers: Mapping[str, Trainer], name: str) -> str | None:
 
 
 def _communication(job: BenchJob, why_no_gloo: str | None, seconds: float) -> list[dict[str, Any]]:
-    """Time the reduction of the 161 gradients of ResNet-50."""
     net, gradients = _net_with_gradients(job)
     parameters = list(net.parameters())
     kept, kept_gradients = _net_with_gradients(job)
@@ -243,7 +241,7 @@ _GROUP = ("ranks", "model", "part")
 _BASES = {_STEP: DDP, _COMMUNICATION: IN_BUCKETS}
 _LEGEND = (
     "ms: median over batches, spread: half the distance of the quartiles. communication: share of the step that the",
-    "same step without communication does not take. x: time of DistributedDataParallel (or of what it does on gloo)",
+    "same step without communication does not take. x: time of DistributedDataParallel (or of its buckets on gloo)",
     "over that of this line.",
 )
 

@@ -10,7 +10,7 @@ from ..formatting import counted, shortened
 
 
 def check_cuda(facts: Facts) -> Finding | None:
-    """Check that each rank can use a GPU of its own, where there are any."""
+    """Check that each rank can use a GPU of its own, if there are GPUs."""
     name = "CUDA"
     for process in facts.processes:
         hidden = _hidden_gpus(process)
@@ -35,7 +35,6 @@ def check_cuda(facts: Facts) -> Finding | None:
 
 
 def _hidden_gpus(process: ProcessFacts) -> Finding | None:
-    """Explain why torch sees no GPU on a host that has one."""
     if process.cuda_available or not process.has_nvidia_driver:
         return None
     visible = process.environment.get("CUDA_VISIBLE_DEVICES")
@@ -126,5 +125,4 @@ def _most_on_one_gpu(ranks: list[ProcessFacts]) -> int:
 
 
 def _ranks_on_gpus(ranks: list[ProcessFacts]) -> Counter[str]:
-    """Count the ranks of a host that start() assigns to each GPU."""
     return Counter(rank.gpus[index % len(rank.gpus)] for index, rank in enumerate(ranks) if rank.gpus)

@@ -125,7 +125,6 @@ def _loaded(mpi: MPIFacts) -> str:
 
 
 def _failed_launch(where: str, launch: LaunchTrial) -> tuple[str, str]:
-    """Return the finding and the remedy."""
     end = "it exceeded the time limit and was killed"
     if launch.status is not None:
         end = f"it ended with status {launch.status}"

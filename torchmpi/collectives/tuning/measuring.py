@@ -93,7 +93,6 @@ class Session:
         return {name: times[which :: len(names)] for which, name in enumerate(names)}
 
     def _slowest(self, values: list[float]) -> list[float]:
-        """Return the element-wise maximum over all ranks."""
         tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         world = self._running.communicators.levels[0]
         backend = self._running.selector.network.name

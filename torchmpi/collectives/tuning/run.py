@@ -138,7 +138,6 @@ def _targets(running: runtime.Runtime, comm: Comm) -> dict[str, Communicator]:
 
 
 def _communicator_of(group: Group) -> Communicator:
-    """Wrap a group into a communicator."""
     split = splits.plan_split([0] * group.size, cartesian=True)
     return Communicator(-1, group.name, group, None, split=split, parent=None)
 
@@ -177,7 +176,6 @@ def _sayer(running: runtime.Runtime) -> Callable[[str], None]:
 
 
 def _news(rules: dict[str, Rule], current: dict[str, Rule]) -> str:
-    """Describe the new rules, and those that they replace."""
     texts = {
         mode: format_rule(rule) + (f" (was {format_rule(current[mode])})" if rule != current[mode] else "")
         for mode, rule in rules.items()

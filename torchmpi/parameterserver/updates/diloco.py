@@ -25,8 +25,8 @@ class DiLoCoUpdate(LocalSGDUpdate):
     outer step. The outer step is that of ``torch.optim.SGD``, and its result is the new anchor and the parameters of
     all ranks. With ``outer_lr=1, outer_momentum=0`` it is :class:`LocalSGDUpdate`.
 
-    Call ``update()`` once per step, *after* the step of the inner optimizer. It is collective, and so is the
-    constructor. The first anchor is the network of rank 0, at the beginning or after `init_delay` steps.
+    Call ``update()`` once per step, *after* the step of the inner optimizer. The call and the constructor are
+    collective. The first anchor is the network of rank 0, at the beginning or after `init_delay` steps.
 
     Args:
         network: The network.

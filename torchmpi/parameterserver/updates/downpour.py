@@ -26,7 +26,7 @@ class DownpourUpdate(Update):
         network: The network.
         send_frequency: Steps for which gradients are accumulated before they are sent.
         lr: The servers subtract ``lr * gradient``. The attribute ``lr`` may be changed during training.
-        local_update: The servers add ``local_update(gradient)``. It may change its argument in place.
+        local_update: The servers add ``local_update(gradient)``, which may change its argument in place.
         rule: The servers apply this rule to the gradient, for example ``ps.adam(1e-3)``.
         **options: The other options of :class:`Update`.
 

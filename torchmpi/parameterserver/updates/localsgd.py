@@ -19,9 +19,10 @@ from .update import PeriodicUpdate
 class LocalSGDUpdate(PeriodicUpdate):
     """Averages the parameters over the ranks every `update_frequency` steps, without servers.
 
-    Call ``update()`` once per step, *after* ``optimizer.step()``. It is collective: all ranks take the same number of
-    steps. ``finish()`` averages a last time if steps were taken since the last average. Start with equal parameters
-    (``mpinn.synchronize_parameters``). With ``update_frequency=1`` and plain SGD this is data-parallel training.
+    Call ``update()`` once per step, *after* ``optimizer.step()``. The call is collective: all ranks take the same
+    number of steps. ``finish()`` averages a last time if steps were taken since the last average. Start with equal
+    parameters (``mpinn.synchronize_parameters``). With ``update_frequency=1`` and plain SGD this is data-parallel
+    training.
 
     Args:
         network: The network.
@@ -73,7 +74,6 @@ class LocalSGDUpdate(PeriodicUpdate):
         self._bytes_received += num_bytes
 
     def _integrate(self) -> None:
-        """Make the parameters of all ranks equal."""
         allreduce_many(self._parameters, op="avg", comm=self.communicator)
 
     def finish(self) -> None:

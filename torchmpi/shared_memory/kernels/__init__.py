@@ -110,8 +110,6 @@ def _module(which: str, announce: Callable[[str], object]) -> Any:
 
 
 class _Definition(ctypes.Structure):
-    """CPython's PyMethodDef."""
-
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("function", ctypes.c_void_p),

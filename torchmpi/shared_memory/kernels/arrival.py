@@ -54,8 +54,8 @@ from .records import (
     YIELDS,
 )
 
-_LONGEST_NAP_MICROSECONDS = 1000
-_SHORTEST_NAP_MICROSECONDS = 20
+_LONGEST_SLEEP_MICROSECONDS = 1000
+_SHORTEST_SLEEP_MICROSECONDS = 20
 _RING_REUSE = RING_LENGTH - 1
 
 
@@ -95,15 +95,15 @@ def wait_long(group, address, value):
         if load_acquire(address) >= value:
             return 0
         give_way()
-    nap = _SHORTEST_NAP_MICROSECONDS
+    duration = _SHORTEST_SLEEP_MICROSECONDS
     while load_acquire(address) < value:
         for rank in range(load_field(group, SIZE)):
             if has_aborted(group, rank):
                 return ABORTED + rank
         if load_field_acquire(group, EXPIRED) == load_field(group, CURRENT_SEQ):
             return TIMEOUT
-        sleep(nap)
-        nap = min(nap + nap // 4, _LONGEST_NAP_MICROSECONDS)
+        sleep(duration)
+        duration = min(duration + duration // 4, _LONGEST_SLEEP_MICROSECONDS)
     return 0
 
 

@@ -44,7 +44,6 @@ class _Texts(_codegen.CodeLibrary):  # type: ignore[misc]
         self.used: list[Any] = []
 
     def add_ir_module(self, ir_module: Any) -> None:
-        """Keep the text."""
         self.texts.append(str(ir_module))
 
     def add_linking_library(self, library: Any) -> None:
@@ -69,7 +68,6 @@ class _Lowering(_typed.BaseNativeLowering):  # type: ignore[misc]
     lowering_class = lowering.Lower
 
     def run_pass(self, state: Any) -> bool:
-        """Generate the LLVM text of a function."""
         flags = state.flags
         flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
         state.library = _Texts(state.targetctx.codegen(), state.func_id.func_qualname)
@@ -84,7 +82,6 @@ class _Pipeline(_compiler.CompilerBase):  # type: ignore[misc]
     """The passes of Numba that functions of numbers need."""
 
     def define_pipelines(self) -> list[Any]:
-        """Return the passes."""
         manager = _machinery.PassManager("torchmpi")
         for each in (
             _untyped.TranslateByteCode,
@@ -149,7 +146,7 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Mark a function of addresses and numbers that Python calls; other kernels may call it too."""
+    """Mark a function of addresses and numbers that Python and other kernels may call."""
     kernels[function.__name__] = Function(function)
     return kernels[function.__name__]
 
@@ -198,7 +195,7 @@ def _texts(libraries: Iterable[Any], seen: set[int]) -> Iterator[str]:
 
 
 class Wrapper:
-    """``PyObject *name(PyObject *self, PyObject **arguments, Py_ssize_t count)``, in a module of its own.
+    """``PyObject *name(PyObject *self, PyObject **arguments, Py_ssize_t count)``, in a separate module.
 
     The module declares the kernels and the functions of CPython's C API that it calls.
     """

@@ -509,7 +509,6 @@ class FastPathWrapper(Wrapper):
     # --- Python objects --------------------------------------------------------------------------------------
 
     def _object(self, index: int) -> Any:
-        """Load an object from the record."""
         return self.builder.inttoptr(self.field(self.record, index), BYTES)
 
     def _call_python(self, index: int, *arguments: Any) -> Any:

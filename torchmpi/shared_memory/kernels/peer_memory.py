@@ -2,8 +2,8 @@
 
 Shared segments (`mpi.empty_shared`):
 
-1. Before it arrives, a rank whose tensor is in one of its own segments announces it in the payload of the call: key and
-   file of the segment, its length, and the offset of the tensor (`announce_memory`).
+1. Before `arrive`, a rank whose tensor is in one of its own segments announces the tensor in the payload of the call:
+   key, file and length of the segment, and the offset of the tensor (`announce_memory`).
 2. After all have arrived, and if all have announced one, each rank looks up where these segments are mapped in its own
    process (`find_memory`). If a segment is not mapped, the kernel returns UNMAPPED, Python maps the segment, and the
    kernel runs again.

@@ -207,7 +207,7 @@ CACHED_CALL_FIELDS = 10
 
 ARGUMENT_SEQ, ARGUMENT_SIGNATURE, FIRST_ARGUMENT = range(3)
 
-# --- Status: what a kernel returns, 0 for success; the low bits are the rank that it is about -----------------
+# --- Status: what a kernel returns, 0 for success; the low bits contain the rank concerned -----------------
 
 MISMATCH = 1 << 20
 """That rank has made a different call."""

@@ -1,7 +1,7 @@
 """Kernels of allreduce and reduce: one tensor, or a list of tensors as one stream.
 
-All routes reduce each element in rank order with the same code (:mod:`torchmpi.shared_memory.kernels.reduction`), so
-they give the same bits and differ in speed only:
+All routes reduce each element in rank order with the same code (:mod:`torchmpi.shared_memory.kernels.reduction`), give
+the same bits, and differ in speed only:
 
 * up to PAYLOAD_BYTES (one tensor) the data travels in the ring entry, and every rank reduces everything (`in_payload`);
 * up to WHOLE_BYTES the same through the slots (`whole`);

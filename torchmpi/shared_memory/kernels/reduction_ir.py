@@ -34,8 +34,6 @@ def module_text(lane: str, op: str, num_parts: int, *, has_half: bool = True) ->
 
 
 class _Reduction:
-    """The emitter of one reduction."""
-
     def __init__(self, function: Any, key: tuple[str, str, int], has_half: bool) -> None:
         lane, self.op, self.num_parts = key
         self.outs, self.num_outs, self.sources, self.num_sources, self.numel = function.args
@@ -45,7 +43,6 @@ class _Reduction:
         self.lanes = 0  # of the vectors being emitted
 
     def emit(self) -> None:
-        """Emit the whole function."""
         b, kind = self.builder, self.numbers.kind
         if self.op == "avg":
             self.divisor = b.sitofp(self.num_sources, kind.wide_type)

@@ -1,7 +1,7 @@
 """The built-in rules of the parameter server: loops over the elements of a chunk, which Numba compiles and vectorizes.
 
-A formula takes the coefficients and, of one element, the value, the sent value and the states. It returns the new value
-and the new states. Its numbers are float32 for 16-bit floats, otherwise those of the server.
+A formula takes the coefficients and, of one element, the value, the sent value and the states. The result is the new
+value and the new states. Its numbers are float32 for 16-bit floats, otherwise those of the server.
 """
 
 from __future__ import annotations
@@ -114,7 +114,6 @@ def _with_bias_corrections(c, steps):
 
 @inner
 def _power(base, exponent):
-    """Return ``base ** exponent``, by squaring."""
     result = 1.0
     while exponent > 0:
         if exponent & 1:

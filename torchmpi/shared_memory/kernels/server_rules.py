@@ -1,6 +1,6 @@
 """Built-in update rules of the parameter server in machine code, for a chunk of a shard and its states.
 
-The arguments of a rule are integers of 64 bits; it is called by the kernels (see `intrinsics.call_rule`)::
+The arguments of a rule are integers of 64 bits. Kernels call a rule as follows (see `intrinsics.call_rule`)::
 
     rule(arrays, sent, numel, coefficients, steps)
 

@@ -24,9 +24,9 @@ from .intrinsics import (
 )
 
 _LONG_BYTES = 8 << 20  # more than a core's share of the caches
-_NAP_MICROSECONDS = 20
-_LONGEST_NAP_MICROSECONDS = 1000
-_MOST_NAPS = 120  # a tenth of a second
+_SLEEP_MICROSECONDS = 20
+_LONGEST_SLEEP_MICROSECONDS = 1000
+_MOST_SLEEPS = 120  # a tenth of a second
 
 
 @inner
@@ -43,14 +43,14 @@ def lock(plan, header):
         if load_acquire(header) == 0 and compare_and_swap(header, 0, actor) == 0:
             return fields.DONE
         give_way()
-    nap = _NAP_MICROSECONDS
-    for _ in range(_MOST_NAPS):
+    duration = _SLEEP_MICROSECONDS
+    for _ in range(_MOST_SLEEPS):
         holder = compare_and_swap(header, 0, actor)
         if holder == 0:
             return fields.DONE
         store_field(plan, fields.HOLDER, holder)
-        sleep(nap)
-        nap = min(nap + nap // 4, _LONGEST_NAP_MICROSECONDS)
+        sleep(duration)
+        duration = min(duration + duration // 4, _LONGEST_SLEEP_MICROSECONDS)
     return fields.HELD
 
 

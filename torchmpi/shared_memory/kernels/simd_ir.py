@@ -220,5 +220,4 @@ class Lanes:
 
 
 def _like(vector: Any, element: Any) -> Any:
-    """Return the type of a vector of other elements and the same length."""
     return ir.VectorType(element, vector.type.count)
