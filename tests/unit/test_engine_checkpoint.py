@@ -137,10 +137,10 @@ def test_damaged_files(path):
         whole = file.read_bytes()
         for length in (0, 10, 1000, len(whole) - 1):
             file.write_bytes(whole[:length])
-            with pytest.raises(CheckpointError, match=r"a\.ckpt is not a checkpoint, or is truncated"):
+            with pytest.raises(CheckpointError, match=r"a\.ckpt is not a checkpoint or is truncated"):
                 read(path, SingleProcess())
         file.unlink()
-        with pytest.raises(CheckpointError, match="is not a checkpoint, or is truncated"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint or is truncated"):
             read(path, SingleProcess())
         file.write_bytes(whole)
     place = data.read_bytes().find(WEIGHTS["weight"].numpy().tobytes()) + 4003
