@@ -1,4 +1,4 @@
-"""A program for :mod:`test_launcherless`: a good part of what torchmpi can do, with the results checked and hashed.
+"""A program for :mod:`test_launcherless`: most features of torchmpi, with the results checked and hashed.
 
 Started by mpirun it runs on MPI. With STORE, RANK and WORLD_SIZE in the environment it runs on gloo and messages,
 without mpi4py.
@@ -30,7 +30,7 @@ SHAPES = ((), (7,), (50_001,))
 
 
 class Results:
-    """Compares on the way, and hashes every bit."""
+    """Compare results with expected ones, and hash all bits."""
 
     def __init__(self) -> None:
         self.hash, self.wrong, self.num_compared = hashlib.sha256(), [], 0
@@ -94,7 +94,7 @@ def messages(results: Results) -> None:
 
 
 def training(results: Results) -> None:
-    """Three steps give every rank the net that one process gives with all the data."""
+    """Compare three training steps with those of one process on all the data."""
     rank, size = mpi.rank(), mpi.size()
     torch.manual_seed(rank)
     net = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)).double()
@@ -138,7 +138,7 @@ def run(*, briefly: bool) -> None:
     results = Results()
     mpi.start()
     if not briefly:
-        # For one rank, and where memory is shared with none, there is one way.
+        # One rank, or ranks without shared memory, have one backend only.
         others = [] if mpi.size() == 1 else ["p2p"] if "EACH_ON_A_HOST" in os.environ else ["p2p", "shm"]
         for backend in ("gloo" if "STORE" in os.environ else "mpi", *others):
             reductions(results, backend)
@@ -160,7 +160,7 @@ def run(*, briefly: bool) -> None:
 
 
 def without_launcher() -> None:
-    """Twice through the same store, the first time with two starts; afterwards nothing is there that was not before."""
+    """Connect twice through the same store, first with two starts; afterwards the store is unchanged."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["STORE"], size)
     for starts in (("at length", "briefly"), ("briefly",)):

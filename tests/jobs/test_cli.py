@@ -16,7 +16,7 @@ from conftest import ROOT, Result, is_open_mpi, job_environment, launcher
 
 COMMAND = ["-m", "torchmpi"]
 once = pytest.mark.once
-# The libraries of this environment and the other family's, as launchers announce themselves.
+# The libraries of this environment and of the other family, as in the output of launchers.
 SIZE_VARIABLES = {"openmpi": "OMPI_COMM_WORLD_SIZE", "mpich": "PMI_SIZE"}
 
 
@@ -79,7 +79,7 @@ def test_info_in_a_job(job):
         """
     result = job(3, code)
     assert result.returncode == 0, result.output
-    report = json.loads(result.stdout)  # one report, by one rank
+    report = json.loads(result.stdout)  # one report, of one rank
     assert [(row["rank"], row["host"], row["local_rank"]) for row in report["ranks"]] == [
         (0, "a", 0),
         (1, "b", 0),

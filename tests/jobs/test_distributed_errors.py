@@ -56,7 +56,7 @@ def failing(job, code: str, *, n: int = 3):
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(job):
-    """torch installs an exception hook before ours at each init; the other ranks would wait for half an hour."""
+    """torch installs an exception hook at each init; the other ranks would wait for half an hour."""
     code = """
 dist.destroy_process_group()
 dist.init_process_group("torchmpi")
@@ -178,7 +178,7 @@ for name, (first, second) in CASES.items():
 
 
 def test_calls_that_differ_raise_on_all_ranks(job):
-    """And the next call on that group is right."""
+    """The next call on that group returns the correct result."""
     result = job(3, START + MISMATCHES, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 17, 3)
 
@@ -286,7 +286,7 @@ report("calls after a refusal on one rank", "Error" in raised and everywhere[0] 
 """
 
 
-def test_calls_after_a_failed_one_get_none_of_its_data(job):
+def test_calls_after_a_failed_call_do_not_receive_its_data(job):
     result = job(2, START + AFTERWARDS, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 3, 2)
 

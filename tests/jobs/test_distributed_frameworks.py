@@ -1,6 +1,6 @@
-"""Frameworks with a launcher and a choice of backend of their own, under plain mpirun on torchmpi, where installed.
+"""Frameworks with their own launcher and backend selection, if installed, under mpirun on torchmpi.
 
-And what a script can do to the end of a job, and torch.compile as far as machine code.
+Also: workers at the end of a job, and torch.compile to machine code.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ def test_fabric(job):
     check(job, FABRIC)
 
 
-def test_workers_that_live_on_do_not_keep_the_job(job):
+def test_remaining_workers_do_not_keep_the_job(job):
     check(job, WORKERS)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler: no g++")
 def test_compiled_to_machine_code(job, tmp_path):
-    """tests/mpi looks at the graphs only, as compiling takes ten seconds of a core for each rank."""
+    """tests/mpi checks only the graphs, since compilation takes ten seconds of a core for each rank."""
     check(job, COMPILED, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"})

@@ -32,8 +32,8 @@ def said(result, text: str, times: int) -> None:
     assert result.returncode == 0 and result.stdout.count(text) == times, result.output
 
 
-def test_a_script_that_never_heard_of_torchmpi(job):
-    """One line, no environment variables, no end needed; and nothing that looks like trouble."""
+def test_a_script_without_torchmpi(job):
+    """One changed line, no environment variables, no explicit end; the output has no warnings or errors."""
     code = """
 import os
 import torch
@@ -113,7 +113,7 @@ check("variables for gloo", backend="gloo")
 """
 
 
-def test_every_way_to_meet(job, tmp_path):
+def test_every_rendezvous_method(job, tmp_path):
     """The store that is opened through MPI listens on this host only."""
     (tmp_path / "port").write_text(str(_free_port()))
     result = job(2, EVERY_WAY, env={"TORCHMPI_VERBOSE": "0"})
@@ -123,7 +123,7 @@ def test_every_way_to_meet(job, tmp_path):
 
 @once
 def test_programs_on_gloo_are_not_affected(job):
-    """Regression: an installed torchmpi gave them another rendezvous; now they ask for it."""
+    """Regression: an installed torchmpi replaced the rendezvous of all programs."""
     code = """
 import importlib, sys, traceback
 import torch.distributed as dist
@@ -146,7 +146,7 @@ dist.destroy_process_group()
 
 @once
 def test_a_mixture_of_backends_ends_the_job_with_the_reason(job):
-    """Torch would take torchmpi for both, without a word."""
+    """Torch would use torchmpi for both devices without a warning."""
     code = "import torch.distributed as dist\ndist.init_process_group('cpu:torchmpi,cuda:nccl', 'mpi://')\nprint('started')"
     result = job(2, code)
     assert result.returncode != 0 and "started" not in result.stdout, result.output
@@ -155,7 +155,7 @@ def test_a_mixture_of_backends_ends_the_job_with_the_reason(job):
 
 @once
 def test_one_process_without_a_launcher():
-    """And the version of torch is not one of those tested: a warning, once, with what was."""
+    """With an untested version of torch there is one warning, which lists the tested versions."""
     code = """
 import torch
 import torch.distributed as dist
@@ -191,7 +191,7 @@ print("backend", dist.get_backend(), dist.get_backend_config(), flush=True)
 
 
 @once
-def test_importing_torch_loads_almost_nothing_of_ours():
+def test_importing_torch_loads_only_the_registration():
     code = """
 import sys, torch
 import torch.distributed as dist
@@ -203,14 +203,14 @@ print("known", hasattr(dist.Backend, "TORCHMPI"))
     assert "known False" in without.stdout, without.stderr
     new = set(with_us.stdout.split()) - set(without.stdout.split()) - {"True"}
     foreign = {name for name in new if not name.startswith("torchmpi")}
-    # The standard library's own machinery of entry points may come with it.
+    # Modules of the standard library for entry points are allowed.
     assert not {name.split(".")[0] for name in foreign} & {"mpi4py", "numba", "llvmlite", "numpy", "torch"}, foreign
     ours = new - foreign
     assert len(ours) <= 8 and not any("backends" in name or "kernels" in name for name in ours), ours
 
 
 @once
-def test_a_failure_of_ours_does_not_break_importing_torch():
+def test_a_failed_registration_does_not_break_importing_torch():
     code = """
 import sys
 sys.modules["torchmpi.distributed.torch_names"] = None  # as if another torch had none of the private names

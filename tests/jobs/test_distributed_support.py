@@ -95,7 +95,7 @@ def cells_from(rows: Path) -> Cells:
 
 
 def cell_of(modes: dict[str, list[str | None]]) -> str:
-    """``yes``, or ``no`` and why the first of the checks fails; both where asynchronous calls differ."""
+    """Return ``yes``, or ``no`` with the reason of the first failure; both if asynchronous calls differ."""
     answers = {}
     for mode, reasons in modes.items():
         reason = next(("ends the process" if reason is None else reason for reason in reasons if reason != ""), "")
@@ -120,7 +120,7 @@ def skip_with_another_torch() -> None:
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_the_tables_show_what_works(column, launch, tmp_path):
+def test_the_tables_are_current(column, launch, tmp_path):
     skip_with_another_torch()
     result = launch(2, [DRIVER, column, tmp_path], timeout=SECONDS)
     rows = tmp_path / "rows.json"
@@ -133,7 +133,7 @@ def test_the_tables_show_what_works(column, launch, tmp_path):
     assert cells_of(shown(), column) == fresh, how_it_differs(column, fresh)
 
 
-def test_the_same_works_under_torchrun(tmp_path):
+def test_torchrun_supports_the_same_features(tmp_path):
     """Except for rendezvous, where torchrun's own store prevents other methods for every backend."""
     skip_with_another_torch()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -177,7 +177,7 @@ def test_the_private_names_of_torch_are_on_the_page():
 
 
 def private_names_in_torch_names() -> set[str]:
-    """What torch_names.py takes from torch: all from its bindings, and elsewhere what begins with an underscore."""
+    """Return the names that torch_names.py uses: all of the bindings, elsewhere those that begin with an underscore."""
     found = set()
     for node in ast.walk(ast.parse((PACKAGE / "torch_names.py").read_text())):
         words = []
@@ -193,7 +193,7 @@ def private_names_in_torch_names() -> set[str]:
 
 
 def overridden_private_names() -> set[str]:
-    """Methods that torch has and ours replace, with an underscore in front."""
+    """Return the private methods of torch that the process group overrides."""
     from torchmpi.distributed import process_group, work
 
     pairs = [(process_group.ProcessGroup, dist.ProcessGroup)]

@@ -29,7 +29,7 @@ from torchmpi.tensors import dtypes
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-# `python` is run. A snippet must not escape that by going under another name, such as `py`.
+# Blocks marked `python` are run. Other names, such as `py`, are not allowed for snippets.
 LANGUAGES = {"python", "console", "text", "sh", "lua", "diff", "toml"}
 MAX_UNTESTED = 3
 
@@ -147,7 +147,7 @@ def test_a_failing_snippet_is_named(launch, tmp_path):
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_blocks_are_what_they_say(page):
+def test_blocks_have_the_language_of_their_mark(page):
     for block in blocks_of(page):
         assert block.language in LANGUAGES, f"{block}: {block.language!r} is none of {sorted(LANGUAGES)}"
         assert untested_reason(block) != "", f"{block}: say why: <!-- no-test: reason -->"
@@ -175,7 +175,7 @@ def links_of(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     broken = []
     for link in links_of(page):
         path, _, anchor = link.partition("#")

@@ -69,7 +69,7 @@ mpi.stop()
 
 
 def test_a_failed_thread_of_torchmpi_ends_the_job(job):
-    """Regression: it ended silently, and calls that it should have run never ended."""
+    """Regression: the thread ended silently, and its queued calls never ended."""
     code = """
 if rank == 1: mpi.allreduce_async(torch.ones(3)).when_done(sys.exit)
 else: mpi.allreduce(torch.ones(3))
@@ -108,7 +108,7 @@ def test_leaving_while_the_others_communicate_ends_the_job(job):
     assert "allreduce(float32 [3], sum)" in result.stderr, result.output
 
 
-# The call of rank 1, the call of the others, and the parts of the errors on all ranks.
+# The call of rank 1, the call of the other ranks, and parts of the errors on all ranks.
 DIFFERENT = [
     ("mpi.barrier()", "mpi.allreduce(torch.ones(3))", ("barrier()", "allreduce(float32 [3], sum)")),
     ("mpi.allreduce(torch.ones(4))", "mpi.allreduce(torch.ones(3))", ("float32 [4]", "float32 [3]")),

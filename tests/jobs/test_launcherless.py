@@ -1,4 +1,4 @@
-"""Jobs of plain processes without an MPI launcher: they find each other through a store."""
+"""Jobs of plain processes without an MPI launcher, which connect through a store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ mpi_library.adopt(MPI)
 
 
 class Ended(NamedTuple):
-    """What became of one rank."""
+    """Status and output of one rank."""
 
     status: int
     stdout: str
@@ -59,14 +59,14 @@ class Job:
         ]
 
     def wait_for(self, text: str) -> None:
-        """Until all ranks have printed it."""
+        """Wait until all ranks have printed a text."""
         while not all(text in self._text(out) for out, _ in self._outputs):
             ended = [process.returncode for process in self.processes if process.poll() is not None]
             assert not ended and time.monotonic() - self._begin < LIMIT_SECONDS, self.end()
             time.sleep(0.05)
 
     def end(self) -> list[Ended]:
-        """How the ranks have ended; those that do not are killed, with status -9 to show for it."""
+        """Return the results of all ranks; ranks that do not end are killed (status -9)."""
         for process in self.processes:
             try:
                 process.wait(max(0.1, LIMIT_SECONDS - (time.monotonic() - self._begin)))
@@ -113,7 +113,7 @@ REPORT = re.compile(r"^compared (\d+), wrong (.*), hosts (\d+), digest (\w+)$", 
 
 
 def check_program(ranks: list[Ended], num_hosts: int) -> str:
-    """Everything compared was right; the digest of all results."""
+    """Check the reports of all ranks; return the digest of all results."""
     assert [rank.status for rank in ranks] == [0] * len(ranks), ranks
     reports = REPORT.findall(ranks[0].stdout)
     assert [report[1:3] for report in reports] == [("[]", str(num_hosts))] * 3, ranks
@@ -125,11 +125,11 @@ def check_program(ranks: list[Ended], num_hosts: int) -> str:
 
 @once
 @pytest.mark.parametrize("n", (1, 4))
-def test_everything_works(begin, n):
+def test_program(begin, n):
     check_program(begin(n, PROGRAM).end(), 1)
 
 
-def test_everything_works_and_has_the_bits_that_mpi_gives(begin, launch):
+def test_results_have_the_same_bits_as_with_mpi(begin, launch):
     digest = check_program(begin(2, PROGRAM).end(), 1)
     result = launch(2, [PROGRAM], timeout=LIMIT_SECONDS)
     assert result.returncode == 0, result.output
@@ -202,7 +202,7 @@ def test_an_exception_ends_the_job_with_one_traceback(begin):
 
 @once
 def test_abort_ends_all_with_its_status(begin):
-    """Whatever they do: compute, wait for a message, sleep."""
+    """The ranks compute, wait for a message, or sleep."""
     ranks = begin(
         4,
         """
@@ -243,8 +243,8 @@ def test_ctrl_c_ends_the_job(begin):
 
 
 @once
-def test_leaving_without_a_word_of_ours_is_no_crash(begin):
-    """No stop(), no close(): the end of Python does both, on all ranks."""
+def test_ends_without_stop_and_close_are_clean(begin):
+    """The end of Python calls stop() and close() on all ranks."""
     ranks = begin(
         3,
         """
@@ -258,7 +258,7 @@ def test_leaving_without_a_word_of_ours_is_no_crash(begin):
 
 @once
 def test_some_may_leave_earlier(begin):
-    """A goodbye is no loss: the others go on, and who needs the one that left is told."""
+    """A closed connection is not a lost one: other ranks continue, and calls that need the rank raise."""
     ranks = begin(
         3,
         """
@@ -279,8 +279,8 @@ def test_some_may_leave_earlier(begin):
 
 
 @once
-def test_workers_of_a_data_loader_do_no_harm(begin):
-    """They are forked, and end while the ranks communicate."""
+def test_workers_of_a_data_loader(begin):
+    """Workers are forked, and end while the ranks communicate."""
     ranks = begin(
         2,
         """
@@ -299,12 +299,12 @@ def test_workers_of_a_data_loader_do_no_harm(begin):
 
 
 @once
-def test_without_a_second_rank_the_first_says_who_is_missing(begin):
+def test_a_missing_rank_is_named(begin):
     code = "launcherless.connect(dist.FileStore(os.environ['STORE'] + '2', 2), rank, 2, timeout_seconds=1)"
     (rank,) = begin(1, code).end()
     assert rank.status == 1 and "LaunchError: rank 0: rank 1 has not come in time" in rank.stderr, rank
 
 
 def test_the_environment_is_that_of_no_launcher():
-    """What the tests above rest on."""
+    """The other tests depend on this."""
     assert not any(name.startswith(("OMPI_COMM", "PMI_")) for name in job_environment({})), os.environ

@@ -28,7 +28,7 @@ def environment(slot_bytes: str) -> dict[str, str]:
 
 @TRANSPORTS
 def test_a_rank_that_is_killed_in_a_rule_ends_the_job(job, slot_bytes):
-    """It holds the lock of a chunk. No other rank gets values with a part of its update."""
+    """The rank holds the lock of a chunk; no other rank gets values with a part of its update."""
     code = """
 def fatal(value, sent):
     value.add_(sent)

@@ -19,7 +19,7 @@ WRAP = SCRIPTS / "wrap.sh"
 OMPIRUN = SCRIPTS / "ompirun.sh"
 NUM_CORES = len(os.sched_getaffinity(0))
 
-# Every variable by which a launcher tells a process its place, so that a test can start from none.
+# All variables by which launchers describe the rank of a process; removed before each test.
 PLACES = ("OMPI_", "PMI", "MPI_LOCAL", "MV2_", "SLURM_", "PALS_", "FLUX_", "PRTE_", "HYDI_")
 
 
@@ -105,14 +105,14 @@ def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, tmp_p
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
-def test_gpu_tests_say_why_they_are_skipped() -> None:
+def test_skipped_gpu_tests_report_the_reason() -> None:
     done = run([SCRIPTS / "test_gpu.sh"])
     assert done.returncode == 0
     assert done.stdout.startswith("test_gpu: skipped, there is no NVIDIA GPU on this machine:"), done.stdout
 
 
 def test_gpu_tests_run_an_example_and_the_marked_tests(tmp_path: Path) -> None:
-    """The programs that the script starts are replaced by one that writes down its arguments."""
+    """The programs that the script starts are replaced by a program that records its arguments."""
     log = tmp_path / "log"
     for name in ("python", "mpirun", "nvidia-smi"):
         made = tmp_path / name
@@ -216,7 +216,7 @@ def test_kind_of_the_launcher_here(mpirun: list[str], tmp_path: Path) -> None:
     assert kind == ("openmpi" if "Open MPI" in version else "mpich")
 
 
-def test_the_system_launcher_is_none_of_our_own(tmp_path: Path) -> None:
+def test_the_system_launcher_is_not_that_of_a_virtual_environment(tmp_path: Path) -> None:
     ours = program(tmp_path / "environments" / "mpich" / "bin", "mpirun", "HYDRA build details:")
     strange = program(tmp_path / "strange", "mpirun", "LAM 7.1.4")
     system = program(tmp_path / "system", "mpiexec", "mpiexec (Open MPI) 4.1.4")
@@ -234,7 +234,7 @@ def test_the_library_beside_a_launcher_comes_first(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == str(library)
 
 
-def test_a_library_of_another_name_gets_the_one_that_mpi4py_asks_for(tmp_path: Path) -> None:
+def test_a_library_of_another_name_is_linked_under_the_name_that_mpi4py_loads(tmp_path: Path) -> None:
     launcher = program(tmp_path / "prefix" / "bin", "mpirun", "HYDRA build details:")
     wrapper = tmp_path / "environments" / "system" / "bin" / "mpirun"
     wrapper.parent.mkdir(parents=True)
@@ -247,7 +247,7 @@ def test_a_library_of_another_name_gets_the_one_that_mpi4py_asks_for(tmp_path: P
     assert done.stdout.strip() == f"{link} {link.parent}:/elsewhere -n 2 two words"
 
 
-# ---- wrap.sh: the place of a rank ----
+# ---- wrap.sh: rank and size ----
 
 LAUNCHERS = {
     "Open MPI": "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
@@ -262,7 +262,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("variables", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_the_launcher_tells_the_place_of_a_rank(variables: str) -> None:
+def test_rank_and_size_from_the_variables_of_the_launcher(variables: str) -> None:
     told = dict(variable.split("=") for variable in variables.split())
     done = run([WRAP, "--no-bind", "true"], place(WRAP_DRY_RUN="1", **told))
     assert done.stdout == "rank 5 local 1 of 2 cores any gpu any: true\n", done.stderr
@@ -284,7 +284,7 @@ def test_without_a_local_rank_nothing_is_guessed() -> None:
 @pytest.mark.parametrize(
     ("visible", "local_rank", "expected"), [("4,7", 0, "4"), ("4,7", 1, "7"), ("4,7", 2, "4"), ("GPU-8a", 3, "GPU-8a")]
 )
-def test_gpus_go_round_by_local_rank(visible: str, local_rank: int, expected: str) -> None:
+def test_gpus_are_assigned_round_robin_by_local_rank(visible: str, local_rank: int, expected: str) -> None:
     environment = place(CUDA_VISIBLE_DEVICES=visible, OMPI_COMM_WORLD_LOCAL_RANK=str(local_rank))
     done = run([WRAP, "--no-bind", "--gpu", "printenv", "CUDA_VISIBLE_DEVICES"], environment)
     assert done.stdout.strip() == expected
@@ -311,11 +311,11 @@ def test_ranks_get_cores_of_their_own_and_a_log_each(path: str, tmp_path: Path) 
     shares = [set((logs / f"rank{rank}.log").read_text().split()[1:]) for rank in range(2)]
     assert shares[0] and shares[1] and not shares[0] & shares[1]
     assert shares[0] | shares[1] == {str(core) for core in os.sched_getaffinity(0)}
-    # Rank 0 is seen on the terminal as well, the others are not.
+    # Only the output of rank 0 also appears on the terminal.
     assert done.stdout.count("cores") == 1
 
 
-def test_the_status_of_a_rank_comes_through(path: str, tmp_path: Path) -> None:
+def test_the_status_of_a_rank_is_that_of_the_job(path: str, tmp_path: Path) -> None:
     command = [OMPIRUN, "-n", "2", WRAP, "--log-dir", tmp_path, sys.executable, "-c", "raise SystemExit(3)"]
     assert run(command, place(PATH=path)).returncode == 3
 
@@ -369,7 +369,7 @@ def test_a_time_limit_ends_the_job(path: str) -> None:
 
 def test_sigterm_reaches_the_ranks(path: str, tmp_path: Path) -> None:
     code = "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], str(os.getpid())).touch()\ntime.sleep(50)\n"
-    # With two SIGTERMs in a row Open MPI 4.1 leaves without its ranks, hence --foreground here and in the script.
+    # After two consecutive SIGTERMs Open MPI 4.1 ends without its ranks, hence --foreground here and in the script.
     command = ["timeout", "--foreground", "-k", "5", "60", OMPIRUN, "-n", "2", sys.executable, "-c", code, tmp_path]
     job = subprocess.Popen(command, env=place(PATH=path), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 30

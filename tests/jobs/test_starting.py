@@ -19,7 +19,7 @@ def alone(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @once
 def test_imports():
-    """Neither MPI nor the compiler; `torchmpi` itself adds only its own files to those of torch."""
+    """Importing loads neither MPI nor the compiler; `torchmpi` adds only its own files to those of torch."""
     code = """
 import sys, torch, torch.distributed
 
@@ -38,7 +38,7 @@ print(sorted(new_packages() & {"mpi4py", "numba"}))
 
 def test_without_a_launcher():
     """One rank; the variables of another library's launcher are refused, as each process would train its own model."""
-    # These variables must not reach the MPI library, which could take them for those of its own launcher.
+    # The MPI library must not see these variables, which could be those of its own launcher.
     code = """
 import os
 import torch, torchmpi as mpi

@@ -1,4 +1,4 @@
-"""PyTorch's own distributed test-suite over torchmpi, and what is made of it when something is wrong."""
+"""PyTorch's distributed test suite over torchmpi, and the reports of its failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from conftest import job_environment
 
 SUITE = Path(__file__).resolve().parents[1] / "torch_suite"
-LIMIT_SECONDS = 160  # pytest itself gives up after 180
+LIMIT_SECONDS = 160  # pytest's own timeout is 180
 # Two jobs, each well within that.
 OF_DDP = ("DistributedDataParallel", "SGD", "graph", "test_ddp")
 
@@ -33,7 +33,7 @@ def run_suite(mpirun: list[str], tmp_path: Path) -> RunSuite:
 
 
 def sums(result: subprocess.CompletedProcess[str]) -> list[int]:
-    """How many tests passed, were skipped, are listed, failed."""
+    """Return the numbers of tests that passed, were skipped, are listed, failed."""
     return [int(word) for word in result.stdout.splitlines()[-1].partition("PyTorch")[2].split()[1:5]]
 
 
@@ -44,7 +44,7 @@ def sums(result: subprocess.CompletedProcess[str]) -> list[int]:
     ids=["ddp", "all but ddp"],
 )
 def test_pytorchs_tests_pass(run_suite, option, patterns, least):
-    """On four ranks, where fewest skip themselves; all but one that compiles for half a minute."""
+    """On four ranks, where the fewest tests are skipped; except one that compiles for half a minute."""
     chosen = [word for pattern in patterns for word in (option, pattern)]
     result = run_suite(4, *chosen, "--without", "test_ddp_compile_static_graph")
     assert result.returncode == 0, result.stdout[-20000:] + result.stderr
@@ -54,7 +54,7 @@ def test_pytorchs_tests_pass(run_suite, option, patterns, least):
 
 @pytest.mark.slow
 def test_a_test_that_hangs_is_a_failure_and_the_rest_still_runs(run_suite):
-    """This one waits five seconds for a rank that never comes: too long for a limit of two."""
+    """The test waits five seconds for a missing rank, with a limit of two seconds."""
     result = run_suite(3, "--limit", "2", "-k", "test_barrier_timeout_group", "-k", "test_get_rank_size")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "== test_barrier_timeout_group failed: the job hung or died" in result.stdout
@@ -64,7 +64,7 @@ def test_a_test_that_hangs_is_a_failure_and_the_rest_still_runs(run_suite):
     assert sums(result) == [2, 0, 0, 1]
 
 
-def test_whatever_was_not_to_be_expected_is_a_problem(monkeypatch):
+def test_unexpected_results_are_problems(monkeypatch):
     monkeypatch.syspath_prepend(str(SUITE))
     from driver import Outcome, judge
 
@@ -76,7 +76,7 @@ def test_whatever_was_not_to_be_expected_is_a_problem(monkeypatch):
     ]
     unknown = {"test_c": "known", "test_d": "gone"}
     assert judge(good, unknown, is_whole=True) == ["test_d stands in listed.py, but PyTorch has no such test"]
-    assert judge(good, unknown, is_whole=False) == []  # it may not have been asked for
+    assert judge(good, unknown, is_whole=False) == []  # the test may not be selected
     assert judge(good[1:], {"test_c": "known"}, is_whole=True) == ["not a single test has passed"]
 
 
@@ -95,7 +95,7 @@ BEGUN, PASSED, FAILED = {"begun": "test_a"}, {"ended": "test_a", "status": "pass
     ],
     ids=["no start", "died in a test", "failed", "died after it", "good", "died at the end"],
 )
-def test_what_a_job_leaves_behind(monkeypatch, tmp_path, events, status, expected, complete):
+def test_leftovers_of_a_job(monkeypatch, tmp_path, events, status, expected, complete):
     monkeypatch.syspath_prepend(str(SUITE))
     from driver import read
 

@@ -1,4 +1,4 @@
-"""A rank that is a fork of a process with torch in it is like one that Python started: here without any launcher."""
+"""Ranks forked from a process with torch loaded are equal to ranks started by Python; without a launcher."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(python: list[str], arguments: list[object], folder: Path, **options: obj
 
 
 @pytest.mark.parametrize("how", ("script", "-c", "-m"))
-def test_a_program_finds_the_same(warm_python, tmp_path, how):
+def test_arguments_environment_and_files_are_equal(warm_python, tmp_path, how):
     (tmp_path / "shown.py").write_text(SHOW)
     arguments = {"script": [tmp_path / "shown.py"], "-c": ["-c", SHOW], "-m": ["-m", "shown"]}[how] + ["a", "-b"]
     with open(tmp_path / "more", "w") as more:
@@ -53,7 +53,7 @@ def test_a_program_finds_the_same(warm_python, tmp_path, how):
     assert (warm.returncode, warm.stderr) == (0, cold.stderr)
 
 
-def test_no_two_have_the_same_random_numbers(warm_python, tmp_path):
+def test_random_numbers_differ_between_ranks(warm_python, tmp_path):
     code = "import random, numpy, torch; print(random.random(), numpy.random.random(), torch.rand(1).item())"
     drawn = [run(warm_python, ["-c", code], tmp_path).stdout.split() for _ in range(2)]
     assert all(len(numbers) == 3 for numbers in drawn) and not set(drawn[0]) & set(drawn[1])
@@ -73,15 +73,15 @@ def test_no_two_have_the_same_random_numbers(warm_python, tmp_path):
         "a syntax error",
     ),
 )
-def test_it_ends_the_same(warm_python, tmp_path, code):
+def test_output_and_status_are_equal(warm_python, tmp_path, code):
     (tmp_path / "ends.py").write_text(code)
     cold, warm = (run(python, ["ends.py"], tmp_path) for python in ([sys.executable], warm_python))
     assert (warm.returncode, warm.stdout, warm.stderr) == (cold.returncode, cold.stdout, cold.stderr)
 
 
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGKILL), ids=lambda number: number.name)
-def test_a_signal_to_the_one_ends_the_other(warm_python, tmp_path, number):
-    """With what it has started, if it has no time to see to that."""
+def test_a_signal_ends_the_rank(warm_python, tmp_path, number):
+    """SIGKILL also ends the child processes of the rank, which cannot end them itself."""
     code = """
 import os, subprocess, time
 child = subprocess.Popen(["sleep", "100"])
@@ -103,7 +103,7 @@ finally:
     while any(is_alive(each) for each in (rank, *([child] if number == signal.SIGKILL else []))):
         assert time.monotonic() < limit
         time.sleep(0.02)
-    if number == signal.SIGTERM:  # of which Python knows nothing: the child stays, as it would
+    if number == signal.SIGTERM:  # the default handler ends the rank without `finally`: the child remains
         os.kill(child, signal.SIGKILL)
 
 

@@ -58,13 +58,13 @@ def all_to_all_even(it: Setting) -> tuple[Any, Any]:
 
 
 def all_gather_single(it: Setting) -> tuple[Any, Any]:
-    """One above the other."""
+    """Concatenate along dim 0."""
     output, expected = torch.zeros(4, 3), torch.tensor([1.0, 1.0, 2.0, 2.0])
     return dist.all_gather_single(output, ones(2, 3), **it.common), [(output, expected.view(4, 1).expand(4, 3))]
 
 
 def reduce_scatter_single(it: Setting) -> tuple[Any, Any]:
-    """From one above the other."""
+    """Reduce a concatenation along dim 0."""
     inputs = [it.laid(torch.cat([it.value(each, part) for part in range(2)])) for each in range(2)]
     expected = it.reduced(inputs).chunk(2)[rank()]
     output = it.blank(expected)
@@ -83,7 +83,7 @@ def compare(call: str, **setting: Any) -> None:
             raise Wrong("returns no work")
         finished(work)
     if call == "reduce" and rank() != it.root:
-        return  # what the others have then is left open
+        return  # the result on other ranks is undefined
     for actual, expected in pairs:
         equal(actual, expected)
 
@@ -210,7 +210,7 @@ for coalesced in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
 
 
 def exchange_by(asynchronous: bool, **receiver: Any) -> None:
-    """A message from rank 0 to rank 1, and one back."""
+    """Send a message from rank 0 to rank 1, and one back."""
     received = torch.zeros(3)
 
     def send() -> Any:

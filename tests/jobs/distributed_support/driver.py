@@ -1,8 +1,8 @@
-"""Runs every check on the two ranks of this job and writes down what works: ``driver.py BACKEND FOLDER [PATTERN]``.
+"""Run every check on the two ranks of this job and save the results: ``driver.py BACKEND FOLDER [PATTERN]``.
 
-The ranks tell each other how a check went through a file in the folder, which is empty before, so that this needs
-nothing of what is checked. With a pattern only those checks run in whose `section: name` it is found, and errors are
-shown whole.
+The ranks exchange the results through a file in the folder, which must be empty, so that the exchange does not depend
+on the checked functions. With a pattern only the checks run whose `section: name` matches, and errors are printed with
+their traceback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 TIMEOUT = timedelta(seconds=20)
 REASON_CHARACTERS = 90
 MEANINGLESS = (
-    r"\[(rank\d+\]:\[)?[^]]*[\w.]+:\d+\]:? *",  # where in PyTorch's source, and when
+    r"\[(rank\d+\]:\[)?[^]]*[\w.]+:\d+\]:? *",  # position in PyTorch's source, and time
     r"(RuntimeError: )?Got the following error when running the callback: ",
 )
 NO_CLASS = ("Wrong", "AssertionError")
@@ -34,7 +34,7 @@ def main() -> None:
     backend, folder, pattern = sys.argv[1], Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    import calls  # noqa: F401, these register what they check
+    import calls  # noqa: F401, these modules register their checks
     import groups  # noqa: F401
     import sharding  # noqa: F401
     import training  # noqa: F401
@@ -50,7 +50,7 @@ def main() -> None:
         outcomes = [channel.get(f"{number}/{each}").decode() for each in range(2)]
         rows[number][2] = next(filter(None, outcomes), "")
         if rank == 0:
-            # What has no outcome in the end has ended the process.
+            # Checks without an outcome in the file have ended the process.
             (folder / "rows.json").write_text(json.dumps(rows))
             print(f"{time.monotonic() - begin:6.2f} s  {feature.name}: {rows[number][2] or 'yes'}", flush=True)
         if (feature.renews or rows[number][2]) and feature.turn == 0:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def outcome_of(check: Any, *, show: bool) -> str:
-    """Why it does not work; empty if it does."""
+    """Return the reason why a check fails; empty if it succeeds."""
     try:
         check()
     except Exception as error:
@@ -70,7 +70,7 @@ def outcome_of(check: Any, *, show: bool) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The beginning of a message, without the parts that vary."""
+    """Return the beginning of a message, without the variable parts."""
     text = " ".join(str(error).split())
     for meaningless in MEANINGLESS:
         text = re.sub(meaningless, "", text)
@@ -82,13 +82,13 @@ def reason_of(error: Exception) -> str:
 
 
 def renew(backend: str) -> None:
-    """After a failure a group is not what it was."""
+    """Replace the default group, which may be unusable after a failure."""
     from features import without_addresses
 
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(backend, timeout=TIMEOUT, **without_addresses(backend))
-    dist.barrier()  # gloo fails on a rank that is still connecting while another gives the group up again
+    dist.barrier()  # gloo fails on a rank that is still connecting while another destroys the group
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ class Feature(NamedTuple):
     section: str
     name: str
     check: Callable[[], None]
-    """Raises where it does not work."""
+    """Raises if the feature does not work."""
     renews: bool
-    """Whether the group cannot be used after it."""
+    """Whether the group cannot be used after the check."""
     turn: int
-    """When it is checked: those after turn 0 leave a process behind that cannot make groups any more, or none."""
+    """Order of the checks: after those with a turn above 0 the process cannot create groups, or has ended."""
 
 
 FEATURES: list[Feature] = []
@@ -32,7 +32,7 @@ Check = Callable[[], None]
 
 
 def feature(section: str, name: str, *, renews: bool = False, turn: int = 0) -> Callable[[Check], Check]:
-    """Have a function checked, on every rank."""
+    """Register a function as a check, which runs on every rank."""
 
     def register(check: Check) -> Check:
         FEATURES.append(Feature(section, name, check, renews, turn))
@@ -46,7 +46,7 @@ class Wrong(AssertionError):
 
 
 def equal(actual: Any, expected: Any) -> None:
-    """Tensors are compared in shape, dtype and values."""
+    """Raise unless two values are equal; tensors in shape, dtype and values."""
     if isinstance(actual, torch.Tensor):
         expected = torch.as_tensor(expected, dtype=actual.dtype)
         same = actual.shape == expected.shape and torch.equal(actual.detach(), expected.detach())
@@ -57,13 +57,13 @@ def equal(actual: Any, expected: Any) -> None:
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> None:
-    """For results with rounding errors."""
+    """Raise unless two tensors are equal within the tolerance."""
     if not torch.allclose(actual.detach(), expected.detach(), rtol=tolerance, atol=tolerance):
         raise Wrong(f"wrong result: {actual!r} instead of {expected!r}")
 
 
 def raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any]) -> BaseException:
-    """The error of a call that has to fail."""
+    """Return the error of a call; raise if the call succeeds."""
     try:
         call()
     except kind as error:
@@ -83,15 +83,15 @@ def without_addresses(backend: str) -> dict[str, str]:
 
 
 def rank() -> int:
-    """Of this process."""
+    """Return the rank of this process."""
     return dist.get_rank()
 
 
 def other() -> int:
-    """The rank of the other process; there are two."""
+    """Return the rank of the other process; there are two."""
     return 1 - dist.get_rank()
 
 
 def ones(*shape: int) -> torch.Tensor:
-    """1 on rank 0, 2 on rank 1: the sum is 3."""
+    """Return ones on rank 0 and twos on rank 1, whose sum is 3."""
     return torch.full(shape or (3,), rank() + 1.0)

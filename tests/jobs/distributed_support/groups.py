@@ -1,4 +1,4 @@
-"""Starting, groups, and what goes wrong."""
+"""Initialization, groups, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT = timedelta(seconds=20)
 
 @contextmanager
 def another_world(backend: str, **options: Any) -> Iterator[None]:
-    """A default group in the place of the one there is."""
+    """Replace the default group within the block."""
     dist.destroy_process_group()
     dist.init_process_group(backend, timeout=TIMEOUT, **options)
     tensor = ones()
@@ -29,7 +29,7 @@ def another_world(backend: str, **options: Any) -> Iterator[None]:
 
 
 def agreed(make: Any) -> Any:
-    """What rank 0 makes."""
+    """Return the result of `make` on rank 0, on both ranks."""
     found = [make() if rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]
@@ -207,7 +207,7 @@ def _() -> None:
     equal(tensor, [3.0] * 3)
 
 
-# --- what goes wrong ------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @feature("Errors", "`monitored_barrier`")
@@ -226,7 +226,7 @@ def _() -> None:
 
 
 def short_group(seconds: float = 1) -> Any:
-    """In which a call may not take long."""
+    """Return a group with a short timeout."""
     return dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
 
 

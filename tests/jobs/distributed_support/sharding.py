@@ -39,7 +39,7 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
 
 
 def full_values(model: nn.Module) -> torch.Tensor:
-    """All parameters of an FSDP2 model, flat."""
+    """Return all parameters of an FSDP2 model as a flat tensor."""
     return torch.cat([parameter.full_tensor().reshape(-1) for parameter in model.parameters()])
 
 
@@ -167,7 +167,7 @@ def _() -> None:
 
 
 def even_net() -> nn.Sequential:
-    """Layers that two ranks can share evenly."""
+    """Return layers that two ranks can split evenly."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
@@ -225,7 +225,7 @@ class Stage(nn.Module):
 
 
 def pipeline_runs(schedule: type, num_stages: int) -> None:
-    """The product of all stages' factors, and its gradient."""
+    """Check the product of the factors of all stages, and its gradient."""
     scales = [2.0, 3.0, 0.5, 4.0][:num_stages]
     own = range(rank(), num_stages, 2)
     stages = [pipelining.PipelineStage(Stage(scales[index]), index, num_stages, CPU) for index in own]

@@ -32,7 +32,7 @@ HALF = 4e-3
 
 @functools.cache
 def alone() -> torch.Tensor:
-    """The parameters that one process arrives at."""
+    """Return the parameters after training in one process."""
     return values(trained_alone())
 
 
@@ -44,19 +44,19 @@ def gradients_alone() -> torch.Tensor:
 
 
 def trains(model: nn.Module, optimizer: Any = None) -> None:
-    """Both ranks on their halves arrive where one process on everything does."""
+    """Check that training on half of the data per rank equals training in one process."""
     train(model, optimizer or sgd(model.parameters()), share())
     close(values(model), alone(), TIGHT["rtol"])
 
 
 def averages(model: nn.Module, tolerance: float) -> None:
-    """One backward pass, for what rounds."""
+    """Check the gradients of one backward pass, for hooks that round."""
     loss_of(model, 0, share()).backward()
     close(gradients(model), gradients_alone(), tolerance)
 
 
 def learns(model: DDP, optimizer: Any = None) -> None:
-    """For what compresses, or updates in its own time: the loss goes down, and the ranks have the same."""
+    """Check that the loss decreases and the ranks are equal, for methods that compress or delay updates."""
     before = loss_of(model.module, 0).item()
     train(model, optimizer or sgd(model.parameters()), share(), steps=8)
     equal(loss_of(model.module, 0).item() < before, True)
@@ -97,7 +97,7 @@ def _() -> None:
             for _ in range(1 + rank()):
                 model.zero_grad()
                 loss_of(model, 0).backward()
-        if rank() == 1:  # the last batch was its own alone
+        if rank() == 1:  # no other rank had a last batch
             close(gradients(model), gradients_alone() / (2 if by_initial_size else 1))
 
 
@@ -164,7 +164,7 @@ def _() -> None:
 
 @feature("Communication hooks", "`powerSGD_hook`")
 def _() -> None:
-    model = DDP(net())  # one bucket: with several, gloo's threads wait for each other now and then
+    model = DDP(net())  # one bucket: with several, gloo's threads sometimes wait for each other
     model.register_comm_hook(powersgd(matrix_approximation_rank=16), powerSGD_hook.powerSGD_hook)
     trains(model)
 

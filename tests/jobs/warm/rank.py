@@ -1,8 +1,8 @@
-"""Started by a launcher in place of Python: has the server, where torch is loaded, be the rank, and ends as that ends.
+"""Run in place of Python by a launcher: request a rank from the server, and end with the status of that rank.
 
     python -I -S rank.py SOCKET script.py ...
 
-Files stay open under the same numbers in the rank; signals go on to it.
+The rank has the same file descriptors; signals are forwarded to it.
 """
 
 import contextlib
@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def send(process: int, number: int) -> None:
-    """It may have ended, of which the server is about to tell."""
+    """Send a signal to the rank, unless it has ended, which the server reports."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, number)
 
 
 def is_open(number: int) -> bool:
-    """The folder that lists the open files has been one itself."""
+    """Return whether a descriptor is open; that of the listed folder is not."""
     try:
         os.fstat(number)
     except OSError:

@@ -1,9 +1,9 @@
-"""Loads torch once, and becomes the ranks of many jobs: importing it takes a rank longer than most tests.
+"""Load torch once, and fork into the ranks of many jobs: for a rank the import takes longer than most tests.
 
     python server.py SOCKET
 
-Each connection (see rank.py) is answered with a fork that takes over the files, the environment, the folder and the
-cores of whoever is there, and then runs its program as Python would. Ends, with all its ranks, when its input does.
+For each connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores
+of the client, which then runs the program as Python would. The server ends, with all ranks, at the end of its input.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import types
 from typing import Any, NoReturn
 
 import numpy.random
-import torch.distributed  # which is what all this is about
+import torch.distributed  # the import that the ranks save
 
-_HIGH = 500  # numbers of files from here on are nobody's
+_HIGH = 500  # greater descriptors are unused
 _PR_SET_PDEATHSIG = 1
 _MOST_BYTES, _MOST_FILES = 1 << 20, 200
 
 
 class Server:
-    """Connections, and the ranks behind them."""
+    """The connections of clients, and their ranks."""
 
     def __init__(self, address: str) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -41,15 +41,15 @@ class Server:
         self.connections: dict[int, socket.socket] = {}
         self.ranks: dict[int, int] = {}
         """The connection of each process."""
-        self.ended, told = os.pipe()
-        """To be read from when a rank has ended."""
-        for file in (self.ended, told):
+        self.ended, wakeup = os.pipe()
+        """Readable when a rank has ended."""
+        for file in (self.ended, wakeup):
             os.set_blocking(file, False)
-        signal.set_wakeup_fd(told)
+        signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def serve(self) -> tuple[Any, list[int]] | None:
-        """Returns in each rank, with what it is to be; in the server, None when it is over."""
+        """Serve clients; return the request and its files in each rank, and None in the server at the end."""
         while True:
             watched = select.poll()
             for file in (0, self.ended, self.listener.fileno(), *self.connections):
@@ -63,11 +63,11 @@ class Server:
                 if file == self.listener.fileno():
                     connection, _ = self.listener.accept()
                     self.connections[connection.fileno()] = connection
-                elif file in self.connections and (wanted := self.hear(file)) is not None:
-                    return wanted
+                elif file in self.connections and (request := self.receive(file)) is not None:
+                    return request
 
-    def hear(self, file: int) -> tuple[Any, list[int]] | None:
-        """A new rank is wanted, or the one that stands for a rank has gone."""
+    def receive(self, file: int) -> tuple[Any, list[int]] | None:
+        """Fork a requested rank, or kill the rank of a client that has ended."""
         connection, message = self.connections[file], b""
         with contextlib.suppress(ConnectionError):
             message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
@@ -84,23 +84,23 @@ class Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for each in (self.listener, *self.connections.values()):
-                each.detach()  # all numbers are about to mean something else
+                each.detach()  # the descriptors will be replaced
             return marshal.loads(message), files
         for each in files:
             os.close(each)
         self.ranks[process] = file
-        tell(connection, process)
+        reply(connection, process)
         return None
 
     def reap(self) -> None:
-        """Ranks have ended."""
+        """Send the statuses of ended ranks."""
         while self.ranks:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
                 return
             connection = self.connections.pop(self.ranks.pop(process), None)
             if connection is not None:
-                tell(connection, status)
+                reply(connection, status)
                 connection.close()
 
     def end(self) -> None:
@@ -108,14 +108,14 @@ class Server:
             kill(process)
 
 
-def tell(connection: socket.socket, number: int) -> None:
-    """Whoever has gone meanwhile is noticed by that."""
+def reply(connection: socket.socket, number: int) -> None:
+    """Send a number to a client, unless it has ended; its connection is then readable."""
     with contextlib.suppress(ConnectionError):
         connection.send(str(number).encode())
 
 
 def kill(process: int) -> None:
-    """With the processes that it has started, if it has got so far as to be the first of its group."""
+    """Kill a rank and its child processes, or only the rank if it has no process group yet."""
     for send, target in ((os.killpg, process), (os.kill, process)):
         try:
             send(target, signal.SIGKILL)
@@ -124,9 +124,9 @@ def kill(process: int) -> None:
         return
 
 
-def take_over(wanted: Any, files: list[int]) -> list[str]:
-    """Be in the place of who asked; gives the arguments of Python."""
-    arguments, environment, (folder, umask, cores), numbers = wanted
+def take_over(request: Any, files: list[int]) -> list[str]:
+    """Adopt environment, folder, cores and files of the client; return the arguments of Python."""
+    arguments, environment, (folder, umask, cores), numbers = request
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in files]
     os.closerange(0, _HIGH)
     for number, file in zip(numbers, high, strict=True):
@@ -139,13 +139,13 @@ def take_over(wanted: Any, files: list[int]) -> list[str]:
     os.chdir(folder)
     os.umask(umask)
     os.sched_setaffinity(0, cores)
-    torch.seed()  # as after an import, and no two ranks the same
+    torch.seed()  # as after an import, and different on each rank
     numpy.random.seed()
     return arguments
 
 
 def run(arguments: list[str]) -> NoReturn:
-    """What Python does with them: a script, ``-c`` or ``-m``."""
+    """Run a script, ``-c`` or ``-m`` as Python does."""
     first, *rest = arguments
     try:
         if first == "-m":
@@ -166,19 +166,19 @@ def run(arguments: list[str]) -> NoReturn:
         raise
     except BaseException as error:
         own = error.__traceback__
-        error.with_traceback(own and own.tb_next)  # as if nobody had called it
+        error.with_traceback(own and own.tb_next)  # without the frame of this function
         sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = lambda *details: None
-        raise  # Python ends as it does after this one
+        raise  # Python ends with the status for this error
     sys.exit(0)
 
 
 def main() -> None:
     gc.collect()
     gc.freeze()
-    wanted = Server(sys.argv[1]).serve()
-    if wanted is not None:
-        run(take_over(*wanted))
+    request = Server(sys.argv[1]).serve()
+    if request is not None:
+        run(take_over(*request))
 
 
 if __name__ == "__main__":
