@@ -1,8 +1,8 @@
 """A device that executes work late: streams, events and memory as CUDA defines them, run by a random scheduler.
 
 Work queued on a stream runs at any later moment, in the order of the stream and after the events for which the stream
-waits, and at the latest at a synchronization. So code that omits an event computes wrong numbers here for
-some random numbers, as it would sometimes on a device.
+waits, and at the latest at a synchronization. Code that omits an event therefore computes wrong numbers for some
+random numbers, as it sometimes would on a device.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class Model:
                 assert self._step(), "streams wait for each other forever"
 
     def tensor(self, values: torch.Tensor) -> DeviceTensor:
-        """Memory of the device with these values, there from the beginning."""
+        """Return initialized memory of the device with these values."""
         return values.clone().as_subclass(DeviceTensor)
 
     def install(self, monkeypatch: Any) -> None:
-        """In place of torch.cuda's streams."""
+        """The replacement of torch.cuda's streams."""
         monkeypatch.setattr(DeviceTensor, "model", self, raising=False)
         for name, value in {
             "current_stream": self.current_stream,
@@ -164,7 +164,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory behind, without the device."""
+    """The memory of the tensor, without the device."""
     return tensor.as_subclass(torch.Tensor)
 
 

@@ -24,11 +24,11 @@ class Call(NamedTuple):
     chunks: list[list[list[Any]]]  # of each rank
     sources: list[np.ndarray]
     outs: list[np.ndarray]
-    streams: list[int]  # of each rank, which of its streams it enqueues on
+    streams: list[int]  # for each rank, the number of the stream on which it enqueues
 
 
 class Touch(NamedTuple):
-    """An access to a stretch of a half of a rank's area."""
+    """An access to a range of a half of a rank's area."""
 
     begin: int
     end: int
@@ -47,7 +47,7 @@ class Recorded(NamedTuple):
 
 
 class Problem(AssertionError):
-    """A protocol error that the model has found."""
+    """A protocol error that the model has detected."""
 
 
 class Model:

@@ -174,5 +174,5 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """NumPy's square root is exact; that of torch may be off by a bit."""
+    """NumPy's square root is exact; that of torch may differ in the last bit."""
     return torch.from_numpy(np.sqrt(tensor.numpy()))

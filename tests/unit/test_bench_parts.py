@@ -160,7 +160,7 @@ def test_the_larger_tensor_has_the_requested_size(collective):
     has_one_tensor = collective in (*WITH_OUT, "sendreceive")
     assert work.is_in_place == (work.source is work.target) == has_one_tensor
     assert workloads(collective, out_of_place=True)[0].is_in_place == (collective == "sendreceive")
-    tiny = workloads(collective, "float64", 4, size=4)[0]  # nothing is smaller than an element, or one per part
+    tiny = workloads(collective, "float64", 4, size=4)[0]  # at least one element, or one per part
     assert tiny.payload_bytes == (8 if has_one_tensor else 32)
 
 
@@ -220,7 +220,7 @@ def test_quartiles():
 
 
 class Two:
-    """Enough of a communicator for the clock: this rank, and one whose numbers are given."""
+    """The part of a communicator that the clock uses: this rank, and one with given numbers."""
 
     def __init__(self, *others: float) -> None:
         self.others = others
@@ -230,7 +230,7 @@ class Two:
 
 
 def test_a_batch_lasts_from_the_first_rank_to_the_last(monkeypatch):
-    """With two ranks on a core the second began when the first had ended, and both seemed fast."""
+    """Regression: with two ranks on a core the second began when the first had ended, and both times were short."""
     monkeypatch.setattr(timing.mpi_library, "load", lambda: SimpleNamespace(MAX=None))
     first, second = timing.BatchInterval(10.0, 11.0), timing.BatchInterval(11.0, 12.0)
     assert timing._durations([first], Two(second.end, -second.begin), True) == [2.0]
@@ -247,7 +247,7 @@ def test_shares_of_time():
 # --- training
 
 
-def test_models_have_the_shapes_they_claim():
+def test_models_have_the_documented_shapes():
     shapes = [tuple(parameter.shape) for parameter in models.resnet50().parameters()]
     assert len(shapes) == 161
     assert shapes[0] == (64, 3, 7, 7) and shapes[-2:] == [(1000, 2048), (1000,)]
@@ -255,7 +255,7 @@ def test_models_have_the_shapes_they_claim():
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_tasks_start_equal_and_have_data_of_their_own(name):
+def test_tasks_start_equal_with_different_data(name):
     one, other = (models.make_task(name, rank=rank) for rank in (0, 1))
     assert all(torch.equal(a, b) for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True))
     assert not torch.equal(one.inputs, other.inputs)
@@ -275,7 +275,7 @@ def test_buckets_of_ddp_hold_everything(alone_on_gloo, monkeypatch):
     def held():
         return torch.cat([bucket.flat for bucket in buckets])
 
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)  # the sums of one rank are its own
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)  # on one rank the sums equal the inputs
     whole = torch.cat(tensors[::-1])
     training.average_copied(buckets)
     assert torch.equal(held(), whole / 2) and torch.equal(torch.cat(tensors[::-1]), whole / 2)

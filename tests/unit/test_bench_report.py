@@ -1,4 +1,4 @@
-"""Tables, files and comparisons of ``torchmpi bench``, from rows made up."""
+"""Tables, files and comparisons of ``torchmpi bench``, from artificial rows."""
 
 from __future__ import annotations
 

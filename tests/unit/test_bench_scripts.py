@@ -185,7 +185,7 @@ def test_memory_is_that_of_the_rank_that_grew_most():
 
 
 class Alone:
-    """Enough of a communicator for the clock, with one rank."""
+    """The part of a communicator that the clock uses, with one rank."""
 
     def Barrier(self) -> None:
         pass

@@ -149,7 +149,7 @@ CASES = [
     (check_root, alone(is_root=True, **environment(OMPI_ALLOW_RUN_AS_ROOT="1")), "problem",
      "export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
     (check_root, alone(is_root=True, **environment(**BOTH_FOR_ROOT)), "ok", ""),
-    (check_root, job({"is_root": True}), None, ""),  # a job that runs has not been refused
+    (check_root, job({"is_root": True}), None, ""),  # a running job was not rejected
     (check_root, alone(), None, ""),
     (check_root, MPICH, None, ""),
     (check_thread_level, second_rank(thread_level="FUNNELED"), "warning", "MPI_THREAD_FUNNELED"),
@@ -185,7 +185,7 @@ CASES = [
     (check_quota, alone(cpu_quota=8.0), "ok", ""),
     (check_quota, job(on(0, cpu_quota=2.0), on(1, cpu_quota=2.0)), "ok", ""),
     (check_quota, job(*[on(core, cpu_quota=2.0) for core in range(3)]), "warning", "quota of 2 CPUs"),
-    # shared memory: of whichever host, and enough for all its ranks
+    # shared memory: of any host, and enough for all its ranks
     *((check_shared_memory, facts, verdict, words)
       for found, verdict, words in (
           (memory(64, 64), "warning", "64 of 64 MiB free"), (memory(64, 8), "problem", "8 of 64 MiB free"),
@@ -200,7 +200,7 @@ CASES = [
     (check_cuda, job({}, {}), "ok", "CPUs"),
     (check_cuda, job(GPUS, GPUS), "ok", "2 GPUs"),
     (check_cuda, job(GPUS, GPUS, GPUS), "warning", "3 ranks on node1 share 2 GPUs, 2 on one of them"),
-    (check_cuda, job(ONE_GPU, SECOND_GPU), "ok", "1 GPU visible"),  # as a scheduler shows them
+    (check_cuda, job(ONE_GPU, SECOND_GPU), "ok", "1 GPU visible"),  # visible GPUs as set by a scheduler
     (check_cuda, job(ONE_GPU, ONE_GPU), "warning", "share 1 GPU"),
     (check_cuda, job(ONE_GPU, ONE_GPU | OTHER), "ok", "1 GPU"),
     (check_cuda, job(GPUS, OTHER), "problem", "rank 1 sees no GPU"),

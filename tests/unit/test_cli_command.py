@@ -155,7 +155,7 @@ def test_library_of_a_launcher(text, library):
 
 def test_a_command_that_hangs_is_ended_with_its_children(monkeypatch):
     monkeypatch.setattr(launching, "_TERMINATION_SECONDS", 0.5)
-    script = "trap '' TERM; sleep 600 & echo $!; wait"  # deaf to SIGTERM, and its child too
+    script = "trap '' TERM; sleep 600 & echo $!; wait"  # ignores SIGTERM, as does its child
     ended = launching.run_limited(["sh", "-c", script], seconds=0.5)
     assert ended.status is None and ended.seconds < 30
     limit = time.monotonic() + 10
@@ -170,6 +170,6 @@ def test_a_command_that_cannot_be_started():
     assert ended.status == 127 and "No such file" in ended.stderr
 
 
-def test_messages_survive_noise():
+def test_messages_are_found_in_other_output():
     output = '[1,0]<stdout>:torchmpi-probe:{"mpi": {"size": 2}}\nwarning: torchmpi-probe:{"cut\nnoise\n'
     assert messages(output) == [{"mpi": {"size": 2}}]

@@ -83,7 +83,7 @@ def test_one_fast_chunk_overrides_slow_chunks(paces):
 
 
 def test_fragmented_calls_are_not_judged():
-    """Most of the time is spent between the pieces."""
+    """Most of the time is spent between the fragments."""
     rank = Rank()
     rank.fields[records.CURRENT_SEQ] = 1
     kernel.begin_measuring(rank.address, 1, False)
@@ -206,7 +206,7 @@ def test_calls_that_always_bypass_the_caches():
 
 
 @given(st.integers(1, 64), st.integers(64, 1 << 20), st.integers(1, 1 << 26), st.sampled_from((128 << 10, 384 << 10)))
-def test_a_stream_is_cut_into_pieces_that_fit_into_a_slot(size, slot_bytes, num_bytes, most_bytes):
+def test_a_stream_is_divided_into_chunks_that_fit_into_a_slot(size, slot_bytes, num_bytes, most_bytes):
     fields = np.zeros(records.group_fields(size), np.int64)
     fields[records.SIZE], fields[records.SLOT_BYTES] = size, slot_bytes // 64 * 64
     num_rounds = kernel.divide_stream(fields.ctypes.data, num_bytes, most_bytes)

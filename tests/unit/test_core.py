@@ -121,7 +121,7 @@ def test_a_closed_queue_refuses():
 
 
 def test_a_nested_call_that_fails_is_not_kept():
-    """Regression: its handle stayed in `failed` with a traceback, and with it the tensors of the call."""
+    """Regression: the handle in `failed` kept a traceback, and through it the tensors of the call."""
     call_queue = CallQueue("test", threaded=False)
     with pytest.raises(ZeroDivisionError):
         call_queue.run(lambda: call_queue.run(lambda: 1 // 0))
@@ -189,7 +189,7 @@ def test_many_threads_may_wait_on_one_handle():
 
 
 def test_a_callback_that_fails_is_logged_and_the_queue_continues(capsys):
-    """Regression: it ended the worker thread, and later calls never ended."""
+    """Regression: the exception ended the worker thread, and later calls never ended."""
     call_queue, release = CallQueue("test"), threading.Event()
     handle = call_queue.submit(release.wait, "first")
     handle.when_done(lambda: 1 // 0)
@@ -240,7 +240,7 @@ ALLREDUCE, BARRIER = call_log.call_code("allreduce", "sum", 1), call_log.call_co
 
 
 def test_equal_calls_pass_in_either_order(board_of_two):
-    for order in ((0, 1), (1, 0)) * 100:  # further than the ring is long
+    for order in ((0, 1), (1, 0)) * 100:  # more calls than the ring has entries
         first, second = (board_of_two[rank] for rank in order)
         arrive(first, ALLREDUCE, (3,))
         arrive(second, ALLREDUCE, (3,))
@@ -273,7 +273,7 @@ def test_the_rank_that_failed_first_is_named():
     for round_ in range(2):
         for own in call_logs:
             own.enter(call_log.call_code("barrier"), ())
-        call_logs[2 * round_].abandon()  # in both rounds another one
+        call_logs[2 * round_].abandon()  # a different one in each round
         first = 2 * round_
         for rank, told_by in ((1, first), (3, 1)):
             with pytest.raises(errors.MismatchError, match=f"cannot end on rank {rank}: rank {first} has aborted it"):
@@ -282,7 +282,7 @@ def test_the_rank_that_failed_first_is_named():
 
 
 def test_a_rank_that_runs_ahead_is_no_mismatch(board_of_two):
-    """The root of a broadcast need not wait: its later calls must not be compared with this rank's earlier ones."""
+    """The root of a broadcast does not wait: its later calls must not be compared with earlier calls of this rank."""
     first, second = board_of_two
     code = call_log.call_code("broadcast", None, 1)
     for _ in range(10):

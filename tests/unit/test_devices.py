@@ -56,7 +56,7 @@ def test_each_rank_reports_its_device_and_the_devices_it_can_access(monkeypatch)
 
 
 def test_the_functions_of_torch_for_shared_gpu_memory_are_the_expected_ones():
-    """Private in parts; no GPU is needed to notice that another version of torch has other arguments."""
+    """Partly private functions, whose arguments may change in another version of torch; the test needs no GPU."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert names[staging_areas._DEVICE_FIELD] == "storage_device" and len(names) == 15
     assert all(hasattr(torch.cuda.Event, name) for name in ("ipc_handle", "from_ipc_handle", "record", "wait"))

@@ -124,7 +124,7 @@ def test_a_refused_read_is_published_and_not_repeated(process):
 
 
 @must_be_allowed
-def test_a_refused_read_elsewhere_counts_as_well():
+def test_a_refused_read_of_another_rank_has_the_same_effect():
     rank = Rank()
     rank.rows[1, memory_layout.UNREAD] = 1
     status, _ = rank.read(np.ones(LEAST, np.uint8))

@@ -54,7 +54,7 @@ def test_a_work_of_a_call_that_failed():
     assert isinstance(pending_work.exception(), ValueError)
     with pytest.raises(ValueError, match="bad sample"):
         pending_work.wait()
-    # As an error of C++, which has no ValueError; the futures must not return a value.
+    # Futures raise an error of C++, which has no ValueError, and must not return a value.
     for failed in (future, chained, pending_work.get_future()):
         assert failed.done()
         with pytest.raises(Exception, match="bad sample"):
@@ -83,7 +83,7 @@ def test_the_future_of_a_work_is_one_and_has_its_tensors():
 
 
 def test_futures_requested_while_the_call_ends():
-    """From two threads at the same time: every future completes, and callbacks run once."""
+    """Two threads request futures at the same time: every future completes, and callbacks run once."""
     for _ in range(300):
         handle, _, pending_work = pending()
         called: list[int] = []
@@ -145,7 +145,7 @@ def test_the_factor_of_a_sum():
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=0, max_size=3), st.booleans(), st.booleans())
 def test_lists_become_rows_and_back(num_parts, shape, is_whole, is_transposed):
-    """For parts in any memory, each part gets its row, and no other memory is written."""
+    """Each part receives its row, for parts in any memory, and no other memory is written."""
     whole = torch.zeros((num_parts + 2, *shape))
     parts = list(whole[1:-1].unbind()) if is_whole else [torch.zeros(shape) for _ in range(num_parts)]
     if is_transposed:
@@ -164,7 +164,7 @@ def test_lists_become_rows_and_back(num_parts, shape, is_whole, is_transposed):
         assert target.data_ptr() == parts[0].data_ptr(), "copied where the memory itself would do"
 
 
-def test_parts_out_of_order_or_with_gaps_are_not_taken_for_one_tensor():
+def test_parts_out_of_order_or_with_gaps_are_not_one_tensor():
     whole = torch.zeros(4, 3)
     for parts in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[0]], [whole[2], whole[3], whole[0]]):
         assert rows.stacked(parts).data_ptr() != parts[0].data_ptr()
@@ -260,7 +260,7 @@ def test_a_call_from_a_thread_without_python_frames():
 
 
 def test_dynamo_excludes_the_package_once_it_is_loaded():
-    """Not earlier: loading torch._dynamo takes a second, which must not be added to `import torch`."""
+    """Loading torch._dynamo takes a second, which must not be added to `import torch`."""
     known = set(sys.meta_path)
     torch_names.keep_dynamo_out("hypothesis")  # any package
     rules = importlib.import_module("torch._dynamo.trace_rules")

@@ -41,7 +41,7 @@ def test_round_trip(path):
 
 
 def test_state_of_any_structure(tmp_path):
-    """That of LBFGS, for instance: tensors in lists, whole numbers as keys, no tensors at all."""
+    """For example that of LBFGS: tensors in lists, whole numbers as keys, no tensors."""
     state = {0: {"d": torch.ones(2), "old": [torch.zeros(1), torch.ones(0, 3)], "n": 3}, 1: {}, "t": torch.tensor(7)}
     trees = {"network": {}, "optimizer": {"state": state, "param_groups": [{"lr": 0.1}]}}
     write(tmp_path / "b", Content({}, {}, trees))
@@ -75,7 +75,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint(path, monkeypatch):
 
 @pytest.mark.parametrize(("function", "call"), [("fsync", 1), ("rename", 2), ("rename", 3)])
 def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(path, monkeypatch, function, call):
-    """In the first file; before the previous checkpoint is renamed (DCP renames a file too); before the new one is."""
+    """Killed in the first file, or before a renaming: of a file (DCP), of the old or of the new checkpoint."""
     child = os.fork()
     if child == 0:
         left = iter(range(call - 1))
@@ -181,7 +181,7 @@ def test_the_state_is_copied(tmp_path):
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_failure_in_the_thread_is_raised_by_train(tmp_path, monkeypatch, every):
-    """After an update or by the next save, and at the end."""
+    """The failure is raised after an update or by the next save, and at the end."""
     monkeypatch.setattr(os, "fsync", fail)
     engine = SGDEngine(progress=False)
     engine.checkpoint(tmp_path / "a", every=every, asynchronous=True)
@@ -200,7 +200,7 @@ def test_a_failure_in_the_thread_is_raised_by_train(tmp_path, monkeypatch, every
         ((4, 4), (10, 10), 1, 20, 8),
         ((3, 3), (8, 8), 5, 8, 3),  # every batch divided over the ranks
         ((2, 5), (2, 6), 1, 8, 7),  # uneven
-        ((1, 1, 1), (3, 3, 3), 2, 4, 1),  # rounded down: nothing is skipped that was not done
+        ((1, 1, 1), (3, 3, 3), 2, 4, 1),  # rounded down: no unprocessed batch is skipped
         ((4, 2), (None, None), 3, None, 2),
         ((0,), (0,), 2, 3, 0),
     ],

@@ -1,4 +1,4 @@
-"""A resumed run equals an uninterrupted one bit for bit, wherever it was interrupted."""
+"""A resumed run equals an uninterrupted one bit for bit, at any point of interruption."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Augmented(Dataset):
 
 
 class Resumable:
-    """An iterator that saves its position, and shuffles with a generator of its own."""
+    """An iterator that saves its position, and shuffles with its own generator."""
 
     def __init__(self, rows: TensorDataset) -> None:
         self.rows, self.epoch, self.position = rows, 0, 0

@@ -61,7 +61,7 @@ def test_equals_an_explicit_loop(make):
         assert torch.equal(mine, theirs)
 
 
-def test_lr_is_plain_sgd_and_trains_the_criterion_too():
+def test_lr_is_plain_sgd_and_trains_the_criterion():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

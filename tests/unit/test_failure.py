@@ -31,7 +31,7 @@ def test_errors_that_only_report_an_abort():
 
 
 def test_an_error_may_be_its_own_cause():
-    """Regression: the search for the cause did not end, nor did the job."""
+    """Regression: the search for the cause did not end, and so the job did not end."""
     error, other = ValueError(), KeyError()
     assert not failure._reason_is_elsewhere(raised(error, error))
     other.__cause__, error.__cause__ = error, other
@@ -60,7 +60,7 @@ def test_a_job_ends_with_closed_streams(monkeypatch):
 
 
 def test_a_stall_report_shows_the_line_of_the_user():
-    """Regression: files beside the package with a name that begins like its name were hidden; those of torch shown."""
+    """Regression: files beside the package with the same prefix were hidden, and files of torch were shown."""
     package, libraries = Path(torchmpi.__file__).parent, sysconfig.get_path("purelib")
     scope: dict[str, object] = {"wait": torch.no_grad()(watchdog.location)}  # called by a function of torch
     for name, callee, file in (

@@ -89,7 +89,7 @@ def test_any_sequence_of_calls_in_any_interleaving(size, factor, specifications,
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 32])
 def test_every_collective_on_many_ranks(size):
-    """Three chunks of each, so that both halves are used again, or two where the model would take seconds."""
+    """Three chunks per call, so that both halves are used again; two if the model would take seconds."""
     choice = random.Random(size)
     half = size * ALIGNMENT
     least = 2 * half if size <= 16 else half

@@ -19,7 +19,7 @@ from torchmpi.backends import rank_order
 from torchmpi.shared_memory.kernels import native_code, reduction, reduction_ir
 from torchmpi.tensors import dtypes
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch calls it experimental
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # experimental according to torch
 
 REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
@@ -40,7 +40,7 @@ def seeded(*key: int) -> torch.Generator:
 
 
 def values(dtype: torch.dtype, numel: int, generator: torch.Generator) -> torch.Tensor:
-    """Integers and truths of any bits, floating numbers of a moderate size."""
+    """Return integers and bools of any bits, floating-point numbers of moderate size."""
     if dtype.is_complex:
         return torch.view_as_complex(values(dtype.to_real(), 2 * numel, generator).view(numel, 2))
     if dtype.is_floating_point:
@@ -203,7 +203,7 @@ def test_16_bit_floats_survive_widening_and_rounding(dtype):
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "avg", "max"])
-def test_half_precision_without_the_processors_help(op):
+def test_half_precision_without_instructions_of_the_processor(op):
     compiler = native_code.Compiler()
 
     def text_of(**_: bool) -> str:
@@ -231,7 +231,7 @@ def test_any_size_and_offset(data):
     assert not differing(reduced(parts, reduction.address(dtype, op), place, offset), twin(parts, op))
 
 
-def test_combinations_whose_bits_are_treated_alike_share_a_function():
+def test_equivalent_combinations_share_a_function():
     address = reduction.address
     assert address(torch.int32, "sum") == address(torch.uint32, "sum") != address(torch.int64, "sum")
     assert address(torch.int8, "max") != address(torch.uint8, "max")
@@ -260,7 +260,7 @@ def test_the_second_process_compiles_nothing(tmp_path, monkeypatch):
     second = native_code.Compiler()
     monkeypatch.setattr(second, "_compile", lambda text: pytest.fail("compiled again"))
     assert adds(second.function("total", SUM_TEXT))
-    kept.write_bytes(kept.read_bytes()[:-100])  # a full disk, say
+    kept.write_bytes(kept.read_bytes()[:-100])  # such as a full disk
     assert adds(native_code.Compiler().function("total", SUM_TEXT))
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -288,8 +288,8 @@ def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
     assert adds(address) and not list(tmp_path.iterdir())
 
 
-def test_files_that_nobody_has_used_for_long_are_removed(tmp_path, monkeypatch):
-    """Regression: every version of the sources left its files for ever."""
+def test_files_unused_for_a_long_time_are_removed(tmp_path, monkeypatch):
+    """Regression: the files of old versions were never removed."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     native_code.Compiler().function("total", SUM_TEXT)
     (used,) = tmp_path.iterdir()
@@ -304,7 +304,7 @@ def test_files_that_nobody_has_used_for_long_are_removed(tmp_path, monkeypatch):
     assert {"torchmpi_young.native", "old.native", used.name} < left and len(left) == 4
 
 
-def test_without_a_folder_to_write_to_it_compiles_in_memory(tmp_path, monkeypatch):
+def test_without_a_writable_folder_the_compiler_keeps_code_in_memory(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "below"))
     assert adds(native_code.Compiler().function("total", SUM_TEXT))

@@ -42,14 +42,14 @@ COEFFICIENTS = {
 
 
 def full(given: tuple[float, ...]) -> list[float]:
-    """All six coefficients, with numbers that a rule must not use."""
+    """Return six coefficients; those after the given ones must not be used by a rule."""
     return [*given, *[9e9] * (6 - len(given))]
 
 
 def twin(
     name: str, c: tuple[float, ...], arrays: list[torch.Tensor], incoming: torch.Tensor, step: int = 1
 ) -> list[torch.Tensor]:
-    """The new value and states."""
+    """Return the new value and states."""
     value, dtype = arrays[0], arrays[0].dtype
     if name in ("zero", "copy"):
         return [torch.zeros_like(value) if name == "zero" else incoming.clone()]
@@ -74,7 +74,7 @@ def root(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def power(base: float, exponent: int) -> float:
-    """By squaring, as the rule does."""
+    """Return the power by squaring, as the rule does."""
     result = 1.0
     while exponent:
         result, base, exponent = result * (base if exponent & 1 else 1.0), base * base, exponent >> 1
@@ -114,7 +114,7 @@ FORMULAS = {
 
 
 def in_a_room(tensor: torch.Tensor, offset: int) -> tuple[torch.Tensor, int]:
-    """Bytes with the tensor's in the middle, `offset` from an aligned address; and where they begin."""
+    """Return memory that contains the bytes of the tensor, `offset` from an aligned address, and their position."""
     begin = GUARD_BYTES + offset
     content = tensor.view(torch.uint8)
     room = torch.full((begin + content.numel() + GUARD_BYTES,), 0xA5, dtype=torch.uint8)
@@ -150,7 +150,7 @@ def applied(
 
 
 def fresh(name: str, value: torch.Tensor) -> list[torch.Tensor]:
-    """The arrays of a rule that was not applied yet."""
+    """Return the arrays of a rule before its first application."""
     states = [torch.zeros(value.numel(), dtype=server_rules.state_dtype(value.dtype))] * server_rules.BUILT_IN[
         name
     ].num_states
@@ -281,7 +281,7 @@ def test_processors_that_convert_half_precision(monkeypatch):
     assert not native_code.Compiler().has_half
 
 
-def test_rules_call_nothing_that_a_process_without_numba_lacks():
+def test_rules_call_no_function_of_numba():
     for name, dtype in CASES:
         server_rules.address(dtype, name)
     images = {symbol: native_code.compiler()._read(symbol, source_digest()) for symbol in server_rules._addresses}

@@ -59,7 +59,7 @@ def world(size: int, connect: Callable[[], Any] = socket.socketpair, silence_sec
 
 
 def on_all(given: Any, action: Callable[[Any], Any]) -> list[Any]:
-    """What the action returns or raises for each of `given`, all at once."""
+    """Run the action for all of `given` concurrently; return the results or exceptions."""
     given = list(given)
     results: list[Any] = [TimeoutError("it does not end")] * len(given)
 
@@ -126,7 +126,7 @@ def test_messages_move_while_no_rank_waits(pair, length, posted_first):
 
 
 def test_many_threads_of_a_rank_at_once(pair):
-    """Each has its own tag, in both directions, with long and short messages in turn."""
+    """Each thread uses its own tag, in both directions, with alternately long and short messages."""
 
     def talk(place):
         comm, tag = pair[place % 2], place // 2
@@ -205,7 +205,7 @@ def test_collectives_of_objects_and_headers(size):
         assert on_all(comms, call) == [expected] * size
 
 
-def test_communicators_are_apart(trio):
+def test_communicators_are_separate(trio):
     """The same source, destination and tag in a communicator, its duplicate, a part of it and a group."""
 
     def call(comm):
@@ -298,7 +298,7 @@ def test_closing_ends_receives(pair):
             call()
 
 
-def test_a_forked_child_leaves_the_connections_alone(pair):
+def test_a_forked_child_does_not_change_the_connections(pair):
     child = os.fork()
     if child == 0:
         try:
@@ -358,8 +358,8 @@ def test_an_interrupted_receive_is_withdrawn(on_alarm):
 
 
 @pytest.mark.parametrize("error", (InterruptedError, TimeoutError, KeyboardInterrupt))
-def test_an_exception_at_any_moment_neither_hangs_nor_spoils(on_alarm, error):
-    """An exception comes in the middle of sending, reading, matching: what is lost then is lost with an error."""
+def test_an_exception_at_any_moment_neither_hangs_nor_corrupts(on_alarm, error):
+    """Exceptions occur during sending, reading and matching; lost messages are reported as errors."""
 
     def echo(comm):
         memory = np.zeros(300_000, np.uint8)
@@ -435,7 +435,7 @@ def test_ranks_connect_twice_through_a_store_and_leave_nothing(stores, hosts, in
     until(lambda: (len(_descriptors()), threading.active_count()) == before)
 
 
-def test_a_stranger_is_dropped():
+def test_an_unauthenticated_connection_is_dropped():
     """A connection without the secret, with too few bytes, or without any."""
     store, results = dist.HashStore(), []
     first = threading.Thread(

@@ -38,7 +38,7 @@ def write(directory: Path, name: str, array: np.ndarray) -> Path:
 
 @pytest.mark.parametrize("dot", ["-", "."])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_reads_mnist_in_every_spelling(tmp_path, dot, suffix):
+def test_reads_mnist_under_all_file_names(tmp_path, dot, suffix):
     for prefix, num in (("train", 30), ("t10k", 10)):
         write(tmp_path, f"{prefix}-images{dot}idx3-ubyte{suffix}", images(num))
         write(tmp_path, f"{prefix}-labels{dot}idx1-ubyte{suffix}", labels(num))

@@ -45,7 +45,7 @@ def reduced_by_nccl(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def through(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
-    """What `Reduction` does, without the moving."""
+    """Compute the result of `Reduction` without communication."""
     way = recipe(inputs[0].dtype, op, len(inputs))
     sent = [flat(tensor.clone()) if way.encode is None else way.encode(flat(tensor)) for tensor in inputs]
     got = reduced_by_nccl(sent, way.op)
@@ -63,7 +63,7 @@ def test_the_result_is_that_of_all_other_transports(dtype, op):
         result, expected = through(inputs, op), contract.reduced(inputs, op)
         assert result.dtype is dtype
         if dtype.is_floating_point or dtype.is_complex:
-            # Another order of adding, in at least 32 bits: half a unit of the dtype in the worst case, and no more.
+            # Another order of addition, in at least 32 bits: an error of at most half a unit of the dtype.
             torch.testing.assert_close(result, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
         else:
             assert contract.same_bits(result, expected), (size, result, expected)
@@ -71,7 +71,7 @@ def test_the_result_is_that_of_all_other_transports(dtype, op):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_sums_of_16_bits_are_rounded_once(dtype):
-    """Small numbers that would be lost one by one beside a large one count together."""
+    """Small numbers that would be lost one by one in the sum with a large number are not lost together."""
     inputs = [torch.tensor([1.0], dtype=dtype), *[torch.tensor([torch.finfo(dtype).eps / 2], dtype=dtype)] * 7]
     for op in ("sum", "avg"):
         assert contract.same_bits(through(inputs, op), contract.reduced(inputs, op))
@@ -88,7 +88,7 @@ EXTREMES = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1.5, -1.5, 1e-4
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.float16, torch.bfloat16))
-def test_nan_wins_and_zeros_are_ordered_whatever_the_order_of_ranks(dtype):
+def test_nan_and_zeros_do_not_depend_on_the_order_of_ranks(dtype):
     values = torch.tensor(EXTREMES, dtype=dtype)
     pairs = list(itertools.product(range(len(values)), repeat=2))
     one, other = (values[[pair[side] for pair in pairs]] for side in (0, 1))
@@ -117,14 +117,14 @@ def test_bools_of_any_byte_are_true_or_false():
     assert through([torch.ones(1, dtype=torch.bool)] * 300, "bxor").item() is False
 
 
-def test_everything_is_carried_by_what_nccl_has_or_lacking():
+def test_every_dtype_is_converted_to_one_of_nccl_or_unsupported():
     for dtype in (*contract.MOVABLE, torch.complex32):
         for op in dtypes.info(dtype).ops:
             if lacks(dtype, op) is None:
                 for size in (1, 2, 3):
                     way = recipe(dtype, op, size)
                     assert way.carrier in CARRIERS and way.op in ("avg", *STEPS)
-                    # What NCCL does differently: NaN in min and max, and means of integers.
+                    # Differences of NCCL: NaN in min and max, and means of integers.
                     assert not (way.carrier.is_floating_point and way.op in ("min", "max"))
                     assert way.op != "avg" or way.carrier.is_floating_point
             else:

@@ -19,12 +19,12 @@ def layers() -> list[nn.Module]:
 
 
 def pair(partitions: int = 2) -> tuple[BlockSequential, nn.Sequential]:
-    """The same net in blocks and plain."""
+    """Return the same net with and without blocks."""
     return BlockSequential(partitions, *layers()), nn.Sequential(*layers())
 
 
 def is_in_blocks(net: BlockSequential) -> bool:
-    """Whether changing the blocks changes the parameters."""
+    """Return whether a change of the blocks changes the parameters."""
     before = [p.detach().clone() for p in net.parameters()]
     for block in net.parameter_blocks():
         block.add_(1)
@@ -102,7 +102,7 @@ def test_optimizer_made_before_a_conversion_keeps_working():
     assert_same_state(net, plain)
 
 
-def test_dtypes_have_blocks_of_their_own():
+def test_each_dtype_has_its_own_blocks():
     net = BlockSequential(1, nn.Linear(2, 2), nn.Linear(2, 2).double())
     assert [block.dtype for block in net.parameter_blocks()] == [torch.float32, torch.float64]
 
@@ -156,7 +156,7 @@ def test_shared_parameters_are_stored_once():
     assert net[0].weight is net[1].weight
 
 
-def test_copies_have_blocks_of_their_own():
+def test_copies_have_their_own_blocks():
     net, plain = pair()
     file = io.BytesIO()
     torch.save(net, file)

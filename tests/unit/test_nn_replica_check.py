@@ -15,7 +15,7 @@ DTYPES = [
 
 
 def slow_checksum(tensor: torch.Tensor) -> int:
-    """The same in Python integers, word by word."""
+    """Compute the checksum with Python integers, word by word."""
     data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
     data += bytes(-len(data) % 8)
     total = tensor.numel()

@@ -123,7 +123,7 @@ def test_a_span_without_elements_does_nothing():
 
 
 def test_concurrent_adds_of_processes_and_threads():
-    """Integers, whose sum is exact; overlapping ranges, and small chunks for contention."""
+    """Integers, for an exact sum; overlapping ranges, and small chunks for contention."""
     rig = Rig((300, 257, 64), torch.int64, chunk=64, shared=True)
     spans = [(begin, end) for begin, _ in rig.chunks() for _, end in rig.chunks() if begin < end]
     rounds = 300

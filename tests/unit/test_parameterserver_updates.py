@@ -56,7 +56,7 @@ def test_schedule():
         integrations = [step for step in range(60) if schedule.integrates(step)]
         assert (fetches, integrations) == steps_by_counting(update_frequency, init_delay, prefetch, 60)
         assert all(step >= init_delay for step in fetches), "there is no server before"
-        # Each integration uses the fetch so many steps before it, never one after.
+        # Each integration uses the fetch `prefetch` steps earlier.
         assert all(fetch + prefetch == used for fetch, used in zip(fetches, integrations, strict=False))
 
 
@@ -142,7 +142,7 @@ def test_attraction_against_a_reference():
         _attract(distances, moved, given_momenta, alpha=alpha, ahead=lr * delta)
         for local, result, distance, difference in zip(locals_, moved, distances, differences, strict=True):
             torch.testing.assert_close(result, local - difference)
-            torch.testing.assert_close(-alpha * distance, difference)  # what the center is moved by
+            torch.testing.assert_close(-alpha * distance, difference)  # the change of the center
 
 
 @pytest.mark.parametrize("result", [None, torch.zeros(())], ids=["nothing", "a number"])
@@ -189,7 +189,7 @@ def test_invalid_options_are_rejected(options, message):
 @pytest.mark.parametrize(
     "options", [{}, {"lr": 0.1, "local_update": abs}, {"lr": 0.1, "rule": ps.adam(0.1)}], ids=["none", "two", "both"]
 )
-def test_downpour_needs_a_use_of_gradients(options):
+def test_downpour_needs_exactly_one_rule_for_gradients(options):
     with pytest.raises(ArgumentError, match="pass lr=, or local_update=, or"):
         ps.DownpourUpdate(nn.Linear(2, 2), **options)
 

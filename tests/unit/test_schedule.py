@@ -53,7 +53,7 @@ def carry_out(plans: list[list[Round]], held: Held, *, moved_as: Callable[[int, 
 
 
 def _answers(current: dict[int, Round], rank: int, message: schedule.Message) -> bool:
-    """Whether the peer is in the round that has the other end of this message."""
+    """Return whether the current round of the peer contains the other end of this message."""
     peer = current.get(message.peer)
     if peer is None:
         return False
@@ -62,7 +62,7 @@ def _answers(current: dict[int, Round], rank: int, message: schedule.Message) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_exchange_brings_each_rank_all_versions_of_its_block(size: int) -> None:
+def test_exchange_delivers_all_versions_of_each_block(size: int) -> None:
     held: Held = {rank: {(rank, block) for block in range(size)} for rank in range(size)}
     rounds = carry_out([[schedule.exchange(rank, size)] for rank in range(size)], held, moved_as=lambda rank, _: rank)
     for rank in range(size):
@@ -79,7 +79,7 @@ def test_exchange_distributes_the_messages_over_the_ranks(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_allgathers_bring_everything_once(size: int) -> None:
+def test_allgathers_deliver_each_block_once(size: int) -> None:
     for plan in (lambda rank: [schedule.spread(rank, size)], lambda rank: schedule.doubling(rank, size)):
         held: Held = {rank: {(rank, rank)} for rank in range(size)}
         carry_out([plan(rank) for rank in range(size)], held, moved_as=lambda _, block: block)
@@ -89,14 +89,16 @@ def test_allgathers_bring_everything_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_doubling_takes_log2_rounds_and_one_stretch_of_memory(size: int) -> None:
+def test_doubling_takes_log2_rounds_and_contiguous_memory(size: int) -> None:
     for rank in range(size):
         rounds = schedule.doubling(rank, size)
         assert len(rounds) == (size - 1).bit_length()
         have = 1
         for step in rounds:
             (received,) = step.receives
-            assert (received.first - rank) % size == have  # right behind what is there, counted from the own block
+            assert (
+                received.first - rank
+            ) % size == have  # directly after the received blocks, counted from the own block
             have += received.num_blocks
         assert have == size
 
@@ -122,7 +124,7 @@ def _one_after_the_other(step: Round) -> list[Round]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_collect_brings_all_blocks_to_the_root(size: int) -> None:
+def test_collect_delivers_all_blocks_to_the_root(size: int) -> None:
     for root in {0, size // 2, size - 1}:
         held: Held = {rank: {(rank, rank)} for rank in range(size)}
         plans = [[schedule.collect(rank, size, root)] for rank in range(size)]
@@ -133,7 +135,7 @@ def test_collect_brings_all_blocks_to_the_root(size: int) -> None:
 def test_the_simulation_detects_wrong_plans() -> None:
     good = [[schedule.spread(rank, 3)] for rank in range(3)]
     for broken in (
-        [good[0], good[1], [Round(good[2][0].sends[:1], good[2][0].receives)]],  # forgets a message
+        [good[0], good[1], [Round(good[2][0].sends[:1], good[2][0].receives)]],  # omits a message
         [good[0], good[1], []],  # does not take part
         [[Round(receives=good[0][0].receives), Round(sends=good[0][0].sends)], *good[1:]],  # receives first
     ):

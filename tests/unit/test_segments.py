@@ -276,7 +276,7 @@ def test_a_storage_is_adopted_with_all_its_views():
 
 
 def test_a_moved_storage_is_withdrawn():
-    """The addresses may be reused then, and the other ranks would access the file instead."""
+    """The addresses may be reused, and the other ranks would still access the file."""
     heap, segment, address = SharedHeap(), Segment.create("test", PAGE), [8 * PAGE]
 
     class Storage:
@@ -330,7 +330,7 @@ def test_nothing_is_moved_where_files_in_memory_have_no_room(monkeypatch):
 
 
 def test_without_anonymous_files_there_are_no_shared_tensors(monkeypatch, tmp_path):
-    """Other ranks could not find the tensors, and a killed process would leave files behind."""
+    """Other ranks could not open the tensors, and a killed process would leave files."""
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(segments, "_FOLDER", str(tmp_path))
     before = descriptors()

@@ -151,7 +151,7 @@ def test_the_default_for_tensors_on_a_gpu(collective, span, able, options, expec
     assert default_transport(key, can, **options) == expected
 
 
-def test_staged_reductions_between_many_hosts_use_p2p_too():
+def test_staged_reductions_between_many_hosts_use_p2p():
     key = Key("allreduce", "cuda", "across", "sync")
     by_size = ((65536, "mpi"), (None, "p2p"))
     assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3) == by_size

@@ -39,7 +39,7 @@ def keys_of(pattern: str, n: int) -> list[object]:
 
 
 def check_split(keys: Sequence[object], cartesian: bool) -> None:
-    """Compare a split with the definitions, written down naively."""
+    """Compare a split with a direct implementation of the definitions."""
     split = plan_split(keys, cartesian=cartesian)
     n = len(keys)
     assert len(split.members) == n
@@ -72,7 +72,7 @@ def test_splits_of_random_keys(keys: list[object], cartesian: bool) -> None:
     check_split(keys, cartesian)
 
 
-def test_uneven_groups_are_a_tree_even_if_a_grid_was_wanted() -> None:
+def test_uneven_groups_are_a_tree_even_if_a_grid_is_requested() -> None:
     split = plan_split("aabbb", cartesian=True)
     assert not split.is_cartesian
     assert [member.inter for member in split.members] == [(0, 2), None, (0, 2), None, None]
@@ -151,7 +151,7 @@ def execute(step: Step, group: Group, values: list[object]) -> None:
             if step.collective == "allreduce":
                 values[rank] = total
             else:
-                values[rank] = total if rank == group[step.root] else None  # using it again would fail
+                values[rank] = total if rank == group[step.root] else None  # a second use would fail
 
 
 def check_collectives(world: World, roots: Iterable[int]) -> None:

@@ -227,7 +227,7 @@ def test_memory_in_use_by_the_device_is_kept(model, elsewhere):
     alive: list[bool] = []
 
     class Kept:
-        """In place of memory."""
+        """A replacement of memory."""
 
         def __del__(self) -> None:
             alive.append(opened.is_set())

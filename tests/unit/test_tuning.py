@@ -44,7 +44,7 @@ def test_a_gain_within_the_noise_changes_nothing():
     assert best([noisy], "mpi") == "mpi"
 
 
-def test_one_disturbed_round_hides_no_gain():
+def test_one_disturbed_round_does_not_hide_a_gain():
     assert best([{"mpi": [2.0] * 8, "shm": [1.0] * 7 + [50.0]}], "mpi") == "shm"
 
 
@@ -84,7 +84,7 @@ def test_collectives_with_uneven_lengths_get_one_transport():
 
 
 def test_reductions_are_hierarchical_at_all_sizes_or_none():
-    """Hierarchical reductions have other bits than those in rank order, which must not depend on the size."""
+    """Hierarchical reductions have other bits than rank-order reductions; the bits must not depend on the size."""
     small, large = steady(mpi=1.0, p2p=0.5, hierarchical=2.0), steady(mpi=3.0, p2p=9.0, hierarchical=1.0)
     measured = {"sync": {64: small, 4096: large}, "async": {64: small, 4096: large}}
     current = {"sync": MPI, "async": MPI}
