@@ -23,6 +23,8 @@ PROCESS = ProcessFacts(
         "llvmlite": "0.45.0",
         "mpi4py": "4.1.0",
         "psutil": "7.2.2",
+        "platformdirs": "4.14.7",
+        "tqdm": "4.70.1",
     },
     launcher=None,
     launcher_ranks=1,

@@ -92,7 +92,7 @@ def test_another_file_at_the_same_place_is_refused(kind, tmp_path):
         Ticket(path, device + 1, inode, num_bytes),
         Ticket(path, device, inode, 2 * num_bytes),
     ):
-        with pytest.raises(FileNotFoundError, match="not the segment"):
+        with pytest.raises(FileNotFoundError, match="another file than the announced segment"):
             Segment.open(wrong)
     assert descriptors() == before
     segment.release()

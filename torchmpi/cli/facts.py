@@ -205,6 +205,8 @@ OLDEST_AND_TESTED = {
     "llvmlite": ("0.44", "0.50"),
     "mpi4py": ("4.0", "4.1"),
     "psutil": ("5.9", "7.2"),
+    "platformdirs": ("4.0", "4.14"),
+    "tqdm": ("4.64", "4.70"),
 }
 """The oldest version that is supported, and the newest that the tests have been run with."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
