@@ -69,6 +69,27 @@ def test_collectives_in_place_equal_those_through_python(agree, shape, dtype):
     agree.bits(sent, values(shape, dtype, root), "broadcast")
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_collectives_in_place_with_a_target(agree, shape):
+    rank, root = mpi.rank(), mpi.size() - 1
+    for op in ("sum", "max"):
+        source = values(shape, torch.float32, rank)
+        total = mpi.allreduce(source.clone(), op=op)
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                out = torch.full_like(source, -1.0)
+            agree(mpi.allreduce(source, out, op=op) is out, "allreduce")
+            agree.bits(out, total, "allreduce")
+            agree(mpi.broadcast(source, root, out) is out, "broadcast")
+            agree.bits(out, values(shape, torch.float32, root), "broadcast")
+            last, out = out.clone(), out.clone()
+            agree(mpi.reduce(source, root, out, op=op) is (out if rank == root else source), "reduce")
+            agree.bits(out, total if rank == root else last, "reduce")
+            agree.bits(source, values(shape, torch.float32, rank), "source")
+    pending = mpi.allreduce_async(source)
+    agree.bits(mpi.allreduce(source, torch.empty_like(source)), mpi.allreduce(pending.wait().clone()), "in order")
+
+
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape and 0 not in shape], ids=str)
 def test_collectives_with_a_target_equal_those_through_python(agree, shape):
     rank, size = mpi.rank(), mpi.size()

@@ -10,7 +10,7 @@ import torch
 import torchmpi as mpi
 from torchmpi.backends.gloo import INTERFACE_VARIABLE, GlooBackend
 from torchmpi.backends.torch_groups import GroupStore
-from torchmpi.errors import TransportError
+from torchmpi.errors import MismatchError, TransportError
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -76,6 +76,16 @@ def test_a_lost_connection_is_an_error_that_names_the_rank(agree, group):
             error = raised
         lost = f"gloo lost the connection to rank {size - 1}"
         agree(error is not None and (lost in str(error) or size > 2), f"{error!r}")
+
+
+def test_calls_that_differ_raise_on_all_ranks_before_gloo_moves_data(agree):
+    if mpi.size() == 1:
+        pytest.skip("needs another rank")
+    for collective in (mpi.allreduce, mpi.broadcast):
+        for numel in (3, 30_000):
+            with pytest.raises(MismatchError, match=rf"\[{numel}\].*\[{numel + 1}\]|\[{numel + 1}\].*\[{numel}\]"):
+                collective(torch.ones(numel + (mpi.rank() == 0)), backend="gloo")
+            agree.equal(mpi.allreduce(1, backend="gloo"), mpi.size(), "the call after it")
 
 
 def test_an_interface_that_does_not_exist_is_refused_with_the_variable(agree, group, monkeypatch):

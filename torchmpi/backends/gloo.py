@@ -19,6 +19,7 @@ import torch
 from ..communicators.group import Group
 from ..config import Config
 from ..errors import TransportError
+from ..shared_memory.memory_layout import ENTERED
 from . import network, ordered_reduction
 from .base import Operation
 from .ordered_reduction import REDUCTIONS, OrderedReduction
@@ -39,7 +40,7 @@ class GlooBackend:
     """Collectives over gloo, on host memory."""
 
     name = "gloo"
-    announces = False
+    announces = True
     enqueues = False
 
     def __init__(self, config: Config, problem: str) -> None:
@@ -58,6 +59,9 @@ class GlooBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
+        return _compared_first(group, self._operation(group, collective, dtype, op))
+
+    def _operation(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         # Atomic: threads that bind at the same time must not create two groups.
         torch_group = self._torch_groups.setdefault(group, GlooGroup(group))
         if collective == "barrier":
@@ -68,6 +72,28 @@ class GlooBackend:
             return ordered_reduction.operation(group, reduction, collective)
         operation: Operation = getattr(RowMovement(group, torch_group), collective)
         return operation
+
+
+def _compared_first(group: Group, operation: Operation) -> Operation:
+    """Compare a call between all ranks, by a message, before it begins.
+
+    gloo ends a process that receives more bytes than it expects. So the comparison on the status board, which other
+    calls make while they run, comes too late.
+    """
+    call_log, board = group.call_log, group.log_board
+    if board is None:  # compared by a message already, or not at all
+        return operation
+
+    def run(source: Any, destination: Any, root: int) -> Any:
+        if call_log.entered is not None:
+            seq, code, shape = call_log.entered
+            board.set(group.rank, ENTERED, seq)  # for stall reports; announced when no rank can leave the comparison
+            # Not on group.comm: ranks that chose another backend may make other collective calls of MPI there.
+            group.compare_headers(group.side_comm, code, shape)
+            call_log.announce()
+        return operation(source, destination, root)
+
+    return run
 
 
 class GlooGroup(TorchGroup):

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from ..communicators.communicator import Communicator
+from ..communicators.group import Group
 from ..communicators.levels import Comm, used
+from ..communicators.plan import Plan
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..tensors import buffers
@@ -297,6 +299,14 @@ def _call(
             group = runtime.communicator(comm).intra
         plan = group.plans.get((collective, op, tensor.dtype if is_tensor else None, backend))
         has_root = type(root) is int and 0 <= root < group.size
+        if out is not None and collective in IN_PLACE:
+            if is_tensor and has_root and _is_separate(tensor, out) and out.shape == tensor.shape:
+                if plan is None:
+                    plan_for(runtime.communicator(comm), (collective, op, tensor.dtype, "cpu", True, backend, False))
+                    plan = group.plans.get((collective, op, tensor.dtype, backend))
+                if plan is not None:
+                    return group.call_queue.run(_perform_into, group, plan, tensor, out, root)
+            plan = None
         if plan is not None and has_root and (is_tensor or root != group.rank):
             if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) is Communicator):
                 cache_call(group, collective, (tensor, out, root), op, comm)
@@ -308,7 +318,7 @@ def _call(
                     except RuntimeError:
                         buffers.touch(tensor)
                 return result
-            if tensor is None or _is_separate(collective, tensor, out):
+            if tensor is None or _is_separate(tensor, out):
                 result = group.call_queue.run(group.perform, plan, tensor, out, root)
                 if result is None:  # gathered by another rank
                     return None
@@ -323,11 +333,22 @@ def _call(
     return result if call.finish is None else call.finish(result)
 
 
-def _is_separate(collective: str, tensor: _Tensor, out: Any) -> bool:
+def _is_separate(tensor: _Tensor, out: Any) -> bool:
     """Return whether `out` is simple too, of the same dtype, and shares no memory with the tensor."""
-    return (
-        is_simple(out) and out.dtype is tensor.dtype and collective not in IN_PLACE and not buffers.overlap(out, tensor)
-    )
+    return is_simple(out) and out.dtype is tensor.dtype and not buffers.overlap(out, tensor)
+
+
+def _perform_into(group: Group, plan: Plan, tensor: _Tensor, out: _Tensor, root: int) -> _Tensor:
+    """Run a collective that works in place on a copy of the tensor in `out`."""
+    if plan.collective == "reduce" and group.rank != root:  # it changes nothing there
+        group.perform(plan, tensor, None, root)
+        return tensor
+    if out.is_inference():
+        buffers.overwrite(out, tensor)
+    else:
+        out.copy_(tensor)  # notifies autograd too
+    group.perform(plan, out, None, root)
+    return out
 
 
 # --- objects ----------------------------------------------------------------------

@@ -111,7 +111,7 @@ class Group:
         call_log.enter(code, shape)
         try:
             if self.is_strict:
-                self._compare_headers(code, shape)
+                self.compare_headers(self.comm, code, shape)
             result = plan.run(tensor, out, root)
         except (self.context.MPI.Exception, TransportError) as error:
             call_log.compare()  # raises MismatchError if that is the reason
@@ -142,14 +142,14 @@ class Group:
             call_queue = self.peer_queues.setdefault((direction, peer), call_queue)
         return call_queue
 
-    def _compare_headers(self, code: int, shape: tuple[int, ...]) -> None:
-        """Exchange the signatures of the call, and raise on all ranks if they differ."""
+    def compare_headers(self, comm: Any, code: int, shape: tuple[int, ...]) -> None:
+        """Exchange the signatures of the current call on `comm`, and raise on all ranks if they differ."""
         MPI = self.context.MPI
         header = np.zeros(3 + _HEADER_DIMS, np.int64)
         header[:3] = self.call_log.seq, code, len(shape)
         header[3 : 3 + len(shape)] = shape[:_HEADER_DIMS]
         headers = np.empty((self.size, header.size), np.int64)
-        self.comm.Allgather((header, MPI.INT64_T), (headers, MPI.INT64_T))
+        comm.Allgather((header, MPI.INT64_T), (headers, MPI.INT64_T))
         if (headers == header).all():
             return
         calls = {
