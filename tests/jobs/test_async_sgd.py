@@ -1,4 +1,4 @@
-"""The comparison of asynchronous methods as a user runs it: errors, and consistent output files."""
+"""The comparison of asynchronous methods as a program: errors, and consistent output files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of the test-suite talk about its outcomes: MPI, on a communicator that no test knows of."""
+"""Messages between the ranks of the test suite, on a communicator that the tests do not use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Channel:
 
     def __init__(self, logs: Path) -> None:
         self._comm = MPI.COMM_WORLD.Dup()
-        # Of its own, since a rank that fails in a test leaves the others waiting at the barriers of that test.
+        # Separate, since a rank that fails in a test leaves the others waiting at the barriers of that test.
         self._test_comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
         self._pids = self._comm.allgather(os.getpid())
@@ -29,26 +29,26 @@ class Channel:
         faulthandler.register(signal.SIGUSR1, self._stacks)
 
     def barrier(self) -> None:
-        self._meet(self._comm, None)
+        self._synchronize(self._comm, None)
 
     def barrier_of_test(self, timeout: float) -> None:
-        self._meet(self._test_comm, timeout)
+        self._synchronize(self._test_comm, timeout)
 
     def exchange(self, value: Value, timeout: float | None = None) -> list[Value]:
-        """Everybody's value, on every rank."""
-        self._meet(self._comm, timeout)
+        """Return the values of all ranks on every rank."""
+        self._synchronize(self._comm, timeout)
         return self._comm.allgather(value)
 
-    def _meet(self, comm: MPI.Intracomm, timeout: float | None) -> None:
+    def _synchronize(self, comm: MPI.Intracomm, timeout: float | None) -> None:
         begin = time.monotonic()
         request = comm.Ibarrier()
         while not request.Test():
             time.sleep(0.001)
             if timeout is not None and time.monotonic() > begin + timeout:
-                self._end_job(f"a rank has not come within {timeout:g} s")
+                self._end_job(f"a rank has not arrived within {timeout:g} s")
 
     def limit_seconds(self, seconds: int) -> None:
-        """From now on: write down the stacks, and die three seconds later. Works in C code that holds the GIL, too."""
+        """After a time write the stacks, and three seconds later end the process, even if C code holds the GIL."""
         faulthandler.dump_traceback_later(seconds, file=self._stacks)
         signal.alarm(seconds + 3)
 
@@ -57,7 +57,7 @@ class Channel:
         signal.alarm(0)
 
     def _end_job(self, why: str) -> None:
-        """Every rank of this host writes down its stacks, then the job ends."""
+        """Let every rank of this host write its stacks, then end the job."""
         print(f"rank {self.rank}: {why}", file=sys.stderr, flush=True)
         for pid in self._pids:
             os.kill(pid, signal.SIGUSR1)

@@ -1,9 +1,9 @@
-"""Runs PyTorch's own distributed test-suite over torchmpi and judges it; ranks.py says how it is run.
+"""Run PyTorch's own distributed test suite over torchmpi and check the outcomes; see ranks.py for the execution.
 
     python tests/torch_suite/driver.py [OPTIONS] -- mpirun -n 3
 
-What stands behind ``--`` starts the ranks. Every test has to pass, or be skipped by PyTorch itself, or stand in
-listed.py with a reason. A job that hangs or dies is started again behind the test that it was in.
+The command after ``--`` starts the ranks. Every test must pass, or be skipped by PyTorch itself, or be listed in
+listed.py with a reason. A job that hangs or dies is started again after the test that it was running.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 from listed import LISTED
 
 RANKS = Path(__file__).resolve().with_name("ranks.py")
-MAX_JOBS = 30  # a backend on which more than that fail is not worth the time
+MAX_JOBS = 30
 HEADING = f"{'PyTorch distributed_test over':<46} passed  skipped by PyTorch  listed  failed  seconds"
 
 
 class Outcome(NamedTuple):
-    """What became of a test: passed, skipped or failed; and why."""
+    """The outcome of a test, passed, skipped or failed, and the reason."""
 
     name: str
     status: str
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All outcomes, and on what."""
+    """All outcomes, and the MPI, number of ranks and PyTorch that they are for."""
 
     where: str
     outcomes: list[Outcome]
@@ -64,10 +64,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", dest="patterns", action="append", default=[], help="part of a name, or a pattern with *")
     parser.add_argument("--without", action="append", default=[], help="the same of tests to leave out")
-    parser.add_argument("--backend", default="torchmpi", help="gloo shows what the tests themselves are worth here")
+    parser.add_argument("--backend", default="torchmpi", help="gloo for a comparison")
     parser.add_argument("--limit", type=int, default=100, help="seconds for one test (default %(default)s)")
     parser.add_argument("--job-limit", type=int, default=1800, help="seconds for all of them (default %(default)s)")
-    parser.add_argument("--logs", type=Path, help="where the ranks' output goes (default: a temporary directory)")
+    parser.add_argument("--logs", type=Path, help="folder for the output of the ranks (default: a temporary directory)")
     parser.add_argument("--summary", type=Path, help="append a line with the sums to this file")
     parser.add_argument("-v", "--verbose", action="store_true", help="name every test")
     parser.add_argument("launch", nargs="+", help="the command that starts the ranks: -- mpirun -n 3")
@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_suite(options: argparse.Namespace) -> Report:
-    """One job after the other, until one comes to the end."""
+    """Run one job after the other, until one has completed the suite."""
     begin = time.monotonic()
     where, outcomes, complete = "", list[Outcome](), False
     shutil.rmtree(options.logs / "jobs", ignore_errors=True)
@@ -102,14 +102,14 @@ def run_suite(options: argparse.Namespace) -> Report:
 
 
 def run_job(options: argparse.Namespace, logs: Path, *, after: str) -> tuple[list[dict[str, Any]], int]:
-    """The events that rank 0 wrote down, and the exit status."""
+    """Return the events recorded by rank 0, and the exit status."""
     logs.mkdir(parents=True)
     limit = max(10, options.deadline - time.monotonic())
     command = ["timeout", "-k", "10", f"{limit:.0f}", *options.launch, sys.executable, str(RANKS)]
     command += ["--backend", options.backend, "--logs", str(logs), "--limit", str(options.limit), "--after", after]
     for option, patterns in (("-k", options.patterns), ("--without", options.without)):
         command += [word for pattern in patterns for word in (option, pattern)]
-    # No GPUs, as PyTorch's tests want one for each rank; one thread, as the ranks share the cores with each other.
+    # No GPUs, as PyTorch's tests need one for each rank; one thread, as the ranks share the cores.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with (logs / "output.txt").open("w") as output:
         done = subprocess.run(
@@ -121,7 +121,7 @@ def run_job(options: argparse.Namespace, logs: Path, *, after: str) -> tuple[lis
 
 
 def read(events: Iterable[dict[str, Any]], status: int, logs: Path) -> tuple[list[Outcome], bool]:
-    """The outcomes of a job, and whether it came to the end of the suite."""
+    """Return the outcomes of a job, and whether it completed the suite."""
     outcomes, current, complete, failed = list[Outcome](), "(start)", False, False
     for event in events:
         if "begun" in event:
@@ -136,7 +136,7 @@ def read(events: Iterable[dict[str, Any]], status: int, logs: Path) -> tuple[lis
 
 
 def remains(logs: Path) -> str:
-    """What a job has left that ended before its time: tracebacks, stacks, the end of its output."""
+    """Return the tracebacks, the stacks and the last output of a job that has not completed the suite."""
     files = [*sorted(logs.glob("failure-rank*.txt")), *sorted(logs.glob("stacks-rank*.txt")), logs / "output.txt"]
     parts = []
     for file in files:
@@ -149,7 +149,7 @@ def remains(logs: Path) -> str:
 
 
 def judge(outcomes: Iterable[Outcome], listed: dict[str, str], *, is_whole: bool) -> list[str]:
-    """Whatever was not to be expected."""
+    """Return the unexpected outcomes."""
     status_of = {outcome.name: outcome.status for outcome in outcomes}
     problems = [
         f"{outcome.name} failed: {outcome.reason}"
@@ -158,9 +158,9 @@ def judge(outcomes: Iterable[Outcome], listed: dict[str, str], *, is_whole: bool
     ]
     for name, reason in listed.items():
         if status_of.get(name) == "passed":
-            problems.append(f"{name} passed, but stands in listed.py: {reason}")
+            problems.append(f"{name} passed, but is in listed.py: {reason}")
         elif is_whole and name not in status_of:
-            problems.append(f"{name} stands in listed.py, but PyTorch has no such test")
+            problems.append(f"{name} is in listed.py, but PyTorch has no such test")
     if "passed" not in status_of.values():
         problems.append("not a single test has passed")
     return problems

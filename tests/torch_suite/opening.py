@@ -1,8 +1,8 @@
-"""PyTorch's own test-suite, told before it is imported what torchmpi can do.
+"""Enable tests of PyTorch's suite that are skipped by the name of the backend.
 
-Many tests of ``distributed_test`` ask for the backend's name: "only MPI supports all_to_all", although any backend may.
-They are opened here by the reason that they give, so that they run. Tests that ask for GPUs run on CPU tensors
-(cpu_tensors.py), unless they are about GPUs.
+Many tests of ``distributed_test`` are skipped with a reason such as "only MPI supports all_to_all", although other
+backends may support it. Those with the reasons below are enabled. Tests that require GPUs run on CPU tensors (cpu_tensors.py),
+unless they test GPUs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPENED_REASONS = (
 
 
 def load(backend: str) -> ModuleType:
-    """``distributed_test`` for this backend; the environment variables that it reads have to be set already."""
+    """Import ``distributed_test`` for this backend; its environment variables must be set already."""
     opened = {reason.format(backend=backend) for reason in OPENED_REASONS}
     skip, skip_if = common_utils.skip_but_pass_in_sandcastle, common_utils.skip_but_pass_in_sandcastle_if
     common_utils.skip_but_pass_in_sandcastle = _unless_opened(skip, opened)
@@ -64,7 +64,7 @@ def load(backend: str) -> ModuleType:
 
 
 def _unless_opened(skip: Callable[[str], Callable[[Test], Test]], opened: set[str]) -> Callable[[str], Any]:
-    """``skip(reason)(test)``, but for tests that can run in spite of the reason."""
+    """``skip(reason)(test)``, except for tests that can run in spite of the reason."""
 
     def with_reason(reason: str) -> Callable[[Test], Test]:
         return lambda test: test if reason in opened and cpu_tensors.can_run(test.__name__) else skip(reason)(test)
@@ -73,7 +73,7 @@ def _unless_opened(skip: Callable[[str], Callable[[Test], Test]], opened: set[st
 
 
 def _skip_below_three_ranks(test: Test) -> Test:
-    """For tests of ranks 1 and 2 as a group. PyTorch asks for 8, since its GPU machines have fewer; of "mpi" for 3."""
+    """Skip tests of ranks 1 and 2 as a group below 3 ranks, as PyTorch does for "mpi"; for others it requires 8."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""One rank of PyTorch's distributed test-suite: the processes of the tests are the ranks that mpirun has started.
+"""One rank of PyTorch's distributed test suite: the processes of the tests are the ranks started by mpirun.
 
 PyTorch starts new processes for each test, which would take hours. Here one process group lives through all tests, as
-it did for PyTorch's own backend "mpi". After each test the ranks tell each other how it went; after a failure the job
-ends, because nobody knows what state the group is in, and driver.py starts another one behind that test.
+it did for PyTorch's own backend "mpi". After each test the ranks exchange the outcome; after a failure the job ends,
+because the state of the group is unknown, and driver.py starts another one after that test.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from torch.testing._internal.common_utils import TestCase
 
 import torchmpi.distributed
 
-GROUP_TIMEOUT = timedelta(seconds=60)  # what PyTorch gives the group of these tests
-LEAST_LIMIT_BETWEEN = 60  # seconds for what is done between tests, however short these may be
+GROUP_TIMEOUT = timedelta(seconds=60)  # the timeout of PyTorch for the group of these tests
+LEAST_LIMIT_BETWEEN = 60  # seconds for the work between tests
 PATIENCE = 15  # seconds that a rank waits for the others after its own failure
 # In these tests calls fail on purpose, on some of the ranks: the group is not used again.
 SPOILING = ("test_barrier_timeout", "test_monitored_barrier")
 
 
 class Outcome(NamedTuple):
-    """What a test did on one rank: passed, skipped or failed; why; and whether the group is the one from before."""
+    """The outcome of a test on one rank, the reason, and whether the process group is still the previous one."""
 
     status: str
     reason: str
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 def main() -> None:
     options = parse()
     channel = Channel(options.logs)
-    folder = options.logs / "scratch"  # what the tests leave goes with the logs
+    folder = options.logs / "scratch"  # files of the tests remain with the logs
     if channel.rank == 0:
         folder.mkdir()
     channel.barrier()
@@ -60,9 +60,9 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", required=True)
-    parser.add_argument("--logs", type=Path, required=True, help="where events and stacks go")
+    parser.add_argument("--logs", type=Path, required=True, help="folder for events and stacks")
     parser.add_argument("--limit", type=int, required=True, help="seconds for one test")
-    parser.add_argument("--after", default="", help="only tests behind this one, in alphabetical order")
+    parser.add_argument("--after", default="", help="only tests after this one in alphabetical order")
     parser.add_argument("-k", dest="patterns", action="append", default=[], help="part of a name, or a pattern with *")
     parser.add_argument("--without", action="append", default=[], help="the same of tests to leave out")
     return parser.parse_args()
@@ -90,7 +90,7 @@ class Session:
         if self._options.backend == "torchmpi":
             # Where torchmpi is on the path without being installed, there is no entry point that does this.
             torchmpi.distributed.register()
-            # torch's own asks for gloo by its name.
+            # torch's own function accepts only the backend named gloo.
             dist.monitored_barrier = torchmpi.distributed.monitored_barrier
         return opening.load(self._options.backend)
 
@@ -124,7 +124,7 @@ class Session:
         (self._folder / "test_dir").mkdir(exist_ok=True)
         outcome = self._outcome(case)
         if outcome.status == "failed":
-            # The other ranks may never come to hear of it.
+            # The other ranks may not receive the outcome.
             (self._options.logs / f"failure-rank{self._channel.rank}.txt").write_text(outcome.reason)
         outcomes = self._channel.exchange(outcome, PATIENCE if outcome.status == "failed" else None)
         status, reason = summary(outcomes)
@@ -149,7 +149,7 @@ class Session:
         return Outcome("passed", "", alive)
 
     def _clean_up(self) -> None:
-        """What ended with the process where each test has its own."""
+        """Remove groups, files and variables, which end with the process where each test has its own."""
         self._channel.barrier()
         if self._channel.rank == 0:
             shutil.rmtree(self._folder / "test_dir", ignore_errors=True)
@@ -188,7 +188,7 @@ def fits(name: str, patterns: list[str]) -> bool:
 
 
 def make_case_class(suite: ModuleType, channel: Channel) -> type[unittest.TestCase]:
-    """PyTorch's tests, on ranks that are there already."""
+    """PyTorch's tests on running ranks."""
 
     class TorchSuite(TestCase, suite.DistributedTest._DistTestBase):
         rank = channel.rank
@@ -196,10 +196,10 @@ def make_case_class(suite: ModuleType, channel: Channel) -> type[unittest.TestCa
         init_method = os.environ["INIT_METHOD"]
 
         def _barrier(self, wait_for: int | None = None, timeout: float = 10) -> None:
-            channel.barrier_of_test(timeout + 50)  # in the original nobody else uses the cores
+            channel.barrier_of_test(timeout + 50)  # the original does not share the cores
 
         def _test_accumulate_gradients_no_sync(self, *args: Any, **kwargs: Any) -> None:
-            # It knows by name which backends take CPU tensors.
+            # It selects the backends for CPU tensors by name.
             with mock.patch.object(suite, "BACKEND", "mpi"):
                 super()._test_accumulate_gradients_no_sync(*args, **kwargs)
 
