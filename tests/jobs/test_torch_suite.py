@@ -72,10 +72,10 @@ def test_unexpected_results_are_problems(monkeypatch):
     assert judge(good, {"test_c": "known"}, is_whole=True) == []
     assert judge(good, {}, is_whole=True) == ["test_c failed: why"]
     assert judge(good, {"test_c": "known", "test_a": "old"}, is_whole=True) == [
-        "test_a passed, but stands in listed.py: old"
+        "test_a passed, but is in listed.py: old"
     ]
     unknown = {"test_c": "known", "test_d": "gone"}
-    assert judge(good, unknown, is_whole=True) == ["test_d stands in listed.py, but PyTorch has no such test"]
+    assert judge(good, unknown, is_whole=True) == ["test_d is in listed.py, but PyTorch has no such test"]
     assert judge(good, unknown, is_whole=False) == []  # the test may not be selected
     assert judge(good[1:], {"test_c": "known"}, is_whole=True) == ["not a single test has passed"]
 

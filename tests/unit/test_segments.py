@@ -38,6 +38,7 @@ def kind(request, monkeypatch, tmp_path):
 
 
 def descriptors() -> int:
+    gc.collect()  # which closes those of earlier tests
     return len(os.listdir("/proc/self/fd"))
 
 
