@@ -1,7 +1,7 @@
 """Enable tests of PyTorch's suite that are skipped by the name of the backend.
 
-Many tests of ``distributed_test`` are skipped with a reason such as "only MPI supports all_to_all". Those with the reasons
-below are enabled. Tests that require GPUs run on CPU tensors (cpu_tensors.py), unless they test GPUs.
+Many tests of ``distributed_test`` are skipped with a reason such as "only MPI supports all_to_all". Those with the
+reasons below are enabled. Tests that require GPUs run on CPU tensors (cpu_tensors.py), unless they test GPUs.
 """
 
 from __future__ import annotations
