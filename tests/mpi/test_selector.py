@@ -344,7 +344,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_line(agree, on_one_host,
     for reason, damaged in {
         "cannot be read": intact[:50],
         "was measured with torch 0.": intact.replace('"torch": "', '"torch": "0.'),
-        "nothing for a job of this shape": intact.replace('"cores_per_rank"', '"cores"'),
+        "no table for a job of this shape": intact.replace('"cores_per_rank"', '"cores"'),
         "it takes nccl for allreduce": intact.replace('"mpi"\n', '"nccl"\n'),
     }.items():
         mpi.barrier()
