@@ -52,7 +52,7 @@ def parse(path: Path, raw: bytes, *, mark: tuple[str, int], what: str) -> dict[s
         ValueError,
         NotImplementedError,
     ) as error:
-        raise CheckpointError(f"{path} ({len(raw)} bytes) is not a checkpoint, or is truncated: {error}") from error
+        raise CheckpointError(f"{path} ({len(raw)} bytes) is not a checkpoint or is truncated: {error}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged!r} is wrong")
     key, version = mark
