@@ -299,9 +299,7 @@ def _load(path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     try:
         tensors = _read(folder)
     except Exception as error:  # of the storage, of pickle or of torch
-        raise CheckpointError(
-            f"{path} is not a checkpoint, or is truncated: {type(error).__name__}: {error}"
-        ) from error
+        raise CheckpointError(f"{path} is not a checkpoint or is truncated: {type(error).__name__}: {error}") from error
     if _DIGESTS not in tensors:
         raise CheckpointError(f"{path} is a checkpoint of torch.distributed.checkpoint, but not of an engine")
 
