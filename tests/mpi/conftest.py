@@ -6,6 +6,7 @@ its calls first and compares afterwards; a failure on one rank is then reported 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -28,12 +29,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.mpi)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # otherwise each collection visits the objects of all imported modules, for half a second
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[None]:
     """torchmpi, started."""
     mpi.start()
     yield
     mpi.stop()
+
+
+@pytest.fixture(scope="module")
+def default_group() -> Iterator[None]:
+    """``init_process_group("torchmpi")``, as in a user's script, with or without torchmpi running already."""
+    torch.distributed.init_process_group("torchmpi")
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

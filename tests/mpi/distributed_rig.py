@@ -1,4 +1,4 @@
-"""Shared by the tests of torch.distributed's layers: the default group, and a reference training run.
+"""A reference training run, shared by the tests of torch.distributed's layers.
 
 The net and its data are in double precision, so that the order in which gradients are added is within the
 tolerance, and a missing or repeated gradient is not.
@@ -6,25 +6,21 @@ tolerance, and a missing or repeated gradient is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 BATCH = 12
 """Rows that 1 to 4 ranks can share evenly."""
 STEPS = 4
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
-
-
-@pytest.fixture(scope="module")
-def default_group() -> Iterator[None]:
-    """``init_process_group("torchmpi")``, as in a user's script, with or without torchmpi running already."""
-    dist.init_process_group("torchmpi")
-    yield
-    dist.destroy_process_group()
+LOOSE = {"rtol": 1e-8, "atol": 1e-10}
+SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 200 / 2**20}
 
 
 def net(seed: int = 3) -> nn.Sequential:
@@ -32,6 +28,15 @@ def net(seed: int = 3) -> nn.Sequential:
     torch.manual_seed(seed)
     layers = nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 4)
     return nn.Sequential(*layers).double()
+
+
+def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    """FSDP2: each layer separately, then the remaining parameters."""
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
 
 
 def batch(step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -74,14 +79,19 @@ def trained_alone(make: Callable[..., torch.optim.Optimizer] = sgd, steps: int =
     return model
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """Gather a distributed tensor from the shards of all ranks; another tensor is returned unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def values(model: nn.Module) -> Tensor:
     """All parameters, flat."""
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    return torch.cat([gathered(parameter.detach()).reshape(-1) for parameter in model.parameters()])
 
 
 def gradients(model: nn.Module) -> Tensor:
     """All gradients, flat."""
-    return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters() if parameter.grad is not None])
+    return torch.cat([gathered(p.grad).reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
 def same_everywhere(tensor: Tensor) -> bool:

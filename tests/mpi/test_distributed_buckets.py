@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_rig import (
+    SMALL_BUCKETS,
     TIGHT,
-    default_group,  # noqa: F401
     gradients,
     loss_of,
     net,
@@ -27,12 +27,11 @@ from torchmpi.distributed import bucket_memory, torch_names
 from torchmpi.session import runtime
 
 pytestmark = pytest.mark.once
-SMALL_BUCKETS = 200 / 2**20
 WHO_SHARES = {"nobody": lambda rank: False, "not rank 0": lambda rank: rank > 0, "all": lambda rank: True}
 
 
 @pytest.fixture(autouse=True)
-def small_ones_too(default_group, monkeypatch):  # noqa: F811
+def small_ones_too(default_group, monkeypatch):
     """The nets of tests have buckets of some hundred bytes."""
     monkeypatch.setattr(bucket_memory, "MIN_BYTES", 1)
     monkeypatch.setattr(dist.group.WORLD, "_may_share", True)
@@ -44,8 +43,7 @@ def holds(tensor: torch.Tensor) -> bool:
 
 def num_shared() -> int:
     gc.collect()
-    heap = runtime.current().heap
-    return len(heap._own)
+    return len(runtime.current().heap._own)
 
 
 @pytest.mark.parametrize("view", (False, True), ids=("copied", "view"))
@@ -54,7 +52,7 @@ def test_the_same_bits_wherever_buckets_are(agree, monkeypatch, view):
     for who, does_share in WHO_SHARES.items():
         monkeypatch.setattr(dist.group.WORLD, "_may_share", does_share(dist.get_rank()))
         before = num_shared()
-        model = DDP(net(), bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=view)
+        model = DDP(net(), gradient_as_bucket_view=view, **SMALL_BUCKETS)
         train(model, sgd(model.parameters()), rows_of_this_rank())
         shares = does_share(dist.get_rank()) and dist.get_world_size() > 1
         agree.equal(num_shared() - before > 1, shares, f"{who}: {num_shared() - before} buckets are shared")
@@ -127,7 +125,7 @@ NOT_TO_BE_HAD = {
 def test_without_shared_memory_they_stay_where_they_are(agree, monkeypatch, prevent):
     before = num_shared()
     prevent(monkeypatch)
-    model = DDP(net(), bucket_cap_mb=SMALL_BUCKETS)
+    model = DDP(net(), **SMALL_BUCKETS)
     train(model, sgd(model.parameters()), rows_of_this_rank())
     agree.close(values(model), values(trained_alone()), **TIGHT)
     agree.equal(num_shared(), before)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
+import contract
 import pytest
 import torch
 import torch.distributed as dist
+import torch_rig
+from mpi4py import MPI
+from torch_rig import CALLS, LAYOUTS, MODES, NEEDS_ROWS, REDUCING, Setting, is_asynchronous, ops_of, wrong
 
 from torchmpi.errors import TorchMPIError
 
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-import torch_rig
-from torch_rig import CALLS, LAYOUTS, MODES, NEEDS_ROWS, REDUCING, Setting, is_asynchronous, ops_of, wrong
-
-torch_world = torch_rig.torch_world
+SIZE = MPI.COMM_WORLD.size
 pytestmark = [
-    pytest.mark.usefixtures("torch_world"),
+    pytest.mark.usefixtures("default_group"),
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*will be deprecated"),
 ]
 
@@ -137,77 +134,7 @@ def test_versions_of_written_tensors_increase(agree):
         del loss
 
 
-# --- calls in calls: coalescing, functional collectives, objects -----------------------------------------------------
-
-
-@pytest.mark.parametrize("asynchronous", (False, True))
-def test_coalescing_manager(agree, asynchronous):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    summed = [torch.full((number + 1,), float(rank)) for number in range(4)]
-    gathered = [torch.empty(size * (number + 1)) for number in range(3)]
-    scattered = [torch.empty(number + 1) for number in range(3)]
-    managers = []
-    with dist._coalescing_manager(async_ops=asynchronous) as manager:
-        for tensor in summed:
-            dist.all_reduce(tensor)
-    managers.append(manager)
-    with dist._coalescing_manager(async_ops=asynchronous) as manager:
-        for number, tensor in enumerate(gathered):
-            torch_rig.all_gather_single(tensor, torch.full((number + 1,), float(rank)))
-    managers.append(manager)
-    with dist._coalescing_manager(async_ops=asynchronous) as manager:
-        for number, tensor in enumerate(scattered):
-            torch_rig.reduce_scatter_single(tensor, torch.arange(float(size)).repeat_interleave(number + 1))
-    managers.append(manager)
-    if asynchronous:
-        for manager in managers:
-            manager.wait()
-    for tensor in summed:
-        agree.equal(tensor, torch.full_like(tensor, float(sum(range(size)))))
-    for number, tensor in enumerate(gathered):
-        agree.equal(tensor, torch.arange(float(size)).repeat_interleave(number + 1))
-    for number, tensor in enumerate(scattered):
-        agree.equal(tensor, torch.full((number + 1,), float(rank * size)))
-
-
-def test_functional_collectives(agree):
-    from torch.distributed import _functional_collectives as functional
-
-    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    total = float(sum(range(size)))
-    own = torch.full((size, 2), float(rank))
-    results = {
-        "all_reduce": (functional.all_reduce(own, "sum", world), torch.full((size, 2), total)),
-        "avg": (functional.all_reduce(own, "avg", world), torch.full((size, 2), total / size)),
-        "broadcast": (functional.broadcast(own, size - 1, world), torch.full((size, 2), size - 1.0)),
-        "all_gather": (
-            functional.all_gather_tensor(own, 0, world),
-            torch.arange(float(size)).repeat_interleave(2 * size).view(-1, 2),
-        ),
-        "all_gather along dim 1": (
-            functional.all_gather_tensor(own, 1, world),
-            torch.arange(float(size)).repeat_interleave(2).expand(size, -1),
-        ),
-        "reduce_scatter": (functional.reduce_scatter_tensor(own, "sum", 0, world), torch.full((1, 2), total)),
-        "all_to_all": (
-            functional.all_to_all_single(own, None, None, world),
-            torch.arange(float(size)).repeat_interleave(2).view(-1, 2),
-        ),
-    }
-    several = [functional.wait_tensor(each) for each in functional.all_reduce_coalesced([own, own + 1], "sum", world)]
-    agree.equal(own, torch.full((size, 2), float(rank)), "the input of functional collectives")
-    for name, (actual, expected) in results.items():
-        agree.equal(functional.wait_tensor(actual), expected.contiguous(), name)
-    agree.equal(several[1], torch.full((size, 2), total + size))
-
-
-def test_collectives_with_gradients(agree):
-    import torch.distributed.nn.functional as differentiable
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = torch.full((3,), rank + 1.0, requires_grad=True)
-    (differentiable.all_reduce(own) * (rank + 1.0)).sum().backward()
-    agree.equal(own.grad, torch.full((3,), float(sum(range(1, size + 1)))))
+# --- objects ---------------------------------------------------------------------------------------------------------
 
 
 def test_objects(agree):
@@ -230,62 +157,48 @@ def test_objects(agree):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refused_calls():
-    """By name: an invalid call, and a part of the error message."""
-    size, ones = dist.get_world_size(), torch.ones(3)
-    world = dist.group.WORLD
-    rows = torch.ones(size, 2)
-    return {
-        "sparse": (lambda: dist.broadcast(ones.to_sparse(), 0), "to_dense"),
-        "maximum of sparse tensors": (lambda: dist.all_reduce(ones.to_sparse(), dist.ReduceOp.MAX), "summed"),
-        "average of sparse integers": (lambda: dist.all_reduce(ones.int().to_sparse(), dist.ReduceOp.AVG), "divide"),
-        "compressed": (lambda: dist.all_reduce(torch.ones(2, 2).to_sparse_csr()), "to_dense"),
-        "nested": (lambda: dist.all_reduce(torch.nested.nested_tensor([ones, ones[:2]])), "unbind"),
-        "meta": (lambda: dist.broadcast(ones.to("meta"), 0), "meta"),
-        "meta gathered": (lambda: dist.all_gather([ones.to("meta")] * size, ones.to("meta")), "meta"),
-        "meta scattered": (lambda: torch_rig.reduce_scatter_single(ones[:1], ones[:1].to("meta").expand(size)), "meta"),
-        "expanded": (lambda: dist.all_reduce(torch.ones(1).expand(3)), "expanded"),
-        "average of integers": (lambda: dist.all_reduce(ones.int(), dist.ReduceOp.AVG), "divide"),
-        "bits of floats": (lambda: dist.all_reduce(ones, dist.ReduceOp.BAND), "integers"),
-        "sum of 8 bit floats": (lambda: dist.all_reduce(ones.to(torch.float8_e5m2)), "bfloat16"),
-        "factor for integers": (lambda: dist.all_reduce(ones.int(), dist._make_nccl_premul_sum(2.0)), "floating"),
-        "two tensors": (lambda: world.allreduce([ones, ones]), "2 tensors"),
-        "no tensor": (lambda: world.allreduce([]), "0 tensors"),
-        "list too short": (lambda: dist.all_gather([ones] * (size - 1), ones), f"{size - 1} output"),
-        "list too long": (lambda: dist.all_gather([ones] * 5000, ones), "5000 output"),
-        "nothing to exchange": (lambda: dist.all_to_all([], []), "0 input"),
-        "two dtypes to exchange": (lambda: world.alltoall([ones] * size, [ones.int()] * size), "dtypes"),
-        "nothing to reduce": (lambda: dist.reduce_scatter(ones, []), "0 input"),
-        "output too long": (lambda: torch_rig.all_gather_single(torch.ones(3 * size + 1), ones), "times as long"),
-        "input too long": (lambda: torch_rig.reduce_scatter_single(ones, torch.ones(3 * size + 1)), "times as long"),
-        "rows that do not add up": (lambda: dist.all_to_all_single(rows, rows, [7] * size, [1] * size), "add up"),
-        "negative rows": (lambda: dist.all_to_all_single(rows, rows, [-1] * size, [1] * size), "add up"),
-        "sizes for too few": (lambda: dist.all_to_all_single(rows, rows, [size], [1] * size), "add up")
-        if size > 1
-        else (lambda: dist.all_to_all_single(rows, rows, [1, 0], [1]), "add up"),
-        "no such root": (lambda: dist.broadcast(ones, size), f"root={size}"),
-        "negative root": (lambda: dist.broadcast(ones, group_src=-1), "root=-1"),
-        "root of the group too large": (lambda: world.broadcast([ones], size), f"root={size}"),
-        "no root to reduce on": (lambda: dist.reduce(ones, group_dst=size), f"root={size}"),
-        "no root to gather on": (lambda: dist.gather(ones, group_dst=size), f"root={size}"),
-        "no root to scatter from": (lambda: dist.scatter(ones, group_src=size), f"root={size}"),
-    }
-
-
-REFUSED = (
-    "sparse", "maximum of sparse tensors", "average of sparse integers", "compressed", "nested", "meta",
-    "meta gathered", "meta scattered", "expanded", "average of integers", "bits of floats", "sum of 8 bit floats",
-    "factor for integers", "two tensors", "no tensor", "list too short", "list too long", "nothing to exchange",
-    "two dtypes to exchange", "nothing to reduce", "output too long", "input too long", "rows that do not add up",
-    "negative rows", "sizes for too few", "no such root", "negative root", "root of the group too large",
-    "no root to reduce on", "no root to gather on", "no root to scatter from",
-)  # fmt: skip
+ONES, ROWS = torch.ones(3), torch.ones(SIZE, 2)
+REFUSED = {
+    "sparse": (lambda: dist.broadcast(ONES.to_sparse(), 0), "to_dense"),
+    "maximum of sparse tensors": (lambda: dist.all_reduce(ONES.to_sparse(), dist.ReduceOp.MAX), "summed"),
+    "average of sparse integers": (lambda: dist.all_reduce(ONES.int().to_sparse(), dist.ReduceOp.AVG), "divide"),
+    "compressed": (lambda: dist.all_reduce(torch.ones(2, 2).to_sparse_csr()), "to_dense"),
+    "nested": (lambda: dist.all_reduce(torch.nested.nested_tensor([ONES, ONES[:2]])), "unbind"),
+    "meta": (lambda: dist.broadcast(ONES.to("meta"), 0), "meta"),
+    "meta gathered": (lambda: dist.all_gather([ONES.to("meta")] * SIZE, ONES.to("meta")), "meta"),
+    "meta scattered": (lambda: torch_rig.reduce_scatter_single(ONES[:1], ONES[:1].to("meta").expand(SIZE)), "meta"),
+    "expanded": (lambda: dist.all_reduce(torch.ones(1).expand(3)), "expanded"),
+    "average of integers": (lambda: dist.all_reduce(ONES.int(), dist.ReduceOp.AVG), "divide"),
+    "bits of floats": (lambda: dist.all_reduce(ONES, dist.ReduceOp.BAND), "integers"),
+    "sum of 8 bit floats": (lambda: dist.all_reduce(ONES.to(torch.float8_e5m2)), "bfloat16"),
+    "factor for integers": (lambda: dist.all_reduce(ONES.int(), dist._make_nccl_premul_sum(2.0)), "floating"),
+    "two tensors": (lambda: dist.group.WORLD.allreduce([ONES, ONES]), "2 tensors"),
+    "no tensor": (lambda: dist.group.WORLD.allreduce([]), "0 tensors"),
+    "list too short": (lambda: dist.all_gather([ONES] * (SIZE - 1), ONES), f"{SIZE - 1} output"),
+    "list too long": (lambda: dist.all_gather([ONES] * 5000, ONES), "5000 output"),
+    "nothing to exchange": (lambda: dist.all_to_all([], []), "0 input"),
+    "two dtypes to exchange": (lambda: dist.group.WORLD.alltoall([ONES] * SIZE, [ONES.int()] * SIZE), "dtypes"),
+    "nothing to reduce": (lambda: dist.reduce_scatter(ONES, []), "0 input"),
+    "output too long": (lambda: torch_rig.all_gather_single(torch.ones(3 * SIZE + 1), ONES), "times as long"),
+    "input too long": (lambda: torch_rig.reduce_scatter_single(ONES, torch.ones(3 * SIZE + 1)), "times as long"),
+    "rows that do not add up": (lambda: dist.all_to_all_single(ROWS, ROWS, [7] * SIZE, [1] * SIZE), "add up"),
+    "negative rows": (lambda: dist.all_to_all_single(ROWS, ROWS, [-1] * SIZE, [1] * SIZE), "add up"),
+    "sizes for too few": (lambda: dist.all_to_all_single(ROWS, ROWS, [SIZE], [1] * SIZE), "add up")
+    if SIZE > 1
+    else (lambda: dist.all_to_all_single(ROWS, ROWS, [1, 0], [1]), "add up"),
+    "no such root": (lambda: dist.broadcast(ONES, SIZE), f"root={SIZE}"),
+    "negative root": (lambda: dist.broadcast(ONES, group_src=-1), "root=-1"),
+    "root of the group too large": (lambda: dist.group.WORLD.broadcast([ONES], SIZE), f"root={SIZE}"),
+    "no root to reduce on": (lambda: dist.reduce(ONES, group_dst=SIZE), f"root={SIZE}"),
+    "no root to gather on": (lambda: dist.gather(ONES, group_dst=SIZE), f"root={SIZE}"),
+    "no root to scatter from": (lambda: dist.scatter(ONES, group_src=SIZE), f"root={SIZE}"),
+}
+"""By name: an invalid call, and a part of the error message."""
 
 
 @pytest.mark.filterwarnings("ignore:.*nested", "ignore:.*CSR")
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_anything_is_sent(agree, name):
-    call, remedy = refused_calls()[name]
+@pytest.mark.parametrize(("call", "remedy"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_anything_is_sent(agree, call, remedy):
     before = dist.group.WORLD._get_sequence_number_for_group()
     try:
         call()

@@ -8,14 +8,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_rig import (
-    TIGHT,
-    default_group,  # noqa: F401
-    net,
-    same_everywhere,
-    sgd,
-    values,
-)
+from distributed_rig import TIGHT, net, same_everywhere, sgd, values
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
@@ -120,14 +113,3 @@ def test_a_worker_that_fails_raises_here_and_not_in_the_job(agree):
     dist.all_reduce(total)
     agree("no such image" in message, message or "nothing was raised")
     agree.equal(total.item(), float(dist.get_world_size()))
-
-
-def test_uneven_samples_are_filled_up_or_dropped(agree):
-    size, rank = dist.get_world_size(), dist.get_rank()
-    rows = list(range(size * 3 + 1))
-    filled = list(DistributedSampler(rows, shuffle=False))  # type: ignore[arg-type]
-    dropped = list(DistributedSampler(rows, shuffle=False, drop_last=True))  # type: ignore[arg-type]
-    agree.equal(dropped[:3], [rank, rank + size, rank + 2 * size])
-    agree.equal(len(dropped), 4 if size == 1 else 3)
-    agree.equal(len(filled), 4)
-    agree.equal(filled[3], (3 * size + rank) % len(rows))

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_rig import (
+    SMALL_BUCKETS,
     TIGHT,
     batch,
-    default_group,  # noqa: F401
     gradients,
     loss_of,
     net,
@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.usefixtures("default_group")
 
-SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 200 / 2**20}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "buckets": SMALL_BUCKETS,

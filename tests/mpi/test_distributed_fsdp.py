@@ -9,14 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_rig import (
+    LOOSE,
     TIGHT,
     adam,
-    default_group,  # noqa: F401
+    gathered,
     gradients,
     loss_of,
     net,
     same_everywhere,
     sgd,
+    sharded,
     share,
     train,
     trained_alone,
@@ -37,29 +39,13 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
-    fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 
 pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
 
 CPU = torch.device("cpu")
 WHOLE = StateDictOptions(full_state_dict=True)
-
-
-def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
-    """FSDP2: each layer separately, then the remaining parameters."""
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, **options)
-    fully_shard(model, **options)
-    return model
-
-
-def whole(model: nn.Module) -> Tensor:
-    """All parameters, gathered from the shards of all ranks."""
-    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
 
 
 def flat(state: dict[str, Tensor]) -> Tensor:
@@ -74,7 +60,7 @@ def test_fsdp2_training_equals_one_process(agree, optimizer_of, reshard):
     own = sum(p.to_local().numel() for p in model.parameters())
     train(model, optimizer_of(model.parameters()), share())
     expected = values(trained_alone(optimizer_of))
-    agree.close(whole(model), expected, rtol=1e-8, atol=1e-10)
+    agree.close(values(model), expected, **LOOSE)
     agree(size == 1 or own < expected.numel(), f"{own} of {expected.numel()} elements on this rank")
 
 
@@ -84,7 +70,7 @@ def test_fsdp2_accumulates_without_communication(agree):
         model.set_requires_gradient_sync(step == 2)
         loss_of(model, step, share()).backward()
         loss_of(alone, step).backward()
-    found = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+    found = gradients(model)
     agree.close(found, gradients(alone), **TIGHT)
 
 
@@ -92,9 +78,8 @@ def test_fsdp2_clips_the_norm_of_all_gradients(agree):
     model, alone = sharded(net()), net()
     loss_of(model, 0, share()).backward()
     loss_of(alone, 0).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    found = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+    norm = gathered(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    found = gradients(model)
     agree.close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 0.01), **TIGHT)
     agree.close(found, gradients(alone), **TIGHT)
 
@@ -105,7 +90,7 @@ def test_fsdp2_in_mixed_precision(agree):
     model, alone = sharded(net(), mp_policy=policy), net()
     loss_of(model, 0, share()).backward()
     loss_of(alone, 0).backward()
-    found = torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+    found = gradients(model)
     agree.close(found, gradients(alone), rtol=0.1, atol=0.01)
     agree(not torch.equal(found, gradients(alone)), "nothing was rounded")
 
@@ -117,7 +102,7 @@ def test_hybrid_sharding_on_a_mesh(agree):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model = sharded(net(), mesh=mesh)
     train(model, sgd(model.parameters()), share())
-    agree.close(whole(model), values(trained_alone()), rtol=1e-8, atol=1e-10)
+    agree.close(values(model), values(trained_alone()), **LOOSE)
 
 
 def test_fsdp2_full_state_round_trip(agree):
@@ -132,11 +117,11 @@ def test_fsdp2_full_state_round_trip(agree):
     is_first = dist.get_rank() == 0
     set_model_state_dict(second, state if is_first else {}, options=broadcast)
     set_optimizer_state_dict(second, optimizers[1], optimizer_state if is_first else {}, options=broadcast)
-    found = [whole(first), whole(second)]
+    found = [values(first), values(second)]
     for model, optimizer in zip((first, second), optimizers, strict=True):
         train(model, optimizer, share(), steps=2)
-        found.append(whole(model))
-    agree.close(saved, values(trained_alone(adam)), rtol=1e-8, atol=1e-10)
+        found.append(values(model))
+    agree.close(saved, values(trained_alone(adam)), **LOOSE)
     agree.equal(found[1], found[0])
     agree.equal(found[3], found[2])
     agree(not torch.equal(found[2], found[0]), "the model has stood still")
@@ -157,7 +142,7 @@ def test_fsdp1_training_equals_one_process(agree, strategy):
     train(model, sgd(model.parameters()), share())
     with FullyShardedDataParallel.summon_full_params(model):
         found = values(model).clone()
-    agree.close(found, values(trained_alone()), rtol=1e-8, atol=1e-10)
+    agree.close(found, values(trained_alone()), **LOOSE)
     agree(same_everywhere(found), "ranks differ")
 
 
@@ -175,7 +160,7 @@ def test_fsdp1_states(agree):
         other.load_state_dict(shards)
     with FullyShardedDataParallel.summon_full_params(other):
         found = values(other).clone()
-    agree.close(found, values(trained_alone()), rtol=1e-8, atol=1e-10)
+    agree.close(found, values(trained_alone()), **LOOSE)
     if dist.get_rank() == 0:
         agree.equal(flat(on_rank_0), found)
     else:

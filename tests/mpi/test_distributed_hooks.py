@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_rig import (
+    SMALL_BUCKETS,
     TIGHT,
     adam,
-    default_group,  # noqa: F401
     gradients,
     loss_of,
     net,
@@ -28,23 +28,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
 
-SMALL_BUCKETS = {"bucket_cap_mb": 200 / 2**20}
-
 
 def parallel() -> DDP:
     return DDP(net(), **SMALL_BUCKETS)
 
 
-def test_allreduce_hook(agree):
+@pytest.mark.parametrize("is_builtin", (False, True), ids=("in Python", "in C++"))
+def test_allreduce_hook(agree, is_builtin):
     model = parallel()
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    train(model, sgd(model.parameters()), share())
-    agree.close(values(model), values(trained_alone()), **TIGHT)
-
-
-def test_builtin_allreduce_hook(agree):
-    model = parallel()
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    if is_builtin:
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    else:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
     train(model, sgd(model.parameters()), share())
     agree.close(values(model), values(trained_alone()), **TIGHT)
 

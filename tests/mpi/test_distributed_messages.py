@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
+import contract
 import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch_rig import LAYOUTS, Setting
 
 import torchmpi as mpi
 from torchmpi.distributed.transfers import MAX_TAG
 from torchmpi.errors import StallError, TorchMPIError
 from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
-from torch_rig import LAYOUTS, Setting
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 NEXT, PREVIOUS = (RANK + 1) % SIZE, (RANK - 1) % SIZE
@@ -291,32 +287,25 @@ def test_objects(agree):
         agree.equal(received, [{"from": 0}, "text" * 100])
 
 
-def refused_calls():
-    ones, world = torch.ones(3), dist.group.WORLD
-    return {
-        "negative tag": (lambda: dist.isend(ones, NEXT, tag=-1), "tag=-1"),
-        "tag too large": (lambda: dist.isend(ones, NEXT, tag=MAX_TAG + 1), f"tag={MAX_TAG + 1}"),
-        "tag of a receive": (lambda: dist.irecv(ones, PREVIOUS, tag=1 << 30), f"tag={1 << 30}"),
-        "to no rank": (lambda: dist.send(ones, SIZE), f"{SIZE}"),
-        "to a negative rank": (lambda: world.send([ones], -1, 0), "-1"),
-        "from a negative rank": (lambda: world.recv([ones], -1, 0), "-1"),
-        "from no rank": (lambda: world.recv([ones], SIZE, 0), f"{SIZE}"),
-        "two tensors": (lambda: world.send([ones, ones], NEXT, 0), "2 tensors"),
-        "sparse": (lambda: dist.send(ones.to_sparse(), NEXT), "to_dense"),
-        "meta": (lambda: dist.recv(ones.to("meta"), PREVIOUS), "meta"),
-        "expanded": (lambda: dist.recv(torch.ones(1).expand(3), PREVIOUS), "expanded"),
-    }
+ONES = torch.ones(3)
+REFUSED = {
+    "negative tag": (lambda: dist.isend(ONES, NEXT, tag=-1), "tag=-1"),
+    "tag too large": (lambda: dist.isend(ONES, NEXT, tag=MAX_TAG + 1), f"tag={MAX_TAG + 1}"),
+    "tag of a receive": (lambda: dist.irecv(ONES, PREVIOUS, tag=1 << 30), f"tag={1 << 30}"),
+    "to no rank": (lambda: dist.send(ONES, SIZE), f"{SIZE}"),
+    "to a negative rank": (lambda: dist.group.WORLD.send([ONES], -1, 0), "-1"),
+    "from a negative rank": (lambda: dist.group.WORLD.recv([ONES], -1, 0), "-1"),
+    "from no rank": (lambda: dist.group.WORLD.recv([ONES], SIZE, 0), f"{SIZE}"),
+    "two tensors": (lambda: dist.group.WORLD.send([ONES, ONES], NEXT, 0), "2 tensors"),
+    "sparse": (lambda: dist.send(ONES.to_sparse(), NEXT), "to_dense"),
+    "meta": (lambda: dist.recv(ONES.to("meta"), PREVIOUS), "meta"),
+    "expanded": (lambda: dist.recv(torch.ones(1).expand(3), PREVIOUS), "expanded"),
+}
+"""By name: an invalid call, and a part of the error message."""
 
 
-REFUSED = (
-    "negative tag", "tag too large", "tag of a receive", "to no rank", "to a negative rank", "from a negative rank",
-    "from no rank", "two tensors", "sparse", "meta", "expanded",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_anything_is_sent(agree, name):
-    call, remedy = refused_calls()[name]
+@pytest.mark.parametrize(("call", "remedy"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_anything_is_sent(agree, call, remedy):
     try:
         call()
     except (TorchMPIError, ValueError) as error:

@@ -9,29 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_rig import (
-    adam,
-    default_group,  # noqa: F401
-    net,
-    same_everywhere,
-    share,
-    train,
-    trained_alone,
-    values,
-)
+from distributed_rig import LOOSE, adam, net, same_everywhere, sharded, share, train, trained_alone, values
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
 
 ADAM = {"lr": 0.01, "eps": 1e-3}
-LOOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
 def zero(model: nn.Module, **options: object) -> ZeroRedundancyOptimizer:
@@ -80,11 +69,7 @@ class Training(Stateful):
     """Model and optimizer, sharded, as in the tutorial on distributed checkpoints."""
 
     def __init__(self, seed: int) -> None:
-        self.model = net(seed)
-        for layer in self.model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer)
-        fully_shard(self.model)
+        self.model = sharded(net(seed))
         self.optimizer = adam(self.model.parameters())
 
     def state_dict(self) -> dict[str, object]:
@@ -93,9 +78,6 @@ class Training(Stateful):
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-    def whole(self) -> torch.Tensor:
-        return torch.cat([p.full_tensor().detach().reshape(-1) for p in self.model.parameters()])
 
 
 @pytest.fixture
@@ -118,12 +100,12 @@ def test_checkpoint_round_trip(agree, folder, asynchronous):
     else:
         dcp.save({"training": first}, checkpoint_id=folder)
     dcp.load({"training": second}, checkpoint_id=folder)
-    found = first.whole(), second.whole()
+    found = values(first.model), values(second.model)
     for training in (first, second):
         train(training.model, training.optimizer, share(), steps=1)
     agree.close(found[0], values(trained_alone(adam)), **LOOSE)
     agree.equal(found[1], found[0])
-    agree.equal(second.whole(), first.whole())
+    agree.equal(values(second.model), values(first.model))
     num_files = len(list(folder.glob("*.distcp")))
     agree.equal(num_files, dist.get_world_size())
 
@@ -138,6 +120,6 @@ def test_checkpoint_of_shards_becomes_an_ordinary_file(agree, folder):
     if dist.get_rank() == 0:
         dcp_to_torch_save(folder, folder / "whole.pt")
         single.load_state_dict(torch.load(folder / "whole.pt")["training"]["model"])
-    found = training.whole()
+    found = values(training.model)
     if dist.get_rank() == 0:
         agree.equal(values(single), found)

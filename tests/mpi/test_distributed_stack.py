@@ -7,18 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_rig import (
-    TIGHT,
-    default_group,  # noqa: F401
-    everybodys,
-    gradients,
-    loss_of,
-    net,
-    numbers,
-    of_rank,
-    values,
-)
-from torch import Tensor, nn
+from distributed_rig import TIGHT, everybodys, gathered, gradients, loss_of, net, numbers, of_rank, values
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -120,8 +110,8 @@ def test_tensor_parallel_equals_one_process(agree):
         loss_of(module, 0).backward()
     # torch does not mix distributed and plain tensors: the last layer has plain ones only.
     norms = [nn.utils.clip_grad_norm_(module[:4].parameters(), 0.02) for module in (model, alone)]
-    agree.close(whole_gradients(model), gradients(alone), **TIGHT)
-    agree.close(plain(norms[0]), norms[1], **TIGHT)
+    agree.close(gradients(model), gradients(alone), **TIGHT)
+    agree.close(gathered(norms[0]), norms[1], **TIGHT)
 
 
 def test_sequence_parallel_and_loss_parallel(agree):
@@ -140,8 +130,8 @@ def test_sequence_parallel_and_loss_parallel(agree):
         loss.backward()
     expected = nn.functional.cross_entropy(layers[1](x).flatten(0, 1), target)
     expected.backward()
-    agree.close(plain(loss.detach()), expected.detach(), **TIGHT)
-    agree.close(whole_gradients(layers[0]), gradients(layers[1]), **TIGHT)
+    agree.close(gathered(loss.detach()), expected.detach(), **TIGHT)
+    agree.close(gradients(layers[0]), gradients(layers[1]), **TIGHT)
 
 
 def test_tensor_and_data_parallel_on_a_mesh(agree):
@@ -153,13 +143,5 @@ def test_tensor_and_data_parallel_on_a_mesh(agree):
     row, num_rows = mesh["rows"].get_local_rank(), mesh["rows"].size()
     loss_of(model, 0, slice(row, None, num_rows)).backward()
     loss_of(alone, 0).backward()
-    agree.close(whole_gradients(model), gradients(alone), **TIGHT)
-    agree.close(torch.cat([plain(p.detach()).reshape(-1) for p in model.parameters()]), values(net()), **TIGHT)
-
-
-def plain(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def whole_gradients(model: nn.Module) -> Tensor:
-    return torch.cat([plain(p.grad).reshape(-1) for p in model.parameters()])
+    agree.close(gradients(model), gradients(alone), **TIGHT)
+    agree.close(values(model), values(net()), **TIGHT)

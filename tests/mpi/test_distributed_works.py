@@ -12,18 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import strategies
-
-from torchmpi.session import runtime
-
-sys.path.insert(0, str(Path(__file__).parent))
 import torch_rig
+from hypothesis import strategies
 from joint import try_together
 from torch_rig import CALLS, Setting, wrong
 
-torch_world = torch_rig.torch_world
+from torchmpi.session import runtime
+
 pytestmark = [
-    pytest.mark.usefixtures("torch_world"),
+    pytest.mark.usefixtures("default_group"),
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*will be deprecated"),
 ]
 
@@ -193,7 +190,7 @@ BLOCKS = strategies.lists(
 
 
 @pytest.fixture(scope="module")
-def groups(torch_world):
+def groups(default_group):
     """The world, every second rank, and neighbours in pairs; None where this rank is no member."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group(list(range(first, min(first + 2, size)))) for first in range(0, size, 2)]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
-from pathlib import Path
 
+import contract
 import pytest
 import torch
 from hypothesis import strategies
-
-import torchmpi as mpi
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 from joint import try_together
 from shm_rig import shared
+
+import torchmpi as mpi
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
 

@@ -48,6 +48,12 @@ def mean() -> torch.Tensor:
     return x((mpi.size() + 1) / 2)
 
 
+def step(net: nn.Module, *args: str) -> bool:
+    """Run backward on the input of this rank, and synchronise the gradients."""
+    net(rank_plus_one(), *args).backward()
+    return mpinn.synchronize_gradients_async(net)
+
+
 # --- the right numbers -----------------------------------------------------------------------------------
 
 
@@ -88,8 +94,7 @@ def test_training_has_the_bits_of_synchronous_training(agree, set_to_none):
 def test_sum_instead_of_average(agree):
     net = linear()
     with registered(net, average=False):
-        net(rank_plus_one()).backward()
-        mpinn.synchronize_gradients_async(net)
+        step(net)
     agree.equal(net.weight.grad, mean() * mpi.size())
 
 
@@ -137,12 +142,11 @@ def test_evaluation_in_between_changes_nothing(agree):
     agree.equal(net.weight.grad, mean())
 
 
-def test_clearing_gradients_in_place_and_accumulating_over_steps(agree):
+def test_gradients_accumulate_over_steps(agree):
     net = linear()
     with registered(net):
         for _ in range(3):  # no zero_grad: averages accumulate
-            net(rank_plus_one()).backward()
-            mpinn.synchronize_gradients_async(net)
+            step(net)
     agree.close(net.weight.grad, 3 * mean())
 
 
@@ -171,21 +175,12 @@ def test_unused_on_some_ranks_counts_as_zero(agree):
             agree.close(net.right.weight.grad, x(len(used_by) / mpi.size()))
 
 
-def test_unused_everywhere_stays_none(agree):
-    net = Branches()
-    with registered(net):
-        net(x(1.0), "left").backward()
-        mpinn.synchronize_gradients_async(net)
-    agree(net.right.weight.grad is None)
-
-
-def test_a_parameter_may_be_unused_in_some_steps(agree):
+def test_unused_everywhere_in_some_steps_stays_none(agree):
     net = Branches()
     with registered(net):
         for names in [("left",), ("left", "right"), ("right",)]:
             net.zero_grad()
-            net(rank_plus_one(), *names).backward()
-            mpinn.synchronize_gradients_async(net)
+            step(net, *names)
             for name in ("left", "right"):
                 gradient = getattr(net, name).weight.grad
                 agree(torch.equal(gradient, mean()) if name in names else gradient is None, f"{names}: {name}")
@@ -299,8 +294,7 @@ def test_only_every_kth_backward_communicates(agree):
     with registered(net, sync_gradient_frequency=3):
         done = []
         for _ in range(6):
-            net(rank_plus_one()).backward()
-            done.append(mpinn.synchronize_gradients_async(net))
+            done.append(step(net))
             if not done[-1]:
                 agree(net.weight.grad.item() % (mpi.rank() + 1) == 0, "local until then")
             else:
@@ -315,8 +309,7 @@ def test_synchronising_only_after_the_kth_backward(agree):
         for _ in range(2):
             net.zero_grad()
             net(rank_plus_one()).backward()
-            net(rank_plus_one()).backward()
-            agree(mpinn.synchronize_gradients_async(net))
+            agree(step(net))
             agree.equal(net.weight.grad, 2 * mean())
 
 
@@ -341,8 +334,7 @@ def test_second_backward_without_synchronisation_is_an_error(agree):
         with pytest.raises(GradientError, match="received gradient number 2"):
             mpinn.synchronize_gradients_async(net)
         net.zero_grad()
-        net(rank_plus_one()).backward()
-        mpinn.synchronize_gradients_async(net)
+        step(net)
     agree.equal(net.weight.grad, mean(), "afterwards all is well again")
 
 
@@ -372,8 +364,7 @@ def test_failure_before_anything_was_sent_resets(agree):
     with registered(net):  # one bucket: not complete when backward fails
         failing_backward(net, fails=True)
         net.zero_grad()
-        net(rank_plus_one()).backward()
-        mpinn.synchronize_gradients_async(net)
+        step(net)
     agree.equal(net[0].weight.grad, mean())
 
 
@@ -385,8 +376,7 @@ def test_failure_on_one_rank_is_an_error_on_all(agree):
         with pytest.raises(GradientError, match="on this rank" if fails else "on another rank"):
             mpinn.synchronize_gradients_async(net)
         net.zero_grad()
-        net(rank_plus_one()).backward()
-        mpinn.synchronize_gradients_async(net)
+        step(net)
     agree.equal(net[0].weight.grad, mean(), "afterwards all is well again")
 
 
@@ -456,8 +446,7 @@ def test_parameters_frozen_later_are_left_out(agree):
     net = Branches()
     with registered(net):
         net.right.weight.requires_grad_(False)
-        net(rank_plus_one(), "left", "right").backward()
-        mpinn.synchronize_gradients_async(net)
+        step(net, "left", "right")
     agree.equal(net.left.weight.grad, mean())
     agree(net.right.weight.grad is None)
 
@@ -465,8 +454,7 @@ def test_parameters_frozen_later_are_left_out(agree):
 def test_conversion_while_registered_is_refused(agree):
     net = linear()
     with registered(net):
-        net(rank_plus_one()).backward()
-        mpinn.synchronize_gradients_async(net)
+        step(net)
         net.double()
         with pytest.raises(GradientError, match="moved to another dtype or device"):
             net(rank_plus_one().double()).backward()

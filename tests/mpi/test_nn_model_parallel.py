@@ -45,9 +45,11 @@ def test_output_and_gradients_are_those_of_linear(agree, in_features, bias):
         agree.close(parallel.bias.grad, whole.bias.grad, "gradient of the bias", **TIGHT)
 
 
-def test_full_weight_is_that_of_linear_with_the_same_seed(agree):
+def test_weight_is_that_of_linear_with_the_same_seed_and_divided(agree):
     parallel, whole = both()
     agree.equal(parallel.full_weight(), whole.weight.detach())
+    agree.equal(mpi.allreduce(parallel.weight.numel()), 35)
+    agree(parallel.weight.shape[1] in (7 // mpi.size(), 7 // mpi.size() + 1))
 
 
 def test_the_generator_state_is_that_after_linear(agree):
@@ -57,12 +59,6 @@ def test_the_generator_state_is_that_after_linear(agree):
         layer(7, 5)
         states.append(torch.get_rng_state())
     agree.equal(states[0], states[1])
-
-
-def test_weight_is_divided(agree):
-    parallel, _ = both()
-    agree.equal(mpi.allreduce(parallel.weight.numel()), 35)
-    agree(parallel.weight.shape[1] in (7 // mpi.size(), 7 // mpi.size() + 1))
 
 
 def test_trains_like_linear_in_the_middle_of_a_net(agree):

@@ -27,8 +27,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def test_equal_replicas_pass(agree):
-    agree.equal(error_of(net()), "")
+@pytest.mark.parametrize("make", (net, nn.ReLU), ids=("equal", "nothing to check"))
+def test_equal_replicas_pass(agree, make):
+    agree.equal(error_of(make()), "")
 
 
 def test_one_bit_on_one_rank_is_reported_on_all_ranks(agree):
@@ -59,7 +60,3 @@ def test_comparison_of_buffers_is_optional(agree):
 def test_different_shapes_are_reported_first(agree):
     if mpi.size() > 1:
         agree("'weight' float32 [2, 3]" in error_of(nn.Linear(3, 2 + mpi.rank())))
-
-
-def test_nothing_to_check(agree):
-    agree.equal(error_of(nn.ReLU()), "")

@@ -6,17 +6,12 @@ Each call is a function of a :class:`Setting` that makes it and returns the tens
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
+import contract
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-import contract
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -30,14 +25,6 @@ MODES = ("sync", "async", "mixed")
 # Later versions have new names for these two, and warn of the old ones.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-@pytest.fixture(scope="module")
-def torch_world(world: None) -> Iterator[Any]:
-    """The default group of torch, over torchmpi."""
-    dist.init_process_group("torchmpi")
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def ops_of(dtype: torch.dtype) -> list[str]:
