@@ -64,7 +64,7 @@ def passes(draw, rig: Rig, optimizer: Rule):
     return draw(st.integers(0, 5)), rule, (rig.chunks()[begin][0], rig.chunks()[end][1]), draw(st.integers(0, 99))
 
 
-@settings(deadline=None, max_examples=2000)
+@settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_random_sequences_of_passes(data):
     numels = tuple(data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4)))
