@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi.backends.gloo import INTERFACE_VARIABLE, GlooBackend
+from torchmpi.backends.gloo import GlooBackend
+from torchmpi.backends.network import INTERFACE_VARIABLE
 from torchmpi.backends.torch_groups import GroupStore
 from torchmpi.errors import MismatchError, TransportError
 

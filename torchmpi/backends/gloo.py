@@ -7,7 +7,6 @@ Tensors travel as bytes in messages between pairs of ranks. Reductions are combi
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -25,8 +24,6 @@ from .base import Operation
 from .ordered_reduction import REDUCTIONS, OrderedReduction
 from .torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, as_bytes, copy_own
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""PyTorch's variable: the network interface for gloo, or several, separated by commas."""
 _TAG = 0
 
 
@@ -100,14 +97,14 @@ class GlooGroup(TorchGroup):
     """The process group of gloo over the ranks of a group."""
 
     library = "gloo"
-    remedy = f"Choose the network interface with {INTERFACE_VARIABLE}, and open the ports between the hosts."
+    remedy = f"Choose the network interface with {network.INTERFACE_VARIABLE}, and open the ports between the hosts."
 
     def open(self, store: Any) -> Any:
         """Connect each rank with every other rank."""
         from torch.distributed import ProcessGroupGloo
 
         hosts = self.comm.allgather((network.namespace(), network.own_interfaces()))
-        names = [name for name in os.environ.get(INTERFACE_VARIABLE, "").split(",") if name]
+        names = network.wanted_interfaces()
         address = network.choose(hosts, self.rank)
         options: Any = getattr(ProcessGroupGloo, "_Options")()  # noqa: B009, not in the stubs of torch
         options._timeout, options._threads = NO_TIMEOUT, 1

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""PyTorch's variable: the network interface for gloo, or several, separated by commas."""
 Interface = IPv4Interface | IPv6Interface
 _LOOPBACK = ("127.0.0.1", "::1")
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: the route is looked up, nothing is sent
@@ -25,9 +27,14 @@ def namespace() -> str:
         return socket.gethostname()
 
 
-def own_interfaces() -> list[str]:
-    """Return the addresses of this host with their networks, such as ``10.0.0.3/24``."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+def wanted_interfaces() -> list[str]:
+    """Return the names of the network interfaces that the user has chosen."""
+    return [name for name in os.environ.get(INTERFACE_VARIABLE, "").split(",") if name]
+
+
+def own_interfaces(names: Sequence[str] = ()) -> list[str]:
+    """Return the addresses of this host with their networks, such as ``10.0.0.3/24``; of some interfaces if named."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup and (not names or name in names)}
     found = []
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries if name in up else ():
@@ -64,6 +71,11 @@ def address_of_route() -> str | None:
             probe.connect((target, 9))
             return str(probe.getsockname()[0])
     return None
+
+
+def family(address: str) -> socket.AddressFamily:
+    """Return the family of sockets for an address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def loopback() -> str:

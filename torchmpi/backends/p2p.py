@@ -41,6 +41,7 @@ _CHAIN_CHUNK_BYTES = 256 << 10
 _MAX_CHAIN_CHUNKS = 8  # in progress
 # Chunks of a reduction: short enough that combining a chunk takes much less time than sending, long enough for full
 # speed.
+# Messages without an MPI library cost more per chunk: `launcherless.stand_in` has a length of its own.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -139,7 +140,9 @@ class P2PReduction:
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         self.rank, self.size, self.messages = group.rank, group.size, RoundMessages(group, config.message_bytes)
         self.dtype, self.itemsize = dtype, dtype.itemsize
-        self.chunk_numel = max(1, min(_CHUNK_BYTES, config.pipeline_bytes) // dtype.itemsize)
+        chunk_bytes = getattr(group.context.MPI, "chunk_bytes", _CHUNK_BYTES)
+        self.chunk_numel = max(1, min(chunk_bytes, config.pipeline_bytes) // dtype.itemsize)
+        self.swap_numel = min(self.chunk_numel, config.message_bytes // dtype.itemsize) if group.size == 2 else 0
         self.combine = combiner(dtype, op)
         self.doubling = DoublingAllgather(group, self.messages)
         self.received, self.results = ChunkBuffers(dtype), ChunkBuffers(dtype)
@@ -147,7 +150,9 @@ class P2PReduction:
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         flat = buffer.detach().view(-1)
-        if self._is_short(flat):
+        if 0 < flat.numel() <= self.swap_numel:
+            self._swap_all(flat)
+        elif self._is_short(flat):
             self._gather_all(flat)
         elif self.size <= 2:  # whole vectors: as many bytes as two exchanges of halves, in one round
             self._pipeline(flat, self._swap_with_peer, self._combine_all)
@@ -185,6 +190,12 @@ class P2PReduction:
 
     def _is_short(self, flat: torch.Tensor) -> bool:
         return bool(flat.numel() * self.itemsize * self.size <= _SHORT_BYTES)
+
+    def _swap_all(self, flat: torch.Tensor) -> None:
+        """Swap whole vectors with the other of two ranks, and combine them on both."""
+        other = self.received.take(0, flat.numel())
+        self.messages.swap(flat, 1 - self.rank, other, 1 - self.rank)
+        self.combine((other, flat) if self.rank else (flat, other), flat)
 
     def _gather_all(self, flat: torch.Tensor) -> None:
         numel = flat.numel()

@@ -6,25 +6,22 @@ store listens on the loopback interface if all ranks are on one host, otherwise 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_interface
 from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
 
+from ..backends import network
 from ..errors import ArgumentError, LaunchError
 from ..session import launcher, mpi_library
 from . import torch_names
 
-_LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 3.0
-_SIOCGIFADDR = 0x8915
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 Rendezvous = Iterator[tuple[torch_names.Store, int, int]]
@@ -80,9 +77,9 @@ def _open_store(world: Any, timeout: timedelta) -> torch_names.Store:
     """Open torch's store on rank 0 and connect to it. Collective over MPI's world."""
     if world.size == 1:
         return torch_names.HashStore()
-    hosts = world.allgather(_host())
+    hosts = world.allgather(network.namespace())
     if world.rank == 0:
-        own = [_LOOPBACK] if len(set(hosts)) == 1 else _own_addresses()
+        own = [network.loopback()] if len(set(hosts)) == 1 else _own_addresses()
         listeners = {address: listener for address in own if (listener := _listen(address)) is not None}
         offers = [(address, listener.getsockname()[1]) for address, listener in listeners.items()]
     offers = world.bcast(offers if world.rank == 0 else None)
@@ -91,7 +88,8 @@ def _open_store(world: Any, timeout: timedelta) -> torch_names.Store:
     if not common:
         raise LaunchError(
             f"rank {world.rank}: no address of rank 0's host can be reached by all ranks for torch's store: "
-            f"{', '.join(address for address, _ in offers) or 'it has none'}. Set MASTER_ADDR and MASTER_PORT, "
+            f"{', '.join(address for address, _ in offers) or 'it has none'}. Choose the network interface "
+            f"with {network.INTERFACE_VARIABLE}, or set MASTER_ADDR and MASTER_PORT, "
             "and RANK and WORLD_SIZE, to use one of your own."
         )
     address, port = common[0]
@@ -108,28 +106,16 @@ def _open_store(world: Any, timeout: timedelta) -> torch_names.Store:
     return store
 
 
-def _host() -> tuple[str, str]:
-    """Return a value that is equal on processes with a common network, whose loopback interface is the same."""
-    try:
-        return socket.gethostname(), os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname(), ""
-
-
 def _own_addresses() -> list[str]:
-    """Return the IPv4 addresses of this host's interfaces, without loopback."""
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in addresses if not address.startswith("127.")]
+    """Return the addresses at which other hosts may reach this one: of the chosen interfaces, or of all; IPv4 first."""
+    wanted = network.wanted_interfaces()
+    found = sorted(map(ip_interface, network.own_interfaces(wanted)), key=lambda each: each.version)
+    return [str(each.ip) for each in found if not each.is_link_local and (wanted or not each.is_loopback)]
 
 
 def _listen(address: str) -> socket.socket | None:
     try:
-        return socket.create_server((address, 0), backlog=2048)
+        return socket.create_server((address, 0), family=network.family(address), backlog=2048)
     except OSError:
         return None
 

@@ -113,7 +113,7 @@ class Link:
         while self._outgoing:
             pieces, request = self._outgoing[0]
             try:
-                num_bytes = self.sock.sendmsg(pieces)
+                num_bytes = self.sock.sendmsg(pieces) if len(pieces) > 1 else self.sock.send(pieces[0])
             except OSError as error:
                 if _means_later(error):
                     self._on_room(self, True)

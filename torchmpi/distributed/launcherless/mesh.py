@@ -19,8 +19,6 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import psutil
-
 from ...backends import network
 from ...errors import LaunchError
 
@@ -29,8 +27,7 @@ _GREETING = struct.Struct("<16sI")
 _GREETING_SECONDS = 2.0
 _MAX_SILENCE_SECONDS = 30.0
 _UNIX_BUFFER_BYTES = 4 << 20
-_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_REMEDY = f"Between hosts, choose the network interface with {_INTERFACE_VARIABLE} and open the ports"
+_REMEDY = f"Between hosts, choose the network interface with {network.INTERFACE_VARIABLE} and open the ports"
 
 
 class Place(NamedTuple):
@@ -103,11 +100,9 @@ class Mesh:
 
     def _address(self) -> str:
         """Return the address of this rank for other hosts."""
-        found = psutil.net_if_addrs()
-        for name in os.environ.get(_INTERFACE_VARIABLE, "").split(","):
-            for entry in found.get(name, ()):
-                if entry.family in (socket.AF_INET, socket.AF_INET6):
-                    return str(entry.address)
+        wanted = network.wanted_interfaces()
+        if wanted and (named := network.own_interfaces(wanted)):
+            return named[0].split("/")[0]
         hosts = [(place.network, place.interfaces) for place in self.places]
         return network.choose(hosts, self._rank) or network.loopback()
 
@@ -146,7 +141,7 @@ class Mesh:
 
     def _connect(self, peer: int, address: Any, secret: bytes) -> socket.socket:
         is_local = isinstance(address, str)
-        sock = socket.socket(socket.AF_UNIX if is_local else _family(address[0]))
+        sock = socket.socket(socket.AF_UNIX if is_local else network.family(address[0]))
         try:
             sock.settimeout(self._time_left())
             sock.connect(address)
@@ -182,12 +177,8 @@ class Mesh:
             sock.close()
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def _listen_at(address: str, size: int) -> socket.socket:
-    return socket.create_server((address, 0), family=_family(address), backlog=size)
+    return socket.create_server((address, 0), family=network.family(address), backlog=size)
 
 
 def _set_options(sock: socket.socket, silence_seconds: float) -> None:

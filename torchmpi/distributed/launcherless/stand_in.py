@@ -61,6 +61,7 @@ class Intracomm:
         self._world_ranks = tuple(world_ranks)
         self._context = number * _NUM_CONTEXTS
         self.rank, self.size = self._world_ranks.index(endpoint.rank), len(self._world_ranks)
+        self._doubling = schedule.doubling(self.rank, self.size)
 
     # --- messages
 
@@ -139,7 +140,7 @@ class Intracomm:
     def allgather(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks."""
         call, found = self._next_call(), {self.rank: obj}
-        for (sent,), (received,) in schedule.doubling(self.rank, self.size):
+        for (sent,), (received,) in self._doubling:
             receive = self._receive(None, received.peer, call, _COLLECTIVES)
             ranks = [(sent.first + k) % self.size for k in range(sent.num_blocks)]
             sending = self._send(_packed({rank: found[rank] for rank in ranks}), sent.peer, call, _COLLECTIVES)
@@ -149,10 +150,20 @@ class Intracomm:
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Gather blocks of equal length on all ranks; used for headers."""
-        blocks = self.allgather(bytes(_bytes_of(sendbuf)))
-        if len(blocks[0]) * self.size != len(memory := _bytes_of(recvbuf)) or len({len(each) for each in blocks}) > 1:
-            raise CommunicationError(f"rank {self.rank}: the blocks of an Allgather differ in length")
-        memory[:] = b"".join(blocks)
+        call, own, memory = self._next_call(), _bytes_of(sendbuf), _bytes_of(recvbuf)
+        width = len(own)
+        blocks = memoryview(bytearray(len(memory)))  # in cyclic rank order, this rank's own first
+        blocks[:width] = own
+        for (sent,), (received,) in self._doubling:
+            begin = (received.first - self.rank) % self.size * width
+            room = blocks[begin : begin + received.num_blocks * width]
+            receive = self._receive(room, received.peer, call, _COLLECTIVES)
+            sending = self._send(blocks[: sent.num_blocks * width], sent.peer, call, _COLLECTIVES)
+            Request.Waitall((receive, sending))
+            if receive.num_bytes != len(room):
+                raise CommunicationError(f"rank {self.rank}: the blocks of an Allgather differ in length")
+        begin = self.rank * width
+        memory[begin:], memory[:begin] = blocks[: len(memory) - begin], blocks[len(memory) - begin :]
 
     def Barrier(self) -> None:
         """Return when all ranks have called."""
@@ -223,6 +234,8 @@ class StandIn:
     BYTE, INT64_T = Datatype(1), Datatype(8)
     Request, Status, buffer = Request, Status, buffer
     Exception = CommunicationError
+    chunk_bytes = 4 << 20
+    """The length of chunks in reductions: with 1 MB, as over MPI, the Python code for each chunk takes too long."""
 
     def __init__(self, endpoint: Endpoint, hosts: Sequence[str]) -> None:
         self._endpoint = endpoint
