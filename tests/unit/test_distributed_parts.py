@@ -204,14 +204,17 @@ def test_the_numbers_in_a_url():
             rendezvous._check_numbers(url, 2, 4)
 
 
-def test_only_the_addresses_of_other_interfaces_are_offered():
-    assert not any(address.startswith("127.") for address in rendezvous._own_addresses())
-    listener = rendezvous._listen("127.0.0.1")
+@pytest.mark.parametrize("loopback", ("127.0.0.1", "::1"))
+def test_addresses_that_are_offered_and_reached(loopback, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    assert not {"127.0.0.1", "::1"} & set(rendezvous._own_addresses())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert loopback in rendezvous._own_addresses()
+    listener = rendezvous._listen(loopback)
     assert listener is not None
     with listener:
-        host, port = listener.getsockname()
-        assert host == "127.0.0.1" and rendezvous._reaches(host, port)
-    assert rendezvous._listen("192.0.2.1") is None, "an address that no host has"
+        assert rendezvous._reaches(*listener.getsockname()[:2])
+    assert rendezvous._listen("192.0.2.77") is None, "an address that no host has"
 
 
 def test_registering_twice_is_harmless():

@@ -37,7 +37,7 @@ BYTE = Datatype(1)
 
 
 def tcp_pair(address: str = "127.0.0.1") -> tuple[socket.socket, socket.socket]:
-    with socket.create_server((address, 0), family=mesh._family(address)) as listener:
+    with socket.create_server((address, 0), family=network.family(address)) as listener:
         one = socket.create_connection(listener.getsockname()[:2])
         return one, listener.accept()[0]
 
@@ -254,6 +254,17 @@ def test_a_cut_link_is_noticed_within_the_limit_and_the_rank_named(traffic):
             comms[0].Recv(np.zeros(1, np.uint8), 1, 1)
 
 
+def test_the_ranks_of_pending_receives_are_known(trio):
+    """The error of a call that exceeds its timeout names them."""
+    part = on_all(trio, lambda comm: comm.Dup())[0]
+    requests = [trio[0].Irecv(np.zeros(9, np.uint8), source, 1) for source in (2, ANY)]
+    assert trio[0].awaited() == ["rank 2 on host host2"] and part.awaited() == []
+    for rank in (2, 1):
+        trio[rank].Send(np.zeros(9, np.uint8), 0, 1)
+    type(requests[0]).Waitall(requests)
+    assert trio[0].awaited() == []
+
+
 @pytest.mark.parametrize("when", ("before", "while waiting"))
 def test_a_lost_rank_is_named_by_those_that_need_it(trio, when):
     parts = on_all(trio, lambda comm: comm.Split(comm.rank // 2, 0))
@@ -408,9 +419,11 @@ def stores(request, tmp_path):
 
 
 @pytest.mark.parametrize("hosts", ("aaa", "aba", "abc"))
-@pytest.mark.parametrize("interface", ("lo", "nosuch0"))
+@pytest.mark.parametrize("interface", ("lo", "nosuch0", "lo with IPv6"))
 def test_ranks_connect_twice_through_a_store_and_leave_nothing(stores, hosts, interface, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface[:7].split()[0])
+    if interface == "lo with IPv6":
+        monkeypatch.setattr(network, "own_interfaces", lambda names=(): ["::1/128"])
     monkeypatch.setattr(network, "namespace", lambda: hosts[int(threading.current_thread().name)])
 
     def connect(rank):

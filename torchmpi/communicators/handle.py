@@ -23,13 +23,25 @@ class Handle:
         gradient = handle.wait()
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_description", "_error", "_finished", "_is_done", "_result", "_seen")
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_description",
+        "_error",
+        "_finished",
+        "_is_done",
+        "_result",
+        "_seen",
+        "awaited",
+    )
 
     def __init__(self, description: str = "asynchronous call") -> None:
         # A locked lock is the cheapest event: released at the end of the call, and by each waiter for the next one.
         self._finished = threading.Lock()
         self._finished.acquire()
         self._description = description
+        self.awaited: Callable[[], str] | None = None
+        """Returns the ranks for which the call waits, for the message of a timeout; '' if unknown."""
         self._result: Any = None
         self._error: BaseException | None = None
         self._is_done = False
@@ -54,7 +66,11 @@ class Handle:
         the call itself continues.
         """
         if not self._finished.acquire(timeout=-1 if timeout is None else timeout):
-            raise StallError(f"{self._description} has not ended after {timeout:g} s. It continues; call wait() again.")
+            ranks = self.awaited() if self.awaited is not None else ""
+            reason = f": it waits for {ranks}" if ranks else ""
+            raise StallError(
+                f"{self._description} has not ended after {timeout:g} s{reason}. It continues; call wait() again."
+            )
         self._finished.release()
         self._seen = True
         if self._error is not None:

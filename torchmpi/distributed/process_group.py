@@ -43,7 +43,7 @@ from .torch_names import (
     ScatterOptions,
     is_asynchronous,
 )
-from .work import COMPLETED, MessageWork, PendingWork
+from .work import COMPLETED, MessageWork, PendingWork, awaited_ranks
 
 Tensors = list[torch.Tensor]
 
@@ -557,7 +557,9 @@ class ProcessGroup(dist.ProcessGroup):
     def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle:
         """Queue a task, ordered after the work on the device of `tensor` so far."""
         subject = None if tensor is None or tensor.is_cpu else tensor
-        return self._group.call_queue.submit(task, f"{self._where}: {collective}", subject)
+        handle = self._group.call_queue.submit(task, f"{self._where}: {collective}", subject)
+        handle.awaited = partial(awaited_ranks, self._group)
+        return handle
 
     def _coalesced(
         self, call: Callable[..., dist.Work], arguments: Iterable[tuple[Any, Any]], outputs: Tensors, opts: CallOptions

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..errors import StallError
 from .transfers import MessageHandle
@@ -46,6 +47,14 @@ class CompletedWork(dist.Work):
 
 
 COMPLETED = CompletedWork()
+
+
+def awaited_ranks(group: Group) -> str:
+    """Return the ranks whose messages a call of a group awaits; '' over an MPI library, which does not tell."""
+    comms = [part.comm for part in (group, group.across) if part is not None and hasattr(part.comm, "awaited")]
+    return ", ".join(sorted({name for comm in comms for name in comm.awaited()}))
+
+
 """The work of all synchronous calls."""
 
 

@@ -230,6 +230,15 @@ class Endpoint:
         with self._lock:
             return self._find(context, source, tag)
 
+    def awaited(self, contexts: range) -> list[str]:
+        """Return the names of the ranks from which a receive has no message, or a part of one."""
+        with self._lock:
+            receives = [receive for context in contexts for receive in self._posted.get(context, ())]
+            ranks = {receive.source for receive in receives} - {ANY, self.rank}
+            begun = [(link.peer, link.arrival) for link in self._links.values()]
+            ranks |= {peer for peer, arrival in begun if arrival is not None and arrival.context in contexts}
+        return [self._links[rank].name for rank in sorted(ranks)]
+
     def forget(self, contexts: range) -> None:
         """Drop the messages of communicators that are freed."""
         with self._lock:

@@ -215,6 +215,10 @@ class Intracomm:
         """End all ranks of the job. Does not return."""
         self._endpoint.abort(errorcode)
 
+    def awaited(self) -> list[str]:
+        """Return the names of the ranks from which a message is awaited."""
+        return self._endpoint.awaited(range(self._context, self._context + _NUM_CONTEXTS))
+
     def _made(self, world_ranks: Sequence[int], number: int) -> Intracomm:
         return Intracomm(self._endpoint, world_ranks, number, self._hosts)
 
