@@ -140,8 +140,8 @@ class P2PReduction:
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         self.rank, self.size, self.messages = group.rank, group.size, RoundMessages(group, config.message_bytes)
         self.dtype, self.itemsize = dtype, dtype.itemsize
-        chunk_bytes = getattr(group.context.MPI, "chunk_bytes", _CHUNK_BYTES)
-        self.chunk_numel = max(1, min(chunk_bytes, config.pipeline_bytes) // dtype.itemsize)
+        chunk_bytes = getattr(group.context.MPI, "chunk_bytes", min(_CHUNK_BYTES, config.pipeline_bytes))
+        self.chunk_numel = max(1, chunk_bytes // dtype.itemsize)
         self.swap_numel = min(self.chunk_numel, config.message_bytes // dtype.itemsize) if group.size == 2 else 0
         self.combine = combiner(dtype, op)
         self.doubling = DoublingAllgather(group, self.messages)
