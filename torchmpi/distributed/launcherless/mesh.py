@@ -25,6 +25,7 @@ from ...errors import LaunchError
 _KEY = "torchmpi rendezvous"
 _GREETING = struct.Struct("<16sI")
 _GREETING_SECONDS = 2.0
+_NUM_STRANGERS = 128  # connections of other programs that may wait beside those of the ranks
 _MAX_SILENCE_SECONDS = 30.0
 _UNIX_BUFFER_BYTES = 4 << 20
 _REMEDY = f"Between hosts, choose the network interface with {network.INTERFACE_VARIABLE} and open the ports"
@@ -59,7 +60,7 @@ class Mesh:
         with ExitStack() as opened:
             listeners = [opened.enter_context(socket.socket(socket.AF_UNIX))]
             listeners[0].bind(f"\0torchmpi-{secrets.token_hex(12)}")
-            listeners[0].listen(self._size)
+            listeners[0].listen(self._size + _NUM_STRANGERS)  # if the queue is full, connect() fails at once
             key = network.namespace()
             with contextlib.suppress(OSError):
                 pids = os.readlink("/proc/self/ns/pid")
