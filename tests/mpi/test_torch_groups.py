@@ -57,7 +57,7 @@ def test_a_group_opens_its_connections_in_the_first_call_and_closes_them(agree):
     group.free()
     agree.equal(result, torch.full((3,), float(mpi.size())))
     agree(during > before or mpi.size() == 1, f"{during} threads")
-    agree.equal(num_threads(), before, "threads that are left")
+    agree(num_threads() <= before, "threads are left")
 
 
 def test_a_lost_connection_is_an_error_that_names_the_rank(agree, group):

@@ -1,14 +1,15 @@
 """The backend `gloo`: collectives over torch's ProcessGroupGloo, which connects the ranks by TCP.
 
-Tensors travel as bytes in messages between pairs of ranks. Reductions are combined in rank order
-(:mod:`torchmpi.backends.ordered_reduction`); those of gloo would add in an order that depends on the size, and round
-16-bit floats at every step.
+Rows travel in messages between pairs of ranks. Reductions are those of :mod:`torchmpi.backends.p2p` over gloo's
+alltoall: gloo's own reductions add in an order that depends on the size, and round 16-bit floats at every step.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,12 +20,18 @@ from ..communicators.group import Group
 from ..config import Config
 from ..errors import TransportError
 from ..shared_memory.memory_layout import ENTERED
+from ..tensors import buffers
 from . import network, ordered_reduction
 from .base import Operation
-from .ordered_reduction import REDUCTIONS, OrderedReduction
+from .ordered_reduction import REDUCTIONS
+from .p2p import PipelinedReduction
+from .schedule import Message, Round
 from .torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, as_bytes, copy_own
 
-_TAG = 0
+_TAG, _PROBE_TAG = 0, 1
+_ALLTOALL = torch.distributed.AllToAllOptions() if torch.distributed.is_available() else None
+# A thread that sleeps loses a tick of the scheduler, 4 ms, when others use its core: poll first.
+_POLL_SECONDS = 0.02
 
 
 def problem() -> str:
@@ -65,7 +72,8 @@ class GlooBackend:
             return torch_group.barrier
         if collective in REDUCTIONS:
             assert dtype is not None and op is not None
-            reduction = OrderedReduction(group, torch_group, dtype, op, self.config)
+            chunk_bytes = min(self.config.pipeline_bytes, self.config.message_bytes)  # gloo takes less than 2 GB
+            reduction = GlooReduction(group, torch_group, dtype, op, chunk_bytes)
             return ordered_reduction.operation(group, reduction, collective)
         operation: Operation = getattr(RowMovement(group, torch_group), collective)
         return operation
@@ -137,15 +145,114 @@ class GlooGroup(TorchGroup):
 
     def wait(self, work: Any, peer: int | None = None) -> None:
         """Wait for a work of gloo; raise TransportError if it fails."""
+        if peer is None:  # a collective; torch cannot poll messages
+            limit = time.monotonic() + _POLL_SECONDS
+            while not work.is_completed() and time.monotonic() < limit:
+                os.sched_yield()
         self._checked(work.wait, peer)
+
+    def begin_alltoall(
+        self, received: torch.Tensor, lengths: list[int], sent: torch.Tensor, sent_lengths: list[int]
+    ) -> Any:
+        """Begin to send each rank its number of bytes, and to receive its number of bytes from each."""
+        return self._checked(partial(self.opened.alltoall_base, received, sent, lengths, sent_lengths, _ALLTOALL), None)
 
     def _checked(self, call: Any, peer: int | None) -> Any:
         try:
             return call()
         except RuntimeError as error:
+            peer = self._lost_peer() if peer is None else peer
             self.opened.abort()  # the other ranks then do not wait for this rank
             whom = "another rank" if peer is None else f"rank {self.world_ranks[peer]}"
             reason = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[0]  # without gloo's file name and advice
             raise TransportError(
                 f"gloo lost the connection to {whom} ({reason}). That rank has probably ended: see its output"
             ) from error
+
+    def _lost_peer(self) -> int | None:
+        """Return a rank to which gloo refuses to send, since the connection is closed; the error names an address."""
+        probe = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.size):
+            try:
+                if peer != self.rank:
+                    self.opened.send([probe], peer, _PROBE_TAG)
+            except RuntimeError:
+                return peer
+        return None
+
+
+class GlooMessages:
+    """Sends and receives the tensors of a round of messages, in one alltoall of gloo."""
+
+    def __init__(self, torch_group: GlooGroup) -> None:
+        self.torch_group, self.size = torch_group, torch_group.size
+
+    def begin(
+        self,
+        step: Round,
+        outgoing: Callable[[Message], torch.Tensor],
+        incoming: Callable[[Message], torch.Tensor],
+    ) -> list[Any]:
+        """Begin all messages of a round with these flat tensors, and return the requests. Collective."""
+        if self.size == 1:
+            return []
+        sent = self._in_rank_order({message.peer: outgoing(message) for message in step.sends})
+        received = self._in_rank_order({message.peer: incoming(message) for message in step.receives})
+        source, target = _in_one_piece(sent), _in_one_piece(received)
+        if source is None:
+            source = torch.cat(sent)
+        copies: Sequence[torch.Tensor] = ()
+        lengths = [part.numel() for part in received]
+        if target is None:
+            target = torch.empty(sum(lengths), dtype=torch.uint8)
+            copies = target.split_with_sizes(lengths)
+        work = self.torch_group.begin_alltoall(target, lengths, source, [part.numel() for part in sent])
+        return [(work, received, copies, source)]  # gloo reads the source until the work is complete
+
+    def finish(self, requests: list[Any]) -> None:
+        """Return when all these messages have been sent or received."""
+        for work, received, copies, _ in requests:
+            self.torch_group.wait(work)
+            for part, copy in zip(received, copies, strict=False):
+                if part.numel():
+                    buffers.overwrite(part, copy)
+
+    def _in_rank_order(self, messages: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [as_bytes(messages[rank]) if rank in messages else _NOTHING for rank in range(self.size)]
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return a view of parts that follow each other in one storage, or None."""
+    filled = [part for part in parts if part.numel()]
+    if not filled:
+        return _NOTHING
+    first, end = filled[0], filled[0].storage_offset()
+    for part in filled:
+        if part.storage_offset() != end or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+class GlooReduction(PipelinedReduction):
+    """Reductions over gloo's alltoall."""
+
+    def __init__(self, group: Group, torch_group: GlooGroup, dtype: torch.dtype, op: str, chunk_bytes: int) -> None:
+        super().__init__(group, GlooMessages(torch_group), dtype, op, chunk_bytes)
+        self.torch_group = torch_group
+
+    def _gather_all(self, flat: torch.Tensor) -> None:
+        parts = [flat]
+        if self.size > 1 and flat.numel():
+            numel, sent = flat.numel(), as_bytes(flat)
+            memory = self.received.take(0, numel * (self.size - 1))
+            lengths = [sent.numel()] * self.size
+            lengths[self.rank] = 0
+            sent = sent if self.size == 2 else sent.repeat(self.size - 1)
+            self.torch_group.wait(self.torch_group.begin_alltoall(as_bytes(memory), lengths, sent, lengths))
+            parts = list(memory.view(-1, numel).unbind())
+            parts.insert(self.rank, flat)
+        self.combine(parts, flat)

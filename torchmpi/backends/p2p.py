@@ -12,11 +12,12 @@ same order on all ranks, and MPI keeps the messages between two ranks in order.
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -134,25 +135,35 @@ class DoublingAllgather:
             )  # fmt: skip
 
 
-class P2PReduction:
+class Messages(Protocol):
+    """Messages between pairs of ranks, by any library."""
+
+    def begin(
+        self,
+        step: Round,
+        outgoing: Callable[[Message], torch.Tensor],
+        incoming: Callable[[Message], torch.Tensor],
+    ) -> list[Any]:
+        """Begin all messages of a round with these flat tensors, and return the requests."""
+
+    def finish(self, requests: list[Any]) -> None:
+        """Return when all these messages have been sent or received."""
+
+
+class PipelinedReduction(ABC):
     """Reductions of one dtype and operation on one group, combined in rank order."""
 
-    def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
-        self.rank, self.size, self.messages = group.rank, group.size, RoundMessages(group, config.message_bytes)
-        self.dtype, self.itemsize = dtype, dtype.itemsize
-        chunk_bytes = getattr(group.context.MPI, "chunk_bytes", min(_CHUNK_BYTES, config.pipeline_bytes))
+    def __init__(self, group: Group, messages: Messages, dtype: torch.dtype, op: str, chunk_bytes: int) -> None:
+        self.rank, self.size, self.messages = group.rank, group.size, messages
+        self.itemsize = dtype.itemsize
         self.chunk_numel = max(1, chunk_bytes // dtype.itemsize)
-        self.swap_numel = min(self.chunk_numel, config.message_bytes // dtype.itemsize) if group.size == 2 else 0
         self.combine = combiner(dtype, op)
-        self.doubling = DoublingAllgather(group, self.messages)
         self.received, self.results = ChunkBuffers(dtype), ChunkBuffers(dtype)
 
     def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         flat = buffer.detach().view(-1)
-        if 0 < flat.numel() <= self.swap_numel:
-            self._swap_all(flat)
-        elif self._is_short(flat):
+        if self._is_short(flat):
             self._gather_all(flat)
         elif self.size <= 2:  # whole vectors: as many bytes as two exchanges of halves, in one round
             self._pipeline(flat, self._swap_with_peer, self._combine_all)
@@ -191,19 +202,9 @@ class P2PReduction:
     def _is_short(self, flat: torch.Tensor) -> bool:
         return bool(flat.numel() * self.itemsize * self.size <= _SHORT_BYTES)
 
-    def _swap_all(self, flat: torch.Tensor) -> None:
-        """Swap whole vectors with the other of two ranks, and combine them on both."""
-        other = self.received.take(0, flat.numel())
-        self.messages.swap(flat, 1 - self.rank, other, 1 - self.rank)
-        self.combine((other, flat) if self.rank else (flat, other), flat)
-
+    @abstractmethod
     def _gather_all(self, flat: torch.Tensor) -> None:
-        numel = flat.numel()
-        memory = self.received.take(0, numel * self.size)
-        memory[:numel] = flat
-        self.doubling.run(memory, [numel * (position + 1) for position in range(self.size)])
-        parts = [memory[numel * position : numel * (position + 1)] for position in self.doubling.positions]
-        self.combine(parts, flat)
+        """Gather and combine all vectors on every rank: the fewest rounds."""
 
     def _pipeline(self, flat: torch.Tensor, begin: Callable[..., Any], follow: Callable[..., list[Any]]) -> None:
         """Exchange and combine chunk by chunk.
@@ -279,6 +280,36 @@ class P2PReduction:
         self.combine(parts, out)
         ranges = partition.even_partition(chunk.numel(), self.size)
         return self.messages.begin(step, lambda _: out, lambda message: chunk.narrow(0, *ranges[message.first]))
+
+
+class P2PReduction(PipelinedReduction):
+    """Reductions over MPI's messages."""
+
+    def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
+        messages = RoundMessages(group, config.message_bytes)
+        chunk_bytes = getattr(group.context.MPI, "chunk_bytes", min(_CHUNK_BYTES, config.pipeline_bytes))
+        super().__init__(group, messages, dtype, op, chunk_bytes)
+        self.swap_numel = min(self.chunk_numel, config.message_bytes // dtype.itemsize) if group.size == 2 else 0
+        self.swap = messages.swap
+        self.doubling = DoublingAllgather(group, messages)
+
+    def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        """Reduce in place on all ranks; two ranks swap whole vectors of one chunk."""
+        flat = buffer.detach().view(-1)
+        if not 0 < flat.numel() <= self.swap_numel:
+            return super().allreduce(buffer, None, root)
+        other = self.received.take(0, flat.numel())
+        self.swap(flat, 1 - self.rank, other, 1 - self.rank)
+        self.combine((other, flat) if self.rank else (flat, other), flat)
+        return buffer
+
+    def _gather_all(self, flat: torch.Tensor) -> None:
+        numel = flat.numel()
+        memory = self.received.take(0, numel * self.size)
+        memory[:numel] = flat
+        self.doubling.run(memory, [numel * (position + 1) for position in range(self.size)])
+        parts = [memory[numel * position : numel * (position + 1)] for position in self.doubling.positions]
+        self.combine(parts, flat)
 
 
 class P2PMovement:

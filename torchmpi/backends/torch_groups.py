@@ -17,7 +17,7 @@ import torch
 from ..communicators.group import Group
 from ..errors import DeviceError, TransportError
 from ..tensors import buffers, partition
-from .mpi_messages import Range, broadcast_header, check_part_sizes, destination_for, row_counts, rows_of
+from .mpi_messages import broadcast_header, check_part_sizes, destination_for, row_counts, rows_of
 
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch._C._distributed_c10d import Store
@@ -140,23 +140,6 @@ class TorchGroup(ABC):
     def close(self) -> None:
         """Release the process group."""
         self._opened = None
-
-    # --- ranges, for `ordered_reduction`
-
-    def send_ranges(self, source: torch.Tensor, ranges: Sequence[Range], received: torch.Tensor) -> None:
-        """Send each rank its range of `source`; row j of `received` is the range that rank j sends to this rank."""
-        parts = [source.narrow(0, *part) for part in ranges]
-        self.exchange(dict(enumerate(parts)), dict(enumerate(received.unbind())))
-
-    def allgather_ranges(self, own: torch.Tensor, target: torch.Tensor, ranges: Sequence[Range]) -> None:
-        """Write the `own` tensor of each rank to its range of `target` on all ranks."""
-        parts = [target.narrow(0, *part) for part in ranges]
-        self.exchange(dict.fromkeys(range(self.size), own), dict(enumerate(parts)))
-
-    def gather_ranges(self, own: torch.Tensor, target: torch.Tensor, ranges: Sequence[Range], root: int) -> None:
-        """Write the `own` tensor of each rank to its range of `target` on the root."""
-        parts = [target.narrow(0, *part) for part in ranges] if self.rank == root else []
-        self.exchange({root: own}, dict(enumerate(parts)))
 
 
 class RowMovement:
