@@ -328,3 +328,15 @@ def test_an_error_of_a_single_rank_ends_python_normally(job):
     result = job(1, START + "import atexit\natexit.register(print, 'goodbye')\nraise ValueError('alone')")
     assert result.returncode != 0, result.output
     assert "goodbye" in result.stdout and result.stderr.count("ValueError: alone") == 1, result.output
+
+
+def test_an_exception_after_stop_ends_the_job(job):
+    result = failing(job, "mpi.stop()\nif rank == 1: raise ValueError('late')", n=2)
+    assert result.stderr.count("ValueError: late") == 1, result.output
+
+
+@once
+def test_an_exception_that_a_notebook_has_shown_does_not_fail_the_job(job):
+    """Regression: `sys.last_value`, which notebooks set, made the end of Python abort the job."""
+    result = job(2, START + "sys.last_value = ValueError('shown')\nmpi.stop()", timeout=LIMIT_SECONDS)
+    assert result.returncode == 0, result.output

@@ -108,9 +108,11 @@ class TrainingRun:
 
 
 def redivided_batch(ranks: list[dict[str, Any]], size: int, length: int | None) -> int:
-    """Return how many of `length` batches each of `size` ranks skips, so that all processed batches are skipped.
+    """Return how many of `length` batches each of `size` ranks skips.
 
-    >>> redivided_batch([{"batch": 4, "num_batches": 10}, {"batch": 4, "num_batches": 10}], 4, 5)
+    A remainder of fewer than `size` batches is processed again.
+
+    >>> redivided_batch([{"batch": 5, "num_batches": 10}, {"batch": 5, "num_batches": 10}], 4, 5)
     2
     """
     num_done: int = sum(rank["batch"] for rank in ranks)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from ..errors import LaunchError, MissingMPIError
@@ -74,17 +75,35 @@ def initialise() -> tuple[Any, bool]:
     if ours:
         _check_family(MPI)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _record_exceptions()
         # Not in stop(): MPI cannot be initialised twice, and a program may start and stop torchmpi many times.
         atexit.register(_finalise, MPI, os.getpid())
     _check_size(MPI)
     return MPI, ours
 
 
+_has_failed = False
+
+
+def _record_exceptions() -> None:
+    """Record an uncaught exception of the main thread, also before ``start()`` and after ``stop()``.
+
+    ``sys.last_value`` does not serve: notebooks and pytest set it for exceptions after which the program goes on.
+    """
+    original = sys.excepthook
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _has_failed
+        _has_failed = True
+        original(kind, error, trace)
+
+    sys.excepthook = record
+
+
 def _finalise(MPI: Any, pid: int) -> None:
     if os.getpid() != pid:
         return  # MPI_Finalize in a forked child would wait for the other ranks
-    # Set when an uncaught exception ends the main thread: MPI_Finalize would wait for the other ranks.
-    if hasattr(sys, "last_value") and MPI.COMM_WORLD.size > 1:
+    if _has_failed and MPI.COMM_WORLD.size > 1:  # MPI_Finalize would wait for the other ranks
         sys.stderr.flush()
         time.sleep(FORWARDING_SECONDS)
         MPI.COMM_WORLD.Abort(1)
