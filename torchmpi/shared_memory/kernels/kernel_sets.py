@@ -51,7 +51,7 @@ SETS = {
             "scatter",
         ),
         "shared-memory kernels",
-        6,
+        10,
         {
             "allreduce": FastPathKernel("allreduce", "enter_allreduce"),
             "reduce": FastPathKernel("allreduce", "enter_allreduce"),
