@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this package whenever it is imported itself
+    from . import distributed, engine, errors, nn, parameterserver
     from .collectives import (
         allgather,
         allgather_async,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this pa
         has_nccl,
         host_name,
         is_cartesian_communicator,
+        is_started,
         local_rank,
         local_size,
         num_nodes_in_communicator,
@@ -98,16 +100,19 @@ _MODULE_OF = {
     "session.api": (
         "collective_availability collective_selector collective_selector_to_string communicator "
         "communicator_names device empty_shared has_cuda has_gloo has_nccl host_name "
-        "is_cartesian_communicator local_rank local_size num_nodes_in_communicator push_communicator rank "
+        "is_cartesian_communicator is_started local_rank local_size num_nodes_in_communicator push_communicator rank "
         "set_collective_span set_communicator size start started stop use"
     ),
 }
 """The module that defines each public name."""
+_SUBMODULES = ("distributed", "engine", "errors", "nn", "parameterserver")
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
+    if name in _SUBMODULES:
+        return importlib.import_module(f".{name}", __name__)
     for module, names in _MODULE_OF.items():
         if name in names.split():
             for each in names.split():
@@ -117,7 +122,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)
 
 
 __all__ = [
@@ -125,10 +130,10 @@ __all__ = [
     "allgather_object", "allreduce", "allreduce_async", "allreduce_many", "allreduce_many_async", "alltoall",
     "alltoall_async", "autotune", "barrier", "broadcast", "broadcast_async", "broadcast_object",
     "collective_availability", "collective_selector", "collective_selector_to_string", "communicator",
-    "communicator_names", "device", "empty_shared", "gather", "gather_async", "has_cuda", "has_gloo", "has_nccl",
-    "host_name",
-    "is_cartesian_communicator", "local_rank", "local_size", "num_nodes_in_communicator", "push_communicator", "rank",
-    "recv", "recv_async", "reduce", "reduce_async", "reduce_scatter", "reduce_scatter_async", "scatter",
-    "scatter_async", "send", "send_async", "sendreceive", "sendreceive_async", "set_collective_span",
-    "set_communicator", "size", "start", "started", "stop", "use",
+    "communicator_names", "device", "distributed", "empty_shared", "engine", "errors", "gather", "gather_async",
+    "has_cuda", "has_gloo", "has_nccl", "host_name", "is_cartesian_communicator", "is_started", "local_rank",
+    "local_size", "nn", "num_nodes_in_communicator", "parameterserver", "push_communicator", "rank", "recv",
+    "recv_async", "reduce", "reduce_async", "reduce_scatter", "reduce_scatter_async", "scatter", "scatter_async",
+    "send", "send_async", "sendreceive", "sendreceive_async", "set_collective_span", "set_communicator", "size",
+    "start", "started", "stop", "use",
 ]  # fmt: skip

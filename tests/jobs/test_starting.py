@@ -29,11 +29,34 @@ def new_packages():
 before = set(sys.modules)
 import torchmpi
 print(sorted(new_packages() - {"numpy"}))
-import torchmpi.nn, torchmpi.engine, torchmpi.cli
+import torchmpi.cli
+print([module.__name__ for module in (torchmpi.nn, torchmpi.engine, torchmpi.parameterserver, torchmpi.distributed)])
+print(torchmpi.errors.TorchMPIError is torchmpi.TorchMPIError, torchmpi.is_started())
 print(sorted(new_packages() & {"mpi4py", "numba"}))
 """
     result = alone(code)
-    assert result.stdout.split() == ["[]", "[]"], result.stdout + result.stderr
+    names = [f"torchmpi.{name}" for name in ("nn", "engine", "parameterserver", "distributed")]
+    assert result.stdout.splitlines() == ["[]", str(names), "True False", "[]"], result.stdout + result.stderr
+
+
+@once
+def test_importing_loads_no_submodule_and_dir_shows_the_public_names():
+    """torch imports the package whenever torch is imported, so the package loads only the number of its version."""
+    code = """
+import sys, torchmpi
+print(sorted(name for name in sys.modules if name.startswith(("torch", "mpi4py"))))
+before = dir(torchmpi)
+for name in torchmpi.__all__:
+    getattr(torchmpi, name)
+print(before == dir(torchmpi) == sorted(torchmpi.__all__))
+try:
+    torchmpi.al_reduce
+except AttributeError as error:
+    print(error)
+"""
+    result = alone(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    expected = ["['torchmpi', 'torchmpi._version']", "True", "module 'torchmpi' has no attribute 'al_reduce'"]
+    assert result.stdout.splitlines() == expected, result.stdout + result.stderr
 
 
 def test_without_a_launcher():

@@ -48,7 +48,8 @@ def test_calls_outside_of_start_and_stop_are_refused(agree):
 def test_stop_twice_is_harmless_and_start_may_follow(agree):
     for _ in range(3):
         with mpi.started(config=quiet()):
-            total = mpi.allreduce(1)
+            started, total = mpi.is_started(), mpi.allreduce(1)
+        agree.equal((started, mpi.is_started()), (True, False))
         agree.equal(total, mpi_size())
         mpi.stop()
 

@@ -44,6 +44,21 @@ def started(*arguments: Any, **options: Any) -> Iterator[None]:
     stop()
 
 
+def is_started() -> bool:
+    """Return whether torchmpi runs: ``start()`` has been called, and ``stop()`` has not been called since.
+
+    Returns:
+        True between ``start()`` and ``stop()``; False in a process forked from a rank.
+
+    Example:
+        ::
+
+            if not mpi.is_started():
+                mpi.start()
+    """
+    return runtime.is_running()
+
+
 def rank() -> int:
     """Return the rank of this process in the current communicator.
 
