@@ -57,6 +57,52 @@ def fake_mpirun(folder: Path, body: str) -> Path:
     return folder
 
 
+# --- run
+
+
+@pytest.mark.parametrize("kind", ("file", "module"))
+def test_run_starts_more_ranks_than_cores_also_as_root(tmp_path, kind):
+    """Nothing in the environment allows root, or more ranks than cores."""
+    (tmp_path / "train.py").write_text(
+        "import sys, torchmpi as mpi\nmpi.start()\nprint(mpi.size(), *sys.argv[1:])\nsys.exit(7)\n"
+    )
+    num_ranks = len(os.sched_getaffinity(0)) + 1
+    program = [str(tmp_path / "train.py")] if kind == "file" else ["-m", "train"]
+    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "0", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    result = alone(*COMMAND, "run", "-n", str(num_ranks), *program, "--epochs", "-n", **environment)
+    assert result.stdout.splitlines().count(f"{num_ranks} --epochs -n") == num_ranks, result.output
+    assert result.returncode == 7, result.output
+
+
+def test_run_shows_its_command(tmp_path, family):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost\n")
+    options = ["run", "--dry-run", "-n", "2", "--hostfile", str(hosts), "hostname"]
+    result = alone(*COMMAND, *options)
+    expected = ["--hostfile", str(hosts), "-x", "PATH"] if family == "openmpi" else ["-f", str(hosts)]
+    words = result.stdout.split()
+    assert result.returncode == 0 and words[-3:] == ["-n", "2", "hostname"], result.output
+    assert " ".join(expected) in result.stdout and words[0] == launcher(), result.output
+    assert ("--allow-run-as-root" in words) == (family == "openmpi" and os.geteuid() == 0)
+
+
+def test_run_uses_the_launcher_of_the_library(tmp_path, family):
+    """The mpirun of another library is first on PATH; without one that fits, the error names both."""
+    version = {"openmpi": "HYDRA build details:\n    Version: 4.2.1", "mpich": "mpirun (Open MPI) 5.0.11"}[family]
+    script = tmp_path / "mpirun"
+    script.write_text(f"#!/bin/sh\necho '{version}'\n")
+    script.chmod(0o755)
+    result = alone(*COMMAND, "run", "--dry-run", "-n", "2", "hostname", path=tmp_path)
+    assert result.stdout.split()[0] == launcher(), result.output
+
+
+def test_run_refuses_what_cannot_work(launch):
+    result = alone(*COMMAND, "run", "-n", "2", "--hostfile", "/nowhere", "hostname")
+    assert result.returncode == 1 and "--hostfile /nowhere: there is no such file" in result.stderr, result.output
+    result = launch(2, [*COMMAND, "run", "-n", "2", "hostname"])
+    assert result.returncode != 0 and "is a rank of a job already" in result.stderr, result.output
+
+
 # --- info
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import torchmpi.cli
-from torchmpi.cli.bench import collective_bench, command, models, options, timing, training
+from torchmpi.cli import launching
+from torchmpi.cli.bench import collective_bench, models, options, timing, training
 from torchmpi.cli.bench.contestants import Copy, Ours, TorchDistributed, our_contestants
 from torchmpi.cli.bench.job import BenchJob
 from torchmpi.cli.bench.workload import REDUCING, ROOTED, WITH_OUT, BenchCase, Workload
@@ -288,12 +289,12 @@ def test_buckets_of_ddp_hold_everything(alone_on_gloo, monkeypatch):
 
 
 def test_launch_commands(monkeypatch):
-    monkeypatch.setattr(command.affinity, "physical_cores", lambda: {0: (0, 0), 1: (0, 1)})
+    monkeypatch.setattr(launching.affinity, "physical_cores", lambda: {0: (0, 0), 1: (0, 1)})
     open_mpi, mpich = Program("mpirun", "Open MPI 5.0.11", True), Program("mpiexec", "MPICH 5.0.2", True)
-    assert command.launch_command(open_mpi, 2) == ["mpirun", "-n", "2"]
-    assert command.launch_command(open_mpi, 3) == ["mpirun", "--oversubscribe", "-n", "3"]
-    assert command.launch_command(open_mpi, 2, unbound=True) == ["mpirun", "--bind-to", "none", "-n", "2"]
-    assert command.launch_command(mpich, 3, unbound=True) == ["mpiexec", "-n", "3"]
+    assert launching.launch_command(open_mpi, 2) == ["mpirun", "-n", "2"]
+    assert launching.launch_command(open_mpi, 3) == ["mpirun", "--oversubscribe", "-n", "3"]
+    assert launching.launch_command(open_mpi, 2, unbound=True) == ["mpirun", "--bind-to", "none", "-n", "2"]
+    assert launching.launch_command(mpich, 3, unbound=True) == ["mpiexec", "-n", "3"]
 
 
 def test_detection_of_ranks(monkeypatch):

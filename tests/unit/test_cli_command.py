@@ -24,7 +24,17 @@ from torchmpi.cli.facts import ProcessFacts
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["info", "extra"], ["doctor", "--timeout", "-1"], ["--verbose"]]
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["info", "extra"],
+        ["doctor", "--timeout", "-1"],
+        ["--verbose"],
+        ["run", "train.py"],
+        ["run", "-n", "0", "train.py"],
+        ["run", "-n", "2"],
+    ],
 )
 def test_wrong_command_lines_end_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -37,7 +47,8 @@ def test_wrong_command_lines_end_with_status_2(arguments, capsys):
     ("arguments", "words"),
     [
         (["--version"], [f"torchmpi {__version__}"]),
-        (["--help"], ["info", "doctor"]),
+        (["--help"], ["run", "info", "doctor"]),
+        (["run", "--help"], ["--hostfile", "--oversubscribe", "-m package.train"]),
         (["doctor", "--help"], ["--json", "--timeout", "mpirun"]),
         (["info", "--help"], ["--json"]),
     ],

@@ -7,13 +7,22 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .._version import __version__
 from ..errors import TorchMPIError
 from .bench import options as bench_options
 
-_MODULES = {"info": ".info", "doctor": ".doctor.diagnosis", "bench": ".bench.command"}
-_ALL = "Report on, check and benchmark torchmpi, its MPI library and this machine."
+_MODULES = {"run": ".run", "info": ".info", "doctor": ".doctor.diagnosis", "bench": ".bench.command"}
+_ALL = "Start programs; report on, check and benchmark torchmpi, its MPI library and this machine."
+_RUN = """Start a program on several ranks with the mpirun of the MPI library that this Python loads, and with the
+options it needs: Open MPI refuses root without --allow-run-as-root, and more ranks than cores without --oversubscribe.
+The exit status is that of mpirun."""
+_RUN_EXAMPLES = """examples:
+  torchmpi run -n 4 train.py --epochs 10
+  torchmpi run -n 4 -m package.train
+  torchmpi run -n 16 --hostfile hosts train.py
+  torchmpi run -n 2 -m torchmpi doctor"""
 _INFO = """Report versions, MPI library, ranks, cores, devices, backends and settings. Under mpirun, rank 0
 reports for all ranks."""
 _DOCTOR = """Check for common problems, and print remedies. Without mpirun it starts two ranks with the mpirun on
@@ -43,6 +52,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=_ALL)
     parser.add_argument("--version", action="version", version=f"torchmpi {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_run(commands)
     summary = "versions, MPI library, ranks, cores, devices, backends and settings"
     info = commands.add_parser("info", help=summary, description=_INFO)
     doctor = commands.add_parser("doctor", help="check for common problems, and print remedies", description=_DOCTOR)
@@ -54,3 +64,20 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     bench_options.add_to(commands)
     return parser
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="start a program on several ranks",
+        description=_RUN,
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option("-n", "-np", dest="ranks", type=bench_options.count, required=True, metavar="N", help="number of ranks")
+    option("--hostfile", metavar="FILE", help="file with the hosts, in the format of the MPI library")
+    option("--dry-run", action="store_true", help="print the command instead of running it")
+    option("-m", dest="is_module", action="store_true", help="the program is a module, as in `python -m`")
+    option("program", help="a Python file (*.py), which this Python runs; with -m a module; otherwise any program")
+    option("arguments", nargs=argparse.REMAINDER, help="arguments of the program")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..session import mpi_library, runtime
+from ..session import affinity, mpi_library, runtime
 from .facts import Program
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
@@ -108,6 +108,22 @@ def library_of(version_text: str) -> str:
         if match := re.search(pattern, version_text):
             return f"{name} {match[1]}"
     return "of an unknown library"
+
+
+def launch_command(program: Program, num_ranks: int, *, unbound: bool = False) -> list[str]:
+    """Return the launcher with its options, up to the program.
+
+    >>> launch_command(Program("mpiexec", "MPICH 5.0.2", True), 4)
+    ['mpiexec', '-n', '4']
+    """
+    command = [program.path]
+    if program.library.startswith("Open MPI"):
+        cores = affinity.physical_cores()
+        if num_ranks > len(set(cores.values()) if cores else affinity.current()):
+            command.append("--oversubscribe")  # its slots are cores
+        if unbound:
+            command += ["--bind-to", "none"]
+    return [*command, "-n", str(num_ranks)]
 
 
 def leave_job() -> None:

@@ -19,8 +19,7 @@ import torch
 
 from ...errors import ArgumentError, JobError, TorchMPIError
 from ...session import affinity, launcher, mpi_library, runtime
-from ..facts import Program
-from ..launching import PACKAGE_PARENT, find_programs, run_limited
+from ..launching import PACKAGE_PARENT, find_programs, launch_command, run_limited
 from . import collective_bench, options, training
 from .job import Show, StatusLine, measure_job
 from .report import check_can_plot, compare_files, draw, new_report, save
@@ -162,22 +161,6 @@ def _measure_here(given: argparse.Namespace, show: Show) -> list[dict[str, Any]]
 
 
 # --- jobs, which end when this process ends --------------------------------------------------------------------
-
-
-def launch_command(program: Program, num_ranks: int, *, unbound: bool = False) -> list[str]:
-    """Return the launcher with its options, up to the program.
-
-    >>> launch_command(Program("mpiexec", "MPICH 5.0.2", True), 4)
-    ['mpiexec', '-n', '4']
-    """
-    command = [program.path]
-    if program.library.startswith("Open MPI"):
-        cores = affinity.physical_cores()
-        if num_ranks > len(set(cores.values()) if cores else affinity.current()):
-            command.append("--oversubscribe")  # its slots are cores
-        if unbound:
-            command += ["--bind-to", "none"]
-    return [*command, "-n", str(num_ranks)]
 
 
 def run_job(
