@@ -1,0 +1,92 @@
+"""The GPT examples as jobs: the loss they reach, and the bits of a run that was killed and continued."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from conftest import ROOT
+
+EXAMPLES = ROOT / "examples" / "llm"
+NAMES = ("nn_gpt", "ddp_gpt")
+MAX_LINES = 120
+ONE_THREAD = {"TORCHMPI_THREADS": "1"}
+STEPS = ("--cpu", "--steps", "12", "--save-every", "4", "--accumulate", "3", "--context", "16", "--assert-loss", "6")
+KILLED = """
+import os, runpy, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
+num_steps = 0
+
+def count(*_):
+    global num_steps
+    num_steps += 1
+    if rank == "1" and num_steps == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+register_optimizer_step_post_hook(count)
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+once = pytest.mark.once
+
+
+def parameters(folder):
+    """The parameters in the checkpoint, by name."""
+    return torch.load(folder / "gpt.pt", weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss(launch, name):
+    result = launch(2, [EXAMPLES / f"{name}.py", "--cpu"], env=ONE_THREAD, timeout=240)
+    assert result.returncode == 0, result.output
+    losses = [float(loss) for loss in re.findall(r"^step .* loss (\S+)", result.stdout, re.M)]
+    assert len(losses) == 15 and losses[-1] < losses[0] - 0.5
+    assert re.search(r"^validation loss 2\.\d+$", result.stdout, re.M)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_run_continues_to_the_same_bits(launch, tmp_path, name):
+    """Rank 1 is killed in the tenth update, after the checkpoint of update 8."""
+    program, whole, parted = EXAMPLES / f"{name}.py", tmp_path / "whole", tmp_path / "parted"
+    undisturbed = launch(2, [program, *STEPS, "--checkpoint", whole], env=ONE_THREAD)
+    assert undisturbed.returncode == 0, undisturbed.output
+
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    command = [*STEPS, "--checkpoint", parted]
+    killed = launch(2, [script, program, *command], env=ONE_THREAD)
+    assert killed.returncode != 0 and "validation loss" not in killed.stdout, killed.output
+    assert any(not torch.equal(value, parameters(whole)[name]) for name, value in parameters(parted).items())
+
+    continued = launch(2, [program, *command], env=ONE_THREAD)
+    assert continued.returncode == 0, continued.output
+    assert "step  10/12" in continued.stdout
+    for name, value in parameters(parted).items():
+        assert torch.equal(value, parameters(whole)[name]), name
+    assert continued.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]  # the validation loss
+
+
+@once
+def test_own_text_and_too_high_a_loss(launch, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a rank sends, a rank receives. " * 400)
+    options = ["--cpu", "--data", text, "--steps", "10", "--context", "16", "--assert-loss", "0.1"]
+    result = launch(2, [EXAMPLES / "nn_gpt.py", *options], env=ONE_THREAD)
+    assert result.returncode != 0
+    assert result.stdout.count("failed: expected a validation loss of at most 0.1") == 1
+    assert "Traceback" not in result.stderr
+
+
+@once
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_length_and_imports(path):
+    """Short, and with public names only."""
+    text = path.read_text()
+    assert len(text.splitlines()) < MAX_LINES
+    imports = [line for line in text.splitlines() if line.startswith(("import torchmpi", "from torchmpi"))]
+    public = ("import torchmpi as mpi", "import torchmpi.nn as mpinn", "from torchmpi.engine import")
+    assert all(line.startswith(public) for line in imports) and " _" not in " ".join(imports)
