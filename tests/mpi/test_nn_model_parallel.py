@@ -108,16 +108,15 @@ def test_copies_and_pickles_stay_sharded(agree):
     parallel, _ = both()
     expected = parallel(batch())
     for other in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
-        agree(other.weight.torchmpi_sharded)
+        agree(mpinn.sharding_of(other.weight))
         agree.equal(other(batch()), expected)
 
 
 def test_on_a_communicator_of_its_own(agree):
     level = mpi.push_communicator(f"parity {mpi.rank() % 2}")
     mpi.set_communicator(0)
-    torch.manual_seed(4)
-    parallel = mpinn.MPLinear(7, 5, comm=level, dtype=torch.float64)
-    _, whole = both()
+    with mpi.use(level):
+        parallel, whole = both()
     agree.close(parallel(batch()), whole(batch()), **TIGHT)
 
 

@@ -6,15 +6,19 @@ from .join import join
 from .model_parallel import MPLinear
 from .optimizer import DistributedOptimizer
 from .replica_check import check_with_allreduce
+from .sharding import Sharding, set_sharded, sharding_of
 from .sync import synchronize_gradients, synchronize_parameters
 
 __all__ = [
     "BlockSequential",
     "DistributedOptimizer",
     "MPLinear",
+    "Sharding",
     "check_with_allreduce",
     "join",
     "register_async_backward",
+    "set_sharded",
+    "sharding_of",
     "synchronize_gradients",
     "synchronize_gradients_async",
     "synchronize_parameters",

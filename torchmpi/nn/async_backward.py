@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,8 @@ def register_async_backward(
     """Reduce the gradients of `net` during every backward, as soon as they are computed. Collective.
 
     Gradients become views of buckets; a bucket is reduced when it and all buckets before it are complete.
-    :func:`synchronize_gradients_async` waits for the buckets.
+    :func:`synchronize_gradients_async` waits for the buckets. Shards (:func:`set_sharded`) have buckets of their own,
+    which are averaged over the ranks that hold the same ones.
 
     Args:
         net: The module.
@@ -48,7 +50,8 @@ def register_async_backward(
         comm: The communicator: None for the current one, a level, or a Communicator.
 
     Raises:
-        ArgumentError: `net` is not a module, is registered already, or is inside :func:`~torchmpi.nn.join`.
+        ArgumentError: `net` is not a module, is registered already, is inside :func:`~torchmpi.nn.join`, or has shards
+            that do not fit to the communicator or to ``average=False``.
         ReplicaError: The nets differ; raised on all ranks.
 
     Example:
@@ -122,18 +125,31 @@ def _registered(net: nn.Module, call: str) -> AsyncBackward:
     return backward
 
 
+class _Part(NamedTuple):
+    """The parameters that are reduced over one communicator: the replicated ones, or shards."""
+
+    parameters: list[Tensor]
+    comm: Communicator
+    """Private."""
+
+
 class AsyncBackward(Attachment):
     """The hooks and buckets of one net, and the reductions in flight."""
 
     def __init__(self, net: nn.Module, frequency: int, bucket_bytes: int, *, average: bool, comm: Communicator) -> None:
         replica = Replica(net)
-        check_same_layout(replica, replica.trainable, comm, strides=True)
+        parts = [(replica, comm), *replica.shard_parts(comm, average=average)]
+        for part, holders in parts:
+            check_same_layout(part, part.trainable, holders, strides=True)
         self.net = net
         self.frequency, self.bucket_bytes, self.average = frequency, bucket_bytes, average
-        self.parameters = replica.trainable
+        self.parameters = [parameter for part, _ in parts for parameter in part.trainable]
         self._known = {id(parameter) for parameter in self.parameters}
-        self.comm = open_private(comm, f"{comm.name} async backward")
-        self.buckets = _make_buckets(replica, bucket_bytes)
+        self._parts = [
+            _Part(part.trainable, open_private(holders, f"{holders.name} async backward")) for part, holders in parts
+        ]
+        self.comm = self._parts[0].comm
+        self.buckets, self._bucket_parts = _make_buckets(net, self._parts, bucket_bytes)
         self._positions = {
             id(parameter): (index, position)
             for index, bucket in enumerate(self.buckets)
@@ -177,7 +193,8 @@ class AsyncBackward(Attachment):
         waiting = torch.tensor([int(self.is_running)])
         if collectives.allreduce(waiting, op="max", comm=self.comm.parent).item():
             self._finish_round(Replica(self.net), None)
-        close_private(self.comm)
+        for part in self._parts:
+            close_private(part.comm)
 
     def _reset(self) -> None:
         self._counts = [0] * len(self.parameters)
@@ -257,7 +274,13 @@ class AsyncBackward(Attachment):
         if order is not None:
             order.enter(bucket.flat)
         with torch.no_grad():
-            self._finishers.append(reduction.start(bucket.pack(), self.comm))
+            part = self._bucket_parts[index]
+            self._finishers.append(self._of_part(part, reduction).start(bucket.pack(), part.comm))
+
+    def _of_part(self, part: _Part, reduction: GradientReduction) -> GradientReduction:
+        """Return the reduction of a part, where `reduction` is that of the replicated parameters."""
+        size = part.comm.size
+        return reduction if part.comm is self.comm else GradientReduction(size, size)
 
     # --- after backward --------------------------------------------------------------------------
 
@@ -271,23 +294,27 @@ class AsyncBackward(Attachment):
                     self._reduction = self._begin(shadowed)
                 while len(self._finishers) < len(self.buckets):
                     self._launch(self._reduction)
-                presence = GradientList(self.parameters).agree(replica, self.comm, failed=has_failed)
-                self._distribute(presence, self._reduction)
+                presences = [
+                    GradientList(part.parameters).agree(replica, part.comm, failed=has_failed) for part in self._parts
+                ]
+                self._distribute(presences, self._reduction)
         finally:
             self._reset()
-        return failure if presence.is_failed else ""
+        return failure if presences[0].is_failed else ""
 
-    def _distribute(self, presence: Presence, reduction: GradientReduction) -> None:
-        present = {id(parameter) for parameter in presence.dense}
+    def _distribute(self, presences: Sequence[Presence], reduction: GradientReduction) -> None:
+        present = {id(parameter) for presence in presences for parameter in presence.dense}
         for bucket, finish in zip(self.buckets, self._finishers, strict=True):
             finish()
             bucket.give(present)
-        for parameter in presence.sparse:
-            reduction.run_sparse(parameter, self.comm)
+        for part, presence in zip(self._parts, presences, strict=True):
+            for parameter in presence.sparse:
+                self._of_part(part, reduction).run_sparse(parameter, part.comm)
 
     def _check_parameters(self, replica: Replica) -> None:
         """Raise if there are parameters without a hook: their gradients would not be reduced."""
-        new = [parameter for parameter in replica.trainable if id(parameter) not in self._known]
+        parts = [replica, *(part for part, _ in replica.shard_parts(self.comm))]
+        new = [each for part in parts for each in part.trainable if id(each) not in self._known]
         if new:
             raise GradientError(
                 f"rank {self.comm.rank}: {', '.join(map(repr, replica.names(new)))} became trainable, or "
@@ -295,16 +322,18 @@ class AsyncBackward(Attachment):
             )
 
 
-def _make_buckets(replica: Replica, bucket_bytes: int) -> list[SeatedBucket]:
-    """Make buckets in the order in which backward is expected to complete them.
+def _make_buckets(net: nn.Module, parts: Sequence[_Part], bucket_bytes: int) -> tuple[list[SeatedBucket], list[_Part]]:
+    """Make buckets in the order in which backward is expected to complete them, and return the part of each.
 
     Blocks of BlockSequential modules are buckets; the other parameters are packed in reverse order.
     """
-    blocks = gradient_buckets_of(replica.modules)
-    excluded = sparse_by_declaration(replica.modules)
-    excluded.update(id(parameter) for block in blocks for parameter in block.parameters)
-    rest = [parameter for parameter in reversed(replica.trainable) if id(parameter) not in excluded]
-    fused = bucket_plan.plan_buckets(rest, bucket_bytes)
-    buckets = blocks + [SeatedBucket([rest[index] for index in indices]) for indices in fused]
-    order = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
-    return sorted(buckets, key=lambda bucket: min(order[id(p)] for p in bucket.parameters), reverse=True)
+    buckets = [(block, parts[0]) for block in gradient_buckets_of(net.modules())]
+    excluded = sparse_by_declaration(net.modules())
+    excluded.update(id(parameter) for block, _ in buckets for parameter in block.parameters)
+    for part in parts:
+        rest = [parameter for parameter in reversed(part.parameters) if id(parameter) not in excluded]
+        fused = bucket_plan.plan_buckets(rest, bucket_bytes)
+        buckets += [(SeatedBucket([rest[index] for index in indices]), part) for indices in fused]
+    order = {id(parameter): index for index, parameter in enumerate(net.parameters())}
+    buckets.sort(key=lambda pair: min(order[id(p)] for p in pair[0].parameters), reverse=True)
+    return [bucket for bucket, _ in buckets], [part for _, part in buckets]

@@ -14,7 +14,7 @@ from ..errors import ArgumentError, GradientError
 from ..session import runtime
 from .async_backward import AsyncBackward
 from .join_state import JOIN_STATE, JoinRound, JoinState, refuse_inside_join
-from .replica import SHARDED, Replica, attach, attached
+from .replica import Replica, attach, attached
 from .sync import ASYNC_BACKWARD, broadcast_replica, reduce_gradients
 
 
@@ -62,7 +62,7 @@ def join(
             "join(comm=...): the net was registered for asynchronous backward with a communicator already."
         )
     refuse_inside_join(net, "join")
-    if any(getattr(parameter, SHARDED, False) for parameter in net.parameters()):
+    if Replica(net).shards:
         raise ArgumentError(
             "join: a net with sharded parameters communicates in its forward pass, which ranks without data do not run."
         )

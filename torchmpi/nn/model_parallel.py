@@ -12,7 +12,8 @@ from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors.partition import part_of
-from .replica import SHARDED, Attachment
+from .replica import Attachment
+from .sharding import set_sharded
 
 
 class MPLinear(nn.Module):
@@ -20,21 +21,24 @@ class MPLinear(nn.Module):
 
     Input and output are complete and equal on all ranks; each rank stores only its columns of the weight and computes a
     partial output, and the partial outputs are added. The layer can be used anywhere in a replicated net whose
-    *batches are the same on all ranks*. With the same seed on all ranks the initial weights are those of ``nn.Linear``.
+    *batches are the same on all ranks of* `comm`. With the same seed on all ranks the initial weights are those of
+    ``nn.Linear``.
 
-    ``weight`` has the attribute ``torchmpi_sharded``: the ``synchronize_*`` functions and checks do not change or
-    compare it. ``bias`` is replicated.
+    ``weight`` is marked by :func:`~torchmpi.nn.set_sharded`: the ``synchronize_*`` functions and checks treat it as a
+    tensor of the ranks of `data_comm`. ``bias`` is replicated.
 
     Args:
         in_features: Size of the last dimension of the input; need not be divisible by the number of ranks.
         out_features: Size of the last dimension of the output.
         bias: Add a bias.
-        comm: Communicator or level; default: the current communicator.
+        comm: Ranks over which the layer is divided; default: the current communicator.
+        data_comm: Ranks that hold the same columns and are trained on different data; default: as for ``set_sharded``.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
     Raises:
-        ArgumentError: In the forward pass: the input does not have `in_features` features.
+        ArgumentError: `data_comm` is needed or wrong; in the forward pass: the input does not have `in_features`
+            features.
 
     Example:
         layer = mpinn.MPLinear(784, 10)
@@ -48,6 +52,7 @@ class MPLinear(nn.Module):
         bias: bool = True,
         *,
         comm: int | Communicator | None = None,
+        data_comm: int | Communicator | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -58,7 +63,7 @@ class MPLinear(nn.Module):
         full = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self.weight = nn.Parameter(self.select_columns(full.weight.detach()).clone())
         self.bias = full.bias
-        setattr(self.weight, SHARDED, True)
+        set_sharded(self.weight, comm=comm, data_comm=data_comm)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer to the complete input."""
@@ -123,9 +128,9 @@ class MPLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        setattr(self.weight, SHARDED, True)  # a copied parameter does not have the attribute
-        # A pickle contains no communicator, which would be invalid in another job.
-        self._layer_comm = self._layer_comm or _LayerComm(runtime.communicator(None))
+        if self._layer_comm is None:  # a pickle contains no communicator, which would be invalid in another job
+            self._layer_comm = _LayerComm(runtime.communicator(None))
+            set_sharded(self.weight)
 
 
 class _LayerComm(Attachment):

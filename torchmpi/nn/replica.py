@@ -8,16 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..communicators.communicator import Communicator
 from ..errors import ArgumentError
+from .sharding import SHARDED, Sharding
 
 Net = nn.Module | Iterable[Tensor]
 
-SHARDED = "torchmpi_sharded"
-"""Attribute of a parameter of which each rank holds a different shard, so that it is not synchronized."""
-
 
 class Replica:
-    """The replicated tensors of a net: parameters and buffers, each once, in the order of the modules.
+    """The replicated tensors of a net: parameters and buffers, each once, in the order of the modules; and its shards.
 
     Implemented as one recursion over the modules, because ``named_parameters()`` takes a millisecond for a net with
     200 parameters. Names are computed only for messages.
@@ -28,12 +27,14 @@ class Replica:
     """
 
     def __init__(self, net: Net) -> None:
-        self.net = net if isinstance(net, nn.Module) else None
+        self.net = self._root = net if isinstance(net, nn.Module) else None
         self.modules: list[nn.Module] = []
         self.parameters: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.trainable: list[Tensor] = []
         """The parameters that require a gradient."""
+        self.shards: list[Tensor] = []
+        """The sharded parameters and buffers."""
         seen: set[int] = set()
         left: list[Any] = [net if isinstance(net, nn.Module) else _checked(net)]
         while left:
@@ -51,7 +52,11 @@ class Replica:
                 kinds = ((module, self.parameters),)
             for tensors, found in kinds:
                 for tensor in tensors:
-                    if tensor is None or id(tensor) in seen or getattr(tensor, SHARDED, False):
+                    if tensor is None or id(tensor) in seen:
+                        continue
+                    if getattr(tensor, SHARDED, False):
+                        seen.add(id(tensor))
+                        self.shards.append(tensor)
                         continue
                     if is_lazy(tensor):
                         raise ArgumentError(
@@ -62,17 +67,51 @@ class Replica:
                     if found is self.parameters and tensor.requires_grad:
                         self.trainable.append(tensor)
 
+    def shard_parts(self, comm: Communicator, *, average: bool = True) -> list[tuple[Replica, Communicator]]:
+        """Return the shards, as replicas, with the ranks that hold the same ones.
+
+        Args:
+            comm: The communicator of a call that synchronizes the net.
+            average: Whether the call averages; sums are refused.
+
+        Returns:
+            One replica for each set of ranks. Shards that only one rank of `comm` holds are left out.
+
+        Raises:
+            ArgumentError: The ranks of a shard do not fit to `comm`, or `average` is False.
+        """
+        parts: dict[int, tuple[Replica, Communicator]] = {}
+        for tensor in self.shards:
+            sharding = getattr(tensor, SHARDED)
+            if not isinstance(sharding, Sharding) or comm.size == 1:
+                continue
+            if not average:
+                raise ArgumentError(
+                    "average=False: ranks that share a layer have the same batch, so a sum over all ranks would count "
+                    "it several times for replicated parameters, but once for shards. Use average=True."
+                )
+            holders = sharding.holders_in(comm)
+            if holders is None:
+                continue
+            part, _ = parts.setdefault(id(holders.intra), (Replica([]), holders))
+            part._root = self._root
+            is_parameter = isinstance(tensor, nn.Parameter) or self.net is None
+            (part.parameters if is_parameter else part.buffers).append(tensor)
+            if is_parameter and tensor.requires_grad:
+                part.trainable.append(tensor)
+        return list(parts.values())
+
     def names(self, tensors: Iterable[Tensor]) -> list[str]:
         """Return the names of `tensors`."""
         known: dict[int, str] = {}
-        if self.net is not None:
-            known = {id(tensor): name for name, tensor in self.net.named_buffers()}
-            known.update((id(tensor), name) for name, tensor in self.net.named_parameters())
+        if self._root is not None:
+            known = {id(tensor): name for name, tensor in self._root.named_buffers()}
+            known.update((id(tensor), name) for name, tensor in self._root.named_parameters())
         return [known.get(id(tensor), f"tensor {index}") for index, tensor in enumerate(tensors)]
 
     def name(self, tensor: Tensor) -> str:
         """Return the name of one tensor."""
-        everything = self.parameters + self.buffers
+        everything = self.parameters + self.buffers + self.shards
         names = self.names(everything)
         return next((name for name, other in zip(names, everything, strict=True) if other is tensor), "a tensor")
 

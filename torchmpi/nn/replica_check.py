@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -27,14 +30,15 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communic
     """Check that every parameter and buffer has the same bits on all ranks. Collective.
 
     Args:
-        net: Module, or iterable of tensors. Sharded parameters are ignored.
+        net: Module, or iterable of tensors. A shard is compared among the ranks that hold the same one
+            (:func:`~torchmpi.nn.set_sharded`).
         buffers: Also compare buffers. In data-parallel training the running statistics of batch norm differ between
             ranks, as each rank has its own data.
         comm: Communicator or level; default: the current communicator.
 
     Raises:
         ReplicaError: On all ranks: tensors differ. The message names them and the ranks that agree.
-        ArgumentError: Called inside ``join``.
+        ArgumentError: Called inside ``join``, or the net has shards that do not fit to the communicator.
 
     Example:
         mpinn.check_with_allreduce(model)
@@ -44,15 +48,22 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communic
     replica = Replica(net)
     tensors = replica.parameters + (replica.buffers if buffers else [])
     check_same_layout(replica, tensors, communicator)
+    holders = [0] * len(tensors)  # the first of the world ranks that must agree; for replicated tensors any constant
+    for part, comm in replica.shard_parts(communicator):
+        shards = part.parameters + (part.buffers if buffers else [])
+        tensors += shards
+        holders += [comm.intra.world_ranks[0]] * len(shards)
     if not tensors:
         return
-    sums = torch.tensor([[checksum(tensor.detach()) for tensor in tensors]])
-    table = collectives.allgather(sums, comm=communicator)
-    differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+    sums = [checksum(tensor.detach()) for tensor in tensors]
+    table = collectives.allgather(torch.tensor([[sums, holders]]), comm=communicator)
+    suspects = (table[:, 0] != table[0, 0]).any(dim=0).nonzero().flatten().tolist()
+    described = {index: _describe(*table[:, :, index].t().tolist()) for index in suspects}
+    differing = [index for index in suspects if described[index]]
     if not differing:
         return
     names = replica.names(tensors)
-    lines = [f"  {names[index]!r}: {_describe(table[:, index].tolist())}" for index in differing[:_MAX_NAMED]]
+    lines = [f"  {names[index]!r}: {described[index]}" for index in differing[:_MAX_NAMED]]
     if len(differing) > _MAX_NAMED:
         lines.append(f"  and {len(differing) - _MAX_NAMED} more")
     raise ReplicaError(
@@ -62,18 +73,31 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communic
     )
 
 
-def _describe(sums: list[int]) -> str:
-    """Describe which ranks have the same checksum.
+def _describe(sums: Sequence[int], holders: Sequence[int]) -> str:
+    """Describe which ranks have the same checksum; '' if all ranks with the same entry in `holders` agree.
 
-    >>> _describe([7, 9, 7])
+    >>> _describe([7, 9, 7], [0, 0, 0])
     'ranks 0, 2 agree; rank 1 differs'
+    >>> _describe([7, 9, 7, 8], [0, 1, 0, 1])
+    'ranks 1, 3 with the same shard: all ranks differ'
     """
-    groups: dict[int, list[str]] = {}
-    for rank, value in enumerate(sums):
-        groups.setdefault(value, []).append(str(rank))
-    largest = max(groups.values(), key=len)
-    others = [rank for group in groups.values() if group is not largest for rank in group]
-    if len(largest) == 1 and len(groups) > 1:
+    texts = []
+    for holder in sorted(set(holders)):
+        groups: dict[int, list[str]] = {}
+        for rank, value in enumerate(sums):
+            if holders[rank] == holder:
+                groups.setdefault(value, []).append(str(rank))
+        if len(groups) > 1:
+            ranks = ", ".join(sorted(chain(*groups.values()), key=int))
+            text = _describe_groups(list(groups.values()))
+            texts.append(text if len(set(holders)) == 1 else f"ranks {ranks} with the same shard: {text}")
+    return "; ".join(texts)
+
+
+def _describe_groups(groups: Sequence[list[str]]) -> str:
+    largest = max(groups, key=len)
+    others = [rank for group in groups if group is not largest for rank in group]
+    if len(largest) == 1:
         return "all ranks differ"
     differing = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(others)} differ"
     return f"ranks {', '.join(largest)} agree; {differing}"

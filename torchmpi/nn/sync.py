@@ -32,7 +32,7 @@ _IN_FLIGHT = 3  # buckets: one is sent, one is filled, and one is queued so that
 def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: int | Communicator | None = None) -> None:
     """Copy the parameters and buffers of rank 0 to all ranks, or average them over the ranks.
 
-    Parameters that are sharded over the ranks stay unchanged.
+    A shard is copied or averaged over the ranks that hold the same one (:func:`set_sharded`).
 
     Args:
         net: A module or an iterable of tensors.
@@ -51,11 +51,14 @@ def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: int 
     refuse_inside_join(net, "synchronize_parameters")
     communicator = runtime.communicator(comm)
     replica = Replica(net)
-    check_same_layout(replica, replica.parameters + replica.buffers, communicator)
-    if with_allreduce:
-        _copy_or_average(replica, communicator)
-    else:
-        broadcast_replica(replica, 0, communicator)
+    parts = [(replica, communicator), *replica.shard_parts(communicator)]
+    for part, holders in parts:
+        check_same_layout(part, part.parameters + part.buffers, holders)
+    for part, holders in parts:
+        if with_allreduce:
+            _copy_or_average(part, holders)
+        else:
+            broadcast_replica(part, 0, holders)
 
 
 def broadcast_replica(replica: Replica, root: int, comm: Communicator) -> None:
@@ -94,7 +97,8 @@ def synchronize_gradients(
     filled while another one is sent. The result has the same bits as a loop over ``mpi.allreduce(p.grad, op="avg")``.
 
     A gradient that is missing on some ranks counts as zero there; one that is missing on all ranks stays ``None``.
-    Frozen and sharded parameters stay unchanged. Sparse gradients stay sparse.
+    Frozen parameters stay unchanged. Sparse gradients stay sparse. The gradient of a shard is averaged over the ranks
+    that hold the same one (:func:`set_sharded`).
 
     Args:
         net: A module or an iterable of parameters.
@@ -104,7 +108,8 @@ def synchronize_gradients(
 
     Raises:
         GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
-        ArgumentError: The net is registered for asynchronous backward, or is inside ``join`` on another communicator.
+        ArgumentError: The net is registered for asynchronous backward, is inside ``join`` on another communicator, or
+            has shards that do not fit to the communicator or to ``average=False``.
 
     Example:
         loss.backward()
@@ -129,7 +134,11 @@ def synchronize_gradients(
         reduction = join_state.reduction(
             join_state.announce_active(DIRECT, average, default_bucket_bytes(bucket_bytes))
         )
-    reduce_gradients(Replica(net), reduction, bucket_bytes, communicator)
+    replica = Replica(net)
+    parts = replica.shard_parts(communicator, average=average)
+    reduce_gradients(replica, reduction, bucket_bytes, communicator)
+    for part, holders in parts:
+        reduce_gradients(part, GradientReduction(holders.size, holders.size), bucket_bytes, holders)
 
 
 @torch.no_grad()

@@ -1,0 +1,215 @@
+"""Model and data parallelism together: groups of ranks share a layer, and each group has its own data."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+from torchmpi.errors import ArgumentError, ReplicaError
+
+pytestmark = pytest.mark.usefixtures("world")
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+STEPS, BATCH = 20, 12
+
+
+def divisors() -> list[int]:
+    """The sizes of model-parallel groups of this job: 1 is data parallelism only, all ranks model parallelism only."""
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    return [width for width in range(1, size + 1) if size % width == 0]
+
+
+@pytest.fixture(params=divisors(), ids=lambda width: f"groups of {width}")
+def model_level(request, world):
+    """The level of the model-parallel groups: neighbours."""
+    level = mpi.push_communicator(f"model {mpi.rank() // request.param}")
+    mpi.set_communicator(0)
+    return level
+
+
+def make_net(make_layer: Callable[..., nn.Module], **options: object) -> nn.Sequential:
+    torch.manual_seed(3)
+    middle = make_layer(7, 5, dtype=torch.float64, **options)
+    return nn.Sequential(nn.Linear(4, 7).double(), nn.Tanh(), middle, nn.Tanh(), nn.Linear(5, 1).double())
+
+
+def data(step: int, part: int = 0, num_parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(BATCH, 4, dtype=torch.float64, generator=generator)
+    return x[part::num_parts], x.sum(1, keepdim=True).sin()[part::num_parts]
+
+
+def backward(net: nn.Module, step: int, *place: int) -> None:
+    net.zero_grad()
+    x, y = data(step, *place)
+    nn.functional.mse_loss(net(x), y).backward()
+
+
+def train_whole() -> nn.Sequential:
+    """One process on the complete batches."""
+    net = make_net(nn.Linear)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        backward(net, step)
+        optimizer.step()
+    return net
+
+
+def train(net: nn.Module, how: str, *place: int) -> None:
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if how.startswith("optimizer"):
+        optimizer = mpinn.DistributedOptimizer(optimizer, net, asynchronous=how == "optimizer, async")
+    elif how == "async":
+        mpinn.register_async_backward(net, bucket_bytes=100)
+    for step in range(STEPS):
+        backward(net, step, *place)
+        if how == "sync":
+            mpinn.synchronize_gradients(net)
+        elif how == "async":
+            mpinn.synchronize_gradients_async(net)
+        optimizer.step()
+    if "async" in how:
+        mpinn.unregister_async_backward(net)
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "optimizer", "optimizer, async"])
+def test_training_equals_one_process_on_the_complete_batch(agree, model_level, how):
+    width = mpi.communicator(model_level).size
+    net = make_net(mpinn.MPLinear, comm=model_level)
+    mpinn.synchronize_parameters(net)
+    train(net, how, mpi.rank() // width, mpi.size() // width)
+    whole = train_whole()
+    agree.close(net[2].full_weight(), whole[2].weight.detach(), "sharded weight", **TIGHT)
+    for index in (0, 2, 4):
+        agree.close(net[index].bias.detach(), whole[index].bias.detach(), f"bias {index}", **TIGHT)
+    mpinn.check_with_allreduce(net)
+
+
+@pytest.mark.parametrize("with_allreduce", [False, True])
+def test_parameters_of_shards_are_copied_or_averaged_over_their_holders(agree, model_level, with_allreduce):
+    width = mpi.communicator(model_level).size
+    layer = mpinn.MPLinear(7, 5, comm=model_level)
+    nn.init.constant_(layer.weight, mpi.rank())
+    mpinn.synchronize_parameters(layer, with_allreduce)
+    holders = range(mpi.rank() % width, mpi.size(), width)
+    expected = sum(holders) / len(holders) if with_allreduce else holders[0]
+    agree.equal(layer.weight.detach(), torch.full_like(layer.weight, expected))
+    mpinn.check_with_allreduce(layer)
+
+
+def test_drift_of_a_shard_is_found_on_all_ranks(agree, model_level):
+    net = make_net(mpinn.MPLinear, comm=model_level)
+    width = mpi.communicator(model_level).size
+    mpinn.check_with_allreduce(net)
+    if mpi.rank() == mpi.size() - 1:
+        with torch.no_grad():
+            net[2].weight[0, 0] += 1
+    if width == mpi.size():
+        mpinn.check_with_allreduce(net)  # no other rank holds the shard
+    else:
+        agree.raises(ReplicaError, lambda: mpinn.check_with_allreduce(net), "1 of 6 tensors", "'2.weight'")
+
+
+def test_parameters_of_own_layers_and_an_explicit_data_comm(agree):
+    """Rank r holds shard r % 2 of the pairs (2k, 2k + 1); a last odd rank would have no partner."""
+    if mpi.size() % 2:
+        pytest.skip("needs an even number of ranks")
+    model_level = mpi.push_communicator(f"pair {mpi.rank() // 2}")
+    mpi.set_communicator(0)
+    data_level = mpi.push_communicator(f"parity {mpi.rank() % 2}")
+    mpi.set_communicator(0)
+    layer = nn.Linear(3, 2)
+    mpinn.set_sharded(layer.weight, comm=model_level, data_comm=data_level)
+    sharding = mpinn.sharding_of(layer.weight)
+    agree.equal((sharding.comm.size, mpinn.sharding_of(layer.bias)), (2, None))
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, mpi.rank())
+    mpinn.synchronize_gradients(layer)
+    holders = range(mpi.rank() % 2, mpi.size(), 2)
+    agree.equal(layer.weight.grad, torch.full((2, 3), sum(holders) / len(holders)))
+    agree.equal(layer.bias.grad, torch.full((2,), (mpi.size() - 1) / 2))
+    agree.raises(
+        ArgumentError,
+        lambda: mpinn.set_sharded(layer.weight, comm=0, data_comm=0),
+        *(["has more than one of them"] if mpi.size() > 1 else []),
+    )
+
+
+def test_a_sharded_embedding_with_sparse_gradients(agree, model_level):
+    width = mpi.communicator(model_level).size
+    for how in ("sync", "async"):
+        table = nn.Embedding(4, 2, sparse=True)
+        mpinn.set_sharded(table.weight, comm=model_level)
+        if how == "async":
+            mpinn.register_async_backward(table)
+        table(torch.tensor([mpi.rank() % 4])).sum().backward()
+        if how == "async":
+            mpinn.synchronize_gradients_async(table)
+            mpinn.unregister_async_backward(table)
+        else:
+            mpinn.synchronize_gradients(table)
+        expected = torch.zeros(4, 2)
+        holders = range(mpi.rank() % width, mpi.size(), width)
+        for rank in holders:
+            expected[rank % 4] += 1 / len(holders)
+        agree.close(table.weight.grad.to_dense(), expected, how)
+
+
+def test_layers_of_a_group_that_trains_alone(agree, model_level):
+    """No other group holds the shards: calls on the group are right, calls on all ranks are refused."""
+    with mpi.use(model_level) as group:
+        net = make_net(mpinn.MPLinear)
+        backward(net, 0)
+        gradient = net[2].weight.grad.clone()
+        mpinn.synchronize_gradients(net)
+        agree.equal(net[2].weight.grad, gradient)
+        mpinn.check_with_allreduce(net)
+    if group.size < mpi.size():
+        for call in (mpinn.synchronize_parameters, mpinn.synchronize_gradients, mpinn.check_with_allreduce):
+            agree.raises(ArgumentError, lambda call=call: call(net), "Pass data_comm=")
+        agree.raises(ArgumentError, lambda: mpinn.register_async_backward(net), "Pass data_comm=")
+
+
+def test_calls_on_the_group_leave_shards_of_other_groups_alone(agree, model_level):
+    net = make_net(mpinn.MPLinear, comm=model_level)
+    backward(net, mpi.rank() // mpi.communicator(model_level).size)
+    gradient = net[2].weight.grad.clone()
+    mpinn.synchronize_gradients(net, comm=model_level)
+    agree.equal(net[2].weight.grad, gradient)
+
+
+def test_sums_are_refused(agree, model_level):
+    if mpi.size() == 1:
+        pytest.skip("one rank: a sum is the average")
+    net = make_net(mpinn.MPLinear, comm=model_level)
+    backward(net, 0)
+    agree.raises(ArgumentError, lambda: mpinn.synchronize_gradients(net, average=False), "Use average=True")
+    agree.raises(ArgumentError, lambda: mpinn.register_async_backward(net, average=False), "Use average=True")
+
+
+def test_groups_of_different_sizes_are_refused(agree):
+    if mpi.size() < 3:
+        pytest.skip("needs groups of different sizes")
+    level = mpi.push_communicator("first" if mpi.rank() == 0 else "others")
+    mpi.set_communicator(0)
+    agree.raises(ArgumentError, lambda: mpinn.MPLinear(7, 5, comm=level), "groups of equal size", "data_comm=")
+
+
+def test_copies_know_their_ranks_and_pickles_must_be_told(agree, model_level):
+    layer = nn.Linear(3, 2)
+    mpinn.set_sharded(layer.weight, comm=model_level)
+    copied = copy.deepcopy(copy.deepcopy(layer))
+    agree(mpinn.sharding_of(copied.weight) is mpinn.sharding_of(layer.weight), "copies share the ranks")
+    restored = pickle.loads(pickle.dumps(layer))
+    if mpi.size() > 1:
+        agree.raises(ArgumentError, lambda: mpinn.synchronize_parameters(restored), "from a pickle")
+    mpinn.set_sharded(restored.weight, comm=model_level)
+    mpinn.synchronize_parameters(copy.deepcopy(restored))

@@ -1,0 +1,163 @@
+"""Sharded parameters: which ranks hold the shards of a tensor, and which hold the same shard."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from ..communicators.communicator import Communicator
+from ..communicators.splits import plan_split
+from ..errors import ArgumentError
+from ..session import runtime
+
+SHARDED = "torchmpi_sharded"
+"""Attribute of a sharded tensor: a Sharding, or True if no two ranks hold the same shard."""
+_DEEPCOPY = "__deepcopy__"
+
+
+class Sharding:
+    """The ranks of a sharded tensor. Copies of the tensor share it; pickles contain no communicators.
+
+    Attributes:
+        comm: The ranks that hold the shards of one complete tensor; None in a tensor from a pickle.
+        data_comm: The ranks that hold the same shard, which are trained on different data; None if there is no other
+            rank with the same shard.
+    """
+
+    def __init__(self, comm: Communicator | None, data_comm: Communicator | None) -> None:
+        self.comm, self.data_comm = comm, data_comm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None, None)  # communicators would be invalid in another job
+
+    def holders_in(self, comm: Communicator) -> Communicator | None:
+        """Return the ranks that hold the same shard, for a call that synchronizes a net over `comm`.
+
+        Args:
+            comm: The communicator of the call.
+
+        Returns:
+            `data_comm`, or None if no other rank of `comm` holds the shard.
+
+        Raises:
+            ArgumentError: `comm` has ranks outside the groups of the shard, or only some of those that hold it.
+        """
+        if self.comm is None:
+            raise ArgumentError(
+                "A sharded parameter comes from a pickle, which contains no communicators. Call "
+                "set_sharded(parameter, comm=..., data_comm=...) again, or make the layer anew and load its state_dict."
+            )
+        holders = {comm.intra.world_ranks[comm.rank]} if self.data_comm is None else _ranks(self.data_comm)
+        known, here = self.comm.size * len(holders), _ranks(comm)
+        if comm.size <= known and holders <= here:
+            return self.data_comm
+        if comm.size <= known and len(holders & here) == 1:
+            return None
+        raise ArgumentError(
+            f"rank {comm.rank}: the net is synchronized over the world ranks {sorted(here)}, but has parameters "
+            f"sharded over {sorted(_ranks(self.comm))}, with the same shard on {sorted(holders)}. Pass data_comm=, the "
+            "ranks that hold the same shard, to the layer, or pass the ranks of its shards as comm= to this call."
+        )
+
+
+def set_sharded(
+    tensor: Tensor, *, comm: int | Communicator | None = None, data_comm: int | Communicator | None = None
+) -> None:
+    """Mark a parameter or buffer as one of several shards.
+
+    The ``synchronize_*`` functions, asynchronous hooks, ``DistributedOptimizer`` and checks then treat it as a tensor
+    of the ranks of `data_comm`, instead of all ranks. Copies of the parameter are marked too.
+
+    Args:
+        tensor: The shard of this rank.
+        comm: The ranks that hold the shards of one complete tensor; default: the current communicator.
+        data_comm: The ranks that hold the same shard. Default: if `comm` is a level of groups of equal size, pushed
+            from the current communicator, the ranks with the same rank in their groups; none if `comm` has all ranks of
+            the current communicator.
+
+    Raises:
+        ArgumentError: `data_comm` is needed, or has a rank of `comm` besides this one.
+
+    Example:
+        model_level = mpi.push_communicator(mpi.rank() // 2)
+        mpi.set_communicator(0)
+        mpinn.set_sharded(layer.weight, comm=model_level)
+    """
+    _mark(tensor, _make_sharding(comm, data_comm))
+
+
+def sharding_of(tensor: Tensor) -> Sharding | None:
+    """Return the ranks of a sharded tensor, or None if the tensor is replicated.
+
+    Args:
+        tensor: A parameter or buffer.
+
+    Returns:
+        Its ``Sharding``. For a tensor with ``torchmpi_sharded = True``: over the current communicator.
+
+    Example:
+        sharding = mpinn.sharding_of(layer.weight)
+        print(sharding.comm.rank, sharding.data_comm)
+    """
+    mark = getattr(tensor, SHARDED, None)
+    if mark is None or isinstance(mark, Sharding):
+        return mark
+    return Sharding(runtime.communicator(None), None) if mark else None
+
+
+def _mark(tensor: Tensor, sharding: Sharding) -> None:
+    setattr(tensor, SHARDED, sharding)
+    setattr(tensor, _DEEPCOPY, _Copier(tensor))  # torch does not copy the attributes of a parameter
+
+
+def _make_sharding(comm: int | Communicator | None, data_comm: int | Communicator | None) -> Sharding:
+    communicator = runtime.communicator(comm)
+    if data_comm is None:
+        return Sharding(communicator, _default_data_comm(communicator))
+    holders = runtime.communicator(data_comm)
+    if len(_ranks(communicator) & _ranks(holders)) > 1:
+        raise ArgumentError(
+            f"rank {holders.rank}: the world ranks {sorted(_ranks(communicator))} of comm hold different shards, but "
+            f"data_comm, the ranks that hold the same shard, has more than one of them: {sorted(_ranks(holders))}."
+        )
+    return Sharding(communicator, holders if holders.size > 1 else None)
+
+
+def _default_data_comm(comm: Communicator) -> Communicator | None:
+    current, inter = runtime.communicator(None), comm.inter
+    if _ranks(current) <= _ranks(comm):
+        return None
+    if inter is None or not comm.is_cartesian or comm.parent is None or _ranks(comm.parent) != _ranks(current):
+        raise ArgumentError(
+            f"rank {current.rank}: {comm!r} is no level of groups of equal size that was pushed from the current "
+            "communicator, so the ranks that hold the same shard are not known. Pass them as data_comm=, or, if each "
+            "group trains a model of its own, make the layer inside `with mpi.use(comm):`."
+        )
+    split = plan_split(["data"] * inter.size, cartesian=True)
+    return Communicator(-1, inter.name, inter, None, split=split, parent=None)
+
+
+def _ranks(comm: Communicator) -> set[int]:
+    return set(comm.intra.world_ranks)
+
+
+class _Copier:
+    """The ``__deepcopy__`` of a sharded tensor; None in pickles."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+
+    def __call__(self, memo: dict[int, Any]) -> Tensor:
+        tensor = self._tensor()
+        assert tensor is not None  # its method is called
+        copied: Tensor = getattr(type(tensor), _DEEPCOPY)(tensor, memo)
+        _mark(copied, getattr(tensor, SHARDED))
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
