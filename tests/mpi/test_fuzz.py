@@ -1,0 +1,33 @@
+"""Random calls against references; ``fuzz_collectives.py`` runs any number of them."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz_collectives import Fuzzer
+
+import torchmpi as mpi
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.mark.parametrize("seed", (1, 2))
+def test_random_calls_equal_their_references(seed):
+    fuzzer = Fuzzer()
+    problems = fuzzer.run(1000 * mpi.size() + seed, 0, 30)
+    assert not problems, "\n".join(problems)
+    assert fuzzer.num_refused < 60
+
+
+def test_a_wrong_result_is_found(monkeypatch):
+    """The last rank gets one wrong value in every allreduce."""
+    right = mpi.allreduce
+
+    def wrong(tensor, **options):
+        result = right(tensor, **options)
+        if mpi.rank() == mpi.size() - 1 and result.numel():
+            result.view(-1)[-1] += 1
+        return result
+
+    fuzzer = Fuzzer()
+    monkeypatch.setattr(mpi, "allreduce", wrong)
+    assert fuzzer.run(1, 0, 30)
