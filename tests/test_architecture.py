@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchmpi"
 
 LEVELS = (
     ("_version", "errors", "log"),
-    ("config",),
+    ("config", "other_names"),
     ("tensors",),
     ("shared_memory",),
     ("communicators",),

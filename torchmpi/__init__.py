@@ -118,7 +118,11 @@ def __getattr__(name: str) -> Any:
             for each in names.split():
                 globals()[each] = getattr(importlib.import_module(f".{module}", __name__), each)
             return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("__"):  # asked by the import system
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .other_names import attribute_message
+
+    raise AttributeError(attribute_message(name, __all__))
 
 
 def __dir__() -> list[str]:

@@ -45,6 +45,10 @@ class DtypeError(ArgumentError, TypeError):
     """The operation does not support the data type, or the argument is not a tensor."""
 
 
+class KeywordError(ArgumentError, TypeError):
+    """A call has a keyword that the function does not have."""
+
+
 class DeviceError(ArgumentError):
     """The call does not support the device of the tensor."""
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torchmpi as mpi
 from torchmpi import errors
@@ -13,8 +14,32 @@ from torchmpi import errors
 pytestmark = pytest.mark.usefixtures("world")
 
 ONES = torch.ones(3)
+
+
+def _mpi4py():
+    from mpi4py import MPI  # after start(), which loads the library
+
+    return MPI
+
+
 CASES = {
-    "unknown op": (lambda: mpi.allreduce(ONES, op="mean"), errors.ArgumentError, "Use one of: sum, avg"),
+    "unknown op": (
+        lambda: mpi.allreduce(ONES, op="mean"),
+        errors.ArgumentError,
+        "Use op='avg'; the operations are: sum, avg",
+    ),
+    "op of another library": (
+        lambda: mpi.allreduce(ONES, op=dist.ReduceOp.PREMUL_SUM),
+        errors.ArgumentError,
+        "sum, avg",
+    ),
+    "op of mpi4py": (lambda: mpi.allreduce(ONES, op=_mpi4py().MINLOC), errors.ArgumentError, "sum, avg"),
+    "op of Horovod": (lambda: mpi.allreduce(ONES, op=0), errors.ArgumentError, "sum, avg"),
+    "no op": (lambda: mpi.allreduce(ONES, op=None), errors.ArgumentError, "sum, avg"),
+    "op as out": (lambda: mpi.allreduce(ONES, "avg"), errors.DtypeError, "op='avg'"),
+    "op of torch as out": (lambda: mpi.allreduce(ONES, dist.ReduceOp.MAX), errors.DtypeError, "op='max'"),
+    "op of a number as out": (lambda: mpi.allreduce(1, "avg"), errors.DtypeError, "op='avg'"),
+    "op as root": (lambda: mpi.reduce(ONES, "max"), errors.ArgumentError, "op='max'"),
     "avg of integers": (lambda: mpi.allreduce(torch.ones(3, dtype=torch.int32), op="avg"), errors.DtypeError, "divide"),
     "sum of bool": (lambda: mpi.allreduce(torch.ones(3, dtype=torch.bool)), errors.DtypeError, "lor"),
     "max of complex": (lambda: mpi.allreduce(torch.ones(3, dtype=torch.complex64), op="max"), errors.DtypeError, "abs"),
@@ -63,6 +88,26 @@ def test_refused_with_rank_and_remedy(agree, name):
     agree.raises(kind, call, remedy, *names_rank)
     agree.equal(mpi.communicator(0).intra.call_log.seq, before, "it communicated")
     agree.equal(mpi.allreduce(1), mpi.size(), "the next call")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("SUM", "sum"), ("AVG", "avg"), ("PRODUCT", "prod"), ("MIN", "min"), ("MAX", "max"), ("BOR", "bor")],
+)
+def test_operations_of_torch_and_mpi4py_are_accepted(agree, theirs, ours):
+    tensor = torch.full((3,), mpi.rank() + 1, dtype=torch.int64 if ours == "bor" else torch.float64)
+    op = getattr(dist.ReduceOp, theirs)
+    expected = mpi.allreduce(tensor.clone(), op=ours)
+    # MPI has no average.
+    ops = [op] if ours == "avg" else [op, getattr(_mpi4py(), {"PRODUCT": "PROD"}.get(theirs, theirs))]
+    for op in ops:
+        for _ in range(2):
+            agree.equal(mpi.allreduce(tensor.clone(), op=op), expected)
+        agree.equal(mpi.allreduce(tensor, torch.empty_like(tensor), op=op), expected)
+        agree.equal(mpi.reduce_scatter(tensor.clone(), op=op), mpi.reduce_scatter(tensor.clone(), op=ours))
+        agree.equal(mpi.allreduce_async(tensor.clone(), op=op).wait(), expected)
+        agree.equal(mpi.allreduce_many([tensor.clone(), tensor.clone()], op=op)[1], expected)
+        agree.equal(mpi.allreduce(mpi.rank() + 1, op=op), mpi.allreduce(mpi.rank() + 1, op=ours))
 
 
 @pytest.mark.filterwarnings("ignore:.*(CSR|nested)")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import other_names
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle
@@ -18,6 +19,7 @@ from ..errors import ArgumentError, DeviceError, DtypeError
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..tensors import bucket_plan, buffers
+from ..tensors.dtypes import OPS
 from ..tensors.numbers import as_tensor, is_number, restore
 from .prepared import IN_PLACE, PlanKey, PreparedPlan, prepare
 
@@ -73,6 +75,9 @@ def check_call(
     communicator = runtime.communicator(comm)
     group = communicator.intra
     finish: Callable[[Any], Any] | None = None
+    op = other_names.operation(op)
+    if out is not None and not isinstance(out, _Tensor):
+        raise DtypeError(f"{group.where}: {collective}: {_not_out(out)}")
     if is_number(tensor):
         _refuse_number(collective, out, f"{group.where}: {collective}")
         tensor, finish = as_tensor(tensor, op), _number_result
@@ -168,9 +173,10 @@ def check_root(group: Group, root: Any, collective: str) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < group.size:
+        op = None if collective != "reduce" else other_names.known_operation(root, OPS)
+        remedy = f"Use 0 to {group.size - 1}" if op is None else f"Pass the operation by keyword: op={op!r}"
         raise ArgumentError(
-            f"{group.where}: {collective}: root={root!r} is not a rank of communicator {group.name}. Use 0 to "
-            f"{group.size - 1}."
+            f"{group.where}: {collective}: root={root!r} is not a rank of communicator {group.name}. {remedy}."
         )
     return number
 
@@ -187,6 +193,12 @@ def _check_out(collective: str, tensor: Any, out: Any, what: str) -> None:
         raise ArgumentError(
             f"{what}: out has shape {list(out.shape)}, the tensor {list(tensor.shape)}. They must be equal."
         )
+
+
+def _not_out(value: Any) -> str:
+    op = other_names.known_operation(value, OPS)
+    remedy = "Pass a tensor" if op is None else f"Pass the operation by keyword: op={op!r}"
+    return f"out={value!r} is of type {type(value).__name__}, but the result is written to a tensor. {remedy}."
 
 
 def _refuse_number(collective: str, out: Any, what: str) -> None:

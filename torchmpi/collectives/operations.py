@@ -8,7 +8,7 @@ which they were made, synchronous and asynchronous calls alike.
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,6 +16,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.levels import Comm, used
 from ..communicators.plan import Plan
+from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..tensors import buffers
@@ -25,8 +26,18 @@ from .prepared import IN_PLACE
 _Tensor = torch.Tensor
 
 
+# The parameters op, comm and backend are passed by keyword, and `refuses_keywords` describes them so. The frequent
+# functions do not mark them: beside **_unknown, defaults of keyword-only parameters would make a short call 5 % slower.
+
+
+@refuses_keywords
 def allreduce(
-    tensor: Any, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    out: _Tensor | None = None,
+    op: str = "sum",
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Any:
     """Combine the tensors of all ranks; every rank gets the result, with the same bits everywhere.
 
@@ -51,19 +62,22 @@ def allreduce(
         mpi.allreduce(torch.ones(3))        # tensor([n, n, n]) on n ranks
         mpi.allreduce(2.5, op="max")        # a number is returned as a number
     """
+    if _unknown:
+        raise unknown_keyword(allreduce, _unknown)
     if (result := fast_path.allreduce(tensor, out, op, comm, backend)) is not None:
         return result
     return _call("allreduce", tensor, out, 0, op, comm, backend)
 
 
+@refuses_keywords
 def reduce(
     tensor: Any,
     root: int = 0,
     out: _Tensor | None = None,
-    *,
     op: str = "sum",
     comm: Comm = None,
     backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Any:
     """Combine the tensors of all ranks on the root.
 
@@ -85,6 +99,8 @@ def reduce(
     Example:
         total = mpi.reduce(torch.ones(3), root=0)
     """
+    if _unknown:
+        raise unknown_keyword(reduce, _unknown)
     if type(root) is int and type(op) is str:
         result = fast_path.reduce(tensor, out, fast_path.joint_key(op, root), comm, backend)
         if result is not None:
@@ -92,8 +108,14 @@ def reduce(
     return _call("reduce", tensor, out, root, op, comm, backend)
 
 
+@refuses_keywords
 def broadcast(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    root: int = 0,
+    out: _Tensor | None = None,
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Any:
     """Copy the root's values to every rank.
 
@@ -114,12 +136,17 @@ def broadcast(
     Example:
         mpi.broadcast(weights)              # every rank has the weights of rank 0
     """
+    if _unknown:
+        raise unknown_keyword(broadcast, _unknown)
     if (result := fast_path.broadcast(tensor, out, root, comm, backend)) is not None:
         return result
     return _call("broadcast", tensor, out, root, None, comm, backend)
 
 
-def allgather(tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> Any:
+@refuses_keywords
+def allgather(
+    tensor: Any, out: _Tensor | None = None, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
+) -> Any:
     """Concatenate the tensors of all ranks along dim 0, in rank order.
 
     Args:
@@ -140,13 +167,21 @@ def allgather(tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, bac
         mpi.allgather(torch.full((2,), mpi.rank()))     # tensor([0, 0, 1, 1, ...])
         mpi.allgather(mpi.rank())                       # [0, 1, ...]
     """
+    if _unknown:
+        raise unknown_keyword(allgather, _unknown)
     if (result := fast_path.allgather(tensor, out, 0, comm, backend)) is not None:
         return result
     return _call("allgather", tensor, out, 0, None, comm, backend)
 
 
+@refuses_keywords
 def gather(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    root: int = 0,
+    out: _Tensor | None = None,
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Any:
     """Concatenate the tensors of all ranks along dim 0 on the root, in rank order.
 
@@ -167,14 +202,23 @@ def gather(
     Example:
         everything = mpi.gather(torch.full((2,), mpi.rank()), root=0)
     """
+    if _unknown:
+        raise unknown_keyword(gather, _unknown)
     cached = fast_path.give if out is None else fast_path.gather
     if cached(tensor, out, root, comm, backend) is not None:
         return out
     return _call("gather", tensor, out, root, None, comm, backend)
 
 
+@refuses_keywords
 def scatter(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Any:
     """Split the root's tensor along dim 0 over the ranks.
 
@@ -197,14 +241,23 @@ def scatter(
     Example:
         part = mpi.scatter(torch.arange(10) if mpi.rank() == 0 else None, root=0)
     """
+    if _unknown:
+        raise unknown_keyword(scatter, _unknown)
     cached = fast_path.receive if tensor is None else fast_path.scatter
     if out is not None and cached(tensor, out, root, comm, backend) is not None:
         return out
     return _call("scatter", tensor, out, root, None, comm, backend)
 
 
+@refuses_keywords
 def reduce_scatter(
-    tensor: _Tensor, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
+    tensor: _Tensor,
+    out: _Tensor | None = None,
+    *,
+    op: str = "sum",
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> _Tensor:
     """Combine the tensors of all ranks and split the result along dim 0, as :func:`scatter` does.
 
@@ -225,6 +278,8 @@ def reduce_scatter(
     Example:
         mine = mpi.reduce_scatter(torch.ones(mpi.size(), 3))    # one row of n's
     """
+    if _unknown:
+        raise unknown_keyword(reduce_scatter, _unknown)
     result: _Tensor | None = fast_path.reduce_scatter(tensor, out, op, comm, backend)
     if result is None:
         result = _call("reduce_scatter", tensor, out, 0, op, comm, backend)
@@ -232,7 +287,10 @@ def reduce_scatter(
     return result
 
 
-def alltoall(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None) -> _Tensor:
+@refuses_keywords
+def alltoall(
+    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
+) -> _Tensor:
     """Send part j of dim 0 to rank j, and concatenate the received parts in rank order.
 
     Args:
@@ -251,6 +309,8 @@ def alltoall(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, 
     Example:
         mpi.alltoall(torch.full((mpi.size(),), mpi.rank()))     # tensor([0, 1, ...]) on every rank
     """
+    if _unknown:
+        raise unknown_keyword(alltoall, _unknown)
     result: _Tensor | None = fast_path.alltoall(tensor, out, 0, comm, backend)
     if result is None:
         result = _call("alltoall", tensor, out, 0, None, comm, backend)
@@ -258,7 +318,8 @@ def alltoall(tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, 
     return result
 
 
-def barrier(comm: Comm = None) -> None:
+@refuses_keywords
+def barrier(comm: Comm = None, **_unknown: NoReturn) -> None:
     """Wait until every rank of the communicator has called this function.
 
     Args:
@@ -270,6 +331,8 @@ def barrier(comm: Comm = None) -> None:
     Example:
         mpi.barrier()
     """
+    if _unknown:
+        raise unknown_keyword(barrier, _unknown)
     communicator = runtime.communicator(comm)
     plan = plan_for(communicator, ("barrier", None, None, "cpu", True, None, False))
     communicator.intra.call(plan)
@@ -278,6 +341,8 @@ def barrier(comm: Comm = None) -> None:
 def _call(
     collective: str, tensor: Any, out: _Tensor | None, root: Any, op: str | None, comm: Comm, backend: str | None
 ) -> Any:
+    if not (op is None or type(op) is str):  # an operation of torch.distributed or mpi4py
+        op = operation(op)
     # 1. A repeated call on contiguous host tensors: its plan exists and needs no further checks.
     # is_simple(tensor) inlined, on the path of every call that the fast path does not run.
     is_tensor = (
@@ -354,7 +419,8 @@ def _perform_into(group: Group, plan: Plan, tensor: _Tensor, out: _Tensor, root:
 # --- objects ----------------------------------------------------------------------
 
 
-def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
+@refuses_keywords
+def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None, **_unknown: NoReturn) -> Any:
     """Copy the root's object to every rank, by pickle.
 
     Args:
@@ -372,6 +438,8 @@ def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
     Example:
         settings = mpi.broadcast_object(parse_arguments() if mpi.rank() == 0 else None)
     """
+    if _unknown:
+        raise unknown_keyword(broadcast_object, _unknown)
     group = runtime.communicator(comm).intra
     root = check_root(group, root, "broadcast_object")
     data = _pickled(value) if group.rank == root else None
@@ -380,7 +448,8 @@ def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None) -> Any:
     return _unpickled(broadcast(data, root, comm=comm))
 
 
-def allgather_object(value: Any, *, comm: Comm = None) -> list[Any]:
+@refuses_keywords
+def allgather_object(value: Any, *, comm: Comm = None, **_unknown: NoReturn) -> list[Any]:
     """Return the objects of all ranks in rank order, by pickle.
 
     Args:
@@ -396,6 +465,8 @@ def allgather_object(value: Any, *, comm: Comm = None) -> list[Any]:
     Example:
         hosts = mpi.allgather_object(mpi.host_name())
     """
+    if _unknown:
+        raise unknown_keyword(allgather_object, _unknown)
     data = _pickled(value)
     lengths = allgather(data.numel(), comm=comm)
     everything = allgather(data, comm=comm)

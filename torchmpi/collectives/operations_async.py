@@ -6,19 +6,27 @@ written until ``wait()`` has returned the result.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
+from ..other_names import refuses_keywords, unknown_keyword
 from .dispatch import submit
 
 _Tensor = torch.Tensor
 
 
+@refuses_keywords
 def allreduce_async(
-    tensor: Any, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    out: _Tensor | None = None,
+    *,
+    op: str = "sum",
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Handle:
     """Run :func:`~torchmpi.allreduce` in the background.
 
@@ -40,9 +48,12 @@ def allreduce_async(
         loss = criterion(model(x), y)       # computes meanwhile; must not use gradient
         handle.wait()
     """
+    if _unknown:
+        raise unknown_keyword(allreduce_async, _unknown)
     return submit("allreduce", tensor, out, op=op, comm=comm, backend=backend)
 
 
+@refuses_keywords
 def reduce_async(
     tensor: Any,
     root: int = 0,
@@ -51,6 +62,7 @@ def reduce_async(
     op: str = "sum",
     comm: Comm = None,
     backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Handle:
     """Run :func:`~torchmpi.reduce` in the background.
 
@@ -71,11 +83,20 @@ def reduce_async(
     Example:
         total = mpi.reduce_async(torch.ones(3), root=0).wait()
     """
+    if _unknown:
+        raise unknown_keyword(reduce_async, _unknown)
     return submit("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend)
 
 
+@refuses_keywords
 def broadcast_async(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Handle:
     """Run :func:`~torchmpi.broadcast` in the background.
 
@@ -95,11 +116,14 @@ def broadcast_async(
     Example:
         mpi.broadcast_async(weights, root=0).wait()
     """
+    if _unknown:
+        raise unknown_keyword(broadcast_async, _unknown)
     return submit("broadcast", tensor, out, root=root, comm=comm, backend=backend)
 
 
+@refuses_keywords
 def allgather_async(
-    tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+    tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
 ) -> Handle:
     """Run :func:`~torchmpi.allgather` in the background.
 
@@ -118,11 +142,20 @@ def allgather_async(
     Example:
         ranks = mpi.allgather_async(torch.tensor(mpi.rank())).wait()
     """
+    if _unknown:
+        raise unknown_keyword(allgather_async, _unknown)
     return submit("allgather", tensor, out, comm=comm, backend=backend)
 
 
+@refuses_keywords
 def gather_async(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Handle:
     """Run :func:`~torchmpi.gather` in the background.
 
@@ -142,11 +175,20 @@ def gather_async(
     Example:
         everything = mpi.gather_async(torch.ones(2), root=0).wait()     # None on the other ranks
     """
+    if _unknown:
+        raise unknown_keyword(gather_async, _unknown)
     return submit("gather", tensor, out, root=root, comm=comm, backend=backend)
 
 
+@refuses_keywords
 def scatter_async(
-    tensor: Any, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+    tensor: Any,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Handle:
     """Run :func:`~torchmpi.scatter` in the background.
 
@@ -166,11 +208,20 @@ def scatter_async(
     Example:
         part = mpi.scatter_async(torch.arange(10) if mpi.rank() == 0 else None, root=0).wait()
     """
+    if _unknown:
+        raise unknown_keyword(scatter_async, _unknown)
     return submit("scatter", tensor, out, root=root, comm=comm, backend=backend)
 
 
+@refuses_keywords
 def reduce_scatter_async(
-    tensor: _Tensor, out: _Tensor | None = None, *, op: str = "sum", comm: Comm = None, backend: str | None = None
+    tensor: _Tensor,
+    out: _Tensor | None = None,
+    *,
+    op: str = "sum",
+    comm: Comm = None,
+    backend: str | None = None,
+    **_unknown: NoReturn,
 ) -> Handle:
     """Run :func:`~torchmpi.reduce_scatter` in the background.
 
@@ -190,11 +241,14 @@ def reduce_scatter_async(
     Example:
         mine = mpi.reduce_scatter_async(torch.ones(mpi.size(), 3)).wait()
     """
+    if _unknown:
+        raise unknown_keyword(reduce_scatter_async, _unknown)
     return submit("reduce_scatter", tensor, out, op=op, comm=comm, backend=backend)
 
 
+@refuses_keywords
 def alltoall_async(
-    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None
+    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
 ) -> Handle:
     """Run :func:`~torchmpi.alltoall` in the background.
 
@@ -213,4 +267,6 @@ def alltoall_async(
     Example:
         parts = mpi.alltoall_async(torch.full((mpi.size(),), mpi.rank())).wait()
     """
+    if _unknown:
+        raise unknown_keyword(alltoall_async, _unknown)
     return submit("alltoall", tensor, out, comm=comm, backend=backend)

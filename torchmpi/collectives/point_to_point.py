@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
 from ..errors import ArgumentError, MismatchError, TorchMPIError
+from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.numbers import as_tensor, is_number, restore
@@ -27,7 +28,8 @@ from ..tensors.numbers import as_tensor, is_number, restore
 _HEADER_TAG, _PAYLOAD_TAG = 1, 2
 
 
-def send(tensor: Any, dst: int, *, comm: Comm = None) -> None:
+@refuses_keywords
+def send(tensor: Any, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> None:
     """Send a tensor or number to a rank that calls :func:`recv`; return when the tensor may be changed.
 
     Args:
@@ -44,13 +46,16 @@ def send(tensor: Any, dst: int, *, comm: Comm = None) -> None:
         elif mpi.rank() == 1:
             received = mpi.recv(torch.empty(3), 0)
     """
+    if _unknown:
+        raise unknown_keyword(send, _unknown)
     message = _Message("send", tensor, dst, comm)
     if dst == message.group.rank:
         raise ArgumentError(f"{message.what}: a blocking send to oneself never ends. Use send_async, or sendreceive.")
     message.call_queue.run(message.in_order(message.send))
 
 
-def send_async(tensor: Any, dst: int, *, comm: Comm = None) -> Handle:
+@refuses_keywords
+def send_async(tensor: Any, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle:
     """Run :func:`send` in the background; do not change the tensor before ``wait()`` returns.
 
     Args:
@@ -68,11 +73,14 @@ def send_async(tensor: Any, dst: int, *, comm: Comm = None) -> Handle:
         handle = mpi.send_async(torch.ones(3), 1)
         handle.wait()
     """
+    if _unknown:
+        raise unknown_keyword(send_async, _unknown)
     message = _Message("send", tensor, dst, comm)
     return message.submit(message.send)
 
 
-def recv(tensor: Any, src: int, *, comm: Comm = None) -> Any:
+@refuses_keywords
+def recv(tensor: Any, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> Any:
     """Receive a tensor or number from a rank that calls :func:`send`.
 
     Args:
@@ -90,6 +98,8 @@ def recv(tensor: Any, src: int, *, comm: Comm = None) -> Any:
     Example:
         received = mpi.recv(torch.empty(3), 0)
     """
+    if _unknown:
+        raise unknown_keyword(recv, _unknown)
     message = _Message("recv", tensor, src, comm)
     if src == message.group.rank:
         raise ArgumentError(
@@ -98,7 +108,8 @@ def recv(tensor: Any, src: int, *, comm: Comm = None) -> Any:
     return message.result(message.call_queue.run(message.in_order(message.receive)))
 
 
-def recv_async(tensor: Any, src: int, *, comm: Comm = None) -> Handle:
+@refuses_keywords
+def recv_async(tensor: Any, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle:
     """Run :func:`recv` in the background.
 
     Args:
@@ -115,11 +126,14 @@ def recv_async(tensor: Any, src: int, *, comm: Comm = None) -> Handle:
     Example:
         received = mpi.recv_async(torch.empty(3), 0).wait()
     """
+    if _unknown:
+        raise unknown_keyword(recv_async, _unknown)
     message = _Message("recv", tensor, src, comm)
     return message.submit(message.receive)
 
 
-def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Any:
+@refuses_keywords
+def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Any:
     """Send the tensor to `dst`, and receive into it from `src`, without deadlock.
 
     Args:
@@ -139,12 +153,15 @@ def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Any:
         left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
         mpi.sendreceive(tensor, src=left, dst=right)
     """
+    if _unknown:
+        raise unknown_keyword(sendreceive, _unknown)
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
     return message.result(message.queue_to(dst).run(partial(message.call_queue.run, exchange)))
 
 
-def sendreceive_async(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> Handle:
+@refuses_keywords
+def sendreceive_async(tensor: Any, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle:
     """Run :func:`sendreceive` in the background.
 
     Args:
@@ -162,6 +179,8 @@ def sendreceive_async(tensor: Any, src: int, dst: int, *, comm: Comm = None) -> 
     Example:
         mpi.sendreceive_async(tensor, src=left, dst=right).wait()
     """
+    if _unknown:
+        raise unknown_keyword(sendreceive_async, _unknown)
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
     return message.submit(partial(message.call_queue.run, exchange), message.queue_to(dst))

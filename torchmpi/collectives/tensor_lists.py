@@ -7,6 +7,7 @@ Tensors of one dtype and device form one :class:`TensorList`. If the backend red
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm
 from ..errors import ArgumentError
+from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
 from . import dispatch, operations
@@ -144,8 +146,9 @@ def reduce_unpacked(lists: Sequence[TensorList], comm: Communicator) -> None:
         members.write_back()
 
 
+@refuses_keywords
 def allreduce_many(
-    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
+    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
 ) -> list[_Tensor]:
     """Run :func:`~torchmpi.allreduce` on many tensors with few messages, in place.
 
@@ -167,14 +170,17 @@ def allreduce_many(
     Example:
         mpi.allreduce_many([p.grad for p in model.parameters()], op="avg")
     """
+    if _unknown:
+        raise unknown_keyword(allreduce_many, _unknown)
     tensors = list(tensors)
     if started := _start(tensors, op, comm, backend, asynchronous=False):
         JoinedHandle(started, tensors, "allreduce_many").wait()
     return tensors
 
 
+@refuses_keywords
 def allreduce_many_async(
-    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None
+    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
 ) -> Handle:
     """Run :func:`allreduce_many` in the background; messages are sent while the next ones are packed.
 
@@ -194,6 +200,8 @@ def allreduce_many_async(
         handle = mpi.allreduce_many_async([p.grad for p in model.parameters()], op="avg")
         handle.wait()
     """
+    if _unknown:
+        raise unknown_keyword(allreduce_many_async, _unknown)
     tensors = list(tensors)
     return JoinedHandle(_start(tensors, op, comm, backend, asynchronous=True), tensors, "allreduce_many")
 
@@ -203,6 +211,7 @@ def _start(tensors: list[_Tensor], op: str, comm: Comm, backend: str | None, *, 
     communicator = runtime.communicator(comm)
     group = communicator.intra
     # All plans before the first call: a list that is rejected leaves the tensors unchanged.
+    op = operation(op)
     lists = tensor_lists(tensors, communicator, op, backend, asynchronous=asynchronous)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(

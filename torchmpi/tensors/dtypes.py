@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import other_names
 from ..errors import ArgumentError, DtypeError
 
 OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
@@ -89,14 +90,14 @@ def short_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_reduction(dtype: torch.dtype, op: str) -> DtypeInfo:
+def check_reduction(dtype: torch.dtype, op: str | None) -> DtypeInfo:
     """Return the properties of `dtype`; raise if it does not support `op`.
 
     >>> check_reduction(torch.int32, "sum").mpi_name
     'INT32_T'
     """
     if op not in OPS:
-        raise ArgumentError(f"op={op!r} is unknown. Use one of: {', '.join(OPS)}.")
+        raise ArgumentError(f"op={op!r} is unknown. {other_names.operation_hint(op, OPS)}")
     found = info(dtype)
     if op in found.ops:
         return found

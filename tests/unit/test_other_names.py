@@ -1,0 +1,86 @@
+"""Names, keywords and operations of other libraries: the errors name the replacement."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+import torchmpi as mpi
+from torchmpi import errors, other_names
+
+COLLECTIVES = [name for name in mpi._MODULE_OF["collectives"].split()]
+
+
+@pytest.mark.parametrize("name", other_names.NAMES)
+def test_every_name_of_another_library_has_a_replacement_that_exists(name):
+    if name in mpi.__all__:
+        pytest.fail(f"mpi.{name} exists: remove it from the table")
+    with pytest.raises(AttributeError, match=re.escape(f"'{name}'")) as caught:
+        getattr(mpi, name)
+    assert other_names.NAMES[name] in str(caught.value)
+    for module, replacement in re.findall(r"\b(mpi|torchmpi\.\w+)\.(\w+)", other_names.NAMES[name]):
+        where = importlib.import_module(module.replace("mpi", "torchmpi") if module == "mpi" else module)
+        assert replacement in where.__all__, f"{module}.{replacement} does not exist"
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("allredcue", "mpi.allreduce"),
+        ("Allreduce", "mpi.allreduce"),
+        ("allreduceTensor", "mpi.allreduce"),
+        ("pushCommunicator", "mpi.push_communicator"),
+        ("Barrier", "mpi.barrier"),
+        ("comunicator", "mpi.communicator"),
+    ],
+)
+def test_a_misspelt_name_gives_the_nearest_one(name, replacement):
+    with pytest.raises(AttributeError, match=rf"Use {re.escape(replacement)}\."):
+        getattr(mpi, name)
+
+
+def test_a_name_without_a_similar_one_has_no_suggestion():
+    with pytest.raises(AttributeError, match=r"has no attribute 'frobnicate'$"):
+        mpi.frobnicate  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("function", "keyword", "remedy"),
+    [
+        ("allreduce", "average", "op='avg'"),
+        ("allreduce", "async_op", "mpi.allreduce_async"),
+        ("allreduce_async", "async_op", "Omit it: mpi.allreduce_async returns a handle."),
+        ("allreduce", "group", "comm="),
+        ("allreduce", "name", "Omit it"),
+        ("allreduce", "ops", "Use op=."),
+        ("allreduce_many", "average", "op='avg'"),
+        ("broadcast", "src", "Use root=."),
+        ("broadcast", "root_rank", "Use root=."),
+        ("broadcast", "average", "Its parameters are: tensor, root, out, comm, backend."),
+        ("scatter", "src", "Use root=."),
+        ("gather", "dst", "Use root=."),
+        ("allgather", "output_tensor", "Use out=."),
+        ("barrier", "async_op", "Its parameters are: comm."),
+        ("send", "dest", "Use dst=."),
+        ("recv", "source", "Use src=."),
+        ("broadcast_object", "src", "Use root=."),
+    ],
+)
+def test_a_keyword_of_another_library_is_refused_with_the_one_here(function, keyword, remedy):
+    with pytest.raises(errors.KeywordError, match=re.escape(remedy)) as caught:
+        getattr(mpi, function)(None, *[0] * (function in ("send", "recv")), **{keyword: 0})
+    assert f"mpi.{function}() has no parameter {keyword!r}" in str(caught.value)
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_collective_refuses_unknown_keywords_and_hides_that_in_help(name):
+    function = getattr(mpi, name)
+    parameters = inspect.signature(function).parameters
+    assert not [each for each in parameters.values() if each.kind is each.VAR_KEYWORD]
+    required = [each for each in parameters.values() if each.default is each.empty]
+    with pytest.raises(errors.KeywordError, match="'no_such_keyword'"):
+        function(*[0] * len(required), no_such_keyword=1)
