@@ -20,6 +20,7 @@ NAMES = {
     # torch.distributed
     "init_process_group": "mpi.start(), or torch.distributed.init_process_group('torchmpi')",
     "destroy_process_group": "mpi.stop()",
+    "is_initialized": "mpi.is_started()",
     "get_rank": "mpi.rank()",
     "get_world_size": "mpi.size()",
     "get_node_local_rank": "mpi.local_rank()",
