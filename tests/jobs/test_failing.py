@@ -35,11 +35,27 @@ def failing(job, code: str, *, n: int = 3, env: dict[str, str] | None = None):
     return result
 
 
+def lines_of_ours(result) -> list[str]:
+    """The lines of reports, without those of tracebacks and of the launcher."""
+    return [line for line in result.stderr.splitlines() if line.startswith("torchmpi: ")]
+
+
 def test_an_exception_ends_the_job_with_one_traceback(job):
+    """One line of the report, and one that announces the messages of the launcher."""
     result = failing(job, "if rank == 1: raise ValueError('no such file')\nmpi.allreduce(torch.ones(3))")
     assert result.stderr.count("Traceback") == 1, result.output
     assert result.stderr.count("ValueError: no such file") == 1, result.output
-    assert "torchmpi: rank 1 of 3 failed" in result.stderr, result.output
+    first, last = lines_of_ours(result)
+    assert first == "torchmpi: rank 1 of 3 failed, which ends the job:", result.output
+    assert re.match("torchmpi: The lines below are from .*(mpirun|mpiexec)", last), result.output
+
+
+@once
+def test_an_exception_hook_of_the_program_is_called(job):
+    """Its output is part of the report."""
+    setup = "import sys\nsys.excepthook = lambda kind, error, trace: print('my hook:', error, file=sys.stderr)\n"
+    result = job(2, setup + START + "if rank == 1: raise ValueError('no such file')\nmpi.allreduce(torch.ones(3))")
+    assert "which ends the job:\nmy hook: no such file\ntorchmpi: The lines" in result.stderr, result.output
 
 
 @pytest.mark.parametrize(("delay", "n"), ((0, 3), pytest.param(1, 2, marks=once)))
@@ -98,14 +114,54 @@ if rank == 0:
 mpi.allreduce(torch.ones(3))
 """
     result = failing(job, code, n=n)
-    assert result.stderr.count("rank 1 received SIGTERM") == 1, result.output
-    assert "job.py" in result.stderr, result.output
+    first, _ = lines_of_ours(result)
+    assert re.search(r"rank 1 received SIGTERM, which ends the job. It was at .*job.py:\d+ in <module>", first), first
 
 
-def test_leaving_while_the_others_communicate_ends_the_job(job):
-    result = failing(job, "if rank == 1: sys.exit(3)\nmpi.allreduce(torch.ones(3))")
-    assert "rank 1 called stop()" in result.stderr, result.output
+def test_an_interrupt_of_all_ranks_is_one_line(job):
+    """Ctrl-C, as MPICH passes it on; Open MPI sends SIGTERM instead."""
+    code = """
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+if rank == 0:
+    time.sleep(60)
+mpi.allreduce(torch.ones(3))
+"""
+    result = failing(job, code)
+    first, _ = lines_of_ours(result)
+    assert re.search(r"rank \d was interrupted .* It was at .*job.py:\d+ in <module>: ", first), result.output
+    assert "Traceback" not in result.stderr, result.output
+
+
+@once
+def test_a_handler_of_sigterm_installed_after_start_decides(job):
+    """Regression: the handler ran, and a second later the job was ended nevertheless."""
+    code = """
+signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(2)
+mpi.stop()
+"""
+    result = job(2, START + code, timeout=LIMIT_SECONDS)
+    assert result.returncode == 0 and result.stdout.count("saved") == 2, result.output
+
+
+@pytest.mark.parametrize(
+    ("leave", "how", "status"),
+    (
+        ("sys.exit(3)", "left by sys.exit(3)", 3),
+        pytest.param("sys.exit('no data')", "left by sys.exit(1)", 1, marks=once),
+        pytest.param("raise SystemExit(3)", "reached the end of its program", 1, marks=once),
+    ),
+)
+def test_leaving_while_the_others_communicate_ends_the_job(job, leave, how, status):
+    result = failing(job, f"if rank == 1: {leave}\nmpi.allreduce(torch.ones(3))")
+    first, _ = lines_of_ours(result)
+    where = r"rank [02] was at .*job.py:\d+ in <module>: mpi.allreduce\(torch.ones\(3\)\)"
+    assert re.match(f"torchmpi: rank 1 {re.escape(how)} without mpi.stop\\(\\), while {where}", first), result.output
+    assert f"rank 1 {how}" in result.stderr.split("made different calls")[1], result.output
     assert "allreduce(float32 [3], sum)" in result.stderr, result.output
+    assert "rank 1 called stop()" not in result.stderr, result.output
+    assert "Traceback" not in result.stderr and result.returncode == status, result.output
 
 
 # The call of rank 1, the call of the other ranks, and parts of the errors on all ranks.

@@ -15,7 +15,8 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..errors import MismatchError, StallError
@@ -25,6 +26,8 @@ from ..shared_memory.memory_layout import (
     BLOCK_FIELDS,
     CLOSED,
     ENTERED,
+    EXIT_STATUS,
+    EXITED,
     LEFT,
     LOG_ACTIVE,
     LOG_CODE,
@@ -261,7 +264,10 @@ class CallLog:
         """Raise because another rank made a different call with the number of the current one."""
         call = self._abort()
         theirs = self._describe_call_of(other, call.seq)
-        message = mismatch_message(self.name, {self.rank: str(call), other: theirs})
+        calls = {self.rank: str(call), other: theirs}
+        fields = {} if self.log_board is None else {rank: self.log_board.get(rank, EXITED) for rank in calls}
+        left = {rank: how_it_left(field) for rank, field in fields.items() if field}
+        message = mismatch_message(self.name, calls, left)
         if theirs == str(call):
             message = (
                 f"The ranks of communicator {self.name} agree on {call}, but chose different transports, or an earlier "
@@ -363,16 +369,24 @@ def is_stopping(board: StatusBoard, rank: int) -> bool:
     )
 
 
-def mismatch_message(name: str, calls: dict[int, str]) -> str:
-    """Return the message for ranks that made different calls.
+def how_it_left(field: int) -> str:
+    """Describe the end of the program of a rank, given the field EXITED of its status block.
 
-    >>> mismatch_message("world", {0: "barrier()", 1: "allreduce(float32 [2], sum)"})[:45]
-    'The ranks of communicator world made differen'
+    >>> how_it_left(EXIT_STATUS + 3), how_it_left(1)
+    ('left by sys.exit(3)', 'reached the end of its program')
     """
-    listing = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
+    return f"left by sys.exit({field - EXIT_STATUS})" if field >= EXIT_STATUS else "reached the end of its program"
+
+
+def mismatch_message(name: str, calls: Mapping[int, str], left: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Return the message for ranks that made different calls; `left` describes the ranks at the end of their programs.
+
+    >>> mismatch_message("world", {0: "barrier()", 1: "stop()"}, {1: "left by sys.exit(3)"})[54:106]
+    'rank 0 called barrier(); rank 1 left by sys.exit(3).'
+    """
+    listing = "; ".join(f"rank {rank} {left.get(rank) or f'called {call}'}" for rank, call in sorted(calls.items()))
     return (
-        f"The ranks of communicator {name} made different calls: {listing}. All ranks must make the same calls "
-        "in the "
+        f"The ranks of communicator {name} made different calls: {listing}. All ranks must make the same calls in the "
         "same order, with the same shape, dtype, operation and root: look for a call under `if rank == ...`, or for a "
         "rank that ran out of data (torchmpi.nn.join)."
     )

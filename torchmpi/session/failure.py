@@ -1,14 +1,16 @@
 """Job termination: when one rank fails, all ranks end within seconds, with one traceback and a non-zero exit status.
 
-Otherwise the other ranks would wait forever. The causes are an uncaught exception, SIGTERM (also while the main thread
-is inside MPI, where Python runs no signal handlers), the exit of the interpreter without ``stop()`` while other ranks
-communicate, and stalls found by the watchdog.
+Otherwise the other ranks would wait forever. The causes are an uncaught exception, Ctrl-C, SIGTERM (also while the main
+thread is inside MPI, where Python runs no signal handlers), the exit of the interpreter without ``stop()`` while other
+ranks communicate, and stalls found by the watchdog. A report is one call of ``write()``, so that reports of several
+ranks do not mix.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -18,19 +20,38 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from ..communicators.call_log import how_it_left
 from ..communicators.group import Group
+from ..errors import MismatchError
 from ..log import log_fatal, write_directly
-from ..shared_memory.memory_layout import DYING
-from . import mpi_library
+from ..shared_memory.memory_layout import DYING, EXIT_STATUS, EXITED
+from . import launcher, mpi_library
+from .watchdog import line_of_program
 
 _HANDLER_GRACE_SECONDS = 1.0
 _ABORT_GRACE_SECONDS = 5.0
 _OUTPUT_SECONDS = 1.0
+_POLL_SECONDS = 0.01
 _TERMINATED = 128 + signal.SIGTERM
 # Values of the field DYING of a rank that has failed: before it is determined which rank reports; the rank reports.
 _FAILING, _REPORTING = 1, 2
+
+
+class _LeavingRank(NamedTuple):
+    """A rank at the end of its program, and the field EXITED of its status block."""
+
+    rank: int
+    field: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {how_it_left(self.field)}"
+
+    @property
+    def status(self) -> int:
+        """The status passed to ``sys.exit()``, or 0."""
+        return max(self.field - EXIT_STATUS, 0)
 
 
 class FailureHandling:
@@ -44,6 +65,8 @@ class FailureHandling:
         self._installed = False
         self._previous_hook = sys.excepthook
         self._previous_thread_hook = threading.excepthook
+        self._previous_exit = sys.exit
+        self._left = EXIT_STATUS - 1
         self._previous_handler: Any = None
         self._wakeup: tuple[socket.socket, threading.Thread] | None = None
         self._handled = threading.Event()
@@ -54,6 +77,7 @@ class FailureHandling:
         self._installed = True
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
+        sys.exit = self._exit
         atexit.register(self._at_exit)
         _active.add(self)
         in_main = threading.current_thread() is threading.main_thread()
@@ -68,6 +92,8 @@ class FailureHandling:
             sys.excepthook = self._previous_hook
         if threading.excepthook == self._on_thread_exception:
             threading.excepthook = self._previous_thread_hook
+        if sys.exit == self._exit:
+            sys.exit = self._previous_exit
         atexit.unregister(self._at_exit)
         if self._wakeup is not None:
             self._unwatch_sigterm()
@@ -75,7 +101,7 @@ class FailureHandling:
     def end_job(self, message: str, status: int) -> None:
         """Log a message and end all ranks. Does not return."""
         self._claim_report()
-        log_fatal(message)
+        log_fatal(_with_announcement(message))
         self._abort(status)
 
     def announce(self, error: BaseException) -> None:
@@ -85,9 +111,8 @@ class FailureHandling:
         """
         if self._claim_report():
             self._announced = error
-            log_fatal(f"rank {self.world.rank} calls stop() because of an exception:")
-            self._previous_hook(type(error), error, error.__traceback__)
-            sys.stderr.flush()
+            shown = self._printed_by_previous_hook(type(error), error, error.__traceback__)
+            log_fatal(f"rank {self.world.rank} calls stop() because of an exception:\n{shown}".rstrip())
 
     # --- hooks
 
@@ -99,18 +124,36 @@ class FailureHandling:
             return
         if self._announced is not None and self._announced in (error, error.__context__):
             self._abort(1)
+        if _reason_is_elsewhere(error):
+            self._wait_for_report()
+        left = self._find_leaving_rank() if isinstance(error, MismatchError) else None
         if self._claim_report():
-            log_fatal(f"rank {rank} of {size} failed, which ends the job:")
-            self._previous_hook(kind, error, trace)
-            if _reason_is_elsewhere(error):
-                _flush()
-                time.sleep(_OUTPUT_SECONDS)  # the rank that has the reason prints it first
+            line = line_of_program(traceback.extract_tb(trace))
+            if isinstance(error, KeyboardInterrupt):
+                report = f"rank {rank} was interrupted (KeyboardInterrupt), which ends the job. It was {line}"
+            elif left is not None:
+                report = f"{left} without mpi.stop(), while rank {rank} was {line}\n{error}"
+            else:
+                shown = self._printed_by_previous_hook(kind, error, trace)
+                report = f"rank {rank} of {size} failed, which ends the job:\n{shown}".rstrip()
+            log_fatal(_with_announcement(report))
         else:
-            # The whole message: the first rank to fail may only report that this rank aborted a call.
-            log_fatal(f"rank {rank} failed too: {kind.__name__}: {error}")
-            _flush()
-            time.sleep(_OUTPUT_SECONDS)  # the first rank to fail is still printing, and then ends all ranks
-        self._abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+            # A mismatch or an interrupt is the same on all ranks; the first rank to fail has reported the error.
+            if not isinstance(error, MismatchError | KeyboardInterrupt):
+                log_fatal(f"rank {rank} failed too: {kind.__name__}: {error}")
+            self._let_other_rank_end()
+        if left is not None:
+            self._abort(left.status or 1)
+        self._abort(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+
+    def _printed_by_previous_hook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> str:
+        """Return what the exception hook of Python or of the program prints, which would be many calls of write()."""
+        printed = io.StringIO()
+        with contextlib.redirect_stderr(printed):
+            self._previous_hook(kind, error, trace)
+        return printed.getvalue()
 
     def _on_thread_exception(self, failure: threading.ExceptHookArgs) -> None:
         """End the job if a thread of torchmpi fails: the calls queued for this thread would never end."""
@@ -120,20 +163,43 @@ class FailureHandling:
             return
         if self._claim_report():
             trace = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
-            log_fatal(f"rank {self.world.rank}: the thread {name!r} failed, which ends the job:\n{trace}")
+            report = f"rank {self.world.rank}: the thread {name!r} failed, which ends the job:\n{trace}".rstrip()
+            log_fatal(_with_announcement(report))
         self._abort(1)
+
+    def _exit(self, status: Any = None, /) -> NoReturn:
+        """Record the status for the report, and exit. Python passes neither status nor exception to exit handlers."""
+        if threading.current_thread() is threading.main_thread():
+            number = status if isinstance(status, int) else int(status is not None)
+            self._left = EXIT_STATUS + (number & 0xFF)
+        self._previous_exit(status)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or not self._installed:
             return
+        board, rank = self.board_group.log_board, self.world.rank
+        if board is not None:
+            board.set(self.board_group.rank, EXITED, self._left)
         try:
             self._stop()
         except BaseException as error:
-            self.end_job(
-                f"rank {self.world.rank} reached the end of its program without mpi.stop(), while other ranks were in "
-                f"a call: {error}",
-                1,
-            )
+            left = _LeavingRank(rank, self._left)
+            if not isinstance(error, MismatchError):
+                self.end_job(f"{left}, and stop() failed: {type(error).__name__}: {error}", left.status or 1)
+            self._wait_for_report()  # of a rank that was in a call, which knows the line of the program
+            if self._claim_report():
+                log_fatal(_with_announcement(f"{left} without mpi.stop(), while other ranks were in a call.\n{error}"))
+            else:
+                self._let_other_rank_end()
+            self._abort(left.status or 1)
+
+    def _find_leaving_rank(self) -> _LeavingRank | None:
+        """Return a rank of this host that is at the end of its program, if there is one."""
+        group, board = self.board_group, self.board_group.log_board
+        if board is None:
+            return None
+        fields = [(rank, board.get(index, EXITED)) for index, rank in enumerate(group.world_ranks)]
+        return next((_LeavingRank(rank, field) for rank, field in fields if field), None)
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         self._handled.set()
@@ -148,9 +214,9 @@ class FailureHandling:
         is_failing = board is not None and board.get(rank, DYING)
         # The launcher sends SIGTERM to the ranks that are left after one has failed: report only the first SIGTERM.
         if not is_failing and self._claim_report():
-            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            line = f" It was {line_of_program(traceback.extract_stack(frame))}" if frame is not None else ""
             # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
-            write_directly(f"rank {self.world.rank} received SIGTERM, which ends the job. Its stack:\n{stack}")
+            write_directly(_with_announcement(f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"))
         self._abort(_TERMINATED)
 
     # --- SIGTERM
@@ -172,7 +238,9 @@ class FailureHandling:
     def _listen(self, reader: socket.socket) -> None:
         """Terminate if SIGTERM arrives and the handler does not run, because the main thread is not in Python."""
         while data := reader.recv(64):
-            if signal.SIGTERM in data and not self._handled.wait(_HANDLER_GRACE_SECONDS):
+            # A handler that the program has installed meanwhile decides itself what SIGTERM does.
+            is_ours = signal.SIGTERM in data and signal.getsignal(signal.SIGTERM) == self._on_sigterm
+            if is_ours and not self._handled.wait(_HANDLER_GRACE_SECONDS):
                 self._terminate(sys._current_frames().get(threading.main_thread().ident or 0))
         reader.close()
 
@@ -210,6 +278,19 @@ class FailureHandling:
         board.set(rank, DYING, _REPORTING)
         return True
 
+    def _wait_for_report(self) -> None:
+        """Give the rank that has the reason of the failure time to report it."""
+        board, limit = self.board_group.log_board, time.monotonic() + _OUTPUT_SECONDS
+        while time.monotonic() < limit and not (
+            board is not None and any(board.get(index, DYING) == _REPORTING for index in range(board.num_blocks))
+        ):
+            time.sleep(_POLL_SECONDS)
+
+    def _let_other_rank_end(self) -> None:
+        """Wait while the rank that reports the failure prints its report; it then ends all ranks."""
+        _flush()
+        time.sleep(_OUTPUT_SECONDS)
+
     def _abort(self, status: int) -> NoReturn:
         _flush()
         # MPI_Abort may return, or hang when the network is down: end this process in any case.
@@ -246,6 +327,12 @@ def _flush() -> None:
             sys.__stderr__.write(kept())
             sys.__stderr__.flush()
             sys.stderr.truncate(sys.stderr.seek(0))
+
+
+def _with_announcement(report: str) -> str:
+    """Add a line about the messages of the launcher, which follow when the job is aborted."""
+    name = launcher.detect().name
+    return report if name is None else f"{report}\ntorchmpi: The lines below are from {name}."
 
 
 def _reason_is_elsewhere(error: BaseException | None) -> bool:

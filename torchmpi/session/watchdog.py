@@ -261,7 +261,11 @@ def location() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "its main thread has ended"
-    stack = traceback.extract_stack(frame)
+    return line_of_program(traceback.extract_stack(frame))
+
+
+def line_of_program(stack: traceback.StackSummary) -> str:
+    """Return the line of the program in a stack or traceback, as in :func:`location`."""
     entry = stack[-1]
     for hidden in (_INSTALLED_FILES, _OWN_FILES):
         if shown := [entry for entry in stack if not entry.filename.startswith(hidden)]:
