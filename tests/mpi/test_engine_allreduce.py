@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine, State
-from torchmpi.errors import DeviceError, ReplicaError
+from torchmpi.errors import ArgumentError, DeviceError, ReplicaError
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -103,6 +103,70 @@ def test_distributed_optimizer(agree, asynchronous):
     engine = AllReduceSGDEngine(asynchronous=True, progress=False)
     train(engine, net, data[mpi.rank()], optimizer=optimizer)
     compare(agree, net, explicit_loop(data))
+
+
+def uneven(num: int, num_rows: int, seed: int) -> list[Batch]:
+    """Batches of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [num_rows + (index + seed) % 3 for index in range(num)]
+    return [(torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)) for n in rows]
+
+
+def concatenated(batches_of_ranks: list[list[Batch]], accumulate: int) -> list[Batch]:
+    """The batches of each update of all ranks, as one batch."""
+    updates = range(0, max(map(len, batches_of_ranks)), accumulate)
+    groups = [[b for batches in batches_of_ranks for b in batches[i : i + accumulate]] for i in updates]
+    return [(torch.cat([x for x, _ in group]), torch.cat([y for _, y in group])) for group in groups]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", ["engine", "asynchronous engine", "optimizer", "asynchronous optimizer"])
+@pytest.mark.parametrize("weight", ["batch", "example"])
+def test_accumulation_equals_one_process_on_the_concatenated_batch(agree, accumulate, kind, weight):
+    """Also for the incomplete update at the end of an epoch, on ranks with different numbers of batches."""
+    size = mpi.size()
+    if weight == "batch":
+        data = [make_batches(num_batches(rank) + 3, seed=rank) for rank in range(size)]
+    else:
+        data = [uneven(num_batches(rank) + 3, 4, seed=rank) for rank in range(size)]
+    net = network()
+    options = {"weight": weight, "max_epochs": 2}
+    is_asynchronous = kind.startswith("asynchronous")
+    if kind.endswith("optimizer"):
+        options["optimizer"] = mpinn.DistributedOptimizer(
+            momentum(net), net, asynchronous=is_asynchronous, backward_passes_per_step=accumulate
+        )
+    else:
+        options["accumulate"] = accumulate
+    engine = AllReduceSGDEngine(asynchronous=is_asynchronous, progress=False)
+    state = train(engine, net, data[mpi.rank()], **options)
+    reference_data = concatenated(data, accumulate)
+    agree.equal(state.t, 2 * len(reference_data))
+    compare(agree, net, explicit_loop([reference_data]))
+
+
+def test_backward_passes_per_step_of_the_optimizer_are_respected(agree):
+    """8 batches made 8 steps."""
+    net = network()
+    optimizer = mpinn.DistributedOptimizer(momentum(net), net, backward_passes_per_step=4)
+    data, engine = make_batches(8, seed=mpi.rank()), AllReduceSGDEngine(progress=False)
+    state = train(engine, net, data, optimizer=optimizer, max_epochs=1)
+    agree.equal((state.t, state.batch, state.accumulate), (2, 8, 4))
+    with pytest.raises(ArgumentError, match=r"accumulate=2, but .*backward_passes_per_step=4"):
+        train(engine, net, data, optimizer=optimizer, accumulate=2)
+
+
+def test_options_that_differ_between_ranks_are_refused(agree):
+    if mpi.size() > 1:
+        with pytest.raises(ArgumentError, match=r"rank 0 has .*accumulate=2.* rank 1 has .*accumulate=1"):
+            train(AllReduceSGDEngine(progress=False), network(), [], accumulate=2 - (mpi.rank() == 1))
+
+
+def test_parameters_that_nobody_synchronizes_are_refused(agree):
+    net, forgotten = network(), nn.Linear(2, 5)
+    optimizer = torch.optim.SGD([*net.parameters(), *forgotten.parameters()], lr=0.1)
+    with pytest.raises(ArgumentError, match=r"parameter 4 of the optimizer's group 0, of shape \[5, 2\]"):
+        train(AllReduceSGDEngine(progress=False), net, make_batches(1, seed=0), optimizer=optimizer)
 
 
 def test_hooks_see_the_averaged_gradient(agree):

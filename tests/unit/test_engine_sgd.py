@@ -181,7 +181,7 @@ def test_stop_from_any_hook(hook, t):
 
 def test_unknown_hooks_are_refused():
     engine = quiet()
-    with pytest.raises(HookError, match="no hook point 'on_smaple'; there are on_start,"):
+    with pytest.raises(HookError, match=r"no hook point 'on_smaple'\. Did you mean 'on_sample'\? There are on_start,"):
         engine.hooks.on_smaple.append(print)
     with pytest.raises(HookError, match="on_smaple"):
         engine.on("on_smaple")
@@ -192,9 +192,63 @@ def test_unknown_hooks_are_refused():
     assert not hasattr(engine.hooks, "on_smaple")
 
 
+@pytest.mark.parametrize(("wrong", "nearest"), [("on_updat", "on_update"), ("on_epoch_end", "on_end_epoch")])
+def test_unknown_hooks_are_answered_with_the_nearest_name(wrong, nearest):
+    engine = quiet()
+    callback = type("Callback", (), {wrong: lambda self, state: None})()
+    for use in (
+        lambda: getattr(engine.hooks, wrong),
+        lambda: engine.on(wrong),
+        lambda: engine.add({"on_start": print, wrong: print}),
+        lambda: engine.add(callback),
+    ):
+        with pytest.raises(HookError, match=f"{wrong}'. Did you mean '{nearest}'"):
+            use()
+    assert engine.hooks.on_start == []  # nothing of the mapping was added
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    on_time = 3  # no method
+
+    def on_update(self, state: State) -> None:
+        self.calls.append(f"update {state.t}")
+
+    def on_end(self, state: State) -> None:
+        self.calls.append("end")
+
+
+def test_callback_objects():
+    engine = quiet()
+    recorder = engine.add(Recorder())
+    engine.add({"on_start": lambda state: recorder.calls.append("start")})
+    engine.train(network=network(), criterion=nn.CrossEntropyLoss(), iterator=batches(2), lr=0.1)
+    assert recorder.calls == ["start", "update 1", "update 2", "end"]
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (Recorder, r"add\(Recorder\(...\)\)"),
+        (object(), "no method"),
+        ({}, "no method"),
+        ({"on_end": 3}, "on_end is a int"),
+    ],
+)
+def test_callbacks_that_do_nothing_are_refused(callback, message):
+    with pytest.raises(HookError, match=message):
+        quiet().add(callback)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS.step.. needs a closure"),
+        ({"optimizer": [torch.optim.SGD([torch.zeros(1)], lr=1.0)]}, "is a list.*one optimizer"),
+        ({"lr": 0.1, "accumulate": 0}, "accumulate=0"),
+        ({"lr": 0.1, "weight": "rows"}, "weight='rows'"),
         ({}, "either lr="),
         ({"lr": 0.1, "optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "either lr="),
         ({"lr": 0.1, "iterator": []}, "no batch in epoch 0"),
@@ -205,6 +259,48 @@ def test_wrong_arguments_are_refused(arguments, message):
     options = {"network": network(), "criterion": nn.CrossEntropyLoss(), "iterator": batches(), **arguments}
     with pytest.raises(ArgumentError, match=message):
         quiet().train(**options)
+
+
+def concatenated(num_together: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    data = batches(7)
+    groups = [data[i : i + num_together] for i in range(0, 7, num_together)]
+    return [tuple(torch.cat(part) for part in zip(*group, strict=True)) for group in groups]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 9])
+def test_accumulation_equals_concatenated_batches(accumulate):
+    nets, calls = [], []
+    for data, options in ((batches(7), {"accumulate": accumulate}), (concatenated(accumulate), {})):
+        net, engine = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), quiet()
+        nn.utils.vector_to_parameters(torch.linspace(-1, 1, 51).double(), net.parameters())
+        engine.on("on_sample")(lambda state: calls.append((state.accumulate, state.batch)))
+        data = [(x.double(), y) for x, y in data]
+        state = engine.train(
+            network=net, criterion=nn.CrossEntropyLoss(), iterator=data, lr=0.5, max_epochs=2, **options
+        )
+        assert (state.t, state.batch) == (2 * -(-7 // accumulate), len(data))
+        nets.append(net)
+    assert calls[:14] == [(accumulate, batch) for batch in range(7)] * 2
+    for mine, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_weights_of_examples_need_tensors():
+    class Criterion(nn.Module):
+        def forward(self, output, target):
+            return nn.functional.cross_entropy(output, target[0])
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, parts):
+            return self.layer(parts[0])
+
+    data = [((x,), (y,)) for x, y in batches()]
+    with pytest.raises(ArgumentError, match="neither is a tensor"):
+        quiet().train(network=First(), criterion=Criterion(), iterator=data, lr=0.1, weight="example")
 
 
 def test_misuse_is_refused():

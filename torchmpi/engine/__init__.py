@@ -1,7 +1,7 @@
 """Training loops with hooks, meters, prefetching and checkpoints."""
 
 from .allreduce_engine import AllReduceSGDEngine
-from .hooks import HOOK_NAMES, Hooks
+from .hooks import HOOK_NAMES, HookName, Hooks
 from .meters import AverageValueMeter, ClassErrorMeter, TestResult
 from .sgd_engine import SGDEngine
 from .state import Sample, State
@@ -11,6 +11,7 @@ __all__ = [
     "AllReduceSGDEngine",
     "AverageValueMeter",
     "ClassErrorMeter",
+    "HookName",
     "Hooks",
     "SGDEngine",
     "Sample",

@@ -6,12 +6,13 @@ import torch
 from torch import nn
 
 from .. import nn as mpinn
-from ..errors import DeviceError
+from ..errors import ArgumentError, DeviceError
 from ..session import api
 from .coordination import AllRanks
 from .meters import TestResult
 from .sgd_engine import SGDEngine
 from .state import State
+from .updates import trained_parameters
 
 
 class AllReduceSGDEngine(SGDEngine):
@@ -67,6 +68,7 @@ class AllReduceSGDEngine(SGDEngine):
         return device
 
     def _begin(self, state: State) -> None:
+        _refuse_unsynchronized(state)
         for module in _trained(state):
             mpinn.synchronize_parameters(module)
         if self._asynchronous:
@@ -87,17 +89,14 @@ class AllReduceSGDEngine(SGDEngine):
         if self._device_sync and api.device().type == "cuda" and self._use_gpu is not False:
             torch.cuda.synchronize(api.device())
 
-    def _synchronize(self, state: State, num_active: int) -> None:
+    def _synchronize(self, state: State) -> None:
         if isinstance(state.optimizer, mpinn.DistributedOptimizer):
             state.optimizer.synchronize()
         for module in _own(state):
             if self._asynchronous:
-                mpinn.synchronize_gradients_async(module)
+                mpinn.synchronize_gradients_async(module, flush=True)
             else:
                 mpinn.synchronize_gradients(module)
-            if num_active < self._coordinator.size:
-                # The average includes zero gradients of the ranks without a batch.
-                _scale_gradients(module, self._coordinator.size / num_active)
 
     def _apply(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, mpinn.DistributedOptimizer):
@@ -115,7 +114,7 @@ class AllReduceSGDEngine(SGDEngine):
     def _register(self, state: State) -> None:
         self._unregister()
         for module in _own(state):
-            mpinn.register_async_backward(module)
+            mpinn.register_async_backward(module, state.accumulate)
             self._registered.append((module, _trainable(module)))
 
     def _unregister(self) -> None:
@@ -138,8 +137,17 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-@torch.no_grad()
-def _scale_gradients(module: nn.Module, factor: float) -> None:
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+def _refuse_unsynchronized(state: State) -> None:
+    """Refuse parameters that the optimizer would change, but of which nobody averages the gradients."""
+    assert state.optimizer is not None
+    if isinstance(state.optimizer, mpinn.DistributedOptimizer):
+        return  # refuses such parameters itself
+    known = set(map(id, trained_parameters(state)))
+    for index, group in enumerate(state.optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ArgumentError(
+                    f"rank {api.rank()}: parameter {position} of the optimizer's group {index}, of shape "
+                    f"{list(parameter.shape)}, belongs neither to network nor to criterion, so its gradient would not "
+                    "be averaged over the ranks. Make it a parameter of one of them."
+                )

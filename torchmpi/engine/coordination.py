@@ -19,8 +19,8 @@ class Coordinator(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def count(self, flag: bool) -> int:
-        """Return the number of ranks on which `flag` is true."""
+    def count(self, number: int) -> int:
+        """Return the sum over the ranks; for a condition, the number of ranks on which it holds."""
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's object on all ranks."""
@@ -39,9 +39,9 @@ class SingleProcess:
     rank = 0
     size = 1
 
-    def count(self, flag: bool) -> int:
-        """Return 1 or 0."""
-        return int(flag)
+    def count(self, number: int) -> int:
+        """Return `number`."""
+        return int(number)
 
     def broadcast(self, value: Any) -> Any:
         """Return `value`."""
@@ -65,9 +65,9 @@ class AllRanks:
         """Number of ranks."""
         return api.size()
 
-    def count(self, flag: bool) -> int:
-        """Return the number of ranks on which `flag` is true."""
-        return int(collectives.allreduce(int(flag)))
+    def count(self, number: int) -> int:
+        """Return the sum over the ranks; for a condition, the number of ranks on which it holds."""
+        return int(collectives.allreduce(int(number)))
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's object on all ranks."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NoReturn, get_args
 
 from ..errors import HookError
 from .state import State
 
 Hook = Callable[[State], Any]
 
-HOOK_NAMES = (
+HookName = Literal[
     "on_start",
     "on_start_epoch",
     "on_sample",
@@ -21,7 +22,8 @@ HOOK_NAMES = (
     "on_update",
     "on_end_epoch",
     "on_end",
-)
+]
+HOOK_NAMES: tuple[HookName, ...] = get_args(HookName)
 
 
 class Hooks:
@@ -53,7 +55,7 @@ class Hooks:
             setattr(self, name, [])
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise HookError(f"no hook point {name!r}; there are {', '.join(HOOK_NAMES)}")
+        raise HookError(_unknown(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in HOOK_NAMES:
@@ -62,7 +64,39 @@ class Hooks:
             raise HookError(f"hooks.{name} is a list: use hooks.{name}.append(function), not an assignment")
         object.__setattr__(self, name, value)
 
-    def at(self, name: str) -> list[Hook]:
+    def add(self, callback: object) -> None:
+        """Append the functions of a mapping, or the methods of an object, to the hook points of their names.
+
+        Args:
+            callback: A mapping from names of hook points to functions, or an object with methods of these names.
+
+        Raises:
+            HookError: A key, or a method that begins with ``on_``, is no hook point; there is none; or `callback` is a
+                class. Nothing is appended then.
+
+        Example:
+            >>> hooks = Hooks()
+            >>> hooks.add({"on_update": lambda state: print(state.t)})
+        """
+        if isinstance(callback, type):
+            raise HookError(f"add() takes an object, not the class {callback.__name__}: add({callback.__name__}(...))")
+        if isinstance(callback, Mapping):
+            found = dict(callback)
+        else:
+            members = ((name, getattr(callback, name)) for name in dir(callback) if name.startswith("on_"))
+            found = {name: member for name, member in members if callable(member)}
+        kind = type(callback).__name__
+        if not found:
+            raise HookError(f"add(): the {kind} has no method that is named like a hook point: {', '.join(HOOK_NAMES)}")
+        for name, function in found.items():
+            if name not in HOOK_NAMES:
+                raise HookError(f"add(), {kind}: {_unknown(name)}")
+            if not callable(function):
+                raise HookError(f"add(), {kind}: {name} is a {type(function).__name__}, not a function of the state")
+        for name, function in found.items():
+            self.at(name).append(function)
+
+    def at(self, name: HookName) -> list[Hook]:
         """Return the list of one hook point.
 
         Args:
@@ -81,7 +115,7 @@ class Hooks:
         hooks: list[Hook] = getattr(self, name)
         return hooks
 
-    def call(self, name: str, state: State) -> None:
+    def call(self, name: HookName, state: State) -> None:
         """Call the functions of one hook point. Exceptions of the functions propagate.
 
         Args:
@@ -94,3 +128,9 @@ class Hooks:
         # A copy, so that a function may remove itself from the list.
         for hook in tuple(self.at(name)):
             hook(state)
+
+
+def _unknown(name: object) -> str:
+    nearest = difflib.get_close_matches(str(name), HOOK_NAMES, n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return f"no hook point {name!r}.{hint} There are {', '.join(HOOK_NAMES)}"

@@ -12,17 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
+from ..nn import DistributedOptimizer
 from . import checkpoint
 from .checkpoint import Saved, Stateful
 from .coordination import Coordinator, SingleProcess
 from .data_loading import DeviceCopy, Epoch, set_epoch
-from .hooks import Hook, Hooks
+from .hooks import Hook, HookName, Hooks
 from .meters import AverageValueMeter, ClassErrorMeter, TestResult
 from .progressbar import ProgressBar
 from .state import Sample, State, as_sample
 from .training_run import TrainingRun
+from .updates import Update, UpdateOptions, Weight, check_optimizer, num_accumulated, trained_parameters
 
 HookT = TypeVar("HookT", bound=Hook)
+CallbackT = TypeVar("CallbackT")
 
 
 class Scheduler(Stateful, Protocol):
@@ -66,7 +69,7 @@ class SGDEngine:
 
     # --- hooks, schedulers and checkpoints -----------------------------------------------------------------
 
-    def on(self, name: str) -> Callable[[HookT], HookT]:
+    def on(self, name: HookName) -> Callable[[HookT], HookT]:
         """Return a decorator that appends a function to a hook point.
 
         Args:
@@ -91,8 +94,34 @@ class SGDEngine:
 
         return add
 
+    def add(self, callback: CallbackT) -> CallbackT:
+        """Append the methods of an object that are named like hook points, or the functions of a mapping.
+
+        Args:
+            callback: An object with methods such as ``on_update(state)``, or a mapping from names to functions.
+
+        Returns:
+            `callback`, so that the call can stand where the object is created.
+
+        Raises:
+            HookError: A method that begins with ``on_``, or a key, is no hook point; or there is none. The message has
+                the nearest name.
+
+        Example:
+            class Losses:
+                def __init__(self):
+                    self.values = []
+
+                def on_update(self, state):
+                    self.values.append(state.loss.item())
+
+            losses = engine.add(Losses())
+        """
+        self.hooks.add(callback)
+        return callback
+
     def step_scheduler(
-        self, scheduler: Scheduler, when: str = "on_end_epoch", metric: Callable[[State], float] | None = None
+        self, scheduler: Scheduler, when: HookName = "on_end_epoch", metric: Callable[[State], float] | None = None
     ) -> None:
         """Step a learning-rate scheduler at a hook point of training, and store it in checkpoints.
 
@@ -197,6 +226,8 @@ class SGDEngine:
         optimizer: torch.optim.Optimizer | None = None,
         max_epochs: int = 1,
         resume: str | os.PathLike[str] | None = None,
+        accumulate: int | None = None,
+        weight: Weight = "batch",
     ) -> State:
         """Train a network.
 
@@ -207,16 +238,21 @@ class SGDEngine:
             iterator: Iterable that can be iterated once per epoch. It yields pairs ``(input, target)`` or mappings
                 with these keys.
             lr: Learning rate for plain SGD. Give either `lr` or `optimizer`.
-            optimizer: Any optimizer.
+            optimizer: Any optimizer of ``torch.optim`` whose ``step()`` needs no closure.
             max_epochs: Number of epochs.
             resume: Checkpoint from which to continue.
+            accumulate: Number of batches per update, on each rank: their gradients are averaged, and synchronized once.
+                The last update of an epoch may have fewer. Default: 1, or the ``backward_passes_per_step`` of a
+                ``DistributedOptimizer``.
+            weight: "batch" averages over the batches of an update on all ranks, "example" over their examples, as one
+                process on the concatenated batch does; the difference matters for batches of different lengths.
 
         Returns:
             The final state.
 
         Raises:
-            ArgumentError: Both or neither of `lr` and `optimizer` are given, an epoch has no batch, a batch has a
-                wrong type, or the engine is training already.
+            ArgumentError: Both or neither of `lr` and `optimizer` are given, an option is invalid or differs between
+                ranks, an epoch has no batch, a batch has a wrong type, or the engine is training already.
             CheckpointError: The checkpoint cannot be read or was saved by a run of another kind, or saving has failed.
 
         Example:
@@ -226,13 +262,17 @@ class SGDEngine:
             raise ArgumentError("train() takes either lr=, for plain SGD, or optimizer=")
         if self._run is not None:
             raise ArgumentError("train() while this engine is training: use another engine")
-        state = State(network, criterion, iterator, optimizer, max_epochs=max_epochs)
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        options = UpdateOptions(num_accumulated(optimizer, accumulate), weight)
+        self._refuse_different_options(options)
+        state = State(network, criterion, iterator, optimizer, max_epochs=max_epochs, accumulate=options.accumulate)
         device_copy = self._move(state)
         if lr is not None:
-            state.optimizer = torch.optim.SGD(_parameters(state), lr=lr)
+            state.optimizer = torch.optim.SGD(trained_parameters(state), lr=lr)
         saved = None if resume is None else checkpoint.read(Path(resume), self._coordinator)
         bar = ProgressBar() if self._progress and self._coordinator.rank == 0 else None
-        with self._running(TrainingRun(state, device_copy, bar, self._coordinator)) as run:
+        with self._running(TrainingRun(state, options, device_copy, bar, self._coordinator)) as run:
             self._begin(state)
             network.train()
             self._train(run, saved)
@@ -281,7 +321,7 @@ class SGDEngine:
                 self._refuse_empty_epoch(state)
                 return True
             run.phase = "update"
-            self._step(state, sample, num_active)
+            self._step(run, epoch, sample, num_active)
             run.phase = "between updates"
             self.hooks.call("on_update", state)
             run.show_progress()
@@ -289,18 +329,26 @@ class SGDEngine:
             if self._agree_to_stop(run):
                 return False
 
-    def _step(self, state: State, sample: Sample | None, num_active: int) -> None:
+    def _step(self, run: TrainingRun, epoch: Epoch, sample: Sample | None, num_active: int) -> None:
+        """Update the parameters once; `sample` is the first of the batches, and `num_active` ranks have one."""
+        state, options, update = run.state, run.options, Update(run.options)
         assert state.optimizer is not None
-        state.sample, state.output, state.loss = sample, None, None
+        state.sample, state.output, state.loss = None, None, None
         self._begin_step(state)
         state.optimizer.zero_grad()
-        if sample is not None:
-            self._forward(state).backward()  # type: ignore[no-untyped-call]
-        self._synchronize(state, num_active)
+        while sample is not None:
+            state.sample = sample
+            loss = self._forward(state)
+            update.backward(loss, state.sample)
+            sample = None if update.is_full else epoch.next()
+            state.batch += sample is not None
+        total_weight = num_active if options.weighs_ranks_equally else self._coordinator.count(update.weight)
+        self._synchronize(state)
+        update.rescale(state.optimizer, total_weight, self._coordinator.size)
         self.hooks.call("on_backward", state)
         self._apply(state.optimizer)
         state.t += 1
-        state.batch += sample is not None
+        state.batch += update.num_batches > 0
 
     def _forward(self, state: State) -> Tensor:
         """Return the loss, including changes that hooks make to ``state.loss``."""
@@ -365,6 +413,8 @@ class SGDEngine:
 
     def _begin(self, state: State) -> None:
         """Prepare the run; called before the first epoch."""
+        if isinstance(state.optimizer, DistributedOptimizer):
+            raise ArgumentError("SGDEngine trains in one process; with a DistributedOptimizer use AllReduceSGDEngine")
 
     def _begin_step(self, state: State) -> None:
         """Prepare an update; called before each one, also on a rank without a batch."""
@@ -372,8 +422,8 @@ class SGDEngine:
     def _wait_for_device(self) -> None:
         """Wait for the device, if requested; called when the sample is on the device, and when the loss is computed."""
 
-    def _synchronize(self, state: State, num_active: int) -> None:
-        """Synchronize the gradients after the backward pass; `num_active` ranks had a batch."""
+    def _synchronize(self, state: State) -> None:
+        """Synchronize the gradients after the backward passes."""
 
     def _apply(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
@@ -405,6 +455,12 @@ class SGDEngine:
             run.saver.wait()
         return run.state.stop
 
+    def _refuse_different_options(self, options: UpdateOptions) -> None:
+        everywhere = self._coordinator.gather(options)
+        for rank, theirs in enumerate(everywhere):
+            if theirs != everywhere[0]:
+                raise ArgumentError(f"train(): rank 0 has {everywhere[0]}, but rank {rank} has {theirs}")
+
     def _refuse_empty_epoch(self, state: State) -> None:
         if self._coordinator.count(state.batch > 0) == 0:
             raise ArgumentError(
@@ -420,12 +476,6 @@ class SGDEngine:
         finally:
             self._run = None
             run.close()
-
-
-def _parameters(state: State) -> list[nn.Parameter]:
-    modules = (m for m in (state.network, state.criterion) if isinstance(m, nn.Module))
-    # A dict, because a criterion may share parameters with the network.
-    return list({p: None for module in modules for p in module.parameters() if p.requires_grad})
 
 
 @contextmanager

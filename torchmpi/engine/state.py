@@ -65,11 +65,12 @@ class State:
         training: False in ``test()``.
         max_epochs: Number of epochs of the run.
         epoch: Current epoch, from 0.
+        accumulate: Number of batches per update, on each rank.
         t: Number of updates since the beginning of the run.
         batch: Number of batches that this rank has processed in this epoch.
-        sample: Current batch; None on a rank that has no batch for this update.
-        output: Output of the network for the current batch.
-        loss: Output of the criterion for the current batch. The backward pass starts from this tensor.
+        sample: Current batch, or the last one of an update; None on a rank that has no batch for this update.
+        output: Output of the network for `sample`.
+        loss: Output of the criterion for `sample`. The backward pass starts from this tensor.
         stop: Ends the run after the current update or epoch, on all ranks, when one rank sets it.
 
     Example:
@@ -85,6 +86,7 @@ class State:
     training: bool = True
     max_epochs: int = 1
     epoch: int = 0
+    accumulate: int = 1
     t: int = 0
     batch: int = 0
     sample: Sample | None = None

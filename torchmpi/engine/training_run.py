@@ -18,15 +18,22 @@ from .data_loading import DeviceCopy, Epoch, iterator_state, load_iterator_state
 from .meters import Meter
 from .progressbar import ProgressBar
 from .state import State
+from .updates import UpdateOptions
 
 
 class TrainingRun:
     """One call of ``train()``: the state that hooks receive, and the internal state of the loop."""
 
     def __init__(
-        self, state: State, device_copy: DeviceCopy, bar: ProgressBar | None, coordinator: Coordinator
+        self,
+        state: State,
+        options: UpdateOptions,
+        device_copy: DeviceCopy,
+        bar: ProgressBar | None,
+        coordinator: Coordinator,
     ) -> None:
-        self.state, self.device_copy, self._bar, self._coordinator = state, device_copy, bar, coordinator
+        self.state, self.options, self.device_copy = state, options, device_copy
+        self._bar, self._coordinator = bar, coordinator
         self.saver = Saver(coordinator)
         self.phase: Literal["between epochs", "between updates", "update", "epoch end"] = "between epochs"
         self._epoch: Epoch | None = None

@@ -29,7 +29,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         average: Average the gradients; False adds them.
         asynchronous: Register `model` for asynchronous backward;
             ``mpinn.unregister_async_backward(model)`` reverts the registration.
-        backward_passes_per_step: With `asynchronous`, number of backward passes whose gradients are accumulated.
+        backward_passes_per_step: With `asynchronous`, number of backward passes whose gradients are accumulated. Their
+            sum is not divided by this number: divide each loss, as without the wrapper.
         comm: Communicator or level; default: the current communicator.
 
     Raises:
@@ -63,6 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is deliberately not called: it would create a second state, besides that of `opt`.
         _check_parameters(opt, model)
         self.optimizer = opt
+        self.backward_passes_per_step = backward_passes_per_step
         self._model, self._average, self._asynchronous = model, average, asynchronous
         self._comm = runtime.communicator(comm)
         self._is_synchronized = False
