@@ -11,7 +11,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.errors import ArgumentError, GradientError
+from torchmpi.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("world")
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -79,15 +79,19 @@ def test_clipping_between_synchronize_and_step(agree, asynchronous):
 
 
 @MODES
-def test_synchronizing_twice_is_refused(agree, asynchronous):
-    net, optimizer, x, y = wrapped(asynchronous)
-    loss(net, x, y).backward()
-    optimizer.synchronize()
-    with pytest.raises(GradientError, match="skip_synchronize"):
+@pytest.mark.parametrize("average", [True, False])
+def test_a_step_after_synchronize_does_not_synchronize(agree, asynchronous, average):
+    net, x, y = make("mlp")
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = mpinn.DistributedOptimizer(inner, net, asynchronous=asynchronous, average=average)
+    for explicit in (True, False, True):
+        optimizer.zero_grad()
+        factor = 1 if average else 1 / mpi.size()
+        (loss(net, mine(x), mine(y)) * factor).backward()
+        if explicit:
+            optimizer.synchronize()
         optimizer.step()
-    optimizer.zero_grad()
-    loss(net, x, y).backward()
-    optimizer.step()
+    agree.close(values(net), train(*reference()), **TIGHT)
 
 
 def test_accumulation_and_a_step_after_fewer_passes(agree):

@@ -12,7 +12,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.errors import ArgumentError, ReplicaError
+from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 
 pytestmark = pytest.mark.usefixtures("world")
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -91,6 +91,40 @@ def test_training_equals_one_process_on_the_complete_batch(agree, model_level, h
     for index in (0, 2, 4):
         agree.close(net[index].bias.detach(), whole[index].bias.detach(), f"bias {index}", **TIGHT)
     mpinn.check_with_allreduce(net)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_equals_one_process_on_the_complete_batch(agree, model_level, norm_type, asynchronous):
+    width = mpi.communicator(model_level).size
+    net, whole = make_net(mpinn.MPLinear, comm=model_level), make_net(nn.Linear)
+    optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net, asynchronous=asynchronous)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for step in range(3):
+        backward(net, step, mpi.rank() // width, mpi.size() // width)
+        backward(whole, step)
+        if not asynchronous:
+            optimizer.synchronize()
+        norm = mpinn.clip_grad_norm_(net, 0.1, norm_type)
+        agree.close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type), **TIGHT)
+        optimizer.step()
+        reference.step()
+    agree.close(net[2].full_weight(), whole[2].weight.detach(), **TIGHT)
+    agree.close(net[0].weight.detach(), whole[0].weight.detach(), **TIGHT)
+    mpinn.check_with_allreduce(net)
+
+
+def test_a_changed_gradient_of_a_shard_is_refused_on_all_ranks(agree, model_level):
+    width = mpi.communicator(model_level).size
+    net = make_net(mpinn.MPLinear, comm=model_level)
+    mpinn.register_async_backward(net, bucket_bytes=100)
+    backward(net, 0, mpi.rank() // width, mpi.size() // width)
+    if mpi.rank() == 0:
+        net[2].weight.grad.mul_(2)
+    is_holder = mpi.rank() % width == 0
+    with pytest.raises(GradientError, match=r"'2.weight' changed" if is_holder else "a shard changed"):
+        mpinn.synchronize_gradients_async(net)
+    mpinn.unregister_async_backward(net)
 
 
 @pytest.mark.parametrize("with_allreduce", [False, True])

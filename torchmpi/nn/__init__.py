@@ -2,6 +2,7 @@
 
 from .async_backward import register_async_backward, synchronize_gradients_async, unregister_async_backward
 from .blocksequential import BlockSequential
+from .clipping import clip_grad_norm_, clip_grad_value_
 from .join import join
 from .model_parallel import MPLinear
 from .optimizer import DistributedOptimizer
@@ -15,6 +16,8 @@ __all__ = [
     "MPLinear",
     "Sharding",
     "check_with_allreduce",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "join",
     "register_async_backward",
     "set_sharded",

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from itertools import chain, count
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .. import collectives
 from ..communicators.communicator import Communicator
@@ -108,7 +117,8 @@ def synchronize_gradients_async(net: nn.Module, *, flush: bool = False) -> bool:
 
     Raises:
         ArgumentError: The net is not registered.
-        GradientError: Backward failed on some rank, or parameters have been added; raised on all ranks that call.
+        GradientError: Backward failed on some rank, a gradient was changed since backward, the net was moved to another
+            dtype or device, or parameters have been added; raised on all ranks that call.
 
     Example:
         if mpinn.synchronize_gradients_async(model):
@@ -144,7 +154,7 @@ class AsyncBackward(Attachment):
         self.net = net
         self.frequency, self.bucket_bytes, self.average = frequency, bucket_bytes, average
         self.parameters = [parameter for part, _ in parts for parameter in part.trainable]
-        self._known = {id(parameter) for parameter in self.parameters}
+        self.known = {id(parameter) for parameter in self.parameters}
         self._parts = [
             _Part(part.trainable, open_private(holders, f"{holders.name} async backward")) for part, holders in parts
         ]
@@ -155,8 +165,13 @@ class AsyncBackward(Attachment):
             for index, bucket in enumerate(self.buckets)
             for position, parameter in enumerate(bucket.parameters)
         }
+        self.is_synchronized = False
+        """Whether a round has ended since the last step of a DistributedOptimizer, which sets this to False."""
         self._lock = threading.Lock()  # hooks run on the threads of autograd
         self._reset()
+        self._number = next(_numbers)
+        _active[self._number] = self
+        _check_steps()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))  # type: ignore[no-untyped-call]
             for slot, parameter in enumerate(self.parameters)
@@ -166,6 +181,16 @@ class AsyncBackward(Attachment):
     def is_running(self) -> bool:
         """Whether this round has begun on this rank, so that other ranks may wait for its end."""
         return self._reduction is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this rank has gradients that are not yet reduced."""
+        return bool(self._runs)
+
+    @property
+    def is_inside_join(self) -> bool:
+        """Whether the net is inside ``join``."""
+        return attached(self.net, JOIN_STATE) is not None
 
     def finish(self, *, flush: bool = False, shadowed: JoinRound | None = None) -> bool:
         """Reduce the remaining buckets, wait for all, and set the gradients of the parameters."""
@@ -177,15 +202,17 @@ class AsyncBackward(Attachment):
         failure = self._finish_round(replica, shadowed)
         if failure:
             raise GradientError(
-                f"rank {self.comm.rank}: the gradients are incomplete: {failure}. All ranks have finished "
-                "the round; call zero_grad() before the next backward."
+                f"rank {self.comm.rank}: {failure}. All ranks have finished the round; call zero_grad() before the "
+                "next backward."
             )
+        self.is_synchronized = True
         return True
 
     def close(self) -> None:
         """Finish the running round and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        _active.pop(self._number, None)
         if self.comm.intra.call_queue.closed:
             return  # stop() has closed the communicator
         # A rank that has launched no reduction must take part in those of the other ranks. The ranks agree on the
@@ -198,6 +225,10 @@ class AsyncBackward(Attachment):
 
     def _reset(self) -> None:
         self._counts = [0] * len(self.parameters)
+        self._seen: list[Tensor | None] = [None] * len(self.parameters)
+        """The gradients that autograd has computed."""
+        self._versions = [0] * len(self.parameters)
+        """Their version counters after the last write of autograd."""
         self._orders = [None if bucket.flat.is_cpu else streams.Order() for bucket in self.buckets]
         """Order of the streams on which autograd fills each bucket on a device, which are those of the forward pass."""
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
@@ -222,13 +253,17 @@ class AsyncBackward(Attachment):
                     "each backward, or register with a higher sync_gradient_frequency"
                 )
             position_of = self._positions.get(id(parameter))
-            if position_of is None:
-                return  # sparse: gathered at the end
+            if position_of is None:  # sparse: gathered at the end
+                gradient = parameter.grad
+                assert gradient is not None  # autograd has just added to it
+                self._seen[slot], self._versions[slot] = gradient, gradient._version
+                return
             index, position = position_of
             order = self._orders[index]
             if order is not None:
                 order.enter(parameter)
-            self.buckets[index].seat(position)
+            gradient = self.buckets[index].seat(position)
+            self._seen[slot], self._versions[slot] = gradient, gradient._version
             if self._counts[slot] == self.frequency:
                 self._num_missing[index] -= 1
                 if self._num_missing[index] == 0:
@@ -274,38 +309,77 @@ class AsyncBackward(Attachment):
         if order is not None:
             order.enter(bucket.flat)
         with torch.no_grad():
+            with self._reporting_later():
+                bucket.pack()
             part = self._bucket_parts[index]
-            self._finishers.append(self._of_part(part, reduction).start(bucket.pack(), part.comm))
+            self._finishers.append(self._of_part(part, reduction).start(bucket.flat, part.comm))
 
     def _of_part(self, part: _Part, reduction: GradientReduction) -> GradientReduction:
         """Return the reduction of a part, where `reduction` is that of the replicated parameters."""
         size = part.comm.size
         return reduction if part.comm is self.comm else GradientReduction(size, size)
 
+    @contextmanager
+    def _reporting_later(self) -> Iterator[None]:
+        """Keep the error of a gradient for the end of the round, in which the other ranks need this one."""
+        try:
+            yield
+        except GradientError as error:
+            self._failure = self._failure or str(error)
+
     # --- after backward --------------------------------------------------------------------------
 
     def _finish_round(self, replica: Replica, shadowed: JoinRound | None) -> str:
-        """Finish this round, and return a description of the error if backward has failed."""
-        has_failed = self._failed()
-        failure = self._failure or f"backward failed on {'this' if has_failed else 'another'} rank"
+        """Finish this round, and return a description of the error if the gradients of some rank are not valid."""
         try:
             with torch.no_grad(), self._lock:
+                lists = [GradientList(part.parameters) for part in self._parts]
+                changed = self._changed(
+                    chain.from_iterable(each.tensors for each in lists)
+                )  # before the launches, which write to gradients
+                for bucket in self.buckets:
+                    with self._reporting_later():
+                        bucket.check_place()
                 if self._reduction is None:
                     self._reduction = self._begin(shadowed)
                 while len(self._finishers) < len(self.buckets):
                     self._launch(self._reduction)
+                has_failed = self._failed()
+                failure = self._failure or f"backward failed on {'this' if has_failed else 'another'} rank"
                 presences = [
-                    GradientList(part.parameters).agree(replica, part.comm, failed=has_failed) for part in self._parts
+                    gradients.agree(replica, part.comm, failed=has_failed, changed=changed)
+                    for gradients, part in zip(lists, self._parts, strict=True)
                 ]
                 self._distribute(presences, self._reduction)
         finally:
             self._reset()
-        return failure if presences[0].is_failed else ""
+        if presences[0].is_failed:  # only the replicated part has all ranks
+            return f"the gradients are incomplete: {failure}"
+        if presences[0].has_changed:
+            names = replica.names([parameter for presence in presences for parameter in presence.changed])
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            return (
+                f"the gradient of {repr(names[0]) if names else 'a shard'}{others} changed on some rank after backward "
+                "and before it was synchronized. Call synchronize_gradients_async(net), or synchronize() of the "
+                "DistributedOptimizer, before gradients are clipped, unscaled, cleared or changed otherwise"
+            )
+        return ""
+
+    def _changed(self, gradients: Iterable[Tensor | None]) -> set[int]:
+        """Return the ids of the parameters whose gradients were written or replaced after autograd wrote them."""
+        return {
+            id(self.parameters[slot])
+            for slot, (seen, gradient) in enumerate(zip(self._seen, gradients, strict=True))
+            if seen is not None and (gradient is not seen or seen._version != self._versions[slot])
+        }
 
     def _distribute(self, presences: Sequence[Presence], reduction: GradientReduction) -> None:
         present = {id(parameter) for presence in presences for parameter in presence.dense}
-        for bucket, finish in zip(self.buckets, self._finishers, strict=True):
+        for finish in self._finishers:
             finish()
+        if presences[0].is_failed:
+            return  # the parameters may have another dtype than the buckets
+        for bucket in self.buckets:
             bucket.give(present)
         for part, presence in zip(self._parts, presences, strict=True):
             for parameter in presence.sparse:
@@ -314,7 +388,7 @@ class AsyncBackward(Attachment):
     def _check_parameters(self, replica: Replica) -> None:
         """Raise if there are parameters without a hook: their gradients would not be reduced."""
         parts = [replica, *(part for part, _ in replica.shard_parts(self.comm))]
-        new = [each for part in parts for each in part.trainable if id(each) not in self._known]
+        new = [each for part in parts for each in part.trainable if id(each) not in self.known]
         if new:
             raise GradientError(
                 f"rank {self.comm.rank}: {', '.join(map(repr, replica.names(new)))} became trainable, or "
@@ -337,3 +411,53 @@ def _make_buckets(net: nn.Module, parts: Sequence[_Part], bucket_bytes: int) -> 
     order = {id(parameter): index for index, parameter in enumerate(net.parameters())}
     buckets.sort(key=lambda pair: min(order[id(p)] for p in pair[0].parameters), reverse=True)
     return [bucket for bucket, _ in buckets], [part for _, part in buckets]
+
+
+# --- optimizer steps with gradients that are not synchronized --------------------------------------------
+
+_active: weakref.WeakValueDictionary[int, AsyncBackward] = weakref.WeakValueDictionary()
+"""By a number that increases: in the order of registration, which is the same on all ranks."""
+_numbers = count()
+_step_hooks: list[object] = []
+
+
+def _check_steps() -> None:
+    """Check all optimizer steps from now on."""
+    if not _step_hooks:
+        _step_hooks.append(register_optimizer_step_pre_hook(_refuse_pending))
+        # After the step: a closure may have run backward without a synchronization.
+        _step_hooks.append(register_optimizer_step_post_hook(_refuse_pending))
+        # Its operation changes gradients without a change of their version counters, and torch has no hook there.
+        GradScaler.unscale_ = _refusing_pending(GradScaler.unscale_)  # type: ignore[method-assign]
+
+
+def registered_for(parameters: Iterable[Tensor]) -> list[AsyncBackward]:
+    """Return the registrations that reduce the gradients of some of `parameters`, in the same order on all ranks."""
+    ids = {id(parameter) for parameter in parameters}
+    return [backward for backward in _active.values() if not ids.isdisjoint(backward.known)]
+
+
+def _refuse_pending(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Raise if the gradients of `optimizer` are not reduced yet: the hook of its steps."""
+    _check_pending(optimizer, "step()")
+
+
+def _refusing_pending(unscale: Callable[[GradScaler, Optimizer], None]) -> Callable[[GradScaler, Optimizer], None]:
+    @wraps(unscale)
+    def checked(self: GradScaler, optimizer: Optimizer) -> None:
+        _check_pending(optimizer, "a GradScaler")
+        unscale(self, optimizer)
+
+    return checked
+
+
+def _check_pending(optimizer: Optimizer, user: str) -> None:
+    if not any([backward.is_pending for backward in _active.values()]):
+        return
+    for backward in registered_for(each for group in optimizer.param_groups for each in group["params"]):
+        if backward.is_pending:
+            raise GradientError(
+                f"rank {backward.comm.rank}: {user} uses gradients of {type(optimizer).__name__} that are not "
+                "synchronized. Call synchronize_gradients_async(net) after backward, also in a closure; with a "
+                "DistributedOptimizer call its step(), and its synchronize() before a GradScaler."
+            )

@@ -11,6 +11,10 @@ from ..errors import ArgumentError, GradientError
 from ..session import runtime
 from ..tensors import bucket_plan
 
+_MOVED = (
+    "The net was moved to another dtype or device while it was registered for asynchronous backward. "
+    "Call unregister_async_backward(net) before the move, and register_async_backward(net) after it."
+)
 _ALIGN_BYTES = 64  # views that persist begin at a cache line
 
 
@@ -136,24 +140,24 @@ class SeatedBucket:
         offsets, numel = aligned_offsets(parameters)
         # Zeros: the gaps between the views are reduced too, and must not contain NaN.
         self.flat = allocate_flat(numel, parameters[0]).zero_()
-        self.views = [dense_view(self.flat, offset, p.detach()) for offset, p in zip(offsets, parameters, strict=True)]
+        # ``.data`` gives each view a version counter of its own, which reductions of the flat tensor do not change, so
+        # that a change of one gradient by the program can be detected.
+        self.views = [
+            dense_view(self.flat, offset, p.detach()).data for offset, p in zip(offsets, parameters, strict=True)
+        ]
         self._addresses = [view.data_ptr() for view in self.views]
 
-    def seat(self, position: int) -> None:
-        """Move the gradient of one parameter into the flat tensor, unless it is a view of it."""
+    def seat(self, position: int) -> Tensor:
+        """Move the gradient of one parameter into the flat tensor, unless it is a view of it, and return the view."""
         parameter, view = self.parameters[position], self.views[position]
         gradient = parameter.grad
-        if view.data_ptr() != self._addresses[position]:
-            # module.to() replaces the storage of every .grad, and of this view.
-            raise GradientError(
-                "The net was moved to another dtype or device while its gradients were in a bucket. "
-                "Unregister it before, and register it again after the move."
-            )
+        # module.to() replaces the storage of every .grad, and of a view that is one.
+        if view.data_ptr() != self._addresses[position] or parameter.dtype is not view.dtype:
+            raise GradientError(_MOVED)
         if gradient is view:
-            return
+            return view
         if gradient is None:
-            view.zero_()
-            return
+            return view.zero_()
         if gradient.layout is not torch.strided:
             raise GradientError(
                 f"A gradient of shape {list(gradient.shape)} is sparse, but only those of "
@@ -162,6 +166,12 @@ class SeatedBucket:
             )
         view.copy_(gradient.detach())
         parameter.grad = view
+        return view
+
+    def check_place(self) -> None:
+        """Raise if the gradients were moved to another dtype or device."""
+        if self.views[0].data_ptr() != self._addresses[0]:
+            raise GradientError(_MOVED)
 
     def pack(self) -> Tensor:
         """Move all gradients into the flat tensor, with zeros for missing ones, and return it."""

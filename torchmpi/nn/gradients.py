@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from ..tensors import bucket_plan
 from .buckets import aligned_offsets, allocate_flat, dense_view
 from .replica import Attachment, Replica, attach, attached
 
-_DENSE, _SPARSE, _FAILED, _SCATTERED = 1, 2, 4, 8
+_DENSE, _SPARSE, _FAILED, _SCATTERED, _CHANGED = 1, 2, 4, 8, 16
 _MIN_SHARED_BYTES = 32 << 10  # of the largest gradient: smaller ones gain nothing
 SHARED_GRADIENTS = "torchmpi_shared_gradients"
 
@@ -39,6 +39,10 @@ class Presence(NamedTuple):
     """Whether backward failed on some rank."""
     is_scattered: bool
     """Whether some rank has its gradients elsewhere than in shared blocks."""
+    has_changed: bool
+    """Whether some rank has changed gradients since backward, of these parameters or of others."""
+    changed: Sequence[Tensor]
+    """These parameters."""
 
 
 class GradientList:
@@ -62,7 +66,15 @@ class GradientList:
             if not parameter.is_cpu:
                 self.is_on_host = False
 
-    def agree(self, replica: Replica, comm: Communicator, *, failed: bool = False, scattered: bool = True) -> Presence:
+    def agree(
+        self,
+        replica: Replica,
+        comm: Communicator,
+        *,
+        failed: bool = False,
+        scattered: bool = True,
+        changed: Collection[int] = (),
+    ) -> Presence:
         """Exchange one byte per parameter to find out which gradients exist on any rank.
 
         The exchange takes place at every step, since the gradients of other ranks may have changed.
@@ -72,6 +84,7 @@ class GradientList:
             comm: The communicator of the ranks.
             failed: Whether backward failed on this rank.
             scattered: Whether the gradients of this rank lie elsewhere than in shared blocks.
+            changed: The ids of parameters, these or others, whose gradients this rank has changed since backward.
 
         Returns:
             The same result on all ranks.
@@ -79,10 +92,17 @@ class GradientList:
         Raises:
             GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
         """
-        state = (_FAILED if failed else 0) | (_SCATTERED if scattered else 0)
+        state = (_FAILED if failed else 0) | (_SCATTERED if scattered else 0) | (_CHANGED if changed else 0)
+        if changed:
+            for index, parameter in enumerate(self.parameters):
+                self._codes[index] |= _CHANGED if id(parameter) in changed else 0
         codes = torch.tensor([*self._codes, state], dtype=torch.uint8, device="cpu")
         flags: list[int] = collectives.allreduce(codes, op="bor", comm=comm).tolist()
         state = flags.pop()
+        altered: list[Tensor] = []
+        if state & _CHANGED:
+            altered = [each for each, flag in zip(self.parameters, flags, strict=True) if flag & _CHANGED]
+            flags = [flag & ~_CHANGED for flag in flags]
         dense, sparse = self.parameters, []
         if flags.count(_DENSE) < len(flags):
             if _DENSE | _SPARSE in flags:
@@ -94,7 +114,7 @@ class GradientList:
             pairs = list(zip(self.parameters, flags, strict=True))
             dense = [parameter for parameter, flag in pairs if flag == _DENSE]
             sparse = [parameter for parameter, flag in pairs if flag == _SPARSE]
-        return Presence(dense, sparse, bool(state & _FAILED), bool(state & _SCATTERED))
+        return Presence(dense, sparse, bool(state & _FAILED), bool(state & _SCATTERED), bool(state & _CHANGED), altered)
 
 
 class SharedGradients(Attachment):

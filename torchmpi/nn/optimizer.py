@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from .. import collectives
 from ..communicators.communicator import Communicator
-from ..errors import ArgumentError, GradientError
+from ..errors import ArgumentError
 from ..session import runtime
-from .async_backward import register_async_backward, synchronize_gradients_async
-from .sync import synchronize_gradients
+from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
+from .replica import attached
+from .sync import ASYNC_BACKWARD, synchronize_gradients
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -47,9 +49,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # To use the averaged gradients before the step:
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        optimizer.step()  # does not synchronize again
     """
+
+    _step_supports_amp_scaling = False  # also if `opt` is fused: GradScaler would pass its scale to the wrapper
 
     def __init__(
         self,
@@ -67,27 +70,55 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.backward_passes_per_step = backward_passes_per_step
         self._model, self._average, self._asynchronous = model, average, asynchronous
         self._comm = runtime.communicator(comm)
-        self._is_synchronized = False
+        self._is_reduced = False  # without asynchronous hooks
+        self._backward_watch: Any = None
         self._skips = False
         if asynchronous:
             register_async_backward(model, backward_passes_per_step, average=average, comm=self._comm)
 
     def synchronize(self) -> None:
-        """Average the gradients. Afterwards call ``step()`` inside ``skip_synchronize()``.
+        """Average the gradients, so that they can be clipped or unscaled; the next ``step()`` does not average again.
 
         Raises:
-            GradientError: On all ranks: a backward pass has failed (with ``asynchronous=True``).
+            GradientError: On all ranks, with ``asynchronous=True``: a backward pass has failed, or a gradient was
+                changed since backward.
 
         Example:
             optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
         """
+        self._reduce()
+        if not self._asynchronous:
+            self._is_synchronized = True
+            # A further backward pass adds gradients of this rank only.
+            trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+            self._backward_watch = register_multi_grad_hook(trainable, self._forget_reduction, mode="any")
+
+    def _reduce(self) -> None:
         if self._asynchronous:
             synchronize_gradients_async(self._model, flush=True)
         else:
             synchronize_gradients(self._model, self._average, comm=self._comm)
-        self._is_synchronized = True
+
+    @property
+    def _is_synchronized(self) -> bool:
+        """Whether the next step uses the gradients as they are."""
+        backward: AsyncBackward | None = attached(self._model, ASYNC_BACKWARD)
+        return self._is_reduced if backward is None else backward.is_synchronized
+
+    @_is_synchronized.setter
+    def _is_synchronized(self, value: bool) -> None:
+        self._is_reduced = value
+        backward: AsyncBackward | None = attached(self._model, ASYNC_BACKWARD)
+        if backward is not None:
+            backward.is_synchronized = value
+        if self._backward_watch is not None:
+            self._backward_watch.remove()
+            self._backward_watch = None
+
+    def _forget_reduction(self, gradient: Tensor) -> None:
+        self._is_reduced = False
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -104,7 +135,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._skips = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize the gradients and call ``step()`` of the wrapped optimizer.
+        """Synchronize the gradients, unless they are, and call ``step()`` of the wrapped optimizer.
+
+        They are after :meth:`synchronize`, ``mpinn.synchronize_gradients_async`` or ``mpinn.clip_grad_norm_``.
 
         Args:
             closure: Function that computes gradients and returns the loss, as for ``torch.optim.LBFGS``. Gradients
@@ -114,7 +147,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             Result of the wrapped optimizer's ``step()``.
 
         Raises:
-            GradientError: The gradients are synchronized already, or, on all ranks, a backward pass has failed.
+            GradientError: On all ranks: a backward pass has failed, a gradient was changed since backward, or backward
+                has run since :meth:`synchronize`.
 
         Example:
             optimizer.step()
@@ -122,21 +156,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._skips:
             self._is_synchronized = False
             return self.optimizer.step(closure)
-        if self._is_synchronized:
-            raise GradientError(
-                f"rank {self._comm.rank}: step() would synchronize gradients that synchronize() has synchronized. "
-                "Write `with optimizer.skip_synchronize(): optimizer.step()`."
-            )
         if closure is not None:
             return self.optimizer.step(lambda: self._synchronized_loss(closure))
-        self.synchronize()
+        if not self._is_synchronized:
+            self._reduce()
         self._is_synchronized = False
         return self.optimizer.step()
 
     def _synchronized_loss(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
-        self.synchronize()
+        self._reduce()
         self._is_synchronized = False
         if isinstance(loss, Tensor):
             loss = loss.detach().clone()
