@@ -116,6 +116,8 @@ def test_clipping_equals_one_process_on_the_complete_batch(agree, model_level, n
 
 def test_a_changed_gradient_of_a_shard_is_refused_on_all_ranks(agree, model_level):
     width = mpi.communicator(model_level).size
+    if width == mpi.size():
+        return  # each rank has a shard of its own, which is not synchronized
     net = make_net(mpinn.MPLinear, comm=model_level)
     mpinn.register_async_backward(net, bucket_bytes=100)
     backward(net, 0, mpi.rank() // width, mpi.size() // width)
