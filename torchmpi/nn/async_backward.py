@@ -428,7 +428,7 @@ def _check_steps() -> None:
         # After the step: a closure may have run backward without a synchronization.
         _step_hooks.append(register_optimizer_step_post_hook(_refuse_pending))
         # Its operation changes gradients without a change of their version counters, and torch has no hook there.
-        GradScaler.unscale_ = _refusing_pending(GradScaler.unscale_)  # type: ignore[method-assign]
+        setattr(GradScaler, "unscale_", _refusing_pending(GradScaler.unscale_))  # noqa: B010, assignment is refused by mypy
 
 
 def registered_for(parameters: Iterable[Tensor]) -> list[AsyncBackward]:

@@ -147,7 +147,8 @@ def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
     norms = [_exact(norm)]
     for comm, gradients in shards.values():
         norms.append(collectives.allgather(_exact(nn.utils.get_total_norm(gradients, norm_type)), comm=comm))
-    return torch.linalg.vector_norm(torch.cat(norms), norm_type).to(parameters[0])
+    total: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type).to(parameters[0])
+    return total
 
 
 def _exact(norm: Tensor) -> Tensor:
@@ -164,7 +165,8 @@ def _same_norm(norm: Tensor, comm: Communicator) -> Tensor:
             f"rank {comm.rank}: clip_grad_norm_: the norms of the gradients differ between ranks: {text}. Synchronize "
             "the gradients first, by synchronize_gradients(net) or synchronize() of the DistributedOptimizer."
         )
-    return norms[0].to(norm)
+    first: Tensor = norms[0].to(norm)
+    return first
 
 
 def _is_sparse(parameter: Tensor) -> bool:
