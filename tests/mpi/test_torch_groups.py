@@ -10,21 +10,34 @@ import torch
 import torchmpi as mpi
 from torchmpi.backends.gloo import GlooBackend
 from torchmpi.backends.network import INTERFACE_VARIABLE
+from torchmpi.backends.shm import SharedMemoryBackend
 from torchmpi.backends.torch_groups import GroupStore
+from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.group import Group
+from torchmpi.communicators.plan import Plan
 from torchmpi.errors import MismatchError, TransportError
+from torchmpi.session import runtime
+from torchmpi.tensors.dtypes import info
 
 pytestmark = pytest.mark.usefixtures("world")
 
 
+def unchecked(name):
+    """Return a group whose operations can be run without an entry in the call log."""
+    world = mpi.communicator(0).intra
+    return Group(world.comm.Dup(), name, world.world_ranks, world.context, check="off")
+
+
 @pytest.fixture
 def group():
-    made = mpi.communicator(0).intra.duplicate("another group")
+    made = unchecked("another group")
     yield made
     made.free()
 
 
 def bind(group, collective, op=None):
-    return GlooBackend(mpi.Config(), "").bind(group, collective, torch.float32, op)
+    backends = runtime.current().selector.backends
+    return GlooBackend(mpi.Config(), "", backends["shm"]).bind(group, collective, torch.float32, op)
 
 
 def num_threads():
@@ -48,7 +61,7 @@ def test_the_store_exchanges_keys_in_steps(agree):
 
 def test_a_group_opens_its_connections_in_the_first_call_and_closes_them(agree):
     before = num_threads()
-    group = mpi.communicator(0).intra.duplicate("a group of gloo")
+    group = unchecked("a group of gloo")
     operation = bind(group, "allreduce", "sum")
     agree.equal(len(group.attachments), 0, "bound")
     result = operation(torch.ones(3), None, 0)
@@ -87,6 +100,31 @@ def test_calls_that_differ_raise_on_all_ranks_before_gloo_moves_data(agree):
             with pytest.raises(MismatchError, match=rf"\[{numel}\].*\[{numel + 1}\]|\[{numel + 1}\].*\[{numel}\]"):
                 collective(torch.ones(numel + (mpi.rank() == 0)), backend="gloo")
             agree.equal(mpi.allreduce(1, backend="gloo"), mpi.size(), "the call after it")
+
+
+def test_a_call_by_gloo_does_not_match_the_same_call_by_shared_memory(agree):
+    if mpi.size() == 1 or not runtime.current().can_share:
+        pytest.skip("needs another rank and shared memory")
+    with pytest.raises(MismatchError, match=r"different transports|has aborted"):
+        mpi.allreduce(torch.ones(3), backend="gloo" if mpi.rank() == 0 else "shm")
+    agree.equal(mpi.allreduce(1, backend="gloo"), mpi.size(), "the call after it")
+    agree.equal(mpi.allreduce(1, backend="shm"), mpi.size(), "shared memory after it")
+
+
+def test_without_kernels_calls_are_compared_by_a_message(agree):
+    if mpi.size() == 1:
+        pytest.skip("needs another rank")
+    group = mpi.communicator(0).intra.duplicate("without kernels")
+    config = mpi.Config(slot_bytes=0)
+    backend = GlooBackend(config, "", SharedMemoryBackend(config, runtime.current().heap, print))
+    code = call_code("broadcast", None, info(torch.float32).code)
+    plan = Plan("broadcast", code, backend.bind(group, "broadcast", torch.float32, None), shape_of=None)
+    for numel in (3, 30_000):
+        with pytest.raises(MismatchError, match=rf"\[{numel}\].*\[{numel + 1}\]|\[{numel + 1}\].*\[{numel}\]"):
+            group.call(plan, torch.ones(numel + (mpi.rank() == 0)))
+        result = group.call(plan, torch.full((numel,), mpi.rank() + 1.0))
+        agree.equal(result, torch.ones(numel), "the call after it")
+    group.free()
 
 
 def test_an_interface_that_does_not_exist_is_refused_with_the_variable(agree, group, monkeypatch):

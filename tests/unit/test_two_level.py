@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchmpi.backends import rank_order
+from torchmpi.backends.nccl.recipes import recipe
 from torchmpi.backends.pipeline import run_pipelined
 
 
@@ -50,6 +54,25 @@ def test_divide_takes_complex_and_inference_tensors() -> None:
     values = torch.tensor([3 + 6j])
     rank_order.divide(values, 3)
     assert made_there.tolist() == [2.0, 2.0] and values.tolist() == [1 + 2j]
+
+
+def test_means_are_divided_by_a_tensor_of_the_same_device() -> None:
+    """On GPUs torch multiplies by the reciprocal of a Python number or of a number on the host, and rounds twice."""
+
+    class Divisors(TorchDispatchMode):
+        found: ClassVar[list[Any]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.found += [args[1]] if "div" in func.__name__ else []
+            return func(*args, **(kwargs or {}))
+
+    decode = recipe(torch.bfloat16, "avg", 3).decode
+    assert decode is not None
+    with Divisors() as divisors:
+        rank_order.divide(torch.ones(2, device="meta"), 3)
+        decode(torch.ones(2, device="meta"))
+    assert [getattr(each, "device", None) for each in divisors.found] == [torch.device("meta")] * 2
+
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.complex64), ids=str)

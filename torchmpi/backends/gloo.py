@@ -26,6 +26,7 @@ from .base import Operation
 from .ordered_reduction import REDUCTIONS
 from .p2p import PipelinedReduction
 from .schedule import Message, Round
+from .shm import SharedMemoryBackend
 from .torch_groups import NO_TIMEOUT, RowMovement, TorchGroup, as_bytes, copy_own
 
 _TAG, _PROBE_TAG = 0, 1
@@ -47,8 +48,8 @@ class GlooBackend:
     announces = True
     enqueues = False
 
-    def __init__(self, config: Config, problem: str) -> None:
-        self.config, self.problem = config, problem
+    def __init__(self, config: Config, problem: str, shared: SharedMemoryBackend) -> None:
+        self.config, self.problem, self.shared = config, problem, shared
         self._torch_groups: WeakKeyDictionary[Group, GlooGroup] = WeakKeyDictionary()
 
     def takes(self, device_type: str, collective: str) -> bool:
@@ -62,8 +63,22 @@ class GlooBackend:
         return self.problem or None
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        """Prepare a collective on a group."""
-        return _compared_first(group, self._operation(group, collective, dtype, op))
+        """Prepare a collective on a group. Its calls are compared between all ranks before gloo moves data.
+
+        gloo ends a process that receives more bytes than it expects, so the comparison on the status board, which other
+        backends make while their calls run, would come too late.
+        """
+        operation = self._operation(group, collective, dtype, op)
+        if group.log_board is None:  # compared by a message already, or not at all
+            return operation
+        has_kernels = self.shared.why_not(collective, "cpu", group) is None
+        compare = self.shared.comparison(group) if has_kernels else partial(_compare_by_message, group)
+
+        def run(source: Any, destination: Any, root: int) -> Any:
+            compare()
+            return operation(source, destination, root)
+
+        return run
 
     def _operation(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         # Atomic: threads that bind at the same time must not create two groups.
@@ -79,26 +94,14 @@ class GlooBackend:
         return operation
 
 
-def _compared_first(group: Group, operation: Operation) -> Operation:
-    """Compare a call between all ranks, by a message, before it begins.
-
-    gloo ends a process that receives more bytes than it expects. So the comparison on the status board, which other
-    calls make while they run, comes too late.
-    """
-    call_log, board = group.call_log, group.log_board
-    if board is None:  # compared by a message already, or not at all
-        return operation
-
-    def run(source: Any, destination: Any, root: int) -> Any:
-        if call_log.entered is not None:
-            seq, code, shape = call_log.entered
-            board.set(group.rank, ENTERED, seq)  # for stall reports; announced when no rank can leave the comparison
-            # Not on group.comm: ranks that chose another backend may make other collective calls of MPI there.
-            group.compare_headers(group.side_comm, code, shape)
-            call_log.announce()
-        return operation(source, destination, root)
-
-    return run
+def _compare_by_message(group: Group) -> None:
+    """Compare the current call between all ranks, which have no kernels that compare it in shared memory."""
+    assert group.log_board is not None and group.call_log.entered is not None
+    seq, code, shape = group.call_log.entered
+    group.log_board.set(group.rank, ENTERED, seq)  # for stall reports; announced when no rank can leave the comparison
+    # Not on group.comm: ranks that chose another backend may make other collective calls of MPI there.
+    group.compare_headers(group.side_comm, code, shape)
+    group.call_log.announce()
 
 
 class GlooGroup(TorchGroup):

@@ -65,8 +65,7 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     total = out if carrier is out.dtype else torch.empty_like(out, dtype=carrier)
     _fold(_STEPS[op], parts, total)
     if op == "avg":
-        # Not a Python number: on GPUs torch multiplies by its reciprocal, which rounds twice.
-        total.div_(torch.full((), len(parts), dtype=total.dtype, device=total.device))
+        divide(total, len(parts))
     if total is not out:
         out.copy_(total)
 
@@ -161,7 +160,9 @@ def divide(total: torch.Tensor, size: int) -> None:
     """Divide a sum by the number of ranks, in place; also outside the inference mode that made the tensor."""
     with torch.inference_mode(total.is_inference()):
         values = total.detach()
-        (torch.view_as_real(values) if values.is_complex() else values).div_(size)
+        values = torch.view_as_real(values) if values.is_complex() else values
+        # Not a Python number: on GPUs torch multiplies by its reciprocal, which rounds twice.
+        values.div_(torch.full((), size, dtype=values.dtype, device=values.device))
 
 
 class PartialResults:

@@ -25,6 +25,7 @@ from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import (
     ENTRY_FIELDS,
     FIELD_BYTES,
+    LEFT,
     MEMORY,
     PAYLOAD,
     REFUSED,
@@ -87,9 +88,7 @@ class SharedMemoryBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        with group.binding:
-            if group.shared is None:
-                group.shared = SharedGroup(group, self.heap)
+        self._share(group)
         is_reduction = collective in ("allreduce", "reduce", "reduce_scatter")
         calls = (SharedReduction if is_reduction else SharedMovement)(group, self.kernels, dtype, op)
         operation: Operation = getattr(calls, collective)
@@ -97,6 +96,19 @@ class SharedMemoryBackend:
             return operation if collective == "barrier" else _or_abort(operation, calls.shared)
         code = call_code(collective, op, dtypes.info(dtype).code if collective != "scatter" else 0)
         return SharedOperation(calls, collective, code, operation)
+
+    def comparison(self, group: Group) -> Callable[[], None]:
+        """Return a function that compares the current call of a group, which another backend runs, between all ranks.
+
+        It returns on no rank before all ranks have made the call, and raises on all ranks if they differ.
+        """
+        self._share(group)
+        return SharedComparison(group, self.kernels, None, None).compare
+
+    def _share(self, group: Group) -> None:
+        with group.binding:
+            if group.shared is None:
+                group.shared = SharedGroup(group, self.heap)
 
 
 class SharedGroup:
@@ -197,6 +209,9 @@ def _or_abort(operation: Operation, shared: SharedGroup) -> Operation:
 class SharedCalls:
     """One collective on one group: runs kernels, and handles the statuses that they return."""
 
+    mark = call_log.NATIVE
+    """Set in the signatures of the calls."""
+
     def __init__(self, group: Group, kernels: Kernels, dtype: torch.dtype | None, op: str | None) -> None:
         self.group, self.call_log, self.call_queue, self.kernels = group, group.call_log, group.call_queue, kernels
         self.shared: SharedGroup = group.shared
@@ -233,7 +248,7 @@ class SharedCalls:
         """Run the kernel of the current call: 0, or UNEVEN; every other status is handled here or raises."""
         assert self.call_log.entered is not None
         seq, code, shape = self.call_log.entered
-        signature = (code ^ hash(shape)) ^ call_log.NATIVE
+        signature = (code ^ hash(shape)) ^ self.mark
         if self._lock_fields[RUN_LOCK_PENDING] == 0:
             status = self.kernels[kernel](record, seq, signature, *arguments)
         else:
@@ -311,6 +326,21 @@ class SharedCalls:
     def payloads(self) -> list[int]:
         """Return the first field of all ranks' payloads of the current call."""
         return [self.shared.status_board.fields[self.shared.payload(rank, self.seq)] for rank in range(self.size)]
+
+
+class SharedComparison(SharedCalls):
+    """The comparison of the calls of another backend."""
+
+    mark = call_log.NATIVE | call_log.COMPARED
+
+    def compare(self) -> None:
+        """Wait until all ranks have made the current call; raise if the calls differ."""
+        try:
+            self.synchronize()
+        except BaseException:
+            self.shared.abort()
+            raise
+        self.shared.status_board.set(self.rank, LEFT, self.seq - 1)  # the kernel has ended, but the call has not
 
 
 class SharedReduction(SharedCalls):

@@ -55,6 +55,8 @@ _POLL_SECONDS = 0.0001
 _STATUS_SECONDS = 3.0
 NATIVE = 1 << 61
 """Set in the signature of calls that kernels run, so that a different choice of backend is found."""
+COMPARED = 1 << 59
+"""Set in the signature of calls that a kernel only compares, and another backend runs."""
 ON_DEVICE = 1 << 31
 """Set in the code of calls on device tensors, which use other chunks and possibly another backend."""
 ABORTED = 1 << 60

@@ -152,6 +152,7 @@ class Runtime:
         for problem in sorted({shared.problem, *self.context.problems} - {""}):
             if self.world.rank == 0 and self.config.slot_bytes:
                 self._log_info(f"no shared memory between ranks, so all data are sent through MPI: {problem}")
+        gloo_problem = _problem_of_any([problem for _, problem, *_ in offers], gloo.problem())
         return {
             "mpi": MPIBackend(
                 self.config,
@@ -163,7 +164,7 @@ class Runtime:
             "hierarchical": HierarchicalBackend(self.config, self._bind_step),
             "nccl": nccl,
             "ipc": IpcBackend(self.config, self.devices, self._why_no_ipc()),
-            "gloo": GlooBackend(self.config, _problem_of_any([problem for _, problem, *_ in offers], gloo.problem())),
+            "gloo": GlooBackend(self.config, gloo_problem, shared),
         }
 
     def _why_no_ipc(self) -> str:

@@ -102,7 +102,7 @@ class NcclBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        # In one step: threads that bind at the same time must not make two.
+        # Atomic: threads that bind at the same time must not create two groups.
         torch_group = self._torch_groups.setdefault(group, NcclGroup(group, self.devices))
         if collective in REDUCTIONS:
             assert dtype is not None and op is not None
@@ -124,12 +124,12 @@ class NcclGroup(TorchGroup):
         self._uuid, self._is_on_one_host = devices[group.world_ranks[group.rank]].uuid, devices.num_hosts == 1
 
     @cached_property
-    def device(self) -> torch.device:  # type: ignore[override]  # found when it is first used
+    def device(self) -> torch.device:  # type: ignore[override]  # determined at its first use
         """The GPU of this rank."""
         return torch.device("cuda", index_of(self._uuid))
 
     def open(self, store: Any) -> Any:
-        """Make the communicator of NCCL, from an id that rank 0 of the group makes."""
+        """Create the communicator of NCCL, from an id that rank 0 of the group creates."""
         from torch.distributed import ProcessGroupNCCL
 
         if self._is_on_one_host:  # NCCL then listens on the loopback interface only
@@ -142,14 +142,14 @@ class NcclGroup(TorchGroup):
         return opened
 
     def wait(self, work: Any, peer: int | None = None) -> None:
-        """Let the current stream wait for a work of NCCL; raise TransportError if it has failed."""
+        """Make the current stream wait for a work of NCCL; raise TransportError if it has failed."""
         try:
             work.wait()
         except RuntimeError as error:
             raise TransportError(f"NCCL reports: {error}. {self.remedy}") from error
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send a tensor to each of these ranks and receive one from each of those; this rank may be among them."""
+        """Send a tensor to each rank of `sends` and receive one from each of `receives`; both may include this rank."""
         for tensor in (*sends.values(), *receives.values()):
             self.check(tensor)
         copy_own(self.rank, sends, receives)
@@ -213,7 +213,7 @@ class NcclReduction:
             _, sent = self._outgoing(source)
             values = flat(destination)
             received = torch.empty(values.shape, dtype=self.carrier, device=values.device) if self.encode else values
-            # A process group has parts of equal length only: otherwise one reduction to each owner.
+            # A process group requires parts of equal length; otherwise one reduction to each owner.
             if num_rows % self.size == 0:
                 self.torch_group.wait(self.torch_group.opened._reduce_scatter_base(received, sent, self._options()))
             else:

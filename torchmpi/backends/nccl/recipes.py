@@ -8,9 +8,12 @@ before and after it, in plain torch operations on any device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
+
+from .. import rank_order
 
 _Tensor = torch.Tensor
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -20,20 +23,20 @@ _TRUTH = {"land": "min", "band": "min", "min": "min", "lor": "max", "bor": "max"
 
 
 class Recipe(NamedTuple):
-    """The way of one dtype and operation through NCCL."""
+    """The reduction of NCCL for one dtype and operation, and the conversions around it."""
 
     carrier: torch.dtype
     """The dtype that NCCL reduces in."""
     op: str
     """NCCL's operation: sum, prod, min, max, avg."""
     encode: Callable[[_Tensor], _Tensor] | None = None
-    """From flat values to new ones in the carrier; None: they go as they are, and the result comes back in place."""
+    """Converts flat values to new ones in the carrier. None: NCCL reduces the values themselves, in place."""
     decode: Callable[[_Tensor], _Tensor] | None = None
-    """From what NCCL has made of the carrier to the result, in any dtype that copies without loss; None: nothing."""
+    """Converts the reduced carrier to the result, in any dtype that copies without loss. None: no conversion."""
 
 
 def flat(tensor: _Tensor) -> _Tensor:
-    """All numbers of a contiguous tensor in a row, complex ones as pairs: a view.
+    """Return a flat view of a contiguous tensor, with complex numbers as pairs.
 
     >>> flat(torch.ones(2, 2, dtype=torch.complex64)).shape
     torch.Size([8])
@@ -43,7 +46,7 @@ def flat(tensor: _Tensor) -> _Tensor:
 
 
 def lacks(dtype: torch.dtype, op: str) -> str | None:
-    """Why NCCL cannot be brought to compute this, or None.
+    """Return why NCCL cannot compute a reduction even with conversions, or None.
 
     >>> lacks(torch.int32, "bxor")
     'NCCL has no bxor of integers'
@@ -58,7 +61,7 @@ def lacks(dtype: torch.dtype, op: str) -> str | None:
 
 
 def recipe(dtype: torch.dtype, op: str, size: int) -> Recipe:
-    """How `op` on `dtype` goes among `size` ranks, for what it does not lack.
+    """Return the recipe of a reduction among `size` ranks, for which `lacks` returns None.
 
     >>> recipe(torch.float32, "sum", 8)
     Recipe(carrier=torch.float32, op='sum', encode=None, decode=None)
@@ -72,16 +75,16 @@ def recipe(dtype: torch.dtype, op: str, size: int) -> Recipe:
         return _truth(_TRUTH[op])
     if dtype.is_floating_point:
         return _ordered(dtype, op) if op in ("min", "max") else _sums(dtype, op, size)
-    if dtype.itemsize == 2:  # NCCL has no integers of 16 bits; the lower half of a longer sum is theirs
+    if dtype.itemsize == 2:  # NCCL has no integers of 16 bits; their results are the lower halves of longer ones
         return Recipe(torch.int32, op, lambda values: values.to(torch.int32))
     return _unsigned(dtype, op) if dtype in (torch.uint32, torch.uint64) else Recipe(dtype, op)
 
 
 def _truth(op: str) -> Recipe:
-    """Logical operations: any number but 0 is true, and the result is 0 or 1."""
+    """Return the recipe of logical operations: any number but 0 is true, and the result is 0 or 1."""
 
     def encode(values: _Tensor) -> _Tensor:
-        # The signed view: torch computes little on unsigned numbers, and of a bool a view may have made any byte.
+        # As signed integers: torch has few operations on unsigned ones, and a bool may be a view of any byte.
         return (values.view(_SIGNED[values.itemsize]) != 0).to(torch.uint8)
 
     return Recipe(torch.uint8, op, encode, (lambda sums: sums.bitwise_and_(1)) if op == "sum" else None)
@@ -100,20 +103,28 @@ def _unsigned(dtype: torch.dtype, op: str) -> Recipe:
 
 
 def _sums(dtype: torch.dtype, op: str, size: int) -> Recipe:
-    """Sums, means and products of floats: 16 bits in 32, to be rounded once, unless two are combined in any case."""
+    """Return the recipe of sums, means and products of floats.
+
+    16-bit floats are reduced in 32 bits and rounded once. The sum of two is rounded once in any case.
+    """
     encode = None
-    # NCCL takes a mean by multiplying with 1/n beforehand, which is exact for powers of two only; float16 would lose
-    # the last bit of its smallest numbers even so.
+    # For a mean NCCL multiplies by 1/n before it adds, which is exact for powers of two only; even then float16 would
+    # lose the last bit of its smallest numbers.
     is_exact = size & (size - 1) == 0
     if dtype in _SHORT and (size > 2 or (op == "avg" and dtype is torch.float16)):
         dtype, encode = torch.float32, lambda values: values.to(torch.float32)
     if op == "avg" and not is_exact:
-        return Recipe(dtype, "sum", encode, lambda sums: sums.div_(size))
+        return Recipe(dtype, "sum", encode, partial(_divided, size))
     return Recipe(dtype, op, encode)
 
 
+def _divided(size: int, sums: _Tensor) -> _Tensor:
+    rank_order.divide(sums, size)
+    return sums
+
+
 def _ordered(dtype: torch.dtype, op: str) -> Recipe:
-    """Min and max of floats as integers in the same order, where -0 is less than 0 and NaN wins."""
+    """Return the recipe of min and max of floats: integers in the same order, with -0 below 0; NaN is the result."""
     wide = torch.float32 if dtype in _SHORT else dtype
     integer = _SIGNED[wide.itemsize]
     limits = torch.iinfo(integer)
