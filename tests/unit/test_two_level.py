@@ -74,7 +74,6 @@ def test_means_are_divided_by_a_tensor_of_the_same_device() -> None:
     assert [getattr(each, "device", None) for each in divisors.found] == [torch.device("meta")] * 2
 
 
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.complex64), ids=str)
 def test_the_combiner_without_llvm_gives_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> int:
