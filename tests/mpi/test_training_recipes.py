@@ -1,0 +1,195 @@
+"""A matrix of training recipes: every interface trains as one process on the whole batch, or refuses the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from recipe_rig import (
+    INTERFACES,
+    Branches,
+    Checkpointed,
+    Local,
+    Parallel,
+    Recipe,
+    Sparse,
+    Tied,
+    frozen,
+    grow,
+    lazy,
+    thaw,
+    train,
+    train_adversaries,
+    train_with_closure,
+    train_with_engine,
+)
+from torch import Tensor, nn
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+from torchmpi.errors import GradientError
+
+pytestmark = pytest.mark.usefixtures("world", "default_group")
+
+RECIPES = {
+    "SGD": Recipe(),
+    "AdamW": Recipe(optimizer=torch.optim.AdamW),
+    "gradients are zeroed": Recipe(set_to_none=False),
+    "accumulate": Recipe(passes=3),
+    "clip": Recipe(clip=True),
+    "autocast": Recipe(autocast=True),
+    "scheduler": Recipe(scheduler=True),
+    "accumulate, clip": Recipe(passes=2, clip=True),
+    "accumulate, zeroed": Recipe(passes=2, set_to_none=False),
+    "accumulate, clip, scheduler, AdamW": Recipe(passes=2, clip=True, scheduler=True, optimizer=torch.optim.AdamW),
+    "accumulate, clip, scheduler, autocast": Recipe(passes=2, clip=True, scheduler=True, autocast=True),
+    "tied": Recipe(Tied),
+    "tied, accumulate, clip": Recipe(Tied, passes=2, clip=True),
+    "frozen": Recipe(frozen),
+    "frozen, accumulate, clip": Recipe(frozen, passes=2, clip=True),
+    "branches": Recipe(Branches),
+    "branches, accumulate, clip": Recipe(Branches, passes=2, clip=True),
+    "branches, zeroed, AdamW": Recipe(Branches, set_to_none=False, optimizer=torch.optim.AdamW),
+    "sparse": Recipe(Sparse),
+    "sparse, accumulate": Recipe(Sparse, passes=2),
+    "lazy": Recipe(lazy),
+    "thawed": Recipe(frozen, late=thaw),
+    "thawed, accumulate": Recipe(frozen, late=thaw, passes=2),
+    "grown": Recipe(late=grow),
+    "grown, clip": Recipe(late=grow, clip=True),
+    "checkpointed": Recipe(Checkpointed),
+    "checkpointed, accumulate, clip, autocast": Recipe(Checkpointed, passes=2, clip=True, autocast=True),
+    "penalty": Recipe(penalty=True),
+    "penalty, accumulate, clip": Recipe(penalty=True, passes=2, clip=True),
+    "compiled": Recipe(compiled=True),
+}
+OF_ENGINE = [
+    name for name, recipe in RECIPES.items()
+    if recipe.passes == 1 and recipe.set_to_none and not (recipe.autocast or recipe.penalty or recipe.compiled)
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgetting() -> Iterator[None]:
+    """Compiled graphs are not left for other files."""
+    yield
+    torch._dynamo.reset()
+
+
+@cache
+def whole(recipe: Recipe) -> nn.Module:
+    """The net that one process trains on the whole batches."""
+    return train(replace(recipe, compiled=False), Local)
+
+
+def state(net: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name; those of sharded layers are complete. Collective."""
+    values = dict(net.state_dict())
+    for name, module in net.named_modules():
+        if isinstance(module, mpinn.MPLinear):
+            values[f"{name}.weight"] = module.full_weight()
+    return values
+
+
+def check_equal(agree, net: nn.Module, expected: nn.Module, initial: nn.Module, tolerance: float) -> None:
+    """Every parameter has changed as in `expected`, and has the same bits on all ranks."""
+    actual, before, after = state(net), state(initial), state(expected)
+    agree.equal(list(actual), list(after))
+    for name, value in after.items():
+        change = value - before[name] if name in before else value
+        error = (actual[name] - value).norm()
+        agree(error <= tolerance * change.norm(), f"{name}: error {error:.3g} of a change of {change.norm():.3g}")
+    mpinn.check_with_allreduce(net)
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(agree, name, interface):
+    recipe = RECIPES[name]
+    net = train(recipe, INTERFACES[interface])
+    check_equal(agree, net, whole(recipe), recipe.make()[0], recipe.tolerance)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["engine", "engine async"])
+@pytest.mark.parametrize("name", OF_ENGINE)
+def test_recipe_of_the_engine(agree, name, asynchronous):
+    recipe = RECIPES[name]
+    net = train_with_engine(recipe, asynchronous=asynchronous)
+    check_equal(agree, net, whole(recipe), recipe.make()[0], recipe.tolerance)
+
+
+def test_recipes_train_each_parameter(agree):
+    """A parameter that does not change could not show an error."""
+    for name, recipe in RECIPES.items():
+        before = state(recipe.make()[0])
+        constant = {
+            key for key, value in state(whole(recipe)).items() if torch.equal(value, before.get(key, value + 1))
+        }
+        expected = {Branches: {"unused.weight", "unused.bias"}, frozen: {"0.weight", "0.bias"}}.get(recipe.net, set())
+        agree.equal(constant, set() if recipe.late else expected, name)
+
+
+# --- late parameters without a new registration ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("interface", ["sync", "optimizer"])
+@pytest.mark.parametrize("name", ["thawed", "grown"])
+def test_late_parameters_need_no_registration(agree, name, interface):
+    recipe = RECIPES[name]
+    net = train(recipe, INTERFACES[interface], renew=False)
+    check_equal(agree, net, whole(recipe), recipe.make()[0], recipe.tolerance)
+
+
+@pytest.mark.parametrize("interface", ["hooks", "optimizer hooks"])
+@pytest.mark.parametrize("name", ["thawed", "grown"])
+def test_late_parameters_without_a_hook_are_refused(agree, name, interface):
+    refused = partial(train, RECIPES[name], INTERFACES[interface], renew=False)
+    agree.raises(GradientError, refused, "became trainable, or part of the net, after register_async_backward(net)")
+
+
+# --- model parallelism -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[2, 0], ids=["pairs", "all ranks"])
+def shards(request, world) -> Iterator[tuple[int, int]]:
+    """The number of ranks that share a layer, and the level of their communicator."""
+    width = request.param if request.param and mpi.size() % request.param == 0 else mpi.size()
+    level = mpi.push_communicator(f"shards {mpi.rank() // width}")
+    mpi.set_communicator(0)
+    yield width, level
+
+
+PARALLEL_RECIPES = {
+    "SGD": Recipe(partial(Parallel, nn.Linear)),
+    "AdamW, scheduler": Recipe(partial(Parallel, nn.Linear), optimizer=torch.optim.AdamW, scheduler=True),
+    "accumulate": Recipe(partial(Parallel, nn.Linear), passes=2),
+    "autocast": Recipe(partial(Parallel, nn.Linear), autocast=True),
+}
+
+
+@pytest.mark.parametrize("interface", [name for name in INTERFACES if name != "ddp"])
+@pytest.mark.parametrize("name", PARALLEL_RECIPES)
+def test_model_parallel_recipe(agree, shards, name, interface):
+    recipe = PARALLEL_RECIPES[name]
+    width, level = shards
+    sharded = replace(recipe, net=partial(Parallel, partial(mpinn.MPLinear, comm=level)), width=width)
+    net = train(sharded, INTERFACES[interface])
+    check_equal(agree, net, whole(recipe), recipe.make()[0], recipe.tolerance)
+
+
+# --- two nets, and closures ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_adversaries(agree, interface):
+    nets, expected = train_adversaries(INTERFACES[interface]), train_adversaries(Local)
+    check_equal(agree, nets, expected, nn.Module(), 1e-9)
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_closure(agree, interface):
+    net, expected = train_with_closure(INTERFACES[interface]), train_with_closure(Local)
+    check_equal(agree, net, expected, Recipe().make()[0], 1e-6)
