@@ -32,7 +32,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import GradientError
 
-pytestmark = pytest.mark.usefixtures("world", "default_group")
+pytestmark = [pytest.mark.usefixtures("world", "default_group"), pytest.mark.once]
 
 RECIPES = {
     "SGD": Recipe(),
