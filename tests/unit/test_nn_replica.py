@@ -73,3 +73,15 @@ def test_attachments_are_not_copied_with_a_net():
     assert attached(pickle.loads(pickle.dumps(net)), "torchmpi_test") is None
     attach(net, "torchmpi_test", None)
     assert "torchmpi_test" not in net.__dict__
+
+
+def test_sync_batchnorm_of_torch_is_refused_where_it_would_not_synchronize():
+    net = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    with pytest.raises(ArgumentError, match=r"'1' is a torch.nn.SyncBatchNorm.*convert_sync_batchnorm"):
+        Replica(net)
+    Replica(net.eval())  # uses the running statistics
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        Replica(net.train())
+    finally:
+        torch.distributed.destroy_process_group()

@@ -9,12 +9,14 @@ from .optimizer import DistributedOptimizer
 from .replica_check import check_with_allreduce
 from .sharding import Sharding, set_sharded, sharding_of
 from .sync import synchronize_gradients, synchronize_parameters
+from .sync_batchnorm import SyncBatchNorm
 
 __all__ = [
     "BlockSequential",
     "DistributedOptimizer",
     "MPLinear",
     "Sharding",
+    "SyncBatchNorm",
     "check_with_allreduce",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -44,6 +45,8 @@ class Replica:
                     continue
                 seen.add(id(module))
                 self.modules.append(module)
+                if isinstance(module, nn.SyncBatchNorm) and module.training:
+                    self._check_sync_batchnorm(module)
                 kinds: Any = (module._parameters.values(), self.parameters), (module._buffers.values(), self.buffers)
                 for child in reversed(module._modules.values()):
                     if child is not None:
@@ -66,6 +69,18 @@ class Replica:
                     found.append(tensor)
                     if found is self.parameters and tensor.requires_grad:
                         self.trainable.append(tensor)
+
+    def _check_sync_batchnorm(self, layer: nn.SyncBatchNorm) -> None:
+        """Raise if a layer of torch would not synchronize, which it does over torch.distributed only."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return
+        assert self._root is not None
+        name = next(name for name, module in self._root.named_modules() if module is layer)
+        raise ArgumentError(
+            f"{name!r} is a torch.nn.SyncBatchNorm, which synchronizes over torch.distributed only, but "
+            "torch.distributed is not initialized: each rank would normalize with the statistics of its own batch. "
+            "Convert the net with mpinn.SyncBatchNorm.convert_sync_batchnorm(net)."
+        )
 
     def shard_parts(self, comm: Communicator, *, average: bool = True) -> list[tuple[Replica, Communicator]]:
         """Return the shards, as replicas, with the ranks that hold the same ones.
