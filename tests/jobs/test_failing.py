@@ -74,14 +74,15 @@ finally:
     assert result.stderr.count("ValueError: bad sample 17") == 1, result.output
 
 
-def test_an_asynchronous_error_without_a_wait_is_reported(job):
+@pytest.mark.parametrize("stop", ("mpi.stop()", pytest.param("", marks=once)), ids=("stop", "end of the program"))
+def test_an_asynchronous_error_without_a_wait_fails_the_job(job, stop):
+    """Regression: the error was logged, and the job ended with status 0."""
     code = """
-queue = mpi.communicator().intra.call_queue
-queue.submit(lambda: 1 / 0, "division")
-mpi.stop()
+if rank == 1:
+    mpi.communicator().intra.call_queue.submit(lambda: 1 / 0, "division")
 """
-    result = job(2, START + code)
-    assert "wait() was not called: division by zero" in result.stderr, result.output
+    result = failing(job, code + stop, n=2)
+    assert result.stderr.count("wait() was not called: division by zero") == 1, result.output
 
 
 def test_a_failed_thread_of_torchmpi_ends_the_job(job):

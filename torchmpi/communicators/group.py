@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import MismatchError, TransportError
-from ..log import logger
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
@@ -176,8 +175,7 @@ class Group:
         """Free the group. Collective."""
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.close()
-            for error in filter(None, (handle.unseen_error for handle in call_queue.failed)):
-                logger.error(f"an asynchronous call failed, and wait() was not called: {error}")
+            self.context.unseen_errors += filter(None, (handle.unseen_error for handle in call_queue.failed))
         for attachment in reversed(self.attachments):
             attachment.close()
         self.forget_plans()
@@ -211,6 +209,8 @@ class GroupContext:
         """Whether several threads may call MPI at the same time."""
         self.groups: list[Group] = []
         """All groups that have not been freed."""
+        self.unseen_errors: list[BaseException] = []
+        """Errors of asynchronous calls on freed groups for which no thread has called ``wait()``."""
 
     def finish_collectives(self) -> None:
         """Wait until the collectives queued on any group have ended. Queued messages may wait for later calls."""

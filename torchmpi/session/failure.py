@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..communicators.call_log import how_it_left
 from ..communicators.group import Group
+from ..communicators.status_board import StatusBoard
 from ..errors import MismatchError
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import DYING, EXIT_STATUS, EXITED
@@ -59,8 +60,8 @@ class FailureHandling:
 
     def __init__(self, world: Group, stop: Callable[[], None]) -> None:
         self.world, self._stop = world, stop
-        self.board_group = world
-        """The ranks that share a status board with this one: the first of them to fail reports."""
+        self.board_group: Group | None = world
+        """The ranks that share a status board with this one: the first of them to fail reports. None when freed."""
         self._pid = os.getpid()
         self._installed = False
         self._previous_hook = sys.excepthook
@@ -87,6 +88,7 @@ class FailureHandling:
     def uninstall(self) -> None:
         """Restore the previous hooks, unless the program has replaced them meanwhile."""
         self._installed = False
+        self.board_group = None
         _active.discard(self)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
@@ -177,9 +179,9 @@ class FailureHandling:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or not self._installed:
             return
-        board, rank = self.board_group.log_board, self.world.rank
-        if board is not None:
-            board.set(self.board_group.rank, EXITED, self._left)
+        rank = self.world.rank
+        if self._board is not None:
+            self._board.set(self._board_rank, EXITED, self._left)
         try:
             self._stop()
         except BaseException as error:
@@ -195,8 +197,8 @@ class FailureHandling:
 
     def _find_leaving_rank(self) -> _LeavingRank | None:
         """Return a rank of this host that is at the end of its program, if there is one."""
-        group, board = self.board_group, self.board_group.log_board
-        if board is None:
+        group, board = self.board_group, self._board
+        if group is None or board is None:
             return None
         fields = [(rank, board.get(index, EXITED)) for index, rank in enumerate(group.world_ranks)]
         return next((_LeavingRank(rank, field) for rank, field in fields if field), None)
@@ -210,7 +212,7 @@ class FailureHandling:
         self._terminate(frame)
 
     def _terminate(self, frame: FrameType | None) -> None:
-        board, rank = self.board_group.log_board, self.board_group.rank
+        board, rank = self._board, self._board_rank
         is_failing = board is not None and board.get(rank, DYING)
         # The launcher sends SIGTERM to the ranks that are left after one has failed: report only the first SIGTERM.
         if not is_failing and self._claim_report():
@@ -265,9 +267,17 @@ class FailureHandling:
 
     # --- termination
 
+    @property
+    def _board(self) -> StatusBoard | None:
+        return None if self.board_group is None else self.board_group.log_board
+
+    @property
+    def _board_rank(self) -> int:
+        return 0 if self.board_group is None else self.board_group.rank
+
     def _claim_report(self) -> bool:
         """Mark this rank as failing; return whether it is the first on this host, which reports the failure."""
-        board, rank = self.board_group.log_board, self.board_group.rank
+        board, rank = self._board, self._board_rank
         if board is None or board.get(rank, DYING):
             return True
         board.set(rank, DYING, _FAILING)
@@ -280,7 +290,7 @@ class FailureHandling:
 
     def _wait_for_report(self) -> None:
         """Give the rank that has the reason of the failure time to report it."""
-        board, limit = self.board_group.log_board, time.monotonic() + _OUTPUT_SECONDS
+        board, limit = self._board, time.monotonic() + _OUTPUT_SECONDS
         while time.monotonic() < limit and not (
             board is not None and any(board.get(index, DYING) == _REPORTING for index in range(board.num_blocks))
         ):

@@ -31,7 +31,7 @@ from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
 from ..config import Config
-from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError
+from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError, TorchMPIError
 from ..log import logger, set_rank
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
@@ -335,6 +335,7 @@ def stop() -> None:
 
     Raises:
         MismatchError: Other ranks make a different call.
+        TorchMPIError: All resources are released, but an asynchronous call has failed, and ``wait()`` was not called.
 
     Example:
         ::
@@ -349,8 +350,13 @@ def stop() -> None:
     if error is not None and not isinstance(error, SystemExit) and running.world.size > 1:
         running.failures.announce(error)
     running.close()
-    running = None
+    unseen, where, running = running.context.unseen_errors, running.world.where, None
     _not_running_reason = "torchmpi has been stopped. Call mpi.start() again before using it."
+    if unseen:
+        message = f"{where}: an asynchronous call failed, and wait() was not called: {unseen[0]}"
+        if error is None:
+            raise TorchMPIError(message) from unseen[0]
+        logger.error(message)
 
 
 def current() -> Runtime:
