@@ -14,10 +14,12 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 
 import torchmpi as mpi
+from torchmpi.config import BackendName
 
 
 def sent_bytes(interface: str | None) -> int:
@@ -74,7 +76,7 @@ def main() -> None:
         def call_of(name: str) -> Callable[[torch.Tensor], object]:
             if name == "bare":
                 return lambda tensor: bare.Allreduce(MPI.IN_PLACE, tensor.numpy())
-            return lambda tensor: mpi.allreduce(tensor, backend=name)
+            return lambda tensor: mpi.allreduce(tensor, backend=cast(BackendName, name))
 
         num_hosts = mpi.num_nodes_in_communicator()
         for mib in map(float, options.mib.split(",")):

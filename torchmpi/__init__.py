@@ -108,21 +108,23 @@ _MODULE_OF = {
 _SUBMODULES = ("distributed", "engine", "errors", "nn", "parameterserver")
 
 
-def __getattr__(name: str) -> Any:
-    import importlib
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
 
-    if name in _SUBMODULES:
-        return importlib.import_module(f".{name}", __name__)
-    for module, names in _MODULE_OF.items():
-        if name in names.split():
-            for each in names.split():
-                globals()[each] = getattr(importlib.import_module(f".{module}", __name__), each)
-            return globals()[name]
-    if name.startswith("__"):  # asked by the import system
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .other_names import attribute_message
+    def __getattr__(name: str) -> Any:
+        import importlib
 
-    raise AttributeError(attribute_message(name, __all__))
+        if name in _SUBMODULES:
+            return importlib.import_module(f".{name}", __name__)
+        for module, names in _MODULE_OF.items():
+            if name in names.split():
+                for each in names.split():
+                    globals()[each] = getattr(importlib.import_module(f".{module}", __name__), each)
+                return globals()[name]
+        if name.startswith("__"):  # asked by the import system
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .other_names import attribute_message
+
+        raise AttributeError(attribute_message(name, __all__))
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, get_args, get_type_hints
 
 from . import log
 from .errors import ConfigError
@@ -16,11 +17,17 @@ from .errors import ConfigError
 PREFIX = "TORCHMPI_"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
-_CHOICES = {
-    "bind": ("auto", "none"),
-    "check": ("auto", "strict", "board", "off"),
-    "hierarchical": ("auto", "on", "off"),
-}
+
+# The names that calls and settings accept, as types.
+Operation = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
+BackendName = Literal["mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo"]
+CollectiveName = Literal[
+    "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall"
+]
+DeviceType = Literal["cpu", "cuda"]
+Span = Literal["host", "across", "hosts"]
+Mode = Literal["sync", "async"]
+
 _GPU_BACKENDS = ("nccl", "ipc")
 _POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes")
 # Variables with the same prefix that are not settings of a run.
@@ -39,12 +46,12 @@ class Config:
 
     verbose: bool = True
     """Print one line on rank 0 at start, and other information."""
-    bind: str = "auto"
+    bind: Literal["auto", "none"] = "auto"
     """``auto``: bind each local rank to its own cores, unless the launcher has bound it or there are too few cores;
     ``none``: do not bind."""
     threads: int = 0
     """Number of threads of torch for one operation; 0: one per core that only this rank uses."""
-    check: str = "auto"
+    check: Literal["auto", "strict", "board", "off"] = "auto"
     """Comparison of calls between ranks. ``board``: through shared memory, without messages (ranks of one host);
     ``strict``: by a header exchanged before each call; ``auto``: board within a host, strict across hosts; ``off``."""
     stall_warning_seconds: float = 30.0
@@ -75,9 +82,9 @@ class Config:
     gpu_backends: str = "nccl"
     """Experimental backends of the GPU that may be chosen for CUDA tensors: `nccl`, `ipc` or both, with a comma.
     Without one, CUDA tensors are staged through the host. `none`: both are off, also for ``backend=``."""
-    backend: str = "auto"
+    backend: Literal["auto"] | BackendName = "auto"
     """Backend of every call that it supports; ``auto``: chosen by the selection table, default or measured."""
-    hierarchical: str = "auto"
+    hierarchical: Literal["auto", "on", "off"] = "auto"
     """Hierarchical collectives over several hosts. ``on``: wherever possible; ``off``: never; ``auto``: as ``on``,
     unless the selection table was measured."""
     tuning_file: str = ""
@@ -88,8 +95,8 @@ class Config:
     """End the whole job on an uncaught exception or SIGTERM on one rank."""
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
+        for name in ("bind", "check", "hierarchical"):
+            value, choices = getattr(self, name), get_args(get_type_hints(Config)[name])
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}.")
         if self.gpu_backends != "none" and not set(self.chosen_gpu_backends) <= set(_GPU_BACKENDS):

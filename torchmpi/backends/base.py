@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
 
 from ..communicators.group import Group
+from ..config import BackendName
 
 Operation = Callable[[Any, Any, int], Any]
 """``operation(source, destination, root) -> result``, on contiguous tensors of a device that the backend accepts."""
 
-NAMES = ("mpi", "shm", "p2p", "hierarchical", "nccl", "ipc", "gloo")
+NAMES: tuple[str, ...] = get_args(BackendName)
 """All backends of the design, implemented or not."""
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from ..communicators.group import Group
+from ..config import CollectiveName, DeviceType, Mode, Span
 from ..errors import ArgumentError
 
-COLLECTIVES = (
-    "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
-)  # fmt: skip
-DEVICES = ("cpu", "cuda")
-SPANS = ("host", "across", "hosts")
+COLLECTIVES: tuple[str, ...] = get_args(CollectiveName)
+DEVICES: tuple[str, ...] = get_args(DeviceType)
+SPANS: tuple[str, ...] = get_args(Span)
 """Placement of the ranks of a communicator: all on one host; each on a host of its own; several hosts, some shared."""
-MODES = ("sync", "async")
+MODES: tuple[str, ...] = get_args(Mode)
 BY_SIZE = ("allreduce", "reduce", "broadcast", "reduce_scatter")
 """Collectives whose tensors have the same shape on all ranks, so that all ranks select the same line of a rule."""
 REDUCING = ("allreduce", "reduce", "reduce_scatter")

@@ -98,7 +98,7 @@ def submit(
     op: str | None = None,
     comm: Comm = None,
     backend: str | None = None,
-) -> Handle:
+) -> Handle[Any]:
     """Run a collective in the background."""
     call = check_call(collective, tensor, out, root, op, comm, backend, asynchronous=True)
     task = partial(call.group.perform, call.plan, call.tensor, out, call.root)
@@ -109,7 +109,7 @@ def submit(
     return call.group.call_queue.submit(task, description, call.subject(out))
 
 
-def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> Handle:
+def submit_packed(communicator: Communicator, parts: Sequence[_Tensor], op: str, backend: str | None) -> Handle[Any]:
     """Run the allreduce of several tensors of one dtype and device, packed into one, in the background."""
     group = communicator.intra
     flat = torch.cat([part.detach().reshape(-1) for part in parts])

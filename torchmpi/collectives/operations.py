@@ -8,28 +8,52 @@ which they were made, synchronous and asynchronous calls alike.
 from __future__ import annotations
 
 import pickle
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
+import numpy as np
 import torch
 
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.levels import Comm, used
 from ..communicators.plan import Plan
+from ..config import BackendName, Operation
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..shared_memory import fast_path
 from ..tensors import buffers
+from ..tensors.numbers import Number, Value
 from .dispatch import cache_call, check_call, check_root, is_simple, plan_for
 from .prepared import IN_PLACE
 
+_T = TypeVar("_T")
 _Tensor = torch.Tensor
+_NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
 
 
 # The parameters op, comm and backend are passed by keyword, and `refuses_keywords` describes them so. The frequent
 # functions do not mark them: beside **_unknown, defaults of keyword-only parameters would make a short call 5 % slower.
 
 
+@overload
+def allreduce(
+    tensor: _Tensor,
+    out: _Tensor | None = None,
+    *,
+    op: Operation = "sum",
+    comm: Comm = None,
+    backend: BackendName | None = None,
+) -> _Tensor: ...
+@overload
+def allreduce(tensor: float, *, op: Literal["avg"], comm: Comm = None, backend: BackendName | None = None) -> float: ...
+@overload
+def allreduce(
+    tensor: Number, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+) -> Number: ...
+@overload
+def allreduce(
+    tensor: complex | np.generic, *, op: Operation = "sum", comm: Comm = None, backend: BackendName | None = None
+) -> Any: ...
 @refuses_keywords
 def allreduce(
     tensor: Any,
@@ -69,6 +93,33 @@ def allreduce(
     return _call("allreduce", tensor, out, 0, op, comm, backend)
 
 
+@overload
+def reduce(
+    tensor: _Tensor,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    op: Operation = "sum",
+    comm: Comm = None,
+    backend: BackendName | None = None,
+) -> _Tensor: ...
+@overload
+def reduce(
+    tensor: float, root: int = 0, *, op: Literal["avg"], comm: Comm = None, backend: BackendName | None = None
+) -> float: ...
+@overload
+def reduce(
+    tensor: Number, root: int = 0, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+) -> Number: ...
+@overload
+def reduce(
+    tensor: complex | np.generic,
+    root: int = 0,
+    *,
+    op: Operation = "sum",
+    comm: Comm = None,
+    backend: BackendName | None = None,
+) -> Any: ...
 @refuses_keywords
 def reduce(
     tensor: Any,
@@ -108,6 +159,12 @@ def reduce(
     return _call("reduce", tensor, out, root, op, comm, backend)
 
 
+@overload
+def broadcast(
+    tensor: Value, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: BackendName | None = None
+) -> Value: ...
+@overload
+def broadcast(tensor: np.generic, root: int = 0, *, comm: Comm = None, backend: BackendName | None = None) -> Any: ...
 @refuses_keywords
 def broadcast(
     tensor: Any,
@@ -143,6 +200,14 @@ def broadcast(
     return _call("broadcast", tensor, out, root, None, comm, backend)
 
 
+@overload
+def allgather(
+    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: BackendName | None = None
+) -> _Tensor: ...
+@overload
+def allgather(tensor: Number, *, comm: Comm = None, backend: BackendName | None = None) -> list[Number]: ...
+@overload
+def allgather(tensor: np.generic, *, comm: Comm = None, backend: BackendName | None = None) -> list[Any]: ...
 @refuses_keywords
 def allgather(
     tensor: Any, out: _Tensor | None = None, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
@@ -174,6 +239,18 @@ def allgather(
     return _call("allgather", tensor, out, 0, None, comm, backend)
 
 
+@overload
+def gather(
+    tensor: _Tensor, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: BackendName | None = None
+) -> _Tensor | None: ...
+@overload
+def gather(
+    tensor: Number, root: int = 0, *, comm: Comm = None, backend: BackendName | None = None
+) -> list[Number] | None: ...
+@overload
+def gather(
+    tensor: np.generic, root: int = 0, *, comm: Comm = None, backend: BackendName | None = None
+) -> list[Any] | None: ...
 @refuses_keywords
 def gather(
     tensor: Any,
@@ -212,14 +289,14 @@ def gather(
 
 @refuses_keywords
 def scatter(
-    tensor: Any,
+    tensor: _Tensor | None,
     root: int = 0,
     out: _Tensor | None = None,
     *,
     comm: Comm = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **_unknown: NoReturn,
-) -> Any:
+) -> _Tensor:
     """Split the root's tensor along dim 0 over the ranks.
 
     The parts are equal; if the length is not divisible, the first ranks get one row more.
@@ -246,7 +323,8 @@ def scatter(
     cached = fast_path.receive if tensor is None else fast_path.scatter
     if out is not None and cached(tensor, out, root, comm, backend) is not None:
         return out
-    return _call("scatter", tensor, out, root, None, comm, backend)
+    result: _Tensor = _call("scatter", tensor, out, root, None, comm, backend)
+    return result
 
 
 @refuses_keywords
@@ -254,9 +332,9 @@ def reduce_scatter(
     tensor: _Tensor,
     out: _Tensor | None = None,
     *,
-    op: str = "sum",
+    op: Operation = "sum",
     comm: Comm = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **_unknown: NoReturn,
 ) -> _Tensor:
     """Combine the tensors of all ranks and split the result along dim 0, as :func:`scatter` does.
@@ -289,7 +367,12 @@ def reduce_scatter(
 
 @refuses_keywords
 def alltoall(
-    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
+    tensor: _Tensor,
+    out: _Tensor | None = None,
+    *,
+    comm: Comm = None,
+    backend: BackendName | None = None,
+    **_unknown: NoReturn,
 ) -> _Tensor:
     """Send part j of dim 0 to rank j, and concatenate the received parts in rank order.
 
@@ -420,7 +503,7 @@ def _perform_into(group: Group, plan: Plan, tensor: _Tensor, out: _Tensor, root:
 
 
 @refuses_keywords
-def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None, **_unknown: NoReturn) -> Any:
+def broadcast_object(value: _T | None, root: int = 0, *, comm: Comm = None, **_unknown: NoReturn) -> _T:
     """Copy the root's object to every rank, by pickle.
 
     Args:
@@ -445,11 +528,12 @@ def broadcast_object(value: Any, root: int = 0, *, comm: Comm = None, **_unknown
     data = _pickled(value) if group.rank == root else None
     length = broadcast(0 if data is None else data.numel(), root, comm=comm)
     data = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
-    return _unpickled(broadcast(data, root, comm=comm))
+    received: _T = _unpickled(broadcast(data, root, comm=comm))
+    return received
 
 
 @refuses_keywords
-def allgather_object(value: Any, *, comm: Comm = None, **_unknown: NoReturn) -> list[Any]:
+def allgather_object(value: _T, *, comm: Comm = None, **_unknown: NoReturn) -> list[_T]:
     """Return the objects of all ranks in rank order, by pickle.
 
     Args:
@@ -469,7 +553,7 @@ def allgather_object(value: Any, *, comm: Comm = None, **_unknown: NoReturn) -> 
         raise unknown_keyword(allgather_object, _unknown)
     data = _pickled(value)
     lengths = allgather(data.numel(), comm=comm)
-    everything = allgather(data, comm=comm)
+    everything: Any = allgather(data, comm=comm)
     return [_unpickled(part) for part in everything.split(lengths)]
 
 

@@ -6,18 +6,43 @@ written until ``wait()`` has returned the result.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
+import numpy as np
 import torch
 
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
+from ..config import BackendName, Operation
 from ..other_names import refuses_keywords, unknown_keyword
+from ..tensors.numbers import Number, Value
 from .dispatch import submit
 
 _Tensor = torch.Tensor
+_NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
 
 
+@overload
+def allreduce_async(
+    tensor: _Tensor,
+    out: _Tensor | None = None,
+    *,
+    op: Operation = "sum",
+    comm: Comm = None,
+    backend: BackendName | None = None,
+) -> Handle[_Tensor]: ...
+@overload
+def allreduce_async(
+    tensor: float, *, op: Literal["avg"], comm: Comm = None, backend: BackendName | None = None
+) -> Handle[float]: ...
+@overload
+def allreduce_async(
+    tensor: Number, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+) -> Handle[Number]: ...
+@overload
+def allreduce_async(
+    tensor: complex | np.generic, *, op: Operation = "sum", comm: Comm = None, backend: BackendName | None = None
+) -> Handle[Any]: ...
 @refuses_keywords
 def allreduce_async(
     tensor: Any,
@@ -27,7 +52,7 @@ def allreduce_async(
     comm: Comm = None,
     backend: str | None = None,
     **_unknown: NoReturn,
-) -> Handle:
+) -> Handle[Any]:
     """Run :func:`~torchmpi.allreduce` in the background.
 
     Args:
@@ -53,6 +78,33 @@ def allreduce_async(
     return submit("allreduce", tensor, out, op=op, comm=comm, backend=backend)
 
 
+@overload
+def reduce_async(
+    tensor: _Tensor,
+    root: int = 0,
+    out: _Tensor | None = None,
+    *,
+    op: Operation = "sum",
+    comm: Comm = None,
+    backend: BackendName | None = None,
+) -> Handle[_Tensor]: ...
+@overload
+def reduce_async(
+    tensor: float, root: int = 0, *, op: Literal["avg"], comm: Comm = None, backend: BackendName | None = None
+) -> Handle[float]: ...
+@overload
+def reduce_async(
+    tensor: Number, root: int = 0, *, op: _NoAverage = "sum", comm: Comm = None, backend: BackendName | None = None
+) -> Handle[Number]: ...
+@overload
+def reduce_async(
+    tensor: complex | np.generic,
+    root: int = 0,
+    *,
+    op: Operation = "sum",
+    comm: Comm = None,
+    backend: BackendName | None = None,
+) -> Handle[Any]: ...
 @refuses_keywords
 def reduce_async(
     tensor: Any,
@@ -63,7 +115,7 @@ def reduce_async(
     comm: Comm = None,
     backend: str | None = None,
     **_unknown: NoReturn,
-) -> Handle:
+) -> Handle[Any]:
     """Run :func:`~torchmpi.reduce` in the background.
 
     Args:
@@ -88,6 +140,14 @@ def reduce_async(
     return submit("reduce", tensor, out, root=root, op=op, comm=comm, backend=backend)
 
 
+@overload
+def broadcast_async(
+    tensor: Value, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: BackendName | None = None
+) -> Handle[Value]: ...
+@overload
+def broadcast_async(
+    tensor: np.generic, root: int = 0, *, comm: Comm = None, backend: BackendName | None = None
+) -> Handle[Any]: ...
 @refuses_keywords
 def broadcast_async(
     tensor: Any,
@@ -97,7 +157,7 @@ def broadcast_async(
     comm: Comm = None,
     backend: str | None = None,
     **_unknown: NoReturn,
-) -> Handle:
+) -> Handle[Any]:
     """Run :func:`~torchmpi.broadcast` in the background.
 
     Args:
@@ -121,10 +181,22 @@ def broadcast_async(
     return submit("broadcast", tensor, out, root=root, comm=comm, backend=backend)
 
 
+@overload
+def allgather_async(
+    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: BackendName | None = None
+) -> Handle[_Tensor]: ...
+@overload
+def allgather_async(
+    tensor: Number, *, comm: Comm = None, backend: BackendName | None = None
+) -> Handle[list[Number]]: ...
+@overload
+def allgather_async(
+    tensor: np.generic, *, comm: Comm = None, backend: BackendName | None = None
+) -> Handle[list[Any]]: ...
 @refuses_keywords
 def allgather_async(
     tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
-) -> Handle:
+) -> Handle[Any]:
     """Run :func:`~torchmpi.allgather` in the background.
 
     Args:
@@ -147,6 +219,18 @@ def allgather_async(
     return submit("allgather", tensor, out, comm=comm, backend=backend)
 
 
+@overload
+def gather_async(
+    tensor: _Tensor, root: int = 0, out: _Tensor | None = None, *, comm: Comm = None, backend: BackendName | None = None
+) -> Handle[_Tensor | None]: ...
+@overload
+def gather_async(
+    tensor: Number, root: int = 0, *, comm: Comm = None, backend: BackendName | None = None
+) -> Handle[list[Number] | None]: ...
+@overload
+def gather_async(
+    tensor: np.generic, root: int = 0, *, comm: Comm = None, backend: BackendName | None = None
+) -> Handle[list[Any] | None]: ...
 @refuses_keywords
 def gather_async(
     tensor: Any,
@@ -156,7 +240,7 @@ def gather_async(
     comm: Comm = None,
     backend: str | None = None,
     **_unknown: NoReturn,
-) -> Handle:
+) -> Handle[Any]:
     """Run :func:`~torchmpi.gather` in the background.
 
     Args:
@@ -182,14 +266,14 @@ def gather_async(
 
 @refuses_keywords
 def scatter_async(
-    tensor: Any,
+    tensor: _Tensor | None,
     root: int = 0,
     out: _Tensor | None = None,
     *,
     comm: Comm = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **_unknown: NoReturn,
-) -> Handle:
+) -> Handle[_Tensor]:
     """Run :func:`~torchmpi.scatter` in the background.
 
     Args:
@@ -218,11 +302,11 @@ def reduce_scatter_async(
     tensor: _Tensor,
     out: _Tensor | None = None,
     *,
-    op: str = "sum",
+    op: Operation = "sum",
     comm: Comm = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     **_unknown: NoReturn,
-) -> Handle:
+) -> Handle[_Tensor]:
     """Run :func:`~torchmpi.reduce_scatter` in the background.
 
     Args:
@@ -248,8 +332,13 @@ def reduce_scatter_async(
 
 @refuses_keywords
 def alltoall_async(
-    tensor: _Tensor, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
-) -> Handle:
+    tensor: _Tensor,
+    out: _Tensor | None = None,
+    *,
+    comm: Comm = None,
+    backend: BackendName | None = None,
+    **_unknown: NoReturn,
+) -> Handle[_Tensor]:
     """Run :func:`~torchmpi.alltoall` in the background.
 
     Args:

@@ -23,13 +23,13 @@ from ..errors import ArgumentError, MismatchError, TorchMPIError
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import buffers, dtypes, partition, streams
-from ..tensors.numbers import as_tensor, is_number, restore
+from ..tensors.numbers import Value, as_tensor, is_number, restore
 
 _HEADER_TAG, _PAYLOAD_TAG = 1, 2
 
 
 @refuses_keywords
-def send(tensor: Any, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> None:
+def send(tensor: torch.Tensor | complex | np.generic, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> None:
     """Send a tensor or number to a rank that calls :func:`recv`; return when the tensor may be changed.
 
     Args:
@@ -55,7 +55,7 @@ def send(tensor: Any, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> N
 
 
 @refuses_keywords
-def send_async(tensor: Any, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle:
+def send_async(tensor: Value, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
     """Run :func:`send` in the background; do not change the tensor before ``wait()`` returns.
 
     Args:
@@ -80,7 +80,7 @@ def send_async(tensor: Any, dst: int, *, comm: Comm = None, **_unknown: NoReturn
 
 
 @refuses_keywords
-def recv(tensor: Any, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> Any:
+def recv(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> Value:
     """Receive a tensor or number from a rank that calls :func:`send`.
 
     Args:
@@ -105,11 +105,12 @@ def recv(tensor: Any, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> A
         raise ArgumentError(
             f"{message.what}: a blocking receive from oneself never ends. Use recv_async, or sendreceive."
         )
-    return message.result(message.call_queue.run(message.in_order(message.receive)))
+    result: Value = message.result(message.call_queue.run(message.in_order(message.receive)))
+    return result
 
 
 @refuses_keywords
-def recv_async(tensor: Any, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle:
+def recv_async(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
     """Run :func:`recv` in the background.
 
     Args:
@@ -133,7 +134,7 @@ def recv_async(tensor: Any, src: int, *, comm: Comm = None, **_unknown: NoReturn
 
 
 @refuses_keywords
-def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Any:
+def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Value:
     """Send the tensor to `dst`, and receive into it from `src`, without deadlock.
 
     Args:
@@ -157,11 +158,12 @@ def sendreceive(tensor: Any, src: int, dst: int, *, comm: Comm = None, **_unknow
         raise unknown_keyword(sendreceive, _unknown)
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
-    return message.result(message.queue_to(dst).run(partial(message.call_queue.run, exchange)))
+    result: Value = message.result(message.queue_to(dst).run(partial(message.call_queue.run, exchange)))
+    return result
 
 
 @refuses_keywords
-def sendreceive_async(tensor: Any, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle:
+def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
     """Run :func:`sendreceive` in the background.
 
     Args:
@@ -220,7 +222,7 @@ class _Message:
         """Return the task, to run after the work queued on the tensor's device now."""
         return streams.in_order(self.tensor, task)
 
-    def submit(self, task: Callable[[], Any], call_queue: CallQueue | None = None) -> Handle:
+    def submit(self, task: Callable[[], Any], call_queue: CallQueue | None = None) -> Handle[Any]:
         mark = streams.fence(self.tensor)
         device = None if mark is None else self.tensor.device
         return (call_queue or self.call_queue).submit(

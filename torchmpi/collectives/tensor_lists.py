@@ -7,7 +7,7 @@ Tensors of one dtype and device form one :class:`TensorList`. If the backend red
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.handle import Handle, JoinedHandle
 from ..communicators.levels import Comm
+from ..config import BackendName, Operation
 from ..errors import ArgumentError
 from ..other_names import operation, refuses_keywords, unknown_keyword
 from ..session import runtime
@@ -148,7 +149,12 @@ def reduce_unpacked(lists: Sequence[TensorList], comm: Communicator) -> None:
 
 @refuses_keywords
 def allreduce_many(
-    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
+    tensors: Iterable[_Tensor],
+    *,
+    op: Operation = "sum",
+    comm: Comm = None,
+    backend: BackendName | None = None,
+    **_unknown: NoReturn,
 ) -> list[_Tensor]:
     """Run :func:`~torchmpi.allreduce` on many tensors with few messages, in place.
 
@@ -180,8 +186,13 @@ def allreduce_many(
 
 @refuses_keywords
 def allreduce_many_async(
-    tensors: Iterable[_Tensor], *, op: str = "sum", comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
-) -> Handle:
+    tensors: Iterable[_Tensor],
+    *,
+    op: Operation = "sum",
+    comm: Comm = None,
+    backend: BackendName | None = None,
+    **_unknown: NoReturn,
+) -> Handle[list[_Tensor]]:
     """Run :func:`allreduce_many` in the background; messages are sent while the next ones are packed.
 
     Args:
@@ -206,7 +217,9 @@ def allreduce_many_async(
     return JoinedHandle(_start(tensors, op, comm, backend, asynchronous=True), tensors, "allreduce_many")
 
 
-def _start(tensors: list[_Tensor], op: str, comm: Comm, backend: str | None, *, asynchronous: bool) -> list[Handle]:
+def _start(
+    tensors: list[_Tensor], op: Operation, comm: Comm, backend: BackendName | None, *, asynchronous: bool
+) -> list[Handle[Any]]:
     """Run or submit the calls, each with writing its results back; return the handles of the submitted ones."""
     communicator = runtime.communicator(comm)
     group = communicator.intra
@@ -218,7 +231,7 @@ def _start(tensors: list[_Tensor], op: str, comm: Comm, backend: str | None, *, 
             f"{group.where}: allreduce_many: a tensor is in the list twice, and would be reduced once. Pass each "
             "tensor once."
         )
-    started: list[Handle] = []
+    started: list[Handle[Any]] = []
     for members in lists:
         if len(members.tensors) == 1:
             if asynchronous:
@@ -236,7 +249,7 @@ def _start(tensors: list[_Tensor], op: str, comm: Comm, backend: str | None, *, 
     return started
 
 
-def _submit_unpacked(members: TensorList, group: Group) -> Handle:
+def _submit_unpacked(members: TensorList, group: Group) -> Handle[Any]:
     assert members.plan.many is not None
     members.begin()
     plan = members.plan.many
@@ -251,8 +264,8 @@ def _submit_unpacked(members: TensorList, group: Group) -> Handle:
     return group.call_queue.submit(task, f"{group.where}: allreduce_many")
 
 
-def _start_packed(members: TensorList, comm: Communicator, op: str, backend: str | None) -> list[Handle]:
-    started: list[Handle] = []
+def _start_packed(members: TensorList, comm: Communicator, op: str, backend: str | None) -> list[Handle[Any]]:
+    started: list[Handle[Any]] = []
     for indices in bucket_plan.plan_buckets(members.tensors, runtime.current().config.bucket_bytes):
         parts = [members.tensors[index] for index in indices]
         if len(parts) == 1:

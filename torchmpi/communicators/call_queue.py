@@ -104,11 +104,11 @@ class CallQueue:
         self.closed = False
         self.doing: str | None = None
         """Description of the running call for stall reports, if the call sets one."""
-        self.failed: list[Handle] = []
+        self.failed: list[Handle[Any]] = []
         """Failed calls, so that an error for which no thread waits can be reported when the group is freed."""
         self._threaded = threaded
         self._counting = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[Task, Handle] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Task, Handle[Any]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
 
     @property
@@ -138,7 +138,7 @@ class CallQueue:
             return task(*arguments)
         return self.submit(partial(task, *arguments), self.name, subject).wait()
 
-    def submit(self, task: Task, description: str, subject: object = None) -> Handle:
+    def submit(self, task: Task, description: str, subject: object = None) -> Handle[Any]:
         """Run `task` in the background, after all calls submitted before.
 
         If `subject` is a tensor on a device, the work of the task on that device follows the work that the calling
@@ -149,7 +149,7 @@ class CallQueue:
         if mark is not None:
             queued = self.submit(partial(streams.queue, mark, mark.stream.device, task, task), description)
             return DeviceHandle(queued, description)
-        handle = Handle(description)
+        handle: Handle[Any] = Handle(description)
         if not self._threaded or self._worker is threading.current_thread():
             if self.closed:
                 raise self._closed_error(description)
@@ -195,7 +195,7 @@ class CallQueue:
                     self.run_lock.fields[RUN_LOCK_PENDING] -= 1
             del entry  # otherwise the tensors of the last call would live until the next call
 
-    def _finish(self, task: Task, handle: Handle) -> None:
+    def _finish(self, task: Task, handle: Handle[Any]) -> None:
         try:
             result = task()
         except BaseException as error:  # every error is raised by wait()

@@ -6,14 +6,17 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..errors import StallError
 from ..log import logger
 
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 
-class Handle:
-    """The handle of an asynchronous call.
+
+class Handle(Generic[T_co]):
+    """The handle of an asynchronous call, whose ``wait()`` returns the result.
 
     The tensors of the call must not be read or written before ``wait()`` returns. ``wait()`` may be called any number
     of times and from any thread; it returns the result of the call, or raises its error.
@@ -49,17 +52,17 @@ class Handle:
         self._callbacks: list[Callable[[], object]] = []
 
     @classmethod
-    def completed(cls, result: Any) -> Handle:
+    def completed(cls, result: T) -> Handle[T]:
         """Return a handle that is done.
 
         >>> Handle.completed(3).wait()
         3
         """
-        handle = cls()
+        handle: Handle[T] = Handle()
         handle.set_result(result)
         return handle
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> T_co:
         """Wait until the call has ended and return its result; raise its error if it failed.
 
         With `timeout` (seconds), a :class:`~torchmpi.errors.StallError` is raised if the call has not ended by then;
@@ -75,7 +78,7 @@ class Handle:
         self._seen = True
         if self._error is not None:
             raise self._error
-        return self._result
+        return self._result  # type: ignore[no-any-return]
 
     def done(self) -> bool:
         """Return whether the call has ended."""
@@ -127,9 +130,9 @@ class Handle:
         return self._error is not None
 
     @property
-    def result(self) -> Any:
+    def result(self) -> T_co:
         """The result of a call that has ended without an error."""
-        return self._result
+        return self._result  # type: ignore[no-any-return]
 
     def _end(self) -> None:
         self._is_done = True
@@ -150,7 +153,7 @@ class Handle:
                 logger.error(f"{self._description}: a callback of when_done() failed:\n{traceback.format_exc()}")
 
 
-class DeviceHandle(Handle):
+class DeviceHandle(Handle[T_co]):
     """The handle of a call on device tensors.
 
     ``wait()`` returns when the work has been queued on the device, and makes the current stream of the waiting thread
@@ -160,14 +163,14 @@ class DeviceHandle(Handle):
 
     __slots__ = ("_queued",)
 
-    def __init__(self, queued: Handle, description: str) -> None:
+    def __init__(self, queued: Handle[Any], description: str) -> None:
         """Wrap the handle of a task that returns a :class:`torchmpi.tensors.streams.Queued`."""
         super().__init__(description)
         self._queued = queued
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> T_co:
         """Return the result when the work is queued; raise after `timeout` seconds."""
-        return self._queued.wait(timeout).follow()
+        return self._queued.wait(timeout).follow()  # type: ignore[no-any-return]
 
     def done(self) -> bool:
         """Return whether the call has ended, on the device too."""
@@ -203,7 +206,7 @@ class DeviceHandle(Handle):
         return self._queued.failed
 
 
-class JoinedHandle(Handle):
+class JoinedHandle(Handle[T_co]):
     """The handle of several calls that are one call to the user. It ends with the last of them.
 
     >>> JoinedHandle([Handle.completed(1), Handle.completed(2)], "both", "two calls").wait()
@@ -212,7 +215,7 @@ class JoinedHandle(Handle):
 
     __slots__ = ("_handles", "_num_ended")
 
-    def __init__(self, handles: Sequence[Handle], result: Any, description: str) -> None:
+    def __init__(self, handles: Sequence[Handle[Any]], result: T_co, description: str) -> None:
         super().__init__(description)
         self._handles, self._result = handles, result
         self._num_ended = itertools.count(1)  # next() is atomic: handles may end in several threads
@@ -228,7 +231,7 @@ class JoinedHandle(Handle):
                     handle.wait()  # the current stream follows the work of all
             self._end()
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> T_co:
         """Wait until all calls have ended and return the result; raise the first error."""
         if not self._is_done:
             super().wait(timeout)
@@ -236,7 +239,7 @@ class JoinedHandle(Handle):
             raise error
         for handle in self._handles:
             handle.wait()  # the current stream of this thread follows
-        return self._result
+        return self._result  # type: ignore[no-any-return]
 
     def done(self) -> bool:
         """Return whether all calls have ended, on the device too."""

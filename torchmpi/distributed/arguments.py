@@ -7,17 +7,18 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import buffers
 from .torch_names import AllreduceOptions, BroadcastOptions, ReduceOp
 
 Entry = TypeVar("Entry")
 
-_OP_NAMES = {
+_OP_NAMES: dict[Any, Operation] = {
     ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.PRODUCT: "prod", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
     ReduceOp.BAND: "band", ReduceOp.BOR: "bor", ReduceOp.BXOR: "bxor", ReduceOp.PREMUL_SUM: "sum",
 }  # fmt: skip
-_BOOL_OP_NAMES = {"sum": "lor", "prod": "land"}
+_BOOL_OP_NAMES: dict[Operation, Operation] = {"sum": "lor", "prod": "land"}
 
 
 @overload
@@ -55,7 +56,7 @@ def broadcast_options(given: Any) -> BroadcastOptions:
     return options
 
 
-def op_name(reduction: Any, dtype: torch.dtype) -> str:
+def op_name(reduction: Any, dtype: torch.dtype) -> Operation:
     """Return torchmpi's name of a torch ReduceOp; on bool, SUM is a logical or, as in torch's addition.
 
     >>> op_name(ReduceOp(ReduceOp.PRODUCT), torch.float32), op_name(ReduceOp(ReduceOp.SUM), torch.bool)

@@ -22,6 +22,7 @@ from .. import collectives
 from ..collectives import dispatch
 from ..collectives.prepared import PreparedPlan
 from ..communicators.handle import Handle
+from ..config import Operation
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
@@ -90,7 +91,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._by_messages = self._group.size > 1 and self._group.status_board is None
         self._limit_seconds = 0.0
         self.set_timeout(options.timeout)
-        self._op_names: dict[tuple[int, torch.dtype], str] = {}
+        self._op_names: dict[tuple[int, torch.dtype], Operation] = {}
         """Names of operations without a factor, by torch's number and dtype, for the calls of allreduce so far."""
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
@@ -554,7 +555,7 @@ class ProcessGroup(dist.ProcessGroup):
                 self._group.call_queue.run(task, subject=None if tensor is None or tensor.is_cpu else tensor)
         return COMPLETED
 
-    def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle:
+    def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle[Any]:
         """Queue a task, ordered after the work on the device of `tensor` so far."""
         subject = None if tensor is None or tensor.is_cpu else tensor
         handle = self._group.call_queue.submit(task, f"{self._where}: {collective}", subject)

@@ -27,7 +27,7 @@ MAX_TAG = (1 << 20) - 1
 ARRIVED_TAG, ANSWER_TAG = MAX_TAG + 1, MAX_TAG + 2
 
 
-class MessageHandle(Handle):
+class MessageHandle(Handle[torch.Tensor]):
     """Handle of one message, a send or a receive."""
 
     __slots__ = (

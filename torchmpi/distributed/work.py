@@ -61,7 +61,7 @@ def awaited_ranks(group: Group) -> str:
 class PendingWork(dist.Work):
     """Work of a call in the background."""
 
-    def __init__(self, handle: Handle, outputs: list[torch.Tensor], limit_seconds: float) -> None:
+    def __init__(self, handle: Handle[Any], outputs: list[torch.Tensor], limit_seconds: float) -> None:
         super().__init__()
         self._handle, self._outputs, self._limit_seconds = handle, outputs, limit_seconds
         self._future: Future | None = None

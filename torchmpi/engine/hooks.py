@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from ..errors import HookError
 from .state import State
@@ -54,15 +54,17 @@ class Hooks:
         for name in HOOK_NAMES:
             setattr(self, name, [])
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise HookError(_unknown(name))
+    if not TYPE_CHECKING:  # otherwise type checkers would accept every name
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in HOOK_NAMES:
-            self.__getattr__(name)
-        if not isinstance(value, list):
-            raise HookError(f"hooks.{name} is a list: use hooks.{name}.append(function), not an assignment")
-        object.__setattr__(self, name, value)
+        def __getattr__(self, name: str) -> NoReturn:
+            raise HookError(_unknown(name))
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in HOOK_NAMES:
+                self.__getattr__(name)
+            if not isinstance(value, list):
+                raise HookError(f"hooks.{name} is a list: use hooks.{name}.append(function), not an assignment")
+            object.__setattr__(self, name, value)
 
     def add(self, callback: object) -> None:
         """Append the functions of a mapping, or the methods of an object, to the hook points of their names.

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import collectives
 from ..collectives import tensor_lists
 from ..communicators.communicator import Communicator
+from ..config import Operation
 from ..tensors import sparse, streams
 
 
@@ -49,7 +50,7 @@ class GradientReduction(NamedTuple):
     def start(self, flat: Tensor, comm: Communicator) -> Callable[[], object]:
         """Launch the reduction of `flat` in place and return the function that finishes it."""
         if self.divisor in (self.size, 1):
-            op = "avg" if self.divisor == self.size else "sum"
+            op: Operation = "avg" if self.divisor == self.size else "sum"
             return collectives.allreduce_async(flat, op=op, comm=comm).wait
         total = _widened(flat)
         handle = collectives.allreduce_async(total, op="sum", comm=comm)

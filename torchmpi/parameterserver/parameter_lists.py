@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ..session import runtime
 from .rules import Rule
 from .servers import Server, free, init, prepared_for, receive, send
 
+T = TypeVar("T")
 Allocate = Callable[[int, torch.dtype], Tensor]
 """``allocate(numel, dtype)`` returns a flat tensor."""
 ServerInit = Callable[[Server, Tensor], object]
@@ -179,8 +180,8 @@ class TensorServers:
         self._devices = [tensor.device for tensor in tensors]
         self._outgoing: FlatBuffers | None = None
         self.has_fetched = False
-        self.fetching: list[Handle] = []
-        self.sending: list[Handle] = []
+        self.fetching: list[Handle[Tensor]] = []
+        self.sending: list[Handle[None]] = []
         self.incoming.gather(tensors)
         self.servers = [
             init(buffer, communicator, name=name and f"{name} {index}")
@@ -197,14 +198,14 @@ class TensorServers:
             self._outgoing = FlatBuffers(self._like, devices=self._devices)
         return self._outgoing
 
-    def fetch(self) -> list[Handle]:
+    def fetch(self) -> list[Handle[Tensor]]:
         """Start to receive the values of the servers into `incoming`."""
         pairs = zip(self.servers, self.incoming.buffers, strict=True)
         self.fetching = [receive(server, buffer) for server, buffer in pairs]
         self.has_fetched = True
         return self.fetching
 
-    def send(self, rule: str | Rule, flat: FlatBuffers) -> list[Handle]:
+    def send(self, rule: str | Rule, flat: FlatBuffers) -> list[Handle[None]]:
         """Start to send buffers, which must not be changed until the handles have been waited for."""
         for server in self.servers:  # raise before anything is sent
             prepared_for(server, rule, f"{server.group.where}: parameterserver.send")
@@ -272,7 +273,7 @@ def init_tensors(
         registry[tensor] = (servers, index, len(tensors))
 
 
-def prefetch_tensors(tensors: Iterable[Tensor]) -> list[Handle]:
+def prefetch_tensors(tensors: Iterable[Tensor]) -> list[Handle[Tensor]]:
     """Start to receive the values of the servers, for :func:`integrate_tensors`.
 
     Args:
@@ -322,7 +323,7 @@ def send_tensors(
     updates: Iterable[Tensor | None],
     rule: str | Rule = "add",
     local_update: LocalUpdate | None = None,
-) -> list[Handle]:
+) -> list[Handle[None]]:
     """Start to send an update for each tensor.
 
     The updates are copied, and may be changed when the function returns.
@@ -373,7 +374,7 @@ def apply_local_update(local_update: LocalUpdate | None, flat: FlatBuffers) -> N
             view.copy_(result)
 
 
-def sync_handles(handles: Iterable[Handle]) -> list[Handle]:
+def sync_handles(handles: Iterable[Handle[T]]) -> list[Handle[T]]:
     """Wait for all handles.
 
     Args:
@@ -391,7 +392,7 @@ def sync_handles(handles: Iterable[Handle]) -> list[Handle]:
     return []
 
 
-def _wait_before_reuse(handles: Iterable[Handle]) -> None:
+def _wait_before_reuse(handles: Iterable[Handle[object]]) -> None:
     """Wait for the handles of a buffer; an error that has been raised before is not raised again."""
     for handle in handles:
         if not handle.done() or handle.unseen_error is not None:

@@ -175,13 +175,13 @@ class ServerContext:
         assert segment is not None
         return Shards(segment, plan, local_parts, dtypes=(dtype, states))
 
-    def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle:
+    def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle[T]:
         """Run `task` in the calling thread if it is small and nothing is queued, otherwise in the call queue."""
         queue, run = self.call_queue, partial(self._run, server, task, what)
         is_inline = server.is_local and num_bytes <= INLINE_BYTES
         if not (is_inline and queue.pending == 0 and queue.run_lock.acquire(False)):
             return queue.submit(run, what)
-        handle = Handle(what)
+        handle: Handle[T] = Handle(what)
         try:
             handle.set_result(run())
         except Exception as error:  # wait() raises the error, as for a queued call
@@ -311,7 +311,7 @@ def _require_threads(group: Group) -> None:
         )
 
 
-def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") -> Handle:
+def send(server: Server, tensor: torch.Tensor | None, rule: str | Rule = "add") -> Handle[None]:
     """Apply a rule to the values of a server, asynchronously.
 
     Sends of one rank to one server are applied in the order of the calls.
@@ -365,7 +365,7 @@ def _send_staged(server: Server, tensor: torch.Tensor, rule: PreparedRule, mark:
     server.apply(streams.run_after(mark, tensor.device, partial(buffers.plain, tensor, to_host=True)), rule)
 
 
-def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle:
+def receive(server: Server, tensor: torch.Tensor | None = None) -> Handle[torch.Tensor]:
     """Fetch the values of a server, asynchronously.
 
     The values include everything that this rank has sent before.

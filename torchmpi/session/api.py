@@ -14,6 +14,7 @@ from ..backends.nccl.nccl_backend import problem as problem_of_nccl
 from ..backends.selection_table import Key, Rule
 from ..backends.selector import Availability
 from ..communicators.communicator import Communicator
+from ..config import BackendName, CollectiveName, DeviceType, Mode, Span
 from ..errors import ArgumentError
 from . import runtime
 from .runtime import start as start
@@ -443,12 +444,12 @@ class CollectiveSelector(Mapping[Key, Rule]):
 
     def set(
         self,
-        collective: str,
-        backend: str,
+        collective: CollectiveName,
+        backend: BackendName,
         *,
-        device: str | None = "cpu",
-        span: str | None = None,
-        mode: str | None = None,
+        device: DeviceType | None = "cpu",
+        span: Span | None = None,
+        mode: Mode | None = None,
         up_to_bytes: int | None = None,
     ) -> None:
         """Select a backend for a collective.
@@ -479,10 +480,12 @@ class CollectiveSelector(Mapping[Key, Rule]):
         """Restore the default table, also if it was measured."""
         runtime.current().selector.reset()
 
-    def __getitem__(self, key: tuple[str, ...]) -> Rule:
+    def __getitem__(self, key: tuple[str, str, str, str]) -> Rule:
         return runtime.current().selector.rule(key)
 
-    def __setitem__(self, key: tuple[str, ...], rule: str | Iterable[tuple[int | None, str]]) -> None:
+    def __setitem__(
+        self, key: tuple[str, str, str, str], rule: BackendName | Iterable[tuple[int | None, BackendName]]
+    ) -> None:
         runtime.current().selector.assign(key, rule)
 
     def __iter__(self) -> Iterator[Key]:
@@ -503,11 +506,11 @@ collective_selector = CollectiveSelector()
 
 
 def collective_selector_to_string(
-    collective: str | None = None,
-    device: str | None = None,
-    span: str | None = None,
-    mode: str | None = None,
-    backend: str | None = None,
+    collective: CollectiveName | None = None,
+    device: DeviceType | None = None,
+    span: Span | None = None,
+    mode: Mode | None = None,
+    backend: BackendName | None = None,
 ) -> str:
     """Return the selection table, or a part of the table, as text.
 

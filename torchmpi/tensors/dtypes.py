@@ -5,14 +5,15 @@ The names of MPI types are those of mpi4py; the backends look them up.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
 from .. import other_names
+from ..config import Operation
 from ..errors import ArgumentError, DtypeError
 
-OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
+OPS: tuple[str, ...] = get_args(Operation)
 _ARITHMETIC = ("sum", "prod")
 _ORDER = ("min", "max")
 _BITWISE = ("band", "bor", "bxor")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from ..errors import DtypeError
 
+Number = TypeVar("Number", int, float, complex)
+Value = TypeVar("Value", torch.Tensor, bool, int, float, complex)
 _ARITHMETIC = ("sum", "avg", "prod")
 
 

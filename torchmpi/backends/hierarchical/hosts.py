@@ -102,7 +102,7 @@ class HostAllreduce:
             work = self.work.take(0, chunk.numel()).copy_(chunk) if is_rounded else chunk
             self.runner.run(local, "reduce_scatter", work, total)
 
-        def start_across(k: int) -> Handle | None:
+        def start_across(k: int) -> Handle[Any] | None:
             return self.runner.start(
                 across, lambda run_step: self._sum_across(run_step, across, *slices[k]), in_background=len(chunks) > 1
             )
@@ -207,7 +207,7 @@ class HostReduceScatter:
             total = self._sum_inside(self._assemble([part[begin : begin + numel] for part in parts], numel, k), k)
             sums[k] = total, self.shares.take(k, total.numel() // len(self.group.placement.groups))
 
-        def start_across(k: int) -> Handle | None:
+        def start_across(k: int) -> Handle[Any] | None:
             across = self.group.across
             if across is None:
                 return None

@@ -55,7 +55,7 @@ class StepRunner:
         """Run a step within a task of the group's call queue."""
         return group.perform(self._plan(group, collective, source, destination), source, destination, root)
 
-    def start(self, group: Group, task: Callable[[RunStep], Any], *, in_background: bool) -> Handle | None:
+    def start(self, group: Group, task: Callable[[RunStep], Any], *, in_background: bool) -> Handle[Any] | None:
         """Run a task of several steps on one group, now or in its call queue."""
         if in_background:
             return group.call_queue.submit(partial(task, self.perform), f"{group.where}: {group.name}")
@@ -118,7 +118,7 @@ class StepSequence:
             works[k] = self._work_for(chunks[k], k)
             self._run(before, works[k])
 
-        def start_middle(k: int) -> Handle | None:
+        def start_middle(k: int) -> Handle[Any] | None:
             if middle is None:
                 return None
             in_background = len(chunks) > 1 and middle.group == "inter"

@@ -10,13 +10,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ... import collectives
 from ...backends.selection_table import MODES, Key
 from ...communicators.communicator import Communicator
+from ...config import BackendName
 from ...session import runtime
 from ...tensors import streams
 from .. import prepared
@@ -95,7 +96,7 @@ class Session:
     def _slowest(self, values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         world = self._running.communicators.levels[0]
-        backend = self._running.selector.network.name
+        backend = cast(BackendName, self._running.selector.network.name)
         slowest: list[float] = collectives.allreduce(tensor, op="max", comm=world, backend=backend).tolist()
         return slowest
 

@@ -22,6 +22,7 @@ from ...communicators import splits
 from ...communicators.communicator import Communicator
 from ...communicators.group import Group
 from ...communicators.levels import Comm
+from ...config import CollectiveName
 from ...errors import ArgumentError
 from ...log import logger
 from ...session import runtime
@@ -36,7 +37,7 @@ _ORDER = (
 
 
 def autotune(
-    verbs: str | Iterable[str] | None = None,
+    verbs: CollectiveName | Iterable[CollectiveName] | None = None,
     sizes: Iterable[int] | None = None,
     *,
     comm: Comm = None,
