@@ -553,8 +553,8 @@ def allgather_object(value: _T, *, comm: Comm = None, **_unknown: NoReturn) -> l
         raise unknown_keyword(allgather_object, _unknown)
     data = _pickled(value)
     lengths = allgather(data.numel(), comm=comm)
-    everything: Any = allgather(data, comm=comm)
-    return [_unpickled(part) for part in everything.split(lengths)]
+    everything = allgather(data, comm=comm)
+    return [_unpickled(part) for part in torch.split(everything, lengths)]
 
 
 def _pickled(value: Any) -> _Tensor:

@@ -164,7 +164,7 @@ def _global_statistics(input: Tensor, comm: Communicator) -> tuple[Tensor, Tenso
     deviation = (values - _per_channel(mean, values)).square().sum(dims)
     local = torch.cat([mean, deviation, mean.new_tensor([count])])
     gathered = collectives.allgather(local.unsqueeze(0), comm=comm)
-    means, deviations, counts = gathered.split([len(mean), len(mean), 1], dim=1)
+    means, deviations, counts = torch.split(gathered, [len(mean), len(mean), 1], dim=1)
     total = int(counts.double().sum().item())
     if total == 1:
         raise ArgumentError(
