@@ -302,7 +302,7 @@ def test_workers_of_a_data_loader(begin):
 def test_a_missing_rank_is_named(begin):
     code = "launcherless.connect(dist.FileStore(os.environ['STORE'] + '2', 2), rank, 2, timeout_seconds=1)"
     (rank,) = begin(1, code).end()
-    assert rank.status == 1 and "LaunchError: rank 0: rank 1 has not come in time" in rank.stderr, rank
+    assert rank.status == 1 and "LaunchError: rank 0: rank 1 has written nothing to the store" in rank.stderr, rank
 
 
 def test_the_environment_is_that_of_no_launcher():

@@ -35,15 +35,38 @@ def left_over() -> set[str]:
 
 
 @once
-def test_one_rank_compiles_for_all_and_for_the_next_job(job, tmp_path):
+def test_two_ranks_compile_for_all_and_for_the_next_job(job, tmp_path):
     env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    first = job(3, START + SUM, env=env, timeout=120)
+    code = "import sys\nprint('compiled' if 'numba' in sys.modules else 'loaded')\n"
+    first = job(3, START + SUM + code, env=env, timeout=120)
     assert first.returncode == 0 and first.stdout.count("right") == 3, first.output
+    assert first.stdout.count("compiled") == 2, first.output
     (line,) = (line for line in first.stderr.splitlines() if "compiling the shared-memory kernels" in line)
     assert "about 10 s" in line, "the expected time"
     second = job(2, START + SUM, env=env)
     assert second.returncode == 0 and second.stdout.count("right") == 2, second.output
     assert "compiling" not in second.stderr and NONE not in second.stderr, second.output
+
+
+@once
+def test_a_part_whose_compiler_has_ended_is_compiled_by_the_others(job, tmp_path):
+    """Another process holds the lock of the second part, and ends without a file."""
+    code = f"""
+import subprocess
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 0:
+    os.makedirs({str(tmp_path / "cache")!r})
+    lock = {str(tmp_path / "cache" / "torchmpi_collectives_1.lock")!r}
+    holder = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); "
+    other = subprocess.Popen([sys.executable, "-c", holder + "time.sleep(5)", lock], stdout=subprocess.PIPE)
+    other.stdout.readline()
+MPI.COMM_WORLD.Barrier()
+"""
+    result = job(
+        2, "import os, sys\n" + code + START + SUM, env={"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, timeout=120
+    )
+    assert result.returncode == 0 and result.stdout.count("right") == 2, result.output
+    assert NONE not in result.stderr and len(list((tmp_path / "cache").glob("torchmpi_collectives_*.native"))) == 2
 
 
 @once

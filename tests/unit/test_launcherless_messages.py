@@ -469,7 +469,7 @@ def test_an_unauthenticated_connection_is_dropped():
 
 
 def test_a_missing_rank_is_named():
-    with pytest.raises(LaunchError, match="rank 0: rank 1 has not come in time"):
+    with pytest.raises(LaunchError, match="rank 0: rank 1 has written nothing to the store"):
         launcherless.connect(dist.HashStore(), 0, 2, timeout_seconds=0.3)
     absent = mesh.Place("far", network.namespace(), "", "nobody", [], [0])
     store = dist.HashStore()

@@ -1,7 +1,7 @@
 """Ranks without an MPI launcher: a small message layer that takes the place of ``mpi4py.MPI``.
 
-Processes that torchrun or a program of the user started find each other through a store of torch.distributed. What
-:func:`connect` returns is passed to :func:`torchmpi.session.mpi_library.adopt`.
+Processes that torchrun or a program of the user has started find each other through a store of torch.distributed. The
+result of :func:`connect` is passed to :func:`torchmpi.session.mpi_library.adopt`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .mesh import Mesh
 from .stand_in import StandIn
 
 _EAGER_SECONDS = 50e-6
-"""To sleep and be woken takes longer than a short message takes; but another rank may need the core."""
+"""How long a waiting caller polls: waking a thread takes longer than a short message, but uses no core."""
 
 
 def connect(store: Any, rank: int, size: int, *, timeout_seconds: float) -> StandIn:
@@ -29,7 +29,7 @@ def connect(store: Any, rank: int, size: int, *, timeout_seconds: float) -> Stan
         The stand-in for ``mpi4py.MPI``. Its ``close()`` ends the connections; the end of Python does so too.
 
     Raises:
-        LaunchError: A rank has not come in time or cannot be reached.
+        LaunchError: A rank has not written to the store in time, or cannot be reached.
 
     Example:
         ::
@@ -45,9 +45,9 @@ def connect(store: Any, rank: int, size: int, *, timeout_seconds: float) -> Stan
     )
     MPI = StandIn(endpoint, [place.memory for place in mesh.places])
     try:
-        MPI.COMM_WORLD.Barrier()  # all have read the store
+        MPI.COMM_WORLD.Barrier()  # all ranks have read the store
         mesh.clear()
-        MPI.COMM_WORLD.Barrier()  # all have cleared it, so that they can connect again
+        MPI.COMM_WORLD.Barrier()  # all ranks have cleared it, so that they can connect again
     except BaseException:
         MPI.close()
         raise

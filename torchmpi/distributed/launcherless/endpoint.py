@@ -1,7 +1,7 @@
 """The connections of a rank: sends, receives, matching of messages, and the loss of ranks.
 
-A thread reads everything that arrives and writes what a caller could not write at once, so that messages make progress
-whatever the program does. It sleeps in the kernel while there is nothing to do.
+A thread reads all messages and writes the parts that callers could not write immediately, so that messages make
+progress while the program computes. The thread sleeps in the kernel while there is no work.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _HEAD = struct.Struct("<QQiI")
 _MESSAGE, _GOODBYE, _GOODBYE_READ, _ABORT = range(4)
 _STAGING_BYTES = 64 << 10
 _JOINED_BYTES = 16 << 10  # up to this length a copy behind the head is cheaper than a second buffer
-_TURN_SECONDS = 2e-3  # after a caller has read, the thread leaves the next messages to callers
+_TURN_SECONDS = 2e-3  # for this time after a caller has read, the thread does not read
 _GOODBYE_SECONDS, _ABORT_SECONDS = 10.0, 1.0
-_FORKED = "this process was forked from a rank and is none itself"
+_FORKED = "this process was forked from a rank and is not a rank itself"
 
 
 class Arrival:
@@ -46,7 +46,7 @@ class Arrival:
         self.filled, self.is_whole, self.is_in_place = 0, False, room is not None
 
     def rest(self) -> memoryview:
-        """Return the memory to read on into: that of the receive, also if it was posted after the message began."""
+        """Return the memory for the rest of the message: that of the receive, also if posted after it began."""
         if self.receive is not None and not self.is_in_place:
             room = self.receive.room_for(len(self.data))
             if room is not None:
@@ -66,7 +66,7 @@ class Link:
         sock.setblocking(False)
         self.peer, self.name, self.sock, self._on_room = peer, name, sock, on_room
         self.problem = ""
-        """Why nothing can be sent any more."""
+        """Why sends fail; '' while they are possible."""
         self.said_goodbye, self.goodbye_is_read = False, False
         self.arrival: Arrival | None = None
         """The message of which a part has been read."""
@@ -76,7 +76,7 @@ class Link:
         self._outgoing: deque[tuple[list[memoryview], Request | None]] = deque()
 
     def send(self, head: bytes, view: memoryview | None = None, request: Request | None = None) -> None:
-        """Write a frame as far as there is room; the reading thread writes the rest."""
+        """Write as much of a frame as the socket accepts; the reading thread writes the rest."""
         view = view or memoryview(b"")
         pieces = [memoryview(head + view)] if len(view) <= _JOINED_BYTES else [memoryview(head), view]
         with self._sending:
@@ -88,12 +88,12 @@ class Link:
                 self._outgoing.append((pieces, request))
                 if len(self._outgoing) == 1:
                     self._write()
-            except BaseException:  # out of a signal handler: it is unknown how much has been written
+            except BaseException:  # from a signal handler: it is unknown how much has been written
                 self.sock.shutdown(socket.SHUT_RDWR)
                 raise
 
     def send_first(self, head: bytes) -> bool:
-        """Write a frame before all that have not been begun; return whether everything has left."""
+        """Write a frame before all frames that have not been begun; return whether all frames have been written."""
         if self._sending.acquire(timeout=0.1):  # a signal handler may have interrupted a send
             try:
                 if head and not self.problem:
@@ -105,7 +105,7 @@ class Link:
         return not self._outgoing
 
     def write_more(self) -> None:
-        """Write what there is room for now."""
+        """Write as much as the socket accepts."""
         with self._sending:
             self._write()
 
@@ -153,7 +153,7 @@ class Endpoint:
         self.on_loss: Callable[[int, str], None] | None = None
         """Called with a rank whose connection has ended without a goodbye, and the reason."""
         self.problem = ""
-        """Why nothing can be sent or received any more."""
+        """Why sends and receives fail; '' while they are possible."""
         self.num_communicators = 0
         self._is_ending = self._is_closed = False
         self._lock = threading.Lock()  # of the following four
@@ -264,7 +264,7 @@ class Endpoint:
         return self._gone.get(receive.source) or self._left.get(receive.source, "")
 
     def withdraw(self, receive: Receive) -> bool:
-        """Take back a receive that has no message; return whether that was so."""
+        """Remove a receive that has no message; return whether it had none."""
         with self._lock:
             posted = self._posted[receive.context]
             if receive not in posted:
@@ -295,8 +295,7 @@ class Endpoint:
     def wait(self, request: Request) -> None:
         """Return when a request has ended.
 
-        The caller reads itself if no other thread does: to be woken by another thread takes longer than a short
-        message.
+        The caller itself reads if no other thread does: waking a thread takes longer than a short message.
         """
         while not request.is_done:
             try:
@@ -307,7 +306,7 @@ class Endpoint:
                     self._end_turn()
                 else:
                     self._sleep(request)
-            except BaseException:  # out of a signal handler, at any point
+            except BaseException:  # from a signal handler, at any point
                 self._end_turn()
                 raise
 
@@ -323,7 +322,7 @@ class Endpoint:
             raise
 
     def _take_turn(self) -> bool:
-        """Become the thread that reads if there is none; return whether this thread is it."""
+        """Make this thread the reading thread if there is none; return whether it is the reading thread."""
         own = threading.get_ident()
         return self._turn.setdefault(None, own) == own  # atomic, so that an exception leaves no turn without an owner
 
@@ -382,7 +381,7 @@ class Endpoint:
             os.eventfd_write(self._bell, 1)
 
     def _read(self, timeout: float | None) -> int:
-        """Handle what has arrived, and write what there is room for; return the number of connections."""
+        """Read from all readable connections and write to all writable ones; return their number."""
         found = self._epoll.poll(timeout)
         try:
             for descriptor, events in found:
@@ -396,7 +395,7 @@ class Endpoint:
                     del self._links_open[descriptor]
                     self._epoll.unregister(descriptor)
                     self._lose(link, end)
-        except BaseException as error:  # out of a signal handler, or a defect: it is unknown what has been read
+        except BaseException as error:  # from a signal handler, or a defect: it is unknown what has been read
             self._fail(f"rank {self.rank} was interrupted while it read messages: {error!r}")
             raise
         return len(found)
@@ -445,7 +444,7 @@ class Endpoint:
         link.rest = bytes(data)
 
     def _lose(self, link: Link, reason: str) -> None:
-        """End what depends on a rank whose connection has ended."""
+        """Fail the requests that need a rank whose connection has ended."""
         left, arrival = link.said_goodbye, link.arrival
         problem = link.problem or f"{link.name} is gone: {reason}"  # a failed send knows more than the end of a stream
         if left:
@@ -478,7 +477,7 @@ class Endpoint:
         if self._is_ending:
             return
         self._is_ending = True
-        # To all ranks, which could otherwise see the end of this one before they see the reason.
+        # To all ranks, which could otherwise notice the end of this rank before they read the reason.
         self._tell_all(_HEAD.pack(rank, 0, status, _ABORT))
         log_fatal(f"rank {self.rank} ends, since rank {rank} has ended the job ({status=})")
         for stream in (sys.stdout, sys.stderr):
@@ -496,14 +495,14 @@ class Endpoint:
     # --- the end of this rank
 
     def close(self) -> None:
-        """Say goodbye to the other ranks once everything has been sent, and close. A second call is harmless."""
+        """Send a goodbye to the other ranks after all messages, and close. A second call has no effect."""
         if self._is_closed:
             return
         self._is_closed = self._is_ending = True
         for link in self._links.values():
             link.send(_HEAD.pack(0, 0, 0, _GOODBYE))
         limit = time.monotonic() + _GOODBYE_SECONDS
-        # Closing a TCP connection with unread data would discard what is under way.
+        # Closing a TCP connection with unread data would discard messages in flight.
         while time.monotonic() < limit and not all(link.goodbye_is_read for link in list(self._links_open.values())):
             time.sleep(1e-4)
         self._fail(f"rank {self.rank} has closed its connections")

@@ -1,8 +1,8 @@
-"""Connecting each rank with each other one: through a store of torch.distributed, without a launcher.
+"""Connections between all pairs of ranks, made through a store of torch.distributed, without a launcher.
 
 Ranks on one host connect through Unix sockets in the abstract namespace, which is closed to other hosts and leaves no
 files. If there are several hosts, each rank also listens at one address until all ranks have connected. A rank that
-connects shows a secret that only the store has; afterwards the store is as it was.
+connects sends a secret from the store. At the end the keys are removed from the store.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ...errors import LaunchError
 _KEY = "torchmpi rendezvous"
 _GREETING = struct.Struct("<16sI")
 _GREETING_SECONDS = 2.0
-_NUM_STRANGERS = 128  # connections of other programs that may wait beside those of the ranks
+_NUM_STRANGERS = 128  # queued connections of other programs, in addition to those of the ranks
 _MAX_SILENCE_SECONDS = 30.0
 _UNIX_BUFFER_BYTES = 4 << 20
 _REMEDY = f"Between hosts, choose the network interface with {network.INTERFACE_VARIABLE} and open the ports"
 
 
 class Place(NamedTuple):
-    """A rank and the ways to reach it."""
+    """The addresses of a rank."""
 
     host: str
     """The name of the host, for messages."""
@@ -53,7 +53,7 @@ class Mesh:
         self._limit = time.monotonic() + timeout_seconds
         self._keys: list[str] = []
         self.places: list[Place] = []
-        """Of all ranks."""
+        """The places of all ranks."""
 
     def run(self) -> dict[int, socket.socket]:
         """Return a connection to each other rank."""
@@ -95,7 +95,7 @@ class Mesh:
 
     @property
     def is_crowded(self) -> bool:
-        """Return whether the ranks of this host have fewer cores than they are."""
+        """Return whether this host has more ranks than cores for them."""
         near = [place for place in self.places if place.network == self.places[self._rank].network]
         return len(near) > len(set().union(*(place.cores for place in near)))
 
@@ -123,10 +123,10 @@ class Mesh:
         try:
             self._store.wait([key], timedelta(seconds=self._time_left()))
             return json.loads(self._store.get(key))
-        except RuntimeError as error:  # the stores of torch have no class of their own for it
+        except RuntimeError as error:  # torch's stores have no specific exception
             raise LaunchError(
-                f"rank {self._rank}: rank {rank} has not come in time: it writes nothing to the store ({error}). Start "
-                f"all {self._size} ranks, with the same store, or give them more time (timeout=)."
+                f"rank {self._rank}: rank {rank} has written nothing to the store in time ({error}). Start all "
+                f"{self._size} ranks, with the same store, or increase timeout=."
             ) from error
 
     def clear(self) -> None:
@@ -157,7 +157,7 @@ class Mesh:
         return sock
 
     def _accept(self, listeners: list[socket.socket], secret: bytes, awaited: set[int]) -> tuple[int, socket.socket]:
-        """Return the next rank that connects; drop connections of strangers."""
+        """Return the next rank that connects; close connections of other programs."""
         import select
 
         while True:
@@ -165,7 +165,7 @@ class Mesh:
             if not ready:
                 raise LaunchError(
                     f"rank {self._rank}: rank {', '.join(map(str, sorted(awaited)))} has not connected in time. "
-                    f"{_REMEDY}, or give the ranks more time (timeout=)."
+                    f"{_REMEDY}, or increase timeout=."
                 )
             sock, _ = ready[0].accept()
             sock.settimeout(_GREETING_SECONDS)
@@ -183,7 +183,7 @@ def _listen_at(address: str, size: int) -> socket.socket:
 
 
 def _set_options(sock: socket.socket, silence_seconds: float) -> None:
-    """Send short messages at once, and end the connection when the other host has been silent for too long."""
+    """Send short messages immediately, and end the connection when the other host does not answer for this time."""
     if sock.family == socket.AF_UNIX:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _UNIX_BUFFER_BYTES)
@@ -192,7 +192,7 @@ def _set_options(sock: socket.socket, silence_seconds: float) -> None:
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        # While nothing is sent, the kernel probes; of data, it awaits the acknowledgement.
+        # The kernel probes idle connections, and limits the time until data is acknowledged.
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds),
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds),
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),

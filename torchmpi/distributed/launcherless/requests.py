@@ -47,7 +47,7 @@ class Waiter(Protocol):
         """Read what has arrived."""
 
     def withdraw(self, request: Receive) -> bool:
-        """Take back a receive that has no message; return whether that was so."""
+        """Remove a receive that has no message; return whether it had none."""
 
 
 class Request:
@@ -74,7 +74,7 @@ class Request:
         """Return when the request has ended; raise CommunicationError if it failed."""
         try:
             self.endpoint.wait(self)
-        except BaseException:  # out of a signal handler; the memory of the caller is in use until the request has ended
+        except BaseException:  # from a signal handler; the memory of the caller is in use until the request has ended
             self.Cancel()
             self.endpoint.wait(self)
             raise
@@ -97,7 +97,7 @@ class Request:
 
     @staticmethod
     def Waitall(requests: Sequence[Request]) -> bool:
-        """Return when all have ended; then raise CommunicationError if one failed."""
+        """Return when all requests have ended; then raise CommunicationError if one failed."""
         for request in requests:
             if not request.is_done:
                 request.endpoint.wait(request)

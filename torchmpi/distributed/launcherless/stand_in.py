@@ -1,6 +1,6 @@
 """The part of ``mpi4py.MPI`` that torchmpi uses without an MPI library: messages, headers, objects, communicators.
 
-Collectives on tensors are not among it: shared memory, gloo and messages carry them.
+Collectives on tensors are not included: they use shared memory, gloo and messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .requests import ANY, UNDEFINED, CommunicationError, Datatype, Receive, Req
 
 COMM_TYPE_SHARED = 1
 _MESSAGES, _COLLECTIVES, _CREATION, _NUM_CONTEXTS = range(4)
-"""Messages of callers, those within collectives, and those that create communicators do not match each other."""
-_LOSS_SECONDS = 1.0  # for a call that fails for the same reason, and whose error says more
+"""Separate contexts for messages of callers, of collectives, and for the creation of communicators."""
+_LOSS_SECONDS = 1.0  # the error of a call that fails for the same reason has more details, and ends the job first
 _PyBUF_WRITE = 0x200
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -94,7 +94,7 @@ class Intracomm:
         self.isend(obj, dest, tag).Wait()
 
     def recv(self, buf: Any = None, source: int = ANY, tag: int = ANY) -> Any:
-        """Receive an object; `buf` is unused, as mpi4py has it."""
+        """Receive an object; `buf` is unused, as in mpi4py."""
         return self._object(self._receive(None, source, tag))
 
     def Iprobe(self, source: int = ANY, tag: int = ANY, status: Status | None = None) -> bool:
@@ -166,7 +166,7 @@ class Intracomm:
         memory[begin:], memory[:begin] = blocks[: len(memory) - begin], blocks[len(memory) - begin :]
 
     def Barrier(self) -> None:
-        """Return when all ranks have called."""
+        """Wait until all ranks have called."""
         self.allgather(None)
 
     def _next_call(self) -> int:
@@ -208,7 +208,7 @@ class Intracomm:
         return self._made(group.world_ranks, number)
 
     def Free(self) -> None:
-        """Drop the messages that were not received."""
+        """Discard the messages that were not received."""
         self._endpoint.forget(range(self._context, self._context + _NUM_CONTEXTS))
 
     def Abort(self, errorcode: int = 1) -> None:
@@ -267,7 +267,7 @@ class StandIn:
         rank, lost, is_over = self._endpoint.rank, {}, threading.Event()  # type: ignore[var-annotated]
 
         def end() -> None:
-            # One rank reports: the lowest one that is left. The others only if that has not ended the job.
+            # The lowest remaining rank reports; the others report only if the job has not ended then.
             has_lower = any(other not in lost for other in range(rank))
             if not is_over.wait(_LOSS_SECONDS * (3 if has_lower else 1)):
                 end_job(f"torchmpi: rank {rank}: {'; '.join(lost.values())} (killed?), which ends the job.", 1)
@@ -286,7 +286,7 @@ class StandIn:
         return stop
 
     def close(self) -> None:
-        """Close the connections. A second call is harmless."""
+        """Close the connections. A second call has no effect."""
         self._endpoint.close()
         atexit.unregister(self.close)
 

@@ -1,7 +1,7 @@
 """Machine code that runs without the GIL: collectives in shared memory, and their reductions.
 
-Importing this package loads nothing. `load` returns the kernels: the first process on a machine compiles them, later
-processes load the machine code from a file.
+Importing this package loads nothing. `load` returns the kernels: the first processes on a machine compile them, later
+processes load the machine code from files.
 
 =================================== ============================================================================
 layer, from the top                 modules
@@ -44,7 +44,7 @@ _kernels: dict[str, dict[str, Callable[..., int]]] = {}
 def load(
     announce: Callable[[str], object] = lambda message: None, *, which: str = "collectives"
 ) -> dict[str, Callable[..., int]]:
-    """Return a set of kernels by name. The first process on a machine compiles them, and calls `announce` before.
+    """Return a set of kernels by name. The first processes on a machine compile them; one calls `announce` before.
 
     >>> sorted(load())  # doctest: +ELLIPSIS
     ['allgather', 'allreduce', 'allreduce_list', 'alltoall', 'barrier', 'broadcast', 'exchange', 'offer', ...]
@@ -52,36 +52,46 @@ def load(
     if which not in _kernels:
         from . import native_code
 
-        compiler, recipe = native_code.compiler(), source_digest()
-        if not compiler.load(f"torchmpi_{which}", recipe):
-            _build(compiler, recipe, which, announce)
+        compiler = native_code.compiler()
+        _load_or_build(compiler, which, announce)
         _kernels[which] = {name: function_at(name, compiler.find(_PREFIX + name)) for name in SETS[which].names}
     return _kernels[which]
 
 
-def _build(compiler: Compiler, recipe: str, which: str, announce: Callable[[str], object]) -> None:
-    with contextlib.ExitStack() as stack:
-        is_locked = compiler.folder and _is_locked(compiler.folder, stack)
-        if is_locked and compiler.load(f"torchmpi_{which}", recipe):
-            return
-        with _no_garbage_collection():  # Numba's objects live on: collections took a fifth of the time
-            module = _module(which, announce)
-        compiler.build(f"torchmpi_{which}", recipe, module)
+def _load_or_build(compiler: Compiler, which: str, announce: Callable[[str], object]) -> None:
+    """Load all parts of a set. A rank compiles the parts that are missing and that no other rank compiles, then waits.
 
-
-def _is_locked(folder: Path, stack: contextlib.ExitStack) -> bool:
-    """Take the lock of the folder, or wait for its holder: one rank compiles, and the others wait for the file.
-
-    If the holder could not write a file, all waiting ranks compile at the same time.
+    If the other rank has ended, or could not write its file, all waiting ranks compile that part at the same time.
     """
+    recipe = source_digest()
+    names = [f"torchmpi_{which}_{number}" for number in range(len(SETS[which].parts))]
+    missing = [number for number, name in enumerate(names) if not compiler.load(name, recipe)]
+    tell: Callable[[str], object] = lambda message: None  # noqa: E731, replaced below
+    for waits in (False, True):
+        for number in missing.copy():
+            with contextlib.ExitStack() as stack:
+                if compiler.folder and not _lock(compiler.folder / f"{names[number]}.lock", stack, waits=waits):
+                    continue
+                missing.remove(number)
+                if compiler.load(names[number], recipe):
+                    continue
+                tell = announce if number == 0 else tell  # one rank of the host
+                with _no_garbage_collection():  # Numba's objects live on: collections took a fifth of the time
+                    module = _module(which, number, tell)
+                compiler.build(names[number], recipe, module)
+
+
+def _lock(path: Path, stack: contextlib.ExitStack, *, waits: bool) -> bool:
+    """Return whether this rank may compile: it has the lock or has waited for the holder, or there are no locks."""
     with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
-        lock = stack.enter_context((folder / "torchmpi_kernels.lock").open("w"))
+        lock = stack.enter_context(path.open("w"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if not waits:
+                return False
             fcntl.flock(lock, fcntl.LOCK_SH)
-        return True
-    return False
+    return True
 
 
 @contextlib.contextmanager
@@ -95,9 +105,9 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _module(which: str, announce: Callable[[str], object]) -> Any:
-    """Return the kernels of a set as an LLVM module, and announce the progress of the compilation."""
-    kernel_set = SETS[which]
+def _module(which: str, number: int, announce: Callable[[str], object]) -> Any:
+    """Return a part of a set of kernels as an LLVM module, and announce the progress of the compilation."""
+    kernel_set, names = SETS[which], SETS[which].parts[number]
     announce(
         f"compiling the {kernel_set.description}, once per machine: about {kernel_set.seconds} s if a core is idle"
     )
@@ -112,14 +122,15 @@ def _module(which: str, announce: Callable[[str], object]) -> Any:
         num_compiled += 1
         if time.monotonic() > reported + _REPORT_SECONDS:
             reported = time.monotonic()
-            announce(f"compiled {num_compiled} of {len(compilation.functions)} functions")
+            announce(f"compiled {num_compiled} functions")
 
     compilation.Function.on_compiled = staticmethod(report)
-    wrappers = [compilation.plain(_PREFIX + name, compilation.kernels[name]) for name in kernel_set.names]
+    wrappers = [compilation.plain(_PREFIX + name, compilation.kernels[name]) for name in names]
     if kernel_set.fast_paths:
         from .fast_path_code import FastPathWrapper
 
-        wrappers += [FastPathWrapper(f"{_PREFIX}enter_{name}", spec) for name, spec in kernel_set.fast_paths.items()]
+        specs = {name: spec for name, spec in kernel_set.fast_paths.items() if spec.kernel in names}
+        wrappers += [FastPathWrapper(f"{_PREFIX}enter_{name}", spec) for name, spec in specs.items()]
     return compilation.link(_PREFIX, wrappers)
 
 
