@@ -204,6 +204,17 @@ def test_the_numbers_in_a_url():
             rendezvous._check_numbers(url, 2, 4)
 
 
+def test_the_call_of_the_tutorial_for_mpi_without_a_launcher(monkeypatch):
+    url, given = "env://?rank=0&use_libuv=0&world_size=0", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    for name in (*given, "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    _store, rank, size = next(rendezvous.through_environment(lambda url: iter([url]), url))
+    assert (rank, size) == (0, 1), "alone"
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert next(rendezvous.through_environment(lambda url: iter([url]), url)) == "env://?use_libuv=0", "torchrun"
+
+
 @pytest.mark.parametrize("loopback", ("127.0.0.1", "::1"))
 def test_addresses_that_are_offered_and_reached(loopback, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from ipaddress import ip_interface
 from typing import Any
-from urllib.parse import parse_qsl, urlparse
+from urllib.parse import parse_qsl, urlencode, urlparse
 
 import torch.distributed as dist
 
@@ -43,13 +43,16 @@ def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Re
 def through_environment(original: Callable[..., Rendezvous], url: str, **options: Any) -> Rendezvous:
     """Handle ``env://``: as torch does if everything that it needs is given, otherwise through MPI under its launcher.
 
-    Without any of the two, a process is alone.
+    Without any of the two, a process is alone. ``rank=0, world_size=0``, as in torch's tutorial for MPI, counts as not
+    given.
     """
     numbers = _numbers(url)
+    if numbers.get("world_size") == 0:
+        numbers, others = {}, [item for item in parse_qsl(urlparse(url).query) if item[0] not in numbers]
+        url = f"env://?{urlencode(others)}"
     given = {name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
     given |= {name.upper() for name in numbers}
-    is_complete = len(given) == 4 and numbers.get("world_size") != 0
-    if not is_complete and launcher.detect().name is not None:
+    if len(given) < 4 and launcher.detect().name is not None:
         return through_mpi(url, **options)
     if not given - {"MASTER_PORT"}:
         return iter([(torch_names.HashStore(), 0, 1)])
