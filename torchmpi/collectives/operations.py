@@ -65,7 +65,8 @@ def allreduce(
 ) -> Any:
     """Combine the tensors of all ranks; every rank gets the result, with the same bits everywhere.
 
-    Sums are computed in rank order; 16-bit floats are summed in 32 bits and rounded once.
+    In place, unless `out` is given. Sums are computed in rank order; 16-bit floats are summed in 32 bits and rounded
+    once.
 
     Args:
         tensor: A tensor of the same shape and dtype on every rank, or a number.
@@ -132,6 +133,8 @@ def reduce(
 ) -> Any:
     """Combine the tensors of all ranks on the root.
 
+    In place on the root, unless `out` is given; the tensors of the other ranks are not changed.
+
     Args:
         tensor: A tensor of the same shape and dtype on every rank, or a number.
         root: The rank that gets the result.
@@ -176,6 +179,8 @@ def broadcast(
 ) -> Any:
     """Copy the root's values to every rank.
 
+    In place, unless `out` is given.
+
     Args:
         tensor: A tensor of the same shape and dtype on every rank, or a number.
         root: The rank whose values are copied.
@@ -213,6 +218,8 @@ def allgather(
     tensor: Any, out: _Tensor | None = None, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
 ) -> Any:
     """Concatenate the tensors of all ranks along dim 0, in rank order.
+
+    The tensor is not changed.
 
     Args:
         tensor: A tensor, or a number. The length of dim 0 may differ between ranks; a 0-dim tensor counts as one
@@ -262,6 +269,8 @@ def gather(
 ) -> Any:
     """Concatenate the tensors of all ranks along dim 0 on the root, in rank order.
 
+    The tensor is not changed.
+
     Args:
         tensor: As for :func:`allgather`.
         root: The rank that gets the result.
@@ -299,7 +308,8 @@ def scatter(
 ) -> _Tensor:
     """Split the root's tensor along dim 0 over the ranks.
 
-    The parts are equal; if the length is not divisible, the first ranks get one row more.
+    The root's tensor is not changed. The parts are equal; if the length is not divisible, the first ranks get one row
+    more.
 
     Args:
         tensor: The tensor to split on the root; None on the other ranks.
@@ -339,6 +349,8 @@ def reduce_scatter(
 ) -> _Tensor:
     """Combine the tensors of all ranks and split the result along dim 0, as :func:`scatter` does.
 
+    The tensor is not changed.
+
     Args:
         tensor: A tensor of the same shape and dtype on every rank.
         out: Tensor for this rank's part; None to allocate one.
@@ -375,6 +387,8 @@ def alltoall(
     **_unknown: NoReturn,
 ) -> _Tensor:
     """Send part j of dim 0 to rank j, and concatenate the received parts in rank order.
+
+    The tensor is not changed.
 
     Args:
         tensor: The tensor to split, as by :func:`scatter`. The length of dim 0 may differ between ranks.

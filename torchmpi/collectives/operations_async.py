@@ -55,6 +55,8 @@ def allreduce_async(
 ) -> Handle[Any]:
     """Run :func:`~torchmpi.allreduce` in the background.
 
+    In place, unless `out` is given.
+
     Args:
         tensor: As for the synchronous collective.
         out: Tensor for the result; None to overwrite `tensor`.
@@ -118,6 +120,8 @@ def reduce_async(
 ) -> Handle[Any]:
     """Run :func:`~torchmpi.reduce` in the background.
 
+    In place on the root, unless `out` is given; the tensors of the other ranks are not changed.
+
     Args:
         tensor: As for the synchronous collective.
         root: The rank that gets the result.
@@ -160,6 +164,8 @@ def broadcast_async(
 ) -> Handle[Any]:
     """Run :func:`~torchmpi.broadcast` in the background.
 
+    In place, unless `out` is given.
+
     Args:
         tensor: As for the synchronous collective.
         root: The rank whose values are copied.
@@ -198,6 +204,8 @@ def allgather_async(
     tensor: Any, out: _Tensor | None = None, *, comm: Comm = None, backend: str | None = None, **_unknown: NoReturn
 ) -> Handle[Any]:
     """Run :func:`~torchmpi.allgather` in the background.
+
+    The tensor is not changed.
 
     Args:
         tensor: As for the synchronous collective.
@@ -243,6 +251,8 @@ def gather_async(
 ) -> Handle[Any]:
     """Run :func:`~torchmpi.gather` in the background.
 
+    The tensor is not changed.
+
     Args:
         tensor: As for the synchronous collective.
         root: The rank that gets the result.
@@ -275,6 +285,8 @@ def scatter_async(
     **_unknown: NoReturn,
 ) -> Handle[_Tensor]:
     """Run :func:`~torchmpi.scatter` in the background.
+
+    The root's tensor is not changed.
 
     Args:
         tensor: The tensor to split on the root; None on the other ranks.
@@ -309,6 +321,8 @@ def reduce_scatter_async(
 ) -> Handle[_Tensor]:
     """Run :func:`~torchmpi.reduce_scatter` in the background.
 
+    The tensor is not changed.
+
     Args:
         tensor: As for the synchronous collective.
         out: Tensor for the result; None to allocate one.
@@ -340,6 +354,8 @@ def alltoall_async(
     **_unknown: NoReturn,
 ) -> Handle[_Tensor]:
     """Run :func:`~torchmpi.alltoall` in the background.
+
+    The tensor is not changed.
 
     Args:
         tensor: As for the synchronous collective.

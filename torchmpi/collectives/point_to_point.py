@@ -32,6 +32,8 @@ _HEADER_TAG, _PAYLOAD_TAG = 1, 2
 def send(tensor: torch.Tensor | complex | np.generic, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> None:
     """Send a tensor or number to a rank that calls :func:`recv`; return when the tensor may be changed.
 
+    The tensor is not changed.
+
     Args:
         tensor: The tensor or number to send.
         dst: The rank that receives it.
@@ -58,6 +60,8 @@ def send(tensor: torch.Tensor | complex | np.generic, dst: int, *, comm: Comm = 
 def send_async(tensor: Value, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
     """Run :func:`send` in the background; do not change the tensor before ``wait()`` returns.
 
+    The tensor is not changed.
+
     Args:
         tensor: The tensor or number to send.
         dst: The rank that receives it.
@@ -82,6 +86,8 @@ def send_async(tensor: Value, dst: int, *, comm: Comm = None, **_unknown: NoRetu
 @refuses_keywords
 def recv(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> Value:
     """Receive a tensor or number from a rank that calls :func:`send`.
+
+    In place: the tensor is overwritten.
 
     Args:
         tensor: The tensor to receive into, of the shape and dtype that the sender uses; a number to receive a number.
@@ -113,6 +119,8 @@ def recv(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) ->
 def recv_async(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
     """Run :func:`recv` in the background.
 
+    In place: the tensor is overwritten.
+
     Args:
         tensor: As for :func:`recv`.
         src: The rank that sends.
@@ -136,6 +144,8 @@ def recv_async(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoRetu
 @refuses_keywords
 def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Value:
     """Send the tensor to `dst`, and receive into it from `src`, without deadlock.
+
+    In place: the tensor is overwritten.
 
     Args:
         tensor: The tensor or number to send; a tensor is overwritten by the received one.
@@ -165,6 +175,8 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
 @refuses_keywords
 def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unknown: NoReturn) -> Handle[Value]:
     """Run :func:`sendreceive` in the background.
+
+    In place: the tensor is overwritten.
 
     Args:
         tensor: As for :func:`sendreceive`.

@@ -193,7 +193,7 @@ def allreduce_many_async(
     backend: BackendName | None = None,
     **_unknown: NoReturn,
 ) -> Handle[list[_Tensor]]:
-    """Run :func:`allreduce_many` in the background; messages are sent while the next ones are packed.
+    """Run :func:`allreduce_many` in the background, in place; messages are sent while the next ones are packed.
 
     Args:
         tensors: As for :func:`allreduce_many`.

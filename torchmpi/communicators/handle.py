@@ -55,6 +55,12 @@ class Handle(Generic[T_co]):
     def completed(cls, result: T) -> Handle[T]:
         """Return a handle that is done.
 
+        Args:
+            result: What ``wait()`` returns.
+
+        Returns:
+            The handle.
+
         >>> Handle.completed(3).wait()
         3
         """
@@ -65,8 +71,14 @@ class Handle(Generic[T_co]):
     def wait(self, timeout: float | None = None) -> T_co:
         """Wait until the call has ended and return its result; raise its error if it failed.
 
-        With `timeout` (seconds), a :class:`~torchmpi.errors.StallError` is raised if the call has not ended by then;
-        the call itself continues.
+        Args:
+            timeout: Longest time to wait, in seconds; None for any time. The call continues after a timeout.
+
+        Returns:
+            The result of the call, as of the synchronous function.
+
+        Raises:
+            StallError: The call has not ended after `timeout` seconds.
         """
         if not self._finished.acquire(timeout=-1 if timeout is None else timeout):
             ranks = self.awaited() if self.awaited is not None else ""
@@ -81,7 +93,11 @@ class Handle(Generic[T_co]):
         return self._result  # type: ignore[no-any-return]
 
     def done(self) -> bool:
-        """Return whether the call has ended."""
+        """Return whether the call has ended, also with an error.
+
+        Returns:
+            True if ``wait()`` would not wait.
+        """
         return self._is_done
 
     def when_done(self, callback: Callable[[], object]) -> None:
@@ -92,6 +108,9 @@ class Handle(Generic[T_co]):
 
         An exception that the callback raises is logged with its traceback. It changes neither the result of the call
         nor later calls.
+
+        Args:
+            callback: A function without parameters; its result is ignored.
 
         >>> Handle.completed(3).when_done(lambda: print("over"))
         over

@@ -7,6 +7,7 @@ from .join import join
 from .model_parallel import MPLinear
 from .optimizer import DistributedOptimizer
 from .replica_check import check_with_allreduce
+from .sampler import DistributedSampler
 from .sharding import Sharding, set_sharded, sharding_of
 from .sync import synchronize_gradients, synchronize_parameters
 from .sync_batchnorm import SyncBatchNorm
@@ -14,6 +15,7 @@ from .sync_batchnorm import SyncBatchNorm
 __all__ = [
     "BlockSequential",
     "DistributedOptimizer",
+    "DistributedSampler",
     "MPLinear",
     "Sharding",
     "SyncBatchNorm",

@@ -100,6 +100,9 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     Returns:
         Its ``Sharding``. For a tensor with ``torchmpi_sharded = True``: over the current communicator.
 
+    Raises:
+        NotStartedError: The tensor has ``torchmpi_sharded = True``, and torchmpi is not started.
+
     Example:
         sharding = mpinn.sharding_of(layer.weight)
         print(sharding.comm.rank, sharding.data_comm)

@@ -383,6 +383,9 @@ def sync_handles(handles: Iterable[Handle[T]]) -> list[Handle[T]]:
     Returns:
         An empty list, to replace the list of handles.
 
+    Raises:
+        TorchMPIError: The error of the first call that has failed.
+
     Example:
         >>> sync_handles([Handle.completed(1), Handle.completed(2)])
         []

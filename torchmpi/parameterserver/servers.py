@@ -464,6 +464,9 @@ def free(server: Server) -> None:
 def free_all() -> None:
     """Free the servers of all communicators, the last one first. Collective.
 
+    Raises:
+        NotStartedError: torchmpi is not started.
+
     Example:
         ps.free_all()
     """

@@ -31,6 +31,9 @@ def started(*arguments: Any, **options: Any) -> Iterator[None]:
         *arguments: Passed to :func:`start`.
         **options: Passed to :func:`start`.
 
+    Returns:
+        A context manager.
+
     Raises:
         TorchMPIError: As :func:`start` and :func:`stop`.
 
