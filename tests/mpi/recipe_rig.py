@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -117,13 +118,18 @@ class Recipe:
     net: Callable[[], Net] = mlp
     optimizer: Callable[..., Optimizer] = torch.optim.SGD
     passes: int = 1
-    clip: bool = False
+    clip: Literal["", "torch", "mpinn"] = ""
+    """The module of the function that clips."""
     autocast: bool = False
     scheduler: bool = False
     set_to_none: bool = True
     penalty: bool = False
+    scaler: bool = False
+    """With a GradScaler, and an overflow on the last rank, after which all ranks skip a step."""
     compiled: bool = False
-    late: Callable[[Net, Optimizer], None] | None = None
+    early: Callable[[Net, Optimizer], object] | None = None
+    """Called after the last backward pass, before gradients are synchronized."""
+    late: Callable[[Net, Optimizer], object] | None = None
     width: int = 1
     """Number of ranks that share a layer, and have the same part of the batch."""
 
@@ -153,7 +159,10 @@ class Recipe:
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64)
         y = torch.randint(CLASSES, (ROWS,), generator=generator)
-        return x[x[:, 0].argsort()].to(self.dtype), y
+        x = x[x[:, 0].argsort()].to(self.dtype)
+        if self.scaler and index == 1:
+            x[-1] = math.inf
+        return x, y
 
     def loss(self, output: Tensor, x: Tensor, y: Tensor) -> Tensor:
         loss = cross_entropy(output, y)
@@ -166,13 +175,21 @@ class Recipe:
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
 
 
-def clip(net: Net) -> None:
-    """Clip the gradients to a norm that all of them exceed."""
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+MAX_NORM = 0.05
+"""All gradients are larger."""
+
+
+def clip(net: Net, optimizer: Optimizer | None = None) -> None:
+    torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
 
 
 def thaw(net: Net, optimizer: Optimizer) -> None:
     net.requires_grad_()
+
+
+def freeze(net: Net, optimizer: Optimizer) -> None:
+    assert isinstance(net, nn.Sequential)
+    net[0].requires_grad_(False)
 
 
 def grow(net: Net, optimizer: Optimizer) -> None:
@@ -192,6 +209,7 @@ class Local:
 
     def __init__(self, recipe: Recipe, net: Net, optimizer: Optimizer) -> None:
         self.recipe, self.net, self.optimizer = recipe, net, optimizer
+        self.stepper = optimizer
         self.forward: Callable[[Tensor], Tensor] = net
         self.open()
         if recipe.compiled:
@@ -218,18 +236,18 @@ class Local:
     def synchronize(self) -> None:
         """After the last backward pass of a step."""
 
-    def step(self) -> None:
-        """Synchronize, unless `synchronize` has been called, and step."""
-        self.synchronize()
-        self.optimizer.step()
+    def clip(self) -> None:
+        """Clip synchronized gradients by a function of this interface."""
+        clip(self.net)
 
-    def step_synchronized(self) -> None:
-        """Step with the gradients as they are after `synchronize`."""
-        self.optimizer.step()
+    def step(self) -> None:
+        """Synchronize and step."""
+        self.synchronize()
+        self.stepper.step()
 
     def step_with_closure(self, closure: Callable[[], Tensor]) -> None:
         """Step with an optimizer that computes several gradients; `closure` computes one and returns the loss."""
-        self.optimizer.step(closure)
+        self.stepper.step(closure)
 
 
 class Shared(Local):
@@ -238,6 +256,9 @@ class Shared(Local):
     def share(self, rows: Tensor) -> Tensor:
         return rows.chunk(mpi.size() // self.recipe.width)[mpi.rank() // self.recipe.width]
 
+    def clip(self) -> None:
+        mpinn.clip_grad_norm_(self.net, MAX_NORM)
+
     def step_with_closure(self, closure: Callable[[], Tensor]) -> None:
         def synchronized() -> Tensor:
             loss = closure()
@@ -245,7 +266,7 @@ class Shared(Local):
             result: Tensor = mpi.allreduce(loss.detach().clone(), op="avg")
             return result
 
-        self.optimizer.step(synchronized)
+        self.stepper.step(synchronized)
 
 
 class Sync(Shared):
@@ -274,7 +295,7 @@ class Wrapped(Shared):
     asynchronous = False
 
     def open(self) -> None:
-        self.wrapper = mpinn.DistributedOptimizer(
+        self.stepper = self.wrapper = mpinn.DistributedOptimizer(
             self.optimizer, self.net, asynchronous=self.asynchronous, backward_passes_per_step=self.recipe.passes
         )
 
@@ -283,10 +304,6 @@ class Wrapped(Shared):
 
     def step(self) -> None:
         self.wrapper.step()
-
-    def step_synchronized(self) -> None:
-        with self.wrapper.skip_synchronize():
-            self.wrapper.step()
 
     def step_with_closure(self, closure: Callable[[], Tensor]) -> None:
         self.wrapper.step(closure)
@@ -326,6 +343,7 @@ def train(recipe: Recipe, interface: type[Local], *, renew: bool = True) -> Net:
     """Train for a few steps; without `renew`, the interface is not told of late parameters."""
     net, optimizer = recipe.make()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=recipe.scaler)
     run = interface(recipe, net, optimizer)
     try:
         for step in range(STEPS):
@@ -342,12 +360,17 @@ def train(recipe: Recipe, interface: type[Local], *, renew: bool = True) -> Net:
                 with run.accumulating(index == recipe.passes - 1):
                     with recipe.precision():
                         loss = recipe.loss(run.forward(x), x, y) / recipe.passes
-                    loss.backward()
+                    scaler.scale(loss).backward()
+                if recipe.early is not None and index == recipe.passes - 1:
+                    recipe.early(net, optimizer)
                 run.after_backward()
-            if recipe.clip:
+            if recipe.clip or recipe.scaler:
                 run.synchronize()
-                clip(net)
-                run.step_synchronized()
+                scaler.unscale_(run.stepper)
+                if recipe.clip:
+                    run.clip() if recipe.clip == "mpinn" else clip(net)
+                scaler.step(run.stepper)
+                scaler.update()
             else:
                 run.step()
             if recipe.scheduler:
@@ -364,7 +387,7 @@ def train_with_engine(recipe: Recipe, *, asynchronous: bool = False) -> Net:
     """The same by ``AllReduceSGDEngine.train()``."""
     net, optimizer = recipe.make()
     share = Shared(recipe, net, optimizer).share
-    batches = [tuple(map(share, recipe.batch(index))) for index in range(STEPS)]
+    batches = [tuple(map(share, recipe.batch(index))) for index in range(STEPS * recipe.passes)]
     engine = AllReduceSGDEngine(use_gpu=False, asynchronous=asynchronous, progress=False)
     if recipe.clip:
         engine.hooks.on_backward.append(lambda state: clip(state.network))
@@ -373,7 +396,7 @@ def train_with_engine(recipe: Recipe, *, asynchronous: bool = False) -> Net:
     if recipe.late is not None:
         late = recipe.late
         engine.hooks.on_update.append(lambda state: late(net, optimizer) if state.t == LATE else None)
-    engine.train(network=net, criterion=cross_entropy, iterator=batches, optimizer=optimizer)
+    engine.train(network=net, criterion=cross_entropy, iterator=batches, optimizer=optimizer, accumulate=recipe.passes)
     return net
 
 

@@ -17,6 +17,8 @@ from recipe_rig import (
     Recipe,
     Sparse,
     Tied,
+    clip,
+    freeze,
     frozen,
     grow,
     lazy,
@@ -39,36 +41,40 @@ RECIPES = {
     "AdamW": Recipe(optimizer=torch.optim.AdamW),
     "gradients are zeroed": Recipe(set_to_none=False),
     "accumulate": Recipe(passes=3),
-    "clip": Recipe(clip=True),
+    "clip": Recipe(clip="torch"),
+    "clip by mpinn": Recipe(clip="mpinn"),
     "autocast": Recipe(autocast=True),
+    "scaler": Recipe(scaler=True),
+    "scaler, accumulate, clip": Recipe(scaler=True, passes=2, clip="mpinn"),
     "scheduler": Recipe(scheduler=True),
-    "accumulate, clip": Recipe(passes=2, clip=True),
+    "accumulate, clip": Recipe(passes=2, clip="torch"),
     "accumulate, zeroed": Recipe(passes=2, set_to_none=False),
-    "accumulate, clip, scheduler, AdamW": Recipe(passes=2, clip=True, scheduler=True, optimizer=torch.optim.AdamW),
-    "accumulate, clip, scheduler, autocast": Recipe(passes=2, clip=True, scheduler=True, autocast=True),
+    "accumulate, clip, scheduler, AdamW": Recipe(passes=2, clip="torch", scheduler=True, optimizer=torch.optim.AdamW),
+    "accumulate, clip, scheduler, autocast": Recipe(passes=2, clip="torch", scheduler=True, autocast=True),
     "tied": Recipe(Tied),
-    "tied, accumulate, clip": Recipe(Tied, passes=2, clip=True),
+    "tied, accumulate, clip": Recipe(Tied, passes=2, clip="torch"),
     "frozen": Recipe(frozen),
-    "frozen, accumulate, clip": Recipe(frozen, passes=2, clip=True),
+    "frozen, accumulate, clip": Recipe(frozen, passes=2, clip="torch"),
     "branches": Recipe(Branches),
-    "branches, accumulate, clip": Recipe(Branches, passes=2, clip=True),
+    "branches, accumulate, clip": Recipe(Branches, passes=2, clip="mpinn"),
     "branches, zeroed, AdamW": Recipe(Branches, set_to_none=False, optimizer=torch.optim.AdamW),
     "sparse": Recipe(Sparse),
     "sparse, accumulate": Recipe(Sparse, passes=2),
     "lazy": Recipe(lazy),
     "thawed": Recipe(frozen, late=thaw),
     "thawed, accumulate": Recipe(frozen, late=thaw, passes=2),
+    "frozen later": Recipe(late=freeze),
     "grown": Recipe(late=grow),
-    "grown, clip": Recipe(late=grow, clip=True),
+    "grown, clip": Recipe(late=grow, clip="torch"),
     "checkpointed": Recipe(Checkpointed),
-    "checkpointed, accumulate, clip, autocast": Recipe(Checkpointed, passes=2, clip=True, autocast=True),
+    "checkpointed, accumulate, clip, autocast": Recipe(Checkpointed, passes=2, clip="torch", autocast=True),
     "penalty": Recipe(penalty=True),
-    "penalty, accumulate, clip": Recipe(penalty=True, passes=2, clip=True),
+    "penalty, accumulate, clip": Recipe(penalty=True, passes=2, clip="torch"),
     "compiled": Recipe(compiled=True),
 }
 OF_ENGINE = [
     name for name, recipe in RECIPES.items()
-    if recipe.passes == 1 and recipe.set_to_none and not (recipe.autocast or recipe.penalty or recipe.compiled)
+    if recipe.set_to_none and not (recipe.autocast or recipe.penalty or recipe.scaler or recipe.compiled)
 ]  # fmt: skip
 
 
@@ -136,7 +142,7 @@ def test_recipes_train_each_parameter(agree):
 
 
 @pytest.mark.parametrize("interface", ["sync", "optimizer"])
-@pytest.mark.parametrize("name", ["thawed", "grown"])
+@pytest.mark.parametrize("name", ["thawed", "frozen later", "grown"])
 def test_late_parameters_need_no_registration(agree, name, interface):
     recipe = RECIPES[name]
     net = train(recipe, INTERFACES[interface], renew=False)
@@ -148,6 +154,38 @@ def test_late_parameters_need_no_registration(agree, name, interface):
 def test_late_parameters_without_a_hook_are_refused(agree, name, interface):
     refused = partial(train, RECIPES[name], INTERFACES[interface], renew=False)
     agree.raises(GradientError, refused, "became trainable, or part of the net, after register_async_backward(net)")
+
+
+# --- gradients that are used before they are synchronized ------------------------------------------------
+
+
+def unscale(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.amp.GradScaler("cpu").unscale_(optimizer)
+
+
+EARLY = {
+    "clip": (clip, "changed"),
+    "clip by value": (lambda net, optimizer: nn.utils.clip_grad_value_(net.parameters(), 1e-3), "changed"),
+    "step": (lambda net, optimizer: optimizer.step(), "uses gradients"),
+    "unscale": (unscale, "a GradScaler uses gradients"),
+    "zero_grad": (lambda net, optimizer: optimizer.zero_grad(), "changed"),
+}
+
+
+@pytest.mark.parametrize("interface", ["hooks", "optimizer hooks"])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("early", EARLY)
+def test_early_uses_are_refused(agree, early, passes, interface):
+    action, word = EARLY[early]
+    agree.raises(GradientError, partial(train, Recipe(passes=passes, early=action), INTERFACES[interface]), word)
+
+
+def test_clipping_gradients_of_one_rank_is_refused(agree):
+    if mpi.size() > 1:
+        early = Recipe(early=lambda net, optimizer: mpinn.clip_grad_norm_(net, 0.1))
+        agree.raises(
+            GradientError, partial(train, early, INTERFACES["sync"]), "the norms of the gradients differ between ranks"
+        )
 
 
 # --- model parallelism -----------------------------------------------------------------------------------
@@ -166,6 +204,7 @@ PARALLEL_RECIPES = {
     "SGD": Recipe(partial(Parallel, nn.Linear)),
     "AdamW, scheduler": Recipe(partial(Parallel, nn.Linear), optimizer=torch.optim.AdamW, scheduler=True),
     "accumulate": Recipe(partial(Parallel, nn.Linear), passes=2),
+    "accumulate, clip": Recipe(partial(Parallel, nn.Linear), passes=2, clip="mpinn"),
     "autocast": Recipe(partial(Parallel, nn.Linear), autocast=True),
 }
 
