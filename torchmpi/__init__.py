@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this pa
         sendreceive_async,
     )  # fmt: skip
     from .collectives.tuning import autotune
-    from .communicators.communicator import Communicator
+    from .communicators.communicator import Communicator, NullCommunicator
     from .communicators.handle import Handle
     from .config import Config
     from .errors import TorchMPIError
@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this pa
         communicator_names,
         device,
         empty_shared,
+        group,
         has_cuda,
         has_gloo,
         has_nccl,
@@ -93,13 +94,13 @@ _MODULE_OF = {
         "scatter_async send send_async sendreceive sendreceive_async"
     ),
     "collectives.tuning": "autotune",
-    "communicators.communicator": "Communicator",
+    "communicators.communicator": "Communicator NullCommunicator",
     "communicators.handle": "Handle",
     "config": "Config",
     "errors": "TorchMPIError",
     "session.api": (
         "collective_availability collective_selector collective_selector_to_string communicator "
-        "communicator_names device empty_shared has_cuda has_gloo has_nccl host_name "
+        "communicator_names device empty_shared group has_cuda has_gloo has_nccl host_name "
         "is_cartesian_communicator is_started local_rank local_size num_nodes_in_communicator push_communicator rank "
         "set_collective_span set_communicator size start started stop use"
     ),
@@ -132,12 +133,12 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Communicator", "Config", "Handle", "TorchMPIError", "__version__", "allgather", "allgather_async",
-    "allgather_object", "allreduce", "allreduce_async", "allreduce_many", "allreduce_many_async", "alltoall",
-    "alltoall_async", "autotune", "barrier", "broadcast", "broadcast_async", "broadcast_object",
+    "Communicator", "Config", "Handle", "NullCommunicator", "TorchMPIError", "__version__", "allgather",
+    "allgather_async", "allgather_object", "allreduce", "allreduce_async", "allreduce_many", "allreduce_many_async",
+    "alltoall", "alltoall_async", "autotune", "barrier", "broadcast", "broadcast_async", "broadcast_object",
     "collective_availability", "collective_selector", "collective_selector_to_string", "communicator",
     "communicator_names", "device", "distributed", "empty_shared", "engine", "errors", "gather", "gather_async",
-    "has_cuda", "has_gloo", "has_nccl", "host_name", "is_cartesian_communicator", "is_started", "local_rank",
+    "group", "has_cuda", "has_gloo", "has_nccl", "host_name", "is_cartesian_communicator", "is_started", "local_rank",
     "local_size", "nn", "num_nodes_in_communicator", "parameterserver", "push_communicator", "rank", "recv",
     "recv_async", "reduce", "reduce_async", "reduce_scatter", "reduce_scatter_async", "scatter", "scatter_async",
     "send", "send_async", "sendreceive", "sendreceive_async", "set_collective_span", "set_communicator", "size",

@@ -367,6 +367,31 @@ def test_a_rank_that_is_missing_in_push_communicator_is_named(job):
     assert "split()" in result.stderr and "rank 1, after" in result.stderr, result.output
 
 
+def test_a_rank_that_is_missing_on_a_group_is_named_with_the_group(job):
+    code = """
+group = mpi.group([2, 0])
+for _ in range(3):  # the last call takes the fast path
+    if group: mpi.allreduce(torch.ones(3), comm=group)
+if rank == 2: time.sleep(60)
+if group: mpi.allreduce(torch.ones(3), comm=group)
+mpi.barrier()
+"""
+    result = failing(job, code, env=STALL)
+    waiting = r"rank 0 has waited \d+ s in allreduce\(float32 \[3\], sum\), call #4 on communicator group \[2, 0\]"
+    assert re.search(waiting, result.stderr) and "rank 2, after 3 calls" in result.stderr, result.output
+
+
+@once
+def test_freeing_a_group_while_another_rank_uses_it_ends_the_job(job):
+    code = """
+group = mpi.group([0, 1])
+if rank == 1: group.free()
+else: mpi.allreduce(torch.ones(3), comm=group)
+"""
+    result = failing(job, code, n=2)
+    assert "free()" in result.stderr and "communicator group [0, 1]" in result.stderr, result.output
+
+
 def test_ranks_that_wait_for_each_other_are_both_located(job):
     """Regression: a watchdog that waited for the status of the other rank sent no status of its own."""
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "3", "TORCHMPI_STALL_ABORT_SECONDS": "7"}

@@ -55,7 +55,11 @@ except AttributeError as error:
     print(error)
 """
     result = alone(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    expected = ["['torchmpi', 'torchmpi._version']", "True", "module 'torchmpi' has no attribute 'al_reduce'"]
+    expected = [
+        "['torchmpi', 'torchmpi._version']",
+        "True",
+        "module 'torchmpi' has no attribute 'al_reduce'. Use mpi.allreduce.",
+    ]
     assert result.stdout.splitlines() == expected, result.stdout + result.stderr
 
 

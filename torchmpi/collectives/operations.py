@@ -29,6 +29,8 @@ from .prepared import IN_PLACE
 _T = TypeVar("_T")
 _Tensor = torch.Tensor
 _NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
+_LASTING = (Communicator, Group)
+"""Types of ``comm=`` whose objects the fast path may remember; equal numbers may be different objects."""
 
 
 # The parameters op, comm and backend are passed by keyword, and `refuses_keywords` describes them so. The frequent
@@ -470,7 +472,7 @@ def _call(
                     return group.call_queue.run(_perform_into, group, plan, tensor, out, root)
             plan = None
         if plan is not None and has_root and (is_tensor or root != group.rank):
-            if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) is Communicator):
+            if collective in fast_path.COLLECTIVES and backend is None and (comm is None or type(comm) in _LASTING):
                 cache_call(group, collective, (tensor, out, root), op, comm)
             if out is None:
                 result = group.call_queue.run(group.perform, plan, tensor, None, root)

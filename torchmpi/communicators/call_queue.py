@@ -132,7 +132,7 @@ class CallQueue:
             finally:
                 fields[RUN_LOCK_HELD] = 0
                 lock.mutex.release()
-        if subject is None and (not self._threaded or self._worker is threading.current_thread()):
+        if subject is None and (not self._threaded or self.is_worker()):
             if self.closed:
                 raise self._closed_error(self.name)
             return task(*arguments)
@@ -150,7 +150,7 @@ class CallQueue:
             queued = self.submit(partial(streams.queue, mark, mark.stream.device, task, task), description)
             return DeviceHandle(queued, description)
         handle: Handle[Any] = Handle(description)
-        if not self._threaded or self._worker is threading.current_thread():
+        if not self._threaded or self.is_worker():
             if self.closed:
                 raise self._closed_error(description)
             self._finish(task, handle)  # queued from the worker itself, the task would wait for its own end
@@ -165,12 +165,16 @@ class CallQueue:
             self._tasks.put((task, handle))
         return handle
 
+    def is_worker(self) -> bool:
+        """Return whether the calling thread is the worker of this queue."""
+        return self._worker is threading.current_thread()
+
     def _closed_error(self, description: str) -> CommunicatorError:
         return CommunicatorError(f"{description}: its communicator has been closed.")
 
     def drain(self) -> None:
         """Wait until all calls submitted so far have ended."""
-        if self._worker is not None and self._worker is not threading.current_thread():
+        if self._worker is not None and not self.is_worker():
             with contextlib.suppress(CommunicatorError):  # closed by another thread: nothing is queued
                 self.submit(lambda: None, "drain").wait()
 

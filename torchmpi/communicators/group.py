@@ -22,7 +22,7 @@ from . import splits
 from .call_log import Call, CallLog, call_code, mismatch_message
 from .call_queue import CallQueue
 from .plan import Plan
-from .release import register, retire
+from .release import free_now, register, retire
 from .status_board import StatusBoard
 
 T = TypeVar("T")
@@ -48,6 +48,7 @@ class Group:
         key: A number that is the same on all ranks of the group and differs from those of other groups.
         timeout_seconds: The timeout of calls in shared memory; 0 for none.
         attachments: Objects to close before the group.
+        communicator: The communicator of which this is the intra group; None until a call needs one.
         placement: Which ranks share a host.
         local: The ranks on this host; None if there is no other one. See `across`.
         across: The group between hosts: on a grid the ranks with the same position on each host, otherwise the first
@@ -81,6 +82,7 @@ class Group:
         self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
         self.timeout_seconds = 0.0
         self.attachments: list[Any] = []
+        self.communicator: Any = None
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         self.local, self.across = _split_by_host(self)
         context.groups.append(self)
@@ -122,6 +124,11 @@ class Group:
             raise
         call_log.leave()
         return result
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the group, as numbers in the world and in the order of their numbers in the group."""
+        return self.world_ranks
 
     @property
     def is_grid(self) -> bool:
@@ -171,8 +178,11 @@ class Group:
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.drain()
 
-    def free(self) -> None:
-        """Free the group. Collective."""
+    def free(self, *, together: bool = False) -> None:
+        """Free the group. Collective.
+
+        `together`: no rank still uses the group, so the communicators of MPI are freed at once.
+        """
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.close()
             self.context.unseen_errors += filter(None, (handle.unseen_error for handle in call_queue.failed))
@@ -181,12 +191,15 @@ class Group:
         self.forget_plans()
         for part in (self.across, self.local):
             if part is not None:
-                part.free()
+                part.free(together=together)
         self.context.groups.remove(self)
         self.call_log.close()
         if self.status_board is not None:
             self.status_board.close()
-        retire(self._retirement_key, self.side_comm, self.comm)
+        if together:
+            free_now(self.side_comm, self.comm)
+        else:
+            retire(self._retirement_key, self.side_comm, self.comm)
 
 
 class GroupContext:

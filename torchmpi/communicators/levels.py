@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from ..errors import ArgumentError, CommunicatorError
 from ..shared_memory import fast_path
 from . import splits
-from .communicator import Communicator
+from .communicator import NO_LEVEL, Communicator, NullCommunicator
 from .group import Group, GroupContext
 
 used: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("torchmpi communicator", default=None)
 
 
-Comm = int | Communicator | None
-"""The type of ``comm=`` arguments."""
+Comm = int | Communicator | Group | NullCommunicator | None
+"""The type of ``comm=``: a level, a communicator, a group of a communicator, or None for the current communicator."""
 
 
 class LevelSpan(NamedTuple):
@@ -44,22 +44,39 @@ class CommunicatorStack:
     @property
     def current(self) -> Communicator:
         """The communicator of the innermost ``use()`` of this thread or task, else of ``set_communicator()``."""
+        return self._open(self._chosen())
+
+    def _chosen(self) -> Communicator:
         chosen = used.get()
-        return self.default if chosen is None or chosen.intra.call_queue.closed else chosen
+        # The block of a `use()` may last longer than the runtime in which it began.
+        return self.default if chosen is None or chosen.intra.context is not self.context else chosen
+
+    def _open(self, communicator: Communicator) -> Communicator:
+        """Return a communicator, or raise if it has been closed."""
+        if communicator.intra.call_queue.closed:
+            reason = (
+                "freed. Make another one with mpi.group()"
+                if communicator.intra.context is self.context
+                else "closed; it belongs to an earlier start()"
+            )
+            raise CommunicatorError(f"rank {self.levels[0].rank}: communicator {communicator.name} has been {reason}.")
+        return communicator
 
     def find(self, communicator: Comm) -> Communicator:
         """Return the communicator of a ``comm=`` argument."""
         if communicator is None:
             return self.current
         if isinstance(communicator, Communicator):
-            if communicator.intra.call_queue.closed:
-                raise CommunicatorError(f"{communicator!r} has been closed; it belongs to an earlier start().")
-            return communicator
+            return self._open(communicator)
+        if isinstance(communicator, Group):
+            return self._open(Communicator.of(communicator))
+        if isinstance(communicator, NullCommunicator):
+            communicator.refuse()
         if type(communicator) is int and 0 <= communicator < len(self.levels):
             return self.levels[communicator]
         raise CommunicatorError(
-            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, or a "
-            f"level from 0 to {len(self.levels) - 1}:\n{self.names()}"
+            f"rank {self.levels[0].rank}: comm={communicator!r} is no communicator. Use None, a Communicator, one of "
+            f"its groups, or a level from 0 to {len(self.levels) - 1}:\n{self.names()}"
         )
 
     def push(self, key: str, name: str | None = None) -> int:
@@ -67,6 +84,11 @@ class CommunicatorStack:
         if not isinstance(key, (str, int)):
             raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
         parent = self.current
+        if parent.level == NO_LEVEL:
+            raise CommunicatorError(
+                f"{parent.intra.where}: push_communicator() splits levels, and the current communicator {parent.name} "
+                "is none. Use mpi.group() for a part of it."
+            )
         return parent.intra.call_action("split", partial(self._split, parent, str(key), name or str(key)))
 
     def _split(self, parent: Communicator, key: str, name: str) -> int:
@@ -82,23 +104,31 @@ class CommunicatorStack:
         # Ranks without an inter group take part too: the split is collective over the parent.
         color = member.intra_rank if member.inter is not None else self.context.MPI.UNDEFINED
         inter_comm = comm.Split(color, member.group)  # ordered as the plan numbers the groups
-        inter = None
+        inter: Group | NullCommunicator
         if member.inter is not None:
             inter = Group(inter_comm, f"{name} inter", tuple(world_ranks[rank] for rank in member.inter), self.context)
+        else:
+            inter = NullCommunicator(f"{name} inter", tuple(world_ranks[rank] for rank in split.roots), intra.where)
         self.levels.append(Communicator(level, name, intra, inter, split=split, parent=parent))
         self._make_default(self.levels[level])
         return level
 
     def set_current(self, level: int) -> None:
         """Make a level the default of this process."""
-        self._make_default(self.find(level))
+        found = self.find(level)
+        if found.level == NO_LEVEL:
+            raise CommunicatorError(
+                f"{found.intra.where}: set_communicator() takes a level, and communicator {found.name} is none. Use "
+                "`with mpi.use(communicator):`."
+            )
+        self._make_default(found)
 
     def _make_default(self, communicator: Communicator) -> None:
         self.default = communicator
         fast_path.invalidate()
 
     @contextmanager
-    def use(self, communicator: int | Communicator) -> Iterator[Communicator]:
+    def use(self, communicator: Comm) -> Iterator[Communicator]:
         """Make a communicator current within a block, for this thread or task only."""
         found = self.find(communicator)
         token = used.set(found)
@@ -134,8 +164,9 @@ class CommunicatorStack:
     def names(self) -> str:
         """Describe all levels, one per line, with a mark at the current one."""
         lines = []
+        current = self._chosen()
         for communicator in self.levels:
-            mark = "*" if communicator is self.current else " "
+            mark = "*" if communicator is current else " "
             lines.append(
                 f"{mark} {communicator!r}"[:-1].replace("<Communicator ", "")
                 + f", ranks {communicator.intra.world_ranks}"

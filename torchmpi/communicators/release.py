@@ -2,7 +2,8 @@
 
 ``MPI_Comm_free`` is collective, but the ranks free their groups at different moments, and a rank may end a group whose
 other ranks still use it. So the communicators of a freed group are kept until a group with all of its ranks is created:
-those ranks compare the kept communicators, and free in one order those that all ranks have kept.
+those ranks compare the kept communicators, and free in one order those that all ranks have kept. Where all ranks are
+known to free a group together, :func:`free_now` needs no such delay.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ def retire(key: Key, *comms: Any) -> None:
         _retired[key] = comms
 
 
+def free_now(*comms: Any) -> None:
+    """Free the communicators of a group. Collective over the ranks of the group."""
+    for comm in comms:
+        if not getattr(comm, "has_unique_context", False):
+            _receive_rest(comm)
+        comm.Free()
+
+
 def _receive_rest(comm: Any) -> None:
     """Receive the messages that were sent on a communicator and never received.
 
@@ -52,9 +61,8 @@ def _receive_rest(comm: Any) -> None:
     from mpi4py import MPI
 
     nothing, status = (bytearray(), MPI.BYTE), MPI.Status()
-    peers = [rank for rank in range(comm.size) if rank != comm.rank]
-    requests = [comm.Isend(nothing, peer, _LAST_TAG) for peer in peers]
-    for peer in peers:
+    requests = [comm.Isend(nothing, peer, _LAST_TAG) for peer in range(comm.size)]
+    for peer in range(comm.size):  # this rank too: it may have sent messages to itself
         tag = None
         while tag != _LAST_TAG:
             comm.Probe(peer, MPI.ANY_TAG, status)

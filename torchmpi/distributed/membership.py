@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..communicators import splits
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.release import register, retire
@@ -72,9 +71,8 @@ class Membership:
             comm, name = self._base.Dup(), "process group"
         running = runtime.current()
         group = Group(comm, name, tuple(self._world_ranks[rank] for rank in ranks), running.context)
-        split = splits.plan_split([name] * group.size, cartesian=True)
         self._num_groups += 1
-        return Communicator(-1, name, group, None, split=split, parent=None)
+        return Communicator.of(group)
 
     def close(self, communicator: Communicator) -> None:
         """Free the communicator of a process group; with the last one, stop torchmpi, if started here."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
-from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from .state import State
 
@@ -35,14 +35,14 @@ class Meter:
         self._sums.zero_()
         self._is_global = False
 
-    def synchronize(self: MeterT, comm: int | Communicator | None = None) -> MeterT:
+    def synchronize(self: MeterT, comm: Comm = None) -> MeterT:
         """Replace this rank's sums by the sums over all ranks. Collective.
 
         The meter is then read-only until ``reset()``, so that nothing is counted twice. To read totals while counting
         continues, synchronize a copy: ``copy.deepcopy(meter).synchronize()``.
 
         Args:
-            comm: Communicator or level; default: the current communicator.
+            comm: Communicator, group or level; default: the current communicator.
 
         Returns:
             The meter itself.

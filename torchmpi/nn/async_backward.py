@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from .. import collectives
 from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm
 from ..errors import ArgumentError, GradientError
 from ..session import runtime
 from ..tensors import bucket_plan, streams
@@ -42,7 +43,7 @@ def register_async_backward(
     bucket_bytes: int | None = None,
     *,
     average: bool = True,
-    comm: int | Communicator | None = None,
+    comm: Comm = None,
 ) -> None:
     """Reduce the gradients of `net` during every backward, as soon as they are computed. Collective.
 

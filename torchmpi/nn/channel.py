@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..communicators.communicator import Communicator
+from ..communicators.communicator import NO_LEVEL, Communicator
 from ..session import runtime
 
 
@@ -17,7 +17,7 @@ def open_private(communicator: Communicator, name: str) -> Communicator:
     group.drain()
     private = group.duplicate(name)
     # Not a level of the stack: a span uses the groups of the levels, so it would not be private.
-    return Communicator(-1, name, private, None, split=communicator.split, parent=communicator)
+    return Communicator(NO_LEVEL, name, private, None, split=communicator.split, parent=communicator)
 
 
 def close_private(communicator: Communicator) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import collectives
 from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm
 from ..errors import GradientError
 from ..session import runtime
 from .async_backward import AsyncBackward, registered_for
@@ -27,7 +28,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     *,
-    comm: int | Communicator | None = None,
+    comm: Comm = None,
 ) -> Tensor:
     """Clip the norm of all gradients together, after they are synchronized. Collective.
 
@@ -75,7 +76,7 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def clip_grad_value_(net: Net | Tensor, clip_value: float, *, comm: int | Communicator | None = None) -> None:
+def clip_grad_value_(net: Net | Tensor, clip_value: float, *, comm: Comm = None) -> None:
     """Limit each gradient value to ``[-clip_value, clip_value]``, after the gradients are synchronized. Collective.
 
     Like ``torch.nn.utils.clip_grad_value_``, but reductions of asynchronous hooks are finished first.
@@ -104,7 +105,7 @@ def _parameters(net: Net | Tensor) -> list[Tensor]:
     return [net] if isinstance(net, Tensor) else list(net)
 
 
-def _finish_pending(parameters: Sequence[Tensor], comm: int | Communicator | None) -> tuple[Communicator, bool]:
+def _finish_pending(parameters: Sequence[Tensor], comm: Comm) -> tuple[Communicator, bool]:
     """Finish the reductions of the gradients of `parameters`.
 
     Returns:

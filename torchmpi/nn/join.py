@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import collectives
-from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm
 from ..errors import ArgumentError, GradientError
 from ..session import runtime
 from .async_backward import AsyncBackward
@@ -24,7 +24,7 @@ def join(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     divide_by: str = "active",
-    comm: int | Communicator | None = None,
+    comm: Comm = None,
 ) -> Iterator[None]:
     """Context manager for training with different numbers of batches on the ranks, including none. Collective.
 
@@ -40,7 +40,7 @@ def join(
         optimizer: Optimizer whose state (momentum, moments of Adam) is copied at the end too. Without the copy an
             optimizer with a state would make the replicas differ in the next epoch.
         divide_by: Divisor of averages: ``"active"``, the number of ranks with data, or ``"size"``, that of all ranks.
-        comm: Communicator or level; default: the current communicator, or that of ``register_async_backward``.
+        comm: Communicator, group or level; default: the current communicator, or that of ``register_async_backward``.
 
     Raises:
         ArgumentError: The net is inside ``join`` already or has sharded parameters, `divide_by` is unknown, or `comm`

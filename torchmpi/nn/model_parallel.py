@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import collectives
 from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors.partition import part_of
@@ -51,8 +52,8 @@ class MPLinear(nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        comm: int | Communicator | None = None,
-        data_comm: int | Communicator | None = None,
+        comm: Comm = None,
+        data_comm: Comm = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

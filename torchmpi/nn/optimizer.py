@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from .. import collectives
-from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
 from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
@@ -33,7 +33,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``mpinn.unregister_async_backward(model)`` reverts the registration.
         backward_passes_per_step: With `asynchronous`, number of backward passes whose gradients are accumulated. Their
             sum is not divided by this number: divide each loss, as without the wrapper.
-        comm: Communicator or level; default: the current communicator.
+        comm: Communicator, group or level; default: the current communicator.
 
     Raises:
         ArgumentError: A parameter of `opt` is no parameter of `model`, or `model` is registered already.
@@ -62,7 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         average: bool = True,
         asynchronous: bool = True,
         backward_passes_per_step: int = 1,
-        comm: int | Communicator | None = None,
+        comm: Comm = None,
     ) -> None:
         # Optimizer.__init__ is deliberately not called: it would create a second state, besides that of `opt`.
         _check_parameters(opt, model)

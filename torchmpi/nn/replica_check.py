@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
-from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm
 from ..errors import ReplicaError
 from ..session import runtime
 from .agreement import check_same_layout
@@ -26,7 +26,7 @@ _MAX_NAMED = 8
 
 
 @torch.no_grad()
-def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communicator | None = None) -> None:
+def check_with_allreduce(net: Net, *, buffers: bool = True, comm: Comm = None) -> None:
     """Check that every parameter and buffer has the same bits on all ranks. Collective.
 
     Args:
@@ -34,7 +34,7 @@ def check_with_allreduce(net: Net, *, buffers: bool = True, comm: int | Communic
             (:func:`~torchmpi.nn.set_sharded`).
         buffers: Also compare buffers. In data-parallel training the running statistics of batch norm differ between
             ranks, as each rank has its own data.
-        comm: Communicator or level; default: the current communicator.
+        comm: Communicator, group or level; default: the current communicator.
 
     Raises:
         ReplicaError: On all ranks: tensors differ. The message names them and the ranks that agree.

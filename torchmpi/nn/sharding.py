@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..communicators.communicator import Communicator
-from ..communicators.splits import plan_split
+from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
 
@@ -65,9 +65,7 @@ class Sharding:
         )
 
 
-def set_sharded(
-    tensor: Tensor, *, comm: int | Communicator | None = None, data_comm: int | Communicator | None = None
-) -> None:
+def set_sharded(tensor: Tensor, *, comm: Comm = None, data_comm: Comm = None) -> None:
     """Mark a parameter or buffer as one of several shards.
 
     The ``synchronize_*`` functions, asynchronous hooks, ``DistributedOptimizer`` and checks then treat it as a tensor
@@ -118,7 +116,7 @@ def _mark(tensor: Tensor, sharding: Sharding) -> None:
     setattr(tensor, _DEEPCOPY, _Copier(tensor))  # torch does not copy the attributes of a parameter
 
 
-def _make_sharding(comm: int | Communicator | None, data_comm: int | Communicator | None) -> Sharding:
+def _make_sharding(comm: Comm, data_comm: Comm) -> Sharding:
     communicator = runtime.communicator(comm)
     if data_comm is None:
         return Sharding(communicator, _default_data_comm(communicator))
@@ -135,14 +133,13 @@ def _default_data_comm(comm: Communicator) -> Communicator | None:
     current, inter = runtime.communicator(None), comm.inter
     if _ranks(current) <= _ranks(comm):
         return None
-    if inter is None or not comm.is_cartesian or comm.parent is None or _ranks(comm.parent) != _ranks(current):
+    if not inter or not comm.is_cartesian or comm.parent is None or _ranks(comm.parent) != _ranks(current):
         raise ArgumentError(
             f"rank {current.rank}: {comm!r} is no level of groups of equal size that was pushed from the current "
             "communicator, so the ranks that hold the same shard are not known. Pass them as data_comm=, or, if each "
             "group trains a model of its own, make the layer inside `with mpi.use(comm):`."
         )
-    split = plan_split(["data"] * inter.size, cartesian=True)
-    return Communicator(-1, inter.name, inter, None, split=split, parent=None)
+    return Communicator.of(inter)
 
 
 def _ranks(comm: Communicator) -> set[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import collectives
 from ..collectives.tensor_lists import reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
@@ -29,7 +30,7 @@ _IN_FLIGHT = 3  # buckets: one is sent, one is filled, and one is queued so that
 
 
 @torch.no_grad()
-def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: int | Communicator | None = None) -> None:
+def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: Comm = None) -> None:
     """Copy the parameters and buffers of rank 0 to all ranks, or average them over the ranks.
 
     A shard is copied or averaged over the ranks that hold the same one (:func:`set_sharded`).
@@ -89,7 +90,7 @@ def _finish(finishers: Iterable[Callable[[], object]]) -> None:
 
 @torch.no_grad()
 def synchronize_gradients(
-    net: Net, average: bool = True, *, bucket_bytes: int | None = None, comm: int | Communicator | None = None
+    net: Net, average: bool = True, *, bucket_bytes: int | None = None, comm: Comm = None
 ) -> None:
     """Replace each ``.grad`` by its average over the ranks.
 

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import collectives
 from ..communicators.communicator import Communicator
+from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
 from .replica import Attachment
@@ -36,8 +37,8 @@ class SyncBatchNorm(_BatchNorm):
         affine: Scale and shift with ``weight`` and ``bias``.
         track_running_stats: Keep running statistics for evaluation; without them the evaluation mode normalizes with
             the statistics of this rank's batch.
-        comm: Communicator or level; default: the communicator that is current in each forward pass. Copies of the layer
-            share it; pickles do not contain it.
+        comm: Communicator, group or level; default: the communicator that is current in each forward pass. Copies of
+            the layer share it; pickles do not contain it.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -58,7 +59,7 @@ class SyncBatchNorm(_BatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         *,
-        comm: int | Communicator | None = None,
+        comm: Comm = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -101,7 +102,7 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.mul_(1 - fraction).add_(unbiased, alpha=fraction)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: Module, comm: int | Communicator | None = None) -> Module:
+    def convert_sync_batchnorm(cls, module: Module, comm: Comm = None) -> Module:
         """Convert all BatchNorm and ``torch.nn.SyncBatchNorm`` layers of a module, in place.
 
         The layers remain the same objects, with the same parameters, buffers, hooks and ``state_dict()``, so that an
@@ -109,7 +110,8 @@ class SyncBatchNorm(_BatchNorm):
 
         Args:
             module: The module, which may be such a layer itself.
-            comm: Communicator or level of the layers; default: the communicator that is current in each forward pass.
+            comm: Communicator, group or level of the layers; default: the communicator that is current in each forward
+                pass.
 
         Returns:
             `module`.
@@ -148,7 +150,7 @@ class _ChosenComm(Attachment):
         return self
 
 
-def _chosen(comm: int | Communicator | None) -> _ChosenComm | None:
+def _chosen(comm: Comm) -> _ChosenComm | None:
     return None if comm is None else _ChosenComm(runtime.communicator(comm))
 
 

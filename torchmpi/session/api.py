@@ -13,7 +13,9 @@ from ..backends.gloo import problem as problem_of_gloo
 from ..backends.nccl.nccl_backend import problem as problem_of_nccl
 from ..backends.selection_table import Key, Rule
 from ..backends.selector import Availability
-from ..communicators.communicator import Communicator
+from ..communicators import group_of_ranks
+from ..communicators.communicator import Communicator, NullCommunicator
+from ..communicators.levels import Comm
 from ..config import BackendName, CollectiveName, DeviceType, Mode, Span
 from ..errors import ArgumentError
 from . import runtime
@@ -63,13 +65,17 @@ def is_started() -> bool:
     return runtime.is_running()
 
 
-def rank() -> int:
-    """Return the rank of this process in the current communicator.
+def rank(comm: Comm = None) -> int:
+    """Return the rank of this process in a communicator.
+
+    Args:
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Returns:
         A number from 0 to ``size() - 1``.
 
     Raises:
+        CommunicatorError: This process is not a rank of the communicator, or the communicator has been freed.
         NotStartedError: torchmpi is not started.
 
     Example:
@@ -78,16 +84,20 @@ def rank() -> int:
             if mpi.rank() == 0:
                 torch.save(model.state_dict(), "model.pt")
     """
-    return runtime.current().communicators.current.rank
+    return runtime.communicator(comm).rank
 
 
-def size() -> int:
-    """Return the number of ranks in the current communicator.
+def size(comm: Comm = None) -> int:
+    """Return the number of ranks in a communicator.
+
+    Args:
+        comm: As for :func:`rank`.
 
     Returns:
         The number of ranks, at least 1.
 
     Raises:
+        CommunicatorError: As for :func:`rank`.
         NotStartedError: torchmpi is not started.
 
     Example:
@@ -95,7 +105,7 @@ def size() -> int:
 
             data = dataset[mpi.rank() :: mpi.size()]
     """
-    return runtime.current().communicators.current.size
+    return runtime.communicator(comm).size
 
 
 def local_rank() -> int:
@@ -256,6 +266,7 @@ def push_communicator(key: str | int, name: str | None = None) -> int:
 
     Raises:
         ArgumentError: The key is neither a string nor a number.
+        CommunicatorError: The current communicator is not a level.
         MismatchError: Other ranks make a different call.
         NotStartedError: torchmpi is not started.
 
@@ -276,7 +287,7 @@ def set_communicator(level: int) -> None:
         level: The number of a level; 0 is the world.
 
     Raises:
-        CommunicatorError: There is no such level.
+        CommunicatorError: There is no such level; communicators of :func:`group` are not levels.
         NotStartedError: torchmpi is not started.
 
     Example:
@@ -287,17 +298,49 @@ def set_communicator(level: int) -> None:
     runtime.current().communicators.set_current(level)
 
 
-def use(comm: int | Communicator) -> AbstractContextManager[Communicator]:
+def group(ranks: Iterable[int], *, comm: Comm = None, name: str | None = None) -> Communicator | NullCommunicator:
+    """Make a communicator of some ranks. Collective over all ranks of the current communicator, or of `comm`.
+
+    All ranks pass the same list, also those that are not in it. The communicator can be freed with its method
+    ``free()``, which is collective over its ranks, or by a ``with`` block. It is not a level.
+
+    Args:
+        ranks: Ranks of the current communicator, or of `comm`. Their order is that of the numbers in the new
+            communicator: ``ranks[0]`` is its rank 0.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
+        name: The name of the communicator in messages; by default its ranks.
+
+    Returns:
+        The communicator. On ranks that are not in `ranks` a ``NullCommunicator``, which is false in a condition and
+        which calls with ``comm=`` refuse.
+
+    Raises:
+        ArgumentError: A rank does not exist or occurs twice, or there is none.
+        CommunicatorError: This rank is not a rank of `comm`.
+        MismatchError: The ranks passed different lists or names, or make different calls.
+        NotStartedError: torchmpi is not started.
+
+    Example:
+        ::
+
+            with mpi.group([0, 1]) as pair:
+                if pair:
+                    mpi.allreduce(tensor, comm=pair)
+    """
+    return group_of_ranks.make(runtime.communicator(comm).intra, ranks, name)
+
+
+def use(comm: Comm) -> AbstractContextManager[Communicator]:
     """Make a communicator current inside a block, for this thread or task only.
 
     Args:
-        comm: The number of a level, or a communicator.
+        comm: The number of a level, a communicator, or one of its groups.
 
     Returns:
         A context manager that returns the communicator.
 
     Raises:
-        CommunicatorError: The communicator is unknown or closed.
+        CommunicatorError: The communicator is unknown or closed, or this process is not one of its ranks.
         NotStartedError: torchmpi is not started.
 
     Example:

@@ -18,9 +18,7 @@ from ...backends.selection_table import (
     out_of_reach,
     span_of,
 )
-from ...communicators import splits
-from ...communicators.communicator import Communicator
-from ...communicators.group import Group
+from ...communicators.communicator import NO_LEVEL, Communicator
 from ...communicators.levels import Comm
 from ...config import CollectiveName
 from ...errors import ArgumentError
@@ -52,7 +50,7 @@ def autotune(
     Args:
         verbs: Name or names of the collectives to measure; None for all.
         sizes: Sizes of the tensors to measure with, in bytes; None for a default list.
-        comm: The communicator to measure on: None for the current one, a level, or a Communicator. If it spans several
+        comm: The level to measure on, as a number or a Communicator; None for the current one. If it spans several
             hosts, its parts within and across hosts are measured first.
         seconds: Approximate duration of all measurements.
         save: Save the result to the file of the setting ``tuning_file``.
@@ -61,8 +59,8 @@ def autotune(
         The selection table.
 
     Raises:
-        ArgumentError: An argument is invalid, a setting has chosen the backend already, a collective span is set, or
-            the groups of the communicator differ between ranks in how they are spread over hosts.
+        ArgumentError: An argument is invalid, `comm` is not a level, a setting has chosen the backend already, a
+            collective span is set, or the groups of the level differ between ranks in how they are spread over hosts.
 
     Example:
         print(mpi.autotune())
@@ -123,11 +121,16 @@ def _subjects(running: runtime.Runtime, verbs: Sequence[str], comm: Comm) -> lis
 def _targets(running: runtime.Runtime, comm: Comm) -> dict[str, Communicator]:
     """Return the communicators to measure on, by span; those for the steps of the given communicator come first."""
     given = runtime.communicator(comm)
+    if given.level == NO_LEVEL:
+        raise ArgumentError(
+            f"{running.world.where}: autotune(comm={comm!r}): all ranks measure together, on a level. Use its number, "
+            "such as 0."
+        )
     span = span_of(given.intra)
     targets = {span: given}
     if span == "hosts":
         parts = {"host": given.intra.local, "across": given.intra.across}
-        targets |= {part: _communicator_of(group) for part, group in parts.items() if group is not None}
+        targets |= {part: Communicator.of(group) for part, group in parts.items() if group is not None}
     everywhere = collectives.allgather_object((span, list(targets)), comm=running.communicators.levels[0])
     if any(theirs != span for theirs, _ in everywhere):
         raise ArgumentError(
@@ -136,11 +139,6 @@ def _targets(running: runtime.Runtime, comm: Comm) -> dict[str, Communicator]:
             "communicator, such as 0."
         )
     return {part: targets[part] for part in SPANS if all(part in theirs for _, theirs in everywhere)}
-
-
-def _communicator_of(group: Group) -> Communicator:
-    split = splits.plan_split([0] * group.size, cartesian=True)
-    return Communicator(-1, group.name, group, None, split=split, parent=None)
 
 
 def _checked_arguments(

@@ -1,0 +1,89 @@
+"""Communicators of some ranks of another communicator, which can be freed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, NoReturn
+
+from ..errors import ArgumentError, MismatchError
+from .communicator import Communicator, NullCommunicator
+from .group import Group
+
+
+class _Request(NamedTuple):
+    """The arguments of one rank."""
+
+    shown: str
+    ranks: tuple[int, ...] | None
+    name: str | None
+
+
+def make(parent: Group, ranks: Iterable[int], name: str | None) -> Communicator | NullCommunicator:
+    """Make a communicator of some ranks of a group. Collective over the group.
+
+    Args:
+        parent: The group.
+        ranks: Ranks of `parent`; their order is that of the numbers in the new communicator.
+        name: The name in messages.
+
+    Returns:
+        The communicator; a :class:`NullCommunicator` on ranks that are not in `ranks`.
+
+    Raises:
+        ArgumentError: The list is not a list of ranks.
+        MismatchError: The ranks passed different arguments, or make different calls.
+    """
+    # Arguments are checked after the exchange only: all ranks raise, or none.
+    requests, made = parent.call_action("group", partial(_make, parent, _request(ranks, name)))
+    if made is None:
+        _refuse(parent, requests)
+    return made
+
+
+def _request(ranks: Iterable[int], name: str | None) -> _Request:
+    try:
+        numbers = tuple(map(operator.index, ranks))
+    except TypeError:
+        return _Request(repr(ranks), None, name)
+    return _Request(str(list(numbers)), numbers, name)
+
+
+def _make(parent: Group, request: _Request) -> tuple[list[_Request], Communicator | NullCommunicator | None]:
+    requests: list[_Request] = parent.comm.allgather(request)
+    ranks, name = request.ranks, request.name
+    if ranks is None or any(other != request for other in requests) or _problem(ranks, parent.size):
+        return requests, None
+    is_member = parent.rank in ranks
+    color, position = (0, ranks.index(parent.rank)) if is_member else (parent.context.MPI.UNDEFINED, 0)
+    comm = parent.comm.Split(color, position)
+    members = tuple(parent.world_ranks[rank] for rank in ranks)
+    name = name or f"group {list(members)}"
+    if not is_member:
+        return requests, NullCommunicator(name, members, parent.where)
+    return requests, Communicator.of(Group(comm, name, members, parent.context), can_be_freed=True)
+
+
+def _problem(ranks: Sequence[int] | None, size: int) -> str:
+    if ranks is None:
+        return "Pass a list of ranks"
+    if not ranks:
+        return "A group has at least one rank"
+    if outside := [rank for rank in ranks if not 0 <= rank < size]:
+        return f"{outside[0]} is not a rank of the communicator. Use 0 to {size - 1}"
+    return "A rank occurs twice" if len(set(ranks)) < len(ranks) else ""
+
+
+def _refuse(parent: Group, requests: Sequence[_Request]) -> NoReturn:
+    own = requests[parent.rank]
+    if all(request == own for request in requests):
+        raise ArgumentError(f"{parent.where}: group({own.shown}): {_problem(own.ranks, parent.size)}.")
+    calls = [
+        f"rank {rank} called group({request.shown}{'' if request.name is None else f', name={request.name!r}'})"
+        for rank, request in enumerate(requests)
+    ]
+    raise MismatchError(
+        f"{parent.where}: the ranks of communicator {parent.name} asked for different groups: {'; '.join(calls)}. Pass "
+        "the same list on all ranks, also on those that are not in the list. Several groups need a call for each."
+    )
