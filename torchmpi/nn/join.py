@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,10 +24,10 @@ def join(
     net: nn.Module,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    divide_by: str = "active",
+    divide_by: Literal["active", "size"] = "active",
     comm: Comm = None,
 ) -> Iterator[None]:
-    """Context manager for training with different numbers of batches on the ranks, including none. Collective.
+    """Train with different numbers of batches on the ranks, including none, inside a ``with`` block. Collective.
 
     A rank that reaches the end of the block takes part, with zeros, in every synchronization of `net`'s gradients by
     the other ranks: ``synchronize_gradients``, ``synchronize_gradients_async`` or the step of a
@@ -41,6 +42,9 @@ def join(
             optimizer with a state would make the replicas differ in the next epoch.
         divide_by: Divisor of averages: ``"active"``, the number of ranks with data, or ``"size"``, that of all ranks.
         comm: Communicator, group or level; default: the current communicator, or that of ``register_async_backward``.
+
+    Returns:
+        A context manager.
 
     Raises:
         ArgumentError: The net is inside ``join`` already or has sharded parameters, `divide_by` is unknown, or `comm`

@@ -102,6 +102,9 @@ mpinn.synchronize_gradients(model, op="avg")  # mistake
 mpinn.synchronize_parameters(optimizer)  # mistake
 mpinn.DistributedOptimizer(model, optimizer)  # mistake
 mpinn.broadcast_parameters(model)  # mistake
+mpinn.join(model, divide_by="all")  # mistake
+mpinn.clip_grad_norm_(model, max_norm="1")  # mistake
+mpinn.DistributedSampler(model)  # mistake
 mpinn.register_async_backward(model, bucket_bytes="4M")  # mistake
 SGDEngine().train(model)  # mistake
 AllReduceSGDEngine(async_=True)  # mistake
