@@ -30,6 +30,15 @@ def collectives(tensor: torch.Tensor, op: Operation, backend: BackendName | None
     mpi.barrier(0)
 
 
+def communicators(tensor: torch.Tensor) -> None:
+    level: int = mpi.push_communicator(mpi.rank() % 2)
+    mpi.allreduce(tensor, comm=level)
+    mpi.allreduce(tensor, comm=mpi.communicator(level).intra)
+    with mpi.group([0, 1]) as pair:
+        if pair:
+            mpi.broadcast_async(tensor, comm=pair).wait()
+
+
 def numbers(loss: float, count: int, found: bool, scalar: np.float32) -> None:
     mean: float = mpi.allreduce(loss, op="avg") + mpi.reduce(loss, op="max")
     total: int = mpi.allreduce(count) + mpi.allreduce(found)
