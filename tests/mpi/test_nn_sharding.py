@@ -12,6 +12,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
+from torchmpi.engine import AllReduceSGDEngine
 from torchmpi.errors import ArgumentError, GradientError, ReplicaError
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -53,11 +54,11 @@ def backward(net: nn.Module, step: int, *place: int) -> None:
     nn.functional.mse_loss(net(x), y).backward()
 
 
-def train_whole() -> nn.Sequential:
+def train_whole(epochs: int = 1) -> nn.Sequential:
     """One process on the complete batches."""
     net = make_net(nn.Linear)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
+    for step in [*range(STEPS)] * epochs:
         backward(net, step)
         optimizer.step()
     return net
@@ -249,3 +250,25 @@ def test_copies_know_their_ranks_and_pickles_must_be_told(agree, model_level):
         agree.raises(ArgumentError, lambda: mpinn.synchronize_parameters(restored), "from a pickle")
     mpinn.set_sharded(restored.weight, comm=model_level)
     mpinn.synchronize_parameters(copy.deepcopy(restored))
+
+
+def test_the_engine_trains_and_resumes(agree, model_level, tmp_path):
+    """One epoch, a checkpoint, and a second epoch by a new engine."""
+    width = mpi.communicator(model_level).size
+    place = mpi.rank() // width, mpi.size() // width
+    path = mpi.broadcast_object(tmp_path / "checkpoint")
+    for epochs in (1, 2):
+        net = make_net(mpinn.MPLinear, comm=model_level)
+        engine = AllReduceSGDEngine(progress=False, debug=True)
+        engine.hooks.on_end.append(lambda state, engine=engine: engine.save_checkpoint(path))
+        engine.train(
+            network=net,
+            criterion=nn.MSELoss(),
+            iterator=[data(step, *place) for step in range(STEPS)],
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+            max_epochs=epochs,
+            resume=path if epochs == 2 else None,
+        )
+    whole = train_whole(epochs=2)
+    agree.close(net[2].full_weight(), whole[2].weight.detach(), "sharded weight", **TIGHT)
+    agree.close(net[4].weight.detach(), whole[4].weight.detach(), "replicated weight", **TIGHT)
