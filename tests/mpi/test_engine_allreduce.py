@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.engine import AllReduceSGDEngine, State
-from torchmpi.errors import ArgumentError, DeviceError, ReplicaError
+from torchmpi.engine import AllReduceSGDEngine, SGDEngine, State
+from torchmpi.errors import ArgumentError, DeviceError, GradientError, ReplicaError
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -156,10 +156,134 @@ def test_backward_passes_per_step_of_the_optimizer_are_respected(agree):
         train(engine, net, data, optimizer=optimizer, accumulate=2)
 
 
-def test_options_that_differ_between_ranks_are_refused(agree):
+@pytest.mark.parametrize("kind", ["engine", "asynchronous engine", "optimizer", "asynchronous optimizer"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_all_options_together_equal_one_process(agree, kind, accumulate):
+    """Accumulation, clipping, schedule, autocast and scaler; the reference is an engine on concatenated batches."""
+
+    def options(net: nn.Module) -> dict[str, object]:
+        return {
+            "weight": "example",
+            "clip_grad_norm": 0.2,
+            "scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+            "scheduler_step": "step",
+            "scaler": torch.amp.GradScaler("cpu", growth_interval=2),
+        }
+
+    data = [uneven(num_batches(rank) + 3, 4, seed=rank) for rank in range(mpi.size())]
+    net, norms = network(), []
+    optimizer: torch.optim.Optimizer = momentum(net)
+    is_asynchronous, accumulation = kind.startswith("asynchronous"), {"accumulate": accumulate}
+    if kind.endswith("optimizer"):
+        optimizer = mpinn.DistributedOptimizer(
+            optimizer, net, asynchronous=is_asynchronous, backward_passes_per_step=accumulate
+        )
+        accumulation = {}
+    engine = AllReduceSGDEngine(asynchronous=is_asynchronous, progress=False)
+    engine.on("on_update")(lambda state: norms.append(state.grad_norm.item()))
+    train(engine, net, data[mpi.rank()], optimizer=optimizer, **accumulation, **options(net))
+    reference, together = network(), concatenated(data, accumulate)
+    SGDEngine(progress=False).train(
+        network=reference,
+        criterion=nn.CrossEntropyLoss(),
+        iterator=together,
+        optimizer=momentum(reference),
+        max_epochs=2,
+        **options(reference),
+    )
+    compare(agree, net, reference)
+    agree(max(norms) > 0.2, "nothing was clipped")
+    for theirs in mpi.allgather_object(norms):
+        agree.equal(norms, theirs, "norms")
+
+
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
+def test_autocast(agree, autocast):
+    data = [make_batches(3, seed=rank) for rank in range(mpi.size())]
+    net, engine = network(), AllReduceSGDEngine(progress=False)
+    state = train(engine, net, data[mpi.rank()], autocast=autocast, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+    agree.equal(state.output.dtype, autocast)
+    for mine, theirs in zip(net.parameters(), explicit_loop(data).parameters(), strict=True):
+        agree.close(mine.detach(), theirs.detach(), rtol=0.1, atol=0.05)
+    mpinn.check_with_allreduce(net)
+
+
+@pytest.mark.parametrize("kind", ["engine", "asynchronous engine", "optimizer"])
+def test_an_infinite_gradient_on_one_rank_skips_the_update_of_all(agree, kind):
+    """The last rank has one more batch than the others, and in it infinity."""
+    last = mpi.size() - 1
+    data = make_batches(3 + (mpi.rank() == last), seed=mpi.rank())
+    if mpi.rank() == last:
+        data[1][0][0, 0] = torch.inf
+    net, scaler, seen = network(), torch.amp.GradScaler("cpu", init_scale=256.0), []
+    optimizer = momentum(net)
+    if kind == "optimizer":
+        optimizer = mpinn.DistributedOptimizer(optimizer, net)
+    engine = AllReduceSGDEngine(asynchronous=kind.startswith("asynchronous"), progress=False)
+
+    @engine.on("on_update")
+    def look(state):
+        seen.append((scaler.get_scale(), state.network[0].weight.detach().clone()))
+
+    state = train(engine, net, data, optimizer=optimizer, scaler=scaler, max_epochs=1)
+    agree.equal(state.t, 4)
+    agree.equal([scale for scale, _ in seen], [256.0, 128.0, 128.0, 128.0])
+    agree.equal(seen[0][1], seen[1][1], "the skipped update")
+    agree(not torch.equal(seen[1][1], seen[2][1]), "the update after it was skipped too")
+    mpinn.check_with_allreduce(net)
+
+
+def test_a_rank_without_any_batch_has_the_same_scale(agree):
+    scaler, net = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1), network()
+    data = make_batches(2, seed=0)
+    mine = data if mpi.rank() == mpi.size() - 1 else []
+    train(AllReduceSGDEngine(progress=False), net, mine, scaler=scaler, max_epochs=1)
+    agree.equal(scaler.get_scale(), 1024.0)
+    compare(agree, net, explicit_loop([data], max_epochs=1))
+
+
+def test_clipping_with_sharded_weights(agree):
+    """The norm includes the shards of all ranks."""
+
+    def clipped(net: nn.Module, engine: SGDEngine) -> State:
+        options = {"optimizer": momentum(net), "clip_grad_norm": 0.05, "max_epochs": 2}
+        data = make_batches(3, seed=7)
+        return engine.train(network=net, criterion=nn.CrossEntropyLoss(), iterator=data, **options)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(mpinn.MPLinear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    reference = network()
+    mine, theirs = clipped(net, AllReduceSGDEngine(progress=False)), clipped(reference, SGDEngine(progress=False))
+    agree.close(mine.grad_norm, theirs.grad_norm, rtol=1e-5, atol=1e-6)
+    agree.close(net[0].full_weight(), reference[0].weight.detach(), rtol=1e-5, atol=1e-6)
+    agree.close(net[2].weight.detach(), reference[2].weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_that_is_not_finite_raises_on_all_ranks(agree):
+    data = make_batches(1, seed=mpi.rank())
+    if mpi.rank() == mpi.size() - 1:
+        data[0][0][0, 0] = torch.nan
+    with pytest.raises(GradientError, match="norm of the averaged gradient is nan"):
+        train(AllReduceSGDEngine(progress=False), network(), data, clip_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_compiled_network(agree, asynchronous):
+    data = [make_batches(3, seed=rank) for rank in range(mpi.size())]
+    net = network()
+    engine = AllReduceSGDEngine(asynchronous=asynchronous, progress=False)
+    train(engine, torch.compile(net, backend="eager"), data[mpi.rank()], optimizer=momentum(net))
+    compare(agree, net, explicit_loop(data))
+
+
+@pytest.mark.parametrize("name", ["accumulate", "lr", "scaler"])
+def test_options_that_differ_between_ranks_are_refused(agree, name):
+    number = 2 - (mpi.rank() == 1)
+    value = torch.amp.GradScaler("cpu", init_scale=float(number)) if name == "scaler" else number
+    options = {name: value, "optimizer": None} if name == "lr" else {name: value}
     if mpi.size() > 1:
-        with pytest.raises(ArgumentError, match=r"rank 0 has .*accumulate=2.* rank 1 has .*accumulate=1"):
-            train(AllReduceSGDEngine(progress=False), network(), [], accumulate=2 - (mpi.rank() == 1))
+        with pytest.raises(ArgumentError, match=rf"{name} is .*2.* on rank 0, but .*1.* on rank 1"):
+            train(AllReduceSGDEngine(progress=False), network(), [], **options)
 
 
 def test_parameters_that_nobody_synchronizes_are_refused(agree):

@@ -1,20 +1,28 @@
 """Training loops with hooks, meters, prefetching and checkpoints."""
 
 from .allreduce_engine import AllReduceSGDEngine
+from .early_stop import EarlyStop
+from .fit import FitResult, fit
 from .hooks import HOOK_NAMES, HookName, Hooks
-from .meters import AverageValueMeter, ClassErrorMeter, TestResult
+from .meters import AverageValueMeter, ClassErrorMeter
+from .metrics import SummedMetric
 from .sgd_engine import SGDEngine
 from .state import Sample, State
+from .test_result import TestResult
 
 __all__ = [
     "HOOK_NAMES",
     "AllReduceSGDEngine",
     "AverageValueMeter",
     "ClassErrorMeter",
+    "EarlyStop",
+    "FitResult",
     "HookName",
     "Hooks",
     "SGDEngine",
     "Sample",
     "State",
+    "SummedMetric",
     "TestResult",
+    "fit",
 ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import nn as mpinn
 from ..errors import ArgumentError, DeviceError
 from ..session import api
 from .coordination import AllRanks
-from .meters import TestResult
 from .sgd_engine import SGDEngine
 from .state import State
 from .updates import trained_parameters
@@ -98,18 +97,11 @@ class AllReduceSGDEngine(SGDEngine):
             else:
                 mpinn.synchronize_gradients(module)
 
-    def _apply(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, mpinn.DistributedOptimizer):
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
+    def _clip_norm(self, parameters: list[Tensor], limit: float) -> Tensor:
+        return mpinn.clip_grad_norm_(parameters, limit)
 
     def _end(self, state: State) -> None:
         self._unregister()
-
-    def _total(self, result: TestResult) -> TestResult:
-        return TestResult(result.loss.synchronize(), result.error.synchronize())
 
     def _register(self, state: State) -> None:
         self._unregister()

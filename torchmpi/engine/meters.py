@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from .. import collectives
 from ..communicators.levels import Comm
 from ..errors import ArgumentError
-from .state import State
 
 MeterT = TypeVar("MeterT", bound="Meter")
 
@@ -255,47 +253,3 @@ class ClassErrorMeter(Meter):
             return math.nan
         error = 100.0 * float(self._sums[self.topk.index(k)]) / self.num_samples
         return 100.0 - error if self.accuracy else error
-
-
-@dataclass(frozen=True)
-class TestResult:
-    """Result of ``SGDEngine.test()``, over the data of all ranks.
-
-    Args:
-        loss: Meter of the loss per example.
-        error: Meter of the class error; empty unless outputs and targets are those of a classification.
-
-    Example:
-        result = engine.test(network=net, criterion=nn.CrossEntropyLoss(), iterator=loader)
-        print(result.loss.value(), result.error.value(1))
-    """
-
-    __test__ = False  # pytest would collect a class of this name
-
-    loss: AverageValueMeter
-    error: ClassErrorMeter
-
-    def add(self, state: State) -> None:
-        """Count the current batch.
-
-        Args:
-            state: State with `sample`, `output` and `loss`.
-        """
-        assert state.sample is not None and state.loss is not None
-        num_rows, output, target = state.sample.num_rows, state.output, state.sample.target
-        if num_rows == 0:
-            return  # the mean over no rows is nan
-        is_sum = getattr(state.criterion, "reduction", "mean") == "sum"
-        self.loss.add(state.loss.item() / (num_rows if is_sum else 1), num_rows)
-        if _is_classification(output, target):
-            self.error.add(output.cpu(), target.cpu())
-
-
-def _is_classification(output: object, target: object) -> bool:
-    return (
-        isinstance(output, Tensor)
-        and isinstance(target, Tensor)
-        and output.dim() == 2
-        and target.shape == output.shape[:1]
-        and not target.is_floating_point()
-    )

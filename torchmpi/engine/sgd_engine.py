@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, CheckpointError
 from ..nn import DistributedOptimizer
 from . import checkpoint
-from .checkpoint import Saved, Stateful
+from .base import Engine
+from .checkpoint import Saved
 from .coordination import Coordinator, SingleProcess
 from .data_loading import DeviceCopy, Epoch, set_epoch
-from .hooks import Hook, HookName, Hooks
-from .meters import AverageValueMeter, ClassErrorMeter, TestResult
+from .early_stop import EarlyStop
+from .measurement import Measurement
+from .metrics import Metric, check_metrics
 from .progressbar import ProgressBar
+from .scheduling import MakeScheduler, Schedule, Scheduler, SchedulerStep
 from .state import Sample, State, as_sample
-from .training_run import TrainingRun
-from .updates import Update, UpdateOptions, Weight, check_optimizer, num_accumulated, trained_parameters
-
-HookT = TypeVar("HookT", bound=Hook)
-CallbackT = TypeVar("CallbackT")
-
-
-class Scheduler(Stateful, Protocol):
-    """A learning-rate scheduler of torch."""
-
-    @property
-    def step(self) -> Callable[..., Any]:
-        """Function that changes the learning rate."""
+from .test_result import TestResult
+from .training_run import TrainingRun, Validation
+from .updates import (
+    Update,
+    UpdateOptions,
+    Weight,
+    autocast_dtype,
+    check_optimizer,
+    num_accumulated,
+    trained_parameters,
+)
 
 
-class SGDEngine:
+class SGDEngine(Engine):
     """Training loop for one process, which calls the functions in ``hooks`` at fixed points.
 
     Args:
@@ -59,160 +60,10 @@ class SGDEngine:
     def __init__(self, *, device: torch.device | str | None = None, prefetch: int = 1, progress: bool = True) -> None:
         if prefetch < 0:
             raise ArgumentError(f"prefetch={prefetch}: expected a number of batches, 0 for none")
-        self.hooks = Hooks()
+        super().__init__()
         self._coordinator: Coordinator = SingleProcess()
         self._device = None if device is None else torch.device(device)
         self._prefetch, self._progress = prefetch, progress
-        self._kept: dict[str, Stateful] = {}
-        self._autosave: tuple[Path, int | None, bool] | None = None
-        self._run: TrainingRun | None = None
-
-    # --- hooks, schedulers and checkpoints -----------------------------------------------------------------
-
-    def on(self, name: HookName) -> Callable[[HookT], HookT]:
-        """Return a decorator that appends a function to a hook point.
-
-        Args:
-            name: One of ``HOOK_NAMES``.
-
-        Returns:
-            A decorator that returns the function unchanged.
-
-        Raises:
-            HookError: No hook point has this name.
-
-        Example:
-            @engine.on("on_update")
-            def count(state):
-                print(state.t)
-        """
-        hooks = self.hooks.at(name)
-
-        def add(hook: HookT) -> HookT:
-            hooks.append(hook)
-            return hook
-
-        return add
-
-    def add(self, callback: CallbackT) -> CallbackT:
-        """Append the methods of an object that are named like hook points, or the functions of a mapping.
-
-        Args:
-            callback: An object with methods such as ``on_update(state)``, or a mapping from names to functions.
-
-        Returns:
-            `callback`, so that the call can stand where the object is created.
-
-        Raises:
-            HookError: A method that begins with ``on_``, or a key, is no hook point; or there is none. The message has
-                the nearest name.
-
-        Example:
-            class Losses:
-                def __init__(self):
-                    self.values = []
-
-                def on_update(self, state):
-                    self.values.append(state.loss.item())
-
-            losses = engine.add(Losses())
-        """
-        self.hooks.add(callback)
-        return callback
-
-    def step_scheduler(
-        self, scheduler: Scheduler, when: HookName = "on_end_epoch", metric: Callable[[State], float] | None = None
-    ) -> None:
-        """Step a learning-rate scheduler at a hook point of training, and store it in checkpoints.
-
-        Args:
-            scheduler: A scheduler of ``torch.optim.lr_scheduler``.
-            when: Hook point at which it is stepped.
-            metric: Function that returns the argument of ``ReduceLROnPlateau.step()``; its result must be equal on
-                all ranks.
-
-        Raises:
-            HookError: No hook point has the name `when`.
-
-        Example:
-            engine.step_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, step_size=10))
-        """
-
-        def step(state: State) -> None:
-            if state.training:
-                scheduler.step(*(() if metric is None else (metric(state),)))
-
-        self.hooks.at(when).append(step)
-        self.keep(**{f"scheduler {sum(name.startswith('scheduler ') for name in self._kept)}": scheduler})
-
-    def keep(self, **objects: Stateful) -> None:
-        """Store the state of meters and other objects in checkpoints, separately for each rank.
-
-        Args:
-            **objects: Objects with ``state_dict()`` and ``load_state_dict()``, by name.
-
-        Raises:
-            ArgumentError: An object has no such methods.
-
-        Example:
-            engine.keep(loss=loss_meter)
-        """
-        for name, value in objects.items():
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise ArgumentError(
-                    f"keep({name}=...): a {type(value).__name__} has no state_dict() and load_state_dict()"
-                )
-        self._kept.update(objects)
-
-    def checkpoint(self, path: str | os.PathLike[str], every: int | None = None, *, asynchronous: bool = False) -> None:
-        """Save checkpoints during training, after all hooks of the point.
-
-        Args:
-            path: Folder that each checkpoint replaces.
-            every: Number of updates between checkpoints; None saves one after each epoch.
-            asynchronous: As for ``save_checkpoint()``.
-
-        Raises:
-            ArgumentError: `every` is less than 1.
-
-        Example:
-            engine.checkpoint("run.ckpt", every=500)
-        """
-        if every is not None and every < 1:
-            raise ArgumentError(f"checkpoint(every={every}): expected a number of updates, or None for each epoch")
-        self._autosave = Path(path), every, asynchronous
-
-    def save_checkpoint(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> None:
-        """Save a checkpoint from a hook in on_start_epoch, on_update, on_end_epoch or on_end.
-
-        Collective: all ranks call it at the same point. Changes made by later hooks of the same point are not saved.
-
-        Args:
-            path: Folder to replace.
-            asynchronous: Copy the state, and write it in a thread while training continues. A failure is raised after
-                the next update, by the next save, or at the end of ``train()``.
-
-        Raises:
-            ArgumentError: Called outside of ``train()`` or in the middle of an update.
-            CheckpointError: The folder cannot be written, or an object of ``keep()`` cannot be saved.
-
-        Example:
-            engine.hooks.on_end.append(lambda state: engine.save_checkpoint("last.ckpt"))
-        """
-        if self._run is None or self._run.phase == "update":
-            where = "outside of train()" if self._run is None else "in the middle of an update"
-            raise ArgumentError(
-                f"save_checkpoint() {where}: call it in on_start_epoch, on_update, on_end_epoch or on_end"
-            )
-        self._run.save(Path(path), self._kept, asynchronous)
-
-    def _save_if_due(self, run: TrainingRun) -> None:
-        if self._autosave is None:
-            return
-        path, every, asynchronous = self._autosave
-        at_end, at_update = run.phase == "epoch end", run.phase == "between updates"
-        if at_end if every is None else at_update and run.state.t % every == 0:
-            self.save_checkpoint(path, asynchronous=asynchronous)
 
     # --- training ------------------------------------------------------------------------------------------
 
@@ -228,6 +79,15 @@ class SGDEngine:
         resume: str | os.PathLike[str] | None = None,
         accumulate: int | None = None,
         weight: Weight = "batch",
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        scheduler: Scheduler | MakeScheduler | None = None,
+        scheduler_step: SchedulerStep = "epoch",
+        autocast: torch.dtype | bool | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        validate: Iterable[Any] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        stop_early: EarlyStop | None = None,
     ) -> State:
         """Train a network.
 
@@ -246,6 +106,19 @@ class SGDEngine:
                 ``DistributedOptimizer``.
             weight: "batch" averages over the batches of an update on all ranks, "example" over their examples, as one
                 process on the concatenated batch does; the difference matters for batches of different lengths.
+            clip_grad_norm: Scale the averaged gradient of the optimizer's parameters to at most this norm.
+            clip_grad_value: Limit the elements of the averaged gradient to this absolute value.
+            scheduler: Scheduler of ``torch.optim.lr_scheduler``, or a function that makes one for the optimizer. A
+                ``ReduceLROnPlateau`` gets the metric of `stop_early`, by default the loss of the validation.
+            scheduler_step: When the scheduler is stepped: after each "epoch", or "step" (update).
+            autocast: ``torch.bfloat16`` (or True) or ``torch.float16``: run network and criterion under
+                ``torch.autocast``.
+            scaler: Scales the losses against underflow of 16-bit gradients. If a gradient of any rank is not finite,
+                all ranks skip the update.
+            validate: Batches for ``test()`` after each epoch, before the scheduler; the result is
+                ``state.validation``.
+            metrics: Metrics of the validation, as for ``test()``.
+            stop_early: When the validation ends the run, on all ranks.
 
         Returns:
             The final state.
@@ -254,6 +127,7 @@ class SGDEngine:
             ArgumentError: Both or neither of `lr` and `optimizer` are given, an option is invalid or differs between
                 ranks, an epoch has no batch, a batch has a wrong type, or the engine is training already.
             CheckpointError: The checkpoint cannot be read or was saved by a run of another kind, or saving has failed.
+            GradientError: On all ranks: with `clip_grad_norm` and without `scaler`, the norm is not finite.
 
         Example:
             state = engine.train(network=net, criterion=loss, iterator=loader, lr=0.1, max_epochs=5)
@@ -264,31 +138,67 @@ class SGDEngine:
             raise ArgumentError("train() while this engine is training: use another engine")
         if optimizer is not None:
             check_optimizer(optimizer)
-        options = UpdateOptions(num_accumulated(optimizer, accumulate), weight)
-        self._refuse_different_options(options)
-        state = State(network, criterion, iterator, optimizer, max_epochs=max_epochs, accumulate=options.accumulate)
+        options = UpdateOptions(
+            num_accumulated(optimizer, accumulate),
+            weight,
+            clip_grad_norm,
+            clip_grad_value,
+            autocast_dtype(autocast),
+            scaler is not None,
+        )
+        if weight == "example" and getattr(criterion, "reduction", "mean") == "sum":
+            raise ArgumentError("weight='example' takes the mean of each batch: use a criterion with reduction='mean'")
+        validation = None if validate is None else Validation(validate, dict(metrics or {}), stop_early)
+        if validation is None and not (metrics is None and stop_early is None):
+            raise ArgumentError(
+                "train(): metrics= and stop_early= need validate=, the batches to measure after each epoch"
+            )
+        self._refuse_different_options(
+            **vars(options),
+            lr=lr,
+            max_epochs=max_epochs,
+            scaler=None if scaler is None else scaler.state_dict(),
+            scheduler=None if scheduler is None else scheduler_step,
+            validate=validation is not None,
+            stop_early=stop_early,
+        )
+        state = State(network, criterion, iterator, optimizer, max_epochs=max_epochs)
+        state.accumulate, state.autocast = options.accumulate, options.autocast
         device_copy = self._move(state)
-        if lr is not None:
-            state.optimizer = torch.optim.SGD(trained_parameters(state), lr=lr)
+        if optimizer is None:
+            assert lr is not None
+            optimizer = state.optimizer = torch.optim.SGD(trained_parameters(state), lr=lr)
+        schedule = Schedule(scheduler, scheduler_step, optimizer, is_validated=validation is not None)
         saved = None if resume is None else checkpoint.read(Path(resume), self._coordinator)
         bar = ProgressBar() if self._progress and self._coordinator.rank == 0 else None
-        with self._running(TrainingRun(state, options, device_copy, bar, self._coordinator)) as run:
+        run = TrainingRun(state, options, schedule, scaler, validation, device_copy, bar, self._coordinator)
+        with self._running(run):
             self._begin(state)
             network.train()
             self._train(run, saved)
             run.saver.wait()
             self._end(state)
+            if validation is not None:
+                validation.best.restore(network)
         return state
 
     def _train(self, run: TrainingRun, saved: Saved | None) -> None:
         state = run.state
         if saved is not None:
             state.epoch, state.t = saved.common["epoch"], saved.common["t"]
+            if saved.common["in_epoch"] and state.epoch >= state.max_epochs:
+                raise CheckpointError(
+                    f"the checkpoint was saved within epoch {state.epoch + 1}, but max_epochs={state.max_epochs}: "
+                    "nothing would be trained or loaded"
+                )
         self.hooks.call("on_start", state)
         self._agree_to_stop(run)
         if saved is not None and not saved.common["in_epoch"]:
-            run.restore(saved, self._kept)
+            run.restore(saved, self._kept | run.kept)
             saved = None
+            if run.validation is not None:
+                state.best_epoch = run.validation.best.epoch
+                state.stop = state.stop or run.validation.best.is_over
         while state.epoch < state.max_epochs and not state.stop:
             self._train_epoch(run, saved)
             saved = None
@@ -300,16 +210,41 @@ class SGDEngine:
         # Also when resuming within an epoch: the hooks prepare objects for the epoch (a sampler, a meter), and the
         # checkpoint then restores the state of these objects.
         self.hooks.call("on_start_epoch", state)
-        position = None if saved is None else run.restore(saved, self._kept)
+        position = None if saved is None else run.restore(saved, self._kept | run.kept)
         with run.begin_epoch(self._prefetch, position) as epoch:
             if not self._train_batches(run, epoch):
                 return
         run.phase = "epoch end"
+        self._validate(run)
         self.hooks.call("on_end_epoch", state)
         self._save_if_due(run)
         self._agree_to_stop(run)
         state.epoch += 1
         run.phase = "between epochs"
+
+    def _validate(self, run: TrainingRun) -> None:
+        """Measure the network after an epoch, step the scheduler, and decide whether to stop, equally on all ranks."""
+        state, validation = run.state, run.validation
+        if validation is None:
+            run.schedule.step("epoch")
+            return
+        state.validation = self.test(
+            network=state.network,
+            criterion=state.criterion,
+            iterator=validation.batches,
+            metrics=validation.metrics,
+            autocast=state.autocast,
+        )
+        if state.validation.loss.num_samples == 0:
+            raise ArgumentError(
+                f"validate= returned no batch after epoch {state.epoch}, on any rank. A generator can be iterated only "
+                "once: pass a list, a DataLoader, or an object that makes a new iterator."
+            )
+        value = state.validation.value(validation.metric)
+        run.schedule.step("epoch", value)
+        validation.best.add(value, state.epoch, state.network)
+        state.best_epoch = validation.best.epoch
+        state.stop = state.stop or validation.best.is_over
 
     def _train_batches(self, run: TrainingRun, epoch: Epoch) -> bool:
         """Train on all batches of this epoch; return False if the run was stopped before the end."""
@@ -331,8 +266,9 @@ class SGDEngine:
 
     def _step(self, run: TrainingRun, epoch: Epoch, sample: Sample | None, num_active: int) -> None:
         """Update the parameters once; `sample` is the first of the batches, and `num_active` ranks have one."""
-        state, options, update = run.state, run.options, Update(run.options)
+        state, options = run.state, run.options
         assert state.optimizer is not None
+        update = Update(options, state.optimizer, run.scaler)
         state.sample, state.output, state.loss = None, None, None
         self._begin_step(state)
         state.optimizer.zero_grad()
@@ -344,9 +280,11 @@ class SGDEngine:
             state.batch += sample is not None
         total_weight = num_active if options.weighs_ranks_equally else self._coordinator.count(update.weight)
         self._synchronize(state)
-        update.rescale(state.optimizer, total_weight, self._coordinator.size)
+        update.complete(total_weight, self._coordinator.size)
         self.hooks.call("on_backward", state)
-        self._apply(state.optimizer)
+        state.grad_norm = update.clip(self._clip_norm)
+        if update.step():
+            run.schedule.step("step")
         state.t += 1
         state.batch += update.num_batches > 0
 
@@ -355,9 +293,12 @@ class SGDEngine:
         self.hooks.call("on_sample", state)
         state.sample = as_sample(state.sample)  # a hook may have assigned a pair
         self._wait_for_device()
-        state.output = state.network(state.sample.input)
+        device_type = self._pick_device(state.network).type
+        with torch.autocast(device_type, state.autocast, enabled=state.autocast is not None):
+            state.output = state.network(state.sample.input)
         self.hooks.call("on_forward", state)
-        state.loss = state.criterion(state.output, state.sample.target)
+        with torch.autocast(device_type, state.autocast, enabled=state.autocast is not None):
+            state.loss = state.criterion(state.output, state.sample.target)
         self.hooks.call("on_forward_criterion", state)
         self._wait_for_device()
         if state.training:
@@ -374,6 +315,8 @@ class SGDEngine:
         criterion: Callable[..., Tensor],
         iterator: Iterable[Any],
         topk: tuple[int, ...] = (1, 5),
+        metrics: Mapping[str, Metric] | None = None,
+        autocast: torch.dtype | bool | None = None,
     ) -> TestResult:
         """Measure loss and class error in evaluation mode, without gradients.
 
@@ -385,29 +328,35 @@ class SGDEngine:
             criterion: Loss function or module.
             iterator: Iterable over batches, as for ``train()``.
             topk: Values of k for which the class error is measured.
+            metrics: Objects with ``reset()``, ``update(output, target)`` and ``compute()``, by name. On several ranks
+                they also have ``synchronize()``; :class:`SummedMetric` adds it to others. A ``ClassErrorMeter`` is one.
+            autocast: As for ``train()``.
 
         Returns:
-            The meters of loss and class error.
+            The meters of loss and class error, and the results of `metrics`.
 
         Raises:
-            ArgumentError: A batch has a wrong type, or `topk` is empty or contains a number below 1.
+            ArgumentError: A batch has a wrong type, `topk` is empty or contains a number below 1, or a metric would
+                measure the data of one rank only.
 
         Example:
             result = engine.test(network=net, criterion=nn.CrossEntropyLoss(), iterator=test_loader)
             print(result.loss.value(), result.error.value(1))
         """
-        state = State(network, criterion, iterator, training=False)
-        result = TestResult(AverageValueMeter(), ClassErrorMeter(topk))
+        state = State(network, criterion, iterator, training=False, autocast=autocast_dtype(autocast))
+        metrics = dict(sorted((metrics or {}).items()))  # the same order on all ranks
+        check_metrics(metrics, self._coordinator)
+        measurement = Measurement(topk, metrics)
         device_copy = self._move(state)
         with _evaluating(network), torch.no_grad(), Epoch(iterator, device_copy, self._prefetch) as epoch:
             self.hooks.call("on_start", state)
             while not state.stop and (sample := epoch.next()) is not None:
                 state.sample = sample
                 self._forward(state)
-                result.add(state)
+                measurement.add(state)
                 state.batch += 1
             self.hooks.call("on_end", state)
-        return self._total(result)
+        return measurement.result(self._coordinator.size)
 
     # --- overridden by the engine for many ranks -----------------------------------------------------------
 
@@ -425,14 +374,11 @@ class SGDEngine:
     def _synchronize(self, state: State) -> None:
         """Synchronize the gradients after the backward passes."""
 
-    def _apply(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
+    def _clip_norm(self, parameters: list[Tensor], limit: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, limit)
 
     def _end(self, state: State) -> None:
         """Clean up after training, unless training has failed."""
-
-    def _total(self, result: TestResult) -> TestResult:
-        return result
 
     def _pick_device(self, network: nn.Module) -> torch.device:
         if self._device is not None:
@@ -455,11 +401,12 @@ class SGDEngine:
             run.saver.wait()
         return run.state.stop
 
-    def _refuse_different_options(self, options: UpdateOptions) -> None:
+    def _refuse_different_options(self, **options: Any) -> None:
         everywhere = self._coordinator.gather(options)
         for rank, theirs in enumerate(everywhere):
-            if theirs != everywhere[0]:
-                raise ArgumentError(f"train(): rank 0 has {everywhere[0]}, but rank {rank} has {theirs}")
+            for name, value in everywhere[0].items():
+                if theirs[name] != value:
+                    raise ArgumentError(f"train(): {name} is {value} on rank 0, but {theirs[name]} on rank {rank}")
 
     def _refuse_empty_epoch(self, state: State) -> None:
         if self._coordinator.count(state.batch > 0) == 0:
@@ -469,10 +416,10 @@ class SGDEngine:
             )
 
     @contextmanager
-    def _running(self, run: TrainingRun) -> Iterator[TrainingRun]:
+    def _running(self, run: TrainingRun) -> Iterator[None]:
         self._run = run
         try:
-            yield run
+            yield
         finally:
             self._run = None
             run.close()

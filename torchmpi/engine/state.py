@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
+from .test_result import TestResult
 
 
 class Sample(NamedTuple):
@@ -66,11 +67,15 @@ class State:
         max_epochs: Number of epochs of the run.
         epoch: Current epoch, from 0.
         accumulate: Number of batches per update, on each rank.
-        t: Number of updates since the beginning of the run.
+        t: Number of updates since the beginning of the run, including those that a GradScaler has skipped.
         batch: Number of batches that this rank has processed in this epoch.
+        autocast: Data type of automatic mixed precision in network and criterion; None without it.
+        grad_norm: Norm of the averaged gradient before clipping, with ``clip_grad_norm``.
         sample: Current batch, or the last one of an update; None on a rank that has no batch for this update.
         output: Output of the network for `sample`.
         loss: Output of the criterion for `sample`. The backward pass starts from this tensor.
+        validation: Result of ``test()`` after the last epoch, with ``validate``.
+        best_epoch: Epoch with the best validation so far.
         stop: Ends the run after the current update or epoch, on all ranks, when one rank sets it.
 
     Example:
@@ -89,9 +94,13 @@ class State:
     accumulate: int = 1
     t: int = 0
     batch: int = 0
+    autocast: torch.dtype | None = None
+    grad_norm: Tensor | None = None
     sample: Sample | None = None
     output: Any = None
     loss: Tensor | None = None
+    validation: TestResult | None = None
+    best_epoch: int | None = None
     stop: bool = False
 
     @property

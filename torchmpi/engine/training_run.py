@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from .. import log
-from ..errors import CheckpointError
+from ..errors import ArgumentError, CheckpointError
 from ..nn import MPLinear
 from . import rng
 from .checkpoint import Content, Saved, Saver, Stateful, digest
 from .coordination import Coordinator
 from .data_loading import DeviceCopy, Epoch, iterator_state, load_iterator_state, map_tensors, num_batches
+from .early_stop import BestEpoch, EarlyStop
 from .meters import Meter
+from .metrics import Metric
 from .progressbar import ProgressBar
+from .scheduling import Schedule
 from .state import State
 from .updates import UpdateOptions
+
+
+class Validation:
+    """The validation after each epoch of a run."""
+
+    def __init__(self, batches: Iterable[Any], metrics: dict[str, Metric], stop_early: EarlyStop | None) -> None:
+        self.batches, self.metrics = batches, metrics
+        self.best = BestEpoch(stop_early)
+        self.metric = "loss" if stop_early is None else stop_early.metric
+        """Name of the metric that decides about the best epoch, and that a ReduceLROnPlateau gets."""
+        names = ["loss", "error", *metrics]
+        if self.metric not in names:
+            raise ArgumentError(f"stop_early: no metric {self.metric!r}; there are {', '.join(names)}")
 
 
 class TrainingRun:
@@ -28,11 +45,22 @@ class TrainingRun:
         self,
         state: State,
         options: UpdateOptions,
+        schedule: Schedule,
+        scaler: torch.amp.GradScaler | None,
+        validation: Validation | None,
         device_copy: DeviceCopy,
         bar: ProgressBar | None,
         coordinator: Coordinator,
     ) -> None:
-        self.state, self.options, self.device_copy = state, options, device_copy
+        self.state, self.options, self.schedule, self.scaler = state, options, schedule, scaler
+        self.validation, self.device_copy = validation, device_copy
+        arguments: dict[str, Stateful | None] = {
+            "scheduler=": schedule.scheduler,
+            "scaler=": scaler,
+            "validate=": None if validation is None else validation.best,
+        }
+        self.kept = {name: value for name, value in arguments.items() if value is not None}
+        """Arguments of ``train()`` whose state belongs into checkpoints."""
         self._bar, self._coordinator = bar, coordinator
         self.saver = Saver(coordinator)
         self.phase: Literal["between epochs", "between updates", "update", "epoch end"] = "between epochs"
@@ -81,7 +109,7 @@ class TrainingRun:
         if names != kept.keys():
             raise CheckpointError(
                 f"the checkpoint has the state of {sorted(names)}, but this engine keeps {sorted(kept)}: "
-                "give keep() and step_scheduler() the same objects as in the run that is resumed"
+                "give train(), keep() and step_scheduler() the same objects as in the run that is resumed"
             )
         _load_trees(state, saved.trees)
         own = self._own_state(saved, kept)
@@ -147,9 +175,9 @@ def _kept_state(name: str, value: Stateful, saved: Saved, rank: int) -> dict[str
 
 def _trees(state: State) -> dict[str, Any]:
     assert state.optimizer is not None
-    trees = {"network": state.network.state_dict(), "optimizer": state.optimizer.state_dict()}
+    trees = {"network": _module_tree(state.network), "optimizer": state.optimizer.state_dict()}
     if isinstance(state.criterion, nn.Module):
-        trees["criterion"] = state.criterion.state_dict()
+        trees["criterion"] = _module_tree(state.criterion)
     layers = dict(_sharded_layers(state))
 
     def whole(tensor: Tensor, name: str) -> Tensor:
@@ -171,14 +199,32 @@ def _load_trees(state: State, trees: dict[str, Any]) -> None:
     trees = map_tensors(part, trees)
     tree = "network"
     try:
-        state.network.load_state_dict(trees["network"])
+        _load_module(state.network, trees["network"])
         tree = "criterion"
         if isinstance(state.criterion, nn.Module):
-            state.criterion.load_state_dict(trees.get("criterion", {}))
+            _load_module(state.criterion, trees.get("criterion", {}))
         tree = "optimizer"
         state.optimizer.load_state_dict(trees["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"the checkpoint does not fit this {tree}: {error}") from error
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor in a module that is not compiled; ``torch.compile`` inserts a component.
+
+    >>> plain_name("0._orig_mod.weight")
+    '0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _module_tree(module: nn.Module) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in module.state_dict().items()}
+
+
+def _load_module(module: nn.Module, tree: dict[str, Any]) -> None:
+    names = {plain_name(name): name for name in module.state_dict()}
+    module.load_state_dict({names.get(name, name): value for name, value in tree.items()})
 
 
 def _sharded_layers(state: State) -> Iterator[tuple[str, MPLinear]]:
@@ -189,7 +235,7 @@ def _sharded_layers(state: State) -> Iterator[tuple[str, MPLinear]]:
         for name, module in root.named_modules(prefix=tree) if isinstance(root, nn.Module) else ():
             if isinstance(module, MPLinear):
                 layers[id(module.weight)] = module
-                yield f"{name}.weight", module
+                yield f"{plain_name(name)}.weight", module
     parameters = (parameter for group in state.optimizer.param_groups for parameter in group["params"])
     for index, parameter in enumerate(parameters):
         if id(parameter) in layers:

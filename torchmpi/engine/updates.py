@@ -1,19 +1,21 @@
-"""One update of the parameters from several batches: options, weights of the batches, and backward passes."""
+"""One update of the parameters from several batches: options, backward passes, clipping, and the optimizer's step."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, GradientError
 from ..nn import DistributedOptimizer
 from .state import Sample, State
 
 Weight = Literal["batch", "example"]
+ClipNorm = Callable[[list[Tensor], float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,21 +25,56 @@ class UpdateOptions:
     Args:
         accumulate: Number of batches per update, on each rank.
         weight: Whether batches or examples have equal weights in the average of the gradients.
+        clip_grad_norm: Largest norm of the averaged gradient.
+        clip_grad_value: Largest absolute value of an element of the averaged gradient.
+        autocast: Data type of automatic mixed precision.
+        has_scaler: Whether a GradScaler scales the loss.
     """
 
     accumulate: int = 1
     weight: Weight = "batch"
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    autocast: torch.dtype | None = None
+    has_scaler: bool = False
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ArgumentError(f"accumulate={self.accumulate}: expected a number of batches from 1")
         if self.weight not in ("batch", "example"):
             raise ArgumentError(f"weight={self.weight!r}: expected 'batch' or 'example'")
+        limits = {"clip_grad_norm": self.clip_grad_norm, "clip_grad_value": self.clip_grad_value}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        if len(given) > 1:
+            raise ArgumentError(f"{given}: give only one of them; a hook in on_backward can clip in addition")
+        if any(not limit > 0 for limit in given.values()):
+            raise ArgumentError(f"{given}: expected a number above 0, or None for no clipping")
+        if self.autocast is torch.float16 and not self.has_scaler:
+            raise ArgumentError(
+                "autocast=torch.float16 without scaler=: small gradients would become zero. Pass "
+                "scaler=torch.amp.GradScaler(device), with enabled=False for no scaling, or use torch.bfloat16."
+            )
 
     @property
     def weighs_ranks_equally(self) -> bool:
         """Whether every rank with a batch has the same weight in the average."""
         return self.accumulate == 1 and self.weight == "batch"
+
+
+def autocast_dtype(autocast: torch.dtype | bool | None) -> torch.dtype | None:
+    """Return the data type of an argument ``autocast=``.
+
+    >>> autocast_dtype(True)
+    torch.bfloat16
+    """
+    if autocast in (None, False):
+        return None
+    if autocast is True:
+        return torch.bfloat16
+    if autocast not in (torch.bfloat16, torch.float16):
+        raise ArgumentError(f"autocast={autocast!r}: expected torch.bfloat16, torch.float16, True (bfloat16) or None")
+    assert isinstance(autocast, torch.dtype)
+    return autocast
 
 
 def num_accumulated(optimizer: torch.optim.Optimizer | None, accumulate: int | None) -> int:
@@ -90,12 +127,15 @@ def trained_parameters(state: State) -> list[nn.Parameter]:
 class Update:
     """One update: its backward passes, and the factor that turns the sum of their gradients into the average.
 
-    A batch of weight w adds ``gradient * w / accumulate``. The ranks average these sums, and ``rescale()`` completes
-    the average over all batches. With full groups of equal weights there is nothing to rescale.
+    A batch of weight w adds ``gradient * w / accumulate``. The ranks average these sums, and ``complete()`` makes the
+    result the average over all batches. With full groups of equal weights there is nothing to do.
     """
 
-    def __init__(self, options: UpdateOptions) -> None:
-        self._options = options
+    def __init__(
+        self, options: UpdateOptions, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        self._options, self._optimizer, self._scaler = options, optimizer, scaler
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.num_batches = 0
         self.weight = 0
         """Sum of the weights of the batches of this rank."""
@@ -113,17 +153,52 @@ class Update:
         if weight == 0:
             return  # the mean over no examples is nan
         factor = weight / self._options.accumulate
-        (loss if factor == 1 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        loss = loss if factor == 1 else loss * factor
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def rescale(self, optimizer: torch.optim.Optimizer, total_weight: int, size: int) -> None:
-        """Complete the average, given the weights of all `size` ranks, after the ranks have averaged their sums."""
+    def complete(self, total_weight: int, size: int) -> None:
+        """Complete the average, given the weights of all `size` ranks, and undo the scaling of the losses.
+
+        The ranks have averaged their sums before. An infinite gradient of one rank is not finite on any rank then, so
+        that all scalers skip the same updates and keep the same scale.
+        """
         factor = size * self._options.accumulate / max(1, total_weight)
         if factor != 1:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        if self._scaler is not None:
+            if not self.weight:  # a scaler creates its scale at the first use
+                self._scaler.scale(torch.zeros((), device=self._parameters[0].device))
+            self._scaler.unscale_(self._optimizer)
+
+    def clip(self, clip_norm: ClipNorm) -> Tensor | None:
+        """Clip the gradients, which are equal on all ranks; return the norm before if there is a limit for it."""
+        limit = self._options.clip_grad_norm
+        if self._options.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(self._parameters, self._options.clip_grad_value)
+        if limit is None:
+            return None
+        norm = clip_norm(self._parameters, limit)
+        if self._scaler is None and not norm.isfinite():
+            raise GradientError(
+                f"clip_grad_norm={limit}: the norm of the averaged gradient is {norm.item()}, on all ranks, so the "
+                "update would make parameters nan. Use a smaller learning rate, or check the data of all ranks for nan."
+            )
+        return norm
+
+    def step(self) -> bool:
+        """Step the optimizer; return False if the scaler has skipped the step, on all ranks."""
+        if self._scaler is None:
+            self._optimizer.step()
+            return True
+        scale = self._scaler.get_scale()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= scale
 
 
 def _num_examples(sample: Sample) -> int:
