@@ -44,6 +44,9 @@ NAMES = {
     "batch_isend_irecv": "mpi.send_async and mpi.recv_async",
     "monitored_barrier": "mpi.barrier(), or torchmpi.distributed.monitored_barrier",
     "ReduceOp": "a string: op='sum', 'avg', 'prod', 'min', 'max', ...",
+    "DistributedSampler": "torchmpi.nn.DistributedSampler",
+    "SyncBatchNorm": "torchmpi.nn.SyncBatchNorm",
+    "clip_grad_norm_": "torchmpi.nn.clip_grad_norm_",
     "DistributedDataParallel": "torchmpi.nn.synchronize_parameters and torchmpi.nn.synchronize_gradients",
     # Horovod
     "init": "mpi.start()",
@@ -66,6 +69,7 @@ NAMES = {
     "cross_size": "mpi.num_nodes_in_communicator()",
     "add_process_set": "mpi.group(ranks)",
     "ProcessSet": "mpi.group(ranks)",
+    "remove_process_set": "the method free() of a communicator of mpi.group(ranks)",
     "Average": "op='avg'",
     "Sum": "op='sum'",
     "Product": "op='prod'",
@@ -118,7 +122,7 @@ NAMES = {
 """Attributes of other modules, and the replacement here."""
 
 _ROOT = "root="
-_COMM = "comm=, a communicator or the number of its level"
+_COMM = "comm=, a communicator, one of its groups, or the number of its level"
 _ASYNC = "{function}_async, which returns a handle"
 _IN_ORDER = "Omit it: calls are matched by their order."
 _TIMEOUT = "{function}_async(...).wait(timeout)"
