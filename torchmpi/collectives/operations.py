@@ -75,7 +75,7 @@ def allreduce(
         out: Tensor for the result; None to overwrite `tensor`.
         op: Reduction operation: ``sum``, ``avg``, ``prod``, ``min``, ``max``, ``band``, ``bor``, ``bxor``, ``land`` or
             ``lor``.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -142,7 +142,7 @@ def reduce(
         root: The rank that gets the result.
         out: Tensor for the result on the root; None to overwrite `tensor` there.
         op: Reduction operation, as for :func:`allreduce`.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -187,7 +187,7 @@ def broadcast(
         tensor: A tensor of the same shape and dtype on every rank, or a number.
         root: The rank whose values are copied.
         out: Tensor for the result; None to overwrite `tensor`.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -227,7 +227,7 @@ def allgather(
         tensor: A tensor, or a number. The length of dim 0 may differ between ranks; a 0-dim tensor counts as one
             element.
         out: Tensor for the result; None to allocate one.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -277,7 +277,7 @@ def gather(
         tensor: As for :func:`allgather`.
         root: The rank that gets the result.
         out: Tensor for the result on the root; None to allocate one.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -317,7 +317,7 @@ def scatter(
         tensor: The tensor to split on the root; None on the other ranks.
         root: The rank whose tensor is split.
         out: Tensor for this rank's part; None to allocate one.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -357,7 +357,7 @@ def reduce_scatter(
         tensor: A tensor of the same shape and dtype on every rank.
         out: Tensor for this rank's part; None to allocate one.
         op: Reduction operation, as for :func:`allreduce`.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -395,7 +395,7 @@ def alltoall(
     Args:
         tensor: The tensor to split, as by :func:`scatter`. The length of dim 0 may differ between ranks.
         out: Tensor for the result; None to allocate one.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -422,7 +422,7 @@ def barrier(comm: Comm = None, **_unknown: NoReturn) -> None:
     """Wait until every rank of the communicator has called this function.
 
     Args:
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
         MismatchError: The ranks made different calls; raised on all ranks.
@@ -525,7 +525,7 @@ def broadcast_object(value: _T | None, root: int = 0, *, comm: Comm = None, **_u
     Args:
         value: The object to send; ignored on ranks other than the root.
         root: The rank whose object is sent.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Returns:
         The root's object.
@@ -554,7 +554,7 @@ def allgather_object(value: _T, *, comm: Comm = None, **_unknown: NoReturn) -> l
 
     Args:
         value: This rank's object.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Returns:
         One object per rank.

@@ -61,7 +61,7 @@ def allreduce_async(
         tensor: As for the synchronous collective.
         out: Tensor for the result; None to overwrite `tensor`.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -127,7 +127,7 @@ def reduce_async(
         root: The rank that gets the result.
         out: Tensor for the result; None to overwrite `tensor`.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -170,7 +170,7 @@ def broadcast_async(
         tensor: As for the synchronous collective.
         root: The rank whose values are copied.
         out: Tensor for the result; None to overwrite `tensor`.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -210,7 +210,7 @@ def allgather_async(
     Args:
         tensor: As for the synchronous collective.
         out: Tensor for the result; None to allocate one.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -257,7 +257,7 @@ def gather_async(
         tensor: As for the synchronous collective.
         root: The rank that gets the result.
         out: Tensor for the result; None to allocate one.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -292,7 +292,7 @@ def scatter_async(
         tensor: The tensor to split on the root; None on the other ranks.
         root: The rank whose tensor is split.
         out: Tensor for the result; None to allocate one.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -327,7 +327,7 @@ def reduce_scatter_async(
         tensor: As for the synchronous collective.
         out: Tensor for the result; None to allocate one.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -360,7 +360,7 @@ def alltoall_async(
     Args:
         tensor: As for the synchronous collective.
         out: Tensor for the result; None to allocate one.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:

@@ -37,7 +37,7 @@ def send(tensor: torch.Tensor | complex | np.generic, dst: int, *, comm: Comm = 
     Args:
         tensor: The tensor or number to send.
         dst: The rank that receives it.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
         ArgumentError: The tensor cannot be sent, or `dst` is not another rank of the communicator.
@@ -65,7 +65,7 @@ def send_async(tensor: Value, dst: int, *, comm: Comm = None, **_unknown: NoRetu
     Args:
         tensor: The tensor or number to send.
         dst: The rank that receives it.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Returns:
         A handle.
@@ -92,7 +92,7 @@ def recv(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoReturn) ->
     Args:
         tensor: The tensor to receive into, of the shape and dtype that the sender uses; a number to receive a number.
         src: The rank that sends.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Returns:
         The tensor, or the received number.
@@ -124,7 +124,7 @@ def recv_async(tensor: Value, src: int, *, comm: Comm = None, **_unknown: NoRetu
     Args:
         tensor: As for :func:`recv`.
         src: The rank that sends.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Returns:
         A handle whose ``wait()`` returns the tensor or number.
@@ -151,7 +151,7 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
         tensor: The tensor or number to send; a tensor is overwritten by the received one.
         src: The rank to receive from.
         dst: The rank to send to.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Returns:
         The tensor, or the received number.
@@ -182,7 +182,7 @@ def sendreceive_async(tensor: Value, src: int, dst: int, *, comm: Comm = None, *
         tensor: As for :func:`sendreceive`.
         src: The rank to receive from.
         dst: The rank to send to.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Returns:
         A handle whose ``wait()`` returns the tensor or number.

@@ -163,7 +163,7 @@ def allreduce_many(
     Args:
         tensors: Tensors of any shapes, dtypes and devices; the same on every rank. No tensor may occur twice.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:
@@ -198,7 +198,7 @@ def allreduce_many_async(
     Args:
         tensors: As for :func:`allreduce_many`.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
     Returns:

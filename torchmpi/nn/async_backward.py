@@ -57,7 +57,7 @@ def register_async_backward(
             launches the reduction of the sum.
         bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
         average: Divide the sum by the number of ranks; False keeps the sum.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
         ArgumentError: `net` is not a module, is registered already, is inside :func:`~torchmpi.nn.join`, or has shards

@@ -27,7 +27,7 @@ class DistributedSampler(TorchSampler[T_co]):
         shuffle: Shuffle the data set, in the same way on all ranks.
         seed: The seed of the order; the same on all ranks.
         drop_last: Leave out samples instead of repeating some, so that the parts have the same length.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
         NotStartedError: torchmpi is not started, and `num_replicas` or `rank` is None.

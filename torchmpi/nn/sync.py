@@ -39,7 +39,7 @@ def synchronize_parameters(net: Net, with_allreduce: bool = False, *, comm: Comm
         net: A module or an iterable of tensors.
         with_allreduce: Average floating-point tensors. Integer tensors (such as the batch counter of batch norm) are
             still copied from rank 0, since their average is not an integer.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
         ReplicaError: The nets differ in names, shapes or dtypes; raised on all ranks before anything is sent.
@@ -105,7 +105,7 @@ def synchronize_gradients(
         net: A module or an iterable of parameters.
         average: Divide the sum by the number of ranks; False keeps the sum.
         bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
-        comm: The communicator: None for the current one, a level, or a Communicator.
+        comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
         GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
