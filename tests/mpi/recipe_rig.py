@@ -387,16 +387,22 @@ def train_with_engine(recipe: Recipe, *, asynchronous: bool = False) -> Net:
     """The same by ``AllReduceSGDEngine.train()``."""
     net, optimizer = recipe.make()
     share = Shared(recipe, net, optimizer).share
-    batches = [tuple(map(share, recipe.batch(index))) for index in range(STEPS * recipe.passes)]
     engine = AllReduceSGDEngine(use_gpu=False, asynchronous=asynchronous, progress=False)
-    if recipe.clip:
-        engine.hooks.on_backward.append(lambda state: clip(state.network))
-    if recipe.scheduler:
-        engine.step_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), when="on_update")
     if recipe.late is not None:
         late = recipe.late
         engine.hooks.on_update.append(lambda state: late(net, optimizer) if state.t == LATE else None)
-    engine.train(network=net, criterion=cross_entropy, iterator=batches, optimizer=optimizer, accumulate=recipe.passes)
+    engine.train(
+        network=torch.compile(net, backend="aot_eager") if recipe.compiled else net,
+        criterion=cross_entropy,
+        iterator=[tuple(map(share, recipe.batch(index))) for index in range(STEPS * recipe.passes)],
+        optimizer=optimizer,
+        accumulate=recipe.passes,
+        clip_grad_norm=MAX_NORM if recipe.clip else None,
+        scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if recipe.scheduler else None,
+        scheduler_step="step",
+        autocast=recipe.autocast,
+        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10) if recipe.scaler else None,
+    )
     return net
 
 

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.errors import GradientError
+from torchmpi.engine import AllReduceSGDEngine
+from torchmpi.errors import ArgumentError, GradientError
 
 pytestmark = [pytest.mark.usefixtures("world", "default_group"), pytest.mark.once]
 
@@ -72,10 +73,7 @@ RECIPES = {
     "penalty, accumulate, clip": Recipe(penalty=True, passes=2, clip="torch"),
     "compiled": Recipe(compiled=True),
 }
-OF_ENGINE = [
-    name for name, recipe in RECIPES.items()
-    if recipe.set_to_none and not (recipe.autocast or recipe.penalty or recipe.scaler or recipe.compiled)
-]  # fmt: skip
+OF_ENGINE = [name for name, recipe in RECIPES.items() if recipe.set_to_none and not recipe.penalty]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -188,6 +186,24 @@ def test_clipping_gradients_of_one_rank_is_refused(agree):
         )
 
 
+# --- refused by the engine -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda net: torch.optim.LBFGS(net.parameters()), "LBFGS"),
+        (lambda net: [torch.optim.SGD(net.parameters(), lr=0.1)], "list"),
+    ],
+    ids=["closure", "two optimizers"],
+)
+def test_optimizers_that_the_engine_cannot_step_are_refused(agree, make, words):
+    net, _ = Recipe().make()
+    engine = AllReduceSGDEngine(use_gpu=False, progress=False)
+    refused = partial(engine.train, network=net, criterion=nn.CrossEntropyLoss(), iterator=[], optimizer=make(net))
+    agree.raises(ArgumentError, refused, words)
+
+
 # --- model parallelism -----------------------------------------------------------------------------------
 
 
@@ -209,13 +225,13 @@ PARALLEL_RECIPES = {
 }
 
 
-@pytest.mark.parametrize("interface", [name for name in INTERFACES if name != "ddp"])
+@pytest.mark.parametrize("interface", ["sync", "hooks", "optimizer", "optimizer hooks", "engine"])
 @pytest.mark.parametrize("name", PARALLEL_RECIPES)
 def test_model_parallel_recipe(agree, shards, name, interface):
     recipe = PARALLEL_RECIPES[name]
     width, level = shards
     sharded = replace(recipe, net=partial(Parallel, partial(mpinn.MPLinear, comm=level)), width=width)
-    net = train(sharded, INTERFACES[interface])
+    net = train_with_engine(sharded) if interface == "engine" else train(sharded, INTERFACES[interface])
     check_equal(agree, net, whole(recipe), recipe.make()[0], recipe.tolerance)
 
 
