@@ -50,6 +50,29 @@ def test_an_exception_ends_the_job_with_one_traceback(job):
     assert re.match("torchmpi: The lines below are from .*(mpirun|mpiexec)", last), result.output
 
 
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=once)])
+def test_different_numbers_of_calls_of_a_closure_name_the_closure(job, asynchronous):
+    """Rank 0 sees no progress, and ends its step after two calls."""
+    code = f"""
+import torchmpi.nn as mpinn
+net = torch.nn.Linear(3, 1)
+mpinn.synchronize_parameters(net)
+if {asynchronous}:
+    mpinn.register_async_backward(net)
+synchronize = mpinn.synchronize_gradients_async if {asynchronous} else mpinn.synchronize_gradients
+optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4)
+losses = iter([5.0, 5.0] if rank == 0 else [5.0, 4.0, 3.0, 2.0])
+def closure():
+    optimizer.zero_grad()
+    net(torch.ones(2, 3)).square().sum().backward()
+    synchronize(net)
+    return next(losses)
+optimizer.step(closure)
+"""
+    result = failing(job, code, n=2)
+    assert re.search(r"MismatchError: .*closure.* must return the loss averaged over the ranks", result.stderr), result.output
+
+
 @once
 def test_an_exception_hook_of_the_program_is_called(job):
     """Its output is part of the report."""

@@ -390,5 +390,23 @@ def mismatch_message(name: str, calls: Mapping[int, str], left: Mapping[int, str
     return (
         f"The ranks of communicator {name} made different calls: {listing}. All ranks must make the same calls in the "
         "same order, with the same shape, dtype, operation and root: look for a call under `if rank == ...`, or for a "
-        "rank that ran out of data (torchmpi.nn.join)."
+        f"rank that ran out of data (torchmpi.nn.join).{_closure_hint()}"
     )
+
+
+def _closure_hint() -> str:
+    """Return the usual reason for differing calls if the current call is made by a closure of an optimizer.
+
+    >>> _closure_hint()
+    ''
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "step" and callable(frame.f_locals.get("closure")):
+            name = type(frame.f_locals.get("self")).__name__
+            return (
+                f" The call of this rank was made by the closure of {name}.step(): an optimizer that calls its closure "
+                "several times decides by the loss how often, so it must return the loss averaged over the ranks, as the step() of a torchmpi.nn.DistributedOptimizer does."
+            )
+    return ""

@@ -30,6 +30,7 @@ from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of
 from .buckets import SeatedBucket
 from .channel import close_private, default_bucket_bytes, open_private
+from .closures import note_synchronization
 from .gradient_reduction import GradientReduction
 from .gradients import GradientList, Presence
 from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
@@ -207,6 +208,8 @@ class AsyncBackward(Attachment):
                 "next backward."
             )
         self.is_synchronized = True
+        if not self.is_inside_join:
+            note_synchronization(self.comm)
         return True
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from .agreement import check_same_layout
 from .blocksequential import BlockSequential, gradient_buckets_of, parameter_blocks_of
 from .buckets import CopiedBucket, SeatedBucket
 from .channel import default_bucket_bytes
+from .closures import note_synchronization
 from .gradient_reduction import GradientReduction
 from .gradients import GradientList, shared_gradients
 from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
@@ -140,6 +141,8 @@ def synchronize_gradients(
     reduce_gradients(replica, reduction, bucket_bytes, communicator)
     for part, holders in parts:
         reduce_gradients(part, GradientReduction(holders.size, holders.size), bucket_bytes, holders)
+    if join_state is None:
+        note_synchronization(communicator)
 
 
 @torch.no_grad()
