@@ -407,6 +407,7 @@ def _closure_hint() -> str:
             name = type(frame.f_locals.get("self")).__name__
             return (
                 f" The call of this rank was made by the closure of {name}.step(): an optimizer that calls its closure "
-                "several times decides by the loss how often, so it must return the loss averaged over the ranks, as the step() of a torchmpi.nn.DistributedOptimizer does."
+                "several times decides by the loss how often, which must return the loss averaged over the "
+                "ranks, as the step() of a torchmpi.nn.DistributedOptimizer does."
             )
     return ""

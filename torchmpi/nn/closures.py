@@ -11,8 +11,8 @@ from ..communicators.communicator import Communicator
 from ..errors import GradientError, MismatchError
 
 REMEDY = (
-    "An optimizer such as LBFGS decides by the loss how often it calls its closure, which must return the loss averaged "
-    'over the ranks: mpi.allreduce(loss.detach().clone(), op="avg"). The step() of a DistributedOptimizer averages it.'
+    "An optimizer such as LBFGS decides by the loss how often it calls its closure, which must return the loss "
+    'averaged over the ranks: mpi.allreduce(loss.detach().clone(), op="avg"). The step() of a DistributedOptimizer averages it.'
 )
 
 
