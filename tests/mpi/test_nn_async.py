@@ -321,6 +321,77 @@ def test_flush_sends_what_has_been_accumulated(agree):
     agree.equal(net.weight.grad, mean())
 
 
+def accumulate(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Two passes that only accumulate, and one that synchronizes."""
+    with mpinn.no_sync(net):
+        for _ in range(2):
+            net(rank_plus_one()).backward()
+            if optimizer is None:
+                assert not mpinn.synchronize_gradients_async(net)
+    net(rank_plus_one()).backward()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_no_sync_accumulates(agree, set_to_none):
+    net = linear()
+    with registered(net):
+        for _ in range(2):
+            net.zero_grad(set_to_none=set_to_none)
+            accumulate(net)
+            agree(mpinn.synchronize_gradients_async(net))
+            agree.close(net.weight.grad, 3 * mean())
+
+
+def test_no_sync_does_not_communicate(agree):
+    net = linear()
+    with registered(net):
+        with mpinn.no_sync(net):
+            if mpi.rank() == 0:  # would wait for the others
+                net(rank_plus_one()).backward()
+        agree.equal(net.weight.grad, rank_plus_one() if mpi.rank() == 0 else None)
+        mpinn.synchronize_gradients_async(net)
+        agree.close(net.weight.grad, x(1 / mpi.size()))
+
+
+def test_no_sync_with_the_optimizer(agree):
+    net = linear()
+    optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net)
+    accumulate(net, optimizer)
+    with mpinn.no_sync(net):
+        for refused in (optimizer.step, optimizer.synchronize, lambda: mpinn.clip_grad_norm_(net, 1.0)):
+            with pytest.raises(ArgumentError, match="after the block"):
+                refused()
+    optimizer.step()
+    agree.close(net.weight.detach(), 1 - 3 * mean())
+
+
+def test_no_sync_after_the_pass_that_synchronizes_is_an_error(agree):
+    net = linear()
+    with registered(net):
+        net(rank_plus_one()).backward()
+        with mpinn.no_sync(net), pytest.raises(GradientError, match="received gradient number 2"):
+            net(rank_plus_one()).backward()
+        with pytest.raises(GradientError, match="received gradient number 2"):
+            mpinn.synchronize_gradients_async(net)
+
+
+def test_a_step_after_no_sync_is_refused(agree):
+    net = linear()
+    with registered(net):
+        with mpinn.no_sync(net):
+            net(rank_plus_one()).backward()
+        with pytest.raises(GradientError, match="not synchronized"):
+            torch.optim.SGD(net.parameters(), lr=1.0).step()
+
+
+def test_no_sync_of_another_net_has_no_effect(agree):
+    net = linear()
+    with mpinn.no_sync(net):
+        net(rank_plus_one()).backward()
+    mpinn.synchronize_gradients(net)
+    agree.equal(net.weight.grad, mean())
+
+
 # --- misuse and failures ---------------------------------------------------------------------------------
 
 

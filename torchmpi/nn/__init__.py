@@ -1,6 +1,11 @@
 """Data-parallel and model-parallel training of ``torch.nn`` modules."""
 
-from .async_backward import register_async_backward, synchronize_gradients_async, unregister_async_backward
+from .async_backward import (
+    no_sync,
+    register_async_backward,
+    synchronize_gradients_async,
+    unregister_async_backward,
+)
 from .blocksequential import BlockSequential
 from .clipping import clip_grad_norm_, clip_grad_value_
 from .join import join
@@ -23,6 +28,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "join",
+    "no_sync",
     "register_async_backward",
     "set_sharded",
     "sharding_of",

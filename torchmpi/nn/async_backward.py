@@ -31,7 +31,7 @@ from .blocksequential import gradient_buckets_of
 from .buckets import SeatedBucket
 from .channel import close_private, default_bucket_bytes, open_private
 from .closures import note_synchronization
-from .gradient_reduction import GradientReduction
+from .gradient_reduction import Compression, GradientReduction, wire_dtype
 from .gradients import GradientList, Presence
 from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
 from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
@@ -44,6 +44,7 @@ def register_async_backward(
     bucket_bytes: int | None = None,
     *,
     average: bool = True,
+    compression: Compression | None = None,
     comm: Comm = None,
 ) -> None:
     """Reduce the gradients of `net` during every backward, as soon as they are computed. Collective.
@@ -58,6 +59,7 @@ def register_async_backward(
             launches the reduction of the sum.
         bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
         average: Divide the sum by the number of ranks; False keeps the sum.
+        compression: Send wider values as ``"fp16"`` or ``"bf16"``, which are added in float32. The same on all ranks.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
@@ -82,7 +84,12 @@ def register_async_backward(
     refuse_inside_join(net, "register_async_backward")
     bucket_bytes = default_bucket_bytes(bucket_bytes)
     backward = AsyncBackward(
-        net, sync_gradient_frequency, bucket_bytes, average=average, comm=runtime.communicator(comm)
+        net,
+        sync_gradient_frequency,
+        bucket_bytes,
+        average=average,
+        compression=compression,
+        comm=runtime.communicator(comm),
     )
     attach(net, ASYNC_BACKWARD, backward)
 
@@ -130,6 +137,39 @@ def synchronize_gradients_async(net: nn.Module, *, flush: bool = False) -> bool:
     return _registered(net, "synchronize_gradients_async").finish(flush=flush)
 
 
+@contextmanager
+def no_sync(net: nn.Module) -> Iterator[None]:
+    """Context manager in which backward passes accumulate gradients without synchronizing them.
+
+    The first backward pass after the block reduces the sum over all passes, as with ``no_sync`` of
+    ``DistributedDataParallel``. ``synchronize_gradients_async`` returns False inside the block.
+
+    Args:
+        net: A module registered with :func:`register_async_backward`, or that of a ``DistributedOptimizer``. For other
+            nets the block has no effect, since their backward passes do not communicate.
+
+    Raises:
+        ArgumentError: A ``DistributedOptimizer`` steps, or gradients are clipped or flushed, inside the block.
+
+    Example:
+        with mpinn.no_sync(model):
+            for x, y in micro_batches[:-1]:
+                criterion(model(x), y).backward()
+        x, y = micro_batches[-1]
+        criterion(model(x), y).backward()
+        mpinn.synchronize_gradients_async(model)
+    """
+    backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
+    if backward is None:
+        yield
+        return
+    was_paused, backward.is_paused = backward.is_paused, True
+    try:
+        yield
+    finally:
+        backward.is_paused = was_paused
+
+
 def _registered(net: nn.Module, call: str) -> AsyncBackward:
     backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
     if backward is None:
@@ -148,7 +188,17 @@ class _Part(NamedTuple):
 class AsyncBackward(Attachment):
     """The hooks and buckets of one net, and the reductions in flight."""
 
-    def __init__(self, net: nn.Module, frequency: int, bucket_bytes: int, *, average: bool, comm: Communicator) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        frequency: int,
+        bucket_bytes: int,
+        *,
+        average: bool,
+        compression: Compression | None,
+        comm: Communicator,
+    ) -> None:
+        self._compression, self._wire = compression, wire_dtype(compression)
         replica = Replica(net)
         parts = [(replica, comm), *replica.shard_parts(comm, average=average)]
         for part, holders in parts:
@@ -167,6 +217,8 @@ class AsyncBackward(Attachment):
             for index, bucket in enumerate(self.buckets)
             for position, parameter in enumerate(bucket.parameters)
         }
+        self.is_paused = False
+        """Whether backward passes only accumulate."""
         self.is_synchronized = False
         """Whether a round has ended since the last step of a DistributedOptimizer, which sets this to False."""
         self._lock = threading.Lock()  # hooks run on the threads of autograd
@@ -196,6 +248,13 @@ class AsyncBackward(Attachment):
 
     def finish(self, *, flush: bool = False, shadowed: JoinRound | None = None) -> bool:
         """Reduce the remaining buckets, wait for all, and set the gradients of the parameters."""
+        if self.is_paused and shadowed is None:
+            if flush:
+                raise ArgumentError(
+                    f"rank {self.comm.rank}: gradients are not synchronized inside no_sync(net). Call step(), "
+                    "synchronize(), clip_grad_norm_() or synchronize_gradients_async(net, flush=True) after the block."
+                )
+            return False
         is_due = self.frequency == 1 or max(self._counts, default=0) >= self.frequency
         if not (is_due or flush or self._failed()):
             return False
@@ -248,14 +307,16 @@ class AsyncBackward(Attachment):
         with self._lock:
             if AutogradRun.current() not in self._runs:
                 self._begin_run()
-            self._counts[slot] += 1
-            if self._counts[slot] > self.frequency:
+            number = self._counts[slot] + 1
+            if number > self.frequency:
                 self._fail(
                     f"parameter {Replica(self.net).name(parameter)!r} received gradient number "
-                    f"{self._counts[slot]} since the last synchronisation, more than the frequency of "
+                    f"{number} since the last synchronisation, more than the frequency of "
                     f"{self.frequency} it was registered with. Call synchronize_gradients_async(net) after "
                     "each backward, or register with a higher sync_gradient_frequency"
                 )
+            if not self.is_paused:
+                self._counts[slot] = number
             position_of = self._positions.get(id(parameter))
             if position_of is None:  # sparse: gathered at the end
                 gradient = parameter.grad
@@ -268,7 +329,7 @@ class AsyncBackward(Attachment):
                 order.enter(parameter)
             gradient = self.buckets[index].seat(position)
             self._seen[slot], self._versions[slot] = gradient, gradient._version
-            if self._counts[slot] == self.frequency:
+            if self._counts[slot] == self.frequency and not self.is_paused:
                 self._num_missing[index] -= 1
                 if self._num_missing[index] == 0:
                     self._launch_complete()
@@ -302,8 +363,8 @@ class AsyncBackward(Attachment):
         size = self.comm.size
         join_state: JoinState | None = attached(self.net, JOIN_STATE)
         if join_state is None:
-            return GradientReduction(size if self.average else 1, size)
-        call = shadowed or join_state.announce_active(HOOKS, self.average, self.bucket_bytes)
+            return GradientReduction(size if self.average else 1, size, self._wire)
+        call = shadowed or join_state.announce_active(HOOKS, self.average, self.bucket_bytes, self._compression)
         return join_state.reduction(call)
 
     def _launch(self, reduction: GradientReduction) -> None:
@@ -320,8 +381,7 @@ class AsyncBackward(Attachment):
 
     def _of_part(self, part: _Part, reduction: GradientReduction) -> GradientReduction:
         """Return the reduction of a part, where `reduction` is that of the replicated parameters."""
-        size = part.comm.size
-        return reduction if part.comm is self.comm else GradientReduction(size, size)
+        return reduction if part.comm is self.comm else reduction.average_over(part.comm.size)
 
     @contextmanager
     def _reporting_later(self) -> Iterator[None]:

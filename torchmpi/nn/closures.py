@@ -12,7 +12,8 @@ from ..errors import GradientError, MismatchError
 
 REMEDY = (
     "An optimizer such as LBFGS decides by the loss how often it calls its closure, which must return the loss "
-    'averaged over the ranks: mpi.allreduce(loss.detach().clone(), op="avg"). The step() of a DistributedOptimizer averages it.'
+    'averaged over the ranks: mpi.allreduce(loss.detach().clone(), op="avg"). A DistributedOptimizer '
+    "averages it in step()."
 )
 
 

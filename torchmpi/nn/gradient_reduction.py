@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,21 +13,28 @@ from .. import collectives
 from ..collectives import tensor_lists
 from ..communicators.communicator import Communicator
 from ..config import Operation
+from ..errors import ArgumentError
 from ..tensors import sparse, streams
 
 
 class GradientReduction(NamedTuple):
     """A sum over `size` ranks, divided by `divisor`.
 
-    A divisor of 1 gives the sum, `size` the average, and a smaller number the average over some ranks.
+    A divisor of 1 gives the sum, `size` the average, and a smaller number the average over some ranks. With `wire`, a
+    16-bit dtype, wider values are sent in that dtype.
     """
 
     divisor: int
     size: int
+    wire: torch.dtype | None = None
+
+    def average_over(self, size: int) -> GradientReduction:
+        """Return the average over all ranks of another communicator, sent in the same dtype."""
+        return GradientReduction(size, size, self.wire)
 
     def run(self, flat: Tensor, comm: Communicator) -> None:
         """Reduce `flat` in place."""
-        if self.divisor in (self.size, 1):
+        if self.divisor in (self.size, 1) and self.wire is None:
             collectives.allreduce(flat, op="avg" if self.divisor == self.size else "sum", comm=comm)
         else:
             self.start(flat, comm)()
@@ -49,18 +56,22 @@ class GradientReduction(NamedTuple):
 
     def start(self, flat: Tensor, comm: Communicator) -> Callable[[], object]:
         """Launch the reduction of `flat` in place and return the function that finishes it."""
-        if self.divisor in (self.size, 1):
-            op: Operation = "avg" if self.divisor == self.size else "sum"
+        is_compressed = self.wire is not None and flat.is_floating_point() and flat.element_size() > 2
+        is_complete = self.divisor in (self.size, 1)
+        op: Operation = "avg" if self.divisor == self.size else "sum"
+        if is_complete and not is_compressed:
             return collectives.allreduce_async(flat, op=op, comm=comm).wait
-        total = _widened(flat)
-        handle = collectives.allreduce_async(total, op="sum", comm=comm)
+        total = flat.to(self.wire) if is_compressed else _widened(flat)
+        handle = collectives.allreduce_async(total, op=op, comm=comm)
 
         def finish() -> None:
             handle.wait()
             streams.use_here(total)  # possibly allocated on the stream of a hook
-            torch.div(total, self.divisor, out=total)
-            if total is not flat:
-                flat.copy_(total)
+            result = flat.copy_(total) if is_compressed else total
+            if not is_complete:
+                torch.div(result, self.divisor, out=result)
+            if result is not flat:
+                flat.copy_(result)
 
         return finish
 
@@ -79,6 +90,17 @@ class GradientReduction(NamedTuple):
         gather = partial(collectives.allgather, comm=comm)
         total = sparse.total(indices, values, parameter.shape, gather, divisor=self.divisor)
         parameter.grad = total.coalesce()
+
+
+_WIRES = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
+Compression = Literal["fp16", "bf16"]
+
+
+def wire_dtype(compression: Compression | None) -> torch.dtype | None:
+    """Return the dtype in which gradients are sent; None for their own."""
+    if compression not in _WIRES:
+        raise ArgumentError(f"compression={compression!r} is not one of None, 'fp16', 'bf16'.")
+    return _WIRES[compression]
 
 
 def _widened(tensor: Tensor) -> Tensor:

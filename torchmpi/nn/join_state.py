@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,12 +10,13 @@ import torch
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, MismatchError
-from .gradient_reduction import GradientReduction
+from .gradient_reduction import Compression, GradientReduction, wire_dtype
 from .replica import Attachment, Net, attached
 
 JOIN_STATE = "torchmpi_join"
 DIRECT, HOOKS = 1, 2
 """The two kinds of synchronization: synchronize_gradients, and the asynchronous backward."""
+_COMPRESSIONS: Sequence[Compression | None] = (None, "fp16", "bf16")
 _DIVISORS = ("active", "size")
 
 
@@ -24,6 +26,7 @@ class JoinRound(NamedTuple):
     kind: int
     average: bool
     bucket_bytes: int
+    compression: Compression | None
     num_active: int
 
 
@@ -38,23 +41,25 @@ class JoinState(Attachment):
         self.num_rounds = 0
         """Rounds in which this rank had data."""
 
-    def announce_active(self, kind: int, average: bool, bucket_bytes: int) -> JoinRound:
+    def announce_active(
+        self, kind: int, average: bool, bucket_bytes: int, compression: Compression | None
+    ) -> JoinRound:
         """Announce a synchronization of this rank, which has data."""
         self.num_rounds += 1
-        joint = self._exchange([1, kind, int(average), bucket_bytes])
+        joint = self._exchange([1, kind, int(average), bucket_bytes, _COMPRESSIONS.index(compression)])
         assert joint is not None  # this rank is active
         return joint
 
     def announce_finished(self) -> JoinRound | None:
         """Announce that this rank has no more data; return the round to take part in, or None if no rank has data."""
-        return self._exchange([0, 0, 0, 0])
+        return self._exchange([0, 0, 0, 0, 0])
 
     def reduction(self, joint: JoinRound) -> GradientReduction:
         """Return the reduction of the gradients in a round."""
-        size = self.comm.size
+        size, wire = self.comm.size, wire_dtype(joint.compression)
         if not joint.average:
-            return GradientReduction(1, size)
-        return GradientReduction(joint.num_active if self.divide_by == "active" else size, size)
+            return GradientReduction(1, size, wire)
+        return GradientReduction(joint.num_active if self.divide_by == "active" else size, size, wire)
 
     def _exchange(self, announcement: list[int]) -> JoinRound | None:
         announcements = collectives.allgather(torch.tensor([announcement]), comm=self.comm).tolist()
@@ -64,13 +69,13 @@ class JoinState(Attachment):
         if len(set(calls.values())) > 1:
             text = "; ".join(f"rank {rank}: {_describe(*options)}" for rank, options in calls.items())
             raise MismatchError(f"rank {self.comm.rank}: the ranks differ in their calls inside join: {text}.")
-        kind, average, bucket_bytes = next(iter(calls.values()))
-        return JoinRound(kind, bool(average), bucket_bytes, len(calls))
+        kind, average, bucket_bytes, compression = next(iter(calls.values()))
+        return JoinRound(kind, bool(average), bucket_bytes, _COMPRESSIONS[compression], len(calls))
 
 
-def _describe(kind: int, average: int, bucket_bytes: int) -> str:
+def _describe(kind: int, average: int, bucket_bytes: int, compression: int) -> str:
     name = "synchronize_gradients" if kind == DIRECT else "synchronize_gradients_async"
-    return f"{name}(average={bool(average)}, bucket_bytes={bucket_bytes})"
+    return f"{name}(average={bool(average)}, bucket_bytes={bucket_bytes}, compression={_COMPRESSIONS[compression]!r})"
 
 
 def refuse_inside_join(net: Net, call: str) -> None:

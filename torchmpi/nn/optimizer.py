@@ -15,6 +15,7 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
 from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
+from .gradient_reduction import Compression, wire_dtype
 from .replica import attached
 from .sync import ASYNC_BACKWARD, synchronize_gradients
 
@@ -33,6 +34,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``mpinn.unregister_async_backward(model)`` reverts the registration.
         backward_passes_per_step: With `asynchronous`, number of backward passes whose gradients are accumulated. Their
             sum is not divided by this number: divide each loss, as without the wrapper.
+        compression: As for ``synchronize_gradients``.
         comm: Communicator, group or level; default: the current communicator.
 
     Raises:
@@ -62,6 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         average: bool = True,
         asynchronous: bool = True,
         backward_passes_per_step: int = 1,
+        compression: Compression | None = None,
         comm: Comm = None,
     ) -> None:
         # Optimizer.__init__ is deliberately not called: it would create a second state, besides that of `opt`.
@@ -69,12 +72,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = opt
         self.backward_passes_per_step = backward_passes_per_step
         self._model, self._average, self._asynchronous = model, average, asynchronous
-        self._comm = runtime.communicator(comm)
+        self._comm, self._compression = runtime.communicator(comm), compression
+        wire_dtype(compression)
         self._is_reduced = False  # without asynchronous hooks
         self._backward_watch: Any = None
         self._skips = False
         if asynchronous:
-            register_async_backward(model, backward_passes_per_step, average=average, comm=self._comm)
+            register_async_backward(
+                model, backward_passes_per_step, average=average, compression=compression, comm=self._comm
+            )
 
     def synchronize(self) -> None:
         """Average the gradients, so that they can be clipped or unscaled; the next ``step()`` does not average again.
@@ -99,7 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._asynchronous:
             synchronize_gradients_async(self._model, flush=True)
         else:
-            synchronize_gradients(self._model, self._average, comm=self._comm)
+            synchronize_gradients(self._model, self._average, compression=self._compression, comm=self._comm)
 
     @property
     def _is_synchronized(self) -> bool:

@@ -21,7 +21,7 @@ from .blocksequential import BlockSequential, gradient_buckets_of, parameter_blo
 from .buckets import CopiedBucket, SeatedBucket
 from .channel import default_bucket_bytes
 from .closures import note_synchronization
-from .gradient_reduction import GradientReduction
+from .gradient_reduction import Compression, GradientReduction, wire_dtype
 from .gradients import GradientList, shared_gradients
 from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
 from .replica import Net, Replica, attached
@@ -91,7 +91,12 @@ def _finish(finishers: Iterable[Callable[[], object]]) -> None:
 
 @torch.no_grad()
 def synchronize_gradients(
-    net: Net, average: bool = True, *, bucket_bytes: int | None = None, comm: Comm = None
+    net: Net,
+    average: bool = True,
+    *,
+    bucket_bytes: int | None = None,
+    compression: Compression | None = None,
+    comm: Comm = None,
 ) -> None:
     """Replace each ``.grad`` by its average over the ranks.
 
@@ -106,6 +111,7 @@ def synchronize_gradients(
         net: A module or an iterable of parameters.
         average: Divide the sum by the number of ranks; False keeps the sum.
         bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
+        compression: Send wider values as ``"fp16"`` or ``"bf16"``, which are added in float32. The same on all ranks.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
@@ -125,7 +131,7 @@ def synchronize_gradients(
         )
     communicator = runtime.communicator(comm)
     size = communicator.intra.size
-    reduction = GradientReduction(size if average else 1, size)
+    reduction = GradientReduction(size if average else 1, size, wire_dtype(compression))
     join_state = attached(net, JOIN_STATE)
     if join_state is not None:
         if join_state.comm is not communicator:
@@ -134,13 +140,13 @@ def synchronize_gradients(
                 "Give join() and the calls inside it the same comm."
             )
         reduction = join_state.reduction(
-            join_state.announce_active(DIRECT, average, default_bucket_bytes(bucket_bytes))
+            join_state.announce_active(DIRECT, average, default_bucket_bytes(bucket_bytes), compression)
         )
     replica = Replica(net)
     parts = replica.shard_parts(communicator, average=average)
     reduce_gradients(replica, reduction, bucket_bytes, communicator)
     for part, holders in parts:
-        reduce_gradients(part, GradientReduction(holders.size, holders.size), bucket_bytes, holders)
+        reduce_gradients(part, reduction.average_over(holders.size), bucket_bytes, holders)
     if join_state is None:
         note_synchronization(communicator)
 
@@ -177,7 +183,8 @@ def reduce_gradients(
         if isinstance(module, BlockSequential):
             blocks, dense = _blocks_and_rest(replica, presence.dense)
             break
-    if not is_within_host or not _reduce_within_host(blocks, dense, reduction, comm):
+    in_place = is_within_host and reduction.wire is None
+    if not in_place or not _reduce_within_host(blocks, dense, reduction, comm):
         _reduce_in_buckets(blocks, dense, reduction, default_bucket_bytes(bucket_bytes), comm)
     for parameter in presence.sparse:
         reduction.run_sparse(parameter, comm)
