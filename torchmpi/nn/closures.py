@@ -40,13 +40,13 @@ def note_synchronization(comm: Communicator) -> None:
 
 
 def _forget(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    _latest.count = 0
+    _latest.comm, _latest.count = None, 0
 
 
 def _compare(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Raise on all ranks unless they have called the closure equally often, and LBFGS has found the same loss."""
     comm, count = _latest.comm, _latest.count
-    _latest.count = 0
+    _latest.comm, _latest.count = None, 0
     if comm is None or not count or (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
         return
     loss = 0.0
