@@ -31,7 +31,7 @@ class KernelSet(NamedTuple):
     """The names of the kernels, by the file into which they are compiled: ranks of a host compile different files."""
     description: str
     seconds: int
-    """Expected duration of the compilation on an idle core."""
+    """Expected duration of the compilation of all parts by one rank on an idle core."""
     fast_paths: Mapping[str, FastPathKernel] = MappingProxyType({})
 
     @property
@@ -49,7 +49,7 @@ SETS = {
             ("broadcast", "allgather", "alltoall", "offer", "take", "scatter"),
         ),
         "shared-memory kernels",
-        10,
+        8,
         {
             "allreduce": FastPathKernel("allreduce", "enter_allreduce"),
             "reduce": FastPathKernel("allreduce", "enter_allreduce"),
