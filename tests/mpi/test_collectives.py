@@ -191,7 +191,10 @@ def test_allreduce_many_on_a_device_equals_single_calls(agree, device, backend):
     """Regression in shm: device addresses were passed to a kernel of the host."""
     inputs = [contract.values((n,), torch.float32, mpi.rank(), seed=n) for n in (3, 1000, 200_000, 1)]
     expected = [mpi.allreduce(tensor.clone(), op="max") for tensor in inputs]
-    together = mpi.allreduce_many([tensor.to(device) for tensor in inputs], op="max", backend=backend)
+    try:
+        together = mpi.allreduce_many([tensor.to(device) for tensor in inputs], op="max", backend=backend)
+    except errors.BackendUnavailableError:
+        pytest.skip(f"{backend} is not available here")  # shm: the ranks are on several hosts
     for actual, wanted in zip(together, expected, strict=True):
         agree.bits(actual.cpu(), wanted, f"{tuple(wanted.shape)}")
 

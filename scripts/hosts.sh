@@ -1,0 +1,189 @@
+#!/usr/bin/env bash
+# Several hosts on one machine, for tests: namespaces that MPI and torch.distributed take for separate computers.
+set -euo pipefail
+
+usage() {
+    cat <<'HELP'
+usage: scripts/hosts.sh COMMAND
+
+  up N            make the hosts h0 to h<N-1>, connected by a bridge
+  run HOST CMD... run a command on a host, in this folder and environment
+  cut HOST        take down the link of a host; heal HOST restores it
+  crash HOST      kill all processes of a host; revive HOST boots it again
+  rate RATE       limit every link, for example to 1gbit; none removes the limit
+  down            remove everything
+  -h, --help      this text
+
+A host has its own network, hostname, process ids, IPC, /dev/shm and /tmp; all other files are those of this machine. Folders
+under /tmp that hosts share: HOSTS_SHARE, a list separated by colons, besides this checkout. State: HOSTS_STATE (default
+/run/torchmpi-hosts). Launchers start their remote processes with the program $HOSTS_STATE/agent in place of ssh.
+
+Needs root with CAP_SYS_ADMIN, iproute2 and util-linux.
+HELP
+}
+
+here=$(readlink -f "${BASH_SOURCE[0]}")
+checkout=$(dirname "$(dirname "$here")")
+state=${HOSTS_STATE:-/run/torchmpi-hosts}
+network=10.87.21
+bridge=tmpi-br
+fail() {
+    printf 'hosts.sh: %s\n' "$*" >&2
+    exit 1
+}
+
+hosts() {
+    cat "$state/hosts" 2>/dev/null || true
+}
+
+# pid HOST: the first process of a host, as this machine counts; compared with the namespace, since numbers are used again.
+pid() {
+    local number
+    number=$(cat "$state/$1/pid" 2>/dev/null) && [ "/proc/$number/ns/net" -ef "/run/netns/tmpi-$1" ] && echo "$number"
+}
+
+# Runs as the first process of a host, inside its namespaces.
+boot() {
+    local folder where
+    mount --make-rprivate /
+    hostname "$1"
+    mount -t tmpfs -o size=4g,mode=1777 shm /dev/shm
+    mount --bind "$state/hosts-file" /etc/hosts
+    mount --bind "$state/$1/boot_id" /proc/sys/kernel/random/boot_id
+    # /tmp of its own, since session folders are named after process ids; what hosts share is mounted again.
+    mount --rbind /tmp /mnt
+    mount -t tmpfs -o size=2g,mode=1777 tmp /tmp
+    while read -r folder; do
+        case $folder in
+            /tmp/*) where=/mnt/${folder#/tmp/} && mkdir -p "$folder" && mount --rbind "$where" "$folder" ;;
+        esac
+    done <"$state/share"
+    umount -l /mnt
+    touch "$state/$1/ready"
+    exec env --ignore-signal=CHLD sleep infinity # reaps the children of processes that have ended
+}
+
+start_host() {
+    local folder=$state/$1 keeper
+    mkdir -p "$folder"
+    rm -f "$folder/ready"
+    cat /proc/sys/kernel/random/uuid >"$folder/boot_id"
+    setsid ip netns exec "tmpi-$1" unshare --uts --ipc --pid --mount --fork --mount-proc --kill-child \
+        "$here" boot "$1" </dev/null >"$folder/log" 2>&1 &
+    keeper=$!
+    for _ in $(seq 100); do
+        [ -e "$folder/ready" ] && break
+        sleep 0.05
+    done
+    [ -e "$folder/ready" ] || fail "$1 did not start: $(cat "$folder/log")"
+    tr -d ' ' <"/proc/$keeper/task/$keeper/children" >"$folder/pid"
+}
+
+up() {
+    local number=$1 index host folder
+    [[ $number =~ ^[0-9]+$ ]] && [ "$number" -ge 1 ] && [ "$number" -le 32 ] || fail "up: a number from 1 to 32, not '$number'"
+    [ ! -e "$state/hosts" ] && [ ! -e "/sys/class/net/$bridge" ] || fail "hosts are up already: scripts/hosts.sh down"
+    mkdir -p "$state"
+    trap 'down' EXIT
+    trap 'exit 130' INT TERM
+    : >"$state/hosts"
+    for folder in "$checkout" "$state" ${HOSTS_SHARE:+${HOSTS_SHARE//:/ }}; do
+        readlink -f "$folder" || fail "HOSTS_SHARE: there is no folder $folder"
+    done | sort -u >"$state/share"
+    printf '#!/usr/bin/env bash\nHOSTS_STATE=%q exec %q agent "$@"\n' "$state" "$here" >"$state/agent"
+    chmod +x "$state/agent"
+    ip link add "$bridge" type bridge
+    ip addr add "$network.254/24" dev "$bridge"
+    ip link set "$bridge" up
+    {
+        printf '127.0.0.1 localhost\n%s.254 %s\n' "$network" "$(hostname)"
+        for ((index = 0; index < number; index++)); do
+            printf '%s.%d h%d\n' "$network" $((index + 1)) "$index"
+        done
+    } >"$state/hosts-file"
+    for ((index = 0; index < number; index++)); do
+        host=h$index
+        ip netns add "tmpi-$host"
+        echo "$host" >>"$state/hosts"
+        ip link add "tmpi-$host" type veth peer name eth0 netns "tmpi-$host"
+        ip link set "tmpi-$host" master "$bridge" up
+        ip -n "tmpi-$host" link set lo up
+        ip -n "tmpi-$host" addr add "$network.$((index + 1))/24" dev eth0
+        ip -n "tmpi-$host" link set eth0 up
+        start_host "$host"
+    done
+    trap - EXIT
+}
+
+down() {
+    local name pids
+    trap '' INT TERM
+    # By namespaces and not by remembered ids: nothing escapes, and no other process is hit.
+    for name in $(ip netns list | awk '$1 ~ /^tmpi-h/ { print $1 }'); do
+        for _ in $(seq 50); do
+            pids=$(ip netns pids "$name")
+            [ -n "$pids" ] || break
+            # shellcheck disable=SC2086 # a list of ids
+            kill -9 $pids 2>/dev/null || true
+            sleep 0.05
+        done
+        ip link del "$name" 2>/dev/null || true
+        ip netns del "$name"
+    done
+    ip link del "$bridge" 2>/dev/null || true
+    rm -rf "$state"
+}
+
+# agent [SSH OPTION...] HOST COMMAND...: like ssh, a shell with an environment of its own and no standard input.
+agent() {
+    local host number child status=0
+    while [ "${1#-}" != "$1" ]; do
+        case $1 in -o | -p | -l | -i | -F) shift 2 ;; *) shift ;; esac
+    done
+    host=${1#*@}
+    shift
+    host=$(awk -v name="$host" '$1 == name || $2 == name { print $2 }' "$state/hosts-file")
+    number=$(pid "$host") || fail "the host '$host' does not exist or has crashed"
+    nsenter -t "$number" -n -u -i -p -m --wd=/root -- env -i HOME=/root USER=root SHELL=/bin/bash \
+        PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin setsid -w /bin/sh -c "$*" </dev/null &
+    child=$!
+    trap 'kill -TERM $child 2>/dev/null' TERM INT HUP
+    wait $child || status=$?
+    exit $((status > 128 ? 255 : status)) # 255: a lost connection
+}
+
+run() {
+    local number
+    number=$(pid "$1") || fail "the host '$1' does not exist or has crashed"
+    shift
+    exec nsenter -t "$number" -n -u -i -p -m --wd="$PWD" -- env TMPDIR=/tmp "$@"
+}
+
+rate() {
+    local host
+    for host in $(hosts); do
+        tc qdisc del dev "tmpi-$host" root 2>/dev/null || true
+        ip netns exec "tmpi-$host" tc qdisc del dev eth0 root 2>/dev/null || true
+        [ "$1" != none ] || continue
+        tc qdisc add dev "tmpi-$host" root tbf rate "$1" burst 128kb limit 16mb
+        ip netns exec "tmpi-$host" tc qdisc add dev eth0 root tbf rate "$1" burst 128kb limit 16mb
+    done
+}
+
+command=${1:--h}
+[ $# = 0 ] || shift
+case $command in
+    -h | --help) usage; exit 0 ;;
+    up | down | rate | cut | heal | crash | revive | run | agent | boot)
+        [ "$(id -u)" = 0 ] || fail "needs root, since it makes namespaces, links and mounts" ;;
+    *) usage >&2; exit 2 ;;
+esac
+case $command in cut | heal | crash | revive | rate | run) [ $# -ge 1 ] || fail "$command: an argument is missing, see --help" ;; esac
+case $command in
+    up) up "${1:-2}" ;;
+    cut) ip link set "tmpi-$1" down ;;
+    heal) ip link set "tmpi-$1" up ;;
+    crash) kill -9 "$(pid "$1")" ;;
+    revive) start_host "$1" ;;
+    *) "$command" "$@" ;;
+esac
