@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
@@ -198,6 +199,26 @@ def test_a_sharded_embedding_with_sparse_gradients(agree, model_level):
         for rank in holders:
             expected[rank % 4] += 1 / len(holders)
         agree.close(table.weight.grad.to_dense(), expected, how)
+
+
+def test_distributed_data_parallel_with_shards_left_to_synchronize_gradients(agree, model_level):
+    width = mpi.communicator(model_level).size
+    net = make_net(mpinn.MPLinear, comm=model_level)
+    shards = {name: parameter for name, parameter in net.named_parameters() if mpinn.sharding_of(parameter)}
+    agree.equal(list(shards), ["2.weight"])
+    torch.distributed.init_process_group("torchmpi")
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, list(shards))
+    model = DistributedDataParallel(net)
+    mpinn.synchronize_parameters(shards.values())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        backward(model, step, mpi.rank() // width, mpi.size() // width)
+        mpinn.synchronize_gradients(shards.values())
+        optimizer.step()
+    torch.distributed.destroy_process_group()
+    whole = train_whole()
+    agree.close(net[2].full_weight(), whole[2].weight.detach(), "sharded weight", **TIGHT)
+    agree.close(net[4].weight.detach(), whole[4].weight.detach(), "replicated weight", **TIGHT)
 
 
 def test_layers_of_a_group_that_trains_alone(agree, model_level):
