@@ -287,6 +287,19 @@ def test_a_freed_communicator_refuses_calls_after_those_that_were_started(agree)
     agree.equal(mpi.allreduce(1), size)
 
 
+def test_an_error_that_is_raised_after_freeing_has_been_seen(agree):
+    """Regression: stop() raised the error again, since wait() had not been called when the group was freed."""
+    if mpi.size() < 2:
+        return
+    communicator = mpi.group(range(mpi.size()))
+    handle = mpi.allreduce_async(torch.ones(3 + mpi.rank() % 2), comm=communicator)
+    communicator.free()
+    context = runtime.current().context
+    agree(handle in context.failed, "stop() would not report the error")
+    agree.raises(errors.MismatchError, handle.wait, "float32 [3]", "float32 [4]")
+    agree(all(failed.unseen_error is None for failed in context.failed), "stop() would report the error")
+
+
 def test_freeing_a_communicator_in_use(agree):
     """Regression: the calls of the block would go to the default communicator."""
     communicator = mpi.group(range(mpi.size()))

@@ -21,6 +21,7 @@ from ..shared_memory.segments import Segment
 from . import splits
 from .call_log import Call, CallLog, call_code, mismatch_message
 from .call_queue import CallQueue
+from .handle import Handle
 from .plan import Plan
 from .release import free_now, register, retire
 from .status_board import StatusBoard
@@ -185,7 +186,7 @@ class Group:
         """
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.close()
-            self.context.unseen_errors += filter(None, (handle.unseen_error for handle in call_queue.failed))
+            self.context.failed += [handle for handle in call_queue.failed if handle.unseen_error is not None]
         for attachment in reversed(self.attachments):
             attachment.close()
         self.forget_plans()
@@ -222,8 +223,8 @@ class GroupContext:
         """Whether several threads may call MPI at the same time."""
         self.groups: list[Group] = []
         """All groups that have not been freed."""
-        self.unseen_errors: list[BaseException] = []
-        """Errors of asynchronous calls on freed groups for which no thread has called ``wait()``."""
+        self.failed: list[Handle[Any]] = []
+        """Failed asynchronous calls on freed groups, if no thread had called ``wait()`` when the group was freed."""
 
     def finish_collectives(self) -> None:
         """Wait until the collectives queued on any group have ended. Queued messages may wait for later calls."""

@@ -350,7 +350,8 @@ def stop() -> None:
     if error is not None and not isinstance(error, SystemExit) and running.world.size > 1:
         running.failures.announce(error)
     running.close()
-    unseen, where, running = running.context.unseen_errors, running.world.where, None
+    unseen = [error for handle in running.context.failed if (error := handle.unseen_error) is not None]
+    where, running = running.world.where, None
     _not_running_reason = "torchmpi has been stopped. Call mpi.start() again before using it."
     if unseen:
         message = f"{where}: an asynchronous call failed, and wait() was not called: {unseen[0]}"
