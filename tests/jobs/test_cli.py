@@ -77,12 +77,13 @@ def test_run_starts_more_ranks_than_cores_also_as_root(tmp_path, kind):
 def test_run_shows_its_command(tmp_path, family):
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost\n")
-    options = ["run", "--dry-run", "-n", "2", "--hostfile", str(hosts), "hostname"]
+    options = ["run", "--dry-run", "-n", "99", "--hostfile", str(hosts), "hostname"]
     result = alone(*COMMAND, *options)
     expected = ["--hostfile", str(hosts), "-x", "PATH"] if family == "openmpi" else ["-f", str(hosts)]
     words = result.stdout.split()
-    assert result.returncode == 0 and words[-3:] == ["-n", "2", "hostname"], result.output
+    assert result.returncode == 0 and words[-3:] == ["-n", "99", "hostname"], result.output
     assert " ".join(expected) in result.stdout and words[0] == launcher(), result.output
+    assert "--oversubscribe" not in words, "Open MPI would start all ranks on the first host"
     assert ("--allow-run-as-root" in words) == (family == "openmpi" and os.geteuid() == 0)
 
 

@@ -29,13 +29,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _launch(program: Program, options: argparse.Namespace) -> list[str]:
-    command = launch_command(program, options.ranks)
     is_open_mpi = program.library.startswith("Open MPI")
-    more = ["--allow-run-as-root"] if is_open_mpi and os.geteuid() == 0 else []
-    if options.hostfile is not None:
-        # Open MPI does not pass PATH to the other hosts, and MPICH passes all variables.
-        more += ["--hostfile", options.hostfile, "-x", "PATH"] if is_open_mpi else ["-f", options.hostfile]
-    return [command[0], *more, *command[1:]]
+    as_root = ["--allow-run-as-root"] if is_open_mpi and os.geteuid() == 0 else []
+    if options.hostfile is None:
+        path, *more = launch_command(program, options.ranks)
+        return [path, *as_root, *more]
+    # Not --oversubscribe, with which Open MPI starts all ranks on the first host. It does not pass PATH to other hosts.
+    hosts = ["--hostfile", options.hostfile, "-x", "PATH"] if is_open_mpi else ["-f", options.hostfile]
+    return [program.path, *as_root, *hosts, "-n", str(options.ranks)]
 
 
 def _program(options: argparse.Namespace) -> list[str]:
