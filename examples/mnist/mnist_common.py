@@ -28,6 +28,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--data", metavar="DIR", help="directory of MNIST IDX files (default: scikit-learn's digits)")
     parser.add_argument("--plot", metavar="FILE", help="save the curves as an image")
     parser.add_argument("--json", metavar="FILE", help="save the curves as JSON")
+    parser.add_argument("--beside", metavar="FILE", help="draw the curves of this JSON file of another run, too")
     parser.add_argument("--assert-accuracy", type=float, metavar="A", help="fail if the test accuracy is below A")
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--gpu", dest="gpu", action="store_true", default=None, help="use the GPU, fail without one")
@@ -90,15 +91,20 @@ class Report:
             return
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         FigureCanvasAgg(figure)
-        epochs = range(1, len(self.losses) + 1)
-        for axes, curve, label in zip(
-            figure.subplots(1, 2),
-            (self.losses, [100 * error for error in self.errors]),
-            ("training loss", "training error, %"),
-            strict=True,
+        runs = {Path(sys.argv[0]).stem: {"loss": self.losses, "error": self.errors}}
+        if self.options.beside:
+            other = Path(self.options.beside)
+            runs[other.stem] = json.loads(other.read_text())
+        panels = figure.subplots(1, 2)
+        for axes, key, scale, title in zip(
+            panels, ("loss", "error"), (1, 100), ("training loss", "training error, %"), strict=True
         ):
-            axes.plot(epochs, curve, marker=".")
-            axes.set(xlabel="epoch", title=label, ylim=(0, None))
+            for (name, run), dashes in zip(runs.items(), ("-", "--"), strict=False):
+                values = [scale * value for value in run[key]]
+                axes.plot(range(1, len(values) + 1), values, dashes, marker=".", label=name)
+            axes.set(xlabel="epoch", title=title, ylim=(0, None))
             axes.grid(alpha=0.3)
+        if len(runs) > 1:
+            panels[0].legend()
         figure.savefig(path, dpi=120)
         self.print(f"curves saved in {path.resolve()}")

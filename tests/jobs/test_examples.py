@@ -164,8 +164,10 @@ def test_bounded_staleness(example):
 
 @once
 def test_plot_and_too_low_an_accuracy(launch, tmp_path, digits):
-    path = tmp_path / "curves.png"
+    path, other = tmp_path / "curves.png", tmp_path / "other.json"
+    other.write_text('{"loss": [2.0, 1.0], "error": [0.5, 0.4]}')
     options = ["--cpu", "--data", digits, "--epochs", "1", "--assert-accuracy", "0.999", "--plot", path]
+    options += ["--beside", other]
     result = launch(2, [EXAMPLES / "mnist_allreduce.py", *options])
     assert result.returncode != 0
     assert result.stdout.count("failed: expected a test accuracy of at least 0.999") == 1
