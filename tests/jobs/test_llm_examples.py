@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 from conftest import ROOT
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = ROOT / "examples" / "llm"
-NAMES = ("nn_gpt", "ddp_gpt")
+NAMES = ("nn_gpt", "engine_gpt", "ddp_gpt")
 MAX_LINES = 120
 ONE_THREAD = {"TORCHMPI_THREADS": "1"}
 STEPS = ("--cpu", "--steps", "12", "--save-every", "4", "--accumulate", "3", "--context", "16", "--assert-loss", "6")
@@ -36,7 +37,11 @@ once = pytest.mark.once
 
 def parameters(folder):
     """The parameters in the checkpoint, by name."""
-    return torch.load(folder / "gpt.pt", weights_only=True)["model"]
+    file, key = folder / "gpt.pt", "model"
+    if not file.exists():  # of the engine: a folder for torch.distributed.checkpoint
+        file, key = folder.with_suffix(".pt"), "network"
+        dcp_to_torch_save(folder, file)
+    return torch.load(file, weights_only=True)[key]
 
 
 @pytest.mark.parametrize("name", NAMES)
