@@ -71,7 +71,9 @@ def closure():
 optimizer.step(closure)
 """
     result = failing(job, code, n=2)
-    assert re.search(r"MismatchError: .*closure.* must return the loss averaged over the ranks", result.stderr), result.output
+    assert re.search(r"MismatchError: .*closure.* must return the loss averaged over the ranks", result.stderr), (
+        result.output
+    )
 
 
 @once
