@@ -148,6 +148,9 @@ def no_sync(net: nn.Module) -> Iterator[None]:
         net: A module registered with :func:`register_async_backward`, or that of a ``DistributedOptimizer``. For other
             nets the block has no effect, since their backward passes do not communicate.
 
+    Returns:
+        The context manager.
+
     Raises:
         ArgumentError: A ``DistributedOptimizer`` steps, or gradients are clipped or flushed, inside the block.
 
