@@ -350,7 +350,7 @@ def stop() -> None:
     if error is not None and not isinstance(error, SystemExit) and running.world.size > 1:
         running.failures.announce(error)
     running.close()
-    unseen = [error for handle in running.context.failed if (error := handle.unseen_error) is not None]
+    unseen = [each for handle in running.context.failed if (each := handle.unseen_error) is not None]
     where, running = running.world.where, None
     _not_running_reason = "torchmpi has been stopped. Call mpi.start() again before using it."
     if unseen:
