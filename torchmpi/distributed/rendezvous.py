@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..backends import network
 from ..errors import ArgumentError, LaunchError
 from ..session import launcher, mpi_library
+from ..session.start_watch import StartWatch
 from . import torch_names
 
 _CONNECT_SECONDS = 3.0
@@ -34,7 +35,8 @@ def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Re
             "init_method='mpi://' is for processes that an MPI launcher started; torchrun started these, and MPI would "
             "take each for a job of its own. Leave init_method out, or start with mpirun."
         )
-    MPI, _ours = mpi_library.initialise()
+    with StartWatch():
+        MPI, _ours = mpi_library.initialise()
     world = MPI.COMM_WORLD
     _check_numbers(url, world.rank, world.size)
     yield _open_store(world, timeout), world.rank, world.size

@@ -103,7 +103,7 @@ class FailureHandling:
     def end_job(self, message: str, status: int) -> None:
         """Log a message and end all ranks. Does not return."""
         self._claim_report()
-        log_fatal(_with_announcement(message))
+        log_fatal(launcher.announced(message))
         self._abort(status)
 
     def announce(self, error: BaseException) -> None:
@@ -138,7 +138,7 @@ class FailureHandling:
             else:
                 shown = self._printed_by_previous_hook(kind, error, trace)
                 report = f"rank {rank} of {size} failed, which ends the job:\n{shown}".rstrip()
-            log_fatal(_with_announcement(report))
+            log_fatal(launcher.announced(report))
         else:
             # A mismatch or an interrupt is the same on all ranks; the first rank to fail has reported the error.
             if not isinstance(error, MismatchError | KeyboardInterrupt):
@@ -166,7 +166,7 @@ class FailureHandling:
         if self._claim_report():
             trace = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
             report = f"rank {self.world.rank}: the thread {name!r} failed, which ends the job:\n{trace}".rstrip()
-            log_fatal(_with_announcement(report))
+            log_fatal(launcher.announced(report))
         self._abort(1)
 
     def _exit(self, status: Any = None, /) -> NoReturn:
@@ -190,7 +190,7 @@ class FailureHandling:
                 self.end_job(f"{left}, and stop() failed: {type(error).__name__}: {error}", left.status or 1)
             self._wait_for_report()  # of a rank that was in a call, which knows the line of the program
             if self._claim_report():
-                log_fatal(_with_announcement(f"{left} without mpi.stop(), while other ranks were in a call.\n{error}"))
+                log_fatal(launcher.announced(f"{left} without mpi.stop(), while other ranks were in a call.\n{error}"))
             else:
                 self._let_other_rank_end()
             self._abort(left.status or 1)
@@ -218,7 +218,7 @@ class FailureHandling:
         if not is_failing and self._claim_report():
             line = f" It was {line_of_program(traceback.extract_stack(frame))}" if frame is not None else ""
             # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
-            write_directly(_with_announcement(f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"))
+            write_directly(launcher.announced(f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"))
         self._abort(_TERMINATED)
 
     # --- SIGTERM
@@ -337,12 +337,6 @@ def _flush() -> None:
             sys.__stderr__.write(kept())
             sys.__stderr__.flush()
             sys.stderr.truncate(sys.stderr.seek(0))
-
-
-def _with_announcement(report: str) -> str:
-    """Add a line about the messages of the launcher, which follow when the job is aborted."""
-    name = launcher.detect().name
-    return report if name is None else f"{report}\ntorchmpi: The lines below are from {name}."
 
 
 def _reason_is_elsewhere(error: BaseException | None) -> bool:

@@ -6,40 +6,45 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Variables that each launcher sets: (name, number of ranks, rank on the host).
+# Name, and the variables for: number of ranks, rank on the host, rank, number of ranks on the host.
 _LAUNCHER_VARIABLES = (
-    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("MPICH's mpiexec", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("MVAPICH's mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
-    ("Slurm's srun", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("Open MPI's mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "LOCAL_RANK", "RANK", "LOCAL_SIZE"))),
+    ("MPICH's mpiexec", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_RANK", "MPI_LOCALNRANKS"),
+    ("MVAPICH's mpirun", *(f"MV2_COMM_WORLD_{name}" for name in ("SIZE", "LOCAL_RANK", "RANK", "LOCAL_SIZE"))),
+    ("Slurm's srun", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_PROCID", ""),
 )
 # Launchers that are not in the table above set at least one of these.
 _RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 class Launcher(NamedTuple):
-    """The launcher of a process; `name` is None if none was detected."""
+    """The launcher of a process; `name` is None if none was detected. Numbers that it does not give are None."""
 
     name: str | None
     num_ranks: int
     local_rank: int | None
+    rank: int | None = None
+    local_size: int | None = None
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Launcher:
     """Detect the launcher of this process.
 
     >>> detect({"PMI_SIZE": "4", "MPI_LOCALRANKID": "1"})
-    Launcher(name="MPICH's mpiexec", num_ranks=4, local_rank=1)
+    Launcher(name="MPICH's mpiexec", num_ranks=4, local_rank=1, rank=None, local_size=None)
     >>> detect({}).name is None
     True
     """
     environment = os.environ if environment is None else environment
-    for name, size_variable, local_variable in _LAUNCHER_VARIABLES:
-        size = environment.get(size_variable, "")
-        if size.isdigit():
-            local = environment.get(local_variable, "")
-            return Launcher(name, int(size), int(local) if local.isdigit() else None)
+    for name, *variables in _LAUNCHER_VARIABLES:
+        num_ranks, *others = (_number(environment.get(variable, "")) for variable in variables)
+        if num_ranks is not None:
+            return Launcher(name, num_ranks, *others)
     return Launcher(None, 1, None)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
 
 
 def is_rank() -> bool:
@@ -51,6 +56,12 @@ def is_rank() -> bool:
     if found.name == "Slurm's srun":
         return found.num_ranks > 1
     return found.name is not None or any(name in os.environ for name in _RANK_VARIABLES)
+
+
+def announced(report: str) -> str:
+    """Add a line about the messages of the launcher, which follow when the job is aborted."""
+    name = detect().name
+    return report if name is None else f"{report}\ntorchmpi: The lines below are from {name}."
 
 
 def family(name: str) -> str | None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import LaunchError, MissingMPIError
 from . import launcher
@@ -31,6 +31,7 @@ HOW_TO_INSTALL = (
 )
 
 _stand_in: Any = None
+_is_initialising = False
 
 
 def adopt(stand_in: Any) -> None:
@@ -74,12 +75,40 @@ def initialise() -> tuple[Any, bool]:
     ours = not MPI.Is_initialized()
     if ours:
         _check_family(MPI)
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _initialise_without_gil(MPI)
         _record_exceptions()
         # Not in stop(): MPI cannot be initialised twice, and a program may start and stop torchmpi many times.
         atexit.register(_finalise, MPI, os.getpid())
     _check_size(MPI)
     return MPI, ours
+
+
+def _initialise_without_gil(MPI: Any) -> None:
+    """Call MPI_Init_thread, which waits for all ranks; mpi4py's function would block the other threads meanwhile."""
+    global _is_initialising
+    initialise_thread, provided = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
+    _is_initialising = True
+    status = initialise_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
+    _is_initialising = False
+    if status != MPI.SUCCESS:
+        raise LaunchError(f"MPI_Init_thread of {short_version(MPI)} failed with error {status}.")
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):  # as mpi4py does: an error raises an exception
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+def abort(status: int) -> NoReturn:
+    """End all ranks and this process, also while another thread is in MPI_Init, where MPI_Abort does not work."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or its reader has ended
+            stream.flush()
+    time.sleep(FORWARDING_SECONDS)
+    if not _is_initialising:
+        load().COMM_WORLD.Abort(status)
+    elif "PMI_FD" in os.environ:
+        # MPICH's launcher does not end the job if a rank ends before MPI_Init has returned on all ranks.
+        with contextlib.suppress(OSError):
+            os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())
+    os._exit(status)
 
 
 _has_failed = False

@@ -38,6 +38,7 @@ from ..shared_memory.shared_tensors import SharedHeap
 from . import affinity, mpi_library
 from .devices import choose_device
 from .failure import FailureHandling
+from .start_watch import StartWatch
 from .watchdog import Watchdog
 
 Initialiser = Callable[[], Any]
@@ -322,7 +323,8 @@ def start(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
             "(a start() or `with mpi.started()` that raised leaves it started, since stopping is collective)."
         )
-    running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
+    with StartWatch(config):
+        running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
     running.make_levels(custom_communicator_init, collective_communicator)
     if running.world.rank == 0 and running.config.verbose:
         logger.info(running.summary())

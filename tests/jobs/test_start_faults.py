@@ -1,0 +1,37 @@
+"""Ranks that end before start(), or do not call it: MPI_Init waits for them without a limit."""
+
+from __future__ import annotations
+
+import pytest
+
+RANK = """
+import os, sys, time
+import torchmpi as mpi
+rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+"""
+COLD = {"PYTHONHASHSEED": "0"}
+"""Ranks must be children of the launcher, as the processes that it starts are looked up; see conftest."""
+STALL = COLD | {"TORCHMPI_STALL_WARNING_SECONDS": "1", "TORCHMPI_STALL_ABORT_SECONDS": "3"}
+
+
+@pytest.mark.parametrize("end", ("mpi.Config(check='bad')", pytest.param("sys.exit(0)", marks=pytest.mark.once)))
+def test_a_rank_that_ends_before_start_ends_the_job(job, end):
+    """Regression: under MPICH the others stayed in MPI_Init. Open MPI's launcher ends the job itself."""
+    result = job(3, RANK + f"if rank == 1: {end}\nmpi.start()", timeout=60, env=COLD)
+    assert result.returncode != 0, result.output
+    reported = "rank 1 ended without calling start(), in which rank 0 waits." in result.stderr
+    assert reported or "prterun" in result.stderr, result.output
+    assert ("check='bad' is not one of" in result.stderr) == ("bad" in end), result.output
+
+
+@pytest.mark.parametrize(
+    "before", ("if rank != 1: mpi.start()", pytest.param("mpi.start()\nmpi.stop()", marks=pytest.mark.once))
+)
+def test_a_rank_that_does_not_call_start_is_named(job, before):
+    """Regression: the others waited without a word, in MPI_Init or in the first collective of a second start."""
+    result = job(3, RANK + before + "\nif rank == 1: time.sleep(60)\nmpi.start()", timeout=60, env=STALL)
+    assert result.returncode != 0, result.output
+    assert result.stderr.count("Not arrived:\n  rank 1: process ") == 2, result.output
+    assert result.stderr.count("rank 0 has waited") == 2, result.output
+    assert result.stderr.count("in start(). Not arrived:") == 2, result.output
+    assert "exceeds stall_abort_seconds" in result.stderr, result.output

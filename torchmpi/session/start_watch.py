@@ -1,0 +1,191 @@
+"""Detection of ranks that do not call ``start()``, or have ended before.
+
+MPI_Init and the first collectives of ``start()`` wait for all ranks, without a limit. A rank that has not arrived
+there has no watchdog and shares no memory with the others. A thread of each rank in ``start()`` therefore looks in
+/proc at the processes that the launcher has started on this host. The name of that thread, which is visible in /proc,
+marks the processes that are in ``start()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from ..config import Config
+from ..errors import ConfigError
+from ..log import log_fatal, logger
+from . import launcher, mpi_library
+
+_PERIOD_SECONDS = 0.5
+_THREAD_NAME = "torchmpi start"  # at most 15 characters, the limit of Linux
+# The lowest rank in start() of each host reports; the others do so only if the job has not ended after this time.
+_GRACE_SECONDS = 10.0
+_MOST_RANKS = 20
+_STATES = {"T": ", stopped by a signal", "t": ", stopped by a debugger", "D": ", waiting for a disk"}
+_ZOMBIE = "Z"
+
+
+class _Process(NamedTuple):
+    """A process of this host, as described in /proc."""
+
+    pid: int
+    state: str
+    parent: int
+
+
+class _Ranks(NamedTuple):
+    """The ranks of this host whose processes exist: those in ``start()``, and the processes of the others."""
+
+    starting: list[int]
+    others: dict[int, _Process]
+
+    @property
+    def all(self) -> set[int]:
+        """The numbers of all."""
+        return {*self.starting, *self.others}
+
+
+class StartWatch:
+    """A context in which a thread watches for ranks that do not call ``start()``; `config` as passed to that."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        try:
+            self._config = config or Config.from_environment()
+        except ConfigError:  # raised by start() on all ranks
+            self._config = Config()
+        self._launcher = launcher.detect()
+        self._has_started = threading.Event()
+        self._has_warned = False
+        self._first: int | None = None
+        """The lowest rank of this host that was in ``start()`` when this one looked first."""
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._launcher.num_ranks > 1 and self._launcher.rank is not None:
+            self._thread = threading.Thread(target=self._watch, name=_THREAD_NAME, daemon=True)
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._has_started.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError):
+            Path("/proc/thread-self/comm").write_text(_THREAD_NAME)
+        begin, ended_since = time.monotonic(), None
+        while not self._has_started.wait(_PERIOD_SECONDS):
+            ranks, now = _ranks_of_host(), time.monotonic()
+            if not ranks.all or len(ranks.all) >= (self._launcher.local_size or 0):
+                ended_since = None
+            elif ended_since is None:
+                ended_since = now
+            elif self._reports(ranks, now - ended_since):
+                self._end_job(self._about_ended(ranks.all))
+            if now - begin >= self._config.stall_warning_seconds:
+                self._check_late(ranks, now - begin)
+
+    def _reports(self, ranks: _Ranks, late_seconds: float) -> bool:
+        if self._first is None:
+            self._first = min(ranks.starting, default=self._launcher.rank)
+        return self._first == self._launcher.rank or late_seconds > _GRACE_SECONDS
+
+    def _about_ended(self, existing: set[int]) -> str:
+        """Describe ranks of this host that have ended. Across hosts it is not known which ranks should be here."""
+        ended = sorted(set(range(self._launcher.num_ranks)) - existing)
+        who = f"rank {', '.join(map(str, ended[:_MOST_RANKS]))}"
+        if self._launcher.local_size != self._launcher.num_ranks:
+            who = "a rank of this host"
+        return f"{who} ended without calling start(), in which rank {self._launcher.rank} waits. That ends the job."
+
+    def _check_late(self, ranks: _Ranks, waited: float) -> None:
+        """Warn of missing ranks, and end the job after ``stall_abort_seconds``."""
+        limit = self._config.stall_abort_seconds
+        is_over = waited >= limit > 0
+        if (self._has_warned and not is_over) or not self._reports(ranks, waited - limit if is_over else 0):
+            return
+        self._has_warned = True
+        report = f"rank {self._launcher.rank} has waited {waited:.0f} s in start(). {self._about_late(ranks)}"
+        if is_over:
+            self._end_job(f"{report}\nThe wait exceeds stall_abort_seconds, which ends the job.")
+        logger.warning(report)
+
+    def _about_late(self, ranks: _Ranks) -> str:
+        lines = [
+            f"  rank {rank}: process {process.pid}{_STATES.get(process.state, '')}"
+            for rank, process in sorted(ranks.others.items())
+        ]
+        if lines:
+            more = [f"  and {len(lines) - _MOST_RANKS} others"] if len(lines) > _MOST_RANKS else []
+            return "\n".join(["Not arrived:", *lines[:_MOST_RANKS], *more])
+        if not ranks.all:
+            return "Which ranks have not arrived is not known."
+        if len(ranks.all) == self._launcher.num_ranks:
+            return "All ranks have arrived."
+        return "All ranks of this host have arrived. Ranks of other hosts have not, or the network between them fails."
+
+    def _end_job(self, message: str) -> None:
+        if not self._config.abort_on_exception:
+            logger.warning(message)
+            return
+        log_fatal(launcher.announced(message))
+        mpi_library.abort(1)
+
+
+def _ranks_of_host() -> _Ranks:
+    """Return the ranks of this job on this host; empty if the processes of the launcher are not visible.
+
+    The children of the daemon of the launcher are the ranks, or scripts that have started them.
+    """
+    processes, ranks = _all_processes(), _Ranks([], {})
+    daemon = os.getpid()
+    while daemon in processes and _rank_of(daemon) is not None:
+        daemon = processes[daemon].parent
+    children: dict[int, list[int]] = {}
+    for process in processes.values():
+        children.setdefault(process.parent, []).append(process.pid)
+    job = os.environ.get("PMIX_NAMESPACE")
+    for pid in children.get(daemon, ()):
+        rank = _rank_of(pid, job)
+        if rank is None or processes[pid].state == _ZOMBIE:
+            continue
+        if _is_in_start(pid, children):
+            ranks.starting.append(rank)
+        else:
+            ranks.others[rank] = processes[pid]
+    return ranks if launcher.detect().rank in ranks.starting else _Ranks([], {})
+
+
+def _all_processes() -> dict[int, _Process]:
+    processes = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+                processes[int(name)] = _Process(int(name), state, int(parent))
+    return processes
+
+
+def _rank_of(pid: int, job: str | None = None) -> int | None:
+    """Return the rank in the environment of a process; None if it is of no job, or of another one than `job`."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # of another user, or ended
+        return None
+    environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    if job is not None and environment.get("PMIX_NAMESPACE") != job:
+        return None
+    return launcher.detect(environment).rank
+
+
+def _is_in_start(pid: int, children: dict[int, list[int]]) -> bool:
+    """Return whether a process, or one that it has started, is in ``start()``."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            if thread.read_text().rstrip("\n") == _THREAD_NAME:
+                return True
+    return any(_is_in_start(child, children) for child in children.get(pid, ()))
