@@ -76,15 +76,119 @@ def test_run_starts_more_ranks_than_cores_also_as_root(tmp_path, kind):
 
 def test_run_shows_its_command(tmp_path, family):
     hosts = tmp_path / "hosts"
-    hosts.write_text("localhost\n")
-    options = ["run", "--dry-run", "-n", "99", "--hostfile", str(hosts), "hostname"]
+    hosts.write_text("localhost:50  # of this machine\nother slots=50\n")
+    options = ["run", "--dry-run", "-n", "99", "--hostfile", str(hosts), "--interface", "eth7", "hostname"]
     result = alone(*COMMAND, *options)
-    expected = ["--hostfile", str(hosts), "-x", "PATH"] if family == "openmpi" else ["-f", str(hosts)]
     words = result.stdout.split()
-    assert result.returncode == 0 and words[-3:] == ["-n", "99", "hostname"], result.output
-    assert " ".join(expected) in result.stdout and words[0] == launcher(), result.output
+    assert result.returncode == 0 and words[-1] == "hostname" and launcher() in words, result.output
+    assert words[words.index("-n") + 1] == "99" and "localhost:50,other:49" in words, result.output
+    assert "GLOO_SOCKET_IFNAME=eth7" in words, result.output
+    assert words.count("eth7") == (2 if family == "openmpi" else 1), result.output
     assert "--oversubscribe" not in words, "Open MPI would start all ranks on the first host"
     assert ("--allow-run-as-root" in words) == (family == "openmpi" and os.geteuid() == 0)
+
+
+def test_run_sets_the_variables_of_torchrun_and_writes_logs(tmp_path):
+    """A gloo group forms by them, and one of torchmpi by MPI; the output is complete although a rank fails."""
+    (tmp_path / "train.py").write_text(
+        """
+import os
+import sys
+import torch
+import torch.distributed as dist
+
+rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+for backend in ("gloo", "torchmpi"):
+    dist.init_process_group(backend)
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    print(backend, rank, size, local, os.environ["LOCAL_WORLD_SIZE"], total.item(), flush=True)
+    dist.destroy_process_group()
+print("error of rank", rank, file=sys.stderr)
+sys.exit(3)
+"""
+    )
+    logs = tmp_path / "logs"
+    result = alone(*COMMAND, "run", "-n", "3", "--log-dir", str(logs), str(tmp_path / "train.py"))
+    assert result.returncode == 3, result.output
+    assert [line.split()[:3] for line in result.stdout.splitlines() if "gloo" in line] == [["gloo", "0", "3"]]
+    local_ranks = set()  # Open MPI numbers the ranks of a host in an order of its own
+    for rank in range(3):
+        lines = [line.split() for line in (logs / f"rank{rank}.log").read_text().splitlines()]
+        local_ranks |= {words[3] for words in lines if words[0] == "gloo"}
+        for backend in ("gloo", "torchmpi"):
+            assert [words[:3] + words[4:] for words in lines if words[0] == backend] == [
+                [backend, str(rank), "3", "3", "3"]
+            ], lines
+        assert ["error", "of", "rank", str(rank)] in lines, lines
+    assert local_ranks == {"0", "1", "2"}
+
+
+def test_a_restarted_run_ends_with_the_same_parameters(tmp_path):
+    """The rank is killed at the first start, between two checkpoints."""
+    (tmp_path / "train.py").write_text(
+        """
+import hashlib
+import os
+import signal
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchmpi as mpi
+from torchmpi.engine import AllReduceSGDEngine
+
+mpi.start()
+torch.manual_seed(mpi.rank())
+data = TensorDataset(torch.randn(40, 4), torch.randint(3, (40,)))
+network = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+engine = AllReduceSGDEngine(progress=False)
+engine.checkpoint(sys.argv[1], every=3, resume=True)
+begins = []
+engine.hooks.on_start_epoch.append(lambda state: begins.append(state.t))
+
+
+def fail(state):
+    if "TORCHMPI_RESTARTS" not in os.environ and state.t == 8 and sys.argv[2:] == [str(mpi.rank())]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+engine.hooks.on_update.append(fail)
+loader = DataLoader(data, batch_size=8, shuffle=True)
+engine.train(network=network, criterion=nn.CrossEntropyLoss(), iterator=loader, optimizer=optimizer, max_epochs=3)
+if mpi.rank() == 0:
+    parameters = b"".join(parameter.detach().numpy().tobytes() for parameter in network.parameters())
+    print("began at", begins[0], hashlib.sha256(parameters).hexdigest(), flush=True)
+mpi.stop()
+"""
+    )
+    ends = {}
+    for name, failing in (("undisturbed", []), ("restarted", ["1"])):
+        program = [str(tmp_path / "train.py"), str(tmp_path / name), *failing]
+        result = alone(*COMMAND, "run", "-n", "2", "--restarts", "1", *program)
+        assert result.returncode == 0, result.output
+        ends[name] = result.stdout.rpartition("began at ")[2].split()
+        assert ("Restart 1 of 1, with 2 ranks" in result.stderr) == bool(failing), result.output
+    assert ends["undisturbed"][0] == "0" and ends["restarted"][0] == "6", ends
+    assert ends["undisturbed"][1] == ends["restarted"][1], ends
+
+
+def test_run_without_success(tmp_path):
+    """The time limit covers all starts; a job that was ended by a signal is not restarted."""
+    result = alone(*COMMAND, "run", "-n", "2", "--timeout", "2", "--restarts", "9", "sleep", "60")
+    assert result.returncode == 124 and "at its time limit of 2 s" in result.stderr, result.output
+    result = alone(*COMMAND, "run", "-n", "2", "--restarts", "2", "false")
+    assert result.returncode == 1 and result.stderr.count("Restart") == 2, result.output
+    assert "No restart is left of 2" in result.stderr, result.output
+    command = [sys.executable, *COMMAND, "run", "-n", "2", "--restarts", "9", "sh", "-c", "echo begun; exec sleep 60"]
+    path = os.pathsep.join([str(Path(launcher()).parent), os.environ["PATH"]])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=job_environment({"PATH": path})) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        process.terminate()
+        assert process.wait(60) != 0
 
 
 def test_run_uses_the_launcher_of_the_library(tmp_path, family):

@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import pkgutil
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -18,9 +19,10 @@ import pytest
 import torchmpi.cli
 import torchmpi.cli.facts
 from torchmpi._version import __version__
-from torchmpi.cli import formatting, launching
+from torchmpi.cli import formatting, hosts, launching
 from torchmpi.cli.doctor.diagnosis import messages
 from torchmpi.cli.facts import ProcessFacts
+from torchmpi.errors import ArgumentError
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,8 @@ from torchmpi.cli.facts import ProcessFacts
         ["doctor", "--timeout", "-1"],
         ["--verbose"],
         ["run", "train.py"],
+        ["run", "-n", "2", "--min-ranks", "1", "train.py"],
+        ["run", "--hosts", "a", "--hostfile", "b", "train.py"],
         ["run", "-n", "0", "train.py"],
         ["run", "-n", "2"],
     ],
@@ -48,7 +52,7 @@ def test_wrong_command_lines_end_with_status_2(arguments, capsys):
     [
         (["--version"], [f"torchmpi {__version__}"]),
         (["--help"], ["run", "info", "doctor"]),
-        (["run", "--help"], ["--hostfile", "--oversubscribe", "-m package.train"]),
+        (["run", "--help"], ["--hostfile", "--oversubscribe", "-m package.train", "LOCAL_RANK"]),
         (["doctor", "--help"], ["--json", "--timeout", "mpirun"]),
         (["info", "--help"], ["--json"]),
     ],
@@ -65,6 +69,49 @@ def test_examples_in_docstrings():
     for module in pkgutil.walk_packages(torchmpi.cli.__path__, "torchmpi.cli."):
         result = doctest.testmod(importlib.import_module(module.name))
         assert result.failed == 0, module.name
+
+
+# --- hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "placed"),
+    [
+        ("a:2,b:2", None, [("a", 2), ("b", 2)]),
+        ("a:2,b:2", 2, [("a", 2)]),
+        ("a,b,c", 7, [("a", 3), ("b", 2), ("c", 2)]),
+        ("a,b", None, [("a", 1), ("b", 1)]),
+        ("a:1,b,c:2", 6, [("a", 1), ("b", 3), ("c", 2)]),
+        ("a:1,b:1,a:2", None, [("a", 3), ("b", 1)]),
+    ],
+)
+def test_placement(text, num_ranks, placed):
+    assert hosts.place(hosts.parse_list(text), num_ranks) == placed
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a:0", "no room for a rank"),
+        ("a,,b", "'' is not a host"),
+        ("a:x", "'a:x' is not a host"),
+        ("a,a", "named twice"),
+        ("a:2,b:1", "4 ranks do not fit on a:2,b:1, with room for 3"),
+    ],
+)
+def test_hosts_that_are_refused(text, complaint):
+    with pytest.raises(ArgumentError, match=re.escape(complaint)):
+        hosts.place(hosts.parse_list(text), 4)
+
+
+def test_host_files_of_both_formats(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# nodes\n\na slots=2\nb : 3 # fast\nc\n")
+    assert hosts.read_file(file) == [("a", 2), ("b", 3), ("c", None)]
+    for text, complaint in (("a 2", "line 1: 'a 2'"), ("# none", "names no host")):
+        file.write_text(text)
+        with pytest.raises(ArgumentError, match=complaint):
+            hosts.read_file(file)
 
 
 # --- formatting

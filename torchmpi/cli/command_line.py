@@ -17,11 +17,13 @@ _MODULES = {"run": ".run", "info": ".info", "doctor": ".doctor.diagnosis", "benc
 _ALL = "Start programs; report on, check and benchmark torchmpi, its MPI library and this machine."
 _RUN = """Start a program on several ranks with the mpirun of the MPI library that this Python loads, and with the
 options it needs: Open MPI refuses root without --allow-run-as-root, and more ranks than cores without --oversubscribe.
-The exit status is that of mpirun."""
+Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun. The exit
+status is that of mpirun."""
 _RUN_EXAMPLES = """examples:
   torchmpi run -n 4 train.py --epochs 10
   torchmpi run -n 4 -m package.train
-  torchmpi run -n 16 --hostfile hosts train.py
+  torchmpi run --hosts node1:2,node2:2 train.py
+  torchmpi run -n 16 --hostfile hosts --restarts 3 train.py
   torchmpi run -n 2 -m torchmpi doctor"""
 _INFO = """Report versions, MPI library, ranks, cores, devices, backends and settings. Under mpirun, rank 0
 reports for all ranks."""
@@ -74,10 +76,27 @@ def _add_run(commands: Any) -> None:
         epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(refuse=parser.error)
     option = parser.add_argument
-    option("-n", "-np", dest="ranks", type=bench_options.count, required=True, metavar="N", help="number of ranks")
-    option("--hostfile", metavar="FILE", help="file with the hosts, in the format of the MPI library")
+    # fmt: off
+    option("-n", "-np", dest="ranks", type=bench_options.count, metavar="N",
+           help="number of ranks (default: the sum over the hosts)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="LIST", help="hosts, with the number of ranks on each: node1:2,node2:2")
+    where.add_argument("--hostfile", metavar="FILE", help="file with a host per line: node1, node1 slots=2 or node1:2")
+    option("--interface", metavar="NAME", help="network interface between the hosts, such as eth0")
+    option("--rsh", metavar="PROGRAM", help="program that runs a command on a host, instead of ssh")
+    option("--restarts", type=bench_options.count, default=0, metavar="N",
+           help="start the job again after a failure, at most N times; the program continues from its last checkpoint")
+    option("--min-ranks", type=bench_options.count, metavar="N",
+           help="continue on the hosts that still answer, with at least N ranks (default: all ranks)")
+    option("--timeout", type=bench_options.seconds, metavar="SECONDS",
+           help="end the job after this time, with status 124")
+    option("--log-dir", metavar="DIR", help="append the output of rank N to DIR/rankN.log; only rank 0 is shown")
+    option("--option", action="append", default=[], metavar="WORDS", help="more options for mpirun; may be repeated")
+    option("-v", "--verbose", action="store_true", help="print the command, then run it")
     option("--dry-run", action="store_true", help="print the command instead of running it")
+    # fmt: on
     option("-m", dest="is_module", action="store_true", help="the program is a module, as in `python -m`")
     option("program", help="a Python file (*.py), which this Python runs; with -m a module; otherwise any program")
     option("arguments", nargs=argparse.REMAINDER, help="arguments of the program")

@@ -54,7 +54,7 @@ def through_environment(original: Callable[..., Rendezvous], url: str, **options
         url = f"env://?{urlencode(others)}"
     given = {name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
     given |= {name.upper() for name in numbers}
-    if len(given) < 4 and launcher.detect().name is not None:
+    if launcher.is_started_by_run() or (len(given) < 4 and launcher.detect().name is not None):
         return through_mpi(url, **options)
     if not given - {"MASTER_PORT"}:
         return iter([(torch_names.HashStore(), 0, 1)])

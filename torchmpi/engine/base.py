@@ -29,6 +29,7 @@ class Engine:
         self.hooks = Hooks()
         self._kept: dict[str, Stateful] = {}
         self._autosave: tuple[Path, int | None, bool] | None = None
+        self._resumes = False
         self._run: TrainingRun | None = None
 
     def on(self, name: HookName) -> Callable[[HookT], HookT]:
@@ -126,13 +127,22 @@ class Engine:
                 )
         self._kept.update(objects)
 
-    def checkpoint(self, path: str | os.PathLike[str], every: int | None = None, *, asynchronous: bool = False) -> None:
+    def checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        every: int | None = None,
+        *,
+        asynchronous: bool = False,
+        resume: bool = False,
+    ) -> None:
         """Save checkpoints during training, after all hooks of the point.
 
         Args:
             path: Folder that each checkpoint replaces.
             every: Number of updates between checkpoints; None saves one after each epoch.
             asynchronous: As for ``save_checkpoint()``.
+            resume: ``train()`` continues from `path` if rank 0 finds a checkpoint there, as after a restart, unless it
+                gets another one by its own ``resume=``.
 
         Raises:
             ArgumentError: `every` is less than 1.
@@ -143,6 +153,7 @@ class Engine:
         if every is not None and every < 1:
             raise ArgumentError(f"checkpoint(every={every}): expected a number of updates, or None for each epoch")
         self._autosave = Path(path), every, asynchronous
+        self._resumes = resume
 
     def save_checkpoint(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> None:
         """Save a checkpoint from a hook in on_start_epoch, on_update, on_end_epoch or on_end.

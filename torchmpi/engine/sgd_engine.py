@@ -169,7 +169,7 @@ class SGDEngine(Engine):
             assert lr is not None
             optimizer = state.optimizer = torch.optim.SGD(trained_parameters(state), lr=lr)
         schedule = Schedule(scheduler, scheduler_step, optimizer, is_validated=validation is not None)
-        saved = None if resume is None else checkpoint.read(Path(resume), self._coordinator)
+        saved = self._read_checkpoint(resume)
         bar = ProgressBar() if self._progress and self._coordinator.rank == 0 else None
         run = TrainingRun(state, options, schedule, scaler, validation, device_copy, bar, self._coordinator)
         with self._running(run):
@@ -181,6 +181,13 @@ class SGDEngine(Engine):
             if validation is not None:
                 validation.best.restore(network)
         return state
+
+    def _read_checkpoint(self, resume: str | os.PathLike[str] | None) -> Saved | None:
+        """Return the checkpoint `resume`, or else the last one of an earlier start, if checkpoint() asks for that."""
+        if resume is None and self._autosave is not None and self._resumes:
+            path, *_ = self._autosave
+            resume = path if self._coordinator.broadcast(path.exists()) else None
+        return None if resume is None else checkpoint.read(Path(resume), self._coordinator)
 
     def _train(self, run: TrainingRun, saved: Saved | None) -> None:
         state = run.state

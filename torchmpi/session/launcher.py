@@ -16,6 +16,9 @@ _LAUNCHER_VARIABLES = (
 # Launchers that are not in the table above set at least one of these.
 _RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
+RUN_VARIABLE = "TORCHMPI_RUN_PID"
+"""The process id of a rank that ``torchmpi run`` started."""
+
 
 class Launcher(NamedTuple):
     """The launcher of a process; `name` is None if none was detected. Numbers that it does not give are None."""
@@ -62,6 +65,11 @@ def announced(report: str) -> str:
     """Add a line about the messages of the launcher, which follow when the job is aborted."""
     name = detect().name
     return report if name is None else f"{report}\ntorchmpi: The lines below are from {name}."
+
+
+def is_started_by_run() -> bool:
+    """Return whether ``torchmpi run`` started this process as a rank; a child process of a rank does not count."""
+    return os.environ.get(RUN_VARIABLE) == str(os.getpid())
 
 
 def family(name: str) -> str | None:

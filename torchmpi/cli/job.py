@@ -1,0 +1,125 @@
+"""A job of ``torchmpi run``: its hosts, its ranks, and the command that starts it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import LaunchError, MissingMPIError
+from ..session import launcher, mpi_library
+from . import hosts, rank_start
+from .facts import Program
+from .launching import find_programs, launch_command
+
+# Open MPI passes its own variables to other hosts and no others; MPICH passes all.
+_PASSED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "MASTER_ADDR", "MASTER_PORT")
+_PASSED_PREFIXES = ("TORCHMPI_", "TORCH_", "PYTHON", "OMP_", "MKL_", "NUMBA_", "GLOO_", "NCCL_", "UCX_", "FI_")
+# Below the ports that systems assign to outgoing connections.
+_PORTS = range(20000, 32000)
+
+
+class Job:
+    """The hosts, the ranks and the launch command of a job."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        known: list[hosts.Host] = []
+        if options.hostfile is not None:
+            known = hosts.read_file(Path(options.hostfile))
+        elif options.hosts is not None:
+            known = hosts.parse_list(options.hosts)
+        self._options = options
+        placed = hosts.place(known, options.ranks) if known else []
+        self.num_ranks: int = sum(count for _, count in placed) or options.ranks
+        self.hosts = [hosts.Host(name, slots or dict(placed).get(name, 0)) for name, slots in known]
+        """All hosts with the largest number of ranks on each; empty: this host."""
+        self._program = _matching_program()
+        self._is_open_mpi = self._program.library.startswith("Open MPI")
+
+    def agent(self, host: str) -> list[str]:
+        """Return the command that runs a command on a host."""
+        return [*shlex.split(self._options.rsh or "ssh"), host]
+
+    def ranks_without(self, lost: Sequence[str]) -> int:
+        """Return the number of ranks for which the other hosts have room, at most that of the first start."""
+        room = sum(host.slots or 0 for host in self.hosts if host.name not in lost)
+        return min(self.num_ranks, room) if self.hosts else self.num_ranks
+
+    def command(self, lost: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> list[str]:
+        """Return the command that starts the job on the hosts that are not lost, with additional variables."""
+        options, num_ranks = self._options, self.ranks_without(lost)
+        placed = hosts.place([host for host in self.hosts if host.name not in lost], num_ranks) if self.hosts else []
+        variables = _interface_variables(options.interface) | dict(variables or {})
+        launch = self._open_mpi(placed, num_ranks, variables) if self._is_open_mpi else self._hydra(placed, num_ranks)
+        words = [word for text in options.option for word in shlex.split(text)]
+        log_dir = [] if options.log_dir is None else ["--log-dir", os.path.abspath(options.log_dir)]
+        start = [sys.executable, "-I", "-S", rank_start.__file__, "--master", _master(placed), *log_dir, "--"]
+        prefix = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
+        return [*prefix, *launch, *words, "-n", str(num_ranks), *start, *_program(options), *options.arguments]
+
+    def _open_mpi(
+        self, placed: Sequence[tuple[str, int]], num_ranks: int, variables: Mapping[str, str]
+    ) -> list[str]:
+        interface, rsh = self._options.interface, self._options.rsh
+        as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        if not placed:
+            path, *more = launch_command(self._program, num_ranks)[:-2]
+            return [path, *as_root, *more]
+        # Not --oversubscribe, with which Open MPI starts all ranks on the first host.
+        command = [self._program.path, *as_root, "--host", ",".join(f"{name}:{count}" for name, count in placed)]
+        if rsh is not None:
+            command += ["--prtemca", "plm_ssh_agent", rsh]
+        if interface is not None:
+            command += ["--mca", "btl_tcp_if_include", interface, "--prtemca", "prte_if_include", interface]
+        passed = {name for name in os.environ if name in _PASSED or name.startswith(_PASSED_PREFIXES)} | {*variables}
+        return [*command, *(word for name in sorted(passed) for word in ("-x", name))]
+
+    def _hydra(self, placed: Sequence[tuple[str, int]], num_ranks: int) -> list[str]:
+        interface, rsh = self._options.interface, self._options.rsh
+        if not placed:
+            return launch_command(self._program, num_ranks)[:-2]
+        command = [self._program.path, "-hosts", ",".join(f"{name}:{count}" for name, count in placed)]
+        if rsh is not None:
+            command += ["-launcher", "ssh", "-launcher-exec", rsh]
+        return command if interface is None else [*command, "-iface", interface]
+
+
+def _interface_variables(interface: str | None) -> dict[str, str]:
+    """Return the variables by which MPICH, gloo and NCCL choose a network interface."""
+    names = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {} if interface is None else dict.fromkeys(names, interface)
+
+
+def _master(placed: Sequence[tuple[str, int]]) -> str:
+    """Return the address for programs that make a store of torch.distributed by themselves: on the host of rank 0."""
+    if placed:
+        return f"{placed[0][0]}:{random.choice(_PORTS)}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    if options.is_module:
+        return [sys.executable, "-m", options.program]
+    return [*([sys.executable] if options.program.endswith(".py") else []), options.program]
+
+
+def _matching_program() -> Program:
+    """Return the first launcher that may belong to the MPI library of this Python."""
+    library = mpi_library.short_version(mpi_library.load())
+    programs = find_programs()
+    for program in programs:
+        if not launcher.are_incompatible(program.library, library):
+            return program
+    if programs:
+        found = " and ".join(f"{program.path} ({program.library})" for program in programs)
+        raise LaunchError(
+            f"this Python loads {library}, but found only {found}. Put the mpirun of {library} on PATH, or point "
+            "mpi4py to the library of the launcher with MPI4PY_LIBMPI."
+        )
+    raise MissingMPIError(f"neither mpirun nor mpiexec is on PATH or beside this Python. {mpi_library.HOW_TO_INSTALL}")

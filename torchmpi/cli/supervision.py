@@ -1,0 +1,137 @@
+"""Supervision of a job by ``torchmpi run``: its time limit, and restarts after failures, without lost hosts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import FrameType
+from typing import NamedTuple
+
+from ..log import logger
+from .job import Job
+
+RESTARTS = "TORCHMPI_RESTARTS"
+"""Variable with the number of restarts before this start of the job; not set at the first start."""
+TIME_LIMIT_STATUS = 124
+_ANSWER_SECONDS = 10.0
+_RETURN_SECONDS = 60.0
+_TERMINATION_SECONDS = 10.0
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Limits(NamedTuple):
+    """What the supervisor allows a job."""
+
+    restarts: int
+    min_ranks: int
+    """Smallest number of ranks with which the job is restarted after hosts are lost."""
+    seconds: float | None
+    """Time limit of all starts together; None: no limit."""
+
+
+class Supervisor:
+    """Starts a job, and starts it again after a failure.
+
+    SIGTERM and other signals are passed on to mpirun. After SIGTERM, SIGHUP or Ctrl-C there is no restart.
+    """
+
+    def __init__(self, job: Job, limits: Limits) -> None:
+        self._job, self._limits = job, limits
+        self._deadline = None if limits.seconds is None else time.monotonic() + limits.seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._received: int | None = None
+
+    def run(self) -> int:
+        """Run the job to its end and return its exit status."""
+        for number in (signal.SIGINT, *_FORWARDED):
+            signal.signal(number, self._pass_on)
+        lost: list[str] = []
+        for attempt in range(self._limits.restarts + 1):
+            began = time.monotonic()
+            status = self._run_once(lost, {} if attempt == 0 else {RESTARTS: str(attempt)})
+            if status == TIME_LIMIT_STATUS and self._is_over():
+                logger.error("torchmpi run: the job was ended at its time limit of %g s.", self._limits.seconds)
+                return status
+            silent = [] if self._received is not None else self._lost_hosts()
+            if self._received is not None or (status == 0 and not silent):
+                return status
+            # Open MPI's mpirun returns 0 after the loss of a host.
+            cause = f"ended with status {status} after {time.monotonic() - began:.0f} s"
+            if silent:
+                cause += f"; no answer from {', '.join(silent)}"
+            if attempt == self._limits.restarts:
+                logger.error("torchmpi run: the job %s. No restart is left of %d.", cause, self._limits.restarts)
+                return status or 1
+            lost = self._wait_for_hosts(silent)
+            num_ranks = self._job.ranks_without(lost)
+            if num_ranks < self._limits.min_ranks:
+                logger.error(
+                    "torchmpi run: the job %s. The other hosts have room for %d ranks, fewer than --min-ranks %d.",
+                    cause, num_ranks, self._limits.min_ranks,
+                )  # fmt: skip
+                return status or 1
+            logger.warning(
+                "torchmpi run: the job %s. Restart %d of %d, with %d ranks.",
+                cause, attempt + 1, self._limits.restarts, num_ranks,
+            )  # fmt: skip
+        raise AssertionError("unreachable")
+
+    def _run_once(self, lost: Sequence[str], variables: Mapping[str, str]) -> int:
+        self._process = subprocess.Popen(self._job.command(lost, variables))
+        if self._received is not None:  # it came before there was a process to pass it on to
+            self._pass_on(self._received, None)
+        try:
+            remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            status = self._process.wait(remaining)
+        except subprocess.TimeoutExpired:
+            self._terminate()
+            return TIME_LIMIT_STATUS
+        return status if status >= 0 else 128 - status
+
+    def _is_over(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def _terminate(self) -> None:
+        """End mpirun, and with it the ranks; by SIGKILL if a hung job makes it ignore SIGTERM."""
+        assert self._process is not None
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._process.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERMINATION_SECONDS)
+                return
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):
+            self._received = number
+        if number != signal.SIGINT and self._process is not None:  # the terminal sends Ctrl-C to mpirun too
+            self._process.send_signal(number)
+
+    def _lost_hosts(self) -> list[str]:
+        """Return the hosts on which no command can be run."""
+        names = [host.name for host in self._job.hosts]
+        if not names:
+            return []
+        with ThreadPoolExecutor(len(names)) as pool:
+            answers = list(pool.map(self._answers, names))
+        return [name for name, answer in zip(names, answers, strict=True) if not answer]
+
+    def _answers(self, host: str) -> bool:
+        try:
+            command = [*self._job.agent(host), "true"]
+            quiet = subprocess.DEVNULL
+            done = subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=_ANSWER_SECONDS)
+        except (subprocess.TimeoutExpired, OSError):
+            return False
+        return done.returncode == 0
+
+    def _wait_for_hosts(self, lost: list[str]) -> list[str]:
+        """Wait for hosts that boot again, unless enough others are left; return those that are still lost."""
+        end = time.monotonic() + _RETURN_SECONDS
+        while self._job.ranks_without(lost) < self._limits.min_ranks and time.monotonic() < end and not self._is_over():
+            time.sleep(1.0)
+            lost = self._lost_hosts()
+        return lost
