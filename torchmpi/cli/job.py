@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import LaunchError, MissingMPIError
+from ..errors import ArgumentError, LaunchError, MissingMPIError
 from ..session import launcher, mpi_library
 from . import hosts, rank_start
 from .facts import Program
@@ -86,13 +86,15 @@ class Job:
         command = [self._program.path, "-hosts", ",".join(f"{name}:{count}" for name, count in placed)]
         if rsh is not None:
             command += ["-launcher", "ssh", "-launcher-exec", rsh]
+        if interface is not None and "/" in interface:
+            raise ArgumentError(f"--interface {interface}: MPICH needs the name of an interface, such as eth0.")
         return command if interface is None else [*command, "-iface", interface]
 
 
 def _interface_variables(interface: str | None) -> dict[str, str]:
-    """Return the variables by which MPICH, gloo and NCCL choose a network interface."""
+    """Return the variables by which MPICH, gloo and NCCL choose a network interface; they accept no networks."""
     names = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {} if interface is None else dict.fromkeys(names, interface)
+    return {} if interface is None or "/" in interface else dict.fromkeys(names, interface)
 
 
 def _master(placed: Sequence[tuple[str, int]]) -> str:

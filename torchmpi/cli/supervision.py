@@ -56,7 +56,8 @@ class Supervisor:
             if status == TIME_LIMIT_STATUS and self._is_over():
                 logger.error("torchmpi run: the job was ended at its time limit of %g s.", self._limits.seconds)
                 return status
-            silent = [] if self._received is not None else self._lost_hosts()
+            gone = [] if self._received is not None else self._lost_hosts()
+            silent = [name for name in gone if name not in lost]
             if self._received is not None or (status == 0 and not silent):
                 return status
             # Open MPI's mpirun returns 0 after the loss of a host.
@@ -66,7 +67,7 @@ class Supervisor:
             if attempt == self._limits.restarts:
                 logger.error("torchmpi run: the job %s. No restart is left of %d.", cause, self._limits.restarts)
                 return status or 1
-            lost = self._wait_for_hosts(silent)
+            lost = self._wait_for_hosts(gone)
             num_ranks = self._job.ranks_without(lost)
             if num_ranks < self._limits.min_ranks:
                 logger.error(
