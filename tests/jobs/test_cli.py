@@ -122,6 +122,7 @@ sys.exit(3)
     assert local_ranks == {"0", "1", "2"}
 
 
+@once
 def test_a_restarted_run_ends_with_the_same_parameters(tmp_path):
     """The rank is killed at the first start, between two checkpoints."""
     (tmp_path / "train.py").write_text(
