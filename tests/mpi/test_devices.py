@@ -173,6 +173,8 @@ def test_torch_distributed(agree, device, process_group):
     own = torch.empty(2, device=device)
     rows = [torch.full((2,), float(r), device=device) for r in range(size)]
     dist.scatter(own, rows if rank == 0 else None, 0)
+    exchanged = [torch.empty(1 + r, device=device) for r in range(size)]
+    dist.all_to_all(exchanged, [torch.full((1 + rank,), float(rank + r), device=device) for r in range(size)])
     dist.send(own, (rank + 1) % size) if rank % 2 == 0 and size > 1 else None
     total = sum(range(1, size + 1))
     if rank % 2 == 1:
@@ -185,6 +187,7 @@ def test_torch_distributed(agree, device, process_group):
     agree.equal(tripled.cpu().tolist(), [3.0 * size] * 4)
     agree.equal(gathered.cpu().tolist(), [float(r) for r in range(size) for _ in range(2)])
     agree.equal(own.cpu().tolist(), [float(rank)] * 2)
+    agree.equal([part.cpu().tolist() for part in exchanged], [[float(rank + r)] * (1 + r) for r in range(size)])
     if parts is not None:
         agree.equal([part.cpu().tolist() for part in parts], [[float(r)] * 3 for r in range(size)])
 

@@ -18,8 +18,11 @@ from torchmpi.backends.gloo import GlooGroup
 from torchmpi.backends.gpus import Devices, RankDevice
 from torchmpi.backends.nccl.nccl_backend import NcclBackend, NcclGroup, NcclReduction
 from torchmpi.backends.nccl.recipes import lacks
+from torchmpi.backends.selector import Choice
 from torchmpi.backends.torch_groups import RowMovement, TorchGroup
+from torchmpi.communicators.call_log import ON_DEVICE
 from torchmpi.config import Config
+from torchmpi.distributed import exchange
 from torchmpi.errors import DeviceError
 from torchmpi.session import runtime
 
@@ -121,6 +124,21 @@ def test_parts_of_any_length(agree, group, torch_group):
     RowMovement(group, torch_group).exchange_parts(outgoing, incoming, 0)
     for origin, (actual, wanted) in enumerate(zip(incoming, expected, strict=True)):
         agree.bits(actual, wanted, f"from rank {origin}")
+
+
+def test_a_process_group_exchanges_without_staging(agree, group, torch_group, monkeypatch):
+    """Regression: exchanges of torch.distributed went through the host on every device."""
+    rank, size = mpi.rank(), mpi.size()
+    movement = RowMovement(group, torch_group)
+    backend = SimpleNamespace(name="nccl", announces=False, bind=lambda *_: movement.exchange_parts)
+    monkeypatch.setattr(runtime.current().selector, "select", lambda *_, **__: [Choice(None, backend)])
+    outgoing = [torch.full((1 + rank, 2), 10.0 * rank + other).t() for other in range(size)]  # not contiguous
+    incoming = [torch.zeros(2, 1 + other) for other in range(size)]
+    exchange.exchange(group, outgoing, incoming)
+    for other, part in enumerate(incoming):
+        agree.equal(part, torch.full((2, 1 + other), 10.0 * other + rank), f"from rank {other}")
+    (plan, on_device), *_ = [plan for key, plan in group.plans.items() if key[0] == "exchange"]
+    agree(on_device and plan.code & ON_DEVICE)
 
 
 def test_tensors_of_autograd_and_of_inference_mode(agree, torch_group):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchmpi as mpi
-from torchmpi.backends.gloo import GlooBackend
+from torchmpi.backends.gloo import GlooBackend, GlooGroup
 from torchmpi.backends.network import INTERFACE_VARIABLE
 from torchmpi.backends.shm import SharedMemoryBackend
 from torchmpi.backends.torch_groups import GroupStore
@@ -90,6 +90,32 @@ def test_a_lost_connection_is_an_error_that_names_the_rank(agree, group):
             error = raised
         lost = f"gloo lost the connection to rank {size - 1}"
         agree(error is not None and (lost in str(error) or size > 2), f"{error!r}")
+
+
+@pytest.mark.parametrize(("collective", "step"), [("allreduce", "begin_alltoall"), ("broadcast", "broadcast")])
+def test_a_rank_that_fails_inside_a_call_ends_the_call_on_all_ranks(agree, monkeypatch, collective, step):
+    """Regression: the other ranks waited until the watchdog ended the job."""
+    if mpi.size() == 1:
+        pytest.skip("needs another rank")
+    world = mpi.communicator(0).intra
+    group, last = world.duplicate("a call that fails"), mpi.size() - 1
+    dtype, op = torch.float32, "sum" if collective == "allreduce" else None
+    operation = runtime.current().selector.backends["gloo"].bind(group, collective, dtype, op)
+    plan = Plan(collective, call_code(collective, op, info(dtype).code), operation, shape_of=None)
+    agree.equal(group.call(plan, torch.ones(3))[0].item(), mpi.size() if op else 1, "the call before it")
+
+    def fail(*_):
+        raise MemoryError("no room for a buffer")
+
+    if mpi.rank() == last:
+        monkeypatch.setattr(GlooGroup, step, fail)
+    error = None
+    try:
+        group.call(plan, torch.ones(30_000), None, last)
+    except (MemoryError, TransportError) as raised:
+        error = raised
+    agree(isinstance(error, MemoryError if mpi.rank() == last else TransportError), repr(error))
+    group.free()
 
 
 def test_calls_that_differ_raise_on_all_ranks_before_gloo_moves_data(agree):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,29 @@ def test_damaged_files(path):
     change(data, data.read_bytes().find(b"torchmpi_checkpoint") + 3)
     with pytest.raises(CheckpointError, match="damaged"):
         read(path, SingleProcess())
+
+
+class Malicious:
+    """An object whose pickle calls a function."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_reading_runs_no_code_of_the_file(path, tmp_path):
+    """Regression: the reader of torch.distributed.checkpoint unpickles the metadata."""
+    made = tmp_path / "made by the file"
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        file.write_bytes(pickle.dumps(Malicious(made)) + whole)
+        with pytest.raises(CheckpointError, match=r"names posix\.mkdir|is not a checkpoint"):
+            read(path, SingleProcess())
+        file.write_bytes(whole)
+    assert not made.exists()
+    read(path, SingleProcess())
 
 
 @alone

@@ -18,7 +18,7 @@ import torch
 
 from ..communicators.group import Group
 from ..config import Config
-from ..errors import TransportError
+from ..errors import TorchMPIError, TransportError
 from ..shared_memory.memory_layout import ENTERED
 from ..tensors import buffers
 from . import network, ordered_reduction
@@ -68,21 +68,30 @@ class GlooBackend:
         gloo ends a process that receives more bytes than it expects, so the comparison on the status board, which other
         backends make while their calls run, would come too late.
         """
-        operation = self._operation(group, collective, dtype, op)
+        torch_group = self._torch_groups.setdefault(group, GlooGroup(group))  # atomic: several threads may bind
+        operation = self._operation(group, torch_group, collective, dtype, op)
         if group.log_board is None:  # compared by a message already, or not at all
-            return operation
-        has_kernels = self.shared.why_not(collective, "cpu", group) is None
-        compare = self.shared.comparison(group) if has_kernels else partial(_compare_by_message, group)
+            compare: Callable[[], None] = _nothing
+        elif self.shared.why_not(collective, "cpu", group) is None:
+            compare = self.shared.comparison(group)
+        else:
+            compare = partial(_compare_by_message, group)
 
         def run(source: Any, destination: Any, root: int) -> Any:
             compare()
-            return operation(source, destination, root)
+            try:
+                return operation(source, destination, root)
+            except TorchMPIError:
+                raise  # on all ranks, or with the connections closed
+            except BaseException:
+                torch_group.abort()
+                raise
 
         return run
 
-    def _operation(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-        # Atomic: threads that bind at the same time must not create two groups.
-        torch_group = self._torch_groups.setdefault(group, GlooGroup(group))
+    def _operation(
+        self, group: Group, torch_group: GlooGroup, collective: str, dtype: torch.dtype | None, op: str | None
+    ) -> Operation:
         if collective == "barrier":
             return torch_group.barrier
         if collective in REDUCTIONS:
@@ -92,6 +101,10 @@ class GlooBackend:
             return ordered_reduction.operation(group, reduction, collective)
         operation: Operation = getattr(RowMovement(group, torch_group), collective)
         return operation
+
+
+def _nothing() -> None:
+    """Compare no calls."""
 
 
 def _compare_by_message(group: Group) -> None:
@@ -165,12 +178,17 @@ class GlooGroup(TorchGroup):
             return call()
         except RuntimeError as error:
             peer = self._lost_peer() if peer is None else peer
-            self.opened.abort()  # the other ranks then do not wait for this rank
+            self.abort()
             whom = "another rank" if peer is None else f"rank {self.world_ranks[peer]}"
             reason = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[0]  # without gloo's file name and advice
             raise TransportError(
                 f"gloo lost the connection to {whom} ({reason}). That rank has probably ended: see its output"
             ) from error
+
+    def abort(self) -> None:
+        """Close the connections, so that no rank waits for this one. Later calls raise TransportError."""
+        if self._opened is not None:
+            self._opened.abort()
 
     def _lost_peer(self) -> int | None:
         """Return a rank to which gloo refuses to send, since the connection is closed; the error names an address."""

@@ -203,7 +203,7 @@ def _runner(
     if not takes and collective in IN_PLACE:
         return device_staging.StagedOperation(collective, operation, group, _pool(runtime))
     if takes and device_type != "cpu":
-        operation = _in_order(operation, group) if backend.enqueues else _settled(operation)
+        operation = in_order(operation, group) if backend.enqueues else _settled(operation)
     if collective not in IN_PLACE:
         return _producing(operation, takes=takes)
     return _direct(operation) if direct and takes else _copying(collective, operation, group)
@@ -228,7 +228,7 @@ def _shared_bytes(runtime: Runtime, num_bytes: int) -> torch.Tensor:
     return runtime.empty_shared((num_bytes,), torch.uint8)
 
 
-def _in_order(operation: Operation, group: Group) -> Operation:
+def in_order(operation: Operation, group: Group) -> Operation:
     """Keep the operations that a group enqueues on its device in order, although the callers' streams may differ."""
     order = _orders.setdefault(group, streams.Order())
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..backends.base import bind
-from ..communicators.call_log import call_code
+from ..backends.base import Operation, bind
+from ..collectives.prepared import in_order
+from ..communicators.call_log import ON_DEVICE, call_code
 from ..communicators.group import Group
 from ..communicators.plan import Plan
 from ..errors import ArgumentError
@@ -15,21 +16,23 @@ from ..session import runtime
 from ..tensors import buffers, dtypes
 
 _BACKENDS = ("shm", "mpi", "gloo")
-"""The backends with the operation ``exchange_parts``."""
+"""The backends in host memory with the operation ``exchange_parts``."""
 
 
 def exchange(group: Group, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
     """Send `sources[j]` to rank j, and receive `destinations[j]` from rank j."""
-    outgoing = [buffers.plain(source, to_host=True) for source in sources]
+    devices = {part.device.type for part in (*sources, *destinations)}
+    plan, on_device = _plan(group, destinations[0].dtype, devices.pop() if len(devices) == 1 else "cpu")
+    outgoing = [buffers.plain(source, to_host=not on_device) for source in sources]
     incoming = [
         part.detach()
-        if part.device.type == "cpu" and buffers.is_direct(part)
-        else torch.empty(part.shape, dtype=part.dtype, device="cpu")
+        if (on_device or part.device.type == "cpu") and buffers.is_direct(part)
+        else torch.empty(part.shape, dtype=part.dtype, device=part.device if on_device else "cpu")
         for part in destinations
     ]
-    group.perform(_plan(group, incoming[0].dtype), outgoing, incoming, 0)
+    group.perform(plan, outgoing, incoming, 0)
     for part, received in zip(destinations, incoming, strict=True):
-        if received.data_ptr() != part.data_ptr() or part.device.type != "cpu":
+        if received.data_ptr() != part.data_ptr() or received.device != part.device:
             buffers.overwrite(part, received)
         else:
             buffers.touch(part)
@@ -59,12 +62,24 @@ def check(
         )
 
 
-def _plan(group: Group, dtype: torch.dtype) -> Plan:
-    plan: Plan | None = group.plans.get(("exchange", dtype))
-    if plan is None:
-        choice = runtime.current().selector.select("alltoall", "cpu", group)[-1].backend
-        backend = choice if choice.name in _BACKENDS else runtime.current().selector.network
+def _plan(group: Group, dtype: torch.dtype, device_type: str) -> tuple[Plan, bool]:
+    """Return the plan of an exchange, and whether it takes the memory of the device; other tensors are staged."""
+    key = ("exchange", dtype, device_type)
+    if key not in group.plans:
+        selector, code = runtime.current().selector, call_code("alltoall", None, dtypes.info(dtype).code)
+        backend = selector.select("alltoall", device_type, group)[-1].backend
+        on_device = backend.name == "nccl"
+        if not on_device:
+            backend = selector.select("alltoall", "cpu", group)[-1].backend
+            backend = backend if backend.name in _BACKENDS else selector.network
         operation = bind(backend, group, "exchange_parts", dtype, None)
-        plan = Plan("alltoall", call_code("alltoall", None, dtypes.info(dtype).code), operation)
-        group.plans["exchange", dtype] = plan
-    return plan
+        if on_device:
+            operation, code = _in_order(operation, group), code | ON_DEVICE
+        group.plans[key] = Plan("alltoall", code, operation), on_device
+    found: tuple[Plan, bool] = group.plans[key]
+    return found
+
+
+def _in_order(operation: Operation, group: Group) -> Operation:
+    ordered = in_order(lambda _, parts, root: operation(*parts, root), group)
+    return lambda outgoing, incoming, root: ordered(outgoing[0], (outgoing, incoming), root)

@@ -56,19 +56,7 @@ def create(options: BackendOptions) -> ProcessGroup:
     """Create a process group, as torch requires of a backend. Collective over its members."""
     torch_names.warn_if_untested()
     torch_names.keep_works_of_join()
-    _refuse_mixed_backends()
     return ProcessGroup(options)
-
-
-def _refuse_mixed_backends() -> None:
-    """Raise if other devices have another backend: torch would ignore it and use a Python process group for all."""
-    config = torch_names.variable_of_caller("_new_process_group_helper", "backend_config")
-    names = set() if config is None else set(config.get_device_backend_map().values())
-    if len(names) > 1:
-        raise ArgumentError(
-            f"the backend {str(config)!r} mixes torchmpi with others, which torch cannot do: it would use torchmpi "
-            "for all devices. Use 'torchmpi' alone, which takes CPU and CUDA tensors, or the others without it."
-        )
 
 
 class ProcessGroup(dist.ProcessGroup):

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ..errors import ArgumentError
+
 NAME = "torchmpi"
 """The name of the backend."""
 TESTED = ("2.13",)
@@ -134,22 +136,35 @@ def call_when_named(action: Callable[[], None]) -> None:
         setattr(dist.Backend, name.upper(), _BackendName(name, action))
 
 
+class _Mixture(str):
+    """The name of a mixture of backends. torch compares names when it looks them up, before it starts anything."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise ArgumentError(
+            f"the backend {self[:]!r} mixes torchmpi with others, which torch cannot do: it would use torchmpi "
+            "for all devices. Use 'torchmpi' alone, which takes CPU and CUDA tensors, or the others without it."
+        )
+
+
+def refuse_mixtures() -> None:
+    """Raise if a program asks for this backend for one device and for another backend for the other.
+
+    torch would ignore the other backend, and use a process group in Python for all devices.
+    """
+    for other in set(dist.Backend.backend_list) - {NAME, dist.Backend.UNDEFINED}:
+        for on_cpu, on_cuda in ((NAME, other), (other, NAME)):
+            for name in (f"cpu:{on_cpu},cuda:{on_cuda}", f"cuda:{on_cuda},cpu:{on_cpu}"):
+                setattr(dist.Backend, name.upper(), _Mixture(name))
+
+
 def wrap_rendezvous(scheme: str, handler: Callable[..., Iterator[Any]]) -> None:
     """Replace a rendezvous handler of torch by ``handler(original, url, **options)``, once."""
     # torch.distributed.rendezvous is a function of that name, which hides the module.
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     if getattr(handlers[scheme], "func", None) is not handler:
         handlers[scheme] = partial(handler, handlers[scheme])
-
-
-def variable_of_caller(function: str, variable: str) -> Any:
-    """Return a local variable of the innermost active function of torch.distributed with this name, or None."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
-            return frame.f_locals.get(variable)
-        frame = frame.f_back
-    return None
 
 
 def take_name_of_mpi() -> None:

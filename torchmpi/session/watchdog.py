@@ -172,7 +172,7 @@ class Watchdog(threading.Thread):
                     return
                 message = (
                     f"{group.where}: {call_log.Call(*current)} on communicator {group.name} cannot complete: rank "
-                    f"{group.world_ranks[index]} made a different call with this number and continued."
+                    f"{group.world_ranks[index]} has aborted it, or made a different call, and continued."
                 )
                 self.end_job(message, 1)
 

@@ -15,7 +15,6 @@ DYING          whether the rank is terminating
 FETCHES_SLOWLY consecutive trials in which copies through the caches were slow (see kernels.copying)
 CLOSED         whether the rank has closed the group
 ENQUEUED       number of the last call enqueued on its device
-BROUGHT        length of its tensor in that call
 BLAMES         call (upper bits) and rank (last BLAMED_RANK_BITS) that this rank holds responsible for an abort
 CORE           core on which it last waited, where there are more ranks than cores
 EXITED         whether the rank is at the end of its program; with the status of ``sys.exit()``, if it called that
@@ -33,8 +32,8 @@ from __future__ import annotations
 FIELD_BYTES = 8
 _LINE_FIELDS = 16  # 128 bytes
 
-ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BROUGHT, BLAMES, CORE = range(12)
-EXITED = 12
+ENTERED, LEFT, REFUSED, ASKED, ANSWERED, DYING, FETCHES_SLOWLY, CLOSED, ENQUEUED, BLAMES, CORE = range(11)
+EXITED = 11
 BLAMED_RANK_BITS = 24
 EXIT_STATUS = 2  # added to the status in EXITED; 1 without status
 
