@@ -81,5 +81,5 @@ def _plan(group: Group, dtype: torch.dtype, device_type: str) -> tuple[Plan, boo
 
 
 def _in_order(operation: Operation, group: Group) -> Operation:
-    ordered = in_order(lambda _, parts, root: operation(*parts, root), group)
+    ordered = in_order(lambda _, parts, root: operation(parts[0], parts[1], root), group)
     return lambda outgoing, incoming, root: ordered(outgoing[0], (outgoing, incoming), root)
