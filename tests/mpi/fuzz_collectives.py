@@ -2,9 +2,12 @@
 
     mpirun -n 3 python tests/mpi/fuzz_collectives.py --cases 100000 --seed 1
 
-Every rank draws the same cases from the seed. A round submits some calls, synchronous and asynchronous, waits for the
-asynchronous ones in another order, and then compares every result, bit by bit, with the reference of contract.py. A
-failure prints the seed and the number of its round; ``--seed S --first ROUND --rounds 1`` repeats it.
+Every rank draws the same cases from the seed: collective, backend, dtype, operation, shape, layout of the input and of
+`out`, synchronous or asynchronous, and communicator (the world, levels, their inner and outer groups, `mpi.group`). A
+round submits some calls, waits for the asynchronous ones in another order, and then compares every result, bit by bit,
+with the reference of contract.py. In every third round several threads of each rank make the calls, each those of some
+of the communicators. A failure prints the seed and the number of its round; ``--seed S --first ROUND --rounds 1``
+repeats it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import math
 import os
 import random
 import sys
+import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +35,11 @@ import contract
 REDUCING = ("allreduce", "reduce", "reduce_scatter", "allreduce_many")
 COLLECTIVES = (*REDUCING, "broadcast", "allgather", "gather", "scatter", "alltoall", "sendreceive")
 BACKENDS = (None, None, None, "shm", "mpi", "p2p", "gloo")
+LAYOUTS = ("plain", "plain", "strided", "offset", "lazy", "shared")
 _SIZES = (0, 1, 2, 3, 7, 8, 31, 64, 255, 1000, 1025, 4096, 20_000, 70_001)
 _CALLS_PER_ROUND = 8
+_THREADED_EVERY = 3  # rounds
+_NUM_THREADS = 3
 _SHARED_BYTES = 1 << 20
 _DELAY_PROBABILITY = 0.02
 _LONGEST_DELAY_SECONDS = 0.003
@@ -52,17 +60,18 @@ class Case:
     backend: str | None
     is_async: bool
     root_draw: int
-    level: int
+    comm: int
+    """Index of the communicator."""
     extra_rows: int
     """Rows that rank r of the group has more than rank r - 1, where lengths may differ."""
 
 
 @dataclass
-class Level:
-    """A communicator of the test: its level, and the world ranks of this rank's group, in order."""
+class Comm:
+    """A communicator of the test, and the world ranks of this rank's group in order; none if it is not in the group."""
 
-    level: int
-    ranks: list[int]
+    comm: Any
+    ranks: tuple[int, ...]
 
 
 @dataclass
@@ -80,7 +89,7 @@ class Call:
     """What the input must contain afterwards; None if the call may overwrite it."""
 
 
-def draw(source: random.Random, number: int, num_levels: int) -> Case:
+def draw(source: random.Random, number: int, num_comms: int) -> Case:
     """Draw a case; the same source gives the same case on every rank."""
     collective = source.choice(COLLECTIVES)
     dtype = source.choice(tuple(contract.OPS_OF) if collective in REDUCING else contract.MOVABLE)
@@ -96,12 +105,12 @@ def draw(source: random.Random, number: int, num_levels: int) -> Case:
         dtype=dtype,
         op=source.choice(contract.OPS_OF.get(dtype, ("sum",))),
         shape=shape,
-        layout=source.choice(("plain", "plain", "strided", "offset", "shared")),
+        layout=source.choice(LAYOUTS),
         out=source.choice((None, None, "plain", "strided", "shared")),
         backend=source.choice(BACKENDS),
         is_async=source.random() < 0.5,
         root_draw=source.randrange(1 << 16),
-        level=source.randrange(num_levels),
+        comm=source.randrange(num_comms),
         extra_rows=source.choice((0, 0, 0, 1, 3)),
     )
 
@@ -111,16 +120,24 @@ class Fuzzer:
 
     def __init__(self) -> None:
         rank, size = mpi.rank(), mpi.size()
-        self.levels = [Level(0, list(range(size)))]
+        self.comms = [Comm(0, tuple(range(size)))]
         before = mpi.communicator().level
         for keys in ([r % 2 for r in range(size)], [r // 2 for r in range(size)]):
             mpi.set_communicator(0)
             level = mpi.push_communicator(keys[rank])
-            self.levels.append(Level(level, [r for r in range(size) if keys[r] == keys[rank]]))
+            with mpi.use(level) as communicator:
+                inner, outer = communicator.intra, communicator.inter
+            # A level and its inner group are the same group: calls on both must not come from two threads.
+            self.comms += [Comm(inner if keys[0] == keys[-1] else level, inner.ranks)]
+            self.comms += [Comm(outer, outer.ranks if outer else ())]
         mpi.set_communicator(before)
+        for ranks in (tuple(range(size))[::-1], (size - 1, 0)):
+            comm = mpi.group(ranks, comm=0)
+            self.comms.append(Comm(comm, ranks if comm else ()))
         self.num_refused = 0
         self._free: list[torch.Tensor] = []
         self._in_use: list[torch.Tensor] = []
+        self._lock = threading.Lock()
 
     # --- inputs
 
@@ -129,8 +146,9 @@ class Fuzzer:
         numel = math.prod(shape)
         if numel * dtype.itemsize > _SHARED_BYTES:
             return torch.zeros(shape, dtype=dtype)
-        memory = self._free.pop() if self._free else mpi.empty_shared(_SHARED_BYTES, dtype=torch.uint8)
-        self._in_use.append(memory)
+        with self._lock:
+            memory = self._free.pop() if self._free else mpi.empty_shared(_SHARED_BYTES, dtype=torch.uint8)
+            self._in_use.append(memory)
         return memory[: numel * dtype.itemsize].view(dtype).view(shape) if numel else torch.zeros(shape, dtype=dtype)
 
     def _placed(self, values: torch.Tensor, layout: str) -> torch.Tensor:
@@ -140,11 +158,15 @@ class Fuzzer:
         if layout == "offset":
             memory = torch.zeros(values.numel() + 3, dtype=values.dtype)
             return memory[3:].view(values.shape).copy_(values)
+        if layout == "lazy" and values.is_complex():  # torch sets a bit instead of conjugating
+            return values.conj().resolve_conj().conj()
+        if layout == "lazy" and values.dtype in (torch.float32, torch.float64):  # and another one for negative numbers
+            return torch.complex(torch.zeros_like(values), -values).conj().imag
         if layout == "shared":
             return self._shared(tuple(values.shape), values.dtype).copy_(values)
         return values.clone()
 
-    def _inputs(self, case: Case, ranks: list[int]) -> list[torch.Tensor]:
+    def _inputs(self, case: Case, ranks: tuple[int, ...]) -> list[torch.Tensor]:
         grows = case.collective in ("allgather", "gather", "alltoall") and len(case.shape) > 0
         shapes = [
             (case.shape[0] + case.extra_rows * index, *case.shape[1:]) if grows else case.shape
@@ -157,9 +179,10 @@ class Fuzzer:
     # --- one call
 
     def submit(self, case: Case) -> Call | None:
-        """Make a call; None if it is refused, which all ranks must do alike."""
-        level = self.levels[case.level]
-        ranks, size = level.ranks, len(level.ranks)
+        """Make a call; None if this rank takes no part, or if it is refused, which all ranks must do alike."""
+        ranks, size = self.comms[case.comm].ranks, len(self.comms[case.comm].ranks)
+        if mpi.rank() not in ranks:
+            return None
         place, root = ranks.index(mpi.rank()), case.root_draw % size
         inputs = self._inputs(case, ranks)
         own, many = inputs[place], case.collective == "allreduce_many"
@@ -173,7 +196,7 @@ class Fuzzer:
         takes_out = case.out is not None and not many and case.collective != "sendreceive" and expected is not None
         takes_out &= case.collective not in ("scatter", "gather") or own.dim() > 0
         out = self._placed(torch.zeros_like(expected), str(case.out)) if takes_out else None
-        options: dict[str, Any] = {"comm": level.level}
+        options: dict[str, Any] = {"comm": self.comms[case.comm].comm}
         if case.collective in REDUCING:
             options["op"] = case.op
         if not many and case.collective != "sendreceive":
@@ -191,7 +214,8 @@ class Fuzzer:
         try:
             given = function(tensor, **options)
         except (errors.BackendUnavailableError, errors.DtypeError):
-            self.num_refused += 1
+            with self._lock:
+                self.num_refused += 1
             return None
         handle, result = (given, None) if case.is_async else (None, given)
         if case.collective == "reduce" and place != root:
@@ -240,22 +264,45 @@ class Fuzzer:
         """Run one round; return what is wrong on this rank."""
         source = random.Random(f"{seed} {number}")
         first = number * _CALLS_PER_ROUND
-        cases = [draw(source, first + index, len(self.levels)) for index in range(_CALLS_PER_ROUND)]
-        jitter, calls = random.Random(f"{seed} {number} {mpi.rank()}"), []
+        cases = [draw(source, first + index, len(self.comms)) for index in range(_CALLS_PER_ROUND)]
+        threads_of_comms = [source.randrange(_NUM_THREADS) for _ in self.comms]
+        jitter, order = random.Random(f"{seed} {number} {mpi.rank()}"), source.random()
+        if number % _THREADED_EVERY:
+            problems = self._call(cases, jitter, random.Random(order))
+        else:
+            problems = []
+
+            def work(thread: int, jitter: random.Random) -> None:
+                try:
+                    own = [case for case in cases if threads_of_comms[case.comm] == thread]
+                    problems.extend(self._call(own, jitter, random.Random(order)))
+                except BaseException as error:
+                    traceback.print_exc()
+                    problems.append(f"thread {thread}: {error!r}")
+
+            arguments = [(thread, random.Random(jitter.random())) for thread in range(_NUM_THREADS)]
+            threads = [threading.Thread(target=work, args=each) for each in arguments]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        mpi.barrier(comm=0)  # a shared tensor of this round may be read by another rank until here
+        self._free += self._in_use
+        self._in_use = []
+        return problems
+
+    def _call(self, cases: list[Case], jitter: random.Random, order: random.Random) -> list[str]:
+        calls = []
         for case in cases:
             if jitter.random() < _DELAY_PROBABILITY:  # another order of arrivals
                 time.sleep(jitter.random() * _LONGEST_DELAY_SECONDS)
             if (call := self.submit(case)) is not None:
                 calls.append(call)
         waiting = [call for call in calls if call.handle is not None]
-        source.shuffle(waiting)
+        order.shuffle(waiting)
         for call in waiting:
             call.result = call.handle.wait()
-        problems = [f"{reason}: {call.case}" for call in calls if (reason := self.problem(call)) is not None]
-        mpi.barrier(comm=0)  # a shared tensor of this round may be read by another rank until here
-        self._free += self._in_use
-        self._in_use = []
-        return problems
+        return [f"{reason}: {call.case}" for call in calls if (reason := self.problem(call)) is not None]
 
     def run(self, seed: int, first: int, num_rounds: int) -> list[str]:
         """Run rounds until one fails on any rank; return the problems of all ranks."""

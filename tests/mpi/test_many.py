@@ -32,6 +32,17 @@ def test_allreduce_many_has_the_bits_of_single_calls(agree):
         agree(actual is given, "not in place")
 
 
+def test_allreduce_many_of_lazily_conjugated_and_negative_tensors(agree):
+    """Regression: torch refused to write the results, after the reduction."""
+    for backend in ("mpi", None):
+        values = contract.values((3, 5), torch.complex64, mpi.rank())
+        tensors = [values.clone().conj(), values.clone().conj().imag]
+        expected = [mpi.allreduce(tensor.clone()) for tensor in tensors]
+        mpi.allreduce_many(tensors, backend=backend)
+        for actual, wanted in zip(tensors, expected, strict=True):
+            agree.bits(actual.resolve_conj().resolve_neg(), wanted.resolve_conj().resolve_neg())
+
+
 def test_allreduce_many_takes_any_iterable_and_refuses_a_tensor_twice(agree):
     """Regression: the checks exhausted a generator, and no tensor was reduced."""
     tensors = [torch.ones(3), torch.ones(4)]

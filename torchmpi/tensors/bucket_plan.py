@@ -41,7 +41,7 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     shaped = [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
-    if any(tensor.is_inference() for tensor in tensors):
+    if any(tensor.is_inference() or tensor.is_conj() or tensor.is_neg() for tensor in tensors):
         for tensor, part in zip(tensors, shaped, strict=True):
             buffers.overwrite(tensor, part)
     else:  # one call: a call per tensor would take longer than its copy
