@@ -96,6 +96,9 @@ class Config:
     abort_on_exception: bool = True
     """End the whole job on an uncaught exception or SIGTERM on one rank."""
 
+    report: str = ""
+    """File to which the report of a job that fails is also written, as JSON; empty: none."""
+
     def __post_init__(self) -> None:
         for name in ("bind", "check", "hierarchical"):
             value, choices = getattr(self, name), get_args(get_type_hints(Config)[name])

@@ -6,6 +6,9 @@ about arguments are also ``ValueError`` or ``TypeError``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class TorchMPIError(RuntimeError):
     """Base of all exceptions of torchmpi."""
@@ -73,6 +76,8 @@ class MismatchError(TorchMPIError):
 
     reason_is_elsewhere = False
     """Whether another rank aborted the call, so that the reason is in the message of that rank."""
+    calls: Mapping[int, str] = MappingProxyType({})
+    """The calls of ranks of the group, as far as they are known."""
 
 
 class ReplicaError(TorchMPIError):

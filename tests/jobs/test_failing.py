@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -41,14 +42,32 @@ def lines_of_ours(result) -> list[str]:
     return [line for line in lines if line.startswith("torchmpi: ") and " compil" not in line]
 
 
-def test_an_exception_ends_the_job_with_one_traceback(job):
-    """One line of the report, and one that announces the messages of the launcher."""
-    result = failing(job, "if rank == 1: raise ValueError('no such file')\nmpi.allreduce(torch.ones(3))")
+def test_an_exception_ends_the_job_with_one_report(job, tmp_path):
+    """The report has the reason, what the others were doing, and announces the messages of the launcher."""
+    file = tmp_path / "report.json"
+    code = """
+if rank == 1:
+    time.sleep(1)  # for the others to wait
+    raise ValueError("no such file" + " and" * 20 + "\\n".join(map(str, range(100))))
+if rank == 0: time.sleep(60)  # a line of rank 0
+mpi.allreduce(torch.ones(3))
+"""
+    result = failing(job, code, n=4, env={"TORCHMPI_REPORT": str(file)})
     assert result.stderr.count("Traceback") == 1, result.output
     assert result.stderr.count("ValueError: no such file") == 1, result.output
-    first, last = lines_of_ours(result)
-    assert first == "torchmpi: rank 1 of 3 failed, which ends the job:", result.output
+    first, others, last = lines_of_ours(result)
+    assert first == "torchmpi: rank 1 of 4 failed, which ends the job:", result.output
+    assert re.match(r"torchmpi: rank 1 is process \d+ on .*\. The others:", others), result.output
+    assert re.search(r"\n  rank 0: not in a call, at .*job.py:\d+ in <module>: .*# a line of rank 0\n", result.stderr)
+    call = (
+        r"allreduce\(float32 \[3\], sum\), call #\d+ on communicator world, for \d s, at .*job.py:\d+ in <module>: mpi"
+    )
+    assert re.search(rf"\n  ranks 2, 3: {call}", result.stderr), result.output
     assert re.match("torchmpi: The lines below are from .*(mpirun|mpiexec)", last), result.output
+    assert result.stderr.splitlines().index(last) - result.stderr.splitlines().index(first) < 40, result.output
+    written = json.loads(file.read_text())
+    assert (written["rank"], written["size"], written["status"]) == (1, 4, 1), written
+    assert "\n50\n" in written["reason"] and [other["ranks"] for other in written["others"]] == [[0], [2, 3]], written
 
 
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=once)])
@@ -81,7 +100,7 @@ def test_an_exception_hook_of_the_program_is_called(job):
     """Its output is part of the report."""
     setup = "import sys\nsys.excepthook = lambda kind, error, trace: print('my hook:', error, file=sys.stderr)\n"
     result = job(2, setup + START + "if rank == 1: raise ValueError('no such file')\nmpi.allreduce(torch.ones(3))")
-    assert "which ends the job:\nmy hook: no such file\ntorchmpi: The lines" in result.stderr, result.output
+    assert "which ends the job:\nmy hook: no such file\ntorchmpi: rank 1 is process" in result.stderr, result.output
 
 
 @pytest.mark.parametrize(("delay", "n"), ((0, 3), pytest.param(1, 2, marks=once)))
@@ -128,6 +147,13 @@ def test_the_same_exception_on_all_ranks_is_reported_once(job):
     assert result.stderr.count("Traceback") <= 2, result.output  # two ranks may fail within the same microseconds
 
 
+def test_another_error_on_another_rank_is_a_line_of_the_report(job):
+    """Regression: the other rank printed this line by itself, sometimes within the traceback of the first."""
+    result = failing(job, "time.sleep(rank / 10)\nraise ValueError(f'on rank {rank}')", n=2)
+    assert result.stderr.count("Traceback") == 1, result.output
+    assert re.search(r"\n  rank 1: failed too, at .*job.py:\d+ in <module>.*: ValueError: on rank 1\n", result.stderr)
+
+
 @pytest.mark.parametrize(("inside_mpi", "n"), ((False, 3), (True, 2)), ids=("in Python", "inside MPI"))
 def test_sigterm_on_one_rank_ends_the_job(job, inside_mpi, n):
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
@@ -159,6 +185,75 @@ mpi.allreduce(torch.ones(3))
     assert "Traceback" not in result.stderr, result.output
 
 
+@pytest.mark.parametrize("backend", ("shm", pytest.param("mpi", marks=once)), ids=("in shared memory", "inside MPI"))
+def test_an_interrupt_of_one_rank_in_a_call_ends_the_job(job, backend):
+    """Regression: the main thread was in a kernel, or in MPI, which did not return."""
+    code = f"""
+if rank == 0:
+    time.sleep({LIMIT_SECONDS})
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+mpi.allreduce(torch.ones(3), backend={backend!r})
+"""
+    result = failing(job, code, n=2)
+    first, _ = lines_of_ours(result)
+    assert re.search(r"rank 1 was interrupted .* It was at .*job.py:\d+ in <module>: mpi.allreduce", first), (
+        result.output
+    )
+
+
+def test_nets_that_differ_are_named(job):
+    """Regression: the error described an internal allreduce of bytes."""
+    code = """
+import torchmpi.nn as mpinn
+net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(1 + rank)))
+net(torch.ones(1, 3)).sum().backward()
+mpinn.synchronize_gradients(net)
+"""
+    result = failing(job, code, n=2)
+    assert "The nets differ: the number of parameters is 2 on rank 0 and 4 on rank 1." in result.stderr, result.output
+    named = "this rank has '1.weight', '1.bias' in addition"
+    assert named in result.stderr or "rank 0 of 2 failed" in result.stderr, result.output
+
+
+def test_os_exit_ends_the_job(job):
+    """Regression: MPICH killed the other ranks and returned the status 0."""
+    result = failing(job, "if rank == 1: os._exit(0)\nmpi.allreduce(torch.ones(3))", n=2)
+    first, *_ = lines_of_ours(result)
+    where = r"It was at .*job.py:\d+ in <module>: if rank == 1: os._exit\(0\)"
+    assert re.search(rf"rank 1 called os._exit\(0\) without mpi.stop\(\), which ends the job. {where}", first), first
+
+
+def test_a_killed_rank_with_a_child_ends_the_job(job):
+    """Regression: the launcher waited for the child."""
+    code = f"""
+import multiprocessing
+if rank == 1:
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=({LIMIT_SECONDS},)).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+mpi.allreduce(torch.ones(3))
+"""
+    failing(job, code, n=2)
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    (("sys.exit(3)", r"left by sys.exit\(3\)"), pytest.param("mpi.stop()", r"is in stop\(\)", marks=once)),
+)
+def test_a_message_from_a_rank_in_stop_ends_the_job(job, end, how):
+    """Regression: it was noticed by the limit for stalls only, and the report did not tell where the other rank is."""
+    result = failing(job, f"if rank == 1: {end}\nelse: mpi.recv(torch.empty(3), 1)", n=2)
+    call = r"rank 0 has waited \d s in recv\(float32 \[3\]\) from rank 1 on communicator world."
+    assert re.search(rf"{call}\n  rank 1 {how}, and does not make the other call: at ", result.stderr), result.output
+
+
+@once
+def test_a_handler_installed_before_start_remains(job):
+    """Regression: Open MPI replaced that of SIGHUP."""
+    setup = "import signal\nsignal.signal(signal.SIGHUP, lambda *_: print('saved', flush=True))\n"
+    result = job(2, setup + START + "os.kill(os.getpid(), signal.SIGHUP)\nmpi.stop()", timeout=LIMIT_SECONDS)
+    assert result.returncode == 0 and result.stdout.count("saved") == 2, result.output
+
+
 @once
 def test_a_handler_of_sigterm_installed_after_start_decides(job):
     """Regression: the handler ran, and a second later the job was ended nevertheless."""
@@ -182,7 +277,7 @@ mpi.stop()
 )
 def test_leaving_while_the_others_communicate_ends_the_job(job, leave, how, status):
     result = failing(job, f"if rank == 1: {leave}\nmpi.allreduce(torch.ones(3))")
-    first, _ = lines_of_ours(result)
+    first, *_ = lines_of_ours(result)
     where = r"rank [02] was at .*job.py:\d+ in <module>: mpi.allreduce\(torch.ones\(3\)\)"
     assert re.match(f"torchmpi: rank 1 {re.escape(how)} without mpi.stop\\(\\), while {where}", first), result.output
     assert f"rank 1 {how}" in result.stderr.split("made different calls")[1], result.output

@@ -261,7 +261,7 @@ class _Message:
         try:
             yield
         except self.MPI.Exception as error:
-            raise TorchMPIError(f"{self.what}: {self.call_queue.doing} failed in MPI: {error}.") from error
+            raise TorchMPIError(f"{self.what}: {self.call_queue.doing} failed: {error}.") from error
         finally:
             self.call_queue.doing = None
 

@@ -276,7 +276,7 @@ class CallLog:
                 f"call failed on one of them: ranks {self.rank} and {other}. Pass the same backend= on all ranks, give "
                 "them the same selector table, or call it either synchronously or asynchronously on all of them."
             )
-        raise MismatchError(message)
+        raise mismatch_error(message, calls)
 
     def _abort(self, *, has_done_its_part: bool = False) -> Call:
         assert self.current is not None
@@ -378,6 +378,13 @@ def how_it_left(field: int) -> str:
     ('left by sys.exit(3)', 'reached the end of its program')
     """
     return f"left by sys.exit({field - EXIT_STATUS})" if field >= EXIT_STATUS else "reached the end of its program"
+
+
+def mismatch_error(message: str, calls: Mapping[int, str]) -> MismatchError:
+    """Return the error for ranks that made different calls."""
+    error = MismatchError(message)
+    error.calls = calls
+    return error
 
 
 def mismatch_message(name: str, calls: Mapping[int, str], left: Mapping[int, str] = MappingProxyType({})) -> str:

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import MismatchError, TransportError
+from ..errors import TransportError
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from . import splits
-from .call_log import Call, CallLog, call_code, mismatch_message
+from .call_log import Call, CallLog, call_code, how_it_left, mismatch_error, mismatch_message
 from .call_queue import CallQueue
 from .handle import Handle
 from .plan import Plan
@@ -152,18 +152,32 @@ class Group:
     def compare_headers(self, comm: Any, code: int, shape: tuple[int, ...]) -> None:
         """Exchange the signatures of the current call on `comm`, and raise on all ranks if they differ."""
         MPI = self.context.MPI
-        header = np.zeros(3 + _HEADER_DIMS, np.int64)
-        header[:3] = self.call_log.seq, code, len(shape)
-        header[3 : 3 + len(shape)] = shape[:_HEADER_DIMS]
+        header = np.zeros(4 + _HEADER_DIMS, np.int64)
+        header[:4] = self.context.exit_field, self.call_log.seq, code, len(shape)
+        header[4 : 4 + len(shape)] = shape[:_HEADER_DIMS]
         headers = np.empty((self.size, header.size), np.int64)
         comm.Allgather((header, MPI.INT64_T), (headers, MPI.INT64_T))
-        if (headers == header).all():
+        if (headers[:, 1:] == header[1:]).all():
             return
         calls = {
-            rank: str(Call(int(seq), int(code), tuple(int(dim) for dim in dims[: int(num_dims)])))
-            for rank, (seq, code, num_dims, *dims) in enumerate(headers)
+            rank: str(Call(seq, code, tuple(dims[:num_dims])))
+            for rank, (_, seq, code, num_dims, *dims) in enumerate(headers.tolist())
         }
-        raise MismatchError(f"{self.where}: {mismatch_message(self.name, calls)}")
+        left = {rank: how_it_left(field) for rank, field in enumerate(headers[:, 0].tolist()) if field}
+        raise mismatch_error(f"{self.where}: {mismatch_message(self.name, calls, left)}", calls)
+
+    @property
+    def can_expire(self) -> bool:
+        """Whether the calls of the group can be ended before all ranks arrive: those in shared memory."""
+        return bool(self._expirable())
+
+    def expire(self, seq: int) -> None:
+        """End the call with this number with an error, if it is one in shared memory and still waits."""
+        for item in self._expirable():
+            item.expire(seq)
+
+    def _expirable(self) -> list[Any]:
+        return [item for item in (self.shared, *self.attachments) if hasattr(item, "expire")]
 
     def duplicate(self, name: str) -> Group:
         """Return a group of the same ranks with a separate call queue and call log. Collective."""
@@ -221,6 +235,10 @@ class GroupContext:
         self.check = check
         self.threaded = threaded
         """Whether several threads may call MPI at the same time."""
+        self.exit_field = 0
+        """The field EXITED of the status block of this rank, also for ranks of other hosts."""
+        self.failure = ""
+        """The error because of which this rank ends, for the report of another rank."""
         self.groups: list[Group] = []
         """All groups that have not been freed."""
         self.failed: list[Handle[Any]] = []

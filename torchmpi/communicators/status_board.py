@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..shared_memory.memory_layout import ANSWERED, ASKED, BLOCK_BYTES, BLOCK_FIELDS, CLOSED, TEXT_START_BYTES
 from ..shared_memory.segments import Segment
@@ -55,25 +55,41 @@ def request_status(
     patience_seconds: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> str:
-    """Return the status text that the watchdog of another rank on this host writes on request.
+    """Return the status text of another rank, as `request_statuses`; '' if there was no answer in time."""
+    texts = request_statuses(board, rank, [other], patience_seconds=patience_seconds, meanwhile=meanwhile)
+    return texts.get(other, "")
+
+
+def request_statuses(
+    board: StatusBoard,
+    rank: int,
+    others: Sequence[int],
+    *,
+    patience_seconds: float,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> dict[int, str]:
+    """Return the status texts that the watchdogs of other ranks on this host write on request.
 
     Args:
-        board: The status board of a group with both ranks.
+        board: The status board of a group with these ranks.
         rank: This rank.
-        other: The rank whose status is requested.
-        patience_seconds: How long to wait for the answer.
+        others: The ranks whose status is requested.
+        patience_seconds: How long to wait for the answers.
         meanwhile: Called while waiting. A watchdog passes the function that answers requests of other ranks, since
             the other rank may be waiting for this one.
 
     Returns:
-        The text, or an empty string if there was no answer in time.
+        The texts of the ranks that have answered in time.
     """
-    before = board.get(other, ANSWERED)
+    before = {other: board.get(other, ANSWERED) for other in others}
     board.set(rank, ASKED, board.get(rank, ASKED) + 1)
     limit = time.monotonic() + patience_seconds
-    while board.get(other, ANSWERED) == before and not board.get(other, CLOSED):
-        if time.monotonic() > limit:
-            return ""
+    waiting = set(others)
+    while True:
+        waiting = {
+            each for each in waiting if board.get(each, ANSWERED) == before[each] and not board.get(each, CLOSED)
+        }
+        if not waiting or time.monotonic() > limit:
+            return {other: board.read_text(other) for other in others if other not in waiting}
         meanwhile()
         time.sleep(_POLL_SECONDS)
-    return board.read_text(other)

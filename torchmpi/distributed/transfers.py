@@ -83,7 +83,7 @@ class MessageHandle(Handle[torch.Tensor]):
                 return False
             self._finish(status)
         except MPI.Exception as error:
-            self.set_error(TorchMPIError(f"{self._description} failed in MPI: {error}."))
+            self.set_error(TorchMPIError(f"{self._description} failed: {error}."))
         except TorchMPIError as error:
             self.set_error(error)
         else:

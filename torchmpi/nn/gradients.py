@@ -7,6 +7,7 @@ remain the same objects; only their memory is exchanged. There is then one block
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Collection, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import collectives
 from ..communicators.communicator import Communicator
-from ..errors import GradientError
+from ..errors import GradientError, MismatchError, ReplicaError
 from ..session import runtime
 from ..tensors import bucket_plan
 from .buckets import aligned_offsets, allocate_flat, dense_view
@@ -25,6 +26,8 @@ from .replica import Attachment, Replica, attach, attached
 
 _DENSE, _SPARSE, _FAILED, _SCATTERED, _CHANGED = 1, 2, 4, 8, 16
 _MIN_SHARED_BYTES = 32 << 10  # of the largest gradient: smaller ones gain nothing
+_AGREEMENT = re.compile(r"allreduce\(uint8 \[(\d+)\], bor\)")  # as in the description of the call below
+_MOST_NAMES = 6
 SHARED_GRADIENTS = "torchmpi_shared_gradients"
 
 
@@ -91,13 +94,19 @@ class GradientList:
 
         Raises:
             GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
+            ReplicaError: The nets of the ranks have different numbers of parameters.
         """
         state = (_FAILED if failed else 0) | (_SCATTERED if scattered else 0) | (_CHANGED if changed else 0)
         if changed:
             for index, parameter in enumerate(self.parameters):
                 self._codes[index] |= _CHANGED if id(parameter) in changed else 0
         codes = torch.tensor([*self._codes, state], dtype=torch.uint8, device="cpu")
-        flags: list[int] = collectives.allreduce(codes, op="bor", comm=comm).tolist()
+        try:
+            flags: list[int] = collectives.allreduce(codes, op="bor", comm=comm).tolist()
+        except MismatchError as error:
+            if difference := _difference_of_nets(error, replica, self.parameters):
+                raise ReplicaError(f"rank {comm.rank}: {difference}") from None
+            raise
         state = flags.pop()
         altered: list[Tensor] = []
         if state & _CHANGED:
@@ -185,3 +194,18 @@ def shared_gradients(net: nn.Module | None) -> SharedGradients | None:
         shared = SharedGradients()
         attach(net, SHARED_GRADIENTS, shared)
     return shared
+
+
+def _difference_of_nets(error: MismatchError, replica: Replica, parameters: Sequence[Tensor]) -> str:
+    """Describe nets whose gradients cannot be compared; '' if the ranks made different calls for another reason."""
+    found = {rank: _AGREEMENT.match(call) for rank, call in error.calls.items()}
+    counts = {rank: int(match[1]) - 1 for rank, match in found.items() if match is not None}
+    if len(set(counts.values())) < 2:
+        return ""
+    listing = " and ".join(f"{count} on rank {rank}" for rank, count in sorted(counts.items()))
+    more = [repr(name) for name in replica.names(parameters)[min(counts.values()) :]]
+    names = ", ".join(more[:_MOST_NAMES]) + (
+        f" and {len(more) - _MOST_NAMES} others" if len(more) > _MOST_NAMES else ""
+    )
+    here = f" If the first ones are the same, this rank has {names} in addition." if more else ""
+    return f"The nets differ: the number of parameters is {listing}.{here} Build the same net on every rank."

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import io
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -25,17 +25,23 @@ from typing import Any, NamedTuple, NoReturn
 from ..communicators.call_log import how_it_left
 from ..communicators.group import Group
 from ..communicators.status_board import StatusBoard
+from ..config import Config
 from ..errors import MismatchError
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import DYING, EXIT_STATUS, EXITED
-from . import launcher, mpi_library
-from .watchdog import line_of_program
+from . import launcher, mpi_library, report
+from .signals import SignalWatch
+from .watchdog import activities_on_host, line_of_program
 
-_HANDLER_GRACE_SECONDS = 1.0
 _ABORT_GRACE_SECONDS = 5.0
 _OUTPUT_SECONDS = 1.0
+_ANSWER_SECONDS, _MOST_PATIENCE_SECONDS = 0.3, 1.0
+_MOST_CHARACTERS = 200
 _POLL_SECONDS = 0.01
-_TERMINATED = 128 + signal.SIGTERM
+_TERMINATED, _INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
+_MainThread = type(threading.main_thread())
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_exit_process = os._exit  # FailureHandling replaces the function
 # Values of the field DYING of a rank that has failed: before it is determined which rank reports; the rank reports.
 _FAILING, _REPORTING = 1, 2
 
@@ -58,8 +64,8 @@ class _LeavingRank(NamedTuple):
 class FailureHandling:
     """Hooks for exceptions, signals and exit, installed while the runtime runs."""
 
-    def __init__(self, world: Group, stop: Callable[[], None]) -> None:
-        self.world, self._stop = world, stop
+    def __init__(self, world: Group, stop: Callable[[], None], host_name: str, config: Config) -> None:
+        self.world, self._stop, self._host_name, self._config = world, stop, host_name, config
         self.board_group: Group | None = world
         """The ranks that share a status board with this one: the first of them to fail reports. None when freed."""
         self._pid = os.getpid()
@@ -68,9 +74,9 @@ class FailureHandling:
         self._previous_thread_hook = threading.excepthook
         self._previous_exit = sys.exit
         self._left = EXIT_STATUS - 1
-        self._previous_handler: Any = None
-        self._wakeup: tuple[socket.socket, threading.Thread] | None = None
-        self._handled = threading.Event()
+        self._previous_exit_at_once = os._exit
+        self._signals = SignalWatch(terminate=self._terminate, end_waits=self._end_waits, interrupt=self._interrupt)
+        self._is_failing = False
         self._announced: BaseException | None = None
 
     def install(self) -> None:
@@ -79,11 +85,10 @@ class FailureHandling:
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         sys.exit = self._exit
+        os._exit = self._exit_at_once
         atexit.register(self._at_exit)
         _active.add(self)
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._watch_sigterm()
+        self._signals.start()
 
     def uninstall(self) -> None:
         """Restore the previous hooks, unless the program has replaced them meanwhile."""
@@ -96,14 +101,15 @@ class FailureHandling:
             threading.excepthook = self._previous_thread_hook
         if sys.exit == self._exit:
             sys.exit = self._previous_exit
+        if os._exit == self._exit_at_once:
+            os._exit = self._previous_exit_at_once
         atexit.unregister(self._at_exit)
-        if self._wakeup is not None:
-            self._unwatch_sigterm()
+        self._signals.stop()
 
     def end_job(self, message: str, status: int) -> None:
         """Log a message and end all ranks. Does not return."""
         self._claim_report()
-        log_fatal(launcher.announced(message))
+        self._report(message, status)
         self._abort(status)
 
     def announce(self, error: BaseException) -> None:
@@ -129,24 +135,20 @@ class FailureHandling:
         if _reason_is_elsewhere(error):
             self._wait_for_report()
         left = self._find_leaving_rank() if isinstance(error, MismatchError) else None
-        if self._claim_report():
-            line = line_of_program(traceback.extract_tb(trace))
-            if isinstance(error, KeyboardInterrupt):
-                report = f"rank {rank} was interrupted (KeyboardInterrupt), which ends the job. It was {line}"
-            elif left is not None:
-                report = f"{left} without mpi.stop(), while rank {rank} was {line}\n{error}"
-            else:
-                shown = self._printed_by_previous_hook(kind, error, trace)
-                report = f"rank {rank} of {size} failed, which ends the job:\n{shown}".rstrip()
-            log_fatal(launcher.announced(report))
-        else:
-            # A mismatch or an interrupt is the same on all ranks; the first rank to fail has reported the error.
-            if not isinstance(error, MismatchError | KeyboardInterrupt):
-                log_fatal(f"rank {rank} failed too: {kind.__name__}: {error}")
-            self._let_other_rank_end()
+        line = line_of_program(traceback.extract_tb(trace))
+        status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if left is not None:
-            self._abort(left.status or 1)
-        self._abort(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+            status = left.status or 1
+        if not self._claim_report():
+            self._let_other_rank_end(f"failed too, {line}: {kind.__name__}: {error}")
+        elif isinstance(error, KeyboardInterrupt):
+            self._report_alone(self._about_interrupt(line))
+        elif left is not None:
+            self._report(f"{left} without mpi.stop(), while rank {rank} was {line}\n{error}", status)
+        else:
+            shown = self._printed_by_previous_hook(kind, error, trace)
+            self._report(f"rank {rank} of {size} failed, which ends the job:\n{shown}".rstrip(), status)
+        self._abort(status)
 
     def _printed_by_previous_hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -165,8 +167,8 @@ class FailureHandling:
             return
         if self._claim_report():
             trace = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
-            report = f"rank {self.world.rank}: the thread {name!r} failed, which ends the job:\n{trace}".rstrip()
-            log_fatal(launcher.announced(report))
+            text = f"rank {self.world.rank}: the thread {name!r} failed, which ends the job:\n{trace}".rstrip()
+            self._report(text, 1)
         self._abort(1)
 
     def _exit(self, status: Any = None, /) -> NoReturn:
@@ -176,10 +178,21 @@ class FailureHandling:
             self._left = EXIT_STATUS + (number & 0xFF)
         self._previous_exit(status)
 
+    def _exit_at_once(self, status: int) -> NoReturn:
+        """End the job, as MPICH's launcher would kill the other ranks and return the status of this one, even 0."""
+        if os.getpid() == self._pid and self._installed and self.world.size > 1:
+            if self._claim_report():
+                line = line_of_program(traceback.extract_stack())
+                text = f"rank {self.world.rank} called os._exit({status}) without mpi.stop(), which ends the job."
+                self._report(f"{text} It was {line}", status or 1)
+            self._abort(status or 1)
+        self._previous_exit_at_once(status)
+
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or not self._installed:
             return
         rank = self.world.rank
+        self.world.context.exit_field = self._left
         if self._board is not None:
             self._board.set(self._board_rank, EXITED, self._left)
         try:
@@ -190,9 +203,10 @@ class FailureHandling:
                 self.end_job(f"{left}, and stop() failed: {type(error).__name__}: {error}", left.status or 1)
             self._wait_for_report()  # of a rank that was in a call, which knows the line of the program
             if self._claim_report():
-                log_fatal(launcher.announced(f"{left} without mpi.stop(), while other ranks were in a call.\n{error}"))
+                text = f"{left} without mpi.stop(), while other ranks were in a call.\n{error}"
+                self._report(text, left.status or 1)
             else:
-                self._let_other_rank_end()
+                self._let_other_rank_end(how_it_left(self._left))
             self._abort(left.status or 1)
 
     def _find_leaving_rank(self) -> _LeavingRank | None:
@@ -203,66 +217,34 @@ class FailureHandling:
         fields = [(rank, board.get(index, EXITED)) for index, rank in enumerate(group.world_ranks)]
         return next((_LeavingRank(rank, field) for rank, field in fields if field), None)
 
-    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        self._handled.set()
-        if os.getpid() != self._pid or not self._installed:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        self._terminate(frame)
-
     def _terminate(self, frame: FrameType | None) -> None:
-        board, rank = self._board, self._board_rank
-        is_failing = board is not None and board.get(rank, DYING)
         # The launcher sends SIGTERM to the ranks that are left after one has failed: report only the first SIGTERM.
-        if not is_failing and self._claim_report():
+        if not self._is_failing and self._claim_report():
             line = f" It was {line_of_program(traceback.extract_stack(frame))}" if frame is not None else ""
             # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
-            write_directly(launcher.announced(f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"))
+            message = f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"
+            write_directly(f"{message}\n{launcher.announcement()}".rstrip())
         self._abort(_TERMINATED)
 
-    # --- SIGTERM
+    def _end_waits(self) -> None:
+        """End the calls in shared memory with an error."""
+        for group in list(self.world.context.groups):
+            if (call := group.call_log.current) is not None:
+                group.expire(call[0])
 
-    def _watch_sigterm(self) -> None:
-        self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        if previous != -1:  # an event loop uses it: restore it, and rely on the handler alone
-            signal.set_wakeup_fd(previous)
-            reader.close()
-            writer.close()
-            return
-        listener = threading.Thread(target=self._listen, args=(reader,), name="torchmpi signals", daemon=True)
-        listener.start()
-        self._wakeup = writer, listener
+    def _interrupt(self, frame: FrameType | None) -> None:
+        if self._claim_report():
+            self._report_alone(self._about_interrupt(line_of_program(traceback.extract_stack(frame))))
+        self._abort(_INTERRUPTED)
 
-    def _listen(self, reader: socket.socket) -> None:
-        """Terminate if SIGTERM arrives and the handler does not run, because the main thread is not in Python."""
-        while data := reader.recv(64):
-            # A handler that the program has installed meanwhile decides itself what SIGTERM does.
-            is_ours = signal.SIGTERM in data and signal.getsignal(signal.SIGTERM) == self._on_sigterm
-            if is_ours and not self._handled.wait(_HANDLER_GRACE_SECONDS):
-                self._terminate(sys._current_frames().get(threading.main_thread().ident or 0))
-        reader.close()
-
-    def _unwatch_sigterm(self) -> None:
-        assert self._wakeup is not None
-        writer, listener = self._wakeup
-        if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-            if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-                signal.signal(signal.SIGTERM, self._previous_handler)
-        writer.shutdown(socket.SHUT_WR)  # ends the listener, even if a forked worker has the socket open
-        writer.close()
-        listener.join()
-        self._wakeup = None
+    def _about_interrupt(self, line: str) -> str:
+        return f"rank {self.world.rank} was interrupted (KeyboardInterrupt), which ends the job. It was {line}"
 
     def in_forked_child(self) -> None:
         """Disable the hooks in a forked worker, which is not a rank and must not use the parent's wake-up socket."""
-        if self._installed and self._wakeup is not None:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._installed:
+            self._signals.in_forked_child()
+            _end_with_parent(self._pid)
         self._installed = False
 
     # --- termination
@@ -277,6 +259,7 @@ class FailureHandling:
 
     def _claim_report(self) -> bool:
         """Mark this rank as failing; return whether it is the first on this host, which reports the failure."""
+        self._is_failing = True
         board, rank = self._board, self._board_rank
         if board is None or board.get(rank, DYING):
             return True
@@ -290,16 +273,41 @@ class FailureHandling:
 
     def _wait_for_report(self) -> None:
         """Give the rank that has the reason of the failure time to report it."""
+        self._is_failing = True
         board, limit = self._board, time.monotonic() + _OUTPUT_SECONDS
         while time.monotonic() < limit and not (
             board is not None and any(board.get(index, DYING) == _REPORTING for index in range(board.num_blocks))
         ):
             time.sleep(_POLL_SECONDS)
 
-    def _let_other_rank_end(self) -> None:
-        """Wait while the rank that reports the failure prints its report; it then ends all ranks."""
+    def _let_other_rank_end(self, failure: str) -> None:
+        """Wait while the rank that reports, also what has failed here, prints its report; it then ends all ranks."""
+        self.world.context.failure = failure[:_MOST_CHARACTERS]
         _flush()
-        time.sleep(_OUTPUT_SECONDS)
+        time.sleep(_OUTPUT_SECONDS + self._patience_seconds)
+
+    def _report_alone(self, reason: str) -> None:
+        log_fatal(f"{reason}\n{launcher.announcement()}".rstrip())
+
+    def _report(self, reason: str, status: int) -> None:
+        """Print the reason at once, then what the other ranks were doing. Both are written as JSON, if requested."""
+        log_fatal(report.shortened(reason))
+        world, process = self.world, os.getpid()
+        with contextlib.suppress(ValueError):  # the status board has been unmapped
+            others = activities_on_host(self.board_group or world, patience_seconds=self._patience_seconds)
+            lines = report.about_others(others)
+            if lines:
+                lines = [f"torchmpi: rank {world.rank} is process {process} on {self._host_name}. The others:", *lines]
+            if text := "\n".join([*lines, launcher.announcement()]).rstrip():
+                log_fatal(text)
+            if self._config.report:
+                first = {"rank": world.rank, "host": self._host_name, "process": process, "size": world.size}
+                report.write(self._config.report, {**first, "status": status, "reason": reason}, others)
+
+    @property
+    def _patience_seconds(self) -> float:
+        """How long to wait for the watchdogs of other ranks."""
+        return min(self._config.watchdog_period_seconds + _ANSWER_SECONDS, _MOST_PATIENCE_SECONDS)
 
     def _abort(self, status: int) -> NoReturn:
         _flush()
@@ -310,7 +318,7 @@ class FailureHandling:
             time.sleep(mpi_library.FORWARDING_SECONDS)
             mpi_library.remove_own_segments()
             self.world.context.MPI.COMM_WORLD.Abort(status)
-        os._exit(status)
+        _exit_process(status)
 
 
 _active: set[FailureHandling] = set()
@@ -319,6 +327,21 @@ _active: set[FailureHandling] = set()
 def _in_forked_child() -> None:
     for handling in list(_active):
         handling.in_forked_child()
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let the system kill a child of multiprocessing when its rank is killed; the launcher would wait for the child.
+
+    A rank that ends normally waits for such children before. Linux sends the signal when the thread ends that has
+    forked, so only children of the main thread can be treated.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "multiprocessing.popen_fork":
+        frame = frame.f_back
+    if frame is not None and type(threading.current_thread()) is _MainThread and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was killed before the call
+            _exit_process(1)
 
 
 os.register_at_fork(after_in_child=_in_forked_child)  # cannot be unregistered, so registered once
@@ -351,4 +374,4 @@ def _reason_is_elsewhere(error: BaseException | None) -> bool:
 
 def _exit_later(status: int) -> None:
     time.sleep(_ABORT_GRACE_SECONDS)
-    os._exit(status)
+    _exit_process(status)

@@ -61,10 +61,10 @@ def is_rank() -> bool:
     return found.name is not None or any(name in os.environ for name in _RANK_VARIABLES)
 
 
-def announced(report: str) -> str:
-    """Add a line about the messages of the launcher, which follow when the job is aborted."""
+def announcement() -> str:
+    """Return the line that precedes the messages of the launcher when the job is aborted; '' without a launcher."""
     name = detect().name
-    return report if name is None else f"{report}\ntorchmpi: The lines below are from {name}."
+    return "" if name is None else f"torchmpi: The lines below are from {name}."
 
 
 def is_started_by_run() -> bool:

@@ -11,9 +11,11 @@ import ctypes
 import functools
 import os
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -88,12 +90,24 @@ def _initialise_without_gil(MPI: Any) -> None:
     global _is_initialising
     initialise_thread, provided = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
     _is_initialising = True
-    status = initialise_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
+    with _handlers_kept():
+        status = initialise_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
     _is_initialising = False
     if status != MPI.SUCCESS:
         raise LaunchError(f"MPI_Init_thread of {short_version(MPI)} failed with error {status}.")
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):  # as mpi4py does: an error raises an exception
         comm.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Install the program's signal handlers again, which MPI_Init replaces: Open MPI 5.0 those of SIGHUP."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    if threading.current_thread() is threading.main_thread():  # others may not install handlers
+        for number, handler in handlers.items():
+            if callable(handler):
+                signal.signal(number, handler)
 
 
 def abort(status: int) -> NoReturn:

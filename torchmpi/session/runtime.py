@@ -217,7 +217,7 @@ class Runtime:
         self.resources.callback(watchdog.stop)
 
     def _handle_failures(self) -> None:
-        self.failures = FailureHandling(self.world, stop)
+        self.failures = FailureHandling(self.world, stop, self.host_name, self.config)
         if self.config.abort_on_exception:
             self.failures.install()
             self.resources.callback(self.failures.uninstall)

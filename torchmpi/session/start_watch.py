@@ -132,7 +132,7 @@ class StartWatch:
         if not self._config.abort_on_exception:
             logger.warning(message)
             return
-        log_fatal(launcher.announced(message))
+        log_fatal(f"{message}\n{launcher.announcement()}".rstrip())
         mpi_library.abort(1)
 
 

@@ -7,6 +7,7 @@ line of a missing rank.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import sysconfig
@@ -21,11 +22,12 @@ import torch
 from ..communicators import call_log
 from ..communicators.call_queue import CallQueue
 from ..communicators.group import Group, GroupContext
-from ..communicators.status_board import request_status
+from ..communicators.status_board import request_status, request_statuses
 from ..config import Config
 from ..log import logger
 from ..shared_memory import memory_layout
 from .remote_status import RankStatus, RemoteStatus
+from .report import NO_ANSWER, Activity
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN_FILES = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, os.path.dirname(torch.__file__)))
@@ -72,8 +74,8 @@ class Watchdog(threading.Thread):
                 try:
                     self._answer(group)
                     self._check_group(group)
-                    for call_queue in list(group.peer_queues.values()):
-                        self._check_queue(group, call_queue)
+                    for (_, peer), call_queue in list(group.peer_queues.items()):
+                        self._check_queue(group, call_queue, group.world_ranks[peer])
                 except (ValueError, KeyError):
                     continue  # the group was freed meanwhile, and its status board is unmapped
 
@@ -132,17 +134,15 @@ class Watchdog(threading.Thread):
 
     def _expire(self, group: Group, current: LoggedCall, waited: float, reason: str) -> None:
         """End a call in shared memory that waits too long; it raises an error with the report and the reason."""
-        expirable = [item for item in (group.shared, *group.attachments) if hasattr(item, "expire")]
-        if not expirable or group.call_log.report_when_late:
+        if not group.can_expire or group.call_log.report_when_late:
             return  # the call cannot be ended, or is being ended
         report = self._report(group, current, waited, unconditional=True)
         group.call_log.report_when_late = f"{report}\n{reason}" if report else reason
         if group.call_log.current == current:
-            for item in expirable:
-                item.expire(current[0])
+            group.expire(current[0])
 
-    def _check_queue(self, group: Group, call_queue: CallQueue) -> None:
-        """Report or abort a point-to-point call that waits too long. The call names the peer."""
+    def _check_queue(self, group: Group, call_queue: CallQueue, peer: int) -> None:
+        """Report or abort a point-to-point call that waits too long, or for a rank in ``stop()``."""
         doing = call_queue.doing
         if doing is None:
             self._queues.pop(call_queue, None)
@@ -153,11 +153,33 @@ class Watchdog(threading.Thread):
             self._queues[call_queue] = (doing, now, False)
             return
         message = f"{group.where} has waited {now - since:.0f} s in {doing} on communicator {group.name}."
+        if now - since >= _REFUSAL_GRACE_SECONDS and (how := self._how_it_stops(peer)):
+            reason = f"  rank {peer} {how}, and does not make the other call: {self._place(peer)}"
+            self.end_job(f"{message}\n{reason}", 1)
         if now - since >= self.config.stall_abort_seconds > 0:
             self.end_job(f"{message}\n{_ENDED}", 1)
         elif now - since >= self.config.stall_warning_seconds and not reported:
             self._queues[call_queue] = (doing, since, True)
-            logger.warning(message)
+            place = self._place(peer)
+            logger.warning(f"{message} rank {peer} is {place}" if place else message)
+
+    def _how_it_stops(self, rank: int) -> str:
+        """Describe how a rank of this host ended its program or that it is in ``stop()``; '' if neither is known."""
+        board = self.context.groups[0].log_board
+        if board is None or not call_log.is_stopping(board, rank):
+            return ""
+        field = board.get(rank, memory_layout.EXITED)
+        return call_log.how_it_left(field) if field else "is in stop()"
+
+    def _place(self, rank: int) -> str:
+        """Return the location of another rank of this host; '' if it is not known."""
+        world = self.context.groups[0]
+        if world.log_board is None or rank == world.rank:
+            return ""
+        text = request_status(
+            world.log_board, world.rank, rank, patience_seconds=_STATUS_TIMEOUT_SECONDS, meanwhile=self._answer_all
+        )
+        return text.split("\n", 1)[0]
 
     def _check_refused(self, group: Group, current: LoggedCall) -> None:
         """End the job if a rank has rejected the current call and continued, so that this rank would wait forever."""
@@ -245,8 +267,44 @@ class Watchdog(threading.Thread):
         asked = sum(log_board.get(index, memory_layout.ASKED) for index in range(group.size) if index != group.rank)
         if asked != self._answered.get(group, 0):
             self._answered[group] = asked
-            log_board.write_text(group.rank, "\n".join([location(), *group.call_log.recent_in_words()]))
+            lines = [location(), json.dumps(self._activity()), *group.call_log.recent_in_words()]
+            log_board.write_text(group.rank, "\n".join(lines))
             log_board.set(group.rank, memory_layout.ANSWERED, log_board.get(group.rank, memory_layout.ANSWERED) + 1)
+
+    def _activity(self) -> Activity:
+        """Return what this rank is doing: the call of the program, not a step of it on a part of its group."""
+        if self.context.failure:
+            return Activity(self.context.failure, 0.0, "")
+        now, groups = time.monotonic(), list(self.context.groups)
+        parts = {part for group in groups for part in (group.local, group.across)}
+        for group in groups:
+            if group in parts:
+                continue
+            if (current := group.call_log.current) is not None:
+                seq, since = self._since.get(group, (0, now))
+                seconds = now - since if seq == current[0] else 0.0
+                return Activity(f"{call_log.Call(*current)} on communicator {group.name}", seconds, location())
+            for call_queue in list(group.peer_queues.values()):
+                if (doing := call_queue.doing) is not None:
+                    known, since, _ = self._queues.get(call_queue, (None, now, False))
+                    seconds = now - since if known is doing else 0.0
+                    return Activity(f"{doing} on communicator {group.name}", seconds, location())
+        return Activity("not in a call", 0.0, location())
+
+
+def activities_on_host(group: Group, *, patience_seconds: float) -> dict[int, Activity]:
+    """Return what the other ranks of a group on this host are doing, by their numbers in the world."""
+    board = group.log_board
+    if board is None:
+        return {}
+    others = [index for index in range(group.size) if index != group.rank]
+    texts = request_statuses(board, group.rank, others, patience_seconds=patience_seconds)
+    found = {}
+    for index in others:
+        lines = texts.get(index, "").split("\n")
+        is_answer = len(lines) > 1 and lines[1].startswith("[")  # a rank that has freed the group describes its calls
+        found[group.world_ranks[index]] = Activity(*json.loads(lines[1])) if is_answer else NO_ANSWER
+    return found
 
 
 def location() -> str:
@@ -266,9 +324,8 @@ def location() -> str:
 
 def line_of_program(stack: traceback.StackSummary) -> str:
     """Return the line of the program in a stack or traceback, as in :func:`location`."""
-    entry = stack[-1]
     for hidden in (_INSTALLED_FILES, _OWN_FILES):
         if shown := [entry for entry in stack if not entry.filename.startswith(hidden)]:
             entry = shown[-1]
-            break
-    return f"at {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}".rstrip(": ")
+            return f"at {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}".rstrip(": ")
+    return "at the end of its program"  # in an exit handler of torchmpi

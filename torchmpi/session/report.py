@@ -1,0 +1,95 @@
+"""The report of a job that fails: the reason, and what the other ranks were doing, in at most 40 lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_MOST_REASON_LINES, _FIRST_REASON_LINES = 24, 8
+_MOST_GROUPS = 12
+_MOST_RANGES = 10
+
+
+class Activity(NamedTuple):
+    """What a rank was doing."""
+
+    doing: str
+    """The call, or that there is none."""
+    seconds: float
+    """How long the call has waited."""
+    line: str
+    """The line of the program at which the main thread was."""
+
+    def __str__(self) -> str:
+        duration = f", for {self.seconds:.0f} s" if self.seconds >= 1 else ""
+        return f"{self.doing}{duration}, {self.line}" if self.line else f"{self.doing}{duration}"
+
+
+NO_ANSWER = Activity("no answer: it is stopped, has ended, or is busy outside Python", 0.0, "")
+
+
+def shortened(reason: str) -> str:
+    r"""Leave out lines in the middle of a long reason.
+
+    >>> shortened("\n".join(map(str, range(100)))).splitlines()[7:10]
+    ['7', '  ... 76 lines ...', '84']
+    """
+    lines = reason.splitlines()
+    if len(lines) <= _MOST_REASON_LINES + 1:
+        return reason
+    left_out = len(lines) - _MOST_REASON_LINES
+    last = lines[_FIRST_REASON_LINES + left_out :]
+    return "\n".join([*lines[:_FIRST_REASON_LINES], f"  ... {left_out} lines ...", *last])
+
+
+def by_activity(activities: Mapping[int, Activity]) -> list[tuple[list[int], Activity]]:
+    """Put ranks that did the same together, with the longest time; the group with the lowest rank comes first.
+
+    >>> by_activity({0: Activity("barrier()", 1.0, ""), 1: Activity("barrier()", 2.0, "")})
+    [([0, 1], Activity(doing='barrier()', seconds=2.0, line=''))]
+    """
+    groups: dict[tuple[str, str], tuple[list[int], Activity]] = {}
+    for rank, activity in sorted(activities.items()):
+        ranks, longest = groups.get((activity.doing, activity.line), ([], activity))
+        longest = longest._replace(seconds=max(longest.seconds, activity.seconds))
+        groups[activity.doing, activity.line] = [*ranks, rank], longest
+    return list(groups.values())
+
+
+def about_others(activities: Mapping[int, Activity]) -> list[str]:
+    """Return a line for each group of ranks that did the same."""
+    groups = by_activity(activities)
+    lines = [f"  {named(ranks)}: {activity}" for ranks, activity in groups[:_MOST_GROUPS]]
+    if others := sum(len(ranks) for ranks, _ in groups[_MOST_GROUPS:]):
+        lines.append(f"  and {others} ranks elsewhere")
+    return lines
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Name ranks in ascending order.
+
+    >>> named([3]), named([0, 1, 2, 3, 5, 7, 8])
+    ('rank 3', 'ranks 0-3, 5, 7, 8')
+    """
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][-1] == rank - 1:
+            ranges[-1].append(rank)
+        else:
+            ranges.append([rank])
+    texts = [text for found in ranges for text in _as_range(found)]
+    more = f" and {len(texts) - _MOST_RANGES} more ranges" if len(texts) > _MOST_RANGES else ""
+    is_one = len(texts) == 1 and "-" not in texts[0]
+    return f"rank{'' if is_one else 's'} {', '.join(texts[:_MOST_RANGES])}{more}"
+
+
+def _as_range(ranks: list[int]) -> list[str]:
+    return [f"{ranks[0]}-{ranks[-1]}"] if len(ranks) > 2 else [str(rank) for rank in ranks]
+
+
+def write(path: str, first: Mapping[str, Any], activities: Mapping[int, Activity]) -> None:
+    """Write the report as JSON."""
+    others = [{"ranks": ranks, **activity._asdict()} for ranks, activity in by_activity(activities)]
+    Path(path).write_text(json.dumps({**first, "others": others}, indent=1) + "\n")
