@@ -352,8 +352,9 @@ def test_scratch_grows_and_is_reused():
 
 def test_launchers_are_detected_by_their_variables():
     assert launcher.detect({}).num_ranks == 1
-    assert launcher.detect({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})[1:] == (8, 3)
-    assert launcher.detect({"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"})[1:] == (2, 1)
+    assert launcher.detect({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})[1:3] == (8, 3)
+    assert launcher.detect({"PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "4"})[1:] == (8, None, 5, 4)
+    assert launcher.detect({"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"})[1:3] == (2, 1)
     assert launcher.detect({"PMI_SIZE": "not a number"}).name is None
 
 
