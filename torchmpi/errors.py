@@ -78,6 +78,8 @@ class MismatchError(TorchMPIError):
     """Whether another rank aborted the call, so that the reason is in the message of that rank."""
     calls: Mapping[int, str] = MappingProxyType({})
     """The calls of ranks of the group, as far as they are known."""
+    exited: Mapping[int, int] = MappingProxyType({})
+    """The ranks of the world at the end of their programs, as far as they are known, and how they got there."""
 
 
 class ReplicaError(TorchMPIError):

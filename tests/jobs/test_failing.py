@@ -23,6 +23,8 @@ if rank == 0:
     time.sleep(0.1)  # launchers drop what they have not read when a rank dies
 mpi.barrier()
 """
+HOSTS = "from mpi4py import MPI\nimport os\nos.environ['TORCHMPI_HOST_NAME'] = f'host{MPI.COMM_WORLD.rank}'\n"
+"""Simulates a host for each rank."""
 # Mostly for starting Python and torch on a busy machine.
 LIMIT_SECONDS = 60
 once = pytest.mark.once
@@ -286,6 +288,17 @@ def test_leaving_while_the_others_communicate_ends_the_job(job, leave, how, stat
     assert "Traceback" not in result.stderr and result.returncode == status, result.output
 
 
+def test_leaving_is_reported_once_on_several_hosts(job):
+    """Regression: each host had a traceback, which told that rank 1 called stop()."""
+    result = job(3, HOSTS + START + "if rank == 1: sys.exit(3)\nmpi.allreduce(torch.ones(3))", timeout=LIMIT_SECONDS)
+    first, *_ = lines_of_ours(result)
+    assert re.match(r"torchmpi: rank 1 left by sys.exit\(3\) without mpi.stop\(\), while rank 0 was at ", first), (
+        result.output
+    )
+    assert "Traceback" not in result.stderr and result.stderr.count("left by sys.exit") == 2, result.output
+    assert result.returncode == 3, result.output
+
+
 # The call of rank 1, the call of the other ranks, and parts of the errors on all ranks.
 DIFFERENT = [
     ("mpi.barrier()", "mpi.allreduce(torch.ones(3))", ("barrier()", "allreduce(float32 [3], sum)")),
@@ -368,10 +381,7 @@ def test_a_missing_rank_is_named_with_its_source_line(job, hosts):
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "2", "TORCHMPI_STALL_ABORT_SECONDS": "5"}
     setup = START
     if hosts > 1:
-        setup = (
-            "from mpi4py import MPI\nimport os\nos.environ['TORCHMPI_HOST_NAME'] = f'host{MPI.COMM_WORLD.rank}'\n"
-            + START
-        )
+        setup = HOSTS + START
     result = job(3, setup + code, timeout=LIMIT_SECONDS, env=env)
     assert result.returncode != 0, result.output
     assert f"3 ranks on {hosts} host" in result.stderr, result.output
@@ -511,6 +521,27 @@ else: mpi.allreduce(torch.ones(3), comm=group)
 """
     result = failing(job, code, n=2)
     assert "free()" in result.stderr and "communicator group [0, 1]" in result.stderr, result.output
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "backend"), ((False, "shm"), pytest.param(True, "mpi", marks=once)), ids=("memory", "asynchronous")
+)
+def test_communicators_in_different_orders_end_the_job(job, asynchronous, backend):
+    """Regression: noticed by the limit for stalls only. Rank 2 computes, and takes no part in the circle."""
+    code = f"""
+groups = mpi.group([0, 1]), mpi.group([2, 1, 0])
+if rank == 2: time.sleep({LIMIT_SECONDS})
+first, second = groups if rank == 0 else groups[::-1]
+for group in (first, second):
+    if {asynchronous}: mpi.allreduce_async(torch.ones(3), comm=group, backend={backend!r}).wait()
+    else: mpi.allreduce(torch.ones(3), comm=group, backend={backend!r})  # the line of the program
+"""
+    result = failing(job, code)
+    assert re.search(r"rank (0|1) waits for rank (0|1), which waits for rank \1, in calls on", result.stderr), (
+        result.output
+    )
+    assert "after 0 calls: at" in result.stderr and "not in a call, at" in result.stderr, result.output
+    assert ("StallError" in result.stderr) == (backend == "shm"), result.output
 
 
 def test_ranks_that_wait_for_each_other_are_both_located(job):

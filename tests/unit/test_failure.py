@@ -11,7 +11,7 @@ import torch
 
 import torchmpi
 from torchmpi.errors import MismatchError
-from torchmpi.session import failure, watchdog
+from torchmpi.session import failure, program_lines
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -62,7 +62,7 @@ def test_a_job_ends_with_closed_streams(monkeypatch):
 def test_a_stall_report_shows_the_line_of_the_user():
     """Regression: files beside the package with the same prefix were hidden, and files of torch were shown."""
     package, libraries = Path(torchmpi.__file__).parent, sysconfig.get_path("purelib")
-    scope: dict[str, object] = {"wait": torch.no_grad()(watchdog.location)}  # called by a function of torch
+    scope: dict[str, object] = {"wait": torch.no_grad()(program_lines.location)}  # called by a function of torch
     for name, callee, file in (
         ("helper", "wait", f"{libraries}/library/helper.py"),
         ("train", "helper", f"{package}-experiments/train.py"),

@@ -164,7 +164,9 @@ class Group:
             for rank, (_, seq, code, num_dims, *dims) in enumerate(headers.tolist())
         }
         left = {rank: how_it_left(field) for rank, field in enumerate(headers[:, 0].tolist()) if field}
-        raise mismatch_error(f"{self.where}: {mismatch_message(self.name, calls, left)}", calls)
+        error = mismatch_error(f"{self.where}: {mismatch_message(self.name, calls, left)}", calls)
+        error.exited = {self.world_ranks[rank]: field for rank, field in enumerate(headers[:, 0].tolist()) if field}
+        raise error
 
     @property
     def can_expire(self) -> bool:

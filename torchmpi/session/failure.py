@@ -30,13 +30,16 @@ from ..errors import MismatchError
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import DYING, EXIT_STATUS, EXITED
 from . import launcher, mpi_library, report
+from .program_lines import line_of_program
 from .signals import SignalWatch
-from .watchdog import activities_on_host, line_of_program
+from .watchdog import activities_on_host
 
 _ABORT_GRACE_SECONDS = 5.0
 _OUTPUT_SECONDS = 1.0
 _ANSWER_SECONDS, _MOST_PATIENCE_SECONDS = 0.3, 1.0
 _MOST_CHARACTERS = 200
+# The first host reports an error that all hosts have; the others do so only if that has not ended the job.
+_FIRST_HOST_SECONDS = 3.0
 _POLL_SECONDS = 0.01
 _TERMINATED, _INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 _MainThread = type(threading.main_thread())
@@ -134,7 +137,9 @@ class FailureHandling:
             self._abort(1)
         if _reason_is_elsewhere(error):
             self._wait_for_report()
-        left = self._find_leaving_rank() if isinstance(error, MismatchError) else None
+        if isinstance(error, MismatchError | KeyboardInterrupt):
+            self._let_first_host_report()
+        left = self._find_leaving_rank(error) if isinstance(error, MismatchError) else None
         line = line_of_program(traceback.extract_tb(trace))
         status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if left is not None:
@@ -209,12 +214,11 @@ class FailureHandling:
                 self._let_other_rank_end(how_it_left(self._left))
             self._abort(left.status or 1)
 
-    def _find_leaving_rank(self) -> _LeavingRank | None:
-        """Return a rank of this host that is at the end of its program, if there is one."""
-        group, board = self.board_group, self._board
-        if group is None or board is None:
-            return None
-        fields = [(rank, board.get(index, EXITED)) for index, rank in enumerate(group.world_ranks)]
+    def _find_leaving_rank(self, error: MismatchError) -> _LeavingRank | None:
+        """Return a rank that is at the end of its program, of this host or according to an error, if there is one."""
+        group, board, fields = self.board_group, self._board, list(error.exited.items())
+        if group is not None and board is not None:
+            fields += [(rank, board.get(index, EXITED)) for index, rank in enumerate(group.world_ranks)]
         return next((_LeavingRank(rank, field) for rank, field in fields if field), None)
 
     def _terminate(self, frame: FrameType | None) -> None:
@@ -279,6 +283,13 @@ class FailureHandling:
             board is not None and any(board.get(index, DYING) == _REPORTING for index in range(board.num_blocks))
         ):
             time.sleep(_POLL_SECONDS)
+
+    def _let_first_host_report(self) -> None:
+        """Wait on all hosts but the first, whose ranks have the same error; they then end all ranks."""
+        hosts = self.world.context.hosts
+        if hosts[self.world.rank] != hosts[0]:
+            self._is_failing = True
+            time.sleep(_FIRST_HOST_SECONDS)
 
     def _let_other_rank_end(self, failure: str) -> None:
         """Wait while the rank that reports, also what has failed here, prints its report; it then ends all ranks."""

@@ -20,8 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import psutil
+
 from ..errors import LaunchError, MissingMPIError
-from . import launcher
+from . import affinity, launcher
 
 FORWARDING_SECONDS = 0.1
 """Delay before a rank ends the job: MPICH's launcher has dropped output that it had not read by then."""
@@ -77,6 +79,7 @@ def initialise() -> tuple[Any, bool]:
     ours = not MPI.Is_initialized()
     if ours:
         _check_family(MPI)
+        _yield_if_crowded(MPI)
         _initialise_without_gil(MPI)
         _record_exceptions()
         # Not in stop(): MPI cannot be initialised twice, and a program may start and stop torchmpi many times.
@@ -178,6 +181,21 @@ def _check_family(MPI: Any) -> None:
     found, library = launcher.detect(), short_version(MPI)
     if launcher.family(found.name or "") == "Open MPI" and launcher.are_incompatible(found.name, library):
         raise LaunchError(_wrong_launcher(found, library, "which cannot run under it"))
+
+
+def _yield_if_crowded(MPI: Any) -> None:
+    """Let waiting ranks yield if there are more of them than cores; Open MPI 5.0 does not, so start and exit take long.
+
+    A rank may be bound to one of several cores, but its launcher is not.
+    """
+    num_ranks = launcher.detect().local_size or 1
+    if not short_version(MPI).startswith("Open MPI") or num_ranks <= len(affinity.current()):
+        return
+    num_cores: float = 0
+    with contextlib.suppress(psutil.Error, AttributeError):  # the latter where the system has no affinity masks
+        num_cores = max(len(process.cpu_affinity()) for process in psutil.Process().parents())
+    if num_ranks > min(num_cores, affinity.cpu_quota()) > 0:
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 def _check_size(MPI: Any) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_HANDLER_GRACE_SECONDS = 1.0
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+from .program_lines import PACKAGE
 
+_HANDLER_GRACE_SECONDS = 1.0
 OnSignal = Callable[[FrameType | None], None]
 
 
@@ -100,7 +100,7 @@ class SignalWatch:
     def _end_call_of_main_thread(self) -> None:
         """End a call in which the main thread waits, so that Python can raise KeyboardInterrupt; or else the job."""
         frame = _main_frame()
-        if frame is None or not frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame is None or not frame.f_code.co_filename.startswith(PACKAGE):
             return
         position = frame.f_lasti
         for act in (self._end_waits, lambda: self._interrupt(frame)):

@@ -8,16 +8,10 @@ line of a missing rank.
 from __future__ import annotations
 
 import json
-import os
-import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from ..communicators import call_log
 from ..communicators.call_queue import CallQueue
@@ -26,16 +20,11 @@ from ..communicators.status_board import request_status, request_statuses
 from ..config import Config
 from ..log import logger
 from ..shared_memory import memory_layout
+from .deadlock import WaitingRanks, find_circle
+from .program_lines import location
 from .remote_status import RankStatus, RemoteStatus
 from .report import NO_ANSWER, Activity
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN_FILES = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, os.path.dirname(torch.__file__)))
-_INSTALLED_FILES = (
-    *_OWN_FILES,
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib", "scripts")),
-    "<frozen ",
-)
 # A rank that rejects a call raises, and its traceback ends the job. Other ranks report only if it continues instead.
 _REFUSAL_GRACE_SECONDS = 2.0
 _STATUS_TIMEOUT_SECONDS = 2.0
@@ -64,12 +53,16 @@ class Watchdog(threading.Thread):
         self._answered: dict[Group, int] = {}
         self._refused: dict[tuple[Group, int], float] = {}
         self._queues: dict[CallQueue, tuple[str | None, float, bool]] = {}
+        self._waiting_ranks = WaitingRanks(context)
+        self._circle_at: dict[Group, tuple[int, float]] = {}
+        """For each group, the call and the duration of its wait at which deadlocks are searched next."""
 
     def run(self) -> None:
         """Check all groups periodically until :meth:`stop`."""
         while not self._stopped.wait(self.config.watchdog_period_seconds):
             if self._remote is not None:
                 self._remote.reply()
+            self._waiting_ranks.observe()
             for group in list(self.context.groups):
                 try:
                     self._answer(group)
@@ -108,6 +101,8 @@ class Watchdog(threading.Thread):
         elif waited >= _REFUSAL_GRACE_SECONDS and (rank := self._stopping_rank(group, current[0])) is not None:
             reason = f"rank {rank} is in stop() at the end of its program, and will not make this call."
             self._expire(group, current, waited, reason)
+        elif waited >= _REFUSAL_GRACE_SECONDS:
+            self._check_deadlock(group, current, waited)
         if waited >= config.stall_abort_seconds > 0:
             report = self._report(group, current, waited)
             if report is not None or waited >= config.stall_abort_seconds + _ABORT_GRACE_SECONDS:
@@ -131,6 +126,33 @@ class Watchdog(threading.Thread):
             ):
                 return rank
         return None
+
+    def _check_deadlock(self, group: Group, current: LoggedCall, waited: float) -> None:
+        """End a call that waits for ranks which wait for this one. The search is repeated at growing intervals."""
+        seq, at = self._circle_at.get(group, (0, 0.0))
+        world, waits = self.context.groups[0], self._waiting_ranks.now()
+        if not waits or world.log_board is None or (seq == current[0] and waited < at):
+            return
+        self._circle_at[group] = (current[0], 2 * waited)
+        others = [rank for rank in range(world.size) if rank != world.rank]
+        texts = request_statuses(
+            world.log_board, world.rank, others, patience_seconds=_STATUS_TIMEOUT_SECONDS, meanwhile=self._answer_all
+        )
+        answers = {rank: text.split("\n")[2:3] for rank, text in texts.items()}
+        known = {rank: json.loads(lines[0]) for rank, lines in answers.items() if lines and lines[0].startswith("[")}
+        circle = find_circle({**known, world.rank: waits}, world.rank)
+        if not circle:
+            return
+        chain = ", which waits for ".join(f"rank {rank}" for rank in [*circle, world.rank])
+        reason = (
+            f"{chain.replace(', which waits', ' waits', 1)}, in calls on different communicators: none can end. "
+            "Make the calls on all communicators in the same order on all ranks."
+        )
+        if group.can_expire and not group.call_log.report_when_late:
+            self._expire(group, current, waited, reason)
+        elif world.rank == min(circle):
+            report = self._report(group, current, waited, unconditional=True)
+            self.end_job(f"{report}\n{reason}", 1)
 
     def _expire(self, group: Group, current: LoggedCall, waited: float, reason: str) -> None:
         """End a call in shared memory that waits too long; it raises an error with the report and the reason."""
@@ -267,7 +289,8 @@ class Watchdog(threading.Thread):
         asked = sum(log_board.get(index, memory_layout.ASKED) for index in range(group.size) if index != group.rank)
         if asked != self._answered.get(group, 0):
             self._answered[group] = asked
-            lines = [location(), json.dumps(self._activity()), *group.call_log.recent_in_words()]
+            state = [json.dumps(each) for each in (self._activity(), self._waiting_ranks.now())]
+            lines = [location(), *state, *group.call_log.recent_in_words()]
             log_board.write_text(group.rank, "\n".join(lines))
             log_board.set(group.rank, memory_layout.ANSWERED, log_board.get(group.rank, memory_layout.ANSWERED) + 1)
 
@@ -305,27 +328,3 @@ def activities_on_host(group: Group, *, patience_seconds: float) -> dict[int, Ac
         is_answer = len(lines) > 1 and lines[1].startswith("[")  # a rank that has freed the group describes its calls
         found[group.world_ranks[index]] = Activity(*json.loads(lines[1])) if is_answer else NO_ANSWER
     return found
-
-
-def location() -> str:
-    """Return the line of the program at which the main thread is.
-
-    This is the innermost line outside of installed files; if the program itself is installed, the innermost one
-    outside of torchmpi and torch.
-
-    >>> "in" in location()
-    True
-    """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "its main thread has ended"
-    return line_of_program(traceback.extract_stack(frame))
-
-
-def line_of_program(stack: traceback.StackSummary) -> str:
-    """Return the line of the program in a stack or traceback, as in :func:`location`."""
-    for hidden in (_INSTALLED_FILES, _OWN_FILES):
-        if shown := [entry for entry in stack if not entry.filename.startswith(hidden)]:
-            entry = shown[-1]
-            return f"at {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}".rstrip(": ")
-    return "at the end of its program"  # in an exit handler of torchmpi

@@ -1,0 +1,43 @@
+"""The line of the program in a stack, for reports."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+
+import torch
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OWN_FILES = (PACKAGE, os.path.dirname(torch.__file__) + os.sep)
+INSTALLED_FILES = (
+    *_OWN_FILES,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib", "scripts")),
+    "<frozen ",
+)
+
+
+def location() -> str:
+    """Return the line of the program at which the main thread is.
+
+    This is the innermost line outside of installed files; if the program itself is installed, the innermost one
+    outside of torchmpi and torch.
+
+    >>> "in" in location()
+    True
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "its main thread has ended"
+    return line_of_program(traceback.extract_stack(frame))
+
+
+def line_of_program(stack: traceback.StackSummary) -> str:
+    """Return the line of the program in a stack or traceback, as in :func:`location`."""
+    for hidden in (INSTALLED_FILES, _OWN_FILES):
+        if shown := [entry for entry in stack if not entry.filename.startswith(hidden)]:
+            entry = shown[-1]
+            return f"at {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}".rstrip(": ")
+    return "at the end of its program"  # in an exit handler of torchmpi
