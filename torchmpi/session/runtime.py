@@ -66,11 +66,12 @@ class Runtime:
         self, config: Config | None, *, with_cuda: bool | None, cartesian: bool = False, ipc_groups: bool = True
     ) -> None:
         self.resources = ExitStack()
-        self.MPI, _ = mpi_library.initialise()
-        self.config, self.cartesian = agreed_config(self.MPI.COMM_WORLD, config), cartesian
-        self.ipc_groups = ipc_groups
-        self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
-        ranks = self._exchange_information(with_cuda)
+        self.cartesian, self.ipc_groups = cartesian, ipc_groups
+        with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
+            self.MPI, _ = mpi_library.initialise()
+            self.config = agreed_config(self.MPI.COMM_WORLD, config)
+            self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
+            ranks = self._exchange_information(with_cuda)
         hosts = self._group_by_host(ranks)
         self._open_world(hosts)
         self._handle_failures()
@@ -323,8 +324,7 @@ def start(
             f"rank {running.world.rank}: torchmpi is already started. Call mpi.stop() before starting it again "
             "(a start() or `with mpi.started()` that raised leaves it started, since stopping is collective)."
         )
-    with StartWatch(config):
-        running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
+    running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
     running.make_levels(custom_communicator_init, collective_communicator)
     if running.world.rank == 0 and running.config.verbose:
         logger.info(running.summary())

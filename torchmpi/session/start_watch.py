@@ -21,6 +21,8 @@ from ..log import log_fatal, logger
 from . import launcher, mpi_library
 
 _PERIOD_SECONDS = 0.5
+# The ranks of a host divide the work of reading /proc, which takes longer the more of them there are.
+_RANKS_PER_PERIOD = 4
 _THREAD_NAME = "torchmpi start"  # at most 15 characters, the limit of Linux
 # The lowest rank in start() of each host reports; the others do so only if the job has not ended after this time.
 _GRACE_SECONDS = 10.0
@@ -78,7 +80,8 @@ class StartWatch:
         with contextlib.suppress(OSError):
             Path("/proc/thread-self/comm").write_text(_THREAD_NAME)
         begin, ended_since = time.monotonic(), None
-        while not self._has_started.wait(_PERIOD_SECONDS):
+        period = _PERIOD_SECONDS * max(1.0, (self._launcher.local_size or 1) / _RANKS_PER_PERIOD)
+        while not self._has_started.wait(period):
             ranks, now = _ranks_of_host(), time.monotonic()
             if not ranks.all or len(ranks.all) >= (self._launcher.local_size or 0):
                 ended_since = None
