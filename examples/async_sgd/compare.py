@@ -105,7 +105,7 @@ def main() -> None:
         try:
             draw(runs, options.out)
         except ImportError:
-            say("no plots: matplotlib is not installed (pip install 'torchmpi[examples]')")
+            say("no plots: matplotlib is not installed (pip install matplotlib)")
         say(f"saved in {options.out.resolve()}")
     mpi.stop()
 

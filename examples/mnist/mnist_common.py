@@ -87,7 +87,7 @@ class Report:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError:
-            self.print("no plot: matplotlib is not installed (pip install 'torchmpi[examples]')")
+            self.print("no plot: matplotlib is not installed (pip install matplotlib)")
             return
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         FigureCanvasAgg(figure)

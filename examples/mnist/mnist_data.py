@@ -76,7 +76,7 @@ def load_digits() -> Dataset:
         from sklearn.datasets import load_digits as load_from_sklearn
     except ImportError:
         raise DataError(
-            "the built-in digits need scikit-learn: pip install 'torchmpi[examples]', "
+            "the built-in digits need scikit-learn: pip install scikit-learn, "
             "or give a directory of MNIST files with --data DIR"
         ) from None
     images, labels = load_from_sklearn(return_X_y=True)

@@ -65,7 +65,7 @@ class Report:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError:
-            print("no plot: matplotlib is not installed (pip install 'torchmpi[examples]')", flush=True)
+            print("no plot: matplotlib is not installed (pip install matplotlib)", flush=True)
             return
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         FigureCanvasAgg(figure)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import doctest
 import importlib
+import os
+import socket
 import sys
 import threading
 import warnings
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 
 from torchmpi.communicators.handle import Handle
 from torchmpi.distributed import arguments, registration, rendezvous, rows, torch_names, work
-from torchmpi.errors import ArgumentError, StallError
+from torchmpi.errors import ArgumentError, LaunchError, StallError
 
 ReduceOp = dist.ReduceOp
 
@@ -253,10 +255,35 @@ def test_untested_versions_of_torch_give_a_warning(monkeypatch):
         warnings.simplefilter("error")
         for version in torch_names.TESTED:
             monkeypatch.setattr(torch, "__version__", f"{version}.7+cu130")
-            torch_names.warn_if_untested()
+            torch_names.check_version()
     monkeypatch.setattr(torch, "__version__", "3.1.0")
-    with pytest.warns(UserWarning, match=rf"tested with torch {torch_names.TESTED[0]}.*this is 3\.1\.0"):
-        torch_names.warn_if_untested()
+    with pytest.warns(UserWarning, match=rf"tested with torch {torch_names.TESTED[0]} to .*this is 3\.1\.0"):
+        torch_names.check_version()
+
+
+def test_torch_2_6_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.6.0+debian")
+    with pytest.raises(LaunchError, match=r"needs torch 2\.7 or newer, and this is 2\.6\.0\+debian.*torchmpi\.nn"):
+        torch_names.check_version()
+
+
+def test_a_store_where_torch_was_built_without_libuv(monkeypatch):
+    """Debian's builds raise if the store is opened with torch's default."""
+    store = torch_names.TCPStore
+
+    def without_libuv(*arguments: object, use_libuv: bool = True, **options: object) -> object:
+        if use_libuv:
+            raise RuntimeError("use_libuv was requested but PyTorch was build without libuv support")
+        return store(*arguments, use_libuv=False, **options)
+
+    monkeypatch.setattr(torch_names, "TCPStore", without_libuv)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port, own_end = listener.getsockname()[1], os.dup(listener.fileno())
+    minute = timedelta(minutes=1)
+    server = torch_names.open_tcp_store("127.0.0.1", port, 2, True, minute, master_listen_fd=own_end)
+    client = torch_names.open_tcp_store("127.0.0.1", port, 2, False, minute)
+    server.set("key", "value")
+    assert client.get("key") == b"value"
 
 
 def test_a_call_from_a_thread_without_python_frames():

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._version import __version__
+from .. import _version
 from ..errors import TorchMPIError
 from .bench import options as bench_options
 
@@ -50,9 +50,18 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "torchmpi") -
         return 1
 
 
+class _ShowVersion(argparse.Action):
+    """Asks git for the commit, if the package was not built from one, only when the version is wanted."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        commit = _version.commit()
+        print(f"torchmpi {_version.__version__}" + (f" (commit {commit})" if commit else ""))
+        parser.exit()
+
+
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=_ALL)
-    parser.add_argument("--version", action="version", version=f"torchmpi {__version__}")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and the commit, and end")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_run(commands)
     summary = "versions, MPI library, ranks, cores, devices, backends and settings"

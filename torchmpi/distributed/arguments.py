@@ -10,7 +10,7 @@ import torch
 from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import buffers
-from .torch_names import AllreduceOptions, BroadcastOptions, ReduceOp
+from .torch_names import AllreduceOptions, BroadcastOptions, ReduceOp, factor_of
 
 Entry = TypeVar("Entry")
 
@@ -83,7 +83,7 @@ def scaled(tensor: torch.Tensor, reduction: Any) -> torch.Tensor:
     >>> scaled(torch.ones(2), ReduceOp(ReduceOp.SUM))
     tensor([1., 1.])
     """
-    return tensor.detach() * reduction.factor if is_scaled(reduction) else tensor
+    return tensor.detach() * factor_of(reduction) if is_scaled(reduction) else tensor
 
 
 def scale(tensors: Sequence[torch.Tensor], reduction: Any) -> None:

@@ -54,7 +54,7 @@ _REPORT_SECONDS = 10.0
 
 def create(options: BackendOptions) -> ProcessGroup:
     """Create a process group, as torch requires of a backend. Collective over its members."""
-    torch_names.warn_if_untested()
+    torch_names.check_version()
     torch_names.keep_works_of_join()
     return ProcessGroup(options)
 

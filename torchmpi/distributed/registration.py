@@ -46,6 +46,7 @@ def _register() -> None:
     dist.register_rendezvous_handler(SCHEME, _rendezvous_through_mpi)  # type: ignore[attr-defined,no-untyped-call]
     torch_names.call_when_named(lambda: torch_names.wrap_rendezvous("env", _environment_or_mpi))
     torch_names.refuse_mixtures()
+    torch_names.leave_flight_recorder()
     torch_names.keep_dynamo_out(torch_names.NAME)
     if os.environ.get(_AS_MPI, "") not in ("", "0"):
         torch_names.take_name_of_mpi()

@@ -102,11 +102,9 @@ def _open_store(world: Any, timeout: timedelta) -> torch_names.Store:
         for other in listeners.keys() - {address}:
             listeners[other].close()
         own_end = listeners[address].detach()
-        store = torch_names.TCPStore(
-            address, port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=own_end
-        )
+        store = torch_names.open_tcp_store(address, port, world.size, True, timeout, master_listen_fd=own_end)
     else:
-        store = torch_names.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
+        store = torch_names.open_tcp_store(address, port, world.size, False, timeout)
     world.Barrier()  # if rank 0 failed before the others are connected, they would try until their timeout
     return store
 

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
@@ -20,12 +21,14 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, LaunchError
 
 NAME = "torchmpi"
 """The name of the backend."""
-TESTED = ("2.13",)
-"""Minor versions of torch with which the whole test-suite was run."""
+OLDEST = (2, 7)
+"""Oldest version of torch of which C++ keeps the Python half of a work."""
+TESTED = ("2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
+"""Minor versions of torch that were run: all tests with 2.13, those of scripts/test_versions.py with the others."""
 
 Store = c10d.Store
 HashStore = c10d.HashStore
@@ -68,13 +71,36 @@ is_asynchronous = attrgetter("asyncOp") if hasattr(ALLREDUCE, "asyncOp") else la
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def warn_if_untested() -> None:
-    """Warn if the suite was not run with this version of torch."""
+def open_tcp_store(address: str, port: int, size: int, is_server: bool, timeout: timedelta, **options: Any) -> Store:
+    """Open or join a TCPStore that does not wait for the others, also where torch was built without libuv (Debian)."""
+    options |= {"wait_for_workers": False}
+    try:
+        return TCPStore(address, port, size, is_server, timeout, **options)
+    except RuntimeError as error:
+        if "libuv" not in str(error):
+            raise
+        return TCPStore(address, port, size, is_server, timeout, use_libuv=False, **options)
+
+
+def factor_of(reduction: Any) -> Any:
+    """Return the factor of an operation of the kind PREMUL_SUM, which older versions of torch (2.7) do not export."""
+    return reduction.__getstate__()[1]
+
+
+def check_version() -> None:
+    """Raise if torch is too old for a process group in Python, and warn if the suite was not run with this version."""
     minor = ".".join(torch.__version__.split(".")[:2])
+    if tuple(map(int, minor.split("."))) < OLDEST:
+        raise LaunchError(
+            f"init_process_group('{NAME}') needs torch {'.'.join(map(str, OLDEST))} or newer, "
+            f"and this is {torch.__version__}: before, C++ lost the results of a process group in Python, and "
+            "DistributedDataParallel waited for ever. Install a newer torch, or use torchmpi.nn, which works "
+            "with this one."
+        )
     if minor not in TESTED:
         warnings.warn(
             f"torchmpi's torch.distributed backend uses private parts of PyTorch and was tested with torch "
-            f"{', '.join(TESTED)}; this is {torch.__version__}. Errors may be due to this version.",
+            f"{TESTED[0]} to {TESTED[-1]}; this is {torch.__version__}. Errors may be due to this version.",
             stacklevel=2,
         )
 
@@ -165,6 +191,15 @@ def wrap_rendezvous(scheme: str, handler: Callable[..., Iterator[Any]]) -> None:
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     if getattr(handlers[scheme], "func", None) is not handler:
         handlers[scheme] = partial(handler, handlers[scheme])
+
+
+def leave_flight_recorder() -> None:
+    """Exclude the backend from torch's flight recorder, which cannot record a process group in Python (torch 2.15).
+
+    Its hook would raise, since no backend in C++ belongs to the group. The call log records the calls.
+    """
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(NAME)
 
 
 def take_name_of_mpi() -> None:

