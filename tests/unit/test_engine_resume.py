@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import shutil
 from pathlib import Path
@@ -204,7 +205,9 @@ def test_resumes_with_loader_processes(tmp_path):
     reference = Trial(two_workers, momentum)
     reference.train()
     reference.final_rng = torch.get_rng_state()
-    Trial(two_workers, momentum).stop_after(NUM_BATCHES + 2, tmp_path / "a.ckpt")
+    stopped = Trial(two_workers, momentum)
+    stopped.stop_after(NUM_BATCHES + 2, tmp_path / "a.ckpt")
+    assert not multiprocessing.active_children(), "a stopped run leaves no processes to the garbage collector"
     resumed = Trial(two_workers, momentum)
     resumed.train(resume=tmp_path / "a.ckpt")
     assert_same(resumed, reference)

@@ -109,7 +109,7 @@ class DeviceCopy:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
 
     def send(self, sample: Sample) -> Sample:
         """Copy a batch; the copy is complete on return.
@@ -302,3 +302,6 @@ class Epoch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ahead.__exit__(kind, error, traceback)
+        # End the processes of a DataLoader here. If they were left to the garbage collector, it would finalize their
+        # queues first, and then wait 5 s for each process.
+        self._batches = iter(())
