@@ -49,9 +49,7 @@ class Commands:
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=1, init_method=address, rpc_timeout=_TIMEOUT_SECONDS
         )
-        rpc.init_rpc(  # type: ignore[no-untyped-call]
-            str(rank), rank=rank, world_size=size, rpc_backend_options=options
-        )
+        rpc.init_rpc(str(rank), rank=rank, world_size=size, rpc_backend_options=options)
         return {"forms": list(self._forms.calls), "why_not": self._forms.why_not}
 
     def make(self, *, numel: int) -> Answer:

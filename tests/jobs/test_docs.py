@@ -322,7 +322,7 @@ RETIRED_NAMES = {"gate", "gates", "door", "doors", "lane", "lanes", "ledger", "l
 RETIRED_CLASSES = {"Turn", "Pieces"}
 # Vector code has lanes; `verbs` is a public parameter of autotune(), an option of the command line, a key of its JSON.
 HAS_LANES = re.compile(r"_ir\.py$|kernels/(intrinsics|reduction)\.py$")
-HAS_VERBS = re.compile(r"torchmpi/(cli/.*|collectives/tuning/run\.py)$")
+HAS_VERBS = re.compile(r"torchmpi/(cli/.*|collectives/tuning/tuner\.py)$")
 
 
 @pytest.mark.parametrize("page", [page for page in DOCS if page.parent != ROOT], ids=name_of)

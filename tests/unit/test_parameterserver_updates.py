@@ -17,7 +17,7 @@ import torchmpi.parameterserver as ps
 from torchmpi.errors import ArgumentError, CheckpointError, NotStartedError
 from torchmpi.parameterserver.parameter_lists import FlatBuffers, apply_local_update, cache_blocks
 from torchmpi.parameterserver.updates.easgd import _attract
-from torchmpi.parameterserver.updates.update import Schedule, check_whole
+from torchmpi.parameterserver.updates.update import FetchSchedule, check_whole
 
 MODULES = (
     "shard_checkpoint", "rules", "shards", "staleness", "parameter_lists", "updates.update", "updates.easgd",
@@ -51,7 +51,7 @@ def steps_by_counting(update_frequency: int, init_delay: int, prefetch: int, las
 def test_schedule():
     frequencies = [(frequency, prefetch) for frequency in (1, 2, 3, 7, 10) for prefetch in range(frequency + 1)]
     for (update_frequency, prefetch), init_delay in itertools.product(frequencies, (0, 1, 5, 12)):
-        schedule = Schedule(update_frequency, init_delay, prefetch)
+        schedule = FetchSchedule(update_frequency, init_delay, prefetch)
         fetches = [step for step in range(60) if schedule.fetches(step)]
         integrations = [step for step in range(60) if schedule.integrates(step)]
         assert (fetches, integrations) == steps_by_counting(update_frequency, init_delay, prefetch, 60)

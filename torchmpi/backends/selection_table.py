@@ -178,12 +178,12 @@ def checked(key: Key, entries: str | Iterable[tuple[int | None, str]]) -> Rule:
     if isinstance(entries, str):
         return ((None, entries),)
     rule = tuple((limit, transport) for limit, transport in entries)
-    limits = [limit for limit, _ in rule[:-1]]
     if not rule or rule[-1][0] is not None:
         raise ArgumentError(f"{rule} must end with (None, backend), for all larger tensors.")
-    if not all(isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 for limit in limits):
+    limits = [limit for limit, _ in rule[:-1] if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0]
+    if len(limits) < len(rule) - 1:
         raise ArgumentError(f"{rule}: sizes are whole numbers of bytes above 0; only the last one is None.")
-    if limits != sorted(set(limits)):  # type: ignore[type-var]
+    if limits != sorted(set(limits)):
         raise ArgumentError(f"{rule}: the sizes must increase.")
     if len(rule) > 1 and key.collective not in BY_SIZE:
         raise ArgumentError(

@@ -6,7 +6,7 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from ..errors import StallError
 from ..log import logger
@@ -45,7 +45,7 @@ class Handle(Generic[T_co]):
         self._description = description
         self.awaited: Callable[[], str] | None = None
         """Returns the ranks for which the call waits, for the message of a timeout; '' if unknown."""
-        self._result: Any = None
+        self._result = cast(T_co, None)
         self._error: BaseException | None = None
         self._is_done = False
         self._seen = False
@@ -90,7 +90,7 @@ class Handle(Generic[T_co]):
         self._seen = True
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[no-any-return]
+        return self._result
 
     def done(self) -> bool:
         """Return whether the call has ended, also with an error.
@@ -151,7 +151,7 @@ class Handle(Generic[T_co]):
     @property
     def result(self) -> T_co:
         """The result of a call that has ended without an error."""
-        return self._result  # type: ignore[no-any-return]
+        return self._result
 
     def _end(self) -> None:
         self._is_done = True
@@ -189,7 +189,8 @@ class DeviceHandle(Handle[T_co]):
 
     def wait(self, timeout: float | None = None) -> T_co:
         """Return the result when the work is queued; raise after `timeout` seconds."""
-        return self._queued.wait(timeout).follow()  # type: ignore[no-any-return]
+        result: T_co = self._queued.wait(timeout).follow()
+        return result
 
     def done(self) -> bool:
         """Return whether the call has ended, on the device too."""
@@ -258,7 +259,7 @@ class JoinedHandle(Handle[T_co]):
             raise error
         for handle in self._handles:
             handle.wait()  # the current stream of this thread follows
-        return self._result  # type: ignore[no-any-return]
+        return self._result
 
     def done(self) -> bool:
         """Return whether all calls have ended, on the device too."""

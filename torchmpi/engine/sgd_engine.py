@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, CheckpointError
 from ..nn import DistributedOptimizer
 from . import checkpoint
-from .base import Engine
 from .checkpoint import Saved
 from .coordination import Coordinator, SingleProcess
 from .data_loading import DeviceCopy, Epoch, set_epoch
 from .early_stop import EarlyStop
+from .engine import Engine
 from .measurement import Measurement
 from .metrics import Metric, check_metrics
 from .progressbar import ProgressBar
@@ -27,7 +27,7 @@ from .state import Sample, State, as_sample
 from .test_result import TestResult
 from .training_run import TrainingRun, Validation
 from .updates import (
-    Update,
+    GradientUpdate,
     UpdateOptions,
     Weight,
     autocast_dtype,
@@ -275,7 +275,7 @@ class SGDEngine(Engine):
         """Update the parameters once; `sample` is the first of the batches, and `num_active` ranks have one."""
         state, options = run.state, run.options
         assert state.optimizer is not None
-        update = Update(options, state.optimizer, run.scaler)
+        update = GradientUpdate(options, state.optimizer, run.scaler)
         state.sample, state.output, state.loss = None, None, None
         self._begin_step(state)
         state.optimizer.zero_grad()

@@ -124,7 +124,7 @@ def trained_parameters(state: State) -> list[nn.Parameter]:
     return list({p: None for module in modules for p in module.parameters() if p.requires_grad})
 
 
-class Update:
+class GradientUpdate:
     """One update: its backward passes, and the factor that turns the sum of their gradients into the average.
 
     A batch of weight w adds ``gradient * w / accumulate``. The ranks average these sums, and ``complete()`` makes the
@@ -156,7 +156,7 @@ class Update:
         loss = loss if factor == 1 else loss * factor
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     @torch.no_grad()
     def complete(self, total_weight: int, size: int) -> None:

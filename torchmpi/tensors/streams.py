@@ -63,7 +63,7 @@ def enqueue_after(mark: Mark | None, device: torch.device | None, task: Callable
     with torch.cuda.stream(stream):
         stream.wait_event(mark.event)
         result = task()
-        return result, stream.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+        return result, stream.record_event(torch.cuda.Event(blocking=True))
 
 
 def run_after(mark: Mark | None, device: torch.device | None, task: Callable[[], Any]) -> Any:
@@ -111,7 +111,7 @@ def end_of(*tensors: torch.Tensor) -> End:
     stream = torch.cuda.current_stream(devices[0])
     # In the background the host sleeps until then, which takes longer than polling.
     is_background = stream in _own.__dict__.get("streams", {}).values()
-    return stream.record_event(torch.cuda.Event(blocking=is_background))  # type: ignore[no-untyped-call]
+    return stream.record_event(torch.cuda.Event(blocking=is_background))
 
 
 def wait(end: End) -> None:
@@ -130,7 +130,7 @@ def behind(end: End, device: torch.device | None) -> AbstractContextManager[Any]
     """
     if end is NOTHING:
         return nullcontext()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     stream.wait_event(end)
     return torch.cuda.stream(stream)
 
@@ -169,7 +169,7 @@ def pin(memory: torch.Tensor) -> bool:
 
     Call :func:`unpin` before the memory is freed.
     """
-    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0:  # type: ignore[no-untyped-call]
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0:
         return True
     # CUDA keeps the error until the next check, which torch would make after a kernel of the user.
     with suppress(RuntimeError):
@@ -179,7 +179,7 @@ def pin(memory: torch.Tensor) -> bool:
 
 def unpin(memory: torch.Tensor) -> None:
     """Undo :func:`pin`."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
@@ -191,7 +191,7 @@ def communication_stream(device: torch.device) -> torch.cuda.Stream:
     streams: dict[int, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in streams:
-        streams[index] = torch.cuda.Stream(index, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+        streams[index] = torch.cuda.Stream(index, priority=_HIGH_PRIORITY)
     return streams[index]
 
 
@@ -235,7 +235,7 @@ class Queued:
 
     def has_ended(self) -> bool:
         """Return whether the device has finished."""
-        return bool(self._end.query())  # type: ignore[no-untyped-call]
+        return bool(self._end.query())
 
     def behind(self) -> AbstractContextManager[Any]:
         """Return :func:`behind` for the end of the call."""

@@ -88,7 +88,7 @@ def training(model: torch.nn.Module, data: torch.utils.data.DataLoader[tuple[tor
     optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for x, y in data:
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+        torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     mpinn.synchronize_gradients(model)
     mpi.stop()

@@ -33,26 +33,26 @@ class CudaDevice:
 
     def share(self, area: torch.Tensor) -> Any:
         """Return a handle for one other process: torch counts the processes that have opened one."""
-        return reduce_tensor(area)[1]  # type: ignore[no-untyped-call]
+        return reduce_tensor(area)[1]
 
     def open(self, handle: Any) -> torch.Tensor:
         """Open memory of another process for the use of this rank's GPU, wherever the memory lies."""
         arguments = list(handle)
         arguments[_DEVICE_FIELD] = self.device.index
-        area: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+        area: torch.Tensor = rebuild_cuda_tensor(*arguments)
         return area
 
     def make_event(self) -> torch.cuda.Event:
         """Make an event for all processes of the host."""
-        return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.Event(interprocess=True)
 
     def share_event(self, event: torch.cuda.Event) -> Any:
         """Return the handle of an event."""
-        return event.ipc_handle()  # type: ignore[no-untyped-call]
+        return event.ipc_handle()
 
     def open_event(self, handle: Any) -> torch.cuda.Event:
         """Open an event of another process."""
-        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
+        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self.device, handle)
         return event
 
     def finish(self) -> None:
@@ -61,7 +61,7 @@ class CudaDevice:
 
     def collect(self) -> None:
         """Release memory that other processes have closed."""
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.ipc_collect()
 
 
 class _Ticket(NamedTuple):

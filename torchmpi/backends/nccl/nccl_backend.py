@@ -42,7 +42,7 @@ def problem() -> str:
 
 def version() -> tuple[int, ...]:
     """Return the version of NCCL that torch uses."""
-    return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return tuple(torch.cuda.nccl.version())
 
 
 class NcclBackend:

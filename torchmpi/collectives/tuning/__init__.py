@@ -1,5 +1,5 @@
 """Measurement of the fastest backends."""
 
-from .run import autotune
+from .tuner import autotune
 
 __all__ = ["autotune"]

@@ -24,10 +24,10 @@ from ..staleness import Clock, StalenessMeter, check_max_staleness
 PeriodicT = TypeVar("PeriodicT", bound="PeriodicUpdate")
 
 
-class Schedule(NamedTuple):
+class FetchSchedule(NamedTuple):
     """The numbers of the steps that fetch and of those that integrate.
 
-    >>> schedule = Schedule(update_frequency=10, init_delay=100, prefetch=3)
+    >>> schedule = FetchSchedule(update_frequency=10, init_delay=100, prefetch=3)
     >>> [step for step in range(125) if schedule.integrates(step)]
     [110, 120]
     >>> [step for step in range(125) if schedule.fetches(step)]
@@ -236,7 +236,7 @@ class Update(PeriodicUpdate):
                 "before the previous integration."
             )
         check_max_staleness(max_staleness)
-        self.schedule = Schedule(update_frequency, init_delay, prefetch)
+        self.schedule = FetchSchedule(update_frequency, init_delay, prefetch)
         self.sharding_communicator, self.dataparallel_communicator = sharding_communicator, dataparallel_communicator
         self.max_staleness, self.name = max_staleness, name
         self.num_clients = 0
