@@ -30,7 +30,7 @@ from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of
 from .buckets import SeatedBucket
 from .channel import close_private, default_bucket_bytes, open_private
-from .closures import note_synchronization
+from .closures import synchronizations
 from .gradient_reduction import Compression, GradientReduction, wire_dtype
 from .gradients import GradientList, Presence
 from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
@@ -230,7 +230,7 @@ class AsyncBackward(Attachment):
         _active[self._number] = self
         _check_steps()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
             for slot, parameter in enumerate(self.parameters)
         ]
 
@@ -271,7 +271,8 @@ class AsyncBackward(Attachment):
             )
         self.is_synchronized = True
         if not self.is_inside_join:
-            note_synchronization(self.comm)
+            synchronizations.comm = self.comm
+            synchronizations.count += 1
         return True
 
     def close(self) -> None:

@@ -17,36 +17,30 @@ REMEDY = (
 )
 
 
-class _Synchronizations:
-    """The synchronizations of gradients since the last step of any optimizer began or ended."""
+class Synchronizations:
+    """The synchronizations of gradients since the last step of any optimizer began or ended, possibly in a closure.
+
+    Attributes:
+        comm: The communicator of the last one.
+        count: Their number.
+    """
 
     def __init__(self) -> None:
         self.comm: Communicator | None = None
         self.count = 0
-        self.are_watched = False
 
 
-_latest = _Synchronizations()
-
-
-def note_synchronization(comm: Communicator) -> None:
-    """Count a synchronization of gradients, possibly in a closure."""
-    if not _latest.are_watched:
-        _latest.are_watched = True
-        register_optimizer_step_pre_hook(_forget)
-        register_optimizer_step_post_hook(_compare)
-    _latest.comm = comm
-    _latest.count += 1
+synchronizations = Synchronizations()
 
 
 def _forget(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    _latest.comm, _latest.count = None, 0
+    synchronizations.comm, synchronizations.count = None, 0
 
 
 def _compare(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Raise on all ranks unless they have called the closure equally often, and LBFGS has found the same loss."""
-    comm, count = _latest.comm, _latest.count
-    _latest.comm, _latest.count = None, 0
+    comm, count = synchronizations.comm, synchronizations.count
+    synchronizations.comm, synchronizations.count = None, 0
     if comm is None or not count or (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
         return
     loss = 0.0
@@ -64,3 +58,7 @@ def _compare(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, o
         raise GradientError(
             f"rank {comm.rank}: the closure of {name}.step() did not give the same on all ranks: {calls}. {REMEDY}"
         )
+
+
+register_optimizer_step_pre_hook(_forget)
+register_optimizer_step_post_hook(_compare)

@@ -20,7 +20,7 @@ from .agreement import check_same_layout
 from .blocksequential import BlockSequential, gradient_buckets_of, parameter_blocks_of
 from .buckets import CopiedBucket, SeatedBucket
 from .channel import default_bucket_bytes
-from .closures import note_synchronization
+from .closures import synchronizations
 from .gradient_reduction import Compression, GradientReduction, wire_dtype
 from .gradients import GradientList, shared_gradients
 from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
@@ -131,7 +131,8 @@ def synchronize_gradients(
         )
     communicator = runtime.communicator(comm)
     size = communicator.intra.size
-    reduction = GradientReduction(size if average else 1, size, wire_dtype(compression))
+    wire = None if compression is None else wire_dtype(compression)
+    reduction = GradientReduction(size if average else 1, size, wire)
     join_state = attached(net, JOIN_STATE)
     if join_state is not None:
         if join_state.comm is not communicator:
@@ -143,12 +144,13 @@ def synchronize_gradients(
             join_state.announce_active(DIRECT, average, default_bucket_bytes(bucket_bytes), compression)
         )
     replica = Replica(net)
-    parts = replica.shard_parts(communicator, average=average)
+    parts = replica.shard_parts(communicator, average=average) if replica.shards else []
     reduce_gradients(replica, reduction, bucket_bytes, communicator)
     for part, holders in parts:
         reduce_gradients(part, reduction.average_over(holders.size), bucket_bytes, holders)
     if join_state is None:
-        note_synchronization(communicator)
+        synchronizations.comm = communicator
+        synchronizations.count += 1
 
 
 @torch.no_grad()
