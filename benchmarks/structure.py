@@ -89,8 +89,36 @@ def num_levels(graph: Graph) -> int:
     return max(depth.values())
 
 
+KINDS = ("code", "docstring", "comment", "blank")
+
+
+def kinds_of(text: str) -> Counter[str]:
+    """Count the lines of a file by kind; blank lines inside a docstring belong to it."""
+    kinds = [
+        "comment" if line.startswith("#") else "code" if line else "blank" for line in map(str.strip, text.splitlines())
+    ]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            kinds[node.lineno - 1 : node.end_lineno] = ["docstring"] * length
+    return Counter(kinds)
+
+
+def print_sizes(package: Path, tests: Path) -> None:
+    """Print the lines of each entry of the package, and of the tests, by kind."""
+    sizes: dict[str, Counter[str]] = defaultdict(Counter)
+    for path in package.rglob("*.py"):
+        sizes[path.relative_to(package).parts[0].removesuffix(".py")] += kinds_of(path.read_text())
+    sizes["the package"] = sum(sizes.values(), Counter())
+    for path in tests.rglob("*.py"):
+        sizes["the tests"] += kinds_of(path.read_text())
+    print(f"\n{'lines of':20} {'all':>7}", *(f"{kind:>10}" for kind in KINDS))
+    for name, size in sizes.items():
+        print(f"{name:20} {size.total():7}", *(f"{size[kind]:10}" for kind in KINDS))
+
+
 def main() -> None:
-    """Print one line for each measure."""
+    """Print one line for each measure, and one for the size of each entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
     checkout = parser.parse_args().checkout
@@ -106,7 +134,6 @@ def main() -> None:
     )
     stems = Counter(path.stem for path in modules.values() if path.stem != "__init__")
     text = "\n".join(path.read_text() for path in modules.values())
-    tests = sum(path.read_text().count("\n") for path in (checkout / "tests").rglob("*.py"))
     folders = sum((package / name).is_dir() for name in entries)
     rows = {
         "entries of the package root": f"{len(entries)} ({len(entries) - folders} modules, {folders} packages)",
@@ -116,14 +143,13 @@ def main() -> None:
         "module names used more than once": sum(count > 1 for count in stems.values()),
         "public class names used more than once": sum(count > 1 for count in classes.values()),
         "modules": len(modules),
-        "lines of the package": text.count("\n"),
-        "lines of the tests": tests,
         "lines with Any": sum(bool(re.search(r"\bAny\b", line)) for line in text.split("\n")),
         "`# type: ignore`": text.count("# type: ignore"),
         "`group: Any`": len(re.findall(r"\bgroup: Any\b", text)),
     }
     for name, value in rows.items():
         print(f"{name:40} {value}")
+    print_sizes(package, checkout / "tests")
 
 
 if __name__ == "__main__":
