@@ -32,6 +32,11 @@ from .pipeline import ChunkBuffers
 from .rank_order import combiner
 from .schedule import Message, Round
 
+Requests = list[Any]
+"""The messages in progress, as the library that carries them describes them."""
+Exchange = tuple[Requests, list[torch.Tensor]]
+"""The messages of an exchange, and the versions of this rank's part in rank order."""
+
 _MOVEMENTS = ("allgather", "broadcast")
 _TAG = 2
 # Up to this many bytes in all, the fewest rounds; above, the fewest bytes. The bits are the same.
@@ -90,7 +95,7 @@ class RoundMessages:
         step: Round,
         outgoing: Callable[[Message], torch.Tensor],
         incoming: Callable[[Message], torch.Tensor],
-    ) -> list[Any]:
+    ) -> Requests:
         """Begin all messages of a round with these flat tensors, and return the requests.
 
         Receives begin first, since the library copies a message that arrives before its receive.
@@ -104,7 +109,7 @@ class RoundMessages:
                 requests.append(self.comm.Isend((memory, MPI.BYTE), message.peer, _TAG))
         return requests
 
-    def finish(self, requests: list[Any]) -> None:
+    def finish(self, requests: Requests) -> None:
         """Wait until all these messages have been sent or received."""
         self.MPI.Request.Waitall(requests)
 
@@ -143,10 +148,10 @@ class Messages(Protocol):
         step: Round,
         outgoing: Callable[[Message], torch.Tensor],
         incoming: Callable[[Message], torch.Tensor],
-    ) -> list[Any]:
+    ) -> Requests:
         """Begin all messages of a round with these flat tensors, and return the requests."""
 
-    def finish(self, requests: list[Any]) -> None:
+    def finish(self, requests: Requests) -> None:
         """Return when all these messages have been sent or received."""
 
 
@@ -160,7 +165,7 @@ class PipelinedReduction(ABC):
         self.combine = combiner(dtype, op)
         self.received, self.results = ChunkBuffers(dtype), ChunkBuffers(dtype)
 
-    def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+    def allreduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
         flat = buffer.detach().view(-1)
         if self._is_short(flat):
@@ -171,7 +176,7 @@ class PipelinedReduction(ABC):
             self._pipeline(flat, self._exchange_parts, self._combine_and_spread)
         return buffer
 
-    def reduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+    def reduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         """Reduce in place on the root; the buffers of other ranks are unchanged."""
         flat = buffer.detach().view(-1)
         step = schedule.collect(self.rank, self.size, root)
@@ -206,7 +211,7 @@ class PipelinedReduction(ABC):
     def _gather_all(self, flat: torch.Tensor) -> None:
         """Gather and combine all vectors on every rank: the fewest rounds."""
 
-    def _pipeline(self, flat: torch.Tensor, begin: Callable[..., Any], follow: Callable[..., list[Any]]) -> None:
+    def _pipeline(self, flat: torch.Tensor, begin: Callable[..., Exchange], follow: Callable[..., Requests]) -> None:
         """Exchange and combine chunk by chunk.
 
         `begin` starts the messages of a chunk, one chunk ahead; `follow` combines the received parts and starts the
@@ -214,7 +219,7 @@ class PipelinedReduction(ABC):
         """
         chunks = [flat[first : first + numel] for first, numel in partition.chunks(flat.numel(), self.chunk_numel)]
         exchanges = deque(begin(chunk, k) for k, chunk in enumerate(chunks[:1]))
-        following: deque[list[Any]] = deque()
+        following: deque[Requests] = deque()
         for k, chunk in enumerate(chunks):
             if k + 1 < len(chunks):
                 exchanges.append(begin(chunks[k + 1], k + 1))
@@ -226,12 +231,12 @@ class PipelinedReduction(ABC):
         for requests in following:
             self.messages.finish(requests)
 
-    # Values of `begin`: return the requests, and the versions of this rank's part in rank order.
+    # Values of `begin`.
 
-    def _exchange_parts(self, chunk: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
+    def _exchange_parts(self, chunk: torch.Tensor, k: int) -> Exchange:
         return self._exchange(chunk, partition.even_partition(chunk.numel(), self.size), k)
 
-    def _exchange(self, flat: torch.Tensor, ranges: Sequence[Range], k: int) -> tuple[list[Any], list[torch.Tensor]]:
+    def _exchange(self, flat: torch.Tensor, ranges: Sequence[Range], k: int) -> Exchange:
         """Send each rank its range of this rank's vector, and receive this rank's range of the other vectors."""
         parts = self._versions(flat.narrow(0, *ranges[self.rank]), k)
         requests = self.messages.begin(
@@ -241,12 +246,12 @@ class PipelinedReduction(ABC):
         )
         return requests, parts
 
-    def _swap_with_peer(self, chunk: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
+    def _swap_with_peer(self, chunk: torch.Tensor, k: int) -> Exchange:
         parts = self._versions(chunk, k)
         step = schedule.spread(self.rank, self.size)
         return self.messages.begin(step, lambda _: chunk, lambda message: parts[message.peer]), parts
 
-    def _collect_wholes(self, step: Round, chunk: torch.Tensor, k: int) -> tuple[list[Any], list[torch.Tensor]]:
+    def _collect_wholes(self, step: Round, chunk: torch.Tensor, k: int) -> Exchange:
         parts = self._versions(chunk, k) if not step.sends else []
         return self.messages.begin(step, lambda _: chunk, lambda message: parts[message.peer]), parts
 
@@ -259,12 +264,12 @@ class PipelinedReduction(ABC):
 
     # Values of `follow`: combine, and return the requests of the messages that follow.
 
-    def _combine_all(self, chunk: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
+    def _combine_all(self, chunk: torch.Tensor, parts: list[torch.Tensor], k: int) -> Requests:
         if parts:
             self.combine(parts, chunk)
         return []
 
-    def _combine_and_spread(self, chunk: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
+    def _combine_and_spread(self, chunk: torch.Tensor, parts: list[torch.Tensor], k: int) -> Requests:
         own = parts[self.rank]
         self.combine(parts, own)
         ranges = partition.even_partition(chunk.numel(), self.size)
@@ -274,7 +279,7 @@ class PipelinedReduction(ABC):
             lambda message: chunk.narrow(0, *ranges[message.first]),
         )
 
-    def _combine_and_collect(self, step: Round, chunk: torch.Tensor, parts: list[torch.Tensor], k: int) -> list[Any]:
+    def _combine_and_collect(self, step: Round, chunk: torch.Tensor, parts: list[torch.Tensor], k: int) -> Requests:
         own = parts[self.rank]
         out = self.results.take(k, own.numel()) if step.sends else own
         self.combine(parts, out)
@@ -293,7 +298,7 @@ class P2PReduction(PipelinedReduction):
         self.swap = messages.swap
         self.doubling = DoublingAllgather(group, messages)
 
-    def allreduce(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+    def allreduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         """Reduce in place on all ranks; two ranks swap whole vectors of one chunk."""
         flat = buffer.detach().view(-1)
         if not 0 < flat.numel() <= self.swap_numel:
@@ -321,7 +326,7 @@ class P2PMovement:
         self.doubling = DoublingAllgather(group, self.messages)
         self.scratch = ChunkBuffers(torch.uint8)
 
-    def broadcast(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+    def broadcast(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         """Copy the root's values to all ranks, in place."""
         flat = buffer.detach().view(-1)
         if flat.numel() * flat.element_size() > _TREE_BYTES and self.size > 2:
@@ -335,7 +340,7 @@ class P2PMovement:
         sends, receives = schedule.chain(self.rank, self.size, root)
         chunks = torch.split(flat, max(1, _CHAIN_CHUNK_BYTES // flat.element_size()))
         incoming = [self._begin(Round(receives=receives), chunk) for chunk in chunks[:_MAX_CHAIN_CHUNKS]]
-        outgoing: list[list[Any]] = []
+        outgoing: list[Requests] = []
         for k, chunk in enumerate(chunks):
             self.messages.finish(incoming[k])
             incoming += [self._begin(Round(receives=receives), later) for later in chunks[k + _MAX_CHAIN_CHUNKS :][:1]]
@@ -345,7 +350,7 @@ class P2PMovement:
         for requests in outgoing[-_MAX_CHAIN_CHUNKS:]:
             self.messages.finish(requests)
 
-    def _begin(self, step: Round, chunk: torch.Tensor) -> list[Any]:
+    def _begin(self, step: Round, chunk: torch.Tensor) -> Requests:
         return self.messages.begin(step, lambda _: chunk, lambda _: chunk)
 
     def allgather(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:

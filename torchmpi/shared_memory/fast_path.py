@@ -39,16 +39,17 @@ def _not_built(*arguments: object) -> None:
     """Stand in for a fast path that is not available."""
 
 
-allreduce: Callable[..., Any] = _not_built
-reduce: Callable[..., Any] = _not_built
-broadcast: Callable[..., Any] = _not_built
-allgather: Callable[..., Any] = _not_built
-reduce_scatter: Callable[..., Any] = _not_built
-alltoall: Callable[..., Any] = _not_built
-gather: Callable[..., Any] = _not_built
-give: Callable[..., Any] = _not_built
-scatter: Callable[..., Any] = _not_built
-receive: Callable[..., Any] = _not_built
+_Entry = Callable[..., Any]
+allreduce: _Entry = _not_built
+reduce: _Entry = _not_built
+broadcast: _Entry = _not_built
+allgather: _Entry = _not_built
+reduce_scatter: _Entry = _not_built
+alltoall: _Entry = _not_built
+gather: _Entry = _not_built
+give: _Entry = _not_built
+scatter: _Entry = _not_built
+receive: _Entry = _not_built
 
 
 Name = tuple[Hashable, torch.dtype, Any]

@@ -9,6 +9,9 @@ from typing import Any
 
 from ...backends.base import NAMES
 
+AddOption = Callable[..., argparse.Action]
+"""The method ``add_argument`` of a parser."""
+
 COLLECTIVES = (
     "allreduce", "broadcast", "allgather", "reduce_scatter", "reduce", "alltoall", "gather", "scatter", "sendreceive",
     "barrier",
@@ -102,14 +105,14 @@ def ranks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _positive(kind: type, most: float, noun: str) -> Callable[[str], Any]:
+def _positive(kind: type[float], most: float, noun: str) -> Callable[[str], float]:
     """Return a parser of positive numbers.
 
     >>> _positive(float, 10, "length")("2.5")
     2.5
     """
 
-    def parse(text: str) -> Any:
+    def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
@@ -155,7 +158,7 @@ def with_default_command(arguments: Sequence[str]) -> list[str]:
     return given
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``bench`` and its commands to the parser of ``torchmpi``."""
     raw = argparse.RawDescriptionHelpFormatter
     bench = commands.add_parser(
@@ -167,7 +170,7 @@ def add_to(commands: Any) -> None:
     )
     kinds = bench.add_subparsers(dest="kind", metavar="COMMAND", required=True)
 
-    def add(name: str, summary: str, about: str, *examples: str) -> Any:
+    def add(name: str, summary: str, about: str, *examples: str) -> AddOption:
         epilog = "\n  ".join(["examples:", *(f"torchmpi bench {example}" for example in examples)])
         parser = kinds.add_parser(name, help=summary, description=about, epilog=epilog, formatter_class=raw)
         return parser.add_argument
@@ -198,7 +201,7 @@ def add_to(commands: Any) -> None:
     option("after", metavar="B.json")
 
 
-def _add_collectives(option: Any) -> None:
+def _add_collectives(option: AddOption) -> None:
     _add_list(option, "--collectives", COLLECTIVES, "collective", "--verbs", default=("allreduce",), dest="verbs")
     option("--sizes", type=sizes, metavar="SIZES",
            help=f"4:256M (powers of 4) or a list such as 4,64K,1M (default: {DEFAULT_SIZES})")  # fmt: skip
@@ -220,18 +223,18 @@ def _add_collectives(option: Any) -> None:
 
 
 def _add_list(
-    option: Any, name: str, allowed: Sequence[str], noun: str, *aliases: str, note: str = "", **more: Any
+    option: AddOption, name: str, allowed: Sequence[str], noun: str, *aliases: str, note: str = "", **more: Any
 ) -> None:
     help_ = f"among {', '.join(allowed)} (default: {note or ','.join(more['default'])})"
     option(name, *aliases, type=names(allowed, noun), metavar="LIST", help=help_, **more)
 
 
-def _add_device(option: Any, more: str) -> None:
+def _add_device(option: AddOption, more: str) -> None:
     text = f"device of the tensors (default: cpu); on cuda a batch ends when the device has finished, {more}"
     option("--device", choices=("cpu", "cuda"), default="cpu", help=text)
 
 
-def _add_job(option: Any, kind: str) -> None:
+def _add_job(option: AddOption, kind: str) -> None:
     add_ranks(option)
     option("--seconds", type=seconds, metavar="N",
            help=f"time for measuring, all jobs together (default: {DEFAULT_SECONDS:g}); each contestant gets at least "
@@ -239,19 +242,19 @@ def _add_job(option: Any, kind: str) -> None:
     add_json(option, kind)
 
 
-def add_ranks(option: Any) -> None:
+def add_ranks(option: AddOption) -> None:
     """Add ``-n`` by the method ``add_argument`` of a parser."""
     option("-n", dest="ranks", type=ranks, metavar="LIST",
            help="numbers of ranks, one job each (default: 2 and one per core, at most 8)")  # fmt: skip
 
 
-def add_plot(option: Any, kind: str) -> None:
+def add_plot(option: AddOption, kind: str) -> None:
     """Add ``--plot``."""
     option("--plot", nargs="?", const=f"torchmpi-bench-{kind}.png", metavar="FILE.png",
            help="plot all contestants over the sizes (needs matplotlib)")  # fmt: skip
 
 
-def add_json(option: Any, kind: str) -> None:
+def add_json(option: AddOption, kind: str) -> None:
     """Add ``--json``."""
     option("--json", nargs="?", const=f"torchmpi-bench-{kind}.json", metavar="FILE",
            help="write all results to a file")  # fmt: skip
