@@ -193,11 +193,11 @@ share_of_ranks() {
 }
 
 # share_of_jobs NAME: the same for tests/jobs, about half of it under the first and half under the last, as they run side
-# by side.
+# by side. The files named here do not depend on the MPI, or have tests in tests/mpi that run under every MPI.
 share_of_jobs() {
     only=()
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
-    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_frameworks,docs,scripts,torch_suite,warm}.py)
+    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_{frameworks,support},docs,scripts,torch_suite,warm}.py)
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With

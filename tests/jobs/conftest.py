@@ -79,6 +79,12 @@ def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return environment | extra
 
 
+def search_path(first: Path | None = None) -> dict[str, str]:
+    """The variable PATH with `first`, and then the folder of this environment's mpirun, before all others."""
+    folders = [*([str(first)] if first else []), str(Path(launcher()).parent), os.environ["PATH"]]
+    return {"PATH": os.pathsep.join(folders)}
+
+
 Launch = Callable[..., Result]
 
 WARM = Path(__file__).parent / "warm"
@@ -145,6 +151,37 @@ def job(launch: Launch, tmp_path: Path) -> Launch:
         return launch(n, [script], **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def alone(warm_python: list[str]) -> Launch:
+    """``alone("-m", "torchmpi", ..., path=folder, NAME="value") -> Result``, of a process without a launcher.
+
+    `path` comes first on PATH, then the folder of this environment's mpirun. `python` is another interpreter.
+    """
+
+    def run(*arguments: object, path: Path | None = None, python: str | None = None, **environment: str) -> Result:
+        is_cold = any(name.startswith(AT_START) for name in environment)
+        begin = time.monotonic()
+        done = subprocess.run(
+            [*([python] if python else [sys.executable] if is_cold else warm_python), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=170,
+            env=job_environment(search_path(path) | environment),
+            stdin=subprocess.DEVNULL,
+        )
+        return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+    return run
+
+
+def fake_mpirun(folder: Path, body: str) -> Path:
+    """Write an mpirun with the shell commands `body`, and return its folder."""
+    script = folder / "mpirun"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{body}\n')
+    script.chmod(0o755)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -11,30 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Result, job_environment, launcher
+from conftest import ROOT, Result, fake_mpirun, job_environment, search_path
 
 BENCH = ["-m", "torchmpi", "bench"]
 COLLECTIVES = "allreduce,broadcast,allgather,reduce_scatter,reduce,alltoall,gather,scatter,sendreceive"
-
-
-def environment(path: Path | None = None) -> dict[str, str]:
-    """`path` comes first on PATH, then the folder of this environment's mpirun."""
-    folders = [*([str(path)] if path else []), str(Path(launcher()).parent), os.environ["PATH"]]
-    return job_environment({"PATH": os.pathsep.join(folders)})
-
-
-def alone(*arguments: object, path: Path | None = None, script: str | None = None) -> Result:
-    """``torchmpi bench``, or a script, without mpirun: it starts jobs of its own."""
-    begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *(script_command(script) if script else BENCH), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env=environment(path),
-        stdin=subprocess.DEVNULL,
-    )
-    return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
 
 
 def script_command(name: str) -> list[str]:
@@ -55,10 +35,10 @@ def rows_of(path: Path, result: Result) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_every_collective_and_contestant(tmp_path):
+def test_every_collective_and_contestant(alone, tmp_path):
     file = tmp_path / "a.json"
-    options = ["--collectives", f"{COLLECTIVES},barrier", "--sizes", "4K", "--seconds", "1", "-n", "3"]
-    rows = rows_of(file, alone(*options, "--out-of-place", "--json", file))
+    options = ["--collectives", f"{COLLECTIVES},barrier", "--sizes", "4K", "--seconds", "1", "-n", "2"]
+    rows = rows_of(file, alone(*BENCH, *options, "--out-of-place", "--json", file))
     found = {(row["verb"], row["bytes"]) for row in rows}
     assert found == {(collective, 4096) for collective in COLLECTIVES.split(",")} | {("barrier", 0)}
     out_of_place = {row["verb"] for row in rows if row["mode"] == "sync out of place"}
@@ -72,16 +52,16 @@ def test_every_collective_and_contestant(tmp_path):
         assert all("median_us" in here[name] for name in measured), (cell, here)
 
 
-def test_jobs_of_its_own_and_all_results(tmp_path):
+def test_jobs_of_its_own_and_all_results(alone, tmp_path):
     pytest.importorskip("matplotlib", reason="for --plot: install the extra examples")
     file, plot = tmp_path / "a.json", tmp_path / "a.png"
-    result = alone("--sizes", "4,4K", "--seconds", "2", "-n", "1,2", "--json", file, "--plot", plot)
+    result = alone(*BENCH, "--sizes", "4,4K", "--seconds", "1", "-n", "1,2", "--json", file, "--plot", plot)
     assert {(row["ranks"], row["bytes"]) for row in rows_of(file, result)} == {(1, 4), (1, 4096), (2, 4), (2, 4096)}
     assert plot.read_bytes().startswith(b"\x89PNG")
     for words in ("allreduce float32, 1 rank", "allreduce float32, 2 ranks", "of copy", str(file), str(plot)):
         assert words in result.stdout, result.output
     assert "1/2 allreduce float32 4, 2 ranks" in result.stderr, result.output
-    compared = alone("compare", file, file)
+    compared = alone(*BENCH, "compare", file, file)
     assert compared.returncode == 0 and " 0 faster, 0 slower" in compared.stdout, compared.output
 
 
@@ -133,9 +113,9 @@ def test_what_a_job_refuses(launch):
 
 
 @pytest.mark.slow
-def test_training(tmp_path):
+def test_training(alone, tmp_path):
     file = tmp_path / "a.json"
-    rows = rows_of(file, alone("train", "--model", "mlp", "--seconds", "1", "-n", "2", "--json", file))
+    rows = rows_of(file, alone(*BENCH, "train", "--model", "mlp", "--seconds", "1", "-n", "2", "--json", file))
     steps = {row["contestant"] for row in rows if row["part"] == "step" and "median_us" in row}
     assert steps >= {"no communication", "synchronize_gradients", "register_async_backward"}
     parts = {row["contestant"] for row in rows if row["part"] == "communication" and "median_us" in row}
@@ -144,17 +124,17 @@ def test_training(tmp_path):
     assert {"ddp", "gloo buckets", "ddp's way on gloo"} <= named
 
 
-def test_starts(tmp_path):
+def test_starts(alone, tmp_path):
     file = tmp_path / "a.json"
-    result = alone("--count", "2", "--size", "64K", "--json", file, script="starts")
+    result = alone(*script_command("starts"), "--count", "2", "--size", "64K", "--json", file)
     rows = rows_of(file, result)
     assert [(row["start"], row["contestant"]) for row in rows] == [(1, "auto"), (2, "auto")]
     assert "of 2 starts" in result.stdout
 
 
-def test_leaks(tmp_path):
+def test_leaks(alone, tmp_path):
     file = tmp_path / "a.json"
-    result = alone("--small", "500", "--large", "20", "-n", "2", "--json", file, script="leaks")
+    result = alone(*script_command("leaks"), "--small", "500", "--large", "20", "-n", "2", "--json", file)
     rows = rows_of(file, result)
     assert {(row["rank"], row["part"], row["calls"]) for row in rows} == {
         (rank, part, calls) for rank in (0, 1) for part, calls in (("4 B", 500), ("1 MB", 20))
@@ -162,19 +142,19 @@ def test_leaks(tmp_path):
     assert all(row["descriptors_growth"] == 0 for row in rows), rows
 
 
-def test_memory(tmp_path):
+def test_memory(alone, tmp_path):
     file = tmp_path / "a.json"
-    rows = rows_of(file, alone("-n", "2", "--json", file, script="memory"))
+    rows = rows_of(file, alone(*script_command("memory"), "-n", "2", "--json", file))
     parts = [row["part"] for row in rows if row["rank"] == 1]
     assert parts == ["torch and mpi4py", "import torchmpi", "start()", "first calls", "torchmpi altogether"]
     assert all(row["resident_bytes"] > 50 << 20 for row in rows)
 
 
 @pytest.mark.slow
-def test_parameter_server(tmp_path):
+def test_parameter_server(alone, tmp_path):
     file = tmp_path / "a.json"
     options = ["--sizes", "4K", "--seconds", "1", "--idle", "0.2", "--storm-ranks", "3"]
-    rows = rows_of(file, alone(*options, "--json", file, script="server"))
+    rows = rows_of(file, alone(*script_command("server"), *options, "--json", file))
     speed = [row for row in rows if row["part"] == "speed"]
     assert len({(row["verb"], row["bytes"]) for row in speed}) == 2
     assert {row["contestant"] for row in speed} == {"torchmpi", "rpc", "rpc script", "rpc one call", "copy"}
@@ -207,15 +187,8 @@ def test_parameter_server_between_hosts(job):
 # --- failures
 
 
-def fake_mpirun(folder: Path, body: str) -> Path:
-    script = folder / "mpirun"
-    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{body}\n')
-    script.chmod(0o755)
-    return folder
-
-
-def test_a_launcher_that_fails(tmp_path):
-    result = alone("--quick", path=fake_mpirun(tmp_path, "echo no hosts today >&2; exit 3"))
+def test_a_launcher_that_fails(alone, tmp_path):
+    result = alone(*BENCH, "--quick", path=fake_mpirun(tmp_path, "echo no hosts today >&2; exit 3"))
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.output
     assert "ended with status 3" in result.stderr and "no hosts today" in result.stderr
 
@@ -226,7 +199,7 @@ def test_the_job_ends_with_the_command(tmp_path, number, status):
         tmp_path, f"sleep 600 & echo $! > {tmp_path}/child.new; mv {tmp_path}/child.new {tmp_path}/child; wait"
     )
     process = subprocess.Popen(
-        [sys.executable, *BENCH, "--quick"], env=environment(path), stdin=subprocess.DEVNULL,
+        [sys.executable, *BENCH, "--quick"], env=job_environment(search_path(path)), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     limit = time.monotonic() + 60

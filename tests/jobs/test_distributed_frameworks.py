@@ -86,8 +86,10 @@ dist.destroy_process_group()  # the workers are still there, and wait for the ne
 """
 
 COMPILED = """
+import torch._inductor.config
 import torch.distributed._functional_collectives as funcol
 
+torch._inductor.config.cpp_cache_precompile_headers = False  # they take longer than this one function
 dist.init_process_group("torchmpi")
 
 def step(x):

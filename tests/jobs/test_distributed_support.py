@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, job_environment
 
-pytestmark = pytest.mark.once  # tests/mpi/test_distributed_*.py check the same calls under every MPI
-
 PAGE = ROOT / "docs" / "torch-distributed.md"
 PACKAGE = ROOT / "torchmpi" / "distributed"
 DRIVER = Path(__file__).with_name("distributed_support") / "driver.py"

@@ -57,7 +57,7 @@ SAME_CURVE = [
     pytest.param("mnist_allreduce", 1, marks=once),
     pytest.param("mnist_allreduce", 2, marks=once),
     ("mnist_allreduce", 4),
-    ("mnist_allreduce_async", 3),
+    pytest.param("mnist_allreduce_async", 3, marks=once),
     pytest.param("mnist_modelparallel", 3, marks=once),
 ]
 
@@ -103,7 +103,7 @@ def test_digits_of_scikit_learn(launch):
 @pytest.mark.parametrize(
     ("name", "n"),
     [
-        ("mnist_parameterserver_dsgd", 3),
+        pytest.param("mnist_parameterserver_dsgd", 3, marks=once),
         ("mnist_parameterserver_downpour", 3),
         pytest.param("mnist_parameterserver_easgd", 3, marks=once),
         pytest.param("mnist_parameterserver_easgd_dataparallel", 3, marks=once),
@@ -124,6 +124,7 @@ def test_accuracy_with_a_parameter_server(example, name, n):
     assert f"test accuracy {record['accuracy']:.4f}" in lines
 
 
+@once
 def test_synchronous_training_through_a_server_has_the_same_curve(example):
     """The gradients of the ranks are added in any order, so the last digits differ."""
     name = "mnist_parameterserver_dsgd"

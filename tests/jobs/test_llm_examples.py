@@ -33,6 +33,7 @@ sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 once = pytest.mark.once
+UNDER_EVERY_MPI = [NAMES[0], *(pytest.param(name, marks=once) for name in NAMES[1:])]
 
 
 def parameters(folder):
@@ -44,7 +45,7 @@ def parameters(folder):
     return torch.load(file, weights_only=True)[key]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", UNDER_EVERY_MPI)
 def test_loss(launch, name):
     result = launch(2, [EXAMPLES / f"{name}.py", "--cpu"], env=ONE_THREAD, timeout=240)
     assert result.returncode == 0, result.output
@@ -53,7 +54,7 @@ def test_loss(launch, name):
     assert re.search(r"^validation loss 2\.\d+$", result.stdout, re.M)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", UNDER_EVERY_MPI)
 def test_a_killed_run_continues_to_the_same_bits(launch, tmp_path, name):
     """Rank 1 is killed in the tenth update, after the checkpoint of update 8."""
     program, whole, parted = EXAMPLES / f"{name}.py", tmp_path / "whole", tmp_path / "parted"

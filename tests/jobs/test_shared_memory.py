@@ -218,7 +218,7 @@ mpi.gather(tensors["long"])
 for way, name in (("sync", "short"), ("async", "long"), ("sync", "shared")):
     mpi.barrier()
     if rank == 1:
-        time.sleep(3)
+        time.sleep(1.5)
     begin = time.process_time()
     ways[way](tensors[name])
     print("rank", rank, way, name, "took", time.process_time() - begin, flush=True)
@@ -308,7 +308,7 @@ def every_collective(numel, root):
 
 
 @once
-@pytest.mark.parametrize("size", (1, 2, 3, 4))
+@pytest.mark.parametrize("size", (1, 2, 3))
 def test_collectives_pass_the_checks_of_the_kernels(job, size):
     code = f"""{START}{COLLECTIVES}
 for numel in (8, 28, 29, 3000, 40_000, 100_000, 700_001):

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 
 import contract
 import pytest
@@ -24,9 +25,21 @@ os.environ.setdefault("TORCHMPI_STALL_WARNING_SECONDS", "20")
 os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 
 
+# These files reach MPI only through collectives that the other files test under every MPI.
+ONCE = (
+    *("test_engine_*", "test_nn_*", "test_parameterserver_*", "test_training_recipes.py", "test_shm*", "test_many.py"),
+    *("test_direct_reads.py", "test_fast_path.py", "test_ipc.py", "test_large.py", "test_nccl_over_gloo.py"),
+    *("test_preparing.py", "test_selector.py"),
+    *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "ddp", "fsdp", "hooks")),
+    *(f"test_distributed_{name}.py" for name in ("functional", "pipeline", "sharded", "stack")),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.mpi)
+        if any(fnmatch(item.path.name, pattern) for pattern in ONCE):
+            item.add_marker(pytest.mark.once)
 
 
 def pytest_collection_finish() -> None:

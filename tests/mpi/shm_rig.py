@@ -40,6 +40,10 @@ def slots(request):
         mpi.start()
 
 
+any_slots = pytest.mark.parametrize("slots", (PAGE_SLOTS,), indirect=True, ids=("slots of a page",))
+"""For tests of `slots` that do not depend on the length of the slots: one length suffices."""
+
+
 @pytest.fixture
 def stopped():
     """Stop torchmpi, for tests that start it with other settings."""

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 # Newer versions have other names for some collectives, which older ones do not know.
 pytestmark = [
     pytest.mark.usefixtures("default_group"),
-    pytest.mark.once,
     pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),
 ]
 BACKEND = "aot_eager"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("default_group")
 
 ITEMS = 24
 

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("default_group")
 
 CPU = torch.device("cpu")
 WHOLE = StateDictOptions(full_state_dict=True)

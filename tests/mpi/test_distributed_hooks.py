@@ -26,7 +26,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("default_group")
 
 
 def parallel() -> DDP:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-pytestmark = [pytest.mark.usefixtures("default_group"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("default_group")
 
 
 def mesh_1d() -> DeviceMesh:

@@ -21,7 +21,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine, AverageValueMeter
 from torchmpi.errors import CheckpointError
 
-pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("world")
 
 MAX_EPOCHS = 2
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from ipc_rig import HostDevice
 
-pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("world")
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 

@@ -21,7 +21,7 @@ from torchmpi.backends.selection_table import keys
 from torchmpi.collectives.tuning import measuring
 from torchmpi.session import runtime
 
-pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("world")
 SIZE = MPI.COMM_WORLD.size
 ALLREDUCE = ("allreduce", "cpu", "host", "sync")
 

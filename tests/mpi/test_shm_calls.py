@@ -21,7 +21,7 @@ from torchmpi.session import runtime
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
 from joint import try_together
-from shm_rig import PAGE_SLOTS, shared, start
+from shm_rig import PAGE_SLOTS, any_slots, shared, start
 
 # --- calls in any order
 
@@ -118,6 +118,7 @@ def test_any_sequence_of_calls(slots):
     try_together(play, strategies.lists(CALLS, min_size=8, max_size=30))
 
 
+@any_slots
 def test_four_communicators_from_four_threads(slots, agree):
     if not runtime.current().threads_allowed:
         pytest.skip("this MPI library takes one thread at a time")
@@ -152,6 +153,7 @@ def test_four_communicators_from_four_threads(slots, agree):
     agree(not problems, "; ".join(problems))
 
 
+@any_slots
 def test_a_sync_call_keeps_its_place_behind_asynchronous_ones(slots, agree):
     rank, size = mpi.rank(), mpi.size()
     tensor = torch.full((slots,), float(rank))
@@ -205,6 +207,7 @@ DISAGREEMENTS = {
 }
 
 
+@any_slots
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots, agree, what):
     if mpi.size() == 1:
@@ -222,6 +225,7 @@ def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_calls_are_right(slots,
         agree(call.fits(call.make(backend="shm")), f"the next {collective}")
 
 
+@any_slots
 @pytest.mark.parametrize("when", ("before the kernel", "between two kernels"))
 def test_a_rank_that_fails_alone_in_the_middle_of_a_call(slots, agree, monkeypatch, when):
     """Regression: ranks that completed the call had used more slots than this rank had counted."""
@@ -270,7 +274,7 @@ def test_data_of_the_call_after_an_aborted_one_are_not_used(stopped, agree, monk
     rank, size, root = mpi.rank(), mpi.size(), mpi.size() - 1
     numbers = [(8 if other == 0 else 1000) * size for other in range(size)]  # runs two kernels
     find, wrong = shm.destination_for, []
-    for number in range(6):
+    for number in range(4):
         made = []
 
         def fail_second(*arguments: Any, made: list[int] = made) -> torch.Tensor:

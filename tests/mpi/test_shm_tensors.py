@@ -19,9 +19,7 @@ from torchmpi.shared_memory.kernels import records
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
-from shm_rig import PAGE_SLOTS, inputs_of, numels, shared, start
-
-pytestmark = pytest.mark.once
+from shm_rig import PAGE_SLOTS, any_slots, inputs_of, numels, shared, start
 
 # --- tensors in shared memory
 
@@ -124,6 +122,7 @@ def test_lengths_that_differ_between_shared_tensors(slots, agree):
     agree.bits(mpi.alltoall(shared(inputs[rank])), parts, "alltoall")
 
 
+@any_slots
 def test_a_long_broadcast_writes_only_its_target(slots, agree):
     """The root writes into the other ranks' tensors: the first part of each with non-temporal stores."""
     numel, rank, size = (5 << 20) // 4 + 77, mpi.rank(), mpi.size()
@@ -136,6 +135,7 @@ def test_a_long_broadcast_writes_only_its_target(slots, agree):
         agree(bool((around == -1.0).all()), f"beside the tensor, from {root}")
 
 
+@any_slots
 @pytest.mark.parametrize("collective", ("allreduce", "broadcast", "reduce", "allgather"))
 @pytest.mark.parametrize("backend", (None, "shm"), ids=("gate", "python"))
 def test_an_interrupt_during_the_first_mapping_ends_the_call_on_all_ranks(slots, agree, collective, backend):
@@ -176,6 +176,7 @@ def test_allgather_in_place(slots, agree):
     agree.bits(mpi.allgather(mine, out), torch.cat(inputs), "allgather in place")
 
 
+@any_slots
 def test_shapes_of_shared_tensors(slots, agree):
     for shape, dtype in (((), torch.float64), ((0,), torch.int8), ((2, 0, 3), torch.bool), ((3, 5), torch.bfloat16)):
         tensor = mpi.empty_shared(*shape, dtype=dtype)
@@ -199,6 +200,7 @@ def open_segments() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), mapped
 
 
+@any_slots
 def test_freed_shared_tensors_leave_nothing_behind(slots, agree):
     def use(times: int) -> None:
         for index in range(times):
@@ -214,6 +216,7 @@ def test_freed_shared_tensors_leave_nothing_behind(slots, agree):
     agree(after[1] <= before[1], f"mappings {before[1]} -> {after[1]}")
 
 
+@any_slots
 def test_more_shared_tensors_than_a_group_remembers(slots, agree):
     rank, size = mpi.rank(), mpi.size()
     tensors = [mpi.empty_shared(slots) for _ in range(70)]

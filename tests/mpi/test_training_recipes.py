@@ -35,7 +35,7 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine
 from torchmpi.errors import ArgumentError, GradientError
 
-pytestmark = [pytest.mark.usefixtures("world", "default_group"), pytest.mark.once]
+pytestmark = pytest.mark.usefixtures("world", "default_group")
 
 RECIPES = {
     "SGD": Recipe(),
