@@ -46,7 +46,7 @@ def _write(folder: Path, stages: dict[str, dict[str, int]]) -> None:
     from memory import memory_rows
     from mpi4py import MPI
 
-    from torchmpi.cli.bench.job import job_facts
+    from torchmpi.cli.bench.bench_job import job_facts
 
     facts = job_facts(MPI.COMM_WORLD)
     of_ranks = MPI.COMM_WORLD.allgather(stages)

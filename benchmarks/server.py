@@ -18,10 +18,10 @@ from rpc_peer import FORMS
 from server_parts import OURS, measure_idle, measure_link, measure_speed, measure_storm
 
 from torchmpi.cli.bench import options as parsing
+from torchmpi.cli.bench.bench_job import BenchJob, job_facts
 from torchmpi.cli.bench.collective_bench import gigabytes_per_second
 from torchmpi.cli.bench.command import MORE_SECONDS, TIMES, measure_and_print, run_job, run_script
 from torchmpi.cli.bench.contestants import COPY
-from torchmpi.cli.bench.job import BenchJob, job_facts
 from torchmpi.cli.bench.report import (
     Row,
     grouped,

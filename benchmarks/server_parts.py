@@ -17,8 +17,8 @@ from sleeping_comm import SleepingComm
 from usage import usage
 
 from torchmpi import parameterserver as ps
+from torchmpi.cli.bench.bench_job import BenchJob
 from torchmpi.cli.bench.contestants import COPY
-from torchmpi.cli.bench.job import BenchJob
 from torchmpi.cli.bench.options import short_size
 from torchmpi.cli.bench.timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, measure_calls
 from torchmpi.session import runtime

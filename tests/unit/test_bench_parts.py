@@ -12,8 +12,8 @@ import torch
 import torchmpi.cli
 from torchmpi.cli import launching
 from torchmpi.cli.bench import collective_bench, models, options, timing, training
+from torchmpi.cli.bench.bench_job import BenchJob
 from torchmpi.cli.bench.contestants import Copy, Ours, TorchDistributed, our_contestants
-from torchmpi.cli.bench.job import BenchJob
 from torchmpi.cli.bench.workload import REDUCING, ROOTED, WITH_OUT, BenchCase, Workload
 from torchmpi.cli.facts import Program
 from torchmpi.session import launcher

@@ -3,8 +3,8 @@
 An MPI library selects its allreduce algorithm by message size, and each algorithm adds in a different order: the sum
 of a gradient can depend on whether the gradient is part of a bucket. MPI also has no 16-bit floats. Here each element
 is ``((r0 op r1) op r2) op ...`` in an accumulator of at least 32 bits, rounded once. The bits depend on the values and
-on the rank order only. Between hosts, :mod:`torchmpi.backends.hierarchical.hosts` adds the totals of the hosts in the
-order in which :mod:`torchmpi.communicators.splits` numbers them: by their lowest rank.
+on the rank order only. Between hosts, :mod:`torchmpi.backends.hierarchical.host_collectives` adds the totals of the
+hosts in the order in which :mod:`torchmpi.communicators.splits` numbers them: by their lowest rank.
 """
 
 from __future__ import annotations

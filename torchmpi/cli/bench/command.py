@@ -21,7 +21,7 @@ from ...errors import ArgumentError, JobError, TorchMPIError
 from ...session import affinity, launcher, mpi_library, runtime
 from ..launching import PACKAGE_PARENT, find_programs, launch_command, run_limited
 from . import collective_bench, options, training
-from .job import Show, StatusLine, measure_job
+from .bench_job import Show, StatusLine, measure_job
 from .report import check_can_plot, compare_files, draw, new_report, save
 
 RunJobs = Callable[[argparse.Namespace, Show], list[dict[str, Any]]]
@@ -30,7 +30,8 @@ MORE_SECONDS, TIMES = 180.0, 4.0
 """Time limit of a job, besides its time for measuring: for starting and checking, and for at least seven batches."""
 _INTERRUPTED = 130  # the exit status of shells
 _TAIL_LINES = 30
-_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from torchmpi.cli.bench import job; job.run_task(sys.argv[2])"
+_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from torchmpi.cli.bench.bench_job import run_task; "
+_BOOTSTRAP += "run_task(sys.argv[2])"
 
 
 def run(given: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ import torchmpi
 from ...backends.selector import AVAILABLE
 from ...distributed.registration import register
 from ...session import mpi_library, runtime
-from .job import BenchJob
+from .bench_job import BenchJob
 from .options import AUTO, DIST, PEERS
 from .workload import REDUCING, ROOTED, WITH_OUT, Allocate, BenchCase, Workload
 

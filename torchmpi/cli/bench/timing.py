@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from ...session import mpi_library
-from .job import BenchJob
+from .bench_job import BenchJob
 
 BATCH_SECONDS = 3e-3
 MIN_BATCHES, MAX_BATCHES = 7, 201
