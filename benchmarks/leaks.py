@@ -16,8 +16,8 @@ from usage import usage
 from torchmpi import collectives
 from torchmpi.cli.bench import options as parsing
 from torchmpi.cli.bench.bench_job import BenchJob, job_facts
+from torchmpi.cli.bench.bench_report import header
 from torchmpi.cli.bench.command import measure_and_print, run_jobs, run_script
-from torchmpi.cli.bench.report import header
 from torchmpi.cli.formatting import table
 
 # For the time limit: many times the duration of a call on a machine that is not overloaded.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torchmpi.cli.bench import options as parsing
+from torchmpi.cli.bench.bench_report import header
 from torchmpi.cli.bench.command import measure_and_print, run_jobs, run_script
-from torchmpi.cli.bench.report import header
 from torchmpi.cli.formatting import table
 from torchmpi.cli.launching import PACKAGE_PARENT
 from torchmpi.errors import ArgumentError

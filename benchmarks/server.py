@@ -19,10 +19,7 @@ from server_parts import OURS, measure_idle, measure_link, measure_speed, measur
 
 from torchmpi.cli.bench import options as parsing
 from torchmpi.cli.bench.bench_job import BenchJob, job_facts
-from torchmpi.cli.bench.collective_bench import gigabytes_per_second
-from torchmpi.cli.bench.command import MORE_SECONDS, TIMES, measure_and_print, run_job, run_script
-from torchmpi.cli.bench.contestants import COPY
-from torchmpi.cli.bench.report import (
+from torchmpi.cli.bench.bench_report import (
     Row,
     grouped,
     has_figure,
@@ -31,6 +28,9 @@ from torchmpi.cli.bench.report import (
     reasons,
     timing_of,
 )
+from torchmpi.cli.bench.collective_bench import gigabytes_per_second
+from torchmpi.cli.bench.command import MORE_SECONDS, TIMES, measure_and_print, run_job, run_script
+from torchmpi.cli.bench.contestants import COPY
 from torchmpi.cli.formatting import counted, table
 from torchmpi.errors import ArgumentError
 

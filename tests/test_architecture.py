@@ -92,6 +92,14 @@ ENTRY_EDGES = {
 }
 
 
+def test_names_of_modules_and_public_classes_are_unique():
+    names = [path.stem for path in MODULES.values() if path.stem != "__init__"]
+    for path in MODULES.values():
+        classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+        names += [node.name for node in classes if not node.name.startswith("_")]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
+
+
 def test_every_entry_has_a_level():
     assert {entry_of(module) for module in MODULES} == set(LEVEL_OF)
 

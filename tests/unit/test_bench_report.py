@@ -9,7 +9,7 @@ from bench_rows import FACTS, cells_of, figures, row
 
 import torchmpi.cli
 from torchmpi.cli.bench import collective_bench, report, training
-from torchmpi.cli.bench.report import draw
+from torchmpi.cli.bench.bench_report import draw
 from torchmpi.errors import ArgumentError, JobError
 
 
@@ -121,7 +121,7 @@ def test_files_are_checked_before_anything_is_measured(tmp_path, capsys):
 
 
 def test_plot_without_matplotlib_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("torchmpi.cli.bench.report.find_spec", lambda name: None)
+    monkeypatch.setattr("torchmpi.cli.bench.bench_report.find_spec", lambda name: None)
     assert torchmpi.cli.main(["bench", "--plot"]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
 

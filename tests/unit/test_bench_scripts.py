@@ -21,8 +21,8 @@ import torch
 from bench_rows import FACTS, cells_of, figures, row
 
 from torchmpi.cli.bench import options, report, timing
+from torchmpi.cli.bench.bench_report import draw
 from torchmpi.cli.bench.command import run_script
-from torchmpi.cli.bench.report import draw
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
+from .bench_report import Row, grouped, has_figure, header, microseconds, reasons, time_and_spread, timing_of
 from .contestants import COPY, LAUNCH, Contestant, Copy, TorchDistributed, find_peers, open_group, our_contestants
 from .options import CPU_PEERS, DIST, PEERS, short_size
-from .report import Row, grouped, has_figure, header, microseconds, reasons, time_and_spread, timing_of
 from .timing import BATCH_SECONDS, MIN_BATCHES, TimedCall, measure_calls, timed_on
 from .workload import ROOTED, WITH_OUT, BenchCase, Workload
 

@@ -22,7 +22,7 @@ from ...session import affinity, launcher, mpi_library, runtime
 from ..launching import PACKAGE_PARENT, find_programs, launch_command, run_limited
 from . import collective_bench, options, training
 from .bench_job import Show, StatusLine, measure_job
-from .report import check_can_plot, compare_files, draw, new_report, save
+from .bench_report import check_can_plot, compare_files, draw, new_report, save
 
 RunJobs = Callable[[argparse.Namespace, Show], list[dict[str, Any]]]
 

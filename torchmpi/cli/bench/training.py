@@ -18,9 +18,9 @@ from ... import nn as mpinn
 from ...session import mpi_library
 from ..formatting import counted, table
 from .bench_job import BenchJob, job_facts
+from .bench_report import Row, grouped, has_figure, header, reasons, timing_of
 from .contestants import open_group, why_absent
 from .models import TrainingTask, make_task, resnet50
-from .report import Row, grouped, has_figure, header, reasons, timing_of
 from .timing import TimedCall, measure_calls, timed_on
 
 NONE, SYNC, KEPT, ASYNC, DDP, OUR_DDP, BY_TENSOR, COPY = (
