@@ -93,6 +93,11 @@ def run(*command: str | Path, log: Path, environment: dict[str, str] | None = No
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=True, env=environment)
 
 
+def command_of(name: str) -> str:
+    """Return the last column of the line."""
+    return f"python scripts/test_versions.py --only {name}"
+
+
 class Runner:
     """Makes and runs environments below one folder."""
 
@@ -115,34 +120,29 @@ class Runner:
 
     def check(self, name: str) -> str:
         """Make one environment, run the checks, and return the line of the table."""
-        combination = COMBINATIONS[name]
-        command = f"python scripts/test_versions.py --only {name}"
-        checks = ("--place", name, "--command", command, "--logs")
         try:
-            if isinstance(combination, Wheels):
-                python = self._make_venv(name, combination)
-                # Otherwise mpirun and mpi4py might come from an environment that is active.
-                search = f"{python.parent}{os.pathsep}/usr/bin{os.pathsep}/bin"
-                environment = self._environment | {"PATH": search}
-                start = [*self._through, python, CHECKOUT / "scripts" / "check_place.py", *checks, self._folder / name]
-                result = subprocess.run(start, capture_output=True, text=True, env=environment)
-            else:
-                root = self._make_chroot(combination)
-                result = subprocess.run(
-                    [
-                        *self._through,
-                        *self._inside(root, *self._start_in_chroot(combination), *checks, f"/logs/{name}"),
-                    ],
-                    capture_output=True,
-                    text=True,
-                )
+            command, environment = self.make(name)
         except subprocess.CalledProcessError as error:
-            return f"| {name} | | not installed: {' '.join(map(str, error.cmd))[-80:]} | FAILED | `{command}` |"
-        finally:
-            if not self._keep:
-                for used in (self._folder / "environments" / name, self._folder / "cache"):
-                    shutil.rmtree(used, ignore_errors=True)
-        return result.stdout.strip() or f"| {name} | | {result.stderr.strip()[-200:]} | FAILED | `{command}` |"
+            failed = " ".join(map(str, error.cmd))[-80:]
+            return f"| {name} | | not installed: {failed} | FAILED | `{command_of(name)}` |"
+        result = subprocess.run([*self._through, *command], capture_output=True, text=True, env=environment)
+        if not self._keep:
+            for used in (self._folder / "environments" / name, self._folder / "cache"):
+                shutil.rmtree(used, ignore_errors=True)
+        return result.stdout.strip() or f"| {name} | | {result.stderr.strip()[-200:]} | FAILED | `{command_of(name)}` |"
+
+    def make(self, name: str) -> tuple[list[str | Path], dict[str, str]]:
+        """Make one environment; return the command that checks it, and the variables for the command."""
+        combination = COMBINATIONS[name]
+        checks = ("--place", name, "--command", command_of(name), "--logs")
+        if isinstance(combination, Wheels):
+            python = self._make_venv(name, combination)
+            # Otherwise mpirun and mpi4py might come from an environment that is active.
+            search = f"{python.parent}{os.pathsep}/usr/bin{os.pathsep}/bin"
+            script = CHECKOUT / "scripts" / "check_place.py"
+            return [python, script, *checks, self._folder / "logs" / name], self._environment | {"PATH": search}
+        root = self._make_chroot(combination)
+        return self._inside(root, *self._start_in_chroot(combination), *checks, f"/logs/{name}"), self._environment
 
     def _make_venv(self, name: str, wanted: Wheels) -> Path:
         home, uv = self._folder / "environments" / name, self._folder / "uv" / "bin" / "uv"
