@@ -72,6 +72,7 @@ mpi.allreduce(torch.ones(3))
     assert "\n50\n" in written["reason"] and [other["ranks"] for other in written["others"]] == [[0], [2, 3]], written
 
 
+@once
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=once)])
 def test_different_numbers_of_calls_of_a_closure_name_the_closure(job, asynchronous):
     """Rank 0 sees no progress, and ends its step after two calls."""
@@ -203,6 +204,7 @@ mpi.allreduce(torch.ones(3), backend={backend!r})
     )
 
 
+@once
 def test_nets_that_differ_are_named(job):
     """Regression: the error described an internal allreduce of bytes."""
     code = """
@@ -288,6 +290,7 @@ def test_leaving_while_the_others_communicate_ends_the_job(job, leave, how, stat
     assert "Traceback" not in result.stderr and result.returncode == status, result.output
 
 
+@once
 def test_leaving_is_reported_once_on_several_hosts(job):
     """Regression: each host had a traceback, which told that rank 1 called stop()."""
     result = job(3, HOSTS + START + "if rank == 1: sys.exit(3)\nmpi.allreduce(torch.ones(3))", timeout=LIMIT_SECONDS)
@@ -349,6 +352,7 @@ mpi.barrier()
     return [[line for line in lines if line.startswith(f"mismatch {number}:")] for number in range(len(DIFFERENT) - 1)]
 
 
+@once
 @pytest.mark.parametrize("number", range(len(DIFFERENT) - 1), ids=[one for one, *_ in DIFFERENT[:-1]])
 def test_different_calls_are_named_on_all_ranks(mismatches, number):
     assert len(mismatches[number]) == 3, mismatches[number]
@@ -358,6 +362,7 @@ def test_different_calls_are_named_on_all_ranks(mismatches, number):
             assert name in line, line
 
 
+@once
 def test_a_caught_mismatch_does_not_leave_the_others_waiting(job):
     """With the backend `mpi`; in shared memory every rank gets the error (test_shared_memory.py)."""
     code = """
@@ -392,6 +397,7 @@ def test_a_missing_rank_is_named_with_its_source_line(job, hosts):
     assert "exceeds stall_abort_seconds" in result.stderr, result.output
 
 
+@once
 def test_a_message_that_is_not_sent_is_reported_within_pytest(launch, tmp_path):
     """pytest captures the output of a test until the test has ended, which this one never does."""
     test = tmp_path / "test_one.py"
@@ -493,11 +499,13 @@ def _alive(pid: int) -> bool:
         return False
 
 
+@once
 def test_a_rank_that_is_missing_in_push_communicator_is_named(job):
     result = failing(job, "if rank == 1: time.sleep(60)\nmpi.push_communicator(0)", n=2, env=STALL)
     assert "split()" in result.stderr and "rank 1, after" in result.stderr, result.output
 
 
+@once
 def test_a_rank_that_is_missing_on_a_group_is_named_with_the_group(job):
     code = """
 group = mpi.group([2, 0])
@@ -544,6 +552,7 @@ for group in (first, second):
     assert ("StallError" in result.stderr) == (backend == "shm"), result.output
 
 
+@once
 def test_ranks_that_wait_for_each_other_are_both_located(job):
     """Regression: a watchdog that waited for the status of the other rank sent no status of its own."""
     env = {"TORCHMPI_STALL_WARNING_SECONDS": "3", "TORCHMPI_STALL_ABORT_SECONDS": "7"}
