@@ -69,7 +69,8 @@ def finish(figure: Any, panels: Any) -> None:
         lines, names = panel.get_legend_handles_labels()
         labels |= dict(zip(names, lines, strict=True))
     panels[0].set_ylabel("error, %")
-    figure.legend(labels.values(), labels.keys(), loc="outside right center", frameon=False)
+    methods = [method for method in COLORS if method in labels]
+    figure.legend([labels[method] for method in methods], methods, loc="outside right center", frameon=False)
 
 
 def draw_curves(panel: Any, runs: list[Run], axis: str) -> None:

@@ -74,12 +74,25 @@ class Sparse(nn.Module):
 class Checkpointed(nn.Module):
     """The activations of the first layers are computed again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
-        self.net = mlp()
+        self.net, self.reentrant = mlp(), reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.net[2](checkpoint(self.net[:2], x, use_reentrant=False))
+        x = x.detach().requires_grad_(self.reentrant)  # a reentrant block without such an input has no gradients
+        result: Tensor = self.net[2](checkpoint(self.net[:2], x, use_reentrant=self.reentrant))
+        return result
+
+
+class Normalized(nn.Module):
+    """Batch norm, of all rows together."""
+
+    def __init__(self, make: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.net, self.norm = mlp(), make(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net[2](self.norm(torch.tanh(self.net[0](x))))
         return result
 
 

@@ -32,11 +32,14 @@ def same_on_all(agree, tensor: torch.Tensor) -> None:
 
 
 @ORDERS
-@pytest.mark.parametrize("mode", ["synchronous", "pending", "finished", "parameters"])
+@pytest.mark.parametrize("mode", ["synchronous", "pending", "finished", "parameters", "synchronous optimizer"])
 def test_norm_and_gradients_are_those_of_the_whole_batch(agree, mode, norm_type):
     net, inputs, targets = make("mlp")
-    if mode != "synchronous":
+    is_registered = not mode.startswith("synchronous")
+    if is_registered:
         mpinn.register_async_backward(net, bucket_bytes=300)
+    if mode == "synchronous optimizer":
+        optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net, asynchronous=False)
     loss(net, mine(inputs), mine(targets)).backward()
     if mode == "synchronous":
         mpinn.synchronize_gradients(net)
@@ -48,7 +51,10 @@ def test_norm_and_gradients_are_those_of_the_whole_batch(agree, mode, norm_type)
     same_on_all(agree, norm)
     for actual, gradient in zip(gradients(net), expected, strict=True):
         agree.close(actual, gradient, **TIGHT)
-    if mode != "synchronous":
+    if mode == "synchronous optimizer":
+        optimizer.step()  # does not synchronize again
+        mpinn.check_with_allreduce(net)
+    if is_registered:
         mpinn.unregister_async_backward(net)
 
 
@@ -112,9 +118,11 @@ def test_shards_count_on_all_ranks(agree, norm_type):
     same_on_all(agree, norm)
 
 
-def test_clipping_inside_join(agree):
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_clipping_inside_join(agree, asynchronous):
     net, inputs, targets = make("mlp")
-    optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = mpinn.DistributedOptimizer(inner, net, asynchronous=asynchronous)
     with mpinn.join(net, optimizer=optimizer):
         for _ in range(1 + mpi.rank()):
             optimizer.zero_grad()

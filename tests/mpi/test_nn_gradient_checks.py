@@ -12,7 +12,7 @@ from torch import nn
 
 import torchmpi as mpi
 import torchmpi.nn as mpinn
-from torchmpi.errors import GradientError
+from torchmpi.errors import ArgumentError, GradientError
 
 pytestmark = pytest.mark.usefixtures("world")
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [4, 1 << 20])
@@ -99,11 +99,12 @@ def test_reads_and_changes_afterwards_are_allowed(agree):
     agree.equal(values(net), values(make("mlp")[0]))
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_distributed_optimizer_refuses_changed_gradients(agree, passes):
+def test_the_distributed_optimizer_refuses_changed_gradients(agree, passes, asynchronous):
     net, inputs, targets = make("mlp")
     optimizer = mpinn.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1), net, backward_passes_per_step=passes
+        torch.optim.SGD(net.parameters(), lr=0.1), net, asynchronous=asynchronous, backward_passes_per_step=passes
     )
     loss(net, mine(inputs), mine(targets)).backward()
     nn.utils.clip_grad_norm_(net.parameters(), 0.1)
@@ -133,10 +134,11 @@ def test_a_step_after_too_few_passes_is_refused(agree):
             torch.optim.Adam(net.parameters()).step()
 
 
-def test_the_wrapped_optimizer_may_not_step_by_itself(agree):
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_wrapped_optimizer_may_not_step_by_itself(agree, asynchronous):
     net, inputs, targets = make("mlp")
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    optimizer = mpinn.DistributedOptimizer(inner, net)
+    optimizer = mpinn.DistributedOptimizer(inner, net, asynchronous=asynchronous)
     loss(net, mine(inputs), mine(targets)).backward()
     with pytest.raises(GradientError, match="DistributedOptimizer"):
         inner.step()
@@ -200,3 +202,144 @@ def test_conversion_between_backward_and_synchronization_is_refused(agree):
         net.float()
         with pytest.raises(GradientError, match=r"register_async_backward\(net\) after"):
             mpinn.synchronize_gradients_async(net)
+
+
+# --- synchronize_gradients(), which has no hooks ---------------------------------------------------------
+
+
+def compute(net: nn.Module, *places: int) -> None:
+    """Backward, for the layers at `places` only; by default for all."""
+    _, inputs, targets = make("mlp")
+    for index, layer in enumerate(net):
+        layer.requires_grad_(not places or index in places)
+    loss(net, mine(inputs), mine(targets)).backward()
+    net.requires_grad_(True)
+
+
+def train_early(net: nn.Module, use: Callable[[torch.optim.Optimizer], object], steps: int) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        compute(net)
+        use(optimizer)
+        mpinn.synchronize_gradients(net)
+
+
+def scaler() -> torch.amp.GradScaler:
+    """A GradScaler that has scaled a loss."""
+    result = torch.amp.GradScaler("cpu", init_scale=1.0)
+    result.scale(torch.ones(1))
+    return result
+
+
+EARLY_USES: dict[str, Callable[[torch.optim.Optimizer], object]] = {
+    "step": lambda optimizer: optimizer.step(),
+    "unscale": lambda optimizer: scaler().unscale_(optimizer),
+    "scaler.step": lambda optimizer: scaler().step(optimizer),
+}
+
+
+@pytest.mark.parametrize("use", EARLY_USES)
+def test_a_use_before_synchronize_gradients_is_refused(agree, use):
+    net = make("mlp")[0]
+    with pytest.raises(
+        GradientError, match=r"the gradient of '0.weight' .*was used.* Call synchronize_gradients\(net\)"
+    ):
+        train_early(net, EARLY_USES[use], 3)
+    net.zero_grad()
+    compute(net)
+    mpinn.synchronize_gradients(net)  # the error is not repeated
+
+
+def test_gradients_of_another_optimizer_are_synchronized_after_a_step(agree):
+    """As in a GAN that is one module: the gradients that the first step has used are synchronized a second time."""
+    net, _, _ = make("mlp")
+    optimizers = [torch.optim.SGD(net[index].parameters(), lr=0.1) for index in (0, 2)]
+    for set_to_none in (True, False):
+        for _ in range(3):
+            for optimizer, index in zip(optimizers, (0, 2), strict=True):
+                optimizer.zero_grad(set_to_none)
+                compute(net, index)
+                mpinn.synchronize_gradients(net)
+                nn.utils.clip_grad_norm_(net[index].parameters(), 0.1)
+                optimizer.step()
+    mpinn.check_with_allreduce(net)
+
+
+# --- DistributedOptimizer(asynchronous=False), which has hooks that only watch ---------------------------
+
+
+def test_discarded_gradients_and_new_parameters_are_no_changes(agree):
+    net, inputs, targets = make("mlp")
+    optimizer = mpinn.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net, asynchronous=False)
+    for clear in (net.zero_grad, optimizer.zero_grad, lambda: optimizer.zero_grad(set_to_none=False)):
+        loss(net, mine(inputs), mine(targets)).backward()
+        clear()
+        optimizer.step()
+    net.append(nn.Linear(4, 4).double())
+    mpinn.synchronize_parameters(net)
+    optimizer.add_param_group({"params": list(net[-1].parameters())})
+    for _ in range(2):  # the first step finds the parameters
+        optimizer.zero_grad()
+        loss(net, mine(inputs), mine(targets)).backward()
+        optimizer.step()
+    loss(net, mine(inputs), mine(targets)).backward()
+    net[-1].weight.grad.mul_(2)
+    with pytest.raises(GradientError, match=r"'3.weight'"):
+        optimizer.step()
+
+
+def test_the_watch_ends_with_the_optimizer(agree):
+    net, inputs, targets = make("mlp")
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    for asynchronous in (False, True):
+        optimizer = mpinn.DistributedOptimizer(inner, net, asynchronous=False)
+        if asynchronous:
+            mpinn.register_async_backward(net)  # instead of the optimizer
+        else:
+            del optimizer
+        loss(net, mine(inputs), mine(targets)).backward()
+        if asynchronous:
+            mpinn.synchronize_gradients_async(net)
+        inner.step()
+    mpinn.unregister_async_backward(net)
+    agree(all(not each._post_accumulate_grad_hooks for each in net.parameters()), "hooks are left")
+
+
+# --- sums -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["hooks", "optimizer", "optimizer, async"])
+def test_a_sum_is_not_added_again(agree, how):
+    net, inputs, targets = make("mlp")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if how == "hooks":
+        mpinn.register_async_backward(net, average=False)
+    else:
+        optimizer = mpinn.DistributedOptimizer(optimizer, net, average=False, asynchronous=how.endswith("async"))
+    if mpi.rank() == 0:
+        loss(net, inputs, targets).backward()
+    for _ in range(2):
+        mpinn.clip_grad_norm_(net, 1e9)
+        mpinn.synchronize_gradients_async(net) if how == "hooks" else optimizer.synchronize()
+    optimizer.step()
+    other, inputs, targets = make("mlp")
+    loss(other, inputs, targets).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    agree.equal(values(net), values(other))
+    if how != "optimizer":
+        mpinn.unregister_async_backward(net)
+
+
+# --- parameters of two nets -------------------------------------------------------------------------------
+
+
+def test_parameters_of_two_registered_nets_are_refused(agree):
+    body = nn.Linear(2, 2)
+    nets = [nn.Sequential(body, nn.Linear(2, 1)) for _ in range(2)]
+    mpinn.register_async_backward(nets[0])
+    with pytest.raises(ArgumentError, match=r"'0.weight', '0.bias' belong to another net.*ModuleList"):
+        mpinn.register_async_backward(nets[1])
+    mpinn.unregister_async_backward(nets[0])
+    mpinn.register_async_backward(nets[1])
+    mpinn.unregister_async_backward(nets[1])

@@ -95,6 +95,34 @@ def test_training_equals_one_process_on_the_complete_batch(agree, model_level, h
     mpinn.check_with_allreduce(net)
 
 
+def test_different_inputs_of_ranks_that_share_a_layer_are_refused(agree, model_level):
+    """Each rank has its own part of the data, as in data parallelism without shards."""
+    net = make_net(mpinn.MPLinear, comm=model_level)
+    if mpi.communicator(model_level).size > 1:
+        agree.raises(ArgumentError, lambda: backward(net, 0, mpi.rank(), mpi.size()), "passed different inputs")
+
+
+def test_sync_batchnorm_over_the_groups(agree, model_level):
+    """The ranks of a group have the same batch, which must be counted once."""
+    nets = []
+    for layer, options in ((mpinn.MPLinear, {"comm": model_level}), (nn.Linear, {})):
+        net = make_net(layer, **options)
+        net.insert(1, nn.BatchNorm1d(7).double())
+        nets.append(net)
+    net, whole = nets
+    layer_comm = mpi.communicator(model_level)
+    data_comm = mpinn.sharding_of(net[3].weight).data_comm
+    if data_comm is not None:
+        mpinn.SyncBatchNorm.convert_sync_batchnorm(net, comm=data_comm)
+    train(net, "sync", mpi.rank() // layer_comm.size, mpi.size() // layer_comm.size)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        backward(whole, step)
+        optimizer.step()
+    for actual, expected in zip(net[1].state_dict().values(), whole[1].state_dict().values(), strict=True):
+        agree.close(actual, expected, **TIGHT)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipping_equals_one_process_on_the_complete_batch(agree, model_level, norm_type, asynchronous):

@@ -13,6 +13,7 @@ from recipe_rig import (
     Branches,
     Checkpointed,
     Local,
+    Normalized,
     Parallel,
     Recipe,
     Sparse,
@@ -72,6 +73,26 @@ RECIPES = {
     "penalty": Recipe(penalty=True),
     "penalty, accumulate, clip": Recipe(penalty=True, passes=2, clip="torch"),
     "compiled": Recipe(compiled=True),
+    "compiled, accumulate, clip": Recipe(compiled=True, passes=2, clip="torch"),
+    "compiled, tied, scheduler": Recipe(Tied, compiled=True, scheduler=True),
+    "checkpointed, reentrant": Recipe(partial(Checkpointed, True)),
+    "checkpointed, scaler, AdamW": Recipe(Checkpointed, scaler=True, optimizer=torch.optim.AdamW),
+    "tied, autocast, accumulate": Recipe(Tied, autocast=True, passes=2),
+    "tied, scaler, clip by mpinn": Recipe(Tied, scaler=True, clip="mpinn"),
+    "frozen, scaler, scheduler": Recipe(frozen, scaler=True, scheduler=True),
+    "branches, scaler, accumulate": Recipe(Branches, scaler=True, passes=2),
+    "branches, autocast": Recipe(Branches, autocast=True),
+    "sparse, clip by mpinn": Recipe(Sparse, clip="mpinn"),
+    "sparse, accumulate, scheduler": Recipe(Sparse, passes=3, scheduler=True),
+    "lazy, accumulate, clip, AdamW": Recipe(lazy, passes=2, clip="torch", optimizer=torch.optim.AdamW),
+    "thawed, clip, scheduler, AdamW": Recipe(
+        frozen, late=thaw, clip="mpinn", scheduler=True, optimizer=torch.optim.AdamW
+    ),
+    "frozen later, accumulate, zeroed": Recipe(late=freeze, passes=2, set_to_none=False),
+    "grown, accumulate": Recipe(late=grow, passes=2),
+    "fused AdamW": Recipe(optimizer=partial(torch.optim.AdamW, fused=True)),
+    "fused AdamW, scaler, accumulate": Recipe(optimizer=partial(torch.optim.AdamW, fused=True), scaler=True, passes=2),
+    "Adam one by one, clip": Recipe(optimizer=partial(torch.optim.Adam, foreach=False), clip="torch"),
 }
 OF_ENGINE = [name for name, recipe in RECIPES.items() if recipe.set_to_none and not recipe.penalty]
 
@@ -103,8 +124,8 @@ def check_equal(agree, net: nn.Module, expected: nn.Module, initial: nn.Module, 
     actual, before, after = state(net), state(initial), state(expected)
     agree.equal(list(actual), list(after))
     for name, value in after.items():
-        change = value - before[name] if name in before else value
-        error = (actual[name] - value).norm()
+        change = (value - before[name] if name in before else value).double()  # counters of batch norm are integers
+        error = (actual[name] - value).double().norm()
         agree(error <= tolerance * change.norm(), f"{name}: error {error:.3g} of a change of {change.norm():.3g}")
     mpinn.check_with_allreduce(net)
 
@@ -136,6 +157,25 @@ def test_recipes_train_each_parameter(agree):
         agree.equal(constant, set() if recipe.late else expected, name)
 
 
+NORMALIZED = {
+    "SGD": Recipe(),
+    "accumulate, clip": Recipe(passes=2, clip="mpinn"),
+    "AdamW, scheduler": Recipe(optimizer=torch.optim.AdamW, scheduler=True),
+    "frozen, zeroed": Recipe(late=lambda net, optimizer: net.norm.requires_grad_(False), set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("interface", [*INTERFACES, "engine"])
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_recipe_with_sync_batchnorm(agree, name, interface):
+    """Batches of the ranks are normalized together; the running statistics are compared too."""
+    whole_recipe, recipe = (
+        replace(NORMALIZED[name], net=partial(Normalized, layer)) for layer in (nn.BatchNorm1d, mpinn.SyncBatchNorm)
+    )
+    net = train_with_engine(recipe) if interface == "engine" else train(recipe, INTERFACES[interface])
+    check_equal(agree, net, train(whole_recipe, Local), recipe.make()[0], recipe.tolerance)
+
+
 # --- late parameters without a new registration ----------------------------------------------------------
 
 
@@ -158,7 +198,9 @@ def test_late_parameters_without_a_hook_are_refused(agree, name, interface):
 
 
 def unscale(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    torch.amp.GradScaler("cpu").unscale_(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
 
 
 EARLY = {
@@ -170,12 +212,19 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize("interface", ["hooks", "optimizer hooks"])
+@pytest.mark.parametrize("interface", ["hooks", "optimizer hooks", "optimizer"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("early", EARLY)
 def test_early_uses_are_refused(agree, early, passes, interface):
     action, word = EARLY[early]
+    if interface == "optimizer" and early == "zero_grad":
+        return  # equal to a rank without gradients
     agree.raises(GradientError, partial(train, Recipe(passes=passes, early=action), INTERFACES[interface]), word)
+
+
+@pytest.mark.parametrize("early", ["step", "unscale"])
+def test_early_uses_before_synchronize_gradients_are_refused(agree, early):
+    agree.raises(GradientError, partial(train, Recipe(early=EARLY[early][0]), INTERFACES["sync"]), "or was used")
 
 
 def test_clipping_gradients_of_one_rank_is_refused(agree):

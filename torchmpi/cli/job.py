@@ -62,9 +62,7 @@ class Job:
         prefix = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
         return [*prefix, *launch, *words, "-n", str(num_ranks), *start, *_program(options), *options.arguments]
 
-    def _open_mpi(
-        self, placed: Sequence[tuple[str, int]], num_ranks: int, variables: Mapping[str, str]
-    ) -> list[str]:
+    def _open_mpi(self, placed: Sequence[tuple[str, int]], num_ranks: int, variables: Mapping[str, str]) -> list[str]:
         interface, rsh = self._options.interface, self._options.rsh
         as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         if not placed:

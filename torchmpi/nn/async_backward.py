@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
-from itertools import chain, count
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from .. import collectives
 from ..communicators.communicator import Communicator
@@ -32,10 +24,11 @@ from .buckets import SeatedBucket
 from .channel import close_private, default_bucket_bytes, open_private
 from .closures import synchronizations
 from .gradient_reduction import Compression, GradientReduction, wire_dtype
-from .gradients import GradientList, Presence
+from .gradients import GradientList, Presence, WrittenGradients, changed_message
 from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
+from .registrations import add_registration, registered_for, remove_registration
 from .replica import Attachment, Replica, attach, attached, sparse_by_declaration
-from .sync import ASYNC_BACKWARD
+from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward
 
 
 def register_async_backward(
@@ -82,6 +75,7 @@ def register_async_backward(
     if attached(net, ASYNC_BACKWARD) is not None:
         raise ArgumentError("The net is registered already. Call unregister_async_backward(net) first.")
     refuse_inside_join(net, "register_async_backward")
+    _refuse_shared(net)
     bucket_bytes = default_bucket_bytes(bucket_bytes)
     backward = AsyncBackward(
         net,
@@ -91,6 +85,9 @@ def register_async_backward(
         compression=compression,
         comm=runtime.communicator(comm),
     )
+    deferred: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
+    if deferred is not None:
+        deferred.close()
     attach(net, ASYNC_BACKWARD, backward)
 
 
@@ -173,6 +170,17 @@ def no_sync(net: nn.Module) -> Iterator[None]:
         backward.is_paused = was_paused
 
 
+def _refuse_shared(net: nn.Module) -> None:
+    """Raise if another net has registered some of the parameters: the gradient of a parameter is in one bucket."""
+    for other in registered_for(net.parameters()):
+        if isinstance(other, AsyncBackward):
+            shared = [name for name, parameter in net.named_parameters() if id(parameter) in other.known]
+            raise ArgumentError(
+                f"register_async_backward(): the parameters {', '.join(map(repr, shared))} belong to another net too, "
+                "which is registered. Register one module that contains both nets, such as nn.ModuleList([a, b])."
+            )
+
+
 def _registered(net: nn.Module, call: str) -> AsyncBackward:
     backward: AsyncBackward | None = attached(net, ASYNC_BACKWARD)
     if backward is None:
@@ -226,9 +234,7 @@ class AsyncBackward(Attachment):
         """Whether a round has ended since the last step of a DistributedOptimizer, which sets this to False."""
         self._lock = threading.Lock()  # hooks run on the threads of autograd
         self._reset()
-        self._number = next(_numbers)
-        _active[self._number] = self
-        _check_steps()
+        self._number = add_registration(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
             for slot, parameter in enumerate(self.parameters)
@@ -243,6 +249,13 @@ class AsyncBackward(Attachment):
     def is_pending(self) -> bool:
         """Whether this rank has gradients that are not yet reduced."""
         return bool(self._runs)
+
+    @property
+    def outer_comm(self) -> Communicator:
+        """The communicator that was given to the registration."""
+        parent = self.comm.parent
+        assert parent is not None  # comm is private
+        return parent
 
     @property
     def is_inside_join(self) -> bool:
@@ -263,6 +276,8 @@ class AsyncBackward(Attachment):
             return False
         replica = Replica(self.net)
         self._check_parameters(replica)
+        if self._is_summed_already():
+            return True
         failure = self._finish_round(replica, shadowed)
         if failure:
             raise GradientError(
@@ -275,27 +290,34 @@ class AsyncBackward(Attachment):
             synchronizations.count += 1
         return True
 
+    def _is_summed_already(self) -> bool:
+        """Return whether no rank has new gradients: a second sum would count the others again, unlike an average."""
+        if self.average or self.is_inside_join:
+            return False
+        results = {id(view) for bucket in self.buckets for view in bucket.views}
+        gradients = [parameter.grad for parameter in self.parameters]
+        has_new = self.is_pending or any(each is not None and id(each) not in results for each in gradients)
+        flag = torch.tensor([int(has_new)])
+        return not collectives.allreduce(flag, op="max", comm=self.outer_comm).item()
+
     def close(self) -> None:
         """Finish the running round and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        _active.pop(self._number, None)
+        remove_registration(self._number)
         if self.comm.intra.call_queue.closed:
             return  # stop() has closed the communicator
         # A rank that has launched no reduction must take part in those of the other ranks. The ranks agree on the
         # parent communicator, since the next calls on the private one are reductions of buckets.
         waiting = torch.tensor([int(self.is_running)])
-        if collectives.allreduce(waiting, op="max", comm=self.comm.parent).item():
+        if collectives.allreduce(waiting, op="max", comm=self.outer_comm).item():
             self._finish_round(Replica(self.net), None)
         for part in self._parts:
             close_private(part.comm)
 
     def _reset(self) -> None:
         self._counts = [0] * len(self.parameters)
-        self._seen: list[Tensor | None] = [None] * len(self.parameters)
-        """The gradients that autograd has computed."""
-        self._versions = [0] * len(self.parameters)
-        """Their version counters after the last write of autograd."""
+        self._written = WrittenGradients()
         self._orders = [None if bucket.flat.is_cpu else streams.Order() for bucket in self.buckets]
         """Order of the streams on which autograd fills each bucket on a device, which are those of the forward pass."""
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
@@ -317,7 +339,8 @@ class AsyncBackward(Attachment):
                     f"parameter {Replica(self.net).name(parameter)!r} received gradient number "
                     f"{number} since the last synchronisation, more than the frequency of "
                     f"{self.frequency} it was registered with. Call synchronize_gradients_async(net) after "
-                    "each backward, or register with a higher sync_gradient_frequency"
+                    "each backward, or register with a higher sync_gradient_frequency (backward_passes_per_step of a "
+                    "DistributedOptimizer)"
                 )
             if not self.is_paused:
                 self._counts[slot] = number
@@ -325,14 +348,14 @@ class AsyncBackward(Attachment):
             if position_of is None:  # sparse: gathered at the end
                 gradient = parameter.grad
                 assert gradient is not None  # autograd has just added to it
-                self._seen[slot], self._versions[slot] = gradient, gradient._version
+                self._written.note(parameter, gradient)
                 return
             index, position = position_of
             order = self._orders[index]
             if order is not None:
                 order.enter(parameter)
             gradient = self.buckets[index].seat(position)
-            self._seen[slot], self._versions[slot] = gradient, gradient._version
+            self._written.note(parameter, gradient)
             if self._counts[slot] == self.frequency and not self.is_paused:
                 self._num_missing[index] -= 1
                 if self._num_missing[index] == 0:
@@ -402,9 +425,7 @@ class AsyncBackward(Attachment):
         try:
             with torch.no_grad(), self._lock:
                 lists = [GradientList(part.parameters) for part in self._parts]
-                changed = self._changed(
-                    chain.from_iterable(each.tensors for each in lists)
-                )  # before the launches, which write to gradients
+                changed = self._written.changed()  # before the launches, which write to gradients
                 for bucket in self.buckets:
                     with self._reporting_later():
                         bucket.check_place()
@@ -424,22 +445,8 @@ class AsyncBackward(Attachment):
         if presences[0].is_failed:  # only the replicated part has all ranks
             return f"the gradients are incomplete: {failure}"
         if presences[0].has_changed:
-            names = replica.names([parameter for presence in presences for parameter in presence.changed])
-            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-            return (
-                f"the gradient of {repr(names[0]) if names else 'a shard'}{others} changed on some rank after backward "
-                "and before it was synchronized. Call synchronize_gradients_async(net), or synchronize() of the "
-                "DistributedOptimizer, before gradients are clipped, unscaled, cleared or changed otherwise"
-            )
+            return changed_message(replica, [each for presence in presences for each in presence.changed])
         return ""
-
-    def _changed(self, gradients: Iterable[Tensor | None]) -> set[int]:
-        """Return the ids of the parameters whose gradients were written or replaced after autograd wrote them."""
-        return {
-            id(self.parameters[slot])
-            for slot, (seen, gradient) in enumerate(zip(self._seen, gradients, strict=True))
-            if seen is not None and (gradient is not seen or seen._version != self._versions[slot])
-        }
 
     def _distribute(self, presences: Sequence[Presence], reduction: GradientReduction) -> None:
         present = {id(parameter) for presence in presences for parameter in presence.dense}
@@ -479,53 +486,3 @@ def _make_buckets(net: nn.Module, parts: Sequence[_Part], bucket_bytes: int) -> 
     order = {id(parameter): index for index, parameter in enumerate(net.parameters())}
     buckets.sort(key=lambda pair: min(order[id(p)] for p in pair[0].parameters), reverse=True)
     return [bucket for bucket, _ in buckets], [part for _, part in buckets]
-
-
-# --- optimizer steps with gradients that are not synchronized --------------------------------------------
-
-_active: weakref.WeakValueDictionary[int, AsyncBackward] = weakref.WeakValueDictionary()
-"""By a number that increases: in the order of registration, which is the same on all ranks."""
-_numbers = count()
-_step_hooks: list[object] = []
-
-
-def _check_steps() -> None:
-    """Check all optimizer steps from now on."""
-    if not _step_hooks:
-        _step_hooks.append(register_optimizer_step_pre_hook(_refuse_pending))
-        # After the step: a closure may have run backward without a synchronization.
-        _step_hooks.append(register_optimizer_step_post_hook(_refuse_pending))
-        # Its operation changes gradients without a change of their version counters, and torch has no hook there.
-        setattr(GradScaler, "unscale_", _refusing_pending(GradScaler.unscale_))  # noqa: B010, assignment is refused by mypy
-
-
-def registered_for(parameters: Iterable[Tensor]) -> list[AsyncBackward]:
-    """Return the registrations that reduce the gradients of some of `parameters`, in the same order on all ranks."""
-    ids = {id(parameter) for parameter in parameters}
-    return [backward for backward in _active.values() if not ids.isdisjoint(backward.known)]
-
-
-def _refuse_pending(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Raise if the gradients of `optimizer` are not reduced yet: the hook of its steps."""
-    _check_pending(optimizer, "step()")
-
-
-def _refusing_pending(unscale: Callable[[GradScaler, Optimizer], None]) -> Callable[[GradScaler, Optimizer], None]:
-    @wraps(unscale)
-    def checked(self: GradScaler, optimizer: Optimizer) -> None:
-        _check_pending(optimizer, "a GradScaler")
-        unscale(self, optimizer)
-
-    return checked
-
-
-def _check_pending(optimizer: Optimizer, user: str) -> None:
-    if not any([backward.is_pending for backward in _active.values()]):
-        return
-    for backward in registered_for(each for group in optimizer.param_groups for each in group["params"]):
-        if backward.is_pending:
-            raise GradientError(
-                f"rank {backward.comm.rank}: {user} uses gradients of {type(optimizer).__name__} that are not "
-                "synchronized. Call synchronize_gradients_async(net) after backward, also in a closure; with a "
-                "DistributedOptimizer call its step(), and its synchronize() before a GradScaler."
-            )

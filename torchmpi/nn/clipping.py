@@ -13,7 +13,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
 from ..errors import GradientError
 from ..session import runtime
-from .async_backward import AsyncBackward, registered_for
+from .registrations import Registration, registered_for
 from .replica import Net
 from .sharding import sharding_of
 
@@ -114,8 +114,7 @@ def _finish_pending(parameters: Sequence[Tensor], comm: Comm) -> tuple[Communica
     backwards = registered_for(parameters)
     communicator = runtime.communicator(comm)
     if comm is None and backwards:
-        assert backwards[0].comm.parent is not None
-        communicator = backwards[0].comm.parent
+        communicator = backwards[0].outer_comm
     is_inside_join = any(backward.is_inside_join for backward in backwards)
     for backward, is_pending in zip(backwards, _any_pending(backwards, communicator, is_inside_join), strict=True):
         if is_pending:
@@ -123,7 +122,7 @@ def _finish_pending(parameters: Sequence[Tensor], comm: Comm) -> tuple[Communica
     return communicator, is_inside_join
 
 
-def _any_pending(backwards: Sequence[AsyncBackward], comm: Communicator, is_inside_join: bool) -> Sequence[bool]:
+def _any_pending(backwards: Sequence[Registration], comm: Communicator, is_inside_join: bool) -> Sequence[bool]:
     """Return which nets have gradients to reduce on any rank: a rank may have used none of the parameters."""
     pending = [backward.is_pending for backward in backwards]
     if not backwards or is_inside_join:

@@ -16,6 +16,10 @@ from ..tensors.partition import part_of
 from .replica import Attachment
 from .sharding import set_sharded
 
+_NUM_SAMPLES = 64
+_MAX_DIFFERENCE = 0.1
+"""Relative difference of equal inputs: rounding of 16-bit numbers that earlier layers amplify; others differ by 1."""
+
 
 class MPLinear(nn.Module):
     """``nn.Linear`` with its input features divided over the ranks, for weights too large for one device. Collective.
@@ -39,7 +43,7 @@ class MPLinear(nn.Module):
 
     Raises:
         ArgumentError: `data_comm` is needed or wrong; in the forward pass: the input does not have `in_features`
-            features.
+            features, or, on all ranks of `comm` in the first pass, the ranks have different inputs.
 
     Example:
         layer = mpinn.MPLinear(784, 10)
@@ -75,6 +79,7 @@ class MPLinear(nn.Module):
                 "last dimension."
             )
         layer_comm = self._layer_comm
+        layer_comm.check_same_input(input)
         partial_output = nn.functional.linear(_apply("narrow", input, layer_comm), self.weight)
         output = _apply("reduce", partial_output, layer_comm)
         return output if self.bias is None else output + self.bias
@@ -142,9 +147,32 @@ class _LayerComm(Attachment):
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self._is_checked = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LayerComm:
         return self
+
+    @torch.no_grad()
+    def check_same_input(self, input: Tensor) -> None:
+        """Raise on all ranks if their inputs differ, in the first call; later calls do not communicate."""
+        if self._is_checked or self.comm.size == 1:
+            return
+        self._is_checked = True
+        values = torch.view_as_real(input) if input.is_complex() else input
+        values = values.reshape(-1)
+        # The same number of values on all ranks, although their inputs may have different lengths.
+        places = torch.arange(_NUM_SAMPLES, device=values.device) * max(len(values) - 1, 0) // (_NUM_SAMPLES - 1)
+        sample = values[places].double().cpu() if len(values) else torch.zeros(_NUM_SAMPLES, dtype=torch.float64)
+        samples = collectives.allgather(torch.cat([sample, torch.tensor([len(values)])]).view(1, -1), comm=self.comm)
+        lengths, samples = samples[:, -1], samples[:, :-1].nan_to_num()
+        errors = (samples - samples[0]).norm(dim=1)
+        if bool((lengths != lengths[0]).any()) or bool((errors > _MAX_DIFFERENCE * samples[0].norm()).any()):
+            raise ArgumentError(
+                f"rank {self.comm.rank}: the ranks of {self.comm!r}, which share an MPLinear, passed different inputs "
+                "to it. Give the ranks that share a layer the same part of the data, for instance by "
+                "DistributedSampler(dataset, num_replicas=..., rank=...) with the number and the index of the groups, "
+                "and random layers the same seed."
+            )
 
     def part(self, length: int) -> tuple[int, int]:
         """Return begin and length of this rank's part of `length` features."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from .. import collectives
 from ..communicators.levels import Comm
@@ -17,7 +17,7 @@ from ..session import runtime
 from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
 from .gradient_reduction import Compression, wire_dtype
 from .replica import attached
-from .sync import ASYNC_BACKWARD, synchronize_gradients
+from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward, synchronize_gradients
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -31,7 +31,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: Module that contains all parameters of `opt`.
         average: Average the gradients; False adds them.
         asynchronous: Register `model` for asynchronous backward;
-            ``mpinn.unregister_async_backward(model)`` reverts the registration.
+            ``mpinn.unregister_async_backward(model)`` reverts the registration. False synchronizes in one call.
         backward_passes_per_step: With `asynchronous`, number of backward passes whose gradients are accumulated. Their
             sum is not divided by this number: divide each loss, as without the wrapper.
         compression: As for ``synchronize_gradients``.
@@ -74,13 +74,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._model, self._average, self._asynchronous = model, average, asynchronous
         self._comm, self._compression = runtime.communicator(comm), compression
         wire_dtype(compression)
-        self._is_reduced = False  # without asynchronous hooks
-        self._backward_watch: Any = None
         self._skips = False
         if asynchronous:
             register_async_backward(
                 model, backward_passes_per_step, average=average, compression=compression, comm=self._comm
             )
+        else:
+            deferred = DeferredBackward(model, average=average, compression=compression, comm=self._comm)
+            weakref.finalize(self, deferred.close).atexit = False
 
     def synchronize(self) -> None:
         """Average the gradients, so that they can be clipped or unscaled; the next ``step()`` does not average again.
@@ -95,11 +96,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.step()
         """
         self._reduce()
-        if not self._asynchronous:
-            self._is_synchronized = True
-            # A further backward pass adds gradients of this rank only.
-            trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-            self._backward_watch = register_multi_grad_hook(trainable, self._forget_reduction, mode="any")
 
     def _reduce(self) -> None:
         if self._asynchronous:
@@ -108,23 +104,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             synchronize_gradients(self._model, self._average, compression=self._compression, comm=self._comm)
 
     @property
-    def _is_synchronized(self) -> bool:
-        """Whether the next step uses the gradients as they are."""
-        backward: AsyncBackward | None = attached(self._model, ASYNC_BACKWARD)
-        return self._is_reduced if backward is None else backward.is_synchronized
+    def _registration(self) -> AsyncBackward | DeferredBackward | None:
+        """The registration of the model; None if the program has removed it."""
+        found: AsyncBackward | DeferredBackward | None = attached(
+            self._model, ASYNC_BACKWARD if self._asynchronous else DEFERRED_BACKWARD
+        )
+        return found
 
-    @_is_synchronized.setter
-    def _is_synchronized(self, value: bool) -> None:
-        self._is_reduced = value
-        backward: AsyncBackward | None = attached(self._model, ASYNC_BACKWARD)
-        if backward is not None:
-            backward.is_synchronized = value
-        if self._backward_watch is not None:
-            self._backward_watch.remove()
-            self._backward_watch = None
-
-    def _forget_reduction(self, gradient: Tensor) -> None:
-        self._is_reduced = False
+    def _begin_round(self) -> None:
+        """Note that the gradients of the next step are others."""
+        registration = self._registration
+        if registration is not None:
+            registration.is_synchronized = False
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -160,20 +151,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.step()
         """
         if self._skips:
-            self._is_synchronized = False
+            self._begin_round()
             return self.optimizer.step(closure)
         if closure is not None:
             return self.optimizer.step(lambda: self._synchronized_loss(closure))
-        if not self._is_synchronized:
+        registration = self._registration
+        if registration is None or not registration.is_synchronized:
             self._reduce()
-        self._is_synchronized = False
+        self._begin_round()
         return self.optimizer.step()
 
     def _synchronized_loss(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
         self._reduce()
-        self._is_synchronized = False
+        self._begin_round()
         if isinstance(loss, Tensor):
             loss = loss.detach().clone()
         return loss if loss is None else collectives.allreduce(loss, op="avg", comm=self._comm)
@@ -182,7 +174,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the wrapped optimizer does."""
-        self._is_synchronized = False
+        registration = self._registration
+        if isinstance(registration, DeferredBackward):
+            registration.forget()
+        self._begin_round()
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

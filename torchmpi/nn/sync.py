@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import collectives
 from ..collectives.tensor_lists import reduce_unpacked, tensor_lists
 from ..communicators.communicator import Communicator
 from ..communicators.levels import Comm
-from ..errors import ArgumentError
+from ..errors import ArgumentError, GradientError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers
 from .agreement import check_same_layout
@@ -22,11 +23,13 @@ from .buckets import CopiedBucket, SeatedBucket
 from .channel import default_bucket_bytes
 from .closures import synchronizations
 from .gradient_reduction import Compression, GradientReduction, wire_dtype
-from .gradients import GradientList, shared_gradients
+from .gradients import GradientList, WrittenGradients, changed_message, early_uses, shared_gradients
 from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
-from .replica import Net, Replica, attached
+from .registrations import add_registration, remove_registration
+from .replica import Attachment, Net, Replica, attach, attached
 
 ASYNC_BACKWARD = "torchmpi_async_backward"
+DEFERRED_BACKWARD = "torchmpi_deferred_backward"
 _IN_FLIGHT = 3  # buckets: one is sent, one is filled, and one is queued so that the network is never idle
 
 
@@ -115,7 +118,8 @@ def synchronize_gradients(
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
-        GradientError: A gradient is sparse on one rank and dense on another; raised on all ranks.
+        GradientError: A gradient is sparse on one rank and dense on another, or ``step()`` or a GradScaler has used the
+            gradients before this call; raised on all ranks.
         ArgumentError: The net is registered for asynchronous backward, is inside ``join`` on another communicator, or
             has shards that do not fit to the communicator or to ``average=False``.
 
@@ -143,11 +147,17 @@ def synchronize_gradients(
         reduction = join_state.reduction(
             join_state.announce_active(DIRECT, average, default_bucket_bytes(bucket_bytes), compression)
         )
+    deferred: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
+    if deferred is not None and not average and join_state is None and deferred.is_summed_already(communicator):
+        return
     replica = Replica(net)
     parts = replica.shard_parts(communicator, average=average) if replica.shards else []
-    reduce_gradients(replica, reduction, bucket_bytes, communicator)
+    early = early_uses(replica.trainable) if deferred is None else deferred.take_changes()
+    reduce_gradients(replica, reduction, bucket_bytes, communicator, early)
     for part, holders in parts:
         reduce_gradients(part, reduction.average_over(holders.size), bucket_bytes, holders)
+    if deferred is not None:
+        deferred.is_synchronized = True
     if join_state is None:
         synchronizations.comm = communicator
         synchronizations.count += 1
@@ -155,9 +165,13 @@ def synchronize_gradients(
 
 @torch.no_grad()
 def reduce_gradients(
-    replica: Replica, reduction: GradientReduction, bucket_bytes: int | None, comm: Communicator
+    replica: Replica,
+    reduction: GradientReduction,
+    bucket_bytes: int | None,
+    comm: Communicator,
+    early: Collection[int] = (),
 ) -> None:
-    """Reduce the gradients of a net over the ranks."""
+    """Reduce the gradients of a net over the ranks; raise if some rank has changed or used the `early` ones, by id."""
     # 1. List the gradients of this rank.
     gradients = GradientList(replica.trainable)
     is_within_host = comm.intra.status_board is not None and gradients.is_on_host
@@ -165,7 +179,9 @@ def reduce_gradients(
     flats = shared.flats(gradients.tensors) if shared is not None and shared.blocks else None
 
     # 2. Agree: which gradients exist on any rank, and are they in shared blocks on all ranks?
-    presence = gradients.agree(replica, comm, scattered=flats is None)
+    presence = gradients.agree(replica, comm, scattered=flats is None, changed=early)
+    if presence.has_changed:
+        raise GradientError(f"rank {comm.rank}: {changed_message(replica, presence.changed)}.")
     if flats is not None and not presence.is_scattered:
         for flat in flats:
             reduction.run(flat, comm)
@@ -238,3 +254,76 @@ def _blocks_and_rest(replica: Replica, parameters: Sequence[Tensor]) -> tuple[li
             blocks.append(block)
     rest = [parameter.grad for parameter in parameters if id(parameter) in wanted and parameter.grad is not None]
     return blocks, rest
+
+
+class DeferredBackward(Attachment):
+    """The gradients of a net that a ``DistributedOptimizer`` synchronizes after backward, in one call.
+
+    Hooks note the gradients that autograd writes, so that changes and uses before the synchronization are refused.
+    """
+
+    def __init__(self, net: nn.Module, *, average: bool, compression: Compression | None, comm: Communicator) -> None:
+        self._net, self._average, self._compression, self.outer_comm = net, average, compression, comm
+        self._written = WrittenGradients()
+        self._hooks: list[Any] = []
+        self.known: set[int] = set()
+        self.is_synchronized = False
+        """Whether no backward pass, step or ``zero_grad`` has followed the last synchronization."""
+        earlier: DeferredBackward | None = attached(net, DEFERRED_BACKWARD)
+        if earlier is not None:
+            earlier.close()
+        self._watch_parameters()
+        self._number = add_registration(self)
+        attach(net, DEFERRED_BACKWARD, self)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this rank has gradients that are not synchronized."""
+        return bool(self._written)
+
+    @property
+    def is_inside_join(self) -> bool:
+        """Whether the net is inside ``join``."""
+        return attached(self._net, JOIN_STATE) is not None
+
+    def finish(self, *, flush: bool = False) -> bool:
+        """Synchronize the gradients."""
+        synchronize_gradients(self._net, self._average, compression=self._compression, comm=self.outer_comm)
+        return True
+
+    def is_summed_already(self, comm: Communicator) -> bool:
+        """Return whether no rank has new gradients: a second sum would count the others again, unlike an average."""
+        has_new = self.is_pending or not self.is_synchronized
+        return not collectives.allreduce(torch.tensor([int(has_new)]), op="max", comm=comm).item()
+
+    def take_changes(self) -> set[int]:
+        """Return the ids of the parameters whose gradients were changed since backward, and forget these gradients."""
+        changed = self._written.changed(may_be_cleared=True)  # as on a rank without a gradient
+        self.forget()
+        return changed
+
+    def forget(self) -> None:
+        """Accept the present gradients, and the present parameters of the net."""
+        self._written = WrittenGradients()
+        self._watch_parameters()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        remove_registration(self._number)
+        for hook in self._hooks:
+            hook.remove()
+        if attached(self._net, DEFERRED_BACKWARD) is self:
+            attach(self._net, DEFERRED_BACKWARD, None)
+
+    def _watch_parameters(self) -> None:
+        """Add hooks to parameters that have become trainable."""
+        for parameter in self._net.parameters():
+            if parameter.requires_grad and id(parameter) not in self.known:
+                self.known.add(id(parameter))
+                hook = parameter.register_post_accumulate_grad_hook(self._note)
+                self._hooks.append(hook)
+
+    def _note(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None  # autograd has just added to it
+        self._written.note(parameter, parameter.grad)
+        self.is_synchronized = False
