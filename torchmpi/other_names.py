@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from .errors import KeywordError
 
@@ -23,6 +23,8 @@ NAMES = {
     "is_initialized": "mpi.is_started()",
     "get_rank": "mpi.rank()",
     "get_world_size": "mpi.size()",
+    "world_size": "mpi.size()",
+    "wait": "handle.wait()",
     "get_node_local_rank": "mpi.local_rank()",
     "get_backend": "mpi.collective_selector, which chooses the backend of each call",
     "new_group": "mpi.group(ranks)",
@@ -185,14 +187,27 @@ OPERATIONS = {
 _OPERATIONS_OF_MPI = ("SUM", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR", "MINLOC", "MAXLOC")
 
 
-def attribute_message(name: str, known: Iterable[str]) -> str:
-    """Return the message of the AttributeError for a name that this package does not have."""
-    message = f"module 'torchmpi' has no attribute {name!r}"
-    known = sorted(known)
+def attribute_message(name: str, known: Iterable[str], module: str = "torchmpi") -> str:
+    """Return the message of the AttributeError for a name that a module of this package does not have.
+
+    >>> attribute_message("sgd_engine", ["SGDEngine", "fit"], "torchmpi.engine")
+    "module 'torchmpi.engine' has no attribute 'sgd_engine'. Use torchmpi.engine.SGDEngine."
+    """
+    message = f"module {module!r} has no attribute {name!r}"
     replacement = NAMES.get(name)
-    if replacement is None and (similar := _similar(_from_lua(name), known)):
-        replacement = f"mpi.{similar}"
+    spellings = {each.replace("_", "").lower(): each for each in sorted(known)}
+    if replacement is None and (similar := _similar(_from_lua(name).replace("_", ""), spellings)):
+        replacement = f"{'mpi' if module == 'torchmpi' else module}.{spellings[similar]}"
     return message if replacement is None else f"{message}. Use {replacement}."
+
+
+def missing_attribute(module: str, known: Iterable[str]) -> Callable[[str], NoReturn]:
+    """Return the ``__getattr__`` of a module, which names what to use instead of a name that does not exist."""
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(attribute_message(name, known, module))
+
+    return __getattr__
 
 
 def _from_lua(name: str) -> str:

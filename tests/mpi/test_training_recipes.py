@@ -79,10 +79,9 @@ RECIPES = {
     "checkpointed, scaler, AdamW": Recipe(Checkpointed, scaler=True, optimizer=torch.optim.AdamW),
     "tied, autocast, accumulate": Recipe(Tied, autocast=True, passes=2),
     "tied, scaler, clip by mpinn": Recipe(Tied, scaler=True, clip="mpinn"),
-    "frozen, scaler, scheduler": Recipe(frozen, scaler=True, scheduler=True),
+    "frozen, scaler, accumulate": Recipe(frozen, scaler=True, passes=2),
     "branches, scaler, accumulate": Recipe(Branches, scaler=True, passes=2),
     "branches, autocast": Recipe(Branches, autocast=True),
-    "sparse, clip by mpinn": Recipe(Sparse, clip="mpinn"),
     "sparse, accumulate, scheduler": Recipe(Sparse, passes=3, scheduler=True),
     "lazy, accumulate, clip, AdamW": Recipe(lazy, passes=2, clip="torch", optimizer=torch.optim.AdamW),
     "thawed, clip, scheduler, AdamW": Recipe(
@@ -161,7 +160,7 @@ NORMALIZED = {
     "SGD": Recipe(),
     "accumulate, clip": Recipe(passes=2, clip="mpinn"),
     "AdamW, scheduler": Recipe(optimizer=torch.optim.AdamW, scheduler=True),
-    "frozen, zeroed": Recipe(late=lambda net, optimizer: net.norm.requires_grad_(False), set_to_none=False),
+    "frozen": Recipe(late=lambda net, optimizer: net.norm.requires_grad_(False)),
 }
 
 

@@ -27,6 +27,24 @@ def test_every_name_of_another_library_has_a_replacement_that_exists(name):
 
 
 @pytest.mark.parametrize(
+    ("module", "name", "replacement"),
+    [
+        ("nn", "broadcast_parameters", "torchmpi.nn.synchronize_parameters"),
+        ("nn", "synchronise_gradients", "torchmpi.nn.synchronize_gradients"),
+        ("nn", "DistributedDataParallel", "torchmpi.nn.synchronize_parameters"),
+        ("engine", "AllReduceEngine", "torchmpi.engine.AllReduceSGDEngine"),
+        ("engine", "sgd_engine_", "torchmpi.engine.SGDEngine"),
+        ("parameterserver", "recieve", "torchmpi.parameterserver.receive"),
+    ],
+)
+def test_packages_name_replacements_too(module, name, replacement):
+    with pytest.raises(
+        AttributeError, match=rf"module 'torchmpi.{module}' has no attribute '{name}'. Use {replacement}"
+    ):
+        getattr(getattr(mpi, module), name)
+
+
+@pytest.mark.parametrize(
     ("name", "replacement"),
     [
         ("allredcue", "mpi.allreduce"),

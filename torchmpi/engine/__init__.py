@@ -1,5 +1,8 @@
 """Training loops with hooks, meters, prefetching and checkpoints."""
 
+from typing import TYPE_CHECKING
+
+from ..other_names import missing_attribute
 from .allreduce_engine import AllReduceSGDEngine
 from .early_stop import EarlyStop
 from .fit import FitResult, fit
@@ -26,3 +29,6 @@ __all__ = [
     "TestResult",
     "fit",
 ]
+
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+    __getattr__ = missing_attribute(__name__, __all__)

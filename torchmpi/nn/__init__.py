@@ -1,5 +1,8 @@
 """Data-parallel and model-parallel training of ``torch.nn`` modules."""
 
+from typing import TYPE_CHECKING
+
+from ..other_names import missing_attribute
 from .async_backward import (
     no_sync,
     register_async_backward,
@@ -37,3 +40,6 @@ __all__ = [
     "synchronize_parameters",
     "unregister_async_backward",
 ]
+
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+    __getattr__ = missing_attribute(__name__, __all__)

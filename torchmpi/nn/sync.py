@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
@@ -265,6 +266,7 @@ class DeferredBackward(Attachment):
     def __init__(self, net: nn.Module, *, average: bool, compression: Compression | None, comm: Communicator) -> None:
         self._net, self._average, self._compression, self.outer_comm = net, average, compression, comm
         self._written = WrittenGradients()
+        self._own: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._hooks: list[Any] = []
         self.known: set[int] = set()
         self.is_synchronized = False
@@ -324,6 +326,11 @@ class DeferredBackward(Attachment):
                 self._hooks.append(hook)
 
     def _note(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None  # autograd has just added to it
-        self._written.note(parameter, parameter.grad)
+        gradient = parameter.grad
+        assert gradient is not None  # autograd has just added to it
+        number = id(parameter)
+        if self._own.get(number) is not gradient and gradient.layout is torch.strided and not gradient.requires_grad:
+            # Gradients of several parameters may be views of one tensor, which has one version counter.
+            parameter.grad = self._own[number] = gradient = gradient.data
+        self._written.note(parameter, gradient)
         self.is_synchronized = False

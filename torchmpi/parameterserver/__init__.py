@@ -8,6 +8,9 @@ Example:
     weights = ps.receive(server).wait()
 """
 
+from typing import TYPE_CHECKING
+
+from ..other_names import missing_attribute
 from .parameter_lists import free_tensors, init_tensors, integrate_tensors, prefetch_tensors, send_tensors, sync_handles
 from .rules import Rule, adagrad, adam, axpby, register_rule, scaled_add, sgd
 from .servers import Server, free, free_all, init, receive, send
@@ -46,3 +49,6 @@ __all__ = [
     "sgd",
     "sync_handles",
 ]
+
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+    __getattr__ = missing_attribute(__name__, __all__)
