@@ -258,6 +258,16 @@ def test_autotune_measures_every_collective(agree, on_one_host, ran):
     agree.equal({key.collective for key in selector.tuned}, {key.collective for key in keys()})
 
 
+def test_autotune_selects_gloo_where_it_is_faster(agree, on_one_host, ran, monkeypatch):
+    selector = runtime.current().selector
+    monkeypatch.setattr(selector, "may_choose", lambda name: name in ("slow", "gloo"))
+    table = mpi.autotune("allreduce", sizes=[65536], seconds=60, save=False)
+    agree.equal(table["allreduce", "cpu", "host", "sync"], ((None, "gloo"),))
+    ran.clear()
+    agree.equal(mpi.allreduce(torch.ones(4)), torch.full((4,), float(mpi.size())))
+    agree.equal(ran, [], "another backend ran")
+
+
 def test_autotune_respects_the_time_limit(agree, on_one_host, ran):
     before = dict(mpi.collective_selector)
     table = mpi.autotune(("gather", "scatter"), seconds=1e-6, save=False)

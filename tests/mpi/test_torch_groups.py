@@ -92,7 +92,9 @@ def test_a_lost_connection_is_an_error_that_names_the_rank(agree, group):
         agree(error is not None and (lost in str(error) or size > 2), f"{error!r}")
 
 
-@pytest.mark.parametrize(("collective", "step"), [("allreduce", "begin_alltoall"), ("broadcast", "broadcast")])
+@pytest.mark.parametrize(
+    ("collective", "step"), [("allreduce", "begin_alltoall"), ("broadcast", "broadcast"), ("allgather", "exchange")]
+)
 def test_a_rank_that_fails_inside_a_call_ends_the_call_on_all_ranks(agree, monkeypatch, collective, step):
     """Regression: the other ranks waited until the watchdog ended the job."""
     if mpi.size() == 1:
@@ -103,6 +105,7 @@ def test_a_rank_that_fails_inside_a_call_ends_the_call_on_all_ranks(agree, monke
     operation = runtime.current().selector.backends["gloo"].bind(group, collective, dtype, op)
     plan = Plan(collective, call_code(collective, op, info(dtype).code), operation, shape_of=None)
     agree.equal(group.call(plan, torch.ones(3))[0].item(), mpi.size() if op else 1, "the call before it")
+    mpi.barrier()
 
     def fail(*_):
         raise MemoryError("no room for a buffer")
@@ -115,6 +118,11 @@ def test_a_rank_that_fails_inside_a_call_ends_the_call_on_all_ranks(agree, monke
     except (MemoryError, TransportError) as raised:
         error = raised
     agree(isinstance(error, MemoryError if mpi.rank() == last else TransportError), repr(error))
+    monkeypatch.undo()
+    mpi.barrier()  # no rank ends the wait of another one by freeing the group
+    with pytest.raises(TransportError, match=r"has closed the connections of gloo.*Error: "):
+        group.call(plan, torch.ones(3))
+    mpi.barrier()
     group.free()
 
 
@@ -129,8 +137,8 @@ def test_calls_that_differ_raise_on_all_ranks_before_gloo_moves_data(agree):
 
 
 def test_a_call_by_gloo_does_not_match_the_same_call_by_shared_memory(agree):
-    if mpi.size() == 1 or not runtime.current().can_share:
-        pytest.skip("needs another rank and shared memory")
+    if mpi.size() == 1 or mpi.communicator(0).intra.log_board is None:
+        pytest.skip("needs another rank, and shared memory with all ranks")
     with pytest.raises(MismatchError, match=r"different transports|has aborted"):
         mpi.allreduce(torch.ones(3), backend="gloo" if mpi.rank() == 0 else "shm")
     agree.equal(mpi.allreduce(1, backend="gloo"), mpi.size(), "the call after it")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -81,10 +82,10 @@ class GlooBackend:
             compare()
             try:
                 return operation(source, destination, root)
-            except TorchMPIError:
-                raise  # on all ranks, or with the connections closed
-            except BaseException:
-                torch_group.abort()
+            except BaseException as error:
+                is_on_all_ranks = isinstance(error, TorchMPIError) and not isinstance(error, TransportError)
+                if not is_on_all_ranks:
+                    torch_group.abort(error)
                 raise
 
         return run
@@ -178,17 +179,22 @@ class GlooGroup(TorchGroup):
             return call()
         except RuntimeError as error:
             peer = self._lost_peer() if peer is None else peer
-            self.abort()
             whom = "another rank" if peer is None else f"rank {self.world_ranks[peer]}"
             reason = re.sub(r"^\[\S*\] ", "", str(error)).partition(". ")[0]  # without gloo's file name and advice
             raise TransportError(
                 f"gloo lost the connection to {whom} ({reason}). That rank has probably ended: see its output"
             ) from error
 
-    def abort(self) -> None:
-        """Close the connections, so that no rank waits for this one. Later calls raise TransportError."""
+    def abort(self, error: BaseException) -> None:
+        """Close the connections after a failed call, so that no rank waits for this one. Later calls raise.
+
+        gloo has no function for this (its `abort` does nothing in torch 2.13): connections are closed when no object
+        refers to them, such as a work in a variable of the failed call.
+        """
         if self._opened is not None:
-            self._opened.abort()
+            self._opened, self._why_closed = None, f"{type(error).__name__}: {error}"
+        for failed in (error, error.__cause__):
+            traceback.clear_frames(None if failed is None else failed.__traceback__)
 
     def _lost_peer(self) -> int | None:
         """Return a rank to which gloo refuses to send, since the connection is closed; the error names an address."""

@@ -47,7 +47,6 @@ _CHAIN_CHUNK_BYTES = 256 << 10
 _MAX_CHAIN_CHUNKS = 8  # in progress
 # Chunks of a reduction: short enough that combining a chunk takes much less time than sending, long enough for full
 # speed.
-# Messages without an MPI library cost more per chunk: `launcherless.stand_in` has a length of its own.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -292,8 +291,7 @@ class P2PReduction(PipelinedReduction):
 
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         messages = RoundMessages(group, config.message_bytes)
-        chunk_bytes = getattr(group.context.MPI, "chunk_bytes", min(_CHUNK_BYTES, config.pipeline_bytes))
-        super().__init__(group, messages, dtype, op, chunk_bytes)
+        super().__init__(group, messages, dtype, op, min(_CHUNK_BYTES, config.pipeline_bytes))
         self.swap_numel = min(self.chunk_numel, config.message_bytes // dtype.itemsize) if group.size == 2 else 0
         self.swap = messages.swap
         self.doubling = DoublingAllgather(group, messages)

@@ -89,10 +89,17 @@ class TorchGroup(ABC):
     def __init__(self, group: Group) -> None:
         self.rank, self.size, self.world_ranks, self.comm = group.rank, group.size, group.world_ranks, group.comm
         self._attachments, self._where, self._opened = group.attachments, group.where, None
+        self._why_closed = ""
+        """Why calls are refused: the error of the call after which this rank has closed its connections."""
 
     @property
     def opened(self) -> Any:
         """The process group. Collective when it is read for the first time."""
+        if self._why_closed:
+            raise TransportError(
+                f"{self._where} has closed the connections of {self.library} on this communicator after an error "
+                f"({self._why_closed}). Use another communicator or backend"
+            )
         if self._opened is None:
             self._store = GroupStore(self.comm)  # torch keeps no reference to the Python object
             try:

@@ -238,8 +238,6 @@ class StandIn:
     BYTE, INT64_T = Datatype(1), Datatype(8)
     Request, Status, buffer = Request, Status, buffer
     Exception = CommunicationError
-    chunk_bytes = 16 << 20
-    """The length of chunks in reductions: with 1 MB, as over MPI, the Python code for each chunk takes too long."""
 
     def __init__(self, endpoint: Endpoint, hosts: Sequence[str]) -> None:
         self._endpoint = endpoint
