@@ -14,10 +14,10 @@ import sys
 import tempfile
 import time
 
-from torchmpi.cli.formatting import table
 from torchmpi.cli.launching import run_limited
 
 _LIMIT_SECONDS = 300.0
+_LINE = "{:>12} {:>13} {:>12} {:>12} {:>12}"
 
 
 def start() -> None:
@@ -52,13 +52,12 @@ def main() -> None:
     if options.rank:
         start()
         return
-    rows = [["load average", "first start s", "processor s", "next start s", "processor s"]]
+    print(_LINE.format("load average", "first start s", "processor s", "next start s", "processor s"))
     for _ in range(options.repeats):
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as folder:
             figures = [*measured(options.ranks, folder), *measured(options.ranks, folder)]
-        rows.append([f"{load:.1f}", *(f"{figure:.2f}" for figure in figures)])
-    print("\n".join(table(rows)))
+        print(_LINE.format(f"{load:.1f}", *(f"{figure:.2f}" for figure in figures)), flush=True)
 
 
 if __name__ == "__main__":

@@ -169,5 +169,7 @@ def test_an_interface_that_does_not_exist_is_refused_with_the_variable(agree, gr
 
 
 def test_the_interface_can_be_chosen(agree, group, monkeypatch):
+    if len(group.hosts) > 1:
+        pytest.skip("the loopback interface does not reach other hosts")
     monkeypatch.setenv(INTERFACE_VARIABLE, "lo")
     agree.equal(bind(group, "allreduce", "sum")(torch.ones(3), None, 0), torch.full((3,), float(mpi.size())))
