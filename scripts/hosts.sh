@@ -17,6 +17,7 @@ usage: scripts/hosts.sh COMMAND
 A host has its own network, hostname, process ids, IPC, /dev/shm and /tmp; all other files are those of this machine. Folders
 under /tmp that hosts share: HOSTS_SHARE, a list separated by colons, besides this checkout. State: HOSTS_STATE (default
 /run/torchmpi-hosts). Launchers start their remote processes with the program $HOSTS_STATE/agent in place of ssh.
+A second set of hosts needs its own HOSTS_STATE, HOSTS_PREFIX (of interfaces, default tmpi) and HOSTS_NETWORK (default 10.87.21).
 
 Needs root with CAP_SYS_ADMIN, iproute2 and util-linux.
 HELP
@@ -25,8 +26,9 @@ HELP
 here=$(readlink -f "${BASH_SOURCE[0]}")
 checkout=$(dirname "$(dirname "$here")")
 state=${HOSTS_STATE:-/run/torchmpi-hosts}
-network=10.87.21
-bridge=tmpi-br
+network=${HOSTS_NETWORK:-10.87.21}
+prefix=${HOSTS_PREFIX:-tmpi}
+bridge=$prefix-br
 fail() {
     printf 'hosts.sh: %s\n' "$*" >&2
     exit 1
@@ -39,7 +41,7 @@ hosts() {
 # pid HOST: the first process of a host, as this machine counts; compared with the namespace, since numbers are used again.
 pid() {
     local number
-    number=$(cat "$state/$1/pid" 2>/dev/null) && [ "/proc/$number/ns/net" -ef "/run/netns/tmpi-$1" ] && echo "$number"
+    number=$(cat "$state/$1/pid" 2>/dev/null) && [ "/proc/$number/ns/net" -ef "/run/netns/$prefix-$1" ] && echo "$number"
 }
 
 # Runs as the first process of a host, inside its namespaces.
@@ -68,7 +70,7 @@ start_host() {
     mkdir -p "$folder"
     rm -f "$folder/ready"
     cat /proc/sys/kernel/random/uuid >"$folder/boot_id"
-    setsid ip netns exec "tmpi-$1" unshare --uts --ipc --pid --mount --fork --mount-proc --kill-child \
+    setsid ip netns exec "$prefix-$1" unshare --uts --ipc --pid --mount --fork --mount-proc --kill-child \
         "$here" boot "$1" </dev/null >"$folder/log" 2>&1 &
     keeper=$!
     for _ in $(seq 100); do
@@ -90,7 +92,7 @@ up() {
     for folder in "$checkout" "$state" ${HOSTS_SHARE:+${HOSTS_SHARE//:/ }}; do
         readlink -f "$folder" || fail "HOSTS_SHARE: there is no folder $folder"
     done | sort -u >"$state/share"
-    printf '#!/usr/bin/env bash\nHOSTS_STATE=%q exec %q agent "$@"\n' "$state" "$here" >"$state/agent"
+    printf '#!/usr/bin/env bash\nHOSTS_STATE=%q HOSTS_PREFIX=%q exec %q agent "$@"\n' "$state" "$prefix" "$here" >"$state/agent"
     chmod +x "$state/agent"
     ip link add "$bridge" type bridge
     ip addr add "$network.254/24" dev "$bridge"
@@ -103,13 +105,13 @@ up() {
     } >"$state/hosts-file"
     for ((index = 0; index < number; index++)); do
         host=h$index
-        ip netns add "tmpi-$host"
+        ip netns add "$prefix-$host"
         echo "$host" >>"$state/hosts"
-        ip link add "tmpi-$host" type veth peer name eth0 netns "tmpi-$host"
-        ip link set "tmpi-$host" master "$bridge" up
-        ip -n "tmpi-$host" link set lo up
-        ip -n "tmpi-$host" addr add "$network.$((index + 1))/24" dev eth0
-        ip -n "tmpi-$host" link set eth0 up
+        ip link add "$prefix-$host" type veth peer name eth0 netns "$prefix-$host"
+        ip link set "$prefix-$host" master "$bridge" up
+        ip -n "$prefix-$host" link set lo up
+        ip -n "$prefix-$host" addr add "$network.$((index + 1))/24" dev eth0
+        ip -n "$prefix-$host" link set eth0 up
         start_host "$host"
     done
     trap - EXIT
@@ -119,7 +121,7 @@ down() {
     local name pids
     trap '' INT TERM
     # By namespaces and not by remembered ids: nothing escapes, and no other process is hit.
-    for name in $(ip netns list | awk '$1 ~ /^tmpi-h/ { print $1 }'); do
+    for name in $(ip netns list | awk -v start="$prefix-h" 'index($1, start) == 1 { print $1 }'); do
         for _ in $(seq 50); do
             pids=$(ip netns pids "$name")
             [ -n "$pids" ] || break
@@ -162,11 +164,11 @@ run() {
 rate() {
     local host
     for host in $(hosts); do
-        tc qdisc del dev "tmpi-$host" root 2>/dev/null || true
-        ip netns exec "tmpi-$host" tc qdisc del dev eth0 root 2>/dev/null || true
+        tc qdisc del dev "$prefix-$host" root 2>/dev/null || true
+        ip netns exec "$prefix-$host" tc qdisc del dev eth0 root 2>/dev/null || true
         [ "$1" != none ] || continue
-        tc qdisc add dev "tmpi-$host" root tbf rate "$1" burst 128kb limit 16mb
-        ip netns exec "tmpi-$host" tc qdisc add dev eth0 root tbf rate "$1" burst 128kb limit 16mb
+        tc qdisc add dev "$prefix-$host" root tbf rate "$1" burst 128kb limit 16mb
+        ip netns exec "$prefix-$host" tc qdisc add dev eth0 root tbf rate "$1" burst 128kb limit 16mb
     done
 }
 
@@ -181,8 +183,8 @@ esac
 case $command in cut | heal | crash | revive | rate | run) [ $# -ge 1 ] || fail "$command: an argument is missing, see --help" ;; esac
 case $command in
     up) up "${1:-2}" ;;
-    cut) ip link set "tmpi-$1" down ;;
-    heal) ip link set "tmpi-$1" up ;;
+    cut) ip link set "$prefix-$1" down ;;
+    heal) ip link set "$prefix-$1" up ;;
     crash) kill -9 "$(pid "$1")" ;;
     revive) start_host "$1" ;;
     *) "$command" "$@" ;;

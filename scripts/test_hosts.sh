@@ -65,7 +65,7 @@ export HOSTS_STATE=${HOSTS_STATE:-/run/torchmpi-hosts} HOSTS_SHARE=$environments
 trap 'trap "" INT TERM; scripts/hosts.sh down' EXIT # not interrupted: timeout signals twice
 trap 'exit 130' INT TERM
 scripts/hosts.sh up 3 || exit 1
-network=$(ip -4 -o addr show tmpi-br | awk '{ print $4 }')
+network=$(ip -4 -o addr show "${HOSTS_PREFIX:-tmpi}-br" | awk '{ print $4 }')
 
 # job MPI LAYOUT: sets `launch` to the launch command for the ranks of a layout, and `ranks` to their number.
 job() {
