@@ -32,7 +32,8 @@ _GPU_BACKENDS = ("nccl", "ipc")
 _POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes")
 # Variables with the same prefix that are not settings of a run.
 _NOT_FIELDS = (
-    "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_KERNEL_CHECKS", "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", log.VARIABLE
+    "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS", "TORCHMPI_RUN_PID",
+    "TORCHMPI_RESTARTS", log.VARIABLE,
 )  # fmt: skip
 
 
@@ -147,11 +148,18 @@ class Config:
         return cls(**values)  # type: ignore[arg-type]
 
 
-def cache_folder() -> Path:
-    """Return the folder of this user for compiled code and measured tables: in ``XDG_CACHE_HOME``, or ``~/.cache``."""
+def cache_folder() -> Path | None:
+    """Return the folder of this user for compiled code and measured tables: in ``XDG_CACHE_HOME``, or ``~/.cache``.
+
+    None for a user without a home: in a container, a user id that is not in /etc/passwd.
+    """
     import platformdirs
 
-    return platformdirs.user_cache_path("torchmpi")
+    try:
+        folder = platformdirs.user_cache_path("torchmpi")
+    except RuntimeError:
+        return None
+    return folder if folder.is_absolute() else None  # as older platformdirs return
 
 
 def _parse(variable: str, text: str, kind: type) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import pwd
 import threading
 import time
 
@@ -14,13 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmpi import errors
+from torchmpi.backends import saved_tables
 from torchmpi.communicators import call_log
 from torchmpi.communicators.call_queue import CallQueue
 from torchmpi.communicators.handle import Handle, JoinedHandle
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
-from torchmpi.session import affinity, launcher
+from torchmpi.session import affinity
 from torchmpi.shared_memory import memory_layout
+from torchmpi.shared_memory.kernels import native_code
 from torchmpi.shared_memory.segments import Segment
 from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers
 
@@ -51,6 +54,21 @@ def test_every_setting_is_read_from_the_environment(field):
 def test_wrong_settings_are_refused_with_a_hint(variable, text, hint):
     with pytest.raises(errors.ConfigError, match=hint):
         Config.from_environment({variable: text})
+
+
+def test_a_user_without_a_home(monkeypatch, tmp_path):
+    """Regression: start() failed for a user id that is not in /etc/passwd, or wrote to ``./~/.cache``."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(native_code, "__file__", "/proc/none/native_code.py")  # an installation that others own
+    assert native_code.cache_folder() is None and saved_tables.path_for("") is None
+    assert not list(tmp_path.iterdir())
 
 
 # --- dtypes
@@ -348,14 +366,6 @@ def test_scratch_grows_and_is_reused():
 
 
 # --- the machine
-
-
-def test_launchers_are_detected_by_their_variables():
-    assert launcher.detect({}).num_ranks == 1
-    assert launcher.detect({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})[1:3] == (8, 3)
-    assert launcher.detect({"PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "4"})[1:] == (8, None, 5, 4)
-    assert launcher.detect({"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"})[1:3] == (2, 1)
-    assert launcher.detect({"PMI_SIZE": "not a number"}).name is None
 
 
 def test_binding_moves_every_thread_and_can_be_undone():

@@ -64,14 +64,15 @@ def cpu_model() -> str:
 
 
 def path_for(setting: str) -> Path | None:
-    """Return the path for the setting ``tuning_file``; None for ``none``.
+    """Return the path for the setting ``tuning_file``; None for ``none``, and for a user without a home.
 
     >>> path_for("/etc/tuning.json"), path_for("none")
     (PosixPath('/etc/tuning.json'), None)
     """
     if setting == "none":
         return None
-    return Path(setting).expanduser() if setting else cache_folder() / "tuning.json"
+    folder = cache_folder()
+    return Path(setting).expanduser() if setting else folder and folder / "tuning.json"
 
 
 def load(path: Path, job: JobDescription) -> tuple[Table | None, str]:

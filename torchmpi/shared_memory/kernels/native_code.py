@@ -31,7 +31,7 @@ def cache_folder() -> Path | None:
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     beside = Path(__file__).parent / "__pycache__"
     folders = [Path(chosen)] if chosen else [beside, config.cache_folder()]
-    for folder in folders:
+    for folder in filter(None, folders):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
