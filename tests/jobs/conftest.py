@@ -88,7 +88,7 @@ def search_path(first: Path | None = None) -> dict[str, str]:
 Launch = Callable[..., Result]
 
 WARM = Path(__file__).parent / "warm"
-AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TORCHMPI_AS_MPI", "LD_")
+AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TORCHMPI_AS_", "LD_")
 """Prefixes of variables that are read at import, which the server of warm ranks has done already."""
 
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torchmpi as mpi
 import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
-from torchmpi.distributed import launcherless
-from torchmpi.session import mpi_library
+from torchmpi.session import launcherless, mpi_library
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
 import contract

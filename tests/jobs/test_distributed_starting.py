@@ -191,6 +191,32 @@ print("backend", dist.get_backend(), dist.get_backend_config(), flush=True)
 
 
 @once
+def test_the_call_of_torchs_tutorial_for_mpi_without_a_launcher():
+    code = """
+import torch.distributed as dist
+dist.init_process_group("torchmpi", rank=0, world_size=0)
+print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+"""
+    result = alone(code, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    assert "rank 0 of 1" in result.stdout, result.stderr
+
+
+@once
+def test_variables_of_torchrun_on_demand(job):
+    """For programs that read them before init_process_group."""
+    code = """
+import os
+import torch
+import torch.distributed as dist
+numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+dist.init_process_group("torchmpi")
+rank = dist.get_rank()
+print("numbers", "right" if numbers == [rank, 2, rank, 2] else numbers, flush=True)
+"""
+    said(job(2, code, env={"TORCHMPI_AS_TORCHRUN": "1"}), "numbers right", 2)
+
+
+@once
 def test_importing_torch_loads_only_the_registration():
     code = """
 import sys, torch
@@ -224,8 +250,8 @@ print("torch works:", torch.ones(2).sum().item())
 
 @once
 @pytest.mark.skipif(
-    importlib.util.find_spec("torchmpi.distributed.launcherless") is None,
-    reason="torchmpi.distributed.launcherless is not there",
+    importlib.util.find_spec("torchmpi.session.launcherless") is None,
+    reason="torchmpi.session.launcherless is not there",
 )
 def test_torchrun_without_mpi(tmp_path):
     script = tmp_path / "job.py"

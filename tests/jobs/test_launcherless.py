@@ -24,7 +24,7 @@ import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 import torchmpi as mpi
-from torchmpi.distributed import launcherless
+from torchmpi.session import launcherless
 from torchmpi.session import mpi_library
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 MPI = launcherless.connect(dist.FileStore(os.environ["STORE"], size), rank, size, timeout_seconds=60)

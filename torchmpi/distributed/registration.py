@@ -13,7 +13,7 @@ from typing import Any
 
 SCHEME = "mpi"
 DEVICES = ["cpu", "cuda"]
-_AS_MPI = "TORCHMPI_AS_MPI"
+_AS_MPI, _AS_TORCHRUN = "TORCHMPI_AS_MPI", "TORCHMPI_AS_TORCHRUN"
 
 
 def register() -> None:
@@ -35,6 +35,12 @@ def register() -> None:
 
 
 def _register() -> None:
+    if _is_set(_AS_TORCHRUN):
+        from ..session import launcher
+
+        for name, number in launcher.torch_variables().items():
+            os.environ.setdefault(name, number)
+
     import torch.distributed as dist
 
     from . import torch_names
@@ -48,8 +54,12 @@ def _register() -> None:
     torch_names.refuse_mixtures()
     torch_names.leave_flight_recorder()
     torch_names.keep_dynamo_out(torch_names.NAME)
-    if os.environ.get(_AS_MPI, "") not in ("", "0"):
+    if _is_set(_AS_MPI):
         torch_names.take_name_of_mpi()
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "") not in ("", "0")
 
 
 def _create(options: Any, pg_options: Any) -> Any:

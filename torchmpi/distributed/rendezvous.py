@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlencode, urlparse
 
 import torch.distributed as dist
 
-from ..backends import network
+from ..backends import network, torch_groups
 from ..errors import ArgumentError, LaunchError
 from ..session import launcher, mpi_library
 from ..session.start_watch import StartWatch
@@ -46,13 +46,15 @@ def through_environment(original: Callable[..., Rendezvous], url: str, **options
     """Handle ``env://``: as torch does if everything that it needs is given, otherwise through MPI under its launcher.
 
     Without any of the two, a process is alone. ``rank=0, world_size=0``, as in torch's tutorial for MPI, counts as not
-    given.
+    given; then MASTER_ADDR and MASTER_PORT, which that tutorial sets, do not count without RANK and WORLD_SIZE.
     """
     numbers = _numbers(url)
+    given = {name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
     if numbers.get("world_size") == 0:
         numbers, others = {}, [item for item in parse_qsl(urlparse(url).query) if item[0] not in numbers]
         url = f"env://?{urlencode(others)}"
-    given = {name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
+        if not given & {"RANK", "WORLD_SIZE"}:
+            given = set()
     given |= {name.upper() for name in numbers}
     if launcher.is_started_by_run() or (len(given) < 4 and launcher.detect().name is not None):
         return through_mpi(url, **options)
@@ -102,9 +104,9 @@ def _open_store(world: Any, timeout: timedelta) -> torch_names.Store:
         for other in listeners.keys() - {address}:
             listeners[other].close()
         own_end = listeners[address].detach()
-        store = torch_names.open_tcp_store(address, port, world.size, True, timeout, master_listen_fd=own_end)
+        store = torch_groups.open_tcp_store(address, port, world.size, True, timeout, master_listen_fd=own_end)
     else:
-        store = torch_names.open_tcp_store(address, port, world.size, False, timeout)
+        store = torch_groups.open_tcp_store(address, port, world.size, False, timeout)
     world.Barrier()  # if rank 0 failed before the others are connected, they would try until their timeout
     return store
 

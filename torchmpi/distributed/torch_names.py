@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from functools import partial
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
@@ -32,7 +31,6 @@ TESTED = ("2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 
 Store = c10d.Store
 HashStore = c10d.HashStore
-TCPStore = c10d.TCPStore
 ReduceOp: Any = c10d.ReduceOp  # torch declares its members without their values
 BackendOptions = c10d._DistributedBackendOptions
 AllgatherOptions = c10d.AllgatherOptions
@@ -69,17 +67,6 @@ class CallOptions(Protocol):
 is_asynchronous: Callable[[CallOptions], bool]
 is_asynchronous = attrgetter("asyncOp") if hasattr(ALLREDUCE, "asyncOp") else lambda options: True
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
-
-def open_tcp_store(address: str, port: int, size: int, is_server: bool, timeout: timedelta, **options: Any) -> Store:
-    """Open or join a TCPStore that does not wait for the others, also where torch was built without libuv (Debian)."""
-    options |= {"wait_for_workers": False}
-    try:
-        return TCPStore(address, port, size, is_server, timeout, **options)
-    except RuntimeError as error:
-        if "libuv" not in str(error):
-            raise
-        return TCPStore(address, port, size, is_server, timeout, use_libuv=False, **options)
 
 
 def factor_of(reduction: Any) -> Any:

@@ -3,51 +3,134 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Name, and the variables for: number of ranks, rank on the host, rank, number of ranks on the host.
-_LAUNCHER_VARIABLES = (
-    ("Open MPI's mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "LOCAL_RANK", "RANK", "LOCAL_SIZE"))),
-    ("MPICH's mpiexec", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_RANK", "MPI_LOCALNRANKS"),
-    ("MVAPICH's mpirun", *(f"MV2_COMM_WORLD_{name}" for name in ("SIZE", "LOCAL_RANK", "RANK", "LOCAL_SIZE"))),
-    ("Slurm's srun", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_PROCID", ""),
+
+class _Variables(NamedTuple):
+    """The variables that a launcher sets in each process; '' if it has none."""
+
+    launcher: str
+    rank: str
+    num_ranks: str = ""
+    local_rank: str = ""
+    local_size: str = ""
+    first_rank: int = 0
+
+
+SLURM, TORCHRUN = "Slurm's srun", "torchrun"
+# The innermost launcher first: an mpirun inside a job of Slurm, LSF or PBS leaves their variables to its ranks. srun
+# sets some of the variables of other launchers too, those of MPICH's with --mpi=pmi2, but not MPI_LOCALRANKID.
+_LAUNCHERS = (
+    _Variables(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Variables(
+        "Open MPI's mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Variables(
+        "MVAPICH's mpirun",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Variables("MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Variables(
+        "LSF's jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    _Variables("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    _Variables(SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    _Variables("PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    _Variables("a launcher with PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    _Variables("a launcher with PMIx", "PMIX_RANK"),
+    _Variables("LSF's blaunch", "LSF_PM_TASKID", first_rank=1),
+    _Variables("PBS's pbsdsh", "PBS_VNODENUM"),
+    _Variables("PBS's pbsdsh", "PBS_NODENUM"),
 )
-# Launchers that are not in the table above set at least one of these.
-_RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
+# Without these the row does not apply, although the rank is given: to a batch script (Slurm), or to another launcher.
+_REQUIRED = {
+    TORCHRUN: "TORCHELASTIC_RUN_ID",
+    "MPICH's mpiexec": "MPI_LOCALRANKID",
+    SLURM: "SLURM_STEP_NUM_TASKS",
+    "PALS's mpiexec": "PALS_RANKID",
+}
+_ONLY_TASKS_AFTER_THE_FIRST = ("LSF's blaunch", "PBS's pbsdsh")
+"""The job script has their variables too, as the first task, so that only another number shows a launch."""
+MPI_INTERFACES = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK", "PALS_RANKID", "SLURM_MPI_TYPE", "I_MPI_PMI_LIBRARY")
 
 RUN_VARIABLE = "TORCHMPI_RUN_PID"
 """The process id of a rank that ``torchmpi run`` started."""
 
 
 class Launcher(NamedTuple):
-    """The launcher of a process; `name` is None if none was detected. Numbers that it does not give are None."""
+    """The launcher of a process; `name` is None if none was detected, and a number None if it is not known."""
 
     name: str | None
-    num_ranks: int
+    num_ranks: int | None
     local_rank: int | None
     rank: int | None = None
     local_size: int | None = None
+
+    @property
+    def least_num_ranks(self) -> int:
+        """The number of ranks, as far as this process knows it."""
+        return max(self.num_ranks or 1, (self.rank or 0) + 1)
+
+    @property
+    def has_mpi_interface(self) -> bool:
+        """Whether an MPI library can find the other ranks by means of the launcher."""
+        if self.name == SLURM:
+            return any(name in os.environ for name in MPI_INTERFACES)
+        return self.name not in (None, TORCHRUN)
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Launcher:
     """Detect the launcher of this process.
 
-    >>> detect({"PMI_SIZE": "4", "MPI_LOCALRANKID": "1"})
-    Launcher(name="MPICH's mpiexec", num_ranks=4, local_rank=1, rank=None, local_size=None)
+    >>> detect({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"})
+    Launcher(name="MPICH's mpiexec", num_ranks=4, local_rank=1, rank=2, local_size=None)
     >>> detect({}).name is None
     True
     """
     environment = os.environ if environment is None else environment
-    for name, *variables in _LAUNCHER_VARIABLES:
-        num_ranks, *others = (_number(environment.get(variable, "")) for variable in variables)
-        if num_ranks is not None:
-            return Launcher(name, num_ranks, *others)
+    for row in _LAUNCHERS:
+        rank, num_ranks, local_rank, local_size = (_number(environment, name) for name in row[1:5])
+        if rank is None and num_ranks is None:
+            continue
+        required = _REQUIRED.get(row.launcher)
+        if required is not None and required not in environment:
+            continue
+        if rank is not None:
+            rank -= row.first_rank
+        if row.launcher in _ONLY_TASKS_AFTER_THE_FIRST and not rank:
+            continue
+        if row.launcher == SLURM:
+            local_size = _local_size_of_slurm(environment)
+        return Launcher(row.launcher, num_ranks, local_rank, rank, local_size)
     return Launcher(None, 1, None)
 
 
-def _number(text: str) -> int | None:
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
     return int(text) if text.isdigit() else None
+
+
+def _local_size_of_slurm(environment: Mapping[str, str]) -> int | None:
+    """Return the number of ranks of this host, which Slurm gives as ``4(x2),3`` for all hosts."""
+    host, num_hosts = _number(environment, "SLURM_NODEID"), 0
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        num_hosts += int(times or 1)
+        if host is not None and host < num_hosts:
+            return int(count)
+    return None
 
 
 def is_rank() -> bool:
@@ -56,9 +139,25 @@ def is_rank() -> bool:
     The shell of an interactive Slurm job is a step with one task, and counts as not launched.
     """
     found = detect()
-    if found.name == "Slurm's srun":
-        return found.num_ranks > 1
-    return found.name is not None or any(name in os.environ for name in _RANK_VARIABLES)
+    if found.name == SLURM:
+        return found.least_num_ranks > 1
+    return found.name is not None
+
+
+def torch_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as far as the launcher gives them.
+
+    >>> torch_variables({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
+    {'RANK': '1', 'WORLD_SIZE': '4'}
+    """
+    found = detect(environment)
+    numbers = {
+        "RANK": found.rank,
+        "WORLD_SIZE": found.num_ranks,
+        "LOCAL_RANK": found.local_rank,
+        "LOCAL_WORLD_SIZE": found.local_size,
+    }
+    return {name: str(number) for name, number in numbers.items() if found.name and number is not None}
 
 
 def announcement() -> str:

@@ -44,6 +44,11 @@ def adopt(stand_in: Any) -> None:
     _stand_in = stand_in
 
 
+def has_stand_in() -> bool:
+    """Return whether an object has been adopted in place of ``mpi4py.MPI``."""
+    return _stand_in is not None
+
+
 def load() -> Any:
     """Return the ``mpi4py.MPI`` module, or the adopted object, without initialising MPI."""
     if _stand_in is not None:
@@ -67,8 +72,15 @@ def _missing(problem: str) -> str:
 def initialise() -> tuple[Any, bool]:
     """Load MPI and initialise it unless that has been done.
 
+    Ranks whose launcher has no interface for MPI connect through a store of torch instead.
+
     Returns ``mpi4py.MPI`` or the adopted object, and whether this call initialised MPI.
     """
+    found = launcher.detect()
+    if _stand_in is None and found.least_num_ranks > 1 and not found.has_mpi_interface:
+        from .launcherless import environment
+
+        adopt(environment.connect(found))
     MPI = load()
     if MPI.Is_finalized():
         if MPI is _stand_in:
@@ -201,15 +213,23 @@ def _yield_if_crowded(MPI: Any) -> None:
 def _check_size(MPI: Any) -> None:
     """Raise for a world of one rank in a job of several: the launcher belongs to another library."""
     found = launcher.detect()
-    if found.num_ranks > 1 and MPI.COMM_WORLD.size == 1:
+    if found.least_num_ranks > 1 and MPI.COMM_WORLD.size == 1:
         raise LaunchError(_wrong_launcher(found, short_version(MPI), "for which each of them is alone"))
 
 
 def _wrong_launcher(found: launcher.Launcher, library: str, consequence: str) -> str:
+    number = f"{found.num_ranks}" if found.num_ranks is not None else f"at least {found.least_num_ranks}"
+    problem = f"{found.name} started {number} processes, but this Python loaded {library}, {consequence}."
+    if found.name == launcher.SLURM:
+        interface = "pmix" if library.startswith("Open MPI") else "pmi2"
+        return (
+            f"{problem} Use srun --mpi={interface} (srun --mpi=list shows what this Slurm has), the mpirun of that "
+            "library in the job script, or srun --mpi=none: torchmpi then connects the ranks itself, over TCP between "
+            "hosts."
+        )
     return (
-        f"{found.name} started {found.num_ranks} processes, but this Python loaded {library}, {consequence}. Use the "
-        "mpirun of that library (in a virtual environment: the one in its bin folder), or point mpi4py to the "
-        "launcher's library with MPI4PY_LIBMPI."
+        f"{problem} Use the mpirun of that library (in a virtual environment: the one in its bin folder), or point "
+        "mpi4py to the launcher's library with MPI4PY_LIBMPI."
     )
 
 

@@ -60,6 +60,7 @@ class StartWatch:
         except ConfigError:  # raised by start() on all ranks
             self._config = Config()
         self._launcher = launcher.detect()
+        self._num_ranks = self._launcher.num_ranks or 1
         self._has_started = threading.Event()
         self._has_warned = False
         self._first: int | None = None
@@ -67,7 +68,7 @@ class StartWatch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        if self._launcher.num_ranks > 1 and self._launcher.rank is not None:
+        if self._num_ranks > 1 and self._launcher.rank is not None and self._launcher.has_mpi_interface:
             self._thread = threading.Thread(target=self._watch, name=_THREAD_NAME, daemon=True)
             self._thread.start()
 
@@ -99,9 +100,9 @@ class StartWatch:
 
     def _about_ended(self, existing: set[int]) -> str:
         """Describe ranks of this host that have ended. Across hosts it is not known which ranks should be here."""
-        ended = sorted(set(range(self._launcher.num_ranks)) - existing)
+        ended = sorted(set(range(self._num_ranks)) - existing)
         who = f"rank {', '.join(map(str, ended[:_MOST_RANKS]))}"
-        if self._launcher.local_size != self._launcher.num_ranks:
+        if self._launcher.local_size != self._num_ranks:
             who = "a rank of this host"
         return f"{who} ended without calling start(), in which rank {self._launcher.rank} waits. That ends the job."
 
@@ -127,7 +128,7 @@ class StartWatch:
             return "\n".join(["Not arrived:", *lines[:_MOST_RANKS], *more])
         if not ranks.all:
             return "Which ranks have not arrived is not known."
-        if len(ranks.all) == self._launcher.num_ranks:
+        if len(ranks.all) == self._num_ranks:
             return "All ranks have arrived."
         return "All ranks of this host have arrived. Ranks of other hosts have not, or the network between them fails."
 
@@ -182,7 +183,9 @@ def _rank_of(pid: int, job: str | None = None) -> int | None:
     environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     if job is not None and environment.get("PMIX_NAMESPACE") != job:
         return None
-    return launcher.detect(environment).rank
+    found = launcher.detect(environment)
+    # In a Slurm job, the daemon of mpirun is itself a task of srun.
+    return found.rank if found.name == launcher.detect().name else None
 
 
 def _is_in_start(pid: int, children: dict[int, list[int]]) -> bool:

@@ -1,0 +1,104 @@
+"""Rendezvous of ranks whose launcher gives them numbers but no interface for MPI: ``srun --mpi=none`` and torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import zlib
+from datetime import timedelta
+
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+from ...backends import network, torch_groups
+from ...errors import LaunchError
+from ...log import logger
+from .. import launcher
+from . import connect as connect_through_store
+from .stand_in import StandIn
+
+_TIMEOUT = timedelta(minutes=5)
+# Below the ports that systems assign to outgoing connections.
+_FIRST_PORT, _NUM_PORTS = 20000, 12000
+_SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_PROCID")
+
+
+def connect(found: launcher.Launcher) -> StandIn:
+    """Connect to the other ranks of the launcher. Collective.
+
+    Args:
+        found: The launcher of this process.
+
+    Returns:
+        The stand-in for ``mpi4py.MPI``.
+
+    Raises:
+        LaunchError: The variables of the launcher are incomplete, or a rank cannot be reached.
+
+    Example:
+        ::
+
+            mpi_library.adopt(connect(launcher.detect()))
+    """
+    if found.name == launcher.SLURM:
+        store, rank, size = _store_of_step(found)
+    else:
+        store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
+    # The store is closed on return, when all ranks are connected.
+    return connect_through_store(
+        c10d.PrefixStore("torchmpi start", store), rank, size, timeout_seconds=_TIMEOUT.total_seconds()
+    )
+
+
+def _store_of_step(found: launcher.Launcher) -> tuple[c10d.Store, int, int]:
+    """Open a store on rank 0 of a step of Slurm. Its address follows from variables that are equal on all ranks."""
+    missing = [name for name in _SLURM_VARIABLES if name not in os.environ]
+    if missing or found.rank is None or found.num_ranks is None:
+        raise LaunchError(
+            f"{found.name} started {found.least_num_ranks} processes without an interface for MPI, and the variables "
+            f"{', '.join(missing)} are missing. Start the processes with srun itself, or srun --mpi=pmix or --mpi=pmi2."
+        )
+    variables = {name: os.environ[name] for name in _SLURM_VARIABLES}
+    step = f"{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
+    is_one_host = variables["SLURM_STEP_NUM_NODES"] == "1"
+    own = network.loopback() if is_one_host else first_host(variables["SLURM_STEP_NODELIST"])
+    address = os.environ.get("MASTER_ADDR") or own
+    port = int(os.environ.get("MASTER_PORT") or _FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS)
+    if found.rank == 0 and not is_one_host:
+        logger.info(
+            f"srun started {found.num_ranks} processes without an interface for MPI, so that ranks on different hosts "
+            "communicate over TCP. Where the network is faster: srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
+        )
+    try:
+        if found.rank == 0:
+            own_end = _listen(address if is_one_host else "", port)
+            store = torch_groups.open_tcp_store(
+                address, port, found.num_ranks, True, _TIMEOUT, master_listen_fd=own_end
+            )
+        else:
+            store = torch_groups.open_tcp_store(address, port, found.num_ranks, False, _TIMEOUT)
+    except (OSError, RuntimeError) as error:
+        raise LaunchError(
+            f"rank {found.rank} of the step {step} of Slurm: the store of rank 0 at {address}, port {port}, failed: "
+            f"{error}. Choose another host or port with MASTER_ADDR and MASTER_PORT, or start with srun --mpi=pmix or "
+            "--mpi=pmi2."
+        ) from error
+    return c10d.PrefixStore(step, store), found.rank, found.num_ranks
+
+
+def _listen(address: str, port: int) -> int:
+    """Listen at an address; if '' at all, since the name of a host may be that of its loopback interface (Debian)."""
+    is_dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else network.family(address)
+    return socket.create_server((address, port), family=family, backlog=2048, dualstack_ipv6=is_dual).detach()
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list in Slurm's notation.
+
+    >>> first_host("node[008-011,20],other7"), first_host("rack[2-3]-n[0-7]")
+    ('node008', 'rack2-n0')
+    """
+    first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
