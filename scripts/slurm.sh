@@ -11,7 +11,7 @@ usage: scripts/slurm.sh COMMAND
   down         remove everything
   -h, --help   this text
 
-The nodes have two CPUs, or SLURM_CPUS, and two GPUs that are no devices (/dev/null, /dev/zero), for tests of --gres.
+The nodes have two CPUs and two GPUs that are no devices (/dev/null, /dev/zero), for tests of --gres.
 State: SLURM_STATE (default /run/torchmpi-slurm). No other Slurm on this machine is used or changed.
 
 Needs root with CAP_SYS_ADMIN and, of Debian, the packages slurmctld slurmd slurm-client munge iproute2.
@@ -54,7 +54,7 @@ ReturnToService=2
 KillWait=5
 SchedulerParameters=batch_sched_delay=0,bf_interval=5,sched_min_interval=100000
 GresTypes=gpu
-NodeName=h[0-$((number - 1))] NodeAddr=$HOSTS_NETWORK.[1-$number] CPUs=${SLURM_CPUS:-2} Gres=gpu:2
+NodeName=h[0-$((number - 1))] NodeAddr=$HOSTS_NETWORK.[1-$number] CPUs=2 Gres=gpu:2
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO
 CONF
     # slurmd 22.05 looks for control groups, also if it uses none, unless it is told their kind.

@@ -50,8 +50,8 @@ done
 export SLURM_STATE=${SLURM_STATE:-/run/torchmpi-slurm} HOSTS_SHARE=$environments PYTHONUNBUFFERED=1
 trap 'trap "" INT TERM; scripts/slurm.sh down' EXIT # not interrupted: timeout signals twice
 trap 'exit 130' INT TERM
-SLURM_CPUS=4 scripts/slurm.sh up 2 || exit 1
-export SLURM_CONF=$SLURM_STATE/slurm.conf SBATCH_OVERCOMMIT=1
+scripts/slurm.sh up 2 || exit 1
+export SLURM_CONF=$SLURM_STATE/slurm.conf
 
 # record NAME SECONDS PROBLEM
 record() {
