@@ -9,7 +9,7 @@ import pytest
 from kernel_rig import compiled
 
 from torchmpi.shared_memory import memory_layout
-from torchmpi.shared_memory.kernels import arrival, records
+from torchmpi.shared_memory.kernels import arrival, compilation, intrinsics, records
 
 kernel = compiled(arrival.wait_same_core, arrival.begin, arrival.has_aborted)
 
@@ -45,6 +45,14 @@ def test_wait_for_a_rank_on_the_same_core(fields):
     assert late[-1] == records.TIMEOUT
     rows[2, memory_layout.READY] = 1
     assert wait_same_core(own) == 0, "it has come"
+
+
+@pytest.mark.parametrize("seed", ("", "1"))
+def test_delays_are_compiled_on_request_only(monkeypatch, seed):
+    monkeypatch.setattr(intrinsics, "DELAYS", seed)
+    function = compilation.inner(arrival.has_aborted.py_func)
+    text = str(compilation.link("delays_", [compilation.plain("delays_check", function)]))
+    assert ("usleep" in text, "torchmpi_delay" in text) == (seed != "", seed != "")
 
 
 def test_core_of_the_rank_is_published(fields):

@@ -116,7 +116,10 @@ def save(path: Path, job: JobDescription, table: Table) -> None:
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    content = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("too deeply nested") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError("not a file of this version")
     entries = content.get("entries")

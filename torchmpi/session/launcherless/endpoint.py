@@ -417,7 +417,12 @@ class Endpoint:
                 self._finish(arrival)
             return ""
         staging[:kept] = link.rest
-        self._parse(link, staging[: kept + num_bytes])
+        try:
+            self._parse(link, staging[: kept + num_bytes])
+        except (ValueError, MemoryError) as error:  # not a frame of a rank, or a message longer than the memory
+            with contextlib.suppress(OSError):
+                link.sock.shutdown(socket.SHUT_RDWR)
+            return f"its message cannot be read ({error})"
         return ""
 
     def _parse(self, link: Link, data: memoryview) -> None:
@@ -432,6 +437,8 @@ class Endpoint:
                 link.goodbye_is_read = True
             elif kind == _ABORT:
                 self._end_with(context, tag)
+            elif kind != _MESSAGE:
+                raise ValueError(f"unknown kind {kind}")
             else:
                 arrival = self._begin(link.peer, context, tag, length)
                 part = data[:length]

@@ -73,7 +73,12 @@ class Mesh:
                 sorted(os.sched_getaffinity(0)),
             )
             entries = self._allgather("place", [own, secrets.token_hex(16)])
-            self.places, secret = [Place(*place) for place, _ in entries], bytes.fromhex(entries[0][1])
+            try:
+                self.places, secret = [Place(*place) for place, _ in entries], bytes.fromhex(entries[0][1])
+            except (IndexError, KeyError, TypeError, ValueError) as error:
+                raise LaunchError(self._is_foreign(error)) from None
+            if len(self.places) != self._size:
+                raise LaunchError(self._is_foreign(f"{len(self.places)} ranks instead of {self._size}"))
             addresses: list[Any] = ["\0" + place.unix_name for place in self.places]
             if len({place.network for place in self.places}) > 1:
                 listeners.append(opened.enter_context(_listen_at(self._address(), self._size)))
@@ -123,11 +128,19 @@ class Mesh:
         try:
             self._store.wait([key], timedelta(seconds=self._time_left()))
             return json.loads(self._store.get(key))
+        except (ValueError, RecursionError) as error:
+            raise LaunchError(self._is_foreign(error)) from None
         except RuntimeError as error:  # torch's stores have no specific exception
             raise LaunchError(
                 f"rank {self._rank}: rank {rank} has written nothing to the store in time ({error}). Start all "
                 f"{self._size} ranks, with the same store, or increase timeout=."
             ) from error
+
+    def _is_foreign(self, problem: object) -> str:
+        return (
+            f"rank {self._rank}: the store has something else under the keys of torchmpi ({problem}). Use another "
+            "store, or another prefix, for each job."
+        )
 
     def clear(self) -> None:
         """Delete what this rank has written to the store, once all ranks have read it."""

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .kernel_sets import ENABLE_CHECKS, SETS
+from .kernel_sets import DELAYS, ENABLE_CHECKS, SETS
 
 if TYPE_CHECKING:
     from .native_code import Compiler
@@ -172,7 +172,7 @@ def function_at(name: str, address: int, owner: int | None = None) -> Callable[.
 
 def source_digest() -> str:
     """Return a digest of all sources of this package that the compiled code depends on."""
-    digest = hashlib.sha256(b"checks" if ENABLE_CHECKS else b"")
+    digest = hashlib.sha256((b"checks" if ENABLE_CHECKS else b"") + DELAYS.encode())
     folder = Path(__file__).parent
     for path in (*sorted(folder.glob("*.py")), folder.parent / "memory_layout.py"):
         digest.update(path.read_bytes())

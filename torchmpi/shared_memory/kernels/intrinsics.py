@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from typing import Any
 
@@ -10,6 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic as _intrinsic
 
+from .kernel_sets import DELAYS
 from .simd_ir import Lanes
 
 _WORD = ir.IntType(64)
@@ -27,6 +29,44 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 def _field_pointer(builder: Any, record: Any, field: Any) -> Any:
     return _pointer(builder, builder.add(record, builder.mul(field, _WORD(8))))
+
+
+def _delay(builder: Any) -> None:
+    """Generate a pause of random length, mostly none, if the kernels are compiled with delays."""
+    if DELAYS:
+        known = builder.module.globals.get(_DELAY)
+        builder.call(known or _delay_function(builder.module), [])
+
+
+_DELAY = "torchmpi_delay"
+_DELAY_RANGE, _SLEEPS, _YIELDS = 1024, 3, 60  # of so many delays so many sleep, and so many more yield
+_DELAY_MICROSECONDS = 80
+
+
+def _delay_function(module: Any) -> Any:
+    """Add a function that sleeps, yields or does nothing; its numbers depend on the seed and on the process."""
+    number = ir.IntType(32)
+    seed = int.from_bytes(hashlib.sha256(f"{DELAYS} {module.name}".encode()).digest()[:8], "little")
+    state = ir.GlobalVariable(module, _WORD, f"{_DELAY}_state")
+    state.linkage, state.initializer = "internal", _WORD(seed)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), []), _DELAY)
+    function.linkage = "internal"
+    builder = ir.IRBuilder(function.append_basic_block())
+    following = builder.add(builder.mul(builder.load(state), _WORD(6364136223846793005)), _WORD(1442695040888963407))
+    builder.store(following, state)
+    process = cgutils.get_or_insert_function(module, ir.FunctionType(number, []), "getpid")
+    mixed = builder.xor(
+        following, builder.mul(builder.zext(builder.call(process, []), _WORD), _WORD(0x9E3779B97F4A7C15))
+    )
+    drawn = builder.urem(builder.lshr(builder.mul(mixed, _WORD(0xD6E8FEB86659FD93)), _WORD(33)), _WORD(_DELAY_RANGE))
+    with builder.if_then(builder.icmp_unsigned("<", drawn, _WORD(_SLEEPS + _YIELDS))):
+        yields = cgutils.get_or_insert_function(module, ir.FunctionType(number, []), "sched_yield")
+        builder.call(yields, [])
+        with builder.if_then(builder.icmp_unsigned("<", drawn, _WORD(_SLEEPS))):
+            sleeps = cgutils.get_or_insert_function(module, ir.FunctionType(number, [number]), "usleep")
+            builder.call(sleeps, [number(_DELAY_MICROSECONDS)])
+    builder.ret_void()
+    return function
 
 
 @intrinsic
@@ -55,6 +95,7 @@ def load_acquire(typing_context, address):
     """Load a 64-bit integer; earlier writes of its writer are visible to later reads."""
 
     def generate(context, builder, signature, arguments):
+        _delay(builder)
         return builder.load_atomic(_pointer(builder, arguments[0]), ordering="acquire", align=8)
 
     return types.int64(types.int64), generate
@@ -65,6 +106,7 @@ def store_release(typing_context, address, value):
     """Store a 64-bit integer after all earlier reads and writes."""
 
     def generate(context, builder, signature, arguments):
+        _delay(builder)
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), ordering="release", align=8)
         return context.get_dummy_value()
 
@@ -97,6 +139,7 @@ def load_field_acquire(typing_context, record, field):
     """Load a field as `load_acquire` does."""
 
     def generate(context, builder, signature, arguments):
+        _delay(builder)
         return builder.load_atomic(_field_pointer(builder, *arguments), ordering="acquire", align=8)
 
     return types.int64(types.int64, types.int64), generate
@@ -107,7 +150,9 @@ def store_field_release(typing_context, record, field, value):
     """Store a field as `store_release` does."""
 
     def generate(context, builder, signature, arguments):
+        _delay(builder)
         builder.store_atomic(arguments[2], _field_pointer(builder, *arguments[:2]), ordering="release", align=8)
+        _delay(builder)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -129,6 +174,7 @@ def copy(typing_context, target, source, num_bytes):
 
     def generate(context, builder, signature, arguments):
         target, source = (builder.inttoptr(address, _BYTE_POINTER) for address in arguments[:2])
+        _delay(builder)
         cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
         return context.get_dummy_value()
 
@@ -224,6 +270,7 @@ def reduce(typing_context, function, outs, num_outs, sources, num_sources, numel
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 5)
+        _delay(builder)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
 

@@ -10,6 +10,9 @@ from typing import NamedTuple
 ENABLE_CHECKS = os.environ.get("TORCHMPI_KERNEL_CHECKS", "").lower() not in ("", "0", "false", "no", "off")
 """Whether kernels are compiled with checks of addresses and counters (see :mod:`.access`)."""
 
+DELAYS = os.environ.get("TORCHMPI_KERNEL_DELAYS", "")
+"""Seed with which kernels are compiled that pause at random between their accesses to shared memory; '' for none."""
+
 
 class FastPathKernel(NamedTuple):
     """How the fast path of a collective calls its kernel."""
