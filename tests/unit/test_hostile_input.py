@@ -21,13 +21,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torchmpi.distributed.launcherless import mesh
+from torchmpi.distributed.launcherless.endpoint import _HEAD, Endpoint
+from torchmpi.distributed.launcherless.requests import CommunicationError
 
 from torchmpi.backends import saved_tables
 from torchmpi.backends.selection_table import Table, checked, keys
 from torchmpi.cli.doctor import diagnosis
-from torchmpi.distributed.launcherless import mesh
-from torchmpi.distributed.launcherless.endpoint import _HEAD, Endpoint
-from torchmpi.distributed.launcherless.requests import CommunicationError
 from torchmpi.engine import checkpoint
 from torchmpi.errors import CheckpointError, LaunchError
 from torchmpi.tensors import archive
