@@ -158,7 +158,7 @@ def test_another_error_on_another_rank_is_a_line_of_the_report(job):
 
 
 @pytest.mark.parametrize(("inside_mpi", "n"), ((False, 3), (True, 2)), ids=("in Python", "inside MPI"))
-def test_sigterm_on_one_rank_ends_the_job(job, inside_mpi, n):
+def test_sigterm_on_one_rank_ends_the_job(job, tmp_path, inside_mpi, n):
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
     code = f"""
 if rank == 1 and {not inside_mpi}:
@@ -169,9 +169,10 @@ if rank == 0:
     time.sleep({LIMIT_SECONDS})
 mpi.allreduce(torch.ones(3))
 """
-    result = failing(job, code, n=n)
+    result = failing(job, code, n=n, env={"TORCHMPI_REPORT": str(tmp_path / "report.json")})
     first, _ = lines_of_ours(result)
     assert re.search(r"rank 1 received SIGTERM, which ends the job. It was at .*job.py:\d+ in <module>", first), first
+    assert json.loads((tmp_path / "report.json").read_text())["status"] == 128 + signal.SIGTERM
 
 
 def test_an_interrupt_of_all_ranks_is_one_line(job):

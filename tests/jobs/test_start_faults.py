@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from conftest import is_open_mpi
 
 RANK = """
 import os, sys, time
@@ -35,3 +36,22 @@ def test_a_rank_that_does_not_call_start_is_named(job, before):
     assert result.stderr.count("rank 0 has waited") == 2, result.output
     assert result.stderr.count("in start(). Not arrived:") == 2, result.output
     assert "exceeds stall_abort_seconds" in result.stderr, result.output
+
+
+def test_a_small_folder_of_shared_memory_is_reported(job, mpirun):
+    """Regression: MPI_Init of MPICH ended with SIGBUS. Open MPI uses another transport, and says so."""
+    if is_open_mpi(mpirun[0]):
+        pytest.skip("about MPICH")
+    code = """
+import ctypes
+libc = ctypes.CDLL(None)
+if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):  # a private namespace of mounts
+    sys.exit("not permitted")
+assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=1m") == 0
+mpi.start()
+"""
+    result = job(2, RANK + code, timeout=60)
+    if "not permitted" in result.stderr:
+        pytest.skip("no namespaces of mounts: needs root")
+    assert "has 1 of 1 MiB free, but MPICH" in result.stderr and "--shm-size=1g" in result.stderr, result.output
+    assert result.returncode != 0, result.output

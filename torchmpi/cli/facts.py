@@ -355,7 +355,10 @@ def mpi_facts() -> MPIFacts:
     try:
         MPI, _ = mpi_library.initialise()
     except LaunchError:
-        MPI = mpi_library.load()  # initialised, but each process is a job of its own; a check reports this
+        MPI = mpi_library.load()
+        if not MPI.Is_initialized():  # too little shared memory
+            return loaded_library()
+        # Otherwise each process is a job of its own. Checks report both.
     return MPIFacts(
         rank=MPI.COMM_WORLD.rank,
         size=MPI.COMM_WORLD.size,

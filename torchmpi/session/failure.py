@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -147,7 +147,7 @@ class FailureHandling:
         if not self._claim_report():
             self._let_other_rank_end(f"failed too, {line}: {kind.__name__}: {error}")
         elif isinstance(error, KeyboardInterrupt):
-            self._report_alone(self._about_interrupt(line))
+            self._report_alone(self._about_interrupt(line), status)
         elif left is not None:
             self._report(f"{left} without mpi.stop(), while rank {rank} was {line}\n{error}", status)
         else:
@@ -225,9 +225,9 @@ class FailureHandling:
         # The launcher sends SIGTERM to the ranks that are left after one has failed: report only the first SIGTERM.
         if not self._is_failing and self._claim_report():
             line = f" It was {line_of_program(traceback.extract_stack(frame))}" if frame is not None else ""
-            # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
             message = f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"
-            write_directly(f"{message}\n{launcher.announcement()}".rstrip())
+            # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
+            self._report_alone(message, _TERMINATED, write_directly)
         self._abort(_TERMINATED)
 
     def _end_waits(self) -> None:
@@ -238,7 +238,8 @@ class FailureHandling:
 
     def _interrupt(self, frame: FrameType | None) -> None:
         if self._claim_report():
-            self._report_alone(self._about_interrupt(line_of_program(traceback.extract_stack(frame))))
+            line = line_of_program(traceback.extract_stack(frame))
+            self._report_alone(self._about_interrupt(line), _INTERRUPTED)
         self._abort(_INTERRUPTED)
 
     def _about_interrupt(self, line: str) -> str:
@@ -297,22 +298,29 @@ class FailureHandling:
         _flush()
         time.sleep(_OUTPUT_SECONDS + self._patience_seconds)
 
-    def _report_alone(self, reason: str) -> None:
-        log_fatal(f"{reason}\n{launcher.announcement()}".rstrip())
+    def _report_alone(self, reason: str, status: int, show: Callable[[str], None] = log_fatal) -> None:
+        show(f"{reason}\n{launcher.announcement()}".rstrip())
+        self._write_report(reason, status, {})
 
     def _report(self, reason: str, status: int) -> None:
-        """Print the reason at once, then what the other ranks were doing. Both are written as JSON, if requested."""
+        """Print the reason at once, then what the other ranks were doing."""
         log_fatal(report.shortened(reason))
-        world, process = self.world, os.getpid()
+        others: dict[int, report.Activity] = {}
         with contextlib.suppress(ValueError):  # the status board has been unmapped
-            others = activities_on_host(self.board_group or world, patience_seconds=self._patience_seconds)
-            lines = report.about_others(others)
-            if lines:
-                lines = [f"torchmpi: rank {world.rank} is process {process} on {self._host_name}. The others:", *lines]
-            if text := "\n".join([*lines, launcher.announcement()]).rstrip():
-                log_fatal(text)
-            if self._config.report:
-                first = {"rank": world.rank, "host": self._host_name, "process": process, "size": world.size}
+            others = activities_on_host(self.board_group or self.world, patience_seconds=self._patience_seconds)
+        lines = report.about_others(others)
+        if lines:
+            own = f"torchmpi: rank {self.world.rank} is process {os.getpid()} on {self._host_name}. The others:"
+            lines.insert(0, own)
+        if text := "\n".join([*lines, launcher.announcement()]).rstrip():
+            log_fatal(text)
+        self._write_report(reason, status, others)
+
+    def _write_report(self, reason: str, status: int, others: Mapping[int, report.Activity]) -> None:
+        """Write the report as JSON, if that is requested and possible."""
+        if self._config.report:
+            first = {"rank": self.world.rank, "host": self._host_name, "process": os.getpid(), "size": self.world.size}
+            with contextlib.suppress(OSError):
                 report.write(self._config.report, {**first, "status": status, "reason": reason}, others)
 
     @property
