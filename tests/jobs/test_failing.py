@@ -40,7 +40,7 @@ def failing(job, code: str, *, n: int = 3, env: dict[str, str] | None = None):
 
 def lines_of_ours(result) -> list[str]:
     """The lines of reports, without those of tracebacks, of the launcher, and of the first start on a machine."""
-    lines = result.stderr.splitlines()
+    lines = [line.lstrip("\0") for line in result.stderr.splitlines()]  # Open MPI ends its messages with one
     return [line for line in lines if line.startswith("torchmpi: ") and " compil" not in line]
 
 
