@@ -30,6 +30,7 @@ from torchmpi.backends.selection_table import Table, checked, keys
 from torchmpi.cli.doctor import diagnosis
 from torchmpi.engine import checkpoint
 from torchmpi.errors import CheckpointError, LaunchError
+from torchmpi.parameterserver import shard_checkpoint
 from torchmpi.tensors import archive
 
 JOB = saved_tables.describe_job([0, 0], 2, 2, "Some MPI 1.0")
@@ -191,6 +192,64 @@ def test_an_archive_that_expands_does_not_exhaust_memory():
     with pytest.raises(CheckpointError):
         archive.parse(Path("shards.pt"), buffer.getvalue(), mark=MARK, what="file of shards")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
+
+
+# --- checkpoints of parameter servers ------------------------------------------------------------------------------
+
+
+def one_rank(shape: tuple[int, ...] = (40,)) -> Any:
+    """What `_read_index` and `_read_shards` need of a job with one server on one rank."""
+    server = SimpleNamespace(is_saved=True, name="s", shape=shape, dtype=torch.float32, numel=40, parts=[(0, 40)])
+    return SimpleNamespace(servers={0: server}, group=SimpleNamespace(rank=0, size=1, where="rank 0"))
+
+
+INDEX = {
+    "torchmpi_shards": 1,
+    "token": "abcd",
+    "size": 1,
+    "servers": [{"name": "s", "shape": [40], "dtype": "float32"}],
+}
+
+
+def read_servers(folder: Path) -> None:
+    context = one_rank()
+    index = shard_checkpoint._read_index(folder, context)
+    shard_checkpoint._read_shards(folder, index, context)
+
+
+@FEW
+@given(st.data())
+def test_a_damaged_index_of_servers_is_refused(tmp_path, data):
+    (tmp_path / "shards-abcd-0.pt").write_bytes(SHARDS)
+    text = json.dumps(INDEX).encode()
+    (tmp_path / "servers.json").write_bytes(text)
+    read_servers(tmp_path)
+    (tmp_path / "servers.json").write_bytes(data.draw(damaged(text)))
+    with contextlib.suppress(CheckpointError):
+        read_servers(tmp_path)
+
+
+@MANY
+@given(st.sampled_from(sorted(INDEX)), json_values, json_values)
+def test_an_index_of_servers_with_other_json_is_refused(tmp_path, name, value, whole):
+    (tmp_path / "shards-abcd-0.pt").write_bytes(SHARDS)
+    for content in (whole, {**INDEX, name: value}, {each: INDEX[each] for each in INDEX if each != name}):
+        (tmp_path / "servers.json").write_text(json.dumps(content))
+        try:
+            read_servers(tmp_path)
+        except CheckpointError:
+            continue
+        assert {**INDEX, **content, "servers": INDEX["servers"]} == INDEX
+
+
+def test_an_index_of_servers_names_no_file_outside_its_folder(tmp_path):
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    (tmp_path / "secret-0.pt").write_bytes(SHARDS)
+    (folder / "servers.json").write_text(json.dumps({**INDEX, "token": "/../../secret"}))
+    (folder / "shards-").mkdir()
+    with pytest.raises(CheckpointError):
+        read_servers(folder)
 
 
 # --- checkpoints of engines ---------------------------------------------------------------------------------------

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from ..communicators.levels import Comm
 from ..errors import CheckpointError
@@ -25,6 +28,7 @@ from .servers import Server, ServerContext, call_collectively
 
 _FORMAT = ("torchmpi_shards", 1)
 _INDEX = "servers.json"
+_MOST_RANKS = 1 << 24
 _ARRAYS = ("values", *(f"state {number}" for number in range(1, MOST_STATES + 1)))
 _Saved = tuple[int, dict[str, Any]]
 """First element of a saved shard, and the content of its file for one server."""
@@ -174,10 +178,12 @@ def _read_index(folder: Path, context: ServerContext) -> dict[str, Any]:
         index: dict[str, Any] = json.loads((folder / _INDEX).read_text())
     except FileNotFoundError:
         raise CheckpointError(f"there is no {folder / _INDEX}: no save to this folder was completed") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / _INDEX} is damaged: {error}") from None
-    if index.get(_FORMAT[0]) != _FORMAT[1]:
+    if not isinstance(index, dict) or index.get(_FORMAT[0]) != _FORMAT[1]:
         raise CheckpointError(f"{folder / _INDEX} has another format than {_FORMAT[1]}, that of this torchmpi version")
+    if not _is_plausible(index):
+        raise CheckpointError(f"{folder / _INDEX} is damaged: its token, size or list of servers is not of a save")
     # Names are not compared: default names contain numbers, which depend on the servers that were made before.
     saved, own = (
         [(item["shape"], item["dtype"]) for item in items] for items in (index["servers"], _describe(context))
@@ -188,6 +194,33 @@ def _read_index(folder: Path, context: ServerContext) -> dict[str, Any]:
             "Create the same servers, in the same order, before loading"
         )
     return index
+
+
+def _is_plausible(index: dict[str, Any]) -> bool:
+    """Return whether an index has the types that `_write_index` writes, and names files inside the folder."""
+    token, size, servers = (index.get(name) for name in ("token", "size", "servers"))
+    return (
+        isinstance(token, str)
+        and re.fullmatch("[0-9a-f]+", token) is not None
+        and type(size) is int
+        and 0 < size <= _MOST_RANKS
+        and isinstance(servers, list)
+        and all(isinstance(item, dict) and {"shape", "dtype"} <= item.keys() for item in servers)
+    )
+
+
+def _check_shard(path: Path, saved: Any, numel: int, dtype: torch.dtype) -> None:
+    """Raise unless a saved shard has tensors of the right types and lengths."""
+    tensors: dict[str, Any] = saved if isinstance(saved, dict) else {}
+    arrays: list[Any] = [tensors.get(name) for name in _ARRAYS if name == "values" or name in tensors]
+    counts: list[Any] = [tensors.get("versions"), tensors.get("steps")]
+    if not (
+        all(isinstance(each, torch.Tensor) and each.shape == (numel,) for each in arrays)
+        and all(isinstance(each, torch.Tensor) and each.dim() == 1 and each.dtype == torch.int64 for each in counts)
+        and len(counts[0]) == len(counts[1])
+        and arrays[0].dtype == dtype
+    ):
+        raise CheckpointError(f"{path} is damaged: it does not have the {numel} values that its name stands for")
 
 
 def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) -> list[list[_Saved]]:
@@ -204,7 +237,9 @@ def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) ->
             path = folder / _file_name(index["token"], rank)
             content = archive.parse(path, path.read_bytes(), mark=_FORMAT, what="file of shards")
             for number in wanted:
-                found[number].append((old_parts[number][rank][0], content[str(number)]))
+                part = old_parts[number][rank]
+                _check_shard(path, content.get(str(number)), part[1], servers[number].dtype)
+                found[number].append((part[0], content[str(number)]))
     return found
 
 
