@@ -75,11 +75,15 @@ finished() {
 
 # batch NAME SCRIPT TEXT... [-- OPTION...]: submits a job script, waits, and looks for the texts in its output.
 batch() {
-    local name=$1 script=$2 began=$SECONDS texts=() problem
+    local name=$1 script=$2 began=$SECONDS texts=() problem job
     shift 2
     while [ $# -gt 0 ] && [ "$1" != -- ]; do texts+=("$1"); shift; done
     [ $# = 0 ] || shift
-    timeout -k 5 240 sbatch --wait --output "$logs/$name.%a.log" "$@" "examples/slurm/$script" >"$logs/$name.sbatch" 2>&1
+    # sbatch --wait looks for the end of the job less and less often.
+    job=$(sbatch --parsable --output "$logs/$name.%a.log" "$@" "examples/slurm/$script" 2>"$logs/$name.sbatch")
+    while [ -n "$(squeue --noheader --jobs "$job" 2>/dev/null)" ] && [ $((SECONDS - began)) -lt 240 ]; do
+        sleep 0.5
+    done
     cat "$logs/$name".*.log >"$logs/$name.all" 2>/dev/null
     problem=$(finished "$logs/$name.all" "${texts[@]}")
     record "$name" $((SECONDS - began)) "$problem"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from torchmpi.cli.facts import Program
+from torchmpi.cli.launching import launch_command
 from torchmpi.session import launcher
 from torchmpi.session.launcherless.environment import first_host
 
@@ -96,3 +98,12 @@ def test_variables_of_torch():
 )
 def test_first_host_of_a_list(nodes, host):
     assert first_host(nodes) == host
+
+
+def test_the_hosts_of_a_job_of_slurm_are_used(monkeypatch):
+    """Regression: with --oversubscribe, Open MPI starts all ranks on the first node."""
+    program = Program("mpirun", "Open MPI 5.0.11", True)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert launch_command(program, 5000) == ["mpirun", "--oversubscribe", "-n", "5000"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert launch_command(program, 5000) == ["mpirun", "-n", "5000"]

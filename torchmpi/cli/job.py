@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import ArgumentError, LaunchError, MissingMPIError
 from ..session import launcher, mpi_library
+from ..session.launcherless.environment import first_host
 from . import hosts, rank_start
 from .facts import Program
 from .launching import find_programs, launch_command
@@ -97,8 +98,9 @@ def _interface_variables(interface: str | None) -> dict[str, str]:
 
 def _master(placed: Sequence[tuple[str, int]]) -> str:
     """Return the address for programs that make a store of torch.distributed by themselves: on the host of rank 0."""
-    if placed:
-        return f"{placed[0][0]}:{random.choice(_PORTS)}"
+    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+    if placed or nodes:
+        return f"{placed[0][0] if placed else first_host(nodes)}:{random.choice(_PORTS)}"
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"
 

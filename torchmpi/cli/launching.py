@@ -119,8 +119,10 @@ def launch_command(program: Program, num_ranks: int, *, unbound: bool = False) -
     command = [program.path]
     if program.library.startswith("Open MPI"):
         cores = affinity.physical_cores()
-        if num_ranks > len(set(cores.values()) if cores else affinity.current()):
-            command.append("--oversubscribe")  # its slots are cores
+        # Its slots are cores, or in a job of Slurm the tasks of all nodes: all ranks would then start on the first one.
+        is_crowded = num_ranks > len(set(cores.values()) if cores else affinity.current())
+        if is_crowded and "SLURM_JOB_ID" not in os.environ:
+            command.append("--oversubscribe")
         if unbound:
             command += ["--bind-to", "none"]
     return [*command, "-n", str(num_ranks)]
