@@ -8,7 +8,7 @@ usage: scripts/hosts.sh COMMAND
 
   up N            make the hosts h0 to h<N-1>, connected by a bridge
   run HOST CMD... run a command on a host, in this folder and environment
-  cut HOST        take down the link of a host; heal HOST restores it
+  cut HOST [in]   take down the link of a host, or only the direction to it; heal HOST restores it
   crash HOST      kill all processes of a host; revive HOST boots it again
   rate RATE       limit every link, for example to 1gbit; none removes the limit
   down            remove everything
@@ -161,6 +161,31 @@ run() {
     exec nsenter -t "$number" -n -u -i -p -m --wd="$PWD" -- env TMPDIR=/tmp "$@"
 }
 
+# cut HOST [in]: in one direction by sending frames for the host to a port where nobody takes them.
+cut_link() {
+    if [ "${2:-}" = in ]; then
+        bridge fdb replace "$(mac "$1")" dev "$(other_port "$1")" master static sticky
+    else
+        ip link set "$prefix-$1" down
+    fi
+}
+
+heal_link() {
+    ip link set "$prefix-$1" up
+    bridge fdb del "$(mac "$1")" dev "$(other_port "$1")" master 2>/dev/null || true
+}
+
+mac() {
+    ip netns exec "$prefix-$1" cat /sys/class/net/eth0/address
+}
+
+other_port() {
+    local host
+    for host in $(hosts); do
+        [ "$host" = "$1" ] || { echo "$prefix-$host" && return; }
+    done
+}
+
 rate() {
     local host
     for host in $(hosts); do
@@ -183,8 +208,8 @@ esac
 case $command in cut | heal | crash | revive | rate | run) [ $# -ge 1 ] || fail "$command: an argument is missing, see --help" ;; esac
 case $command in
     up) up "${1:-2}" ;;
-    cut) ip link set "$prefix-$1" down ;;
-    heal) ip link set "$prefix-$1" up ;;
+    cut) cut_link "$@" ;;
+    heal) heal_link "$@" ;;
     crash) kill -9 "$(pid "$1")" ;;
     revive) start_host "$1" ;;
     *) "$command" "$@" ;;

@@ -6,14 +6,16 @@ set -uo pipefail
 
 usage() {
     cat <<'HELP'
-usage: scripts/test_hosts.sh [--quick] [--mpi LIST] [--layouts LIST] [-k EXPRESSION] [TEST...]
+usage: scripts/test_hosts.sh [--quick] [--faults] [--mpi LIST] [--layouts LIST] [-k EXPRESSION] [TEST...]
 
-Makes three hosts with scripts/hosts.sh, runs tests of tests/mpi on their ranks, then a program without an MPI launcher, and
-removes the hosts. Ends with a table; the status is 0 only if nothing failed. Full logs: build/hosts/.
+Makes three hosts with scripts/hosts.sh, runs tests of tests/mpi on their ranks, then faults of links and hosts (tests/hosts)
+and a program without an MPI launcher, and removes the hosts. Ends with a table, which is also written to
+build/hosts/table.txt; the status is 0 only if nothing failed. Full logs: build/hosts/.
 
   --quick         two layouts, one MPI
+  --faults        only the faults
   --mpi LIST      which MPIs, default "openmpi mpich"
-  --layouts LIST  ranks of each host, default "1,1 2,1 2,2 1,1,1 cyclic"; cyclic: ranks 0 and 2 on one host, 1 and 3 on
+  --layouts LIST  ranks of each host, default "1,1 2,1 2,2 1,1,1 2,1,1 cyclic"; cyclic: ranks 0 and 2 on one host, 1 and 3 on
                   another
   -k EXPRESSION   only the tests that match, as in pytest
   TEST            files instead of the default ones
@@ -23,11 +25,12 @@ Skipped, with status 0 and the reason, without root or without the commands ip, 
 HELP
 }
 
-mpis="openmpi mpich" layouts="1,1 2,1 2,2 1,1,1 cyclic" tests=() pytest_options=()
+mpis="openmpi mpich" layouts="1,1 2,1 2,2 1,1,1 2,1,1 cyclic" tests=() pytest_options=()
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --quick) mpis=openmpi layouts="2,1 cyclic" ;;
+        --faults) layouts="" ;;
         --mpi) mpis=${2:?--mpi wants a list}; shift ;;
         --layouts) layouts=${2:?--layouts wants a list}; shift ;;
         -k) pytest_options=(-k "${2:?-k wants an expression}"); shift ;;
@@ -113,6 +116,12 @@ for name in $mpis; do
             ${selected[@]+"${selected[@]}"} >"$logs/$name-$layout.log" 2>&1 </dev/null || status=$?
         record "$name-$layout" $((SECONDS - began)) "$status"
     done
+    began=$SECONDS status=0 selected=(${pytest_options[@]+"${pytest_options[@]}"})
+    # torchrun uses no MPI: once.
+    [ "$name" = "${mpis%% *}" ] || [ ${#selected[@]} != 0 ] || selected=(-k "not torchrun")
+    timeout --foreground -k 10 900 python -m pytest -p no:cacheprovider --color=no -q --durations=5 tests/hosts \
+        ${selected[@]+"${selected[@]}"} >"$logs/$name-faults.log" 2>&1 </dev/null || status=$?
+    record "$name-faults" $((SECONDS - began)) "$status"
 done
 
 # Without an MPI launcher: the processes find each other through a file.
@@ -130,5 +139,5 @@ cat "$logs"/launcherless.? >"$logs/launcherless.log"
 record launcherless $((SECONDS - began)) "$status"
 
 say ""
-printf '%s\n' "${table[@]}"
+printf '%s\n' "${table[@]}" | tee "$logs/table.txt"
 [ "$num_failed" = 0 ]

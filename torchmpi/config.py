@@ -61,6 +61,8 @@ class Config:
     """Report a call that waits longer than this, with the ranks that have not arrived."""
     stall_abort_seconds: float = 600.0
     """End the job when a call waits longer than this; 0: never."""
+    heartbeat_seconds: float = 30.0
+    """End the job when another host does not answer for this time; 0: do not connect the hosts for that."""
     watchdog_period_seconds: float = 0.5
     """Interval at which the watchdog checks for stalls."""
     message_bytes: int = 1 << 30
@@ -112,7 +114,8 @@ class Config:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be greater than zero.")
-        for name in ("threads", "slot_bytes", "staging_bytes", "stall_warning_seconds", "stall_abort_seconds"):
+        seconds = ("stall_warning_seconds", "stall_abort_seconds", "heartbeat_seconds")
+        for name in ("threads", "slot_bytes", "staging_bytes", *seconds):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must not be negative.")
 

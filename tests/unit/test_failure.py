@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import torchmpi
 from torchmpi.errors import MismatchError
-from torchmpi.session import failure, program_lines, report
+from torchmpi.session import failure, launcher, program_lines, report
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -80,3 +83,14 @@ def test_a_report_of_many_ranks_has_at_most_40_lines():
     odd = {rank: report.Activity("barrier()", 0.0, "") for rank in range(1, 2000, 2)}
     (line,) = report.about_others(odd)
     assert line.startswith("  ranks 1, 3, 5") and len(line) < 120, line
+
+
+def test_torchrun_shows_the_first_report_as_cause(tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(launcher.ERROR_FILE_VARIABLE, str(path))
+    launcher.write_error_file("rank 1 of 2 failed, which ends the job:\nValueError: bad sample 17")
+    launcher.write_error_file("rank 1 received SIGTERM")
+    failure = ProcessFailure(local_rank=1, pid=os.getpid(), exitcode=1, error_file=str(path))
+    assert "ValueError: bad sample 17" in str(failure.message) and "SIGTERM" not in str(failure.message)
+    assert abs(failure.timestamp - time.time()) < 60
+    assert "ValueError: bad sample 17" in ChildFailedError("train.py", {1: failure}).format_msg()

@@ -1,9 +1,13 @@
-"""The address at which the other hosts of a group reach this host."""
+"""The address at which the other hosts of a group reach this host, and connections between processes of a job."""
 
 from __future__ import annotations
 
+import hmac
 import os
+import select
 import socket
+import struct
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from ipaddress import IPv4Interface, IPv6Interface, ip_interface
@@ -15,6 +19,9 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """PyTorch's variable: the network interface for gloo, or several, separated by commas."""
 Interface = IPv4Interface | IPv6Interface
 _LOOPBACK = ("127.0.0.1", "::1")
+_GREETING = struct.Struct("<16sI")
+_GREETING_SECONDS = 2.0
+_INFO_AGES = struct.Struct("=II")
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: the route is looked up, nothing is sent
 
 
@@ -95,3 +102,76 @@ def choose(hosts: Sequence[tuple[str, Sequence[str]]], rank: int) -> str | None:
     key, own = hosts[rank]
     others = dict(host for host in hosts if host[0] != key)
     return address_among(own, list(others.values())) or address_of_route() if others else loopback()
+
+
+def address_of(hosts: Sequence[tuple[str, Sequence[str]]], rank: int) -> str:
+    """Return the address at which a rank listens for the others: that of the chosen interface, or as in `choose`."""
+    wanted = wanted_interfaces()
+    if wanted and (named := own_interfaces(wanted)):
+        return named[0].split("/")[0]
+    return choose(hosts, rank) or loopback()
+
+
+def listen(address: str, backlog: int) -> socket.socket:
+    """Listen on a free port of an address."""
+    return socket.create_server((address, 0), family=family(address), backlog=backlog)
+
+
+def connect(address: str | tuple[str, int], secret: bytes, rank: int, *, timeout_seconds: float) -> socket.socket:
+    """Connect to a rank that calls `accept`, at the name of a Unix socket or at an address with a port.
+
+    Raises:
+        OSError: The rank cannot be reached.
+    """
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else family(address[0]))
+    try:
+        sock.settimeout(timeout_seconds)
+        sock.connect(address)
+        sock.sendall(_GREETING.pack(secret, rank))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def accept(
+    listeners: Sequence[socket.socket], secret: bytes, awaited: set[int], *, timeout_seconds: float
+) -> tuple[int, socket.socket] | None:
+    """Return the next of the awaited ranks that connects, or None; close connections of other programs."""
+    limit = time.monotonic() + timeout_seconds
+    while True:
+        ready, _, _ = select.select(listeners, (), (), max(0.001, limit - time.monotonic()))
+        if not ready:
+            return None
+        sock, _ = ready[0].accept()
+        sock.settimeout(_GREETING_SECONDS)
+        with suppress(OSError):
+            said = sock.recv(_GREETING.size, socket.MSG_WAITALL)
+            if len(said) == _GREETING.size and hmac.compare_digest(said[:16], secret):
+                rank: int = _GREETING.unpack(said)[1]
+                if rank in awaited:
+                    return rank, sock
+        sock.close()
+
+
+def limit_silence(sock: socket.socket, seconds: float) -> None:
+    """Let the kernel end a TCP connection when the other host does not answer for this time.
+
+    The kernel probes a connection without traffic, and limits the time until data is acknowledged. Neither needs the
+    process: a thread that waits for the GIL, or a stopped process, does not end the connection.
+    """
+    probe_seconds = max(1, int(seconds / 6))
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds)),
+    ):
+        sock.setsockopt(level, option, value)
+
+
+def silent_seconds(sock: socket.socket) -> float:
+    """Return the time since the other host has last sent or acknowledged anything on a TCP connection."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+    last_data, last_ack = _INFO_AGES.unpack_from(info, 52)  # tcpi_last_data_recv, tcpi_last_ack_recv
+    return int(min(last_data, last_ack)) / 1000

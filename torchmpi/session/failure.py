@@ -81,6 +81,8 @@ class FailureHandling:
         self._signals = SignalWatch(terminate=self._terminate, end_waits=self._end_waits, interrupt=self._interrupt)
         self._is_failing = False
         self._announced: BaseException | None = None
+        self.before_abort: Callable[[int], None] = lambda status: None
+        """Called with the status when this rank ends the job."""
 
     def install(self) -> None:
         """Install the hooks."""
@@ -110,9 +112,10 @@ class FailureHandling:
         self._signals.stop()
 
     def end_job(self, message: str, status: int) -> None:
-        """Log a message and end all ranks. Does not return."""
+        """Log a message and end all ranks. Does not return; '' if another rank reports the reason."""
         self._claim_report()
-        self._report(message, status)
+        if message:
+            self._report(message, status)
         self._abort(status)
 
     def announce(self, error: BaseException) -> None:
@@ -135,6 +138,8 @@ class FailureHandling:
             return
         if self._announced is not None and self._announced in (error, error.__context__):
             self._abort(1)
+        if mpi_library.is_ending(self.world.context.MPI):
+            time.sleep(_OUTPUT_SECONDS)  # the process ends meanwhile
         if _reason_is_elsewhere(error):
             self._wait_for_report()
         if isinstance(error, MismatchError | KeyboardInterrupt):
@@ -305,6 +310,7 @@ class FailureHandling:
     def _report(self, reason: str, status: int) -> None:
         """Print the reason at once, then what the other ranks were doing."""
         log_fatal(report.shortened(reason))
+        launcher.write_error_file(reason)
         others: dict[int, report.Activity] = {}
         with contextlib.suppress(ValueError):  # the status board has been unmapped
             others = activities_on_host(self.board_group or self.world, patience_seconds=self._patience_seconds)
@@ -334,6 +340,7 @@ class FailureHandling:
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
             threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
         if self.world.size > 1:
+            self.before_abort(status)
             time.sleep(mpi_library.FORWARDING_SECONDS)
             mpi_library.remove_own_segments()
             self.world.context.MPI.COMM_WORLD.Abort(status)

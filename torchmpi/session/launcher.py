@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Set by torchrun: the file in which a rank describes its failure."""
 
 
 class _Variables(NamedTuple):
@@ -164,6 +171,15 @@ def announcement() -> str:
     """Return the line that precedes the messages of the launcher when the job is aborted; '' without a launcher."""
     name = detect().name
     return "" if name is None else f"torchmpi: The lines below are from {name}."
+
+
+def write_error_file(report: str) -> None:
+    """Tell torchrun the reason why this rank ends the job, which torchrun then prints as root cause."""
+    path = os.environ.get(ERROR_FILE_VARIABLE, "")
+    if path and not os.path.exists(path):  # torch's decorator `record` has written it
+        extra = {"py_callstack": report, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": report, "extraInfo": extra}}))
 
 
 def is_started_by_run() -> bool:

@@ -283,6 +283,11 @@ def watch_ranks(MPI: Any, end_job: Callable[[str, int], None]) -> Callable[[], N
     return lambda: None
 
 
+def is_ending(MPI: Any) -> bool:
+    """Return whether another rank has ended the job and this process is about to end; an MPI library does not tell."""
+    return MPI is _stand_in and MPI.is_ending
+
+
 def thread_level(MPI: Any) -> str:
     """Return ``MULTIPLE``, ``SERIALIZED``, ``FUNNELED`` or ``SINGLE``."""
     level = MPI.Query_thread()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._version import __version__
-from ..backends import gloo, saved_tables
+from ..backends import gloo, network, saved_tables
 from ..backends.base import Backend, Operation
 from ..backends.gloo import GlooBackend
 from ..backends.gpus import Devices, ipc_key
@@ -35,9 +35,11 @@ from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedEr
 from ..log import logger, set_rank
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
-from . import affinity, mpi_library
+from . import affinity, host_ring, mpi_library
 from .devices import choose_device
 from .failure import FailureHandling
+from .heartbeat import Heartbeat
+from .program_lines import location
 from .start_watch import StartWatch
 from .watchdog import Watchdog
 
@@ -82,7 +84,7 @@ class Runtime:
         masks = [info.cores for info in neighbours.values()]
         self.binding = self._bind(masks)
         self._load_tuning(hosts, num_cores=len(frozenset.union(*masks)))
-        self._start_watchdog()
+        self._start_watchdog(hosts)
 
     def _exchange_information(self, with_cuda: bool | None) -> list[_RankInfo]:
         """Gather the information of all ranks, and raise on all of them if it is inconsistent."""
@@ -207,15 +209,36 @@ class Runtime:
         if self.config.verbose:
             logger.info(message)
 
-    def _start_watchdog(self) -> None:
-        """Start the watchdog, which sends messages to other hosts only with THREAD_MULTIPLE."""
-        comm = None
-        if self.num_hosts > 1 and self.threads_allowed:
-            comm = self.MPI.COMM_WORLD.Dup()
-            self.resources.callback(comm.Free)
-        watchdog = Watchdog(self.context, self.config, self.failures.end_job, comm=comm)
+    def _start_watchdog(self, hosts: Sequence[int]) -> None:
+        """Start the watchdog, and connect it with the other hosts."""
+        watchdog = Watchdog(self.context, self.config, self.failures.end_job)
+        if self.num_hosts > 1 and self.config.heartbeat_seconds:
+            watchdog.heartbeat = self._connect_hosts(hosts, watchdog)
         watchdog.start()
         self.resources.callback(watchdog.stop)
+
+    def _connect_hosts(self, hosts: Sequence[int], watchdog: Watchdog) -> Heartbeat | None:
+        sockets, names, problem = host_ring.connect(self.MPI.COMM_WORLD, hosts, self.host_name)
+        if problem:
+            if self.world.rank == 0:
+                logger.warning(
+                    f"a lost host will not be noticed, since the hosts cannot connect: {problem}. Choose the network "
+                    f"interface with {network.INTERFACE_VARIABLE}, or set heartbeat_seconds=0."
+                )
+            return None
+        heartbeat = Heartbeat(
+            self.world.rank,
+            hosts,
+            names,
+            sockets,
+            limit_seconds=self.config.heartbeat_seconds,
+            own_status=watchdog.own_status,
+            location=location,
+            end_job=self.failures.end_job,
+        )
+        self.failures.before_abort = heartbeat.announce_end
+        self.resources.callback(heartbeat.close)
+        return heartbeat
 
     def _handle_failures(self) -> None:
         self.failures = FailureHandling(self.world, stop, self.host_name, self.config)
@@ -432,7 +455,7 @@ def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:
     """Return the settings and arguments of `start()` that must be the same on all ranks."""
     names = (
         "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "slot_bytes", "staging_bytes", "gpu_backends",
-        "backend", "hierarchical",
+        "backend", "hierarchical", "heartbeat_seconds",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
 

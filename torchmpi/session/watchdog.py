@@ -11,7 +11,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ..communicators import call_log
 from ..communicators.call_queue import CallQueue
@@ -21,8 +20,8 @@ from ..config import Config
 from ..log import logger
 from ..shared_memory import memory_layout
 from .deadlock import WaitingRanks, find_circle
+from .heartbeat import Heartbeat, RankStatus
 from .program_lines import location
-from .remote_status import RankStatus, RemoteStatus
 from .report import NO_ANSWER, Activity
 
 # A rank that rejects a call raises, and its traceback ends the job. Other ranks report only if it continues instead.
@@ -31,6 +30,7 @@ _STATUS_TIMEOUT_SECONDS = 2.0
 _REMOTE_TIMEOUT_SECONDS = 3.0
 # The lowest waiting rank ends the job for all; the others do so only if that has not happened after this time.
 _ABORT_GRACE_SECONDS = 10.0
+_NO_REPLY = "does not reply: it is stopped, or busy outside Python"
 _ENDED = "The wait exceeds stall_abort_seconds, which ends the job."
 
 LoggedCall = tuple[int, int, tuple[int, ...]]
@@ -42,16 +42,18 @@ EndJob = Callable[[str, int], None]
 class Watchdog(threading.Thread):
     """The watchdog thread of a runtime."""
 
-    def __init__(self, context: GroupContext, config: Config, end_job: EndJob, *, comm: Any = None) -> None:
-        """Create the thread; `comm` is a duplicate of the world, for jobs on several hosts."""
+    def __init__(self, context: GroupContext, config: Config, end_job: EndJob) -> None:
         super().__init__(name="torchmpi watchdog", daemon=True)
-        self._remote = None if comm is None else RemoteStatus(context.MPI, comm, self._own_status)
+        self.heartbeat: Heartbeat | None = None
+        """The connections to the ranks of other hosts."""
         self.context, self.config, self.end_job = context, config, end_job
         self._stopped = threading.Event()
         self._since: dict[Group, tuple[int, float]] = {}
         self._reported: dict[Group, int] = {}
         self._answered: dict[Group, int] = {}
         self._refused: dict[tuple[Group, int], float] = {}
+        self._steps: set[Group] = set()
+        """Groups on which calls are steps of a call of the program, which is reported instead of the step."""
         self._queues: dict[CallQueue, tuple[str | None, float, bool]] = {}
         self._waiting_ranks = WaitingRanks(context)
         self._circle_at: dict[Group, tuple[int, float]] = {}
@@ -60,10 +62,11 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Check all groups periodically until :meth:`stop`."""
         while not self._stopped.wait(self.config.watchdog_period_seconds):
-            if self._remote is not None:
-                self._remote.reply()
             self._waiting_ranks.observe()
-            for group in list(self.context.groups):
+            groups = list(self.context.groups)
+            calling = [group for group in groups if group.call_log.current is not None]
+            self._steps = {part for group in calling for part in (group.local, group.across) if part is not None}
+            for group in groups:
                 try:
                     self._answer(group)
                     self._check_group(group)
@@ -103,6 +106,8 @@ class Watchdog(threading.Thread):
             self._expire(group, current, waited, reason)
         elif waited >= _REFUSAL_GRACE_SECONDS:
             self._check_deadlock(group, current, waited)
+        if group in self._steps:
+            return
         if waited >= config.stall_abort_seconds > 0:
             report = self._report(group, current, waited)
             if report is not None or waited >= config.stall_abort_seconds + _ABORT_GRACE_SECONDS:
@@ -228,7 +233,8 @@ class Watchdog(threading.Thread):
         text = f"{group.where} has waited {waited:.0f} s in {call} on communicator {group.name}."
         states = self._status_on_host(group, call.seq) if group.log_board is not None else self._remote_status(group)
         if states is None:
-            reason = "MPI without THREAD_MULTIPLE" if len(group.hosts) > 1 else f"check={self.config.check!r}"
+            is_local = len(group.hosts) == 1
+            reason = f"check={self.config.check!r}" if is_local else "no connections between the hosts"
             return f"{text} The status of the other ranks is not available ({reason})."
         own_rank = group.world_ranks[group.rank]
         if not unconditional and any(
@@ -236,9 +242,9 @@ class Watchdog(threading.Thread):
         ):
             return None
         lines = [
-            f"  rank {rank}, after {state.entered} calls: {state.location}"
-            if state is not None
-            else f"  rank {rank} does not reply: it is stopped, or busy outside Python"
+            f"  rank {rank} {_NO_REPLY if state is None else state.problem}"
+            if state is None or state.problem
+            else f"  rank {rank}, after {state.entered} calls: {state.location}"
             for rank, state in states.items()
             if state is None or state.entered < call.seq
         ]
@@ -264,13 +270,13 @@ class Watchdog(threading.Thread):
         return states
 
     def _remote_status(self, group: Group) -> dict[int, RankStatus | None] | None:
-        if self._remote is None:
+        if self.heartbeat is None:
             return None
         others = [rank for index, rank in enumerate(group.world_ranks) if index != group.rank]
-        replies = self._remote.request(others, group.key, timeout_seconds=_REMOTE_TIMEOUT_SECONDS)
+        replies = self.heartbeat.request(others, group.key, timeout_seconds=_REMOTE_TIMEOUT_SECONDS)
         return {rank: replies.get(rank) for rank in others}
 
-    def _own_status(self, key: int) -> RankStatus:
+    def own_status(self, key: int) -> RankStatus:
         """Return the status of this rank, for a rank of another host."""
         for group in list(self.context.groups):
             if group.key == key:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ...log import log_fatal
+from .. import launcher
 from .requests import ANY, CommunicationError, Receive, Request
 
 _HEAD = struct.Struct("<QQiI")
@@ -31,6 +32,8 @@ _STAGING_BYTES = 64 << 10
 _JOINED_BYTES = 16 << 10  # up to this length a copy behind the head is cheaper than a second buffer
 _TURN_SECONDS = 2e-3  # for this time after a caller has read, the thread does not read
 _GOODBYE_SECONDS, _ABORT_SECONDS = 10.0, 1.0
+_TORCHRUN_SECONDS = 0.5  # torchrun looks at its processes ten times a second
+_exit_process = os._exit  # start() replaces os._exit by a function that reports
 _FORKED = "this process was forked from a rank and is not a rank itself"
 
 
@@ -156,6 +159,8 @@ class Endpoint:
         """Why sends and receives fail; '' while they are possible."""
         self.num_communicators = 0
         self._is_ending = self._is_closed = False
+        self.is_ended = False
+        """Whether another rank has ended the job."""
         self._lock = threading.Lock()  # of the following four
         self._posted: defaultdict[int, list[Receive]] = defaultdict(list)
         self._arrived: defaultdict[int, list[Arrival]] = defaultdict(list)
@@ -478,19 +483,23 @@ class Endpoint:
         """End all ranks. Does not return."""
         self._is_ending = True
         self._tell_all(_HEAD.pack(self.rank, 0, status & 0xFF, _ABORT))
-        os._exit(status & 0xFF)
+        _exit_process(status & 0xFF)
 
     def _end_with(self, rank: int, status: int) -> None:
         if self._is_ending:
             return
-        self._is_ending = True
+        self._is_ending = self.is_ended = True
         # To all ranks, which could otherwise notice the end of this rank before they read the reason.
         self._tell_all(_HEAD.pack(rank, 0, status, _ABORT))
-        log_fatal(f"rank {self.rank} ends, since rank {rank} has ended the job ({status=})")
+        reason = f"rank {self.rank} ends, since rank {rank} has ended the job ({status=})"
+        log_fatal(reason)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(status)
+        if launcher.ERROR_FILE_VARIABLE in os.environ:  # torchrun takes the rank that it sees end first for the cause
+            time.sleep(_TORCHRUN_SECONDS)
+            launcher.write_error_file(reason)
+        _exit_process(status)
 
     def _tell_all(self, head: bytes) -> None:
         limit = time.monotonic() + _ABORT_SECONDS

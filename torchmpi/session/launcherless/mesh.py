@@ -8,12 +8,10 @@ connects sends a secret from the store. At the end the keys are removed from the
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
 import socket
-import struct
 import time
 from contextlib import ExitStack
 from datetime import timedelta
@@ -23,8 +21,6 @@ from ...backends import network
 from ...errors import LaunchError
 
 _KEY = "torchmpi rendezvous"
-_GREETING = struct.Struct("<16sI")
-_GREETING_SECONDS = 2.0
 _NUM_STRANGERS = 128  # queued connections of other programs, in addition to those of the ranks
 _MAX_SILENCE_SECONDS = 30.0
 _UNIX_BUFFER_BYTES = 4 << 20
@@ -81,7 +77,8 @@ class Mesh:
                 raise LaunchError(self._is_foreign(f"{len(self.places)} ranks instead of {self._size}"))
             addresses: list[Any] = ["\0" + place.unix_name for place in self.places]
             if len({place.network for place in self.places}) > 1:
-                listeners.append(opened.enter_context(_listen_at(self._address(), self._size)))
+                address = network.address_of([(place.network, place.interfaces) for place in self.places], self._rank)
+                listeners.append(opened.enter_context(network.listen(address, self._size)))
                 offers = self._allgather("address", listeners[1].getsockname()[:2])
                 for rank, address in enumerate(offers):
                     if self.places[rank].network != key:
@@ -103,14 +100,6 @@ class Mesh:
         """Return whether this host has more ranks than cores for them."""
         near = [place for place in self.places if place.network == self.places[self._rank].network]
         return len(near) > len(set().union(*(place.cores for place in near)))
-
-    def _address(self) -> str:
-        """Return the address of this rank for other hosts."""
-        wanted = network.wanted_interfaces()
-        if wanted and (named := network.own_interfaces(wanted)):
-            return named[0].split("/")[0]
-        hosts = [(place.network, place.interfaces) for place in self.places]
-        return network.choose(hosts, self._rank) or network.loopback()
 
     # --- the store
 
@@ -154,45 +143,24 @@ class Mesh:
     # --- connections
 
     def _connect(self, peer: int, address: Any, secret: bytes) -> socket.socket:
-        is_local = isinstance(address, str)
-        sock = socket.socket(socket.AF_UNIX if is_local else network.family(address[0]))
         try:
-            sock.settimeout(self._time_left())
-            sock.connect(address)
-            sock.sendall(_GREETING.pack(secret, self._rank))
+            return network.connect(address, secret, self._rank, timeout_seconds=self._time_left())
         except OSError as error:
-            sock.close()
-            where = "on this host" if is_local else f"at {address[0]} port {address[1]}"
+            where = "on this host" if isinstance(address, str) else f"at {address[0]} port {address[1]}"
             raise LaunchError(
                 f"rank {self._rank}: rank {peer} on host {self.places[peer].host} cannot be reached {where}: {error}. "
                 f"If it still runs: {_REMEDY[0].lower()}{_REMEDY[1:]}."
             ) from error
-        return sock
 
     def _accept(self, listeners: list[socket.socket], secret: bytes, awaited: set[int]) -> tuple[int, socket.socket]:
-        """Return the next rank that connects; close connections of other programs."""
-        import select
-
-        while True:
-            ready, _, _ = select.select(listeners, (), (), self._time_left())
-            if not ready:
-                raise LaunchError(
-                    f"rank {self._rank}: rank {', '.join(map(str, sorted(awaited)))} has not connected in time. "
-                    f"{_REMEDY}, or increase timeout=."
-                )
-            sock, _ = ready[0].accept()
-            sock.settimeout(_GREETING_SECONDS)
-            with contextlib.suppress(OSError):
-                said = sock.recv(_GREETING.size, socket.MSG_WAITALL)
-                if len(said) == _GREETING.size and hmac.compare_digest(said[:16], secret):
-                    rank: int = _GREETING.unpack(said)[1]
-                    if rank in awaited:
-                        return rank, sock
-            sock.close()
-
-
-def _listen_at(address: str, size: int) -> socket.socket:
-    return socket.create_server((address, 0), family=network.family(address), backlog=size)
+        """Return the next rank that connects."""
+        found = network.accept(listeners, secret, awaited, timeout_seconds=self._time_left())
+        if found is None:
+            raise LaunchError(
+                f"rank {self._rank}: rank {', '.join(map(str, sorted(awaited)))} has not connected in time. "
+                f"{_REMEDY}, or increase timeout=."
+            )
+        return found
 
 
 def _set_options(sock: socket.socket, silence_seconds: float) -> None:
@@ -201,14 +169,5 @@ def _set_options(sock: socket.socket, silence_seconds: float) -> None:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _UNIX_BUFFER_BYTES)
         return
-    probe_seconds = max(1, int(silence_seconds / 4))
-    for level, option, value in (
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        # The kernel probes idle connections, and limits the time until data is acknowledged.
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_seconds)),
-    ):
-        sock.setsockopt(level, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    network.limit_silence(sock, silence_seconds)

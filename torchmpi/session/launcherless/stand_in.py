@@ -257,6 +257,11 @@ class StandIn:
         """Return whether the connections have been closed."""
         return bool(self._endpoint.problem)
 
+    @property
+    def is_ending(self) -> bool:
+        """Return whether another rank has ended the job, so that this process is about to end."""
+        return self._endpoint.is_ended
+
     def watch_ranks(self, end_job: Callable[[str, int], None]) -> Callable[[], None]:
         """End the job when another rank is lost; return a function that ends the watch.
 

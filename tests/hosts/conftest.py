@@ -1,0 +1,168 @@
+"""Jobs on hosts that scripts/hosts.sh has made, and faults of these hosts. scripts/test_hosts.sh runs these tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = Path(os.environ.get("HOSTS_STATE", "/run/torchmpi-hosts"))
+PROGRAM = Path(__file__).parent / "fault_program.py"
+_NETWORK = "10.87.21"
+_START_SECONDS = 120.0
+# Of each rank: its status in a file, since the launcher may not learn it, and its messages, which it may not forward.
+_WRAPPER = '"$@" 2>"{folder}/messages.$R"; S=$?; echo $S >"{folder}/status.$R"; exit $S'
+
+
+def hosts_sh(*arguments: str) -> None:
+    """Run a command of scripts/hosts.sh."""
+    subprocess.run([ROOT / "scripts" / "hosts.sh", *arguments], check=True, timeout=60)
+
+
+class Job:
+    """A job of ranks on hosts h0, h1, ..., each of which calls collectives forever."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], folder: Path, ranks: int, env: dict[str, str]) -> None:
+        self.folder, self.num_ranks = folder, ranks
+        self.log = (folder / "launcher").open("wb")
+        self.launchers = [
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, env=env, start_new_session=True
+            )
+            for command in commands
+        ]
+        self._wait(lambda: len(list(folder.glob("ready.*"))) == ranks, _START_SECONDS, "started")
+        self.began = time.monotonic()
+
+    def _wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        limit = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < limit, f"the ranks have not {what} in {seconds:.0f} s\n{self.output()}"
+            time.sleep(0.05)
+
+    def output(self) -> str:
+        """Return what the launchers and the ranks have printed."""
+        names = ["launcher", *(f"messages.{rank}" for rank in range(self.num_ranks))]
+        files = [self.folder / name for name in names if (self.folder / name).exists()]
+        return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')}" for file in files)
+
+    def messages(self, rank: int) -> str:
+        """Return what a rank has printed on standard error."""
+        return (self.folder / f"messages.{rank}").read_text(errors="replace")
+
+    def pid(self, rank: int) -> str:
+        """Return the process of a rank, as its host counts."""
+        return (self.folder / f"ready.{rank}").read_text()
+
+    def processes(self) -> dict[str, list[str]]:
+        """Return the processes of ranks that run, by host."""
+        found: dict[str, list[str]] = {}
+        for host in ("h0", "h1", "h2"):
+            listing = subprocess.run(["ip", "netns", "pids", f"tmpi-{host}"], capture_output=True, text=True)
+            for pid in listing.stdout.split():
+                try:
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if words[1:2] == [str(PROGRAM).encode()]:
+                    found.setdefault(host, []).append(pid)
+        return found
+
+    def wait_for_end(self, seconds: float) -> float:
+        """Wait until no rank runs on any host; return the time since the start."""
+        self._wait(lambda: not self.processes(), seconds, "ended")
+        return time.monotonic() - self.began
+
+    def statuses(self) -> dict[int, int]:
+        """Return the status of each rank that has ended by itself, rather than been killed."""
+        files = [(rank, self.folder / f"status.{rank}") for rank in range(self.num_ranks)]
+        return {rank: int(file.read_text()) for rank, file in files if file.exists() and file.read_text()}
+
+    def wait_for_launchers(self, seconds: float) -> list[int | None]:
+        """Return the status of each launcher; None for one that has not ended in time."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit and any(launcher.poll() is None for launcher in self.launchers):
+            time.sleep(0.05)
+        return [launcher.poll() for launcher in self.launchers]
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for pids in self.processes().values():
+            subprocess.run(["kill", "-9", *pids], stderr=subprocess.DEVNULL)
+        for launcher in self.launchers:
+            launcher.kill()
+            launcher.wait()
+        self.log.close()
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """``start("h0:2,h1:2", *arguments, torchrun=False, **settings)``: start a job, and wait until its ranks have."""
+    if not (STATE / "hosts").exists():
+        pytest.skip("there are no hosts: run scripts/test_hosts.sh")
+    jobs: list[Job] = []
+    folder = Path(tempfile.mkdtemp(dir=STATE))
+
+    def run(layout: str, *arguments: str, torchrun: bool = False, **settings: object) -> Job:
+        counts = {host: int(count) for host, count in (each.split(":") for each in layout.split(","))}
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
+        own = {f"TORCHMPI_{name.upper()}": str(value) for name, value in settings.items()}
+        program = [sys.executable, str(PROGRAM), str(folder), *arguments]
+        if torchrun:
+            commands = [_torchrun(host, counts, program, folder) for host in counts]
+        else:
+            commands = [[*_mpirun(layout, [*own, "PATH", "PYTHONPATH"]), "-n", str(sum(counts.values()))]]
+            script = _WRAPPER.format(folder=folder)
+            shell = ["sh", "-c", f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}", "sh"]
+            commands[0] += [*shell, *program]
+        jobs.append(Job(commands, folder, sum(counts.values()), env | own))
+        return jobs[-1]
+
+    yield run
+    for host in ("h0", "h1", "h2"):
+        hosts_sh("heal", host)
+    for job in jobs:
+        job.close()
+    shutil.rmtree(folder)
+
+
+def _mpirun(layout: str, variables: Sequence[str]) -> list[str]:
+    beside, agent = Path(sys.executable).parent, str(STATE / "agent")
+    version = subprocess.run([beside / "mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
+    if "Open MPI" not in version:
+        return [
+            *(str(beside / "mpiexec"), "-localhost", f"{_NETWORK}.254", "-launcher", "ssh", "-launcher-exec", agent),
+            *("-hosts", layout),
+        ]
+    options = {"plm_ssh_agent": agent, "prte_if_include": f"{_NETWORK}.0/24"}
+    options |= {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "3", "oob_tcp_keepalive_probes": "3"}
+    command = [str(beside / "mpirun"), "--bind-to", "none", "--host", layout]
+    for name, value in options.items():
+        command += ["--prtemca", name, value]
+    for name, value in {"btl_tcp_if_include": "eth0", "mpi_yield_when_idle": "1"}.items():
+        command += ["--mca", name, value]
+    for name in variables:
+        command += ["-x", name]
+    return command
+
+
+def _torchrun(host: str, counts: dict[str, int], program: list[str], folder: Path) -> list[str]:
+    script = f"R=$RANK; {_WRAPPER.format(folder=folder)}"
+    return [
+        *(str(ROOT / "scripts" / "hosts.sh"), "run", host, sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(len(counts)), "--node-rank", str(list(counts).index(host))),
+        *("--nproc-per-node", str(counts[host]), "--master-addr", f"{_NETWORK}.1", "--master-port", "29511"),
+        *("--no-python", "sh", "-c", script, "sh", *program),
+    ]

@@ -1,0 +1,35 @@
+"""A rank that calls collectives until a fault ends it: ``fault_program.py FOLDER [fault of the last rank]``."""
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import torchmpi as mpi
+
+folder, fault = Path(sys.argv[1]), (sys.argv[2:] or [""])[0]
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    dist.init_process_group("torchmpi")
+else:
+    mpi.start()
+tensor = torch.ones(100_000)
+number = 0
+while True:
+    mpi.allreduce(tensor, op="avg")
+    number += 1
+    if number == 5:
+        partial = folder / f"partial.{mpi.rank()}"
+        partial.write_text(str(os.getpid()))
+        partial.rename(folder / f"ready.{mpi.rank()}")
+    if number == 30 and mpi.rank() == mpi.size() - 1:
+        if fault == "exit":
+            ctypes.CDLL(None)._exit(0)  # torchmpi replaces os._exit
+        if fault == "raise":
+            raise ValueError("bad sample 17")
+        if fault == "sleep":
+            time.sleep(3600)
+    time.sleep(0.02)

@@ -1,0 +1,86 @@
+"""Lost hosts, cut links, failing ranks: all ranks end by themselves, and the report names the rank and the host."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+
+import pytest
+from conftest import Start, hosts_sh
+
+LIMIT = 4
+"""The setting heartbeat_seconds, in place of 30."""
+
+
+def unreachable(host: str, ranks: str) -> str:
+    return rf"host {host} \(ranks? {ranks}\) is unreachable since [4-9] s"
+
+
+@pytest.mark.parametrize("torchrun", [False, True], ids=["mpirun", "torchrun"])
+@pytest.mark.parametrize("direction", ["both", "in"])
+def test_a_cut_link_ends_the_ranks_on_both_sides(start: Start, direction: str, torchrun: bool):
+    job = start("h0:2,h1:2", heartbeat_seconds=LIMIT, torchrun=torchrun)
+    hosts_sh("cut", "h1", *(["in"] if direction == "in" else []))
+    job.wait_for_end(60)
+    print(job.output())
+    assert all(job.statuses().values()), job.output()
+    assert re.search(unreachable("h1", "2, 3"), job.messages(0)), job.output()
+    assert re.search(unreachable("h0", "0, 1"), job.messages(2)), job.output()
+
+
+def test_a_lost_host_is_reported_once_by_the_others(start: Start):
+    job = start("h0:1,h1:2,h2:1", heartbeat_seconds=LIMIT)
+    hosts_sh("cut", "h1")
+    job.wait_for_end(60)
+    assert re.search(unreachable("h1", "1, 2"), job.messages(0)), job.output()
+    assert "unreachable" not in job.messages(3), job.output()
+    assert "has ended without mpi.stop()" not in job.output()
+    assert all(job.statuses().values()), job.output()
+
+
+def test_a_process_that_ends_without_a_word_ends_the_job(start: Start):
+    """MPICH crashed in a rank that was asked by MPI where the missing rank was."""
+    job = start("h0:2,h1:2", "exit", heartbeat_seconds=LIMIT, stall_warning_seconds=2)
+    job.wait_for_end(60)
+    assert "Segmentation" not in job.output()
+    assert all(status for rank, status in job.statuses().items() if rank != 3), job.output()
+    assert job.wait_for_launchers(30) != [0], job.output()
+
+
+def test_a_missing_rank_of_another_host_is_named(start: Start):
+    job = start("h0:1,h1:2,h2:1", "sleep", heartbeat_seconds=LIMIT, stall_warning_seconds=2, stall_abort_seconds=6)
+    job.wait_for_end(60)
+    pattern = r"rank 3, after \d+ calls: at \S+fault_program.py:\d+ in <module>: time.sleep\(3600\)"
+    assert re.search(pattern, job.messages(0)), job.output()
+
+
+def test_a_stopped_host_is_a_stall_and_goes_on(start: Start):
+    job = start("h0:2,h1:2", heartbeat_seconds=LIMIT, stall_warning_seconds=2)
+    for rank, number in itertools.product((2, 3), ("STOP", "CONT")):
+        hosts_sh("run", "h1", "kill", f"-{number}", job.pid(rank))
+        if (rank, number) == (2, "STOP"):
+            time.sleep(3 * LIMIT)
+    assert job.processes().keys() == {"h0", "h1"}, job.output()
+    assert re.search(r"has waited \d+ s in allreduce\(float32 \[100000\], avg\)", job.messages(0)), job.output()
+    assert "rank 2 does not reply: it is stopped" in job.messages(0), job.output()
+    assert "rank 3 cannot be asked, since rank 2 does not reply" in job.messages(0), job.output()
+    assert "on one host" not in job.output() and "across hosts" not in job.output(), "steps are not reported"
+
+
+def test_a_slow_link_is_no_loss(start: Start):
+    job = start("h0:2,h1:2", heartbeat_seconds=LIMIT)
+    hosts_sh("rate", "10mbit")
+    time.sleep(3 * LIMIT)
+    hosts_sh("rate", "none")
+    assert job.processes().keys() == {"h0", "h1"}, job.output()
+
+
+def test_torchrun_names_the_rank_that_raised(start: Start):
+    job = start("h0:2,h1:2", "raise", torchrun=True)
+    job.wait_for_end(60)
+    assert job.wait_for_launchers(30) == [1, 1], job.output()
+    roots = (job.folder / "launcher").read_text().split("Root Cause (first observed failure):")[1:]
+    assert len(roots) == 2, job.output()
+    assert all("ValueError: bad sample 17" in root for root in roots), job.output()
+    assert any("rank      : 3 (local_rank: 1)" in root for root in roots), job.output()

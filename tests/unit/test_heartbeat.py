@@ -1,0 +1,162 @@
+"""The connections between hosts: paths, messages, losses and ends, among "ranks" that are threads of this process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+from torchmpi.backends import network
+from torchmpi.session.heartbeat import Heartbeat, RankStatus
+from torchmpi.session.host_ring import connections, next_hop
+
+PLACEMENTS = [[0, 1], [0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 0, 3], [*range(7)]]
+WAIT_SECONDS = 20.0
+
+
+@pytest.mark.parametrize("hosts", PLACEMENTS, ids=str)
+def test_messages_reach_every_rank_and_end_at_a_gap_of_the_ring(hosts):
+    pairs = connections(hosts)
+    assert len(set(pairs)) == len(pairs)
+    ring = [pair for pair in pairs if hosts[pair[0]] != hosts[pair[1]]]
+    assert len(ring) == (1 if len(set(hosts)) == 2 else len(set(hosts)))
+    for lost in [None, *ring] if len(ring) > 1 else [None]:
+        for begin in range(len(hosts)):
+            for end in set(range(len(hosts))) - {begin}:
+                before, at, steps = begin, begin, 0
+                while at != end:
+                    closed = {other for pair in ring if pair == lost and at in pair for other in pair}
+                    hop = next_hop(hosts, at, end, closed | {before})
+                    if hop is None:
+                        assert lost is not None
+                        break
+                    assert (min(at, hop), max(at, hop)) in pairs
+                    before, at, steps = at, hop, steps + 1
+                    assert steps <= len(hosts) + 2
+                assert lost is not None or steps <= len(set(hosts)) // 2 + 2
+
+
+class Ranks:
+    """The heartbeats of all ranks, connected by TCP, with their ends."""
+
+    def __init__(self, hosts: list[int], limit_seconds: float = 30.0) -> None:
+        self.ends: queue.Queue[tuple[int, str, int]] = queue.Queue()
+        self.heartbeats: list[Heartbeat] = []
+        secret = os.urandom(16)
+        sockets: list[dict[int, socket.socket]] = [{} for _ in hosts]
+        for low, high in connections(hosts):
+            with network.listen(network.loopback(), 4) as listener:
+                address = listener.getsockname()[:2]
+                sockets[high][low] = network.connect(address, secret, high, timeout_seconds=5)
+                found = network.accept([listener], secret, {high}, timeout_seconds=5)
+            assert found is not None
+            sockets[low][high] = found[1]
+        self.sockets = sockets
+        for rank, own in enumerate(sockets):
+            heartbeat = Heartbeat(
+                rank,
+                hosts,
+                [f"h{host}" for host in hosts],
+                own,
+                limit_seconds=limit_seconds,
+                own_status=self._status_of(rank),
+                location=lambda: "at train.py:8",
+                end_job=self._end_of(rank),
+            )
+            self.heartbeats.append(heartbeat)
+
+    @staticmethod
+    def _status_of(rank: int) -> Callable[[int], RankStatus]:
+        return lambda group: RankStatus(group, 10 + rank, rank % 2 == 0, f"at line {rank}")
+
+    def _end_of(self, rank: int) -> Callable[[str, int], None]:
+        def end(message: str, status: int) -> None:
+            self.ends.put((rank, message, status))
+            if message:
+                self.heartbeats[rank].announce_end(status)
+            while not self.heartbeats[rank]._is_closing:  # the real function ends the process
+                time.sleep(0.01)
+
+        return end
+
+    def next_end(self) -> tuple[int, str, int]:
+        return self.ends.get(timeout=WAIT_SECONDS)
+
+    def close(self) -> None:
+        for heartbeat in self.heartbeats:
+            heartbeat.close()
+
+
+@pytest.mark.parametrize("hosts", PLACEMENTS, ids=str)
+def test_each_rank_asks_all_others(hosts):
+    ranks = Ranks(hosts)
+    for rank, heartbeat in enumerate(ranks.heartbeats):
+        others = set(range(len(hosts))) - {rank}
+        expected = {other: RankStatus(7, 10 + other, other % 2 == 0, f"at line {other}") for other in others}
+        assert heartbeat.request(others, 7, timeout_seconds=WAIT_SECONDS) == expected
+    ranks.close()
+    assert ranks.ends.empty()
+
+
+def test_a_goodbye_is_no_loss():
+    ranks = Ranks([0, 0, 1, 2])
+    ranks.heartbeats[2].close()
+    time.sleep(0.2)
+    assert all(heartbeat._end_at == float("inf") for heartbeat in ranks.heartbeats)
+    ranks.close()
+
+
+def test_a_rank_that_ends_without_a_goodbye_is_reported_once():
+    ranks = Ranks([0, 0, 1, 1, 2])
+    ranks.heartbeats[2]._is_closing = True
+    for own in ranks.sockets[2].values():
+        own.shutdown(socket.SHUT_RDWR)  # as when its process is killed
+    ends = [ranks.next_end() for _ in range(4)]
+    # Rank 3 had no other connection; a launcher would have ended it before it reports too.
+    reports = [message for rank, message, _ in ends if message and rank != 3]
+    assert len(reports) == 1
+    assert "rank 2 on host h1 has ended without mpi.stop()" in reports[0]
+    assert "Rank 0 was at train.py:8" in reports[0]
+    assert {rank: status for rank, _, status in ends} == {0: 1, 1: 1, 3: 1, 4: 1}
+    ranks.close()
+
+
+def test_all_ranks_end_with_the_status_of_the_first():
+    ranks = Ranks([0, 0, 1, 1])
+    ranks.heartbeats[3].announce_end(143)
+    assert sorted(ranks.next_end() for _ in range(3)) == [(0, "", 143), (1, "", 143), (2, "", 143)]
+    ranks.close()
+
+
+def test_a_forked_child_does_not_keep_the_connections():
+    ranks = Ranks([0, 1])
+    child = os.fork()
+    if child == 0:
+        time.sleep(WAIT_SECONDS)
+        os._exit(0)
+    ranks.sockets[1][0].shutdown(socket.SHUT_RDWR)
+    assert ranks.next_end()[0] in (0, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    ranks.close()
+
+
+def test_strangers_are_not_accepted():
+    secret = os.urandom(16)
+    with network.listen(network.loopback(), 4) as listener:
+        address = listener.getsockname()[:2]
+        stranger = network.connect(address, os.urandom(16), 1, timeout_seconds=5)
+        other = network.connect(address, secret, 5, timeout_seconds=5)  # a rank that is not awaited
+        rank = network.connect(address, secret, 1, timeout_seconds=5)
+        found = network.accept([listener], secret, {1}, timeout_seconds=5)
+        assert found is not None
+        assert found[0] == 1
+        assert found[1].getpeername()[:2] == rank.getsockname()[:2]
+        assert network.accept([listener], secret, {2}, timeout_seconds=0.05) is None
+        for sock in (stranger, other, rank, found[1]):
+            sock.close()

@@ -1,0 +1,265 @@
+"""Connections between the hosts of a job: lost hosts end the job, and ranks ask each other for their status.
+
+The first ranks of the hosts form a ring, and the other ranks of a host are connected to the first one. The kernels
+probe the connections (:func:`torchmpi.backends.network.limit_silence`), so the thread of this module sleeps until a
+message arrives or a connection ends. No message goes through MPI, which may crash when it sends to a process that has
+ended.
+docs/design/heartbeat.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..backends import network
+from .host_ring import HostLink, Message, leaders_of, next_hop
+
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+# Before a rank reports a lost host: until then reports of other ranks arrive, and the lowest rank reports.
+_LOSS_SECONDS = 1.0
+# Before a rank reports a process that has ended: until then the launcher usually ends the job, with its own message.
+_GONE_SECONDS = 2.0
+# Before a rank ends because another one has reported: until then the launcher usually ends this process.
+_GRACE_SECONDS = 4.0
+_SILENT_PROBES = 2.5
+_TO_ALL = -1
+
+class RankStatus(NamedTuple):
+    """The status of a rank in one group."""
+
+    group: int
+    entered: int
+    """Number of the last call that the rank has entered."""
+    is_waiting: bool
+    """Whether the rank is still inside that call."""
+    location: str
+    """The line at which the main thread of the rank is."""
+    problem: str = ""
+    """Why the rank has no status, if the host next to its host can tell."""
+
+
+class Heartbeat:
+    """The connections of this rank, and the thread that reads them."""
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[int],
+        names: Sequence[str],
+        sockets: Mapping[int, socket.socket],
+        *,
+        limit_seconds: float,
+        own_status: Callable[[int], RankStatus],
+        location: Callable[[], str],
+        end_job: Callable[[str, int], None],
+    ) -> None:
+        """Start to read; `end_job` is called with a message and a status, and does not return."""
+        self._rank, self._hosts, self._names = rank, tuple(hosts), tuple(names)
+        self._limit_seconds, self._own_status = limit_seconds, own_status
+        self._location, self._end_job = location, end_job
+        self._links = {peer: HostLink(peer, sock) for peer, sock in sockets.items()}
+        for link in self._links.values():
+            if self._is_far(link):
+                network.limit_silence(link.sock, limit_seconds)
+        self._replies: dict[int, RankStatus] = {}
+        self._has_reply = threading.Condition()
+        self._seen: set[str] = set()
+        self._losses: dict[str, int] = {}
+        """Reports of lost hosts and ranks, each with the lowest rank that has noticed the loss."""
+        self._end_at, self._has_waited = float("inf"), False
+        self._quiet_status: int | None = None
+        """The status with which another rank, which reports the reason, ends the job."""
+        self._is_closing = False
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="torchmpi heartbeat", daemon=True)
+        self._thread.start()
+        _open.add(self)
+
+    def _is_far(self, link: HostLink) -> bool:
+        return self._hosts[link.peer] != self._hosts[self._rank]
+
+    # --- calls of other threads
+
+    def request(self, ranks: Iterable[int], group: int, *, timeout_seconds: float) -> dict[int, RankStatus]:
+        """Return the status of some ranks in a group; ranks that do not reply in time are omitted."""
+        wanted = set(ranks)
+        with self._has_reply:
+            self._replies = {}
+        for rank in wanted:
+            self._pass_on({"kind": "request", "to": rank, "from": self._rank, "group": group})
+        with self._has_reply:
+            self._has_reply.wait_for(lambda: wanted <= self._matching(group).keys(), timeout_seconds)
+            replies = {rank: status for rank, status in self._matching(group).items() if rank in wanted}
+        leaders = leaders_of(self._hosts)
+        for rank in wanted - replies.keys():
+            leader = leaders[self._hosts[rank]]
+            if rank != leader and leader in wanted and leader not in replies:
+                replies[rank] = RankStatus(group, 0, False, "", f"cannot be asked, since rank {leader} does not reply")
+        return replies
+
+    def _matching(self, group: int) -> dict[int, RankStatus]:
+        """Return the replies to the current request; others are late replies to an earlier one."""
+        return {rank: status for rank, status in self._replies.items() if status.group == group}
+
+    def announce_end(self, status: int) -> None:
+        """Tell all ranks that this one ends the job, in case that the launcher cannot end them."""
+        self._tell_all({"kind": "ending", "to": _TO_ALL, "from": self._rank, "status": status})
+
+    def close(self) -> None:
+        """Say goodbye, and close the connections. A second call has no effect."""
+        if self._is_closing:
+            return
+        for link in self._links.values():
+            link.send({"kind": "goodbye", "to": link.peer, "from": self._rank})
+        self._is_closing = True
+        os.eventfd_write(self._bell, 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the descriptors; also called in a forked child, which has inherited them."""
+        _open.discard(self)
+        for link in self._links.values():
+            link.is_closed = True
+            link.sock.close()
+        os.close(self._bell)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        by_descriptor = {link.sock.fileno(): link for link in self._links.values()}
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN)
+        while not self._is_closing:
+            seconds = self._end_at - time.monotonic()
+            for descriptor, _ in poll.poll(None if seconds > 1e6 else max(0.0, 1000 * seconds)):
+                link = by_descriptor.get(descriptor)
+                if link is None:
+                    continue
+                messages, error = link.receive()
+                for message in messages:
+                    self._take(message, link)
+                if error is not None:
+                    poll.unregister(descriptor)
+                    link.is_closed = True
+                    self._lose(link, error)
+            if time.monotonic() >= self._end_at and not self._is_closing:
+                self._end()
+
+    def _take(self, message: Message, link: HostLink) -> None:
+        if message["kind"] == "goodbye":
+            link.said_goodbye = True
+        elif message["to"] == _TO_ALL:
+            self._tell_all(message)
+        elif message["to"] != self._rank:
+            self._pass_on(message, link.peer)
+        elif message["kind"] == "request":
+            status = self._own_status(message["group"])
+            self._pass_on({"kind": "reply", "to": message["from"], "from": self._rank, "status": status})
+        else:
+            with self._has_reply:
+                self._replies[message["from"]] = RankStatus(*message["status"])
+                self._has_reply.notify_all()
+
+    def _tell_all(self, message: Message) -> None:
+        """Handle a message to all ranks, and pass it on; it arrives several times, since the hosts form a ring."""
+        text = json.dumps(message, sort_keys=True)
+        if text in self._seen:
+            return
+        self._seen.add(text)
+        for link in self._links.values():
+            link.send(message)
+        if message["from"] == self._rank:
+            return
+        if message["kind"] == "ending":
+            self._quiet_status = message["status"]
+            self._end_at = time.monotonic() + _GRACE_SECONDS
+        elif self._quiet_status is None:
+            self._note_loss(message["report"], message["from"], _LOSS_SECONDS)
+
+    def _pass_on(self, message: Message, came_from: int | None = None) -> None:
+        """Send a message towards its destination, or reply in the place of a rank that cannot be reached."""
+        to = message["to"]
+        # Not back to where it came from: before a gap in the ring, two ranks would send it to each other forever.
+        closed = [peer for peer, link in self._links.items() if link.is_closed or peer == came_from]
+        hop = next_hop(self._hosts, self._rank, to, closed)
+        problem = self._problem_with(to, hop)
+        if hop is not None and not problem:
+            self._links[hop].send(message)
+        elif message["kind"] == "request":
+            reply = {"kind": "reply", "to": message["from"], "from": to}
+            reply["status"] = RankStatus(message["group"], 0, False, "", problem)
+            if message["from"] == self._rank:
+                self._take(reply, self._links[min(self._links)])
+            else:
+                self._pass_on(reply)
+
+    def _problem_with(self, to: int, hop: int | None) -> str:
+        """Return why a rank cannot be reached, if it is on this host or the next one; '' otherwise."""
+        name = self._names[to]
+        if hop is None:
+            return "cannot be asked: a connection between the hosts has ended"
+        if self._hosts[to] == self._hosts[hop] != self._hosts[self._rank]:
+            seconds = network.silent_seconds(self._links[hop].sock)
+            if seconds > _SILENT_PROBES * max(1.0, self._limit_seconds / 6):
+                return f"on host {name}: the host is unreachable since {seconds:.0f} s"
+        return ""
+
+    # --- losses
+
+    def _lose(self, link: HostLink, error: OSError) -> None:
+        """Prepare the end of the job, because a connection has ended."""
+        if link.said_goodbye or self._is_closing:
+            return
+        name = self._names[link.peer]
+        if self._is_far(link) and error.errno in _UNREACHABLE:
+            ranks = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[link.peer]]
+            listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            seconds = network.silent_seconds(link.sock)
+            report, delay = f"host {name} ({listed}) is unreachable since {seconds:.0f} s", _LOSS_SECONDS
+        else:
+            report = f"rank {link.peer} on host {name} has ended without mpi.stop() (killed?), or the host has crashed"
+            # Without its only connection this rank does not hear of the report of another one.
+            delay = _GONE_SECONDS + (_GRACE_SECONDS if len(self._links) == 1 and not self._is_far(link) else 0)
+        if self._quiet_status is None:
+            self._note_loss(report, self._rank, delay)
+        self._tell_all({"kind": "lost", "to": _TO_ALL, "from": self._rank, "report": report})
+
+    def _note_loss(self, report: str, rank: int, delay_seconds: float) -> None:
+        self._losses[report] = min(rank, self._losses.get(report, rank))
+        self._end_at = min(self._end_at, time.monotonic() + delay_seconds)
+
+    def _end(self) -> None:
+        if self._quiet_status is not None:
+            self._end_job("", self._quiet_status or 1)
+            return
+        if min(self._losses.values()) != self._rank and not self._has_waited:
+            # Another rank reports, and announces the end; this rank reports only if that does not happen.
+            self._has_waited = True
+            self._end_at = time.monotonic() + _GRACE_SECONDS
+            return
+        what = "; ".join(self._losses)
+        self._end_job(f"{what}, which ends the job. Rank {self._rank} was {self._location()}", 1)
+
+
+_open: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for heartbeat in list(_open):
+        heartbeat.abandon()  # otherwise a connection would not end with the rank
+
+
+os.register_at_fork(after_in_child=_in_forked_child)  # cannot be undone, so registered once
