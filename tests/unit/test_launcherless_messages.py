@@ -457,7 +457,7 @@ def test_an_unauthenticated_connection_is_dropped():
     store.wait([f"{mesh._KEY} place 0"])
     place = mesh.Place(*json.loads(store.get(f"{mesh._KEY} place 0"))[0])
     with ExitStack() as opened:
-        for said in (mesh._GREETING.pack(b"x" * 16, 1), b"hello", b""):
+        for said in (network._GREETING.pack(b"x" * 16, 1), b"hello", b""):
             stranger = opened.enter_context(socket.socket(socket.AF_UNIX))
             stranger.connect("\0" + place.unix_name)
             stranger.sendall(said)
