@@ -65,8 +65,8 @@ print("went on", flush=True)
 class Place:
     """Runs the checks of one place."""
 
-    def __init__(self, launch: list[str], logs: Path) -> None:
-        self._launch, self._logs = launch, logs
+    def __init__(self, launch: list[str], rank_command: list[str], logs: Path) -> None:
+        self._launch, self._rank_command, self._logs = launch, rank_command, logs
         self.versions: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         """Results of checks that this torch is too old for, which "start" finds."""
@@ -99,7 +99,8 @@ class Place:
         return f"ok ({passed[0]})" if status == 0 and passed else self._failed(status, output)
 
     def _run(self, name: str, *arguments: str) -> tuple[int, str]:
-        command = ["timeout", "-k", "5", "240", *self._launch, "-n", "2", sys.executable, *arguments]
+        ranks = ["-n", "2", *self._rank_command, sys.executable, *arguments]
+        command = ["timeout", "-k", "5", "240", *self._launch, *ranks]
         log = self._logs / f"{name.replace(' ', '-')}.log"
         with open(log, "w") as file:
             status = subprocess.run(
@@ -136,13 +137,14 @@ def main() -> int:
     parser.add_argument("--place", required=True, help="the first column of the line")
     parser.add_argument("--command", default="scripts/check_place.py", help="the last column of the line")
     parser.add_argument("--launch", type=shlex.split, help="the launch command, without the number of ranks")
+    parser.add_argument("--rank-command", type=shlex.split, default=[], help="starts the Python of each rank")
     parser.add_argument("--only", default=",".join(CHECKS), help=f"checks, from {', '.join(CHECKS)}")
     parser.add_argument("--logs", type=Path, default=CHECKOUT / "build" / "places", help="folder of the logs")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
         os.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    place = Place(options.launch or default_launch(), options.logs)
+    place = Place(options.launch or default_launch(), options.rank_command, options.logs)
     results = {name: place.check(name) for name in options.only.split(",")}
     versions = dict(place.versions)
     listed = [short(versions.pop("library", "")), *(f"{name} {number}" for name, number in versions.items())]

@@ -1,4 +1,4 @@
-"""The commit that ``torchmpi --version`` names."""
+"""The commit that ``torchmpi --version`` names, and versions of other packages that are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import mpi4py
+import pytest
+
 from torchmpi import _version
+from torchmpi.errors import LaunchError
+from torchmpi.session import mpi_library
 
 
 def copy_of_module(folder: Path):
@@ -44,3 +49,10 @@ def test_the_commit_that_was_built_in_comes_first(tmp_path):
     commit, package = copy_of_module(tmp_path)
     (package / "_commit.txt").write_text("0123456789ab\n")
     assert commit() == "0123456789ab"
+
+
+def test_mpi4py_3_is_refused_with_the_reason(monkeypatch):
+    mpi_library.load()
+    monkeypatch.setattr(mpi4py, "__version__", "3.1.6")
+    with pytest.raises(LaunchError, match=r"mpi4py 3\.1\.6 is too old: before 4\.0.*pip install 'mpi4py>=4\.0'"):
+        mpi_library.load()

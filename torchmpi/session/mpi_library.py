@@ -64,6 +64,11 @@ def load() -> Any:
         raise MissingMPIError(_missing(f"mpi4py cannot be imported ({error}).")) from error
     except RuntimeError as error:
         raise MissingMPIError(_missing(f"mpi4py found no MPI library ({error}).")) from error
+    if int(mpi4py.__version__.split(".")[0]) < 4:
+        raise LaunchError(
+            f"mpi4py {mpi4py.__version__} is too old: before 4.0, it counts the elements of a message with 32 bits. "
+            "Install a newer one: pip install 'mpi4py>=4.0'."
+        )
     return MPI
 
 
