@@ -21,9 +21,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torchmpi.distributed.launcherless import mesh
-from torchmpi.distributed.launcherless.endpoint import _HEAD, Endpoint
-from torchmpi.distributed.launcherless.requests import CommunicationError
 
 from torchmpi.backends import saved_tables
 from torchmpi.backends.selection_table import Table, checked, keys
@@ -31,6 +28,9 @@ from torchmpi.cli.doctor import diagnosis
 from torchmpi.engine import checkpoint
 from torchmpi.errors import CheckpointError, LaunchError
 from torchmpi.parameterserver import shard_checkpoint
+from torchmpi.session.launcherless import mesh
+from torchmpi.session.launcherless.endpoint import _HEAD, Endpoint
+from torchmpi.session.launcherless.requests import CommunicationError
 from torchmpi.tensors import archive
 
 JOB = saved_tables.describe_job([0, 0], 2, 2, "Some MPI 1.0")
