@@ -72,7 +72,8 @@ class Place:
         """Results of checks that this torch is too old for, which "start" finds."""
         # Left in the logs: the checkout holds the package too, and Python would import it from there.
         self._tests = Path(tempfile.mkdtemp(prefix="tests-", dir=logs))
-        shutil.copytree(CHECKOUT / "tests" / "mpi", self._tests / "tests" / "mpi")
+        for folder in ("mpi", "unit"):  # the latter for what both use
+            shutil.copytree(CHECKOUT / "tests" / folder, self._tests / "tests" / folder)
         shutil.copy(CHECKOUT / "setup.cfg", self._tests)
 
     def check(self, name: str) -> str:
