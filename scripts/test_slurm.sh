@@ -136,9 +136,10 @@ without_pmi() {
 
     # The signal before the time limit, a checkpoint, and the same job again: the parameters are those of the first run.
     began=$SECONDS
-    job=$(sbatch --parsable --output "$logs/requeue.log" examples/slurm/requeue.sh --step-seconds 0.4)
-    for _ in $(seq 180); do
+    job=$(sbatch --parsable --output "$logs/requeue.log" examples/slurm/requeue.sh --step-seconds 0.2)
+    for _ in $(seq 240); do
         ! grep -q 'parameters' "$logs/requeue.log" 2>/dev/null || break
+        scontrol update "JobId=$job" StartTime=now 2>/dev/null || true # Slurm waits for two minutes before it starts it again
         sleep 1
     done
     scancel "$job"
