@@ -241,12 +241,18 @@ mpi.allreduce(torch.ones(3))
 
 
 @pytest.mark.parametrize(
-    ("end", "how"),
-    (("sys.exit(3)", r"left by sys.exit\(3\)"), pytest.param("mpi.stop()", r"is in stop\(\)", marks=once)),
+    ("setup", "end", "how"),
+    (
+        ("", "sys.exit(3)", r"left by sys.exit\(3\)"),
+        pytest.param(HOSTS, "mpi.stop()", r"is in stop\(\)", marks=once),
+    ),
+    ids=("one host", "two hosts"),
 )
-def test_a_message_from_a_rank_in_stop_ends_the_job(job, end, how):
+def test_a_message_from_a_rank_in_stop_ends_the_job(job, setup, end, how):
     """Regression: it was noticed by the limit for stalls only, and the report did not tell where the other rank is."""
-    result = failing(job, f"if rank == 1: {end}\nelse: mpi.recv(torch.empty(3), 1)", n=2)
+    code = f"if rank == 1: {end}\nelse: mpi.recv(torch.empty(3), 1)"
+    result = job(2, setup + START + code, timeout=LIMIT_SECONDS)
+    assert result.returncode != 0, result.output
     call = r"rank 0 has waited \d s in recv\(float32 \[3\]\) from rank 1 on communicator world."
     assert re.search(rf"{call}\n  rank 1 {how}, and does not make the other call: at ", result.stderr), result.output
 
@@ -299,7 +305,10 @@ def test_leaving_is_reported_once_on_several_hosts(job):
     assert re.match(r"torchmpi: rank 1 left by sys.exit\(3\) without mpi.stop\(\), while rank 0 was at ", first), (
         result.output
     )
-    assert "Traceback" not in result.stderr and result.stderr.count("left by sys.exit") == 2, result.output
+    assert "Traceback" not in result.stderr and result.stderr.count("without mpi.stop()") == 1, result.output
+    assert re.search(r"\n  rank 2: MismatchError, at .*job.py:\d+ in <module>: mpi.allreduce", result.stderr), (
+        result.output
+    )
     assert result.returncode == 3, result.output
 
 

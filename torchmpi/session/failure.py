@@ -83,6 +83,8 @@ class FailureHandling:
         self._announced: BaseException | None = None
         self.before_abort: Callable[[int], None] = lambda status: None
         """Called with the status when this rank ends the job."""
+        self.ask_other_hosts: Callable[[float], dict[int, report.Activity]] = lambda patience_seconds: {}
+        """Returns what the ranks of other hosts are doing, as far as that is known after so many seconds."""
 
     def install(self) -> None:
         """Install the hooks."""
@@ -142,10 +144,10 @@ class FailureHandling:
             time.sleep(_OUTPUT_SECONDS)  # the process ends meanwhile
         if _reason_is_elsewhere(error):
             self._wait_for_report()
-        if isinstance(error, MismatchError | KeyboardInterrupt):
-            self._let_first_host_report()
-        left = self._find_leaving_rank(error) if isinstance(error, MismatchError) else None
         line = line_of_program(traceback.extract_tb(trace))
+        if isinstance(error, MismatchError | KeyboardInterrupt):
+            self._let_first_host_report(f"{kind.__name__}, {line}")
+        left = self._find_leaving_rank(error) if isinstance(error, MismatchError) else None
         status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if left is not None:
             status = left.status or 1
@@ -284,17 +286,18 @@ class FailureHandling:
     def _wait_for_report(self) -> None:
         """Give the rank that has the reason of the failure time to report it."""
         self._is_failing = True
-        board, limit = self._board, time.monotonic() + _OUTPUT_SECONDS
+        seconds = _OUTPUT_SECONDS if len(set(self.world.context.hosts)) == 1 else _FIRST_HOST_SECONDS
+        board, limit = self._board, time.monotonic() + seconds
         while time.monotonic() < limit and not (
             board is not None and any(board.get(index, DYING) == _REPORTING for index in range(board.num_blocks))
         ):
             time.sleep(_POLL_SECONDS)
 
-    def _let_first_host_report(self) -> None:
+    def _let_first_host_report(self, failure: str) -> None:
         """Wait on all hosts but the first, whose ranks have the same error; they then end all ranks."""
         hosts = self.world.context.hosts
         if hosts[self.world.rank] != hosts[0]:
-            self._is_failing = True
+            self._is_failing, self.world.context.failure = True, failure
             time.sleep(_FIRST_HOST_SECONDS)
 
     def _let_other_rank_end(self, failure: str) -> None:
@@ -314,6 +317,7 @@ class FailureHandling:
         others: dict[int, report.Activity] = {}
         with contextlib.suppress(ValueError):  # the status board has been unmapped
             others = activities_on_host(self.board_group or self.world, patience_seconds=self._patience_seconds)
+            others |= self.ask_other_hosts(self._patience_seconds)
         lines = report.about_others(others)
         if lines:
             own = f"torchmpi: rank {self.world.rank} is process {os.getpid()} on {self._host_name}. The others:"

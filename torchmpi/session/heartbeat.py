@@ -45,6 +45,8 @@ class RankStatus(NamedTuple):
     """The line at which the main thread of the rank is."""
     problem: str = ""
     """Why the rank has no status, if the host next to its host can tell."""
+    activity: tuple[str, float, str] = ("", 0.0, "")
+    """The fields of a :class:`torchmpi.session.report.Activity`."""
 
 
 class Heartbeat:
@@ -88,6 +90,11 @@ class Heartbeat:
         return self._hosts[link.peer] != self._hosts[self._rank]
 
     # --- calls of other threads
+
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the calling thread reads the connections, so that it cannot wait for replies."""
+        return threading.current_thread() is self._thread
 
     def request(self, ranks: Iterable[int], group: int, *, timeout_seconds: float) -> dict[int, RankStatus]:
         """Return the status of some ranks in a group; ranks that do not reply in time are omitted."""

@@ -237,6 +237,7 @@ class Runtime:
             end_job=self.failures.end_job,
         )
         self.failures.before_abort = heartbeat.announce_end
+        self.failures.ask_other_hosts = watchdog.activities_elsewhere
         self.resources.callback(heartbeat.close)
         return heartbeat
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..communicators import call_log
 from ..communicators.call_queue import CallQueue
@@ -31,6 +31,7 @@ _REMOTE_TIMEOUT_SECONDS = 3.0
 # The lowest waiting rank ends the job for all; the others do so only if that has not happened after this time.
 _ABORT_GRACE_SECONDS = 10.0
 _NO_REPLY = "does not reply: it is stopped, or busy outside Python"
+_STOP = "stop(), "  # in the description of a call
 _ENDED = "The wait exceeds stall_abort_seconds, which ends the job."
 
 LoggedCall = tuple[int, int, tuple[int, ...]]
@@ -47,6 +48,8 @@ class Watchdog(threading.Thread):
         self.heartbeat: Heartbeat | None = None
         """The connections to the ranks of other hosts."""
         self.context, self.config, self.end_job = context, config, end_job
+        # On several hosts, groups that are parts of the world come before it.
+        self._world = next(group for group in context.groups if group.size == len(context.hosts))
         self._stopped = threading.Event()
         self._since: dict[Group, tuple[int, float]] = {}
         self._reported: dict[Group, int] = {}
@@ -55,6 +58,8 @@ class Watchdog(threading.Thread):
         self._steps: set[Group] = set()
         """Groups on which calls are steps of a call of the program, which is reported instead of the step."""
         self._queues: dict[CallQueue, tuple[str | None, float, bool]] = {}
+        self._ask_at: dict[CallQueue, float] = {}
+        """After how many seconds the rank of another host for which a message waits is asked."""
         self._waiting_ranks = WaitingRanks(context)
         self._circle_at: dict[Group, tuple[int, float]] = {}
         """For each group, the call and the duration of its wait at which deadlocks are searched next."""
@@ -120,7 +125,7 @@ class Watchdog(threading.Thread):
 
     def _stopping_rank(self, group: Group, seq: int) -> int | None:
         """Return a rank of this host that has not entered a call and is in stop(), if there is one."""
-        world = self.context.groups[0]
+        world = self._world
         if group is world or group.log_board is None or world.log_board is None:
             return None
         for index, rank in enumerate(group.world_ranks):
@@ -135,7 +140,7 @@ class Watchdog(threading.Thread):
     def _check_deadlock(self, group: Group, current: LoggedCall, waited: float) -> None:
         """End a call that waits for ranks which wait for this one. The search is repeated at growing intervals."""
         seq, at = self._circle_at.get(group, (0, 0.0))
-        world, waits = self.context.groups[0], self._waiting_ranks.now()
+        world, waits = self._world, self._waiting_ranks.now()
         if not waits or world.log_board is None or (seq == current[0] and waited < at):
             return
         self._circle_at[group] = (current[0], 2 * waited)
@@ -178,11 +183,18 @@ class Watchdog(threading.Thread):
         now = time.monotonic()
         if known is not doing:  # compared by identity: each call has a separate string
             self._queues[call_queue] = (doing, now, False)
+            self._ask_at[call_queue] = _REFUSAL_GRACE_SECONDS
             return
         message = f"{group.where} has waited {now - since:.0f} s in {doing} on communicator {group.name}."
         if now - since >= _REFUSAL_GRACE_SECONDS and (how := self._how_it_stops(peer)):
             reason = f"  rank {peer} {how}, and does not make the other call: {self._place(peer)}"
             self.end_job(f"{message}\n{reason}", 1)
+        if now - since >= self._ask_at[call_queue] and self._is_elsewhere(peer):
+            self._ask_at[call_queue] = 2 * (now - since)
+            there = self._activity_elsewhere([peer], _STATUS_TIMEOUT_SECONDS).get(peer, NO_ANSWER)
+            if there.doing.startswith(_STOP):
+                reason = f"  rank {peer} is in stop(), and does not make the other call: {there.line}"
+                self.end_job(f"{message}\n{reason}", 1)
         if now - since >= self.config.stall_abort_seconds > 0:
             self.end_job(f"{message}\n{_ENDED}", 1)
         elif now - since >= self.config.stall_warning_seconds and not reported:
@@ -192,16 +204,20 @@ class Watchdog(threading.Thread):
 
     def _how_it_stops(self, rank: int) -> str:
         """Describe how a rank of this host ended its program or that it is in ``stop()``; '' if neither is known."""
-        board = self.context.groups[0].log_board
+        board = self._world.log_board
         if board is None or not call_log.is_stopping(board, rank):
             return ""
         field = board.get(rank, memory_layout.EXITED)
         return call_log.how_it_left(field) if field else "is in stop()"
 
     def _place(self, rank: int) -> str:
-        """Return the location of another rank of this host; '' if it is not known."""
-        world = self.context.groups[0]
-        if world.log_board is None or rank == world.rank:
+        """Return the location of another rank; '' if it is not known."""
+        world = self._world
+        if rank == world.rank:
+            return ""
+        if self._is_elsewhere(rank):
+            return self._activity_elsewhere([rank], _STATUS_TIMEOUT_SECONDS).get(rank, NO_ANSWER).line
+        if world.log_board is None:
             return ""
         text = request_status(
             world.log_board, world.rank, rank, patience_seconds=_STATUS_TIMEOUT_SECONDS, meanwhile=self._answer_all
@@ -280,8 +296,24 @@ class Watchdog(threading.Thread):
         """Return the status of this rank, for a rank of another host."""
         for group in list(self.context.groups):
             if group.key == key:
-                return RankStatus(key, group.call_log.seq, group.call_log.current is not None, location())
+                entered, is_waiting = group.call_log.seq, group.call_log.current is not None
+                return RankStatus(key, entered, is_waiting, location(), activity=self._activity())
         return RankStatus(key, 0, False, f"this communicator does not exist there; {location()}")
+
+    def activities_elsewhere(self, patience_seconds: float) -> dict[int, Activity]:
+        """Return what the ranks of other hosts are doing; empty if they cannot be asked."""
+        return self._activity_elsewhere(filter(self._is_elsewhere, range(self._world.size)), patience_seconds)
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        hosts = self.context.hosts
+        return hosts[rank] != hosts[self._world.rank]
+
+    def _activity_elsewhere(self, ranks: Iterable[int], patience_seconds: float) -> dict[int, Activity]:
+        if self.heartbeat is None or self.heartbeat.is_this_thread:
+            return {}
+        wanted = list(ranks)
+        replies = self.heartbeat.request(wanted, self._world.key, timeout_seconds=patience_seconds)
+        return {rank: _activity_in(replies.get(rank)) for rank in wanted}
 
     def _answer_all(self) -> None:
         for group in list(self.context.groups):
@@ -319,6 +351,12 @@ class Watchdog(threading.Thread):
                     seconds = now - since if known is doing else 0.0
                     return Activity(f"{doing} on communicator {group.name}", seconds, location())
         return Activity("not in a call", 0.0, location())
+
+
+def _activity_in(status: RankStatus | None) -> Activity:
+    if status is None:
+        return NO_ANSWER
+    return Activity(status.problem, 0.0, "") if status.problem else Activity(*status.activity)
 
 
 def activities_on_host(group: Group, *, patience_seconds: float) -> dict[int, Activity]:
