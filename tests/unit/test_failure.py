@@ -94,3 +94,14 @@ def test_torchrun_shows_the_first_report_as_cause(tmp_path, monkeypatch):
     assert "ValueError: bad sample 17" in str(failure.message) and "SIGTERM" not in str(failure.message)
     assert abs(failure.timestamp - time.time()) < 60
     assert "ValueError: bad sample 17" in ChildFailedError("train.py", {1: failure}).format_msg()
+
+
+def test_a_report_of_many_ranks_has_at_most_40_lines():
+    """Also if every rank is somewhere else, and the traceback is long."""
+    activities = {rank: report.Activity(f"call #{rank}", 0.0, f"at line {rank % 500}") for rank in range(2000)}
+    lines = [*report.shortened("line\n" * 1000).splitlines(), *report.about_others(activities)]
+    assert len(lines) <= 38  # two more name the process and announce the messages of the launcher
+    assert lines[-1].endswith("ranks elsewhere") and sum("call #" in line for line in lines) == 12
+    odd = {rank: report.Activity("barrier()", 0.0, "") for rank in range(1, 2000, 2)}
+    (line,) = report.about_others(odd)
+    assert line.startswith("  ranks 1, 3, 5") and len(line) < 120, line
