@@ -95,6 +95,8 @@ def cases(launchers: list[str]) -> Iterator[tuple[str, str, str]]:
             for moment in MOMENTS:
                 if fault in IN_A_CALL and moment not in ("call", "async_call", "backward"):
                     continue
+                if (fault, moment) == ("end of the program", "stop"):
+                    continue  # an ordinary end
                 if fault == "raise in a callback" and (moment != "call" or launcher in ("torchrun", "gloo")):
                     continue
                 if launcher in ("torchrun", "gloo") and moment in ("mpi_call", "server", "async_call", "stop"):

@@ -8,7 +8,8 @@ import pytest
 from bench_rows import FACTS, cells_of, figures, row
 
 import torchmpi.cli
-from torchmpi.cli.bench import collective_bench, report, training
+from torchmpi.cli.bench import bench_report as report
+from torchmpi.cli.bench import collective_bench, training
 from torchmpi.cli.bench.bench_report import draw
 from torchmpi.errors import ArgumentError, JobError
 

@@ -20,7 +20,8 @@ import pytest
 import torch
 from bench_rows import FACTS, cells_of, figures, row
 
-from torchmpi.cli.bench import options, report, timing
+from torchmpi.cli.bench import bench_report as report
+from torchmpi.cli.bench import options, timing
 from torchmpi.cli.bench.bench_report import draw
 from torchmpi.cli.bench.command import run_script
 

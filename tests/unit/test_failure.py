@@ -74,17 +74,6 @@ def test_a_stall_report_shows_the_line_of_the_user():
     assert scope["train"]().startswith(f"at {package}-experiments/train.py:1 in train")
 
 
-def test_a_report_of_many_ranks_has_at_most_40_lines():
-    """Also if every rank is somewhere else, and the traceback is long."""
-    activities = {rank: report.Activity(f"call #{rank}", 0.0, f"at line {rank % 500}") for rank in range(2000)}
-    lines = [*report.shortened("line\n" * 1000).splitlines(), *report.about_others(activities)]
-    assert len(lines) <= 38  # two more name the process and announce the messages of the launcher
-    assert lines[-1].endswith("ranks elsewhere") and sum("call #" in line for line in lines) == 12
-    odd = {rank: report.Activity("barrier()", 0.0, "") for rank in range(1, 2000, 2)}
-    (line,) = report.about_others(odd)
-    assert line.startswith("  ranks 1, 3, 5") and len(line) < 120, line
-
-
 def test_torchrun_shows_the_first_report_as_cause(tmp_path, monkeypatch):
     path = tmp_path / "error.json"
     monkeypatch.setenv(launcher.ERROR_FILE_VARIABLE, str(path))
