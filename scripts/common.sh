@@ -35,13 +35,13 @@ num_cores() {
 # Sets `python` to the first interpreter that is new enough; PYTHON overrides the search.
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3 python python3.14 python3.13 python3.12 python3.11}; do
+    for candidate in ${PYTHON:-python3 python python3.14 python3.13 python3.12 python3.11 python3.10}; do
         python=$(type -P "$candidate") || continue
-        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             return
         fi
     done
-    fail "no Python 3.11 or newer found${PYTHON:+ (PYTHON=$PYTHON)}" \
+    fail "no Python 3.10 or newer found${PYTHON:+ (PYTHON=$PYTHON)}" \
         "Install one, or name it: PYTHON=/path/to/python3 $0"
 }
 

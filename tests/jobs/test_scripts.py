@@ -139,7 +139,7 @@ def test_a_python_that_is_too_old_is_refused(tmp_path: Path) -> None:
     old.chmod(0o755)
     done = common(f"PYTHON={old} find_python", tmp_path)
     assert done.returncode == 1
-    assert "no Python 3.11 or newer found" in done.stderr and str(old) in done.stderr
+    assert "no Python 3.10 or newer found" in done.stderr and str(old) in done.stderr
 
 
 def test_requirements_come_from_setup_cfg(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def own_interfaces(names: Sequence[str] = ()) -> list[str]:
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries if name in up else ():
             if entry.family in (socket.AF_INET, socket.AF_INET6):
-                length = bin(int.from_bytes(socket.inet_pton(entry.family, entry.netmask or "::"))).count("1")
+                length = bin(int.from_bytes(socket.inet_pton(entry.family, entry.netmask or "::"), "big")).count("1")
                 found.append(f"{entry.address.split('%')[0]}/{length}")
     return found
 

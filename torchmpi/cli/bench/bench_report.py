@@ -33,7 +33,7 @@ def new_report(kind: str, jobs: Sequence[Mapping[str, Any]], options: Mapping[st
     return {
         "format": FORMAT,
         "kind": kind,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "options": dict(options),
         "jobs": [{name: value for name, value in job.items() if name != "rows"} for job in jobs],
         "rows": [row for job in jobs for row in job["rows"]],
