@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from conftest import job_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 START = """
@@ -157,6 +160,39 @@ def check_done_by_mpi(result, reason: str, n: int) -> None:
 
 
 @once
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode != 0,
+    reason="containers are made with unshare, which needs root",
+)
+def test_ranks_in_containers_under_one_host_name_are_on_two_hosts(mpirun, tmp_path):
+    """Each rank sees only its own processes and its own /dev/shm, as in containers that share a network."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import torch, torchmpi as mpi
+from torchmpi.session import runtime
+mpi.start()
+total = mpi.allreduce(torch.arange(100000.0))
+right = torch.equal(total, 2 * torch.arange(100000.0))
+current = runtime.current()
+print("right", right, "hosts", current.num_hosts, "local rank", mpi.local_rank(), mpi.local_size(), flush=True)
+"""
+    )
+    inside = 'mount -t tmpfs -o size=64m shm /dev/shm && exec "$@"'
+    container = ["unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc", "bash", "-c"]
+    done = subprocess.run(
+        ["timeout", "-k", "5", "100", *mpirun, "-n", "2", *container, inside, "-", sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env=job_environment({}),
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("right True hosts 2 local rank") == 2, done.stdout + done.stderr
+    assert {"local rank 0 2", "local rank 1 2"} == set(re.findall(r"local rank \d \d", done.stdout)), done.stdout
+    assert "each counts as a host" in done.stderr
+
+
 def test_a_shared_tensor_without_memory_for_it_is_private(job):
     code = """
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))

@@ -100,12 +100,24 @@ def initialise() -> tuple[Any, bool]:
         _check_family(MPI)
         _check_room(MPI)
         _yield_if_crowded(MPI)
+        if is_apart_from_launcher():
+            # Without this, Open MPI 5.0.11 crashes: both ranks are process 1, and take their own file for the other's.
+            os.environ.setdefault("OMPI_MCA_btl", "^sm,vader")
+            os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
         _initialise_without_gil(MPI)
         _record_exceptions()
         # Not in stop(): MPI cannot be initialised twice, and a program may start and stop torchmpi many times.
         atexit.register(_finalise, MPI, os.getpid())
     _check_size(MPI)
     return MPI, ours
+
+
+def is_apart_from_launcher() -> bool:
+    """Return whether a container lies between launcher and rank: the parent or the leader of the session is invisible.
+
+    The launcher then takes containers for one host whose ranks cannot share memory.
+    """
+    return os.getppid() == 0 or os.getsid(0) == 0
 
 
 def _initialise_without_gil(MPI: Any) -> None:
@@ -239,7 +251,7 @@ def _yield_if_crowded(MPI: Any) -> None:
         return
     num_cores: float = 0
     with contextlib.suppress(psutil.Error, AttributeError):  # the latter where the system has no affinity masks
-        num_cores = max(len(process.cpu_affinity()) for process in psutil.Process().parents())
+        num_cores = max((len(process.cpu_affinity()) for process in psutil.Process().parents()), default=0)
     if num_ranks > min(num_cores, affinity.cpu_quota()) > 0:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 

@@ -51,10 +51,21 @@ _get_communicator_in_use = communicator_in_use.get  # bound once: every call of 
 _not_running_reason = "torchmpi has not been started. Call mpi.start() first, or use `with mpi.started():`."
 
 
+class _Place(NamedTuple):
+    """Keys that are equal on ranks which share something."""
+
+    host: str
+    """The host under its name, which also its containers may have: numbers the local ranks."""
+    memory: str
+    """Processes that can open each other's memory."""
+    machine: str
+    """The cores, also of containers under different names."""
+
+
 class _RankInfo(NamedTuple):
     """The information that each rank contributes at start."""
 
-    host_key: str
+    place: _Place
     cores: frozenset[int]
     settings: dict[str, object]
     has_cuda: bool
@@ -74,16 +85,17 @@ class Runtime:
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
             self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
             ranks = self._exchange_information(with_cuda)
-        hosts = self._group_by_host(ranks)
+        hosts = self._group_by_host([rank.place for rank in ranks])
         self._open_world(hosts)
         self._handle_failures()
         self._choose_devices(hosts, with_cuda, has_cuda=any(rank.has_cuda for rank in ranks))
+        own = ranks[self.world.rank].place
         neighbours = {rank: info for rank, info in enumerate(ranks) if hosts[rank] == hosts[self.world.rank]}
         processes = {rank: info.process for rank, info in neighbours.items()}
         self.selector = Selector(self._backends(processes), self.world, self.config)
-        masks = [info.cores for info in neighbours.values()]
-        self.binding = self._bind(masks)
-        self._load_tuning(hosts, num_cores=len(frozenset.union(*masks)))
+        masks = {rank: info.cores for rank, info in enumerate(ranks) if info.place.machine == own.machine}
+        self.binding = self._bind(list(masks.values()), list(masks).index(self.world.rank))
+        self._load_tuning(hosts, num_ranks=len(masks), num_cores=len(frozenset.union(*masks.values())))
         self._start_watchdog(hosts)
 
     def _exchange_information(self, with_cuda: bool | None) -> list[_RankInfo]:
@@ -92,26 +104,28 @@ class Runtime:
             self.config, with_cuda=with_cuda, cartesian=self.cartesian, ipc_groups=self.ipc_groups
         )
         own = _RankInfo(
-            _host_key(self.MPI, self.config),
+            _place(self.MPI, self.config),
             affinity.current(),
             settings,
             torch.cuda.is_available(),
             process_vm.probe(),
         )
-        ranks = [_RankInfo(*fields) for fields in self.MPI.COMM_WORLD.allgather(tuple(own))]
+        ranks: list[_RankInfo] = self.MPI.COMM_WORLD.allgather(own)
         _check_settings([rank.settings for rank in ranks])
         if with_cuda:
             _check_cuda([rank.has_cuda for rank in ranks])
         return ranks
 
-    def _group_by_host(self, ranks: Sequence[_RankInfo]) -> list[int]:
-        """Number the hosts, and find the place of this rank on its host; return the host of each rank."""
-        world_rank = self.MPI.COMM_WORLD.rank
-        hosts = list(splits.host_keys([rank.host_key for rank in ranks]))
-        on_host = [rank for rank, host in enumerate(hosts) if host == hosts[world_rank]]
+    def _group_by_host(self, places: Sequence[_Place]) -> list[int]:
+        """Find the local rank; return the host of each rank, where containers of a host count as hosts."""
+        own = places[self.MPI.COMM_WORLD.rank]
+        on_host = [rank for rank, place in enumerate(places) if place.host == own.host]
+        hosts = list(splits.host_keys([place.memory for place in places]))
         self.host_name = self.config.host_name or socket.gethostname()
         self.num_hosts = len(set(hosts))
-        self.local_rank, self.local_size = on_host.index(world_rank), len(on_host)
+        self.local_rank, self.local_size = on_host.index(self.MPI.COMM_WORLD.rank), len(on_host)
+        if len({place.host for place in places}) < self.num_hosts and self.MPI.COMM_WORLD.rank == 0:
+            self._log_info("ranks under one host name are in containers that share no memory: each counts as a host")
         return hosts
 
     def _open_world(self, hosts: Sequence[int]) -> None:
@@ -135,8 +149,8 @@ class Runtime:
         uses_cuda = with_cuda is not False and has_cuda
         self.devices = Devices.gather(self.MPI.COMM_WORLD, hosts, self.device, has_cuda=uses_cuda)
 
-    def _load_tuning(self, hosts: Sequence[int], *, num_cores: int) -> None:
-        self.context.is_crowded = self.local_size > num_cores
+    def _load_tuning(self, hosts: Sequence[int], *, num_ranks: int, num_cores: int) -> None:
+        self.context.is_crowded = num_ranks > num_cores
         library = mpi_library.short_version(self.MPI)
         self.job = saved_tables.describe_job(hosts, num_cores, self.local_size, library)
         self.selector.load_saved(self.job)
@@ -248,13 +262,18 @@ class Runtime:
             self.resources.callback(self.failures.uninstall)
             self.resources.callback(mpi_library.watch_ranks(self.MPI, self.failures.end_job))
 
-    def _bind(self, masks: list[frozenset[int]]) -> str:
-        """Bind this rank to its own cores unless it is bound, set the number of torch threads; describe the result."""
+    def _bind(self, masks: list[frozenset[int]], index: int) -> str:
+        """Bind this rank to its own cores unless it is bound, set the number of torch threads; describe the result.
+
+        Args:
+            masks: The affinity masks of the ranks that share the cores of this machine.
+            index: The position of this rank among them.
+        """
         before, cores = affinity.current(), affinity.physical_cores()
         plan = affinity.plan_binding(masks, cores=cores) if self.config.bind == "auto" else None
-        if plan is not None and affinity.bind(plan[self.local_rank]):
+        if plan is not None and affinity.bind(plan[index]):
             self.resources.callback(affinity.bind, before)
-            mask, num_sharing, binding = plan[self.local_rank], 1, "one set of cores per rank, bound by torchmpi"
+            mask, num_sharing, binding = plan[index], 1, "one set of cores per rank, bound by torchmpi"
         else:
             mask = before
             num_sharing = sum(bool(mask & other) for other in masks)
@@ -438,10 +457,10 @@ def _problem_of_any(problems: Sequence[str], own: str) -> str:
     return own or next((f"rank {rank} cannot: {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
-def _host_key(MPI: Any, config: Config) -> str:
-    """Return a key that is equal on the ranks of a host, which share memory; host names alone are not unique."""
+def _place(MPI: Any, config: Config) -> _Place:
+    """Return the keys of this rank; host names alone are not unique. Collective."""
     if config.host_name:
-        return config.host_name
+        return _Place(config.host_name, config.host_name, config.host_name)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -449,7 +468,14 @@ def _host_key(MPI: Any, config: Config) -> str:
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
     first = node.bcast(MPI.COMM_WORLD.rank)
     node.Free()
-    return f"{socket.gethostname()} {boot} {first}"
+    # In a container of its own, MPI has been told that no rank is near.
+    host = f"{socket.gethostname()} {boot} {'' if mpi_library.is_apart_from_launcher() else first}"
+    try:
+        # Shared memory is opened through /proc, which shows only the processes of the own namespace.
+        processes = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        processes = ""
+    return _Place(host, f"{host} {processes}", boot or host)
 
 
 def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:

@@ -68,7 +68,8 @@ class StartWatch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        if self._num_ranks > 1 and self._launcher.rank is not None and self._launcher.has_mpi_interface:
+        has_ranks = self._num_ranks > 1 and self._launcher.rank is not None and self._launcher.has_mpi_interface
+        if has_ranks and not mpi_library.is_apart_from_launcher():  # /proc would not show the other ranks
             self._thread = threading.Thread(target=self._watch, name=_THREAD_NAME, daemon=True)
             self._thread.start()
 
