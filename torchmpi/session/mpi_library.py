@@ -102,7 +102,7 @@ def initialise() -> tuple[Any, bool]:
         _yield_if_crowded(MPI)
         if is_apart_from_launcher():
             # Without this, Open MPI 5.0.11 crashes: both ranks are process 1, and take their own file for the other's.
-            os.environ.setdefault("OMPI_MCA_btl", "^sm,vader")
+            os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
             os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
         _initialise_without_gil(MPI)
         _record_exceptions()
