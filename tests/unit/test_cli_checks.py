@@ -265,7 +265,9 @@ def test_versions_are_those_of_the_package():
     assert oldest == required | {"Python": config["options"]["python_requires"].removeprefix(">=")}
     pinned = dict(re.findall(r"^(\w+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[::-1])
     assert {
-        name: tested for name, (_, tested) in OLDEST_AND_TESTED.items() if name != "Python"
+        name: tested
+        for name, (_, tested) in OLDEST_AND_TESTED.items()
+        if name not in ("Python", "torch")  # newer ones are run by scripts/test_versions.py
     }.items() <= pinned.items()
 
 

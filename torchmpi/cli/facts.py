@@ -198,7 +198,7 @@ class Finding:
 
 
 OLDEST_AND_TESTED = {
-    "Python": ("3.11", "3.14"),
+    "Python": ("3.10", "3.14"),
     "torch": ("2.6", "2.15"),
     "numpy": ("1.26", "2.4"),
     "numba": ("0.61", "0.68"),

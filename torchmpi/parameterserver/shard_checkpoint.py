@@ -235,7 +235,11 @@ def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) ->
         ]
         if wanted:
             path = folder / _file_name(index["token"], rank)
-            content = archive.parse(path, path.read_bytes(), mark=_FORMAT, what="file of shards")
+            try:
+                packed = path.read_bytes()
+            except OSError as error:
+                raise CheckpointError(f"{path}, which the index names, cannot be read: {error.strerror}") from error
+            content = archive.parse(path, packed, mark=_FORMAT, what="file of shards")
             for number in wanted:
                 part = old_parts[number][rank]
                 _check_shard(path, content.get(str(number)), part[1], servers[number].dtype)

@@ -177,7 +177,9 @@ class Heartbeat:
             self._pass_on({"kind": "reply", "to": message["from"], "from": self._rank, "status": status})
         else:
             with self._has_reply:
-                self._replies[message["from"]] = RankStatus(*message["status"])
+                status = RankStatus(*message["status"])  # with a list for the tuple, as JSON has no tuples
+                doing, seconds, line = status.activity
+                self._replies[message["from"]] = status._replace(activity=(doing, seconds, line))
                 self._has_reply.notify_all()
 
     def _tell_all(self, message: Message) -> None:
