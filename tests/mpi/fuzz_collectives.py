@@ -131,7 +131,7 @@ class Fuzzer:
             self.comms += [Comm(inner if keys[0] == keys[-1] else level, inner.ranks)]
             self.comms += [Comm(outer, outer.ranks if outer else ())]
         mpi.set_communicator(before)
-        for ranks in (tuple(range(size))[::-1], (size - 1, 0)):
+        for ranks in (tuple(range(size))[::-1], (size - 1, 0) if size > 1 else (0,)):
             comm = mpi.group(ranks, comm=0)
             self.comms.append(Comm(comm, ranks if comm else ()))
         self.num_refused = 0

@@ -44,7 +44,7 @@ def chunks_in(call) -> tuple[torch.Tensor, int]:
 
 def often(call) -> set[int]:
     """Repeat a call so often that not all of the calls can be trials."""
-    return {chunks_in(call)[1] for _ in range(4)}
+    return {chunks_in(call)[1] for _ in range(16)}
 
 
 @pytest.fixture

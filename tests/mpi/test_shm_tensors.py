@@ -208,7 +208,7 @@ def test_freed_shared_tensors_leave_nothing_behind(slots, agree):
             mpi.allreduce(tensor, backend="shm")
             agree(bool((tensor == mpi.size()).all()), f"wrong sum in round {index}")
 
-    use(20)
+    use(100)
     before = open_segments()
     use(100)
     after = open_segments()
