@@ -44,7 +44,7 @@ def chunks_in(call) -> tuple[torch.Tensor, int]:
 
 def often(call) -> set[int]:
     """Repeat a call so often that not all of the calls can be trials."""
-    return {chunks_in(call)[1] for _ in range(16)}
+    return {chunks_in(call)[1] for _ in range(4)}
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_every_rank_gets_all_rows(reads, agree, dtype, num_bytes):
     agree(1 in often(lambda: mpi.allgather(inputs[mpi.rank()])), "one chunk is counted")
 
 
-@pytest.mark.parametrize(("dtype", "num_bytes"), CASES)
+@pytest.mark.parametrize(("dtype", "num_bytes"), ((torch.float64, 33_000), *CASES[1:]))
 def test_every_rank_gets_its_rows(reads, agree, dtype, num_bytes):
     rank, size = mpi.rank(), mpi.size()
     num_rows = num_bytes * size // dtype.itemsize // 3 + size - 1  # not as many for each rank
