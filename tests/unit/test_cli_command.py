@@ -149,9 +149,11 @@ def test_facts_contain_no_secrets(monkeypatch):
 
 def test_wrong_settings_are_a_fact(monkeypatch):
     monkeypatch.setenv("TORCHMPI_NONSENSE", "1")
+    monkeypatch.setenv("TORCHMPI_BIND", "everywhere")
     facts = torchmpi.cli.facts.process_facts()
-    assert "TORCHMPI_NONSENSE" in facts.settings_error
-    assert facts.settings_from_environment == ["TORCHMPI_NONSENSE"]
+    assert facts.settings_from_environment == ["TORCHMPI_BIND", "TORCHMPI_NONSENSE"]
+    for error, name in zip(facts.settings_errors, ("bind='everywhere'", "TORCHMPI_NONSENSE"), strict=True):
+        assert name in error
 
 
 def test_leftovers_are_old_ours_and_not_in_use(tmp_path):

@@ -15,7 +15,7 @@ from types import FrameType
 
 from ..communicators.group import Group, GroupContext
 from ..shared_memory import memory_layout
-from .program_lines import INSTALLED_FILES, PACKAGE
+from .program_lines import PACKAGE, installed_files
 
 
 class WaitingRanks:
@@ -79,7 +79,7 @@ def _has_queued(group: Group) -> bool:
 def _runs_program(frame: FrameType | None) -> bool:
     """Return whether a thread is in a function of the program, and not only of libraries."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(INSTALLED_FILES):
+        if not frame.f_code.co_filename.startswith(installed_files()):
             return True
         frame = frame.f_back
     return False
