@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -234,7 +235,7 @@ class FailureHandling:
             line = f" It was {line_of_program(traceback.extract_stack(frame))}" if frame is not None else ""
             message = f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"
             # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
-            self._report_alone(message, _TERMINATED, write_directly)
+            self._report_alone(message, _TERMINATED, partial(write_directly, file=launcher.stderr_of_mpirun()))
         self._abort(_TERMINATED)
 
     def _end_waits(self) -> None:
