@@ -23,6 +23,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
+from .. import other_names
 from ..communicators.call_log import how_it_left
 from ..communicators.group import Group
 from ..communicators.status_board import StatusBoard
@@ -138,6 +139,8 @@ class FailureHandling:
         # With one rank no other waits: Python ends, or in an interactive session continues, as usual.
         if os.getpid() != self._pid or not self._installed or size == 1:
             self._previous_hook(kind, error, trace)
+            if hint := other_names.hint_after(error):
+                log_fatal(hint)
             return
         if self._announced is not None and self._announced in (error, error.__context__):
             self._abort(1)
@@ -160,7 +163,8 @@ class FailureHandling:
             self._report(f"{left} without mpi.stop(), while rank {rank} was {line}\n{error}", status)
         else:
             shown = self._printed_by_previous_hook(kind, error, trace)
-            self._report(f"rank {rank} of {size} failed, which ends the job:\n{shown}".rstrip(), status)
+            text = f"rank {rank} of {size} failed, which ends the job:\n{shown}{other_names.hint_after(error)}"
+            self._report(text.rstrip(), status)
         self._abort(status)
 
     def _printed_by_previous_hook(
