@@ -306,9 +306,7 @@ def test_leaving_is_reported_once_on_several_hosts(job):
         result.output
     )
     assert "Traceback" not in result.stderr and result.stderr.count("without mpi.stop()") == 1, result.output
-    assert re.search(r"\n  rank 2: .*at .*job.py:\d+ in <module>: mpi.allreduce", result.stderr), (
-        result.output
-    )
+    assert re.search(r"\n  rank 2: .*at .*job.py:\d+ in <module>: mpi.allreduce", result.stderr), result.output
     assert result.returncode == 3, result.output
 
 

@@ -33,6 +33,7 @@ _GRACE_SECONDS = 4.0
 _SILENT_PROBES = 2.5
 _TO_ALL = -1
 
+
 class RankStatus(NamedTuple):
     """The status of a rank in one group."""
 
