@@ -299,8 +299,8 @@ def operation(op: Any) -> Any:
 def known_operation(op: Any, known: Iterable[str]) -> str | None:
     """Return the operation that a value means, or None.
 
-    >>> known_operation("mean", ["sum", "avg"]), known_operation("smu", ["sum", "avg"]), known_operation(1, ["sum"])
-    ('avg', 'sum', None)
+    >>> known_operation("mean", ["sum", "avg"]), known_operation("avgs", ["sum", "avg"]), known_operation(1, ["sum"])
+    ('avg', 'avg', None)
     """
     op = operation(op)
     if not isinstance(op, str):
