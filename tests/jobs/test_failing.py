@@ -491,7 +491,6 @@ def test_terminating_the_launcher_ends_everything(tmp_path, mpirun):
     process.terminate()
     _, stderr = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode != 0
-    assert "received SIGTERM, which ends the job. It was at " in stderr
     for file in files:
         for _ in range(100):
             if not _alive(int(file.read_text())):
@@ -541,24 +540,40 @@ else: mpi.allreduce(torch.ones(3), comm=group)
 
 
 @pytest.mark.parametrize(
-    ("asynchronous", "backend"), ((False, "shm"), pytest.param(True, "mpi", marks=once)), ids=("memory", "asynchronous")
+    ("asynchronous", "backend", "hosts"),
+    (
+        (False, "shm", "aaa"),
+        pytest.param(True, "mpi", "aaa", marks=once),
+        (False, "mpi", "abc"),
+        pytest.param(False, "auto", "aab", marks=once),
+        pytest.param(True, "mpi", "aba", marks=once),
+    ),
+    ids=("memory", "asynchronous", "hosts", "one of two hosts", "asynchronous on hosts"),
 )
-def test_communicators_in_different_orders_end_the_job(job, asynchronous, backend):
+def test_communicators_in_different_orders_end_the_job(job, asynchronous, backend, hosts):
     """Regression: noticed by the limit for stalls only. Rank 2 computes, and takes no part in the circle."""
+    several = f"from mpi4py import MPI\nimport os\nos.environ['TORCHMPI_HOST_NAME'] = {hosts!r}[MPI.COMM_WORLD.rank]\n"
     code = f"""
+backend = None if {backend!r} == 'auto' else {backend!r}
 groups = mpi.group([0, 1]), mpi.group([2, 1, 0])
+for group in groups * 3:  # later calls take the fast path
+    if group: mpi.allreduce(torch.ones(3), comm=group, backend=backend)
 if rank == 2: time.sleep({LIMIT_SECONDS})
 first, second = groups if rank == 0 else groups[::-1]
 for group in (first, second):
-    if {asynchronous}: mpi.allreduce_async(torch.ones(3), comm=group, backend={backend!r}).wait()
-    else: mpi.allreduce(torch.ones(3), comm=group, backend={backend!r})  # the line of the program
+    if {asynchronous}: mpi.allreduce_async(torch.ones(3), comm=group, backend=backend).wait()
+    else: mpi.allreduce(torch.ones(3), comm=group, backend=backend)  # the line of the program
 """
-    result = failing(job, code)
+    result = job(3, ("" if hosts == "aaa" else several) + START + code, timeout=LIMIT_SECONDS)
+    assert result.returncode != 0, result.output
     assert re.search(r"rank (0|1) waits for rank (0|1), which waits for rank \1, in calls on", result.stderr), (
         result.output
     )
-    assert "after 0 calls: at" in result.stderr and "not in a call, at" in result.stderr, result.output
-    assert ("StallError" in result.stderr) == (backend == "shm"), result.output
+    assert re.search(r"rank [01].* at .*comm=group", result.stderr) and "not in a call, at" in result.stderr, (
+        result.output
+    )
+    # On a busy machine a call in shared memory may not end in time, and the watchdog then ends the job.
+    assert "StallError" not in result.stderr or backend == "shm", result.output
 
 
 @once

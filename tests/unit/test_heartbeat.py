@@ -41,6 +41,11 @@ def test_messages_reach_every_rank_and_end_at_a_gap_of_the_ring(hosts):
                 assert lost is not None or steps <= len(set(hosts)) // 2 + 2
 
 
+def status_of(rank: int, group: int) -> RankStatus:
+    status = RankStatus(group, 10 + rank, rank % 2 == 0, f"at line {rank}")
+    return status._replace(calls={str(group): rank}, blocked_on=str(group), blocked_call=rank)
+
+
 class Ranks:
     """The heartbeats of all ranks, connected by TCP, with their ends."""
 
@@ -72,7 +77,7 @@ class Ranks:
 
     @staticmethod
     def _status_of(rank: int) -> Callable[[int], RankStatus]:
-        return lambda group: RankStatus(group, 10 + rank, rank % 2 == 0, f"at line {rank}")
+        return lambda group: status_of(rank, group)
 
     def _end_of(self, rank: int) -> Callable[[str, int], None]:
         def end(message: str, status: int) -> None:
@@ -97,10 +102,22 @@ def test_each_rank_asks_all_others(hosts):
     ranks = Ranks(hosts)
     for rank, heartbeat in enumerate(ranks.heartbeats):
         others = set(range(len(hosts))) - {rank}
-        expected = {other: RankStatus(7, 10 + other, other % 2 == 0, f"at line {other}") for other in others}
+        expected = {other: status_of(other, 7) for other in others}
         assert heartbeat.request(others, 7, timeout_seconds=WAIT_SECONDS) == expected
     ranks.close()
     assert ranks.ends.empty()
+
+
+def test_a_rank_that_waits_tells_rank_0():
+    ranks = Ranks([0, 0, 1, 1, 2])
+    for rank in (3, 0):
+        ranks.heartbeats[rank].announce_stall()
+        limit = time.monotonic() + WAIT_SECONDS
+        while not ranks.heartbeats[0].is_stalled and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert [heartbeat.is_stalled for heartbeat in ranks.heartbeats] == [True, False, False, False, False]
+        ranks.heartbeats[0].is_stalled = False
+    ranks.close()
 
 
 def test_a_goodbye_is_no_loss():

@@ -1,9 +1,13 @@
-"""Detection of deadlocks: ranks of a host that wait for each other in calls on different communicators.
+"""Detection of deadlocks: ranks that wait for each other in calls on different communicators.
 
 A rank waits for the ranks that have not entered the call in which its main thread is. If these waits form a circle,
 none of the calls can end. A rank takes part only if nothing else can continue there, which might make the missing call:
 its main thread has not moved between two checks, no other thread runs code of the program, and no asynchronous calls
 are queued on other groups.
+
+The states of the ranks are read one after the other. A circle found in them exists all the same: the last rank of which
+the state was read had not made the call for which the rank before it waits, so that rank has been waiting since, and so
+on around the circle.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from types import FrameType
 
 from ..communicators.group import Group, GroupContext
 from ..shared_memory import memory_layout
-from .program_lines import PACKAGE, installed_files
+from .heartbeat import RankStatus
+from .program_lines import INSTALLED_FILES, PACKAGE
 
 
 class WaitingRanks:
@@ -23,7 +28,7 @@ class WaitingRanks:
 
     def __init__(self, context: GroupContext) -> None:
         self._context = context
-        self._state: tuple[int, int, Group, int] | None = None
+        self._state: tuple[tuple[int, int], Group, int] | None = None
         self._is_blocked = False
 
     def observe(self) -> None:
@@ -32,44 +37,55 @@ class WaitingRanks:
         self._is_blocked = state is not None and state == self._state
         self._state = state
 
-    def now(self) -> list[int]:
-        """Return the ranks that have not entered the call in which the main thread is; empty if it may continue."""
+    def blocking_call(self) -> tuple[Group, int] | None:
+        """Return the group and the number of the call in which the main thread is; None if it may continue."""
         if not self._is_blocked or self._state is None:
+            return None
+        _, group, seq = self._state
+        current = group.call_log.current
+        return None if current is None or current[0] != seq else (group, seq)
+
+    def now(self) -> list[int]:
+        """Return the ranks of this host that have not entered the call in which the main thread is."""
+        if (blocking := self.blocking_call()) is None or (board := blocking[0].log_board) is None:
             return []
-        *_, group, seq = self._state
-        board, current = group.log_board, group.call_log.current
-        if board is None or current is None or current[0] != seq:
-            return []
+        group, seq = blocking
         return [
             rank
             for index, rank in enumerate(group.world_ranks)
             if index != group.rank and board.get(index, memory_layout.ENTERED) < seq
         ]
 
-    def _blocking_call(self) -> tuple[int, int, Group, int] | None:
+    def _blocking_call(self) -> tuple[tuple[int, int], Group, int] | None:
         """Return the position of the main thread, and the call in which it waits."""
         frames = sys._current_frames()
         main = frames.pop(threading.main_thread().ident or 0, None)
-        if main is None or not main.f_code.co_filename.startswith(PACKAGE) or any(map(_runs_program, frames.values())):
+        if main is None or any(map(_runs_program, frames.values())):
             return None
-        group = self._group_of(main)
+        frame, group = self._call_of(main)
         current = None if group is None else group.call_log.current
-        if group is None or current is None or any(map(_has_queued, set(self._context.groups) - {group})):
+        if group is None or current is None:
             return None
-        return id(main), main.f_lasti, group, current[0]
+        others = set(self._context.groups) - {group, group.local, group.across}
+        return None if any(map(_has_queued, others)) else ((id(frame), frame.f_lasti), group, current[0])
 
-    def _group_of(self, main: FrameType) -> Group | None:
-        """Return the group of the call that the main thread makes, or the only one that has a call."""
+    def _call_of(self, main: FrameType) -> tuple[FrameType, Group | None]:
+        """Return the frame and the group of the call that the main thread makes, or the only one that has a call."""
         frame: FrameType | None = main
-        while frame is not None:
+        outermost: FrameType | None = None  # the others are steps of that call
+        while frame is not None and frame.f_code.co_filename.startswith(INSTALLED_FILES):
             if frame.f_code is Group.perform.__code__:
-                group = frame.f_locals.get("self")
-                return group if isinstance(group, Group) else None
+                outermost = frame
             frame = frame.f_back
+        if outermost is not None:
+            group = outermost.f_locals.get("self")
+            return outermost, group if isinstance(group, Group) else None
+        if not main.f_code.co_filename.startswith(PACKAGE):
+            return main, None
         groups = list(self._context.groups)
         parts = {part for group in groups for part in (group.local, group.across)}
         active = [group for group in groups if group not in parts and group.call_log.current is not None]
-        return active[0] if len(active) == 1 else None
+        return main, active[0] if len(active) == 1 else None
 
 
 def _has_queued(group: Group) -> bool:
@@ -79,10 +95,47 @@ def _has_queued(group: Group) -> bool:
 def _runs_program(frame: FrameType | None) -> bool:
     """Return whether a thread is in a function of the program, and not only of libraries."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(installed_files()):
+        if not frame.f_code.co_filename.startswith(INSTALLED_FILES):
             return True
         frame = frame.f_back
     return False
+
+
+def waits_of(states: Mapping[int, RankStatus]) -> dict[int, list[int]]:
+    """Return the ranks for which each rank waits, given the states of ranks on several hosts.
+
+    >>> waiting = RankStatus(0, 1, True, "", calls={"5": 1}, blocked_on="5", blocked_call=1)
+    >>> waits_of({0: waiting, 1: waiting._replace(calls={"5": 0}, blocked_on=""), 2: RankStatus(0, 0, False, "")})
+    {0: [1], 1: [], 2: []}
+    """
+    return {
+        rank: [
+            other
+            for other, there in states.items()
+            if (there.calls or {}).get(state.blocked_on, state.blocked_call) < state.blocked_call
+        ]
+        for rank, state in states.items()
+    }
+
+
+def find_any_circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return ranks that wait for each other, as `find_circle`; empty if there are none.
+
+    >>> find_any_circle({0: [1, 2], 1: [4], 2: [3], 3: [2], 4: []}), find_any_circle({0: [1], 1: [2], 2: []})
+    ([2, 3], [])
+    """
+    waiting: dict[int, list[int]] = {rank: list(others) for rank, others in waits.items() if others}
+    is_reduced = True
+    while is_reduced:  # by the ranks that wait only for ranks that do not wait
+        kept = {rank: [other for other in others if other in waiting] for rank, others in waiting.items()}
+        kept = {rank: others for rank, others in kept.items() if others}
+        is_reduced, waiting = len(kept) < len(waiting), kept
+    if not waiting:
+        return []
+    path = [min(waiting)]
+    while (following := waiting[path[-1]][0]) not in path:
+        path.append(following)
+    return path[path.index(following) :]
 
 
 def find_circle(waits: Mapping[int, Sequence[int]], start: int) -> list[int]:

@@ -19,16 +19,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
-from .. import other_names
 from ..communicators.call_log import how_it_left
 from ..communicators.group import Group
 from ..communicators.status_board import StatusBoard
 from ..config import Config
-from ..errors import MismatchError
+from ..errors import MismatchError, StallError
 from ..log import log_fatal, write_directly
 from ..shared_memory.memory_layout import DYING, EXIT_STATUS, EXITED
 from . import launcher, mpi_library, report
@@ -139,8 +137,6 @@ class FailureHandling:
         # With one rank no other waits: Python ends, or in an interactive session continues, as usual.
         if os.getpid() != self._pid or not self._installed or size == 1:
             self._previous_hook(kind, error, trace)
-            if hint := other_names.hint_after(error):
-                log_fatal(hint)
             return
         if self._announced is not None and self._announced in (error, error.__context__):
             self._abort(1)
@@ -151,7 +147,7 @@ class FailureHandling:
         line = line_of_program(traceback.extract_tb(trace))
         if isinstance(error, MismatchError | KeyboardInterrupt):
             self._let_first_host_report(f"{kind.__name__}, {line}")
-        left = self._find_leaving_rank(error) if isinstance(error, MismatchError) else None
+        left = self._find_leaving_rank(error) if isinstance(error, MismatchError | StallError) else None
         status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if left is not None:
             status = left.status or 1
@@ -163,8 +159,7 @@ class FailureHandling:
             self._report(f"{left} without mpi.stop(), while rank {rank} was {line}\n{error}", status)
         else:
             shown = self._printed_by_previous_hook(kind, error, trace)
-            text = f"rank {rank} of {size} failed, which ends the job:\n{shown}{other_names.hint_after(error)}"
-            self._report(text.rstrip(), status)
+            self._report(f"rank {rank} of {size} failed, which ends the job:\n{shown}".rstrip(), status)
         self._abort(status)
 
     def _printed_by_previous_hook(
@@ -226,9 +221,10 @@ class FailureHandling:
                 self._let_other_rank_end(how_it_left(self._left))
             self._abort(left.status or 1)
 
-    def _find_leaving_rank(self, error: MismatchError) -> _LeavingRank | None:
+    def _find_leaving_rank(self, error: MismatchError | StallError) -> _LeavingRank | None:
         """Return a rank that is at the end of its program, of this host or according to an error, if there is one."""
-        group, board, fields = self.board_group, self._board, list(error.exited.items())
+        group, board = self.board_group, self._board
+        fields = list(error.exited.items()) if isinstance(error, MismatchError) else []
         if group is not None and board is not None:
             fields += [(rank, board.get(index, EXITED)) for index, rank in enumerate(group.world_ranks)]
         return next((_LeavingRank(rank, field) for rank, field in fields if field), None)
@@ -239,7 +235,7 @@ class FailureHandling:
             line = f" It was {line_of_program(traceback.extract_stack(frame))}" if frame is not None else ""
             message = f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"
             # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
-            self._report_alone(message, _TERMINATED, partial(write_directly, file=launcher.stderr_of_mpirun()))
+            self._report_alone(message, _TERMINATED, write_directly)
         self._abort(_TERMINATED)
 
     def _end_waits(self) -> None:

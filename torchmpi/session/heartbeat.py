@@ -21,12 +21,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..backends import network
+from . import launcher
 from .host_ring import HostLink, Message, leaders_of, next_hop
 
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 # Before a rank reports a lost host: until then reports of other ranks arrive, and the lowest rank reports.
 _LOSS_SECONDS = 1.0
-# Before a rank reports a process that has ended: until then the launcher usually ends the job, with its own message.
+# Before a rank reports a process that has ended: until then the launcher usually ends the job, with its own message,
+# which names the rank, except under MPICH.
 _GONE_SECONDS = 2.0
 # Before a rank ends because another one has reported: until then the launcher usually ends this process.
 _GRACE_SECONDS = 4.0
@@ -48,6 +50,12 @@ class RankStatus(NamedTuple):
     """Why the rank has no status, if the host next to its host can tell."""
     activity: tuple[str, float, str] = ("", 0.0, "")
     """The fields of a :class:`torchmpi.session.report.Activity`."""
+    calls: dict[str, int] | None = None
+    """The number of the last call on each group of the rank, by the key of the group."""
+    blocked_on: str = ""
+    """The key of the group on which the main thread waits; '' if it may continue."""
+    blocked_call: int = 0
+    """The number of the call in which the main thread waits."""
 
 
 class Heartbeat:
@@ -81,6 +89,8 @@ class Heartbeat:
         self._end_at, self._has_waited = float("inf"), False
         self._quiet_status: int | None = None
         """The status with which another rank, which reports the reason, ends the job."""
+        self.is_stalled = False
+        """Whether a rank has told rank 0 that it waits."""
         self._is_closing = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="torchmpi heartbeat", daemon=True)
@@ -117,6 +127,13 @@ class Heartbeat:
     def _matching(self, group: int) -> dict[int, RankStatus]:
         """Return the replies to the current request; others are late replies to an earlier one."""
         return {rank: status for rank, status in self._replies.items() if status.group == group}
+
+    def announce_stall(self) -> None:
+        """Tell rank 0, which searches for deadlocks, that this rank waits."""
+        if self._rank == 0:
+            self.is_stalled = True
+        else:
+            self._pass_on({"kind": "stalled", "to": 0, "from": self._rank})
 
     def announce_end(self, status: int) -> None:
         """Tell all ranks that this one ends the job, in case that the launcher cannot end them."""
@@ -176,6 +193,8 @@ class Heartbeat:
         elif message["kind"] == "request":
             status = self._own_status(message["group"])
             self._pass_on({"kind": "reply", "to": message["from"], "from": self._rank, "status": status})
+        elif message["kind"] == "stalled":
+            self.is_stalled = True
         else:
             with self._has_reply:
                 status = RankStatus(*message["status"])  # with a list for the tuple, as JSON has no tuples
@@ -242,7 +261,10 @@ class Heartbeat:
         else:
             report = f"rank {link.peer} on host {name} has ended without mpi.stop() (killed?), or the host has crashed"
             # Without its only connection this rank does not hear of the report of another one.
-            delay = _GONE_SECONDS + (_GRACE_SECONDS if len(self._links) == 1 and not self._is_far(link) else 0)
+            is_named = launcher.family(launcher.detect().name or "") != "MPICH"
+            delay = _GONE_SECONDS * is_named + (
+                _GRACE_SECONDS if len(self._links) == 1 and not self._is_far(link) else 0
+            )
         if self._quiet_status is None:
             self._note_loss(report, self._rank, delay)
         self._tell_all({"kind": "lost", "to": _TO_ALL, "from": self._rank, "report": report})

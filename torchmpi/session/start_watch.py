@@ -91,7 +91,7 @@ class StartWatch:
                 ended_since = now
             elif self._reports(ranks, now - ended_since):
                 self._end_job(self._about_ended(ranks.all))
-            if now - begin >= self._config.stall_warning_seconds:
+            if ended_since is None and now - begin >= self._config.stall_warning_seconds:
                 self._check_late(ranks, now - begin)
 
     def _reports(self, ranks: _Ranks, late_seconds: float) -> bool:

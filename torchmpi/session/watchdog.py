@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..communicators import call_log
 from ..communicators.call_queue import CallQueue
@@ -19,10 +19,10 @@ from ..communicators.status_board import request_status, request_statuses
 from ..config import Config
 from ..log import logger
 from ..shared_memory import memory_layout
-from .deadlock import WaitingRanks, find_circle
+from .deadlock import WaitingRanks, find_any_circle, find_circle, waits_of
 from .heartbeat import Heartbeat, RankStatus
 from .program_lines import location
-from .report import NO_ANSWER, Activity
+from .report import NO_ANSWER, Activity, about_others
 
 # A rank that rejects a call raises, and its traceback ends the job. Other ranks report only if it continues instead.
 _REFUSAL_GRACE_SECONDS = 2.0
@@ -31,6 +31,9 @@ _REMOTE_TIMEOUT_SECONDS = 3.0
 # The lowest waiting rank ends the job for all; the others do so only if that has not happened after this time.
 _ABORT_GRACE_SECONDS = 10.0
 _NO_REPLY = "does not reply: it is stopped, or busy outside Python"
+_ORDER = "Make the calls on all communicators in the same order on all ranks."
+# A search on several hosts asks all ranks; the share of the time that rank 0 spends on it is limited.
+_PAUSE_PER_SEARCH = 20
 _STOP = "stop(), "  # in the description of a call
 _ENDED = "The wait exceeds stall_abort_seconds, which ends the job."
 
@@ -63,6 +66,8 @@ class Watchdog(threading.Thread):
         self._waiting_ranks = WaitingRanks(context)
         self._circle_at: dict[Group, tuple[int, float]] = {}
         """For each group, the call and the duration of its wait at which deadlocks are searched next."""
+        self._search_from = 0.0
+        """When deadlocks between hosts may be searched next."""
 
     def run(self) -> None:
         """Check all groups periodically until :meth:`stop`."""
@@ -79,6 +84,8 @@ class Watchdog(threading.Thread):
                         self._check_queue(group, call_queue, group.world_ranks[peer])
                 except (ValueError, KeyError):
                     continue  # the group was freed meanwhile, and its status board is unmapped
+            if self.heartbeat is not None and self.heartbeat.is_stalled and time.monotonic() >= self._search_from:
+                self._search_on_all_hosts(self.heartbeat)
 
     def stop(self) -> None:
         """End the thread."""
@@ -106,8 +113,8 @@ class Watchdog(threading.Thread):
         config = self.config
         if waited >= group.timeout_seconds > 0:
             self._expire(group, current, waited, f"The timeout of this group is {group.timeout_seconds:g} s.")
-        elif waited >= _REFUSAL_GRACE_SECONDS and (rank := self._stopping_rank(group, current[0])) is not None:
-            reason = f"rank {rank} is in stop() at the end of its program, and will not make this call."
+        elif (rank := self._stopping_rank(group, current[0])) is not None:
+            reason = f"rank {rank} {self._how_it_stops(rank)}, and will not make this call."
             self._expire(group, current, waited, reason)
         elif waited >= _REFUSAL_GRACE_SECONDS:
             self._check_deadlock(group, current, waited)
@@ -140,10 +147,14 @@ class Watchdog(threading.Thread):
     def _check_deadlock(self, group: Group, current: LoggedCall, waited: float) -> None:
         """End a call that waits for ranks which wait for this one. The search is repeated at growing intervals."""
         seq, at = self._circle_at.get(group, (0, 0.0))
-        world, waits = self._world, self._waiting_ranks.now()
-        if not waits or world.log_board is None or (seq == current[0] and waited < at):
+        if (seq == current[0] and waited < at) or self._waiting_ranks.blocking_call() != (group, current[0]):
             return
         self._circle_at[group] = (current[0], 2 * waited)
+        if self.heartbeat is not None:
+            self.heartbeat.announce_stall()
+        world, waits = self._world, self._waiting_ranks.now()
+        if not waits or world.log_board is None:
+            return
         others = [rank for rank in range(world.size) if rank != world.rank]
         texts = request_statuses(
             world.log_board, world.rank, others, patience_seconds=_STATUS_TIMEOUT_SECONDS, meanwhile=self._answer_all
@@ -153,16 +164,25 @@ class Watchdog(threading.Thread):
         circle = find_circle({**known, world.rank: waits}, world.rank)
         if not circle:
             return
-        chain = ", which waits for ".join(f"rank {rank}" for rank in [*circle, world.rank])
-        reason = (
-            f"{chain.replace(', which waits', ' waits', 1)}, in calls on different communicators: none can end. "
-            "Make the calls on all communicators in the same order on all ranks."
-        )
+        reason = f"{_described(circle)}: none can end. {_ORDER}"
         if group.can_expire and not group.call_log.report_when_late:
             self._expire(group, current, waited, reason)
         elif world.rank == min(circle):
             report = self._report(group, current, waited, unconditional=True)
             self.end_job(f"{report}\n{reason}", 1)
+
+    def _search_on_all_hosts(self, heartbeat: Heartbeat) -> None:
+        """Ask all ranks for their calls, and end the job if there is a deadlock. Only rank 0 does this, for all."""
+        begin, world = time.monotonic(), self._world
+        heartbeat.is_stalled = False
+        others = range(1, world.size)
+        states = heartbeat.request(others, world.key, timeout_seconds=_REMOTE_TIMEOUT_SECONDS)
+        states[0] = self.own_status(world.key)
+        circle = find_any_circle(waits_of(states))
+        self._search_from = time.monotonic() + _PAUSE_PER_SEARCH * (time.monotonic() - begin)
+        if circle:
+            lines = about_others({rank: _activity_in(states[rank]) for rank in circle})
+            self.end_job("\n".join([f"{_described(circle)}: none can end.", *lines, _ORDER]), 1)
 
     def _expire(self, group: Group, current: LoggedCall, waited: float, reason: str) -> None:
         """End a call in shared memory that waits too long; it raises an error with the report and the reason."""
@@ -294,10 +314,15 @@ class Watchdog(threading.Thread):
 
     def own_status(self, key: int) -> RankStatus:
         """Return the status of this rank, for a rank of another host."""
-        for group in list(self.context.groups):
+        groups, blocking = list(self.context.groups), self._waiting_ranks.blocking_call()
+        for group in groups:
             if group.key == key:
                 entered, is_waiting = group.call_log.seq, group.call_log.current is not None
-                return RankStatus(key, entered, is_waiting, location(), activity=self._activity())
+                status = RankStatus(key, entered, is_waiting, location(), activity=self._activity())
+                status = status._replace(calls={str(each.key): each.call_log.seq for each in groups})
+                if blocking is not None:
+                    status = status._replace(blocked_on=str(blocking[0].key), blocked_call=blocking[1])
+                return status
         return RankStatus(key, 0, False, f"this communicator does not exist there; {location()}")
 
     def activities_elsewhere(self, patience_seconds: float) -> dict[int, Activity]:
@@ -351,6 +376,11 @@ class Watchdog(threading.Thread):
                     seconds = now - since if known is doing else 0.0
                     return Activity(f"{doing} on communicator {group.name}", seconds, location())
         return Activity("not in a call", 0.0, location())
+
+
+def _described(circle: Sequence[int]) -> str:
+    chain = ", which waits for ".join(f"rank {rank}" for rank in [*circle, circle[0]])
+    return f"{chain.replace(', which waits', ' waits', 1)}, in calls on different communicators"
 
 
 def _activity_in(status: RankStatus | None) -> Activity:
