@@ -332,7 +332,7 @@ def test_an_endpoint_survives_any_bytes_of_a_peer(stream):
     """Receives end with a message or an error; the memory taken does not follow the announced length."""
     own, other = socket.socketpair()
     endpoint = Endpoint(0, ["here", "there"], {1: own}, 50e-6)
-    endpoint._end_with = lambda rank, status: None  # type: ignore[method-assign]  # which ends this process
+    endpoint._end_with = lambda *_: None  # type: ignore[method-assign]  # which ends this process
     try:
         receive = endpoint.receive(0, 1, 0, memoryview(bytearray(64)), [0, 1])
         other.settimeout(5)

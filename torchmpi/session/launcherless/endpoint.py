@@ -26,12 +26,14 @@ from .. import launcher
 from .requests import ANY, CommunicationError, Receive, Request
 
 _HEAD = struct.Struct("<QQiI")
-"""Context, length and tag of a message, and the kind of frame. An abort has the rank that aborts and its status."""
+"""Context, length and tag of a message, and the kind of frame. An abort has the rank that aborts, the length of the
+reason that follows, and the status."""
 _MESSAGE, _GOODBYE, _GOODBYE_READ, _ABORT = range(4)
 _STAGING_BYTES = 64 << 10
 _JOINED_BYTES = 16 << 10  # up to this length a copy behind the head is cheaper than a second buffer
 _TURN_SECONDS = 2e-3  # for this time after a caller has read, the thread does not read
 _GOODBYE_SECONDS, _ABORT_SECONDS = 10.0, 1.0
+_MOST_REASON_BYTES = 4 << 10
 _TORCHRUN_SECONDS = 0.5  # torchrun looks at its processes ten times a second
 _exit_process = os._exit  # start() replaces os._exit by a function that reports
 _FORKED = "this process was forked from a rank and is not a rank itself"
@@ -433,6 +435,7 @@ class Endpoint:
     def _parse(self, link: Link, data: memoryview) -> None:
         """Read the frames in `data`; keep the beginning of one that is not complete."""
         while len(data) >= _HEAD.size:
+            frame = data
             context, length, tag, kind = _HEAD.unpack_from(data)
             data = data[_HEAD.size :]
             if kind == _GOODBYE:
@@ -441,7 +444,13 @@ class Endpoint:
             elif kind == _GOODBYE_READ:
                 link.goodbye_is_read = True
             elif kind == _ABORT:
-                self._end_with(context, tag)
+                if length > _MOST_REASON_BYTES:
+                    raise ValueError(f"a reason of {length} bytes")
+                if length > len(data):
+                    data = frame
+                    break
+                self._end_with(context, tag, bytes(data[:length]))
+                data = data[length:]
             elif kind != _MESSAGE:
                 raise ValueError(f"unknown kind {kind}")
             else:
@@ -482,23 +491,25 @@ class Endpoint:
     def abort(self, status: int) -> None:
         """End all ranks. Does not return."""
         self._is_ending = True
-        self._tell_all(_HEAD.pack(self.rank, 0, status & 0xFF, _ABORT))
+        reason = launcher.written_reason().encode()[:_MOST_REASON_BYTES]
+        self._tell_all(_HEAD.pack(self.rank, len(reason), status & 0xFF, _ABORT) + reason)
         _exit_process(status & 0xFF)
 
-    def _end_with(self, rank: int, status: int) -> None:
+    def _end_with(self, rank: int, status: int, reason: bytes) -> None:
         if self._is_ending:
             return
         self._is_ending = self.is_ended = True
         # To all ranks, which could otherwise notice the end of this rank before they read the reason.
-        self._tell_all(_HEAD.pack(rank, 0, status, _ABORT))
-        reason = f"rank {self.rank} ends, since rank {rank} has ended the job ({status=})"
-        log_fatal(reason)
+        self._tell_all(_HEAD.pack(rank, len(reason), status, _ABORT) + reason)
+        text = f"rank {self.rank} ends, since rank {rank} has ended the job ({status=})"
+        log_fatal(text)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         if launcher.ERROR_FILE_VARIABLE in os.environ:  # torchrun takes the rank that it sees end first for the cause
             time.sleep(_TORCHRUN_SECONDS)
-            launcher.write_error_file(reason)
+            told = reason.decode(errors="replace")
+            launcher.write_error_file(f"{text}. The reason on rank {rank}:\n{told}" if told else text)
         _exit_process(status)
 
     def _tell_all(self, head: bytes) -> None:
