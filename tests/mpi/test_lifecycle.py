@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +87,14 @@ def test_shared_memory_has_no_name_in_the_file_system(agree):
         mpi.barrier()
     agree(not names, str(names))
     agree(is_shared == ("torchmpi-group-" in maps))
+
+
+def test_mpich_has_no_file_that_would_be_left_if_a_rank_were_killed(agree):
+    with mpi.started(config=quiet()):
+        mpi.barrier()
+        maps = Path("/proc/self/maps").read_text()
+    paths = {Path(path) for path in re.findall(r"/dev/shm/mpich_shm_\w+", maps)}
+    agree(not any(path.exists() for path in paths), str(paths))
 
 
 def test_custom_levels_come_between_the_world_and_the_hosts(agree):

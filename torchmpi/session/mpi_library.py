@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import psutil
+
 from ..errors import LaunchError, MissingMPIError
 from . import affinity, launcher
 
@@ -155,6 +157,7 @@ def abort(status: int) -> NoReturn:
         # MPICH's launcher does not end the job if a rank ends before MPI_Init has returned on all ranks.
         with contextlib.suppress(OSError):
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())
+    remove_own_segments()  # last, as another rank may be about to map them
     os._exit(status)
 
 
@@ -188,19 +191,27 @@ def _finalise(MPI: Any, pid: int) -> None:
         remove_own_segments()  # Open MPI 5.0 leaves 16 MB behind in a process that was started without mpirun
 
 
-def remove_own_segments() -> None:
+def remove_own_segments(names: str = r"sm_segment\.|mpich_shm_") -> None:
     """Unlink the shared-memory files of the MPI library that this process has mapped.
 
-    Call it only when the process ends. MPICH 5.0 leaves these files in /dev/shm after MPI_Abort; in a container, where
-    /dev/shm has 64 MB by default, a few failed jobs would fill it.
+    MPICH 5.0 leaves these files in /dev/shm after MPI_Abort; in a container, where /dev/shm has 64 MB by default, a few
+    failed jobs would fill it. Call it only when the process ends, as Open MPI opens files later.
     """
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return
-    for path in set(re.findall(r"/dev/shm/(?:sm_segment\.|mpich_shm_)\S+", maps)):
+    for path in set(re.findall(rf"/dev/shm/(?:{names})\S+", maps)):
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def remove_attached_segments() -> None:
+    """Unlink the file of MPICH when all ranks have mapped it in MPI_Init, in case the launcher kills them later.
+
+    MPICH 5.0.2 opens it only there, and finalizes without an error if it is gone.
+    """
+    remove_own_segments("mpich_shm_")
 
 
 def _check_family(MPI: Any) -> None:
@@ -247,8 +258,6 @@ def _yield_if_crowded(MPI: Any) -> None:
     num_ranks = launcher.detect().local_size or 1
     if not short_version(MPI).startswith("Open MPI") or num_ranks <= len(affinity.current()):
         return
-    import psutil
-
     num_cores: float = 0
     with contextlib.suppress(psutil.Error, AttributeError):  # the latter where the system has no affinity masks
         num_cores = max((len(process.cpu_affinity()) for process in psutil.Process().parents()), default=0)

@@ -111,6 +111,7 @@ class Runtime:
             process_vm.probe(),
         )
         ranks: list[_RankInfo] = self.MPI.COMM_WORLD.allgather(own)
+        mpi_library.remove_attached_segments()  # all ranks have left MPI_Init
         _check_settings([rank.settings for rank in ranks])
         if with_cuda:
             _check_cuda([rank.has_cuda for rank in ranks])
