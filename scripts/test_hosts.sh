@@ -127,7 +127,7 @@ done
 # Without an MPI launcher: the processes find each other through a file.
 began=$SECONDS status=0 pids=()
 for rank in 0 1 2; do
-    RANK=$rank WORLD_SIZE=3 STORE=$logs/store EACH_ON_A_HOST=1 timeout -k 10 300 scripts/hosts.sh run "h$((rank % 2))" \
+    RANK=$rank WORLD_SIZE=3 STORE=$logs/store timeout -k 10 300 scripts/hosts.sh run "h$((rank % 2))" \
         python tests/jobs/launcherless_program.py >"$logs/launcherless.$rank" 2>&1 </dev/null &
     pids+=($!)
 done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -15,8 +16,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = Path(os.environ.get("HOSTS_STATE", "/run/torchmpi-hosts"))
+BESIDE = Path(sys.executable).parent
 PROGRAM = Path(__file__).parent / "fault_program.py"
-_NETWORK = "10.87.21"
+PREFIX = os.environ.get("HOSTS_PREFIX", "tmpi")
+NETWORK = os.environ.get("HOSTS_NETWORK", "10.87.21")
 _START_SECONDS = 120.0
 # Of each rank: its status in a file, since the launcher may not learn it, and its messages, which it may not forward.
 _WRAPPER = '"$@" 2>"{folder}/messages.$R"; S=$?; echo $S >"{folder}/status.$R"; exit $S'
@@ -28,10 +31,12 @@ def hosts_sh(*arguments: str) -> None:
 
 
 class Job:
-    """A job of ranks on hosts h0, h1, ..., each of which calls collectives forever."""
+    """A job of ranks on hosts h0, h1, ..."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], folder: Path, ranks: int, env: dict[str, str]) -> None:
-        self.folder, self.num_ranks = folder, ranks
+    def __init__(
+        self, commands: Sequence[Sequence[str]], program: Path, folder: Path, ranks: int, env: dict[str, str]
+    ) -> None:
+        self.program, self.folder, self.num_ranks = program, folder, ranks
         self.log = (folder / "launcher").open("wb")
         self.launchers = [
             subprocess.Popen(
@@ -39,8 +44,18 @@ class Job:
             )
             for command in commands
         ]
-        self._wait(lambda: len(list(folder.glob("ready.*"))) == ranks, _START_SECONDS, "started")
-        self.began = time.monotonic()
+
+    def wait_for_start(self) -> None:
+        """Wait until all ranks of the fault program are in their loop."""
+
+        def num_ready() -> int:
+            return len(list(self.folder.glob("ready.*")))
+
+        def has_ended() -> bool:
+            return all(launcher.poll() is not None for launcher in self.launchers)
+
+        self._wait(lambda: num_ready() == self.num_ranks or has_ended(), _START_SECONDS, "started")
+        assert num_ready() == self.num_ranks, f"the job has ended before all ranks had started\n{self.output()}"
 
     def _wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         limit = time.monotonic() + seconds
@@ -66,20 +81,19 @@ class Job:
         """Return the processes of ranks that run, by host."""
         found: dict[str, list[str]] = {}
         for host in ("h0", "h1", "h2"):
-            listing = subprocess.run(["ip", "netns", "pids", f"tmpi-{host}"], capture_output=True, text=True)
+            listing = subprocess.run(["ip", "netns", "pids", f"{PREFIX}-{host}"], capture_output=True, text=True)
             for pid in listing.stdout.split():
                 try:
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                if words[1:2] == [str(PROGRAM).encode()]:
+                if words[1:2] == [str(self.program).encode()]:
                     found.setdefault(host, []).append(pid)
         return found
 
-    def wait_for_end(self, seconds: float) -> float:
-        """Wait until no rank runs on any host; return the time since the start."""
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until no rank runs on any host."""
         self._wait(lambda: not self.processes(), seconds, "ended")
-        return time.monotonic() - self.began
 
     def statuses(self) -> dict[int, int]:
         """Return the status of each rank that has ended by itself, rather than been killed."""
@@ -107,27 +121,41 @@ Start = Callable[..., Job]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """``start("h0:2,h1:2", *arguments, torchrun=False, **settings)``: start a job, and wait until its ranks have."""
+def folder() -> Iterator[Path]:
+    """A folder that all hosts see."""
     if not (STATE / "hosts").exists():
         pytest.skip("there are no hosts: run scripts/test_hosts.sh")
-    jobs: list[Job] = []
-    folder = Path(tempfile.mkdtemp(dir=STATE))
+    made = Path(tempfile.mkdtemp(dir=STATE))
+    yield made
+    shutil.rmtree(made)
 
-    def run(layout: str, *arguments: str, torchrun: bool = False, **settings: object) -> Job:
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """``start("h0:2,h1:2", *arguments, torchrun=False, program=PROGRAM, **settings)``: start a job.
+
+    If it is the fault program, wait until its ranks are in their loop.
+    """
+    jobs: list[Job] = []
+
+    def run(
+        layout: str, *arguments: object, torchrun: bool = False, program: Path = PROGRAM, **settings: object
+    ) -> Job:
         counts = {host: int(count) for host, count in (each.split(":") for each in layout.split(","))}
         env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
         own = {f"TORCHMPI_{name.upper()}": str(value) for name, value in settings.items()}
-        program = [sys.executable, str(PROGRAM), str(folder), *arguments]
+        words = [sys.executable, str(program), *([str(folder)] if program == PROGRAM else []), *map(str, arguments)]
         if torchrun:
-            commands = [_torchrun(host, counts, program, folder) for host in counts]
+            commands = [_torchrun(host, counts, words, folder) for host in counts]
         else:
             commands = [[*_mpirun(layout, [*own, "PATH", "PYTHONPATH"]), "-n", str(sum(counts.values()))]]
             script = _WRAPPER.format(folder=folder)
             shell = ["sh", "-c", f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}", "sh"]
-            commands[0] += [*shell, *program]
-        jobs.append(Job(commands, folder, sum(counts.values()), env | own))
+            commands[0] += [*shell, *words]
+        jobs.append(Job(commands, program, folder, sum(counts.values()), env | own))
+        if program == PROGRAM:
+            jobs[-1].wait_for_start()
         return jobs[-1]
 
     yield run
@@ -135,20 +163,26 @@ def start() -> Iterator[Start]:
         hosts_sh("heal", host)
     for job in jobs:
         job.close()
-    shutil.rmtree(folder)
+
+
+@functools.cache
+def is_openmpi() -> bool:
+    """Return whether this environment has Open MPI, rather than MPICH."""
+    version = subprocess.run([BESIDE / "mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
+    return "Open MPI" in version
 
 
 def _mpirun(layout: str, variables: Sequence[str]) -> list[str]:
-    beside, agent = Path(sys.executable).parent, str(STATE / "agent")
-    version = subprocess.run([beside / "mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
-    if "Open MPI" not in version:
+    agent = str(STATE / "agent")
+    if not is_openmpi():
         return [
-            *(str(beside / "mpiexec"), "-localhost", f"{_NETWORK}.254", "-launcher", "ssh", "-launcher-exec", agent),
+            *(str(BESIDE / "mpiexec"), "-localhost", f"{NETWORK}.254", "-launcher", "ssh", "-launcher-exec", agent),
             *("-hosts", layout),
         ]
-    options = {"plm_ssh_agent": agent, "prte_if_include": f"{_NETWORK}.0/24"}
-    options |= {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "3", "oob_tcp_keepalive_probes": "3"}
-    command = [str(beside / "mpirun"), "--bind-to", "none", "--host", layout]
+    options = {"plm_ssh_agent": agent, "prte_if_include": f"{NETWORK}.0/24"}
+    # As docs/failing.md recommends, for mpirun to end when a host does not answer.
+    options |= {"oob_tcp_keepalive_time": "3", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "3"}
+    command = [str(BESIDE / "mpirun"), "--bind-to", "none", "--host", layout]
     for name, value in options.items():
         command += ["--prtemca", name, value]
     for name, value in {"btl_tcp_if_include": "eth0", "mpi_yield_when_idle": "1"}.items():
@@ -163,6 +197,6 @@ def _torchrun(host: str, counts: dict[str, int], program: list[str], folder: Pat
     return [
         *(str(ROOT / "scripts" / "hosts.sh"), "run", host, sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(len(counts)), "--node-rank", str(list(counts).index(host))),
-        *("--nproc-per-node", str(counts[host]), "--master-addr", f"{_NETWORK}.1", "--master-port", "29511"),
+        *("--nproc-per-node", str(counts[host]), "--master-addr", f"{NETWORK}.1", "--master-port", "29511"),
         *("--no-python", "sh", "-c", script, "sh", *program),
     ]

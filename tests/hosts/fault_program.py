@@ -1,4 +1,7 @@
-"""A rank that calls collectives until a fault ends it: ``fault_program.py FOLDER [fault of the last rank]``."""
+"""A rank that calls collectives until a fault ends it: ``fault_program.py FOLDER [fault of the last rank]``.
+
+The fault `deadlock` is one of the ranks 1 and 2, which use two groups in different orders.
+"""
 
 import ctypes
 import os
@@ -17,6 +20,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ:
 else:
     mpi.start()
 tensor = torch.ones(100_000)
+groups = [mpi.group([1, 2]), mpi.group([2, 1])] if fault == "deadlock" else []
 number = 0
 while True:
     mpi.allreduce(tensor, op="avg")
@@ -25,6 +29,12 @@ while True:
         partial = folder / f"partial.{mpi.rank()}"
         partial.write_text(str(os.getpid()))
         partial.rename(folder / f"ready.{mpi.rank()}")
+    if number == 30 and fault == "deadlock":
+        if mpi.rank() in (1, 2):
+            first, second = groups if mpi.rank() == 1 else groups[::-1]
+            mpi.allreduce(torch.ones(3), comm=first)
+            mpi.allreduce(torch.ones(3), comm=second)
+        time.sleep(3600)
     if number == 30 and mpi.rank() == mpi.size() - 1:
         if fault == "exit":
             ctypes.CDLL(None)._exit(0)  # torchmpi replaces os._exit

@@ -7,7 +7,7 @@ import re
 import time
 
 import pytest
-from conftest import Start, hosts_sh
+from conftest import Start, hosts_sh, is_openmpi
 
 LIMIT = 4
 """The setting heartbeat_seconds, in place of 30."""
@@ -17,16 +17,20 @@ def unreachable(host: str, ranks: str) -> str:
     return rf"host {host} \(ranks? {ranks}\) is unreachable since [4-9] s"
 
 
-@pytest.mark.parametrize("torchrun", [False, True], ids=["mpirun", "torchrun"])
+launchers = pytest.mark.parametrize("torchrun", [False, True], ids=["mpirun", "torchrun"])
+
+
+@launchers
 @pytest.mark.parametrize("direction", ["both", "in"])
 def test_a_cut_link_ends_the_ranks_on_both_sides(start: Start, direction: str, torchrun: bool):
     job = start("h0:2,h1:2", heartbeat_seconds=LIMIT, torchrun=torchrun)
     hosts_sh("cut", "h1", *(["in"] if direction == "in" else []))
     job.wait_for_end(60)
-    print(job.output())
     assert all(job.statuses().values()), job.output()
     assert re.search(unreachable("h1", "2, 3"), job.messages(0)), job.output()
     assert re.search(unreachable("h0", "0, 1"), job.messages(2)), job.output()
+    if is_openmpi() and not torchrun:
+        assert None not in job.wait_for_launchers(60), "mpirun does not end with the keepalive of docs/failing.md"
 
 
 def test_a_lost_host_is_reported_once_by_the_others(start: Start):
@@ -39,6 +43,32 @@ def test_a_lost_host_is_reported_once_by_the_others(start: Start):
     assert all(job.statuses().values()), job.output()
 
 
+@launchers
+@pytest.mark.parametrize("layout", ["h0:2,h1:1", "h0:1,h1:2,h2:1"])
+def test_a_crashed_host_ends_the_others(start: Start, layout: str, torchrun: bool):
+    """All processes of the host vanish, those of the launcher too, which may end the other ranks before they report."""
+    job = start(layout, heartbeat_seconds=LIMIT, torchrun=torchrun)
+    hosts_sh("crash", "h1")
+    job.wait_for_end(60)
+    hosts_sh("revive", "h1")
+    assert all(job.statuses().values()), job.output()
+    assert re.search(r"on host h1 (has ended without mpi.stop\(\)|is gone)|[Rr]emote .*\bh1\b", job.output()), (
+        job.output()
+    )
+
+
+def test_communicators_in_different_orders_are_named(start: Start):
+    """The ranks 1 and 2, on different hosts, wait for each other, while the others compute."""
+    job = start("h0:2,h1:2", "deadlock", heartbeat_seconds=LIMIT)
+    job.wait_for_end(60)
+    assert job.wait_for_launchers(30) != [0], job.output()
+    shown = re.findall(r"rank 1 waits for rank 2, which waits for rank 1, in calls on different", job.output())
+    assert len(shown) == 1, job.output()
+    for rank in (1, 2):
+        pattern = rf"rank {rank}: allreduce\(float32 \[3\], sum\), call #1 on .* at \S+:\d+ in <module>: .*comm=first"
+        assert re.search(pattern, job.output()), job.output()
+
+
 def test_a_process_that_ends_without_a_word_ends_the_job(start: Start):
     """MPICH crashed in a rank that was asked by MPI where the missing rank was."""
     job = start("h0:2,h1:2", "exit", heartbeat_seconds=LIMIT, stall_warning_seconds=2)
@@ -49,8 +79,8 @@ def test_a_process_that_ends_without_a_word_ends_the_job(start: Start):
 
 
 def test_a_missing_rank_of_another_host_is_named(start: Start):
-    job = start("h0:1,h1:2,h2:1", "sleep", heartbeat_seconds=LIMIT, stall_warning_seconds=2, stall_abort_seconds=6)
-    job.wait_for_end(60)
+    job = start("h0:1,h1:2,h2:1", "sleep", heartbeat_seconds=LIMIT, stall_warning_seconds=5, stall_abort_seconds=40)
+    job.wait_for_end(90)
     pattern = r"rank 3, after \d+ calls: at \S+fault_program.py:\d+ in <module>: time.sleep\(3600\)"
     assert re.search(pattern, job.messages(0)), job.output()
 
@@ -68,8 +98,9 @@ def test_a_stopped_host_is_a_stall_and_goes_on(start: Start):
     assert "on one host" not in job.output() and "across hosts" not in job.output(), "steps are not reported"
 
 
-def test_a_slow_link_is_no_loss(start: Start):
-    job = start("h0:2,h1:2", heartbeat_seconds=LIMIT)
+@launchers
+def test_a_slow_link_is_no_loss(start: Start, torchrun: bool):
+    job = start("h0:2,h1:2", heartbeat_seconds=LIMIT, torchrun=torchrun)
     hosts_sh("rate", "10mbit")
     time.sleep(3 * LIMIT)
     hosts_sh("rate", "none")

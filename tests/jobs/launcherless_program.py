@@ -1,7 +1,7 @@
 """A program for :mod:`test_launcherless`: most features of torchmpi, with the results checked and hashed.
 
-Started by mpirun it runs on MPI. With STORE, RANK and WORLD_SIZE in the environment it runs on gloo and messages,
-without mpi4py.
+Started by mpirun it runs on MPI. Started by torchrun, or with STORE, RANK and WORLD_SIZE in the environment, it runs on
+gloo and messages, without mpi4py.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ def run(*, briefly: bool) -> None:
     results = Results()
     mpi.start()
     if not briefly:
-        # One rank, or ranks without shared memory, have one backend only.
-        others = [] if mpi.size() == 1 else ["p2p"] if "EACH_ON_A_HOST" in os.environ else ["p2p", "shm"]
-        for backend in ("gloo" if "STORE" in os.environ else "mpi", *others):
+        # One rank, or ranks without shared memory, have fewer backends.
+        others = [] if mpi.size() == 1 else ["p2p", "shm"] if mpi.communicator().num_nodes == 1 else ["p2p"]
+        for backend in ("mpi" if "mpi4py" in sys.modules else "gloo", *others):
             reductions(results, backend)
             movements(results, backend)
         messages(results)
