@@ -27,6 +27,7 @@ if BACKEND != "gloo":
 FAILING_RANK = 1
 NUM_CALLS = 5
 TIMEOUT_SECONDS = 10
+ARRIVAL_SECONDS = 3  # until the others have imported torch and are in start()
 FOREVER_SECONDS = 3600
 
 
@@ -145,6 +146,7 @@ def main() -> None:
     is_failing = rank_of_launcher() == FAILING_RANK
     timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
     if MOMENT == "start" and is_failing:
+        time.sleep(ARRIVAL_SECONDS)
         fail(None)
     if BACKEND is None:
         mpi.start()
