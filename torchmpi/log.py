@@ -78,11 +78,11 @@ def log_fatal(message: str) -> None:
         write_directly(message)
 
 
-def write_directly(message: str) -> None:
-    """Write a message to the file descriptor of standard error.
+def write_directly(message: str, file: int | None = None) -> None:
+    """Write a message to a file descriptor, or to that of standard error.
 
     For signal handlers: the interrupted code may be writing to ``sys.stderr``, which then raises a ``RuntimeError``, or
     may hold a lock of the module ``logging``.
     """
     with contextlib.suppress(OSError):
-        os.write(2, _as_text(message).encode(errors="replace"))
+        os.write(2 if file is None else file, _as_text(message).encode(errors="replace"))

@@ -187,6 +187,20 @@ OPERATIONS = {
 _OPERATIONS_OF_MPI = ("SUM", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR", "MINLOC", "MAXLOC")
 
 
+def hint_after(error: BaseException) -> str:
+    """Return what to use instead, after an error of torch.distributed in a job that only calls ``mpi.start()``; or ''.
+
+    >>> hint_after(ValueError("Default process group has not been initialized, please make sure ..."))[:20]
+    'mpi.start() does not'
+    """
+    if "Default process group has not been initialized" not in str(error):
+        return ""
+    return (
+        "mpi.start() does not initialize torch.distributed. Call torch.distributed.init_process_group('torchmpi') "
+        "too, or use torchmpi's own functions, such as torchmpi.nn.DistributedSampler(dataset)."
+    )
+
+
 def attribute_message(name: str, known: Iterable[str], module: str = "torchmpi") -> str:
     """Return the message of the AttributeError for a name that a module of this package does not have.
 
@@ -285,8 +299,8 @@ def operation(op: Any) -> Any:
 def known_operation(op: Any, known: Iterable[str]) -> str | None:
     """Return the operation that a value means, or None.
 
-    >>> known_operation("mean", ["sum", "avg"]), known_operation("smu", ["sum", "avg"]), known_operation(1, ["sum"])
-    ('avg', 'sum', None)
+    >>> known_operation("mean", ["sum", "avg"]), known_operation("avgs", ["sum", "avg"]), known_operation(1, ["sum"])
+    ('avg', 'avg', None)
     """
     op = operation(op)
     if not isinstance(op, str):

@@ -110,7 +110,7 @@ LEARNING_RATES: dict[str, dict[int, float]] = {
     "localsgd": {1: 1.0, 4: 1.0, 16: 0.5, 64: 1.0},
     "diloco": {1: 0.5, 4: 0.5, 16: 0.5, 64: 0.5},
 }
-"""By method and period: the result of ``compare.py --tune --seeds 1`` on 4 ranks."""
+"""By method and period: the result of one ``compare.py --tune --seeds 1`` on 4 ranks. Asynchronous runs differ."""
 
 
 def learning_rate(name: str, period: int) -> float:

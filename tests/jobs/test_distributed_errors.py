@@ -335,3 +335,24 @@ report("loader", total.item() == sum(range(64)), total)
 def test_a_forked_process_is_no_rank(job):
     result = job(2, START + FORK, timeout=LIMIT_SECONDS, env=QUICK)
     all_right(result, 3, 2)
+
+
+@pytest.mark.parametrize("n", (pytest.param(1, marks=once), 2))
+def test_the_report_explains_an_error_of_torch_in_a_job_of_ours(job, n):
+    """`DistributedSampler(dataset)` of torch, and the remedy that the report names."""
+    code = """
+import torch
+import torchmpi as mpi
+mpi.start()
+{more}
+sampler = torch.utils.data.DistributedSampler(range(8))
+print("sampled", sorted(mpi.allgather_object(list(sampler))), flush=True)
+mpi.stop()
+"""
+    failed = job(n, code.format(more=""), timeout=LIMIT_SECONDS, env=QUICK)
+    assert failed.returncode != 0 and failed.stderr.count("Default process group has not been") == 1, failed.output
+    remedy = "torch.distributed.init_process_group('torchmpi')"
+    assert failed.stderr.count(remedy) == 1, failed.output
+    assert "torchmpi.nn.DistributedSampler(dataset)" in failed.stderr, failed.output
+    right = job(n, code.format(more=remedy), timeout=LIMIT_SECONDS, env=QUICK)
+    assert right.returncode == 0 and right.stdout.count("sampled") == n, right.output

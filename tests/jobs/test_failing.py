@@ -491,6 +491,7 @@ def test_terminating_the_launcher_ends_everything(tmp_path, mpirun):
     process.terminate()
     _, stderr = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode != 0
+    assert "received SIGTERM, which ends the job. It was at " in stderr
     for file in files:
         for _ in range(100):
             if not _alive(int(file.read_text())):

@@ -53,7 +53,7 @@ PROCESS = ProcessFacts(
     mps=None,
     settings={"bind": "auto", "verbose": Config().verbose},
     settings_from_environment=[],
-    settings_error=None,
+    settings_errors=[],
 )
 MPI = MPIFacts(0, 1, "Open MPI 5.0.8", ["/env/lib/libmpi.so.40"], "MULTIPLE", False)
 MPIRUN = Program("/env/bin/mpirun", "Open MPI 5.0.8", is_on_path=True)

@@ -178,7 +178,6 @@ CASES = [
     (check_binding, job(*[on(0, 1, settings={"bind": "none"})] * 2), "warning", "TORCHMPI_BIND=none"),
     (check_binding, job(on(0), on(0, **OTHER)), "ok", "own cores"),  # the same number on two machines is two cores
     (check_binding, job(on(0), on(0, **OTHER), on(0, **OTHER)), "problem", "on node2"),
-    # The worst host is reported.
     (check_binding, job(on(0, 1), on(1, 2), on(0, **OTHER), on(0, **OTHER)), "problem", "on node2"),
     (check_binding, job(on(0, **OTHER), on(0, **OTHER), on(0, 1), on(1, 2)), "problem", "on node2"),
     (check_quota, alone(cpu_quota=1.5), "warning", "at most 1 rank there"),
@@ -228,7 +227,7 @@ CASES = [
     # settings, fork, self test
     (check_settings, alone(), "ok", "the defaults"),
     (check_settings, alone(settings_from_environment=["TORCHMPI_BIND"]), "ok", "TORCHMPI_BIND"),
-    (check_settings, job({}, {"settings_error": "TORCHMPI_X is no setting."}), "problem", "rank 1: TORCHMPI_X"),
+    (check_settings, job({}, {"settings_errors": ["TORCHMPI_X is no setting."]}), "problem", "rank 1: TORCHMPI_X"),
     (check_fork, alone(), "ok", "NotStartedError"),
     (check_fork, with_self_test(forked_child="entered a barrier"), "problem", "entered a barrier"),
     (check_fork, alone(has_infiniband=True), "warning", "InfiniBand"),
@@ -246,11 +245,14 @@ CASES = [
 
 @pytest.mark.parametrize(("check", "facts", "verdict", "words"), CASES)
 def test_verdict(check, facts, verdict, words):
-    found = check(facts)
+    findings = check(facts)
+    findings = findings if isinstance(findings, list) else [findings]
+    found, *others = sorted(findings, key=lambda each: each is None or each.verdict != "problem")
     assert (None if found is None else found.verdict) == verdict, found
     if found is not None:
         assert words in f"{found.found} {found.remedy}"
         assert bool(found.remedy) == (verdict != "ok"), "every finding but ok has a remedy"
+    assert all(finding.verdict != "ok" for finding in others)
 
 
 def test_every_check_is_tested():
@@ -298,12 +300,53 @@ def test_no_problems(facts):
     assert summary(findings) == f"All {len(findings)} checks are ok."
 
 
+SLOW = {"cpu_quota": 1.0, "shm_free_bytes": 8 * MIB, "leftovers": ["/dev/shm/x"]}
+SEVERAL = [
+    (check_versions, alone(**with_version(numpy="1.0", torch="2.99")), ["numpy>=1.26", "Tested up to torch"]),
+    (check_variables, alone(**environment(OMPI_COMM_WORLD_SIZE="2", PMI_SIZE="2", SLURM_JOB_ID="7")),
+     ["two launchers", "Slurm job 7"]),
+    (check_agreement, job({}, with_version(torch="2.7.1", numpy="2.0.0")), ["in torch", "in numpy"]),
+    (check_threads, alone(**environment(OMP_NUM_THREADS="4000", MKL_NUM_THREADS="abc")),
+     ["MKL_NUM_THREADS='abc'", "OMP_NUM_THREADS=4000"]),
+    (check_threads, job(environment(OMP_NUM_THREADS="0"), environment(OMP_NUM_THREADS="0"), OTHER | environment(
+        OMP_NUM_THREADS="0")), ["on node1", "on node2"]),
+    (check_cores, job(*[{"num_cpus": 2}] * 3, *[OTHER | {"num_cpus": 1}] * 2), ["on node1", "on node2"]),
+    (check_binding, job(on(0, 1), on(1, 2), on(0, **OTHER), on(0, **OTHER)), ["on node2", "on node1"]),
+    *((check, job(SLOW, OTHER | SLOW), ["node1", "node2"]) for check in (check_quota, check_leftovers)),
+    (check_shared_memory, job(SLOW, OTHER | NO_SHM), ["8 of 8192 MiB", "not there on node2"]),
+    (check_cuda, job(*[ONE_GPU] * 2, *[ONE_GPU | OTHER] * 2), ["2 ranks on node1", "2 ranks on node2"]),
+    (check_nccl, job(NCCL, GPUS | OTHER | {"nccl": "2.29.2"}, GPUS | OTHER | {"nccl_error": "none"}),
+     ["different versions", "node2: none"]),
+    (check_mps, job(*[ONE_GPU] * 2, *[ONE_GPU | OTHER | environment(CUDA_MPS_PIPE_DIRECTORY="/no")] * 2),
+     ["ranks on node1", "/no on node2"]),
+    (check_fork, alone(cuda_available=True, has_infiniband=True), ["CUDA", "InfiniBand"]),
+    (check_settings, alone(settings_errors=["A is wrong", "B is wrong"]), ["A is", "B is"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "facts", "words"), SEVERAL)
+def test_all_findings_of_a_check_are_reported_with_problems_first(check, facts, words, monkeypatch):
+    """Regression: only the first one was, so that the next run of the doctor showed the next one."""
+    monkeypatch.setattr(diagnosis, "CHECKS", (check,))
+    findings = diagnose(facts)
+    assert len(findings) == len(words), findings
+    for finding, expected in zip(findings, words, strict=True):
+        assert expected in f"{finding.found} {finding.remedy}"
+    assert summary(findings).endswith("among 1 check.")
+
+
+def test_many_hosts_with_one_problem_take_some_lines():
+    many = job(*[SLOW | {"host": f"node{number}", "machine": str(number)} for number in range(64)])
+    found = [finding.found for finding in diagnose(many) if finding.name == "leftovers"]
+    assert len(found) == 4 and "on node0" in found[0] and found[3].endswith("; and 60 more of this kind")
+
+
 def test_without_a_library_nothing_else_is_a_problem():
     assert [finding.name for finding in diagnose(NO_LIBRARY) if finding.verdict != "ok"] == ["MPI library"]
 
 
 def test_report_is_aligned_and_ends_with_one_sentence():
-    facts = alone(is_root=True, leftovers=["/dev/shm/x"], settings_error="bad")
+    facts = alone(is_root=True, leftovers=["/dev/shm/x"], settings_errors=["bad"])
     lines = as_text(facts, diagnose(facts)).splitlines()
     assert lines[-1] == "2 problems (root, settings) and 1 warning (leftovers) among 17 checks."
     assert max(map(len, lines)) <= 110 and "\x1b" not in "".join(lines)

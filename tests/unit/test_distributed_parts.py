@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import doctest
 import importlib
 import os
 import socket
@@ -24,12 +23,6 @@ from torchmpi.distributed import arguments, registration, rendezvous, rows, torc
 from torchmpi.errors import ArgumentError, LaunchError, StallError
 
 ReduceOp = dist.ReduceOp
-
-
-@pytest.mark.parametrize("name", ("arguments", "rows"))
-def test_examples_in_docstrings(name):
-    result = doctest.testmod(importlib.import_module(f"torchmpi.distributed.{name}"))
-    assert result.failed == 0 and result.attempted > 0
 
 
 # --- works ------------------------------------------------------------------------------------------------------------

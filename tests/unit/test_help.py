@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import importlib
 import inspect
+import pkgutil
 import re
 
 import pytest
@@ -24,6 +26,11 @@ RAISE_NOTHING = (
     "scaled_add",
     "sgd",
 )
+MODULES = [
+    each.name
+    for each in pkgutil.walk_packages(mpi.__path__, "torchmpi.")
+    if not each.name.endswith("__main__") and ".kernels" not in each.name  # those are compiled
+]
 MADE_BY_FUNCTIONS = ("Communicator", "Handle", "NullCommunicator", "Server", "Rule", "Sharding")
 """Classes that a program does not instantiate itself."""
 
@@ -87,6 +94,11 @@ def test_parameters_result_errors_and_an_example_are_described(function):
 @pytest.mark.parametrize("of_class", CLASSES)
 def test_the_parameters_of_every_constructor_are_described(of_class):
     _check_parameters(of_class, inspect.signature(of_class))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_for_the_interpreter_give_what_they_show(module):
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
 
 
 @pytest.mark.parametrize("name", MOVING)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 import logging
 import os
@@ -15,10 +14,6 @@ import pytest
 from torchmpi import log
 from torchmpi.config import Config
 from torchmpi.errors import ConfigError
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(log).failed == 0
 
 
 def test_a_message_is_one_line_with_the_prefix(capsys):

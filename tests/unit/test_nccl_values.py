@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import math
 import sys
@@ -13,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmpi.backends.nccl import recipes
 from torchmpi.backends.nccl.recipes import flat, lacks, recipe
 from torchmpi.tensors import dtypes
 
@@ -129,8 +127,3 @@ def test_every_dtype_is_converted_to_one_of_nccl_or_unsupported():
                     assert way.op != "avg" or way.carrier.is_floating_point
             else:
                 assert op in ("band", "bor", "bxor", "prod")
-
-
-def test_docstring_examples():
-    result = doctest.testmod(recipes)
-    assert result.attempted and not result.failed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,8 +61,3 @@ def test_invalid_partitions_and_chunks_are_refused() -> None:
         partition.chunks(5, 0)
     with pytest.raises(TorchMPIError, match="chunks"):
         partition.chunks(-1, 5)
-
-
-def test_docstring_examples() -> None:
-    result = doctest.testmod(partition)
-    assert result.attempted > 5 and result.failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Callable
 
 import pytest
@@ -141,8 +140,3 @@ def test_the_simulation_detects_wrong_plans() -> None:
     ):
         with pytest.raises(AssertionError):
             carry_out(broken, {rank: {(rank, rank)} for rank in range(3)}, moved_as=lambda _, block: block)
-
-
-def test_docstring_examples() -> None:
-    result = doctest.testmod(schedule)
-    assert result.attempted > 5 and result.failed == 0

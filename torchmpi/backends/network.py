@@ -13,8 +13,6 @@ from contextlib import suppress
 from ipaddress import IPv4Interface, IPv6Interface, ip_interface
 from pathlib import Path
 
-import psutil
-
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """PyTorch's variable: the network interface for gloo, or several, separated by commas."""
 Interface = IPv4Interface | IPv6Interface
@@ -41,6 +39,8 @@ def wanted_interfaces() -> list[str]:
 
 def own_interfaces(names: Sequence[str] = ()) -> list[str]:
     """Return the addresses of this host with their networks, such as ``10.0.0.3/24``; of some interfaces if named."""
+    import psutil  # not at the top: ranks of one host need no addresses
+
     up = {name for name, state in psutil.net_if_stats().items() if state.isup and (not names or name in names)}
     found = []
     for name, entries in psutil.net_if_addrs().items():

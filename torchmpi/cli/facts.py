@@ -82,7 +82,7 @@ class ProcessFacts:
     """Pipe directory of a running daemon of NVIDIA's Multi-Process Service."""
     settings: Mapping[str, Any]
     settings_from_environment: Sequence[str]
-    settings_error: str | None
+    settings_errors: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +189,16 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of a check of the doctor, and the remedy unless the verdict is ok."""
+    """One result of a check of the doctor, and the remedy unless the verdict is ok."""
 
     name: str
     verdict: Literal["ok", "warning", "problem"]
     found: str
     remedy: str = ""
 
+
+Findings = Finding | list[Finding] | None
+"""The results of a check: several if it finds several warnings and problems, None if it does not apply."""
 
 OLDEST_AND_TESTED = {
     "Python": ("3.10", "3.14"),
@@ -302,11 +305,18 @@ def nccl() -> dict[str, str | None]:
 
 def _settings() -> dict[str, Any]:
     given = sorted(name for name in os.environ if name.startswith(PREFIX))
-    try:
-        config, error = Config.from_environment(), None
-    except ConfigError as refusal:
-        config, error = Config(), str(refusal)
-    return {"settings": dataclasses.asdict(config), "settings_from_environment": given, "settings_error": error}
+    errors: dict[str, None] = {}
+    for variables in (*({name: os.environ[name]} for name in given), os.environ):  # one by one, to find all errors
+        try:
+            Config.from_environment(variables)
+        except ConfigError as refusal:
+            errors[str(refusal)] = None
+    config = Config() if errors else Config.from_environment()
+    return {
+        "settings": dataclasses.asdict(config),
+        "settings_from_environment": given,
+        "settings_errors": list(errors),
+    }
 
 
 # --- shared memory -----------------------------------------------------------------------------------------

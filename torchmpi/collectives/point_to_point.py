@@ -248,6 +248,7 @@ class _Message:
             work = self._plain()
             for message, tag in self._messages(work):
                 self.comm.Send((message, self.MPI.BYTE), self.peer, tag)
+                self.group.messages.add(1)
         return self.tensor
 
     def receive(self) -> torch.Tensor:
@@ -270,8 +271,7 @@ class _Message:
         direct = self.backend.takes(self.tensor.device.type, self.collective) and buffers.is_direct(self.tensor)
         work = self.tensor.detach() if direct else torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
         streams.settle(work)
-        for part in self._payload(work):
-            self.comm.Recv((part, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
+        self._receive_payload(work)
         if not direct:
             buffers.overwrite(self.tensor, work)
         else:
@@ -287,6 +287,7 @@ class _Message:
             requests = [
                 self.comm.Isend((message, self.MPI.BYTE), dst, tag) for message, tag in self._messages(outgoing)
             ]
+            self.group.messages.add(len(requests))
             try:
                 return self.receive()
             finally:
@@ -315,23 +316,25 @@ class _Message:
     def _check_header(self) -> None:
         header = np.empty(_HEADER_FIELDS, np.int64)
         self.comm.Recv((header, self.MPI.BYTE), self.peer, _HEADER_TAG)
+        self.group.messages.add(-1)
         code, num_dims, *dims = header.tolist()
         shape = tuple(dims[:num_dims])
         if code == self.code and shape == tuple(self.tensor.shape):
             return
         dtype = dtypes.from_code(code)
         assert dtype is not None
-        dropped = torch.empty(
-            shape, dtype=dtype, device="cpu"
-        )  # a variable, so that the memory exists until the bytes have arrived
-        for part in self._payload(dropped):  # before the next message can be received
-            self.comm.Recv((part, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
+        self._receive_payload(torch.empty(shape, dtype=dtype, device="cpu"))  # before the next message can be received
         raise MismatchError(
             f"{self.what}: rank {self.peer} sent {dtypes.short_name(dtype)} {list(shape)}, but the tensor to "
             "receive into is "
             f"{dtypes.short_name(self.tensor.dtype)} {list(self.tensor.shape)}. Make them equal; the message is "
             "dropped."
         )
+
+    def _receive_payload(self, work: torch.Tensor) -> None:
+        for part in self._payload(work):
+            self.comm.Recv((part, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
+            self.group.messages.add(-1)
 
     def _description(self, peer: str) -> str:
         return f"{self.collective}({dtypes.short_name(self.tensor.dtype)} {list(self.tensor.shape)}) {peer}"

@@ -167,8 +167,8 @@ class Communicator:
                 f"{group.where}: communicator {self.name} cannot be freed by a callback of one of its calls. Free it "
                 "in the thread that waits for the call."
             )
-        group.call_action("free", group.comm.Barrier)
-        group.free(together=True)
+        balances = group.call_action("free", lambda: group.comm.allgather(group.messages.value))
+        group.free(together=sum(balances) == 0)
 
     def __enter__(self) -> Communicator:
         return self

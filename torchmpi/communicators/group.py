@@ -23,7 +23,7 @@ from .call_log import Call, CallLog, call_code, how_it_left, mismatch_error, mis
 from .call_queue import CallQueue
 from .handle import Handle
 from .plan import Plan
-from .release import free_now, register, retire
+from .release import MessageCounter, register, retire
 from .status_board import StatusBoard
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ class Group:
     Attributes:
         comm: The MPI communicator.
         side_comm: A duplicate for point-to-point messages, which must not be received by a collective.
+        messages: Counts the messages on `side_comm`.
         plans: Plans made on this group, by the arguments of the calls that select them.
         status_board: The shared memory of the group: a status block for each rank, and slots for data. None if the
             ranks are on several hosts, or have no shared memory.
@@ -69,6 +70,7 @@ class Group:
         self._retirement_key = register(comm, world_ranks)
         self.hosts = sorted({context.hosts[rank] for rank in world_ranks})
         self.side_comm = comm.Dup()
+        self.messages = MessageCounter()
         self.plans: dict[Hashable, Any] = {}
         self.status_board = _make_status_board(self)
         self.checking = _how_to_check(self, context.check if check is None else check)
@@ -198,7 +200,8 @@ class Group:
     def free(self, *, together: bool = False) -> None:
         """Free the group. Collective.
 
-        `together`: no rank still uses the group, so the communicators of MPI are freed at once.
+        `together`: no rank still uses the group, and all messages have been received, so the communicators of MPI are
+        freed at once.
         """
         for call_queue in (self.call_queue, *self.peer_queues.values()):
             call_queue.close()
@@ -214,9 +217,10 @@ class Group:
         if self.status_board is not None:
             self.status_board.close()
         if together:
-            free_now(self.side_comm, self.comm)
+            self.side_comm.Free()
+            self.comm.Free()
         else:
-            retire(self._retirement_key, self.side_comm, self.comm)
+            retire(self._retirement_key, self.messages, self.side_comm, self.comm)
 
 
 class GroupContext:

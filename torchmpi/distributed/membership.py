@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group
-from ..communicators.release import register, retire
+from ..communicators.release import MessageCounter, register, retire
 from ..errors import ArgumentError, LaunchError
 from ..session import launcher, mpi_library, runtime
 from .torch_names import BackendOptions
@@ -85,7 +85,7 @@ class Membership:
         if self._num_groups:
             return
         _membership = None
-        retire(self._retirement_key, self._base)
+        retire(self._retirement_key, MessageCounter(), self._base)
         if self._started:
             runtime.stop()
         if self._stand_in is not None:

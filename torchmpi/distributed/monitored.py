@@ -78,6 +78,7 @@ def _report(group: Group, limit: float, seconds: float, number: int) -> None:
 def _send(group: Group, rank: int, tag: int, number: int, has_failed: bool) -> None:
     message = np.array([number, has_failed], np.int64)
     group.side_comm.Isend((message, group.context.MPI.BYTE), rank, tag).Wait()  # short enough not to block
+    group.messages.add(1)
 
 
 def _receive(group: Group, rank: int, tag: int, limit: float) -> tuple[int, int] | None:
@@ -93,4 +94,5 @@ def _receive(group: Group, rank: int, tag: int, limit: float) -> tuple[int, int]
                 return None
             break  # it arrived before it could be cancelled
         time.sleep(_POLL_SECONDS)
+    group.messages.add(-1)
     return int(message[0]), int(message[1])

@@ -132,6 +132,7 @@ def send(group: Group, tensor: torch.Tensor, peer: int, tag: int) -> MessageHand
     work = buffers.plain(tensor, to_host=True)
     streams.settle(work)
     request = _start(group.side_comm.Isend, group.context.MPI, work, (peer, tag))
+    group.messages.add(1)
 
     def keep_alive(status: Any, _work: torch.Tensor = work) -> None:
         """Hold the memory that MPI reads."""
@@ -150,6 +151,7 @@ def receive(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> M
     mark = streams.fence(tensor)
 
     def finish(status: Any) -> None:
+        group.messages.add(-1)
         message.source = status.source
         device = None if mark is None else tensor.device
         streams.run_after(mark, device, partial(_complete, group, tensor, work, status))

@@ -128,7 +128,7 @@ class DividedBatches(Sampler[list[int]]):
 
     Example:
         >>> [list(DividedBatches(5, 4, rank, 2, None)) for rank in range(2)]
-        [[[0, 1], [4]], [[2, 3]]]
+        [[[0, 1]], [[2, 3], [4]]]
     """
 
     def __init__(self, num_examples: int, batch_size: int, rank: int, size: int, seed: int | None) -> None:

@@ -125,6 +125,7 @@ class Hooks:
             state: Argument of the functions.
 
         Example:
+            >>> from torch import nn
             >>> Hooks().call("on_start", State(nn.Linear(2, 1), nn.MSELoss(), []))
         """
         # A copy, so that a function may remove itself from the list.

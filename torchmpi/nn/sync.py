@@ -109,7 +109,8 @@ def synchronize_gradients(
 
     A gradient that is missing on some ranks counts as zero there; one that is missing on all ranks stays ``None``.
     Frozen parameters stay unchanged. Sparse gradients stay sparse. The gradient of a shard is averaged over the ranks
-    that hold the same one (:func:`set_sharded`).
+    that hold the same one (:func:`set_sharded`). Clip the gradients after this call: what is averaged are the gradients
+    that it finds, and the average of clipped gradients is not the clipped average.
 
     Args:
         net: A module or an iterable of parameters.

@@ -20,7 +20,7 @@ from types import FrameType
 from ..communicators.group import Group, GroupContext
 from ..shared_memory import memory_layout
 from .heartbeat import RankStatus
-from .program_lines import INSTALLED_FILES, PACKAGE
+from .program_lines import PACKAGE, installed_files
 
 
 class WaitingRanks:
@@ -73,7 +73,7 @@ class WaitingRanks:
         """Return the frame and the group of the call that the main thread makes, or the only one that has a call."""
         frame: FrameType | None = main
         outermost: FrameType | None = None  # the others are steps of that call
-        while frame is not None and frame.f_code.co_filename.startswith(INSTALLED_FILES):
+        while frame is not None and frame.f_code.co_filename.startswith(installed_files()):
             if frame.f_code is Group.perform.__code__:
                 outermost = frame
             frame = frame.f_back
@@ -95,7 +95,7 @@ def _has_queued(group: Group) -> bool:
 def _runs_program(frame: FrameType | None) -> bool:
     """Return whether a thread is in a function of the program, and not only of libraries."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(INSTALLED_FILES):
+        if not frame.f_code.co_filename.startswith(installed_files()):
             return True
         frame = frame.f_back
     return False

@@ -19,9 +19,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
+from .. import other_names
 from ..communicators.call_log import how_it_left
 from ..communicators.group import Group
 from ..communicators.status_board import StatusBoard
@@ -137,6 +139,8 @@ class FailureHandling:
         # With one rank no other waits: Python ends, or in an interactive session continues, as usual.
         if os.getpid() != self._pid or not self._installed or size == 1:
             self._previous_hook(kind, error, trace)
+            if hint := other_names.hint_after(error):
+                log_fatal(hint)
             return
         if self._announced is not None and self._announced in (error, error.__context__):
             self._abort(1)
@@ -159,7 +163,8 @@ class FailureHandling:
             self._report(f"{left} without mpi.stop(), while rank {rank} was {line}\n{error}", status)
         else:
             shown = self._printed_by_previous_hook(kind, error, trace)
-            self._report(f"rank {rank} of {size} failed, which ends the job:\n{shown}".rstrip(), status)
+            text = f"rank {rank} of {size} failed, which ends the job:\n{shown}{other_names.hint_after(error)}"
+            self._report(text.rstrip(), status)
         self._abort(status)
 
     def _printed_by_previous_hook(
@@ -235,7 +240,7 @@ class FailureHandling:
             line = f" It was {line_of_program(traceback.extract_stack(frame))}" if frame is not None else ""
             message = f"rank {self.world.rank} received SIGTERM, which ends the job.{line}"
             # Not through the logger: this may be a signal handler that interrupted the logger or a write to stderr.
-            self._report_alone(message, _TERMINATED, write_directly)
+            self._report_alone(message, _TERMINATED, partial(write_directly, file=launcher.stderr_of_mpirun()))
         self._abort(_TERMINATED)
 
     def _end_waits(self) -> None:

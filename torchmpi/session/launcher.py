@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,13 +27,13 @@ class _Variables(NamedTuple):
     first_rank: int = 0
 
 
-SLURM, TORCHRUN = "Slurm's srun", "torchrun"
+OPEN_MPI, SLURM, TORCHRUN = "Open MPI's mpirun", "Slurm's srun", "torchrun"
 # The innermost launcher first: an mpirun inside a job of Slurm, LSF or PBS leaves their variables to its ranks. srun
 # sets some of the variables of other launchers too, those of MPICH's with --mpi=pmi2, but not MPI_LOCALRANKID.
 _LAUNCHERS = (
     _Variables(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Variables(
-        "Open MPI's mpirun",
+        OPEN_MPI,
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -75,6 +76,7 @@ MPI_INTERFACES = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK", "PALS_RANKID", 
 
 RUN_VARIABLE = "TORCHMPI_RUN_PID"
 """The process id of a rank that ``torchmpi run`` started."""
+_MPIRUN = ("mpirun", "prterun", "orterun", "mpiexec")
 
 
 class Launcher(NamedTuple):
@@ -171,6 +173,25 @@ def announcement() -> str:
     """Return the line that precedes the messages of the launcher when the job is aborted; '' without a launcher."""
     name = detect().name
     return "" if name is None else f"torchmpi: The lines below are from {name}."
+
+
+def stderr_of_mpirun() -> int | None:
+    """Open the standard error of Open MPI's mpirun, which discards what ranks print after Ctrl-C and SIGTERM.
+
+    Only of an mpirun on this host, and only a terminal or a pipe: in a file, the two programs would write at positions
+    of their own.
+    """
+    with contextlib.suppress(OSError):
+        process = os.getppid() if detect().name == OPEN_MPI else 1
+        while process > 1:
+            if Path(f"/proc/{process}/comm").read_text().rstrip("\n") in _MPIRUN:
+                stream = f"/proc/{process}/fd/2"
+                mode = os.stat(stream).st_mode
+                if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+                    return os.open(stream, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+                break
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
 
 
 def write_error_file(report: str) -> None:

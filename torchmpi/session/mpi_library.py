@@ -22,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-import psutil
-
 from ..errors import LaunchError, MissingMPIError
 from . import affinity, launcher
 
@@ -258,6 +256,8 @@ def _yield_if_crowded(MPI: Any) -> None:
     num_ranks = launcher.detect().local_size or 1
     if not short_version(MPI).startswith("Open MPI") or num_ranks <= len(affinity.current()):
         return
+    import psutil
+
     num_cores: float = 0
     with contextlib.suppress(psutil.Error, AttributeError):  # the latter where the system has no affinity masks
         num_cores = max((len(process.cpu_affinity()) for process in psutil.Process().parents()), default=0)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import traceback
+from functools import cache
 
 import torch
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_FILES = (PACKAGE, os.path.dirname(torch.__file__) + os.sep)
-INSTALLED_FILES = (
-    *_OWN_FILES,
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib", "scripts")),
-    "<frozen ",
-)
+
+
+@cache
+def installed_files() -> tuple[str, ...]:
+    """Return the beginnings of the names of installed files, those of Python included."""
+    import sysconfig  # reads all settings with which Python was built: only reports need them
+
+    paths = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib", "scripts"))
+    return (*_OWN_FILES, *paths, "<frozen ")
 
 
 def location() -> str:
@@ -36,7 +40,7 @@ def location() -> str:
 
 def line_of_program(stack: traceback.StackSummary) -> str:
     """Return the line of the program in a stack or traceback, as in :func:`location`."""
-    for hidden in (INSTALLED_FILES, _OWN_FILES):
+    for hidden in (installed_files(), _OWN_FILES):
         if shown := [entry for entry in stack if not entry.filename.startswith(hidden)]:
             entry = shown[-1]
             return f"at {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}".rstrip(": ")

@@ -19,6 +19,7 @@ from typing import Any
 from .program_lines import PACKAGE
 
 _HANDLER_GRACE_SECONDS = 1.0
+_SIGTERM_GRACE_SECONDS = 0.1  # Open MPI's mpirun kills the ranks a quarter of a second after SIGTERM
 OnSignal = Callable[[FrameType | None], None]
 
 
@@ -91,7 +92,7 @@ class SignalWatch:
         while data := reader.recv(64):
             # A handler that the program has installed decides itself what the signal does.
             if signal.SIGTERM in data and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-                if not self._handled.wait(_HANDLER_GRACE_SECONDS):
+                if not self._handled.wait(_SIGTERM_GRACE_SECONDS):
                     self._terminate(_main_frame())
             elif signal.SIGINT in data and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 self._end_call_of_main_thread()

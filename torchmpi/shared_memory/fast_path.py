@@ -13,7 +13,7 @@ docs/design/fast-path.md has the conditions, the locks, and the steps of a call.
 from __future__ import annotations
 
 import ctypes
-import sysconfig
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Hashable
@@ -177,7 +177,7 @@ def build(chosen: Any, *, enabled: bool = True) -> None:
     _is_enabled = enabled
     # Machine code loads the type of an object at its offset in builds of CPython without Py_DEBUG.
     knows_type = ctypes.c_void_p.from_address(id(_EXAMPLE) + 8).value == id(torch.Tensor)
-    has_gil = not sysconfig.get_config_var("Py_GIL_DISABLED")
+    has_gil = "t" not in sys.abiflags
     if _fast_paths or not (enabled and dlpack.describer() and knows_type and has_gil):
         return
     for name in _FAST_PATHS:

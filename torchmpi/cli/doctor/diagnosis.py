@@ -22,6 +22,7 @@ from ...session import launcher
 from ..facts import (
     Facts,
     Finding,
+    Findings,
     LaunchTrial,
     MPIFacts,
     ProcessFacts,
@@ -37,7 +38,7 @@ from ..launching import PACKAGE_PARENT, ProcessResult, find_programs, leave_job,
 from . import gpu_checks, host_checks, mpi_checks, software_checks
 from .self_test import self_test
 
-CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
+CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     software_checks.check_versions,
     mpi_checks.check_library,
     mpi_checks.check_several_libraries,
@@ -61,6 +62,8 @@ CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
     software_checks.check_settings,
     software_checks.check_self_test,
 )
+_MOST_FINDINGS = 4
+"""Findings of one check that are shown, problems first: hosts are often alike."""
 _GRACE_SECONDS = 5.0
 _TAIL_CHARACTERS = 1500
 _TIMEOUT_MARK = "Timeout ("  # printed by faulthandler in a trial process that exceeds its time limit
@@ -117,7 +120,16 @@ def _reports(facts: Facts) -> bool:
 
 def diagnose(facts: Facts) -> list[Finding]:
     """Return the findings of the checks that apply."""
-    return [finding for check in CHECKS if (finding := check(facts)) is not None]
+    findings = []
+    for check in CHECKS:
+        found = check(facts)
+        each = dict.fromkeys(found if isinstance(found, list) else [found] if found else [])  # ranks of a host agree
+        sorted_ones = sorted(each, key=lambda finding: finding.verdict != "problem")
+        shown, rest = sorted_ones[:_MOST_FINDINGS], sorted_ones[_MOST_FINDINGS:]
+        if rest:
+            shown[-1] = dataclasses.replace(shown[-1], found=f"{shown[-1].found}; and {len(rest)} more of this kind")
+        findings += shown
+    return findings
 
 
 # --- trials -------------------------------------------------------------------------------------------------------
@@ -254,11 +266,11 @@ def summary(findings: list[Finding]) -> str:
     >>> summary([Finding("root", "problem", "refused", "allow it"), Finding("cores", "ok", "4")])
     '1 problem (root) among 2 checks.'
     """
-    parts = []
+    num_checks, parts = len({finding.name for finding in findings}), []
     for verdict in ("problem", "warning"):
         names = [finding.name for finding in findings if finding.verdict == verdict]
         if names:
-            parts.append(f"{counted(len(names), verdict)} ({', '.join(names)})")
+            parts.append(f"{counted(len(names), verdict)} ({', '.join(dict.fromkeys(names))})")
     if not parts:
-        return f"All {len(findings)} checks are ok."
-    return f"{' and '.join(parts)} among {len(findings)} checks."
+        return f"All {num_checks} checks are ok."
+    return f"{' and '.join(parts)} among {counted(num_checks, 'check')}."

@@ -5,33 +5,32 @@ from __future__ import annotations
 from collections import Counter
 
 from ...backends.gpus import ipc_groups
-from ..facts import Facts, Finding, ProcessFacts
+from ..facts import Facts, Finding, Findings, ProcessFacts
 from ..formatting import counted, shortened
 
 
-def check_cuda(facts: Facts) -> Finding | None:
+def check_cuda(facts: Facts) -> Findings:
     """Check that each rank can use a GPU of its own, if there are GPUs."""
     name = "CUDA"
-    for process in facts.processes:
-        hidden = _hidden_gpus(process)
-        if hidden is not None:
-            return hidden
+    if hidden := [finding for process in facts.processes if (finding := _hidden_gpus(process)) is not None]:
+        return hidden
     without = [str(rank) for rank, process in enumerate(facts.processes) if not process.cuda_available]
     if len(without) == len(facts.processes):
         return Finding(name, "ok", "torch finds no GPU: devices are CPUs")
     if without:
         remedy = "Give all ranks hosts with GPUs, or start on the CPU: mpi.start(with_cuda=False)."
         return Finding(name, "problem", f"rank {shortened(without)} sees no GPU, the others do", remedy)
+    shared = []
     for ranks in facts.by_machine().values() if facts.in_job else ():
         used, most = _ranks_on_gpus(ranks), _most_on_one_gpu(ranks)
         if most > 1:
             gpus = counted(len(used), "GPU")
             found = f"{len(ranks)} ranks on {ranks[0].host} share {gpus}, {most} on one of them"
             remedy = "Start one rank per GPU, each with its own (srun --gpus-per-task=1, scripts/wrap.sh --gpu)."
-            return Finding(name, "warning", found, remedy)
+            shared.append(Finding(name, "warning", found, remedy))
     first = facts.processes[0]
     found = f"{counted(len(first.gpus), 'GPU')} visible to a rank, torch built for CUDA {first.cuda_built}"
-    return Finding(name, "ok", found)
+    return shared or Finding(name, "ok", found)
 
 
 def _hidden_gpus(process: ProcessFacts) -> Finding | None:
@@ -55,21 +54,24 @@ def _hidden_gpus(process: ProcessFacts) -> Finding | None:
     )
 
 
-def check_nccl(facts: Facts) -> Finding | None:
+def check_nccl(facts: Facts) -> Findings:
     """Check that NCCL can be loaded, in the same version on all ranks."""
+    findings = []
     for process in facts.processes:
         if process.cuda_available and process.nccl_error is not None:
             found = f"backend nccl is not available on {process.host}: {process.nccl_error}"
-            return Finding("NCCL", "warning", found, "Without it, GPUs of several hosts go through host memory.")
+            remedy = "Without it, GPUs of several hosts go through host memory."
+            findings.append(Finding("NCCL", "warning", found, remedy))
     versions = dict.fromkeys(process.nccl for process in facts.processes if process.nccl is not None)
     if len(versions) > 1:
         found = f"the ranks have different versions: {shortened(versions)}"
-        return Finding("NCCL", "problem", found, "Start the same Python environment on all hosts.")
-    return Finding("NCCL", "ok", f"version {next(iter(versions))}") if versions else None
+        findings.append(Finding("NCCL", "problem", found, "Start the same Python environment on all hosts."))
+    return findings or (Finding("NCCL", "ok", f"version {next(iter(versions))}") if versions else None)
 
 
-def check_peers(facts: Facts) -> Finding | None:
+def check_peers(facts: Facts) -> Findings:
     """Check that the GPUs of a host can access each other's memory."""
+    findings = []
     for process in facts.processes:
         numbers = ipc_groups(process.peer_access)
         groups: dict[int, list[str]] = {}
@@ -84,9 +86,9 @@ def check_peers(facts: Facts) -> Finding | None:
                 "See `nvidia-smi topo -m`. On some boards this is normal; an IOMMU, PCIe ACS or a virtual machine can "
                 "also disable peer access. Backend ipc works inside the groups, nccl everywhere."
             )
-            return Finding("peer access", "warning", found, remedy)
+            findings.append(Finding("peer access", "warning", found, remedy))
     most = max((len(process.peer_access) for process in facts.processes), default=0)
-    return Finding("peer access", "ok", f"all {most} GPUs can access each other") if most > 1 else None
+    return findings or (Finding("peer access", "ok", f"all {most} GPUs can access each other") if most > 1 else None)
 
 
 def check_ipc(facts: Facts) -> Finding | None:
@@ -103,21 +105,24 @@ def check_ipc(facts: Facts) -> Finding | None:
     return Finding("CUDA IPC", "problem", f"ranks cannot open each other's memory: {test.gpu_memory}", remedy)
 
 
-def check_mps(facts: Facts) -> Finding | None:
+def check_mps(facts: Facts) -> Findings:
     """Check that the Multi-Process Service runs where ranks share a GPU."""
+    findings, working = [], None
     for ranks in facts.by_machine().values():
         first, pipe = ranks[0], ranks[0].environment.get("CUDA_MPS_PIPE_DIRECTORY")
         if first.mps is None and pipe is not None:
             found = f"CUDA_MPS_PIPE_DIRECTORY={pipe} on {first.host}, but no daemon listens there"
-            return Finding("MPS", "warning", found, "Start it with nvidia-cuda-mps-control -d, or unset the variable.")
-        if not facts.in_job or _most_on_one_gpu(ranks) < 2:
+            remedy = "Start it with nvidia-cuda-mps-control -d, or unset the variable."
+            findings.append(Finding("MPS", "warning", found, remedy))
+        elif not facts.in_job or _most_on_one_gpu(ranks) < 2:
             continue
-        if first.mps is None:
+        elif first.mps is None:
             found = f"ranks on {first.host} share a GPU, and only one of them at a time can compute on it"
             remedy = "Start the daemon before the job: nvidia-cuda-mps-control -d. Ranks then compute concurrently."
-            return Finding("MPS", "warning", found, remedy)
-        return Finding("MPS", "ok", f"a daemon at {first.mps} lets the ranks on {first.host} share their GPU")
-    return None
+            findings.append(Finding("MPS", "warning", found, remedy))
+        else:
+            working = Finding("MPS", "ok", f"a daemon at {first.mps} lets the ranks on {first.host} share their GPU")
+    return findings or working
 
 
 def _most_on_one_gpu(ranks: list[ProcessFacts]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..facts import THREAD_VARIABLES, Facts, Finding, ProcessFacts
+from ..facts import THREAD_VARIABLES, Facts, Finding, Findings, ProcessFacts
 from ..formatting import core_list, counted, shortened
 
 _MIB = 1 << 20
@@ -13,21 +13,21 @@ _SHM_SMALL_BYTES = 256 * _MIB  # Docker gives 64 MiB
 _SHM_NEEDED_BYTES = 16 * _MIB
 
 
-def check_cores(facts: Facts) -> Finding | None:
+def check_cores(facts: Facts) -> Findings:
     """Check that there are at least as many cores as ranks."""
     if not facts.in_job:
         return _check_cores_alone(facts)
     if not facts.ranks:
         return None
-    placed = []
+    placed, crowded = [], []
     for ranks in facts.by_machine().values():
         host, num_cores = ranks[0].host, ranks[0].num_cpus
         if len(ranks) > num_cores:
             found = f"{len(ranks)} ranks share {counted(num_cores, 'core')} on {host}, which is slow"
             remedy = f"Start at most {counted(num_cores, 'rank')} there, except for tests."
-            return Finding("cores", "warning", found, remedy)
+            crowded.append(Finding("cores", "warning", found, remedy))
         placed.append(f"{counted(len(ranks), 'rank')} on {host} ({counted(num_cores, 'core')})")
-    return Finding("cores", "ok", shortened(placed))
+    return crowded or Finding("cores", "ok", shortened(placed))
 
 
 def _check_cores_alone(facts: Facts) -> Finding:
@@ -44,16 +44,12 @@ def _check_cores_alone(facts: Facts) -> Finding:
     return Finding("cores", "ok", found + more)
 
 
-def check_binding(facts: Facts) -> Finding | None:
+def check_binding(facts: Facts) -> Findings:
     """Check that ranks do not share cores while others are free."""
     if not facts.ranks:
         return None
-    worst: Finding | None = None
-    for ranks in facts.by_machine().values():
-        finding = _check_binding_of(ranks)
-        if finding.verdict == "problem" or worst is None or worst.verdict == "ok":
-            worst = finding
-    return worst
+    findings = [_check_binding_of(ranks) for ranks in facts.by_machine().values()]
+    return [finding for finding in findings if finding.verdict != "ok"] or findings[0]
 
 
 def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
@@ -99,9 +95,9 @@ def _check_binding_of(ranks: list[ProcessFacts]) -> Finding:
     return Finding(name, "ok", f"bound by torchmpi, which gives each rank {where} its own of cores {core_list(union)}")
 
 
-def check_threads(facts: Facts) -> Finding | None:
+def check_threads(facts: Facts) -> Findings:
     """Check that variables for the number of threads are numbers, and no more than the CPUs of the machine."""
-    given = False
+    findings, given = [], False
     for process in facts.processes:
         values = {name: process.environment[name] for name in THREAD_VARIABLES if name in process.environment}
         if threads := process.settings.get("threads"):
@@ -112,58 +108,64 @@ def check_threads(facts: Facts) -> Finding | None:
             counts = value.replace(" ", "").split(",")
             if not all(count.isdigit() and int(count) > 0 for count in counts):
                 found = f"{name}={value!r} on {process.host} is no number of threads"
-                return Finding("threads", "problem", found, f"Set it to a number of at least 1, or unset {name}.")
-            if int(counts[0]) > process.num_cpus:
+                remedy = f"Set it to a number of at least 1, or unset {name}."
+                findings.append(Finding("threads", "problem", found, remedy))
+            elif int(counts[0]) > process.num_cpus:
                 found = f"{name}={value} on {process.host}, which has {counted(process.num_cpus, 'CPU')}"
                 remedy = f"Unset {name}: start() gives torch one thread for each core of the rank, and more are slower."
-                return Finding("threads", "warning", found, remedy)
-    return Finding("threads", "ok", "the variables for threads are plausible") if given else None
+                findings.append(Finding("threads", "warning", found, remedy))
+    return findings or (Finding("threads", "ok", "the variables for threads are plausible") if given else None)
 
 
-def check_quota(facts: Facts) -> Finding | None:
+def check_quota(facts: Facts) -> Findings:
     """Check that the CPU quota of the container is not below its number of cores."""
+    low = []
     for ranks in facts.by_machine().values():
         quota, num_cores = ranks[0].cpu_quota, len({core for rank in ranks for core in rank.cores})
         if quota is not None and quota < num_cores:
             fitting = counted(max(1, int(quota)), "rank")
-            return Finding(
-                "CPU quota",
-                "warning",
+            found = (
                 f"the container on {ranks[0].host} has a quota of {quota:g} CPUs for "
-                f"{counted(num_cores, 'core')}: when it is used up, all processes are suspended until the next period",
-                f"Raise the limit (docker run --cpus), or start at most {fitting} there.",
+                f"{counted(num_cores, 'core')}: when it is used up, all processes are suspended until the next period"
             )
-    return Finding("CPU quota", "ok", "no limit below the number of cores")
+            remedy = f"Raise the limit (docker run --cpus), or start at most {fitting} there."
+            low.append(Finding("CPU quota", "warning", found, remedy))
+    return low or Finding("CPU quota", "ok", "no limit below the number of cores")
 
 
-def check_shared_memory(facts: Facts) -> Finding | None:
+def check_shared_memory(facts: Facts) -> Findings:
     """Check that /dev/shm exists, is writable and large enough."""
-    name = "shared memory"
-    needed = _SHM_NEEDED_BYTES * max(2, *(len(ranks) for ranks in facts.by_machine().values()))
-    worst = min(facts.processes, key=lambda process: (process.shm_is_writable, process.shm_free_bytes))
-    if worst.shm_total_bytes is None or not worst.shm_is_writable:
-        state = "not there" if worst.shm_total_bytes is None else "not writable"
+    machines = sorted(facts.by_machine().values(), key=lambda ranks: ranks[0].shm_free_bytes)
+    findings = [_check_shared_memory_of(ranks) for ranks in machines]
+    return [finding for finding in findings if finding.verdict != "ok"] or findings[0]
+
+
+def _check_shared_memory_of(ranks: list[ProcessFacts]) -> Finding:
+    first, name, needed = ranks[0], "shared memory", _SHM_NEEDED_BYTES * max(2, len(ranks))
+    if first.shm_total_bytes is None or not first.shm_is_writable:
+        state = "not there" if first.shm_total_bytes is None else "not writable"
         remedy = "Mount it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm (docker run --shm-size=1g)."
-        found = f"/dev/shm is {state} on {worst.host}: MPI libraries use slower transports between its ranks"
+        found = f"/dev/shm is {state} on {first.host}: MPI libraries use slower transports between its ranks"
         return Finding(name, "warning", found, remedy)
-    total, free = worst.shm_total_bytes // _MIB, worst.shm_free_bytes // _MIB
-    found = f"/dev/shm on {worst.host}: {free} of {total} MiB free"
-    if worst.shm_free_bytes < needed:
+    total, free = first.shm_total_bytes // _MIB, first.shm_free_bytes // _MIB
+    found = f"/dev/shm on {first.host}: {free} of {total} MiB free"
+    if first.shm_free_bytes < needed:
         remedy = f"MPI needs about {needed // _MIB} MiB: delete files of ended jobs, or docker run --shm-size=1g."
         return Finding(name, "problem", found, remedy)
-    if worst.shm_total_bytes < _SHM_SMALL_BYTES:
+    if first.shm_total_bytes < _SHM_SMALL_BYTES:
         remedy = "In a container, 64 MiB is the default: docker run --shm-size=1g, or --ipc=host."
         found += ", which DataLoader workers and large messages use up"
         return Finding(name, "warning", found, remedy)
     return Finding(name, "ok", found)
 
 
-def check_leftovers(facts: Facts) -> Finding | None:
+def check_leftovers(facts: Facts) -> Findings:
     """Check that ended jobs have not left files in /dev/shm."""
+    left = []
     for ranks in facts.by_machine().values():
         files = ranks[0].leftovers
         if files:
             found = f"{counted(len(files), 'file')} of ended jobs on {ranks[0].host}: {shortened(files, most=3)}"
             remedy = "Delete them, unless a container that shares this /dev/shm runs one of your jobs."
-            return Finding("leftovers", "warning", found, remedy)
-    return Finding("leftovers", "ok", "no files of ended jobs in /dev/shm")
+            left.append(Finding("leftovers", "warning", found, remedy))
+    return left or Finding("leftovers", "ok", "no files of ended jobs in /dev/shm")

@@ -6,7 +6,7 @@ import os
 
 from ...session.launcher import are_incompatible
 from ...session.mpi_library import HOW_TO_INSTALL
-from ..facts import Facts, Finding, LaunchTrial, MPIFacts, Program
+from ..facts import Facts, Finding, Findings, LaunchTrial, MPIFacts, Program
 from ..formatting import counted
 
 _SET_LIBRARY = "MPI4PY_LIBMPI=/path/to/its/libmpi.so"
@@ -154,35 +154,25 @@ def _check_running_job(facts: Facts) -> Finding | None:
     return Finding("launcher", "ok", f"{here.launcher or 'unknown'}: {counted(mpi.size, 'rank')}")
 
 
-def check_variables(facts: Facts) -> Finding | None:
+def check_variables(facts: Facts) -> Findings:
     """Check that the environment has no variables of another job or of a scheduler."""
-    here, variables = facts.here, facts.here.environment
-    found = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in variables]
-    if len(found) > 1:
-        return Finding(
-            "environment",
-            "warning",
-            f"the variables of two launchers are set ({' and '.join(found)}): one job was started inside another",
-            "Start mpirun from a shell outside any job; programs that read these variables may use the wrong ones.",
-        )
+    here, variables, findings = facts.here, facts.here.environment, []
+    names = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in variables]
+    if len(names) > 1:
+        found = f"the variables of two launchers are set ({' and '.join(names)}): one job was started inside another"
+        remedy = "Start mpirun from a shell outside any job; programs that read these variables may use the wrong ones."
+        findings.append(Finding("environment", "warning", found, remedy))
     size = facts.mpi.size if facts.mpi else 1
     if facts.in_job and size > 1 and here.launcher_ranks not in (1, size):
-        return Finding(
-            "environment",
-            "warning",
-            f"{here.launcher} reports {here.launcher_ranks} ranks, MPI reports {size}: its variables are of "
-            "another job",
-            "Start mpirun from a shell outside any job.",
-        )
+        reported = f"{here.launcher} reports {here.launcher_ranks} ranks, MPI reports {size}"
+        found, remedy = f"{reported}: its variables are of another job", "Start mpirun from a shell outside any job."
+        findings.append(Finding("environment", "warning", found, remedy))
     job = variables.get("SLURM_JOB_ID")
     if job and not facts.in_job:
-        return Finding(
-            "environment",
-            "warning",
-            f"inside Slurm job {job}, whose hosts and task counts mpirun uses",
-            "Start programs with srun, or with mpirun from the job script; `srun torchmpi doctor` checks a job.",
-        )
-    return Finding("environment", "ok", "no variables of another job")
+        found = f"inside Slurm job {job}, whose hosts and task counts mpirun uses"
+        remedy = "Start programs with srun, or with mpirun from the job script; `srun torchmpi doctor` checks a job."
+        findings.append(Finding("environment", "warning", found, remedy))
+    return findings or Finding("environment", "ok", "no variables of another job")
 
 
 def check_root(facts: Facts) -> Finding | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..facts import OLDEST_AND_TESTED, Facts, Finding
+from ..facts import OLDEST_AND_TESTED, Facts, Finding, Findings
 from ..formatting import counted
 from .self_test import REFUSED
 
 
-def check_versions(facts: Facts) -> Finding | None:
+def check_versions(facts: Facts) -> Findings:
     """Check that all packages are installed, supported, and not newer than tested."""
     versions = facts.here.versions
     listing = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
@@ -21,12 +21,14 @@ def check_versions(facts: Facts) -> Finding | None:
             old.append(f"{name}>={oldest}")
         elif found[:2] > _numbers(tested):
             new.append(f"{name} {tested}")
+    findings = []
     if old:
-        return Finding("versions", "problem", f"{listing}: too old, or missing", f"Needed: {', '.join(old)}.")
+        remedy = f"Needed: {', '.join(old)}."
+        findings.append(Finding("versions", "problem", f"{listing}: too old, or missing", remedy))
     if new:
         remedy = f"Tested up to {', '.join(new)}. If something fails, use that version, and report the failure."
-        return Finding("versions", "warning", f"{listing}: newer than the tested versions", remedy)
-    return Finding("versions", "ok", listing)
+        findings.append(Finding("versions", "warning", f"{listing}: newer than the tested versions", remedy))
+    return findings or Finding("versions", "ok", listing)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -35,11 +37,11 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def check_agreement(facts: Facts) -> Finding | None:
+def check_agreement(facts: Facts) -> Findings:
     """Check that all ranks run the same versions."""
     if len(facts.ranks) < 2:
         return None
-    kinds = [*facts.ranks[0].process.versions, "MPI library"]
+    kinds, findings = [*facts.ranks[0].process.versions, "MPI library"], []
     for kind in kinds:
         by_version: dict[str, list[int]] = {}
         for rank, facts_of_rank in enumerate(facts.ranks):
@@ -49,52 +51,46 @@ def check_agreement(facts: Facts) -> Finding | None:
             found = "; ".join(f"{version} on {_some_ranks(ranks)}" for version, ranks in by_version.items())
             programs = ", ".join(sorted({rank.process.executable for rank in facts.ranks}))
             remedy = f"Start the same Python environment on all hosts; these were started: {programs}."
-            return Finding("agreement", "problem", f"the ranks differ in {kind}: {found}", remedy)
-    return Finding("agreement", "ok", f"{counted(len(facts.ranks), 'rank')} with the same versions")
+            findings.append(Finding("agreement", "problem", f"the ranks differ in {kind}: {found}", remedy))
+    return findings or Finding("agreement", "ok", f"{counted(len(facts.ranks), 'rank')} with the same versions")
 
 
 def _some_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
 
 
-def check_settings(facts: Facts) -> Finding | None:
+def check_settings(facts: Facts) -> Findings:
     """Check that the TORCHMPI_ variables are valid."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, process in enumerate(facts.processes):
-        if process.settings_error is not None:
-            where = f"rank {rank}: " if facts.in_job else ""
-            return Finding("settings", "problem", where + process.settings_error, "Correct or unset that variable.")
+        for error in process.settings_errors:
+            ranks_of.setdefault(error, []).append(rank)
+    if ranks_of:
+        where = {error: f"{_some_ranks(ranks)}: " if facts.in_job else "" for error, ranks in ranks_of.items()}
+        remedy = "Correct or unset that variable."
+        return [Finding("settings", "problem", prefix + error, remedy) for error, prefix in where.items()]
     given = sorted({name for process in facts.processes for name in process.settings_from_environment})
     return Finding("settings", "ok", f"from the environment: {', '.join(given)}" if given else "the defaults")
 
 
-def check_fork(facts: Facts) -> Finding | None:
+def check_fork(facts: Facts) -> Findings:
     """Check that worker processes can be started safely."""
     here, test = facts.here, facts.self_test
-    method = f"workers are started by {here.start_method}"
+    method, findings = f"workers are started by {here.start_method}", []
     if test is not None and test.error is None and test.forked_child != REFUSED:
-        return Finding(
-            "fork",
-            "problem",
-            f"a forked child that called torchmpi: {test.forked_child}, instead of a NotStartedError",
-            "Start DataLoader workers with multiprocessing_context='spawn', and report this.",
-        )
+        found = f"a forked child that called torchmpi: {test.forked_child}, instead of a NotStartedError"
+        remedy = "Start DataLoader workers with multiprocessing_context='spawn', and report this."
+        findings.append(Finding("fork", "problem", found, remedy))
     if here.start_method == "fork" and here.cuda_available:
-        return Finding(
-            "fork",
-            "warning",
-            f"{method}: such a worker cannot use CUDA",
-            "Keep CUDA out of datasets, or use DataLoader(multiprocessing_context='spawn').",
-        )
+        remedy = "Keep CUDA out of datasets, or use DataLoader(multiprocessing_context='spawn')."
+        findings.append(Finding("fork", "warning", f"{method}: such a worker cannot use CUDA", remedy))
     if here.start_method == "fork" and here.has_infiniband and not _is_fork_safe(here.environment):
-        return Finding(
-            "fork",
-            "warning",
-            f"{method}, on a host with InfiniBand: on older kernels that corrupts data sent over InfiniBand",
-            "Set RDMAV_FORK_SAFE=1 for all ranks, or use DataLoader(multiprocessing_context='spawn').",
-        )
+        found = f"{method}, on a host with InfiniBand: on older kernels that corrupts data sent over InfiniBand"
+        remedy = "Set RDMAV_FORK_SAFE=1 for all ranks, or use DataLoader(multiprocessing_context='spawn')."
+        findings.append(Finding("fork", "warning", found, remedy))
     if test is not None and test.forked_child == REFUSED:
         method += "; a forked child that calls torchmpi gets a NotStartedError"
-    return Finding("fork", "ok", method)
+    return findings or Finding("fork", "ok", method)
 
 
 def _is_fork_safe(environment: Mapping[str, str]) -> bool:
