@@ -28,12 +28,14 @@ TESTS = {
 }
 CHECKS = ("start", *TESTS, "kill")
 START = """
-import json, platform
+import json, platform, sys
 import torch, torch.distributed as dist, torchmpi as mpi
 from importlib.metadata import version
+from torchmpi.session import runtime
 mpi.start()
 value = mpi.allreduce(torch.ones(3)).tolist()
 assert value == [mpi.size()] * 3 and mpi.size() == 2, (value, mpi.size())
+assert runtime.current().num_hosts == int(sys.argv[1]), runtime.current().num_hosts
 try:
     dist.init_process_group("torchmpi")
 except mpi.errors.LaunchError as error:
@@ -65,8 +67,8 @@ print("went on", flush=True)
 class Place:
     """Runs the checks of one place."""
 
-    def __init__(self, launch: list[str], rank_command: list[str], logs: Path) -> None:
-        self._launch, self._rank_command, self._logs = launch, rank_command, logs
+    def __init__(self, launch: list[str], rank_command: list[str], num_hosts: int, logs: Path) -> None:
+        self._launch, self._rank_command, self._num_hosts, self._logs = launch, rank_command, num_hosts, logs
         self.versions: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         """Results of checks that this torch is too old for, which "start" finds."""
@@ -80,7 +82,7 @@ class Place:
         """Run one check; return its result, which begins with "ok" if it passed."""
         if name == "start":
             # The warning about versions without tests begins like this.
-            status, output = self._run(name, "-W", "error:torchmpi's", "-c", START)
+            status, output = self._run(name, "-W", "error:torchmpi's", "-c", START, str(self._num_hosts))
             found = re.search(r"versions (\{.*\})", output)
             if status or not found:
                 return self._failed(status, output)
@@ -139,13 +141,14 @@ def main() -> int:
     parser.add_argument("--command", default="scripts/check_place.py", help="the last column of the line")
     parser.add_argument("--launch", type=shlex.split, help="the launch command, without the number of ranks")
     parser.add_argument("--rank-command", type=shlex.split, default=[], help="starts the Python of each rank")
+    parser.add_argument("--num-hosts", type=int, default=1, help="for how many hosts the ranks take this place")
     parser.add_argument("--only", default=",".join(CHECKS), help=f"checks, from {', '.join(CHECKS)}")
     parser.add_argument("--logs", type=Path, default=CHECKOUT / "build" / "places", help="folder of the logs")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
         os.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    place = Place(options.launch or default_launch(), options.rank_command, options.logs)
+    place = Place(options.launch or default_launch(), options.rank_command, options.num_hosts, options.logs)
     results = {name: place.check(name) for name in options.only.split(",")}
     versions = dict(place.versions)
     listed = [short(versions.pop("library", "")), *(f"{name} {number}" for name, number in versions.items())]

@@ -354,7 +354,7 @@ launch_command() {
         launch+=(${words[@]+"${words[@]}"})
     else
         [ -z "${OMPI_OPTIONS:-}" ] ||
-            fail "OMPI_OPTIONS is for Open MPI, and $launcher is of another MPI" "Unset it; ompirun.sh takes --option."
+            fail "OMPI_OPTIONS is for Open MPI, and $launcher is of another MPI" "Unset it."
         [ -z "${HOSTFILE:-}" ] || launch+=(-f "$HOSTFILE")
     fi
     launch+=(-n "$1")

@@ -8,7 +8,7 @@ usage() {
     cat <<'HELP'
 usage: scripts/soak.sh SECONDS [RANKS]
 
-Runs benchmarks/soak.py with the mpirun that comes first on PATH, on 3 ranks unless told otherwise. Prints resident
+Runs benchmarks/soak.py with the torchmpi on PATH, on 3 ranks unless told otherwise. Prints resident
 memory, shared memory, descriptors, threads and mapped files of /dev/shm over time. The status is not 0 if one of them has
 grown by more than a bound (in benchmarks/soak.py) after the first fifth of the time, if the job has failed or has not
 ended, or if it has left entries in /dev/shm. One hour: scripts/soak.sh 3600
@@ -31,7 +31,7 @@ entries() {
 
 before=$(entries)
 status=0 limit=$((${1} + 120))
-"$checkout/scripts/ompirun.sh" -n "${2:-3}" --timeout $limit python "$checkout/benchmarks/soak.py" "$1" || status=$?
+torchmpi run -n "${2:-3}" --timeout $limit "$checkout/benchmarks/soak.py" "$1" || status=$?
 left=$(comm -13 <(printf '%s\n' "$before") <(entries))
 [ -z "$left" ] || fail "left in /dev/shm: $left"
 [ "$status" != 124 ] || fail "had not ended after $limit s, and was ended by SIGTERM" "Ranks that outnumber the cores, or" \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What containers do to a job, imitated with namespaces, limits and users on this machine.
+# What containers, homes and other users do to a job, imitated with namespaces, limits and users on this machine.
 set -uo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -8,8 +8,8 @@ usage() {
     cat <<'HELP'
 usage: scripts/test_containers.sh [--mpi LIST] [PLACE...]
 
-Runs scripts/check_place.py in places that differ from a plain machine as containers do, and prints a line for each. Logs:
-build/containers/. The status is 0 only if all passed.
+Runs scripts/check_place.py in places that differ from a plain machine as containers or shared machines do, and prints a line
+for each. Logs: build/containers/. The status is 0 only if all passed.
 
   small-shm    /dev/shm with 64 MB, the default of container runtimes
   read-only    a root file system and a home that cannot be written, temporary files excepted
@@ -18,10 +18,14 @@ build/containers/. The status is 0 only if all passed.
   quota        half a core of processor time by cgroup, with all cores visible
   apart        each rank in a container of its own under the same host name: no common process ids, /dev/shm or IPC
   pairs        two such containers with two ranks each
+  read-only-home  a user whose home cannot be written
+  no-locks     a home on a file system without locks: flock() fails; the kernels are compiled anew
+  slow-files   each open() of a file takes 2 ms longer, as on a network file system; the kernels are compiled anew
+  two-users    two users with a job each at the same time
   --mpi LIST   which MPIs, default "openmpi mpich"
   -h, --help   this text
 
-Skipped, with status 0 and the reason, without root or without the command unshare.
+Skipped, with status 0 and the reason, without root or without the command unshare. no-locks and slow-files need strace.
 HELP
 }
 
@@ -35,7 +39,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[ ${#places[@]} != 0 ] || places=(small-shm read-only no-home one-core quota apart pairs)
+[ ${#places[@]} != 0 ] || places=(small-shm read-only no-home one-core quota apart pairs read-only-home no-locks slow-files two-users)
 skip() {
     say "skipped: $*"
     exit 0
@@ -46,7 +50,7 @@ unshare --mount true 2>/dev/null || skip "this root may not make namespaces (CAP
 
 cd "$checkout" || exit 1
 logs=$checkout/build/containers
-rm -rf "$logs" && mkdir -p "$logs" || fail "cannot write to $logs"
+mkdir -p "$logs" && chmod 1777 "$logs" || fail "cannot write to $logs"
 find_python
 
 # A rank in a container of its own; the host name and the network are those of this machine.
@@ -98,6 +102,46 @@ pairs() {
     return $status
 }
 
+not_run() {
+    say "| $1 | | not run: $2 | | |"
+}
+
+# user NUMBER HOME: sets `as_user` to the command that starts a program as that user.
+user() {
+    mkdir -p "$2" && chown "$1:$1" "$2" && as_user=(setpriv --reuid "$1" --regid "$1" --clear-groups env HOME="$2")
+}
+
+# traced NAME EXPRESSION...: sets `options` so that strace changes the system calls of the ranks, and the cache is empty.
+traced() {
+    local word words="strace -f -qq -o /dev/null --seccomp-bpf"
+    type -P strace >/dev/null || return 1
+    for word in "${@:2}"; do words+=" -e $word"; done
+    rm -rf "$logs/cache-$1"
+    export NUMBA_CACHE_DIR=$logs/cache-$1
+    options=(--rank-command "$words")
+}
+
+# checks NAME LOGS PLACE [OPTION...]: runs check_place.py through the command in `inside`.
+checks() {
+    ${inside[@]+"${inside[@]}"} python scripts/check_place.py --place "$1" --logs "$2" \
+        --only "start,DDP,parameter server,kill" --command "scripts/test_containers.sh $3" "${@:4}" 2>&1 </dev/null
+}
+
+# two_users NAME: one line for two jobs at the same time; that of a job that failed, if one did.
+two_users() {
+    local number pids=() failed=0
+    for number in 1 2; do
+        user $((54320 + number)) "$logs/home$number"
+        inside=("${as_user[@]}")
+        checks "$1" "$logs/$1-$number" two-users >"$logs/$1.$number" &
+        pids+=($!)
+    done
+    wait "${pids[0]}" || failed=1
+    wait "${pids[1]}" || failed=2
+    cat "$logs/$1.$((failed == 0 ? 1 : failed))"
+    [ $failed = 0 ]
+}
+
 # place PLACE MPI: one line of the table.
 place() {
     local name=$1-$2 inside=() options=() group
@@ -109,24 +153,31 @@ place() {
             inside=(env TMPDIR="$logs/tmp" HOME=/root unshare --mount bash -c '
                 mount --make-rprivate / && mount --bind "$0" "$0" && mount -o remount,bind,ro / && exec "$@"' "$logs")
             ;;
-        no-home) chmod 1777 "$logs" && inside=(setpriv --reuid 54321 --regid 54321 --clear-groups env HOME=/nonexistent) ;;
+        no-home) inside=(setpriv --reuid 54321 --regid 54321 --clear-groups env HOME=/nonexistent) ;;
         one-core) inside=(taskset -c 0) ;;
         quota)
             group=/sys/fs/cgroup/torchmpi-place
             mkdir "$group" 2>/dev/null && echo "50000 100000" >"$group/cpu.max" 2>/dev/null || {
                 rmdir "$group" 2>/dev/null
-                say "| $name | | | not run: cgroups cannot be written here | |"
+                not_run "$name" "cgroups cannot be written here"
                 return
             }
             # shellcheck disable=SC2016
             inside=(bash -c 'echo $$ >"$0/cgroup.procs" && exec "$@"' "$group")
             ;;
-        apart) options=(--rank-command "$logs/container") ;;
+        apart) options=(--rank-command "$logs/container" --num-hosts 2) ;;
         pairs) pairs "$name"; return ;;
+        read-only-home)
+            user 54321 "$logs/home" # shellcheck disable=SC2016
+            inside=(unshare --mount bash -c 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"' "$logs/home"
+                "${as_user[@]}" TMPDIR="$logs")
+            ;;
+        no-locks) traced "$name" trace=flock inject=flock:error=ENOLCK || { not_run "$name" "there is no strace"; return; } ;;
+        slow-files) traced "$name" trace=openat inject=openat:delay_exit=2000 || { not_run "$name" "there is no strace"; return; } ;;
+        two-users) two_users "$name"; return ;;
         *) fail "unknown place '$1'" "See $0 --help" ;;
     esac
-    "${inside[@]}" python scripts/check_place.py --place "$name" --logs "$logs/$name" \
-        --only "start,DDP,parameter server,kill" "${options[@]}" --command "scripts/test_containers.sh $1" 2>&1 </dev/null
+    checks "$name" "$logs/$name" "$1" ${options[@]+"${options[@]}"}
     local status=$?
     [ -z "${group:-}" ] || rmdir "$group"
     return $status

@@ -13,7 +13,7 @@ the tests marked gpu; before that, those that need no ranks. The example runs wi
 default and, from 2 ranks on, with TORCHMPI_GPU_BACKENDS=ipc and none. NCCL needs one GPU for each rank: its collectives
 among several ranks are tested where there are as many GPUs. Skipped tests are listed with their reason.
 
-HOSTFILE and OMPI_OPTIONS choose the hosts and add words for Open MPI's mpirun, as for scripts/ompirun.sh.
+HOSTFILE names a file with the hosts, in the format of the MPI, and OMPI_OPTIONS has more words for the mpirun of Open MPI.
 
 Uses the Python at hand (PYTHON, default python3) if its PyTorch sees a GPU and it has mpi4py, pytest, pytest-mpi
 and scikit-learn; otherwise makes a private environment under .venv/gpu.

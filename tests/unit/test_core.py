@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import itertools
+import os
 import pwd
 import threading
 import time
@@ -22,7 +25,7 @@ from torchmpi.communicators.handle import Handle, JoinedHandle
 from torchmpi.communicators.status_board import StatusBoard
 from torchmpi.config import Config
 from torchmpi.session import affinity
-from torchmpi.shared_memory import memory_layout
+from torchmpi.shared_memory import kernels, memory_layout
 from torchmpi.shared_memory.kernels import native_code
 from torchmpi.shared_memory.segments import Segment
 from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers
@@ -69,6 +72,39 @@ def test_a_user_without_a_home(monkeypatch, tmp_path):
     monkeypatch.setattr(native_code, "__file__", "/proc/none/native_code.py")  # an installation that others own
     assert native_code.cache_folder() is None and saved_tables.path_for("") is None
     assert not list(tmp_path.iterdir())
+
+
+def test_compiled_code_is_read_from_a_folder_of_another_user(monkeypatch, tmp_path):
+    """Regression: a user who cannot write to the package compiled what root had compiled when the image was built."""
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(native_code, "__file__", str(tmp_path / "package" / "native_code.py"))
+    owner = native_code.Compiler()
+    owner._write("part", "recipe", b"image")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "package" not in str(path) and access(path, mode))
+    user = native_code.Compiler()
+    assert user.folder == tmp_path / "home" / "torchmpi" and user._read("part", "recipe") == b"image"
+    user._write("other", "recipe", b"image")
+    assert user._read("other", "recipe") == b"image" and len(list((tmp_path / "package").rglob("*.native"))) == 1
+
+
+def test_a_rank_waits_for_a_lock_that_nfs_grants(monkeypatch, tmp_path):
+    """Regression: all ranks compiled at the same time, since NFS grants a shared lock only for a file open for reading."""
+    flock, needed = fcntl.flock, {fcntl.LOCK_SH: os.O_RDONLY, fcntl.LOCK_EX: os.O_WRONLY}
+
+    def flock_of_nfs(file, operation):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE not in (needed[operation & ~fcntl.LOCK_NB], os.O_RDWR):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
+    ended, path = threading.Event(), tmp_path / "lock"
+    with contextlib.ExitStack() as holder, contextlib.ExitStack() as other:
+        assert kernels._lock(path, holder, waits=False)
+        assert not kernels._lock(path, other, waits=False)
+        threading.Timer(0.3, lambda: (ended.set(), holder.close())).start()
+        assert kernels._lock(path, other, waits=True) and ended.is_set()
 
 
 # --- dtypes

@@ -92,7 +92,8 @@ def _add_run(commands: Any) -> None:
            help="number of ranks (default: the sum over the hosts)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="LIST", help="hosts, with the number of ranks on each: node1:2,node2:2")
-    where.add_argument("--hostfile", metavar="FILE", help="file with a host per line: node1, node1 slots=2 or node1:2")
+    where.add_argument("--hostfile", "-hostfile", metavar="FILE",
+                       help="file with a host per line: node1, node1 slots=2 or node1:2")
     option("--interface", metavar="NAME",
            help="network interface between the hosts, such as eth0; with Open MPI also a network")
     option("--rsh", metavar="PROGRAM", help="program that runs a command on a host, instead of ssh")

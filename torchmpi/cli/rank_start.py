@@ -1,46 +1,104 @@
-"""Start the program of one rank: set the variables of torch.distributed, and redirect the output.
+"""Start the program of one rank: set the variables of torch.distributed, choose cores and a GPU, redirect the output.
 
-``torchmpi run`` starts this file between mpirun and the program, which then replaces it. Only the standard library is
-imported, since the file delays the start of each rank.
+``torchmpi run`` and ``scripts/wrap.sh`` start this file between mpirun and the program, which then replaces it. It
+imports the standard library and one module without imports of torchmpi, since it delays the start of each rank.
 """
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-# Rank, number of ranks, rank on the host and number of ranks on the host: of Open MPI, and of MPICH and Intel MPI.
-_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def main(arguments: list[str]) -> None:
     """Replace this process by the program, with the variables of its rank."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--master", required=True)
+    parser = argparse.ArgumentParser(prog="torchmpi run", usage="[OPTION...] PROGRAM [ARGUMENT...]", allow_abbrev=False)
+    parser.add_argument("--master")
     parser.add_argument("--log-dir")
+    parser.add_argument("--bind", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
-    names = next((names for names in _VARIABLES if all(name in os.environ for name in names)), None)
-    if names is None:
-        sys.exit("torchmpi run: mpirun has not set the variables that tell a process its rank. Start mpirun itself.")
-    numbers = [os.environ[name] for name in names]
-    os.environ.update(zip(_TORCH_VARIABLES, numbers, strict=True))
-    address, _, port = options.master.rpartition(":")
-    os.environ.setdefault("MASTER_ADDR", address)
-    os.environ.setdefault("MASTER_PORT", port)
-    # It distinguishes the rank from its child processes, which inherit the other variables.
-    os.environ["TORCHMPI_RUN_PID"] = str(os.getpid())
-    if options.log_dir is not None:
-        _redirect(options.log_dir, f"rank{numbers[0]}.log", is_shown=numbers[0] == "0")
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not program:
+        parser.error("no command to run")
+    launcher = _launcher()
+    found = launcher.detect()
+    if options.master is not None:
+        if found.rank is None:
+            sys.exit("torchmpi run: mpirun has not set the variables that tell a rank its number. Start mpirun itself.")
+        _set_variables(launcher.torch_variables(), options.master)
+    if options.bind:
+        _bind(found.local_rank, found.local_size)
+    if options.gpu:
+        _choose_gpu(0 if found.name is None else found.local_rank)
+    if options.log_dir is not None:
+        rank = found.rank or 0
+        _redirect(options.log_dir, f"rank{rank}.log", is_shown=rank == 0)
     try:
         os.execvp(program[0], program)
     except OSError as error:
         sys.exit(f"torchmpi run: {program[0]} cannot be started: {error.strerror}")
+
+
+def _launcher() -> Any:
+    """Return the module ``torchmpi.session.launcher``; importing the package would import torch."""
+    path = Path(__file__).parents[1] / "session" / "launcher.py"
+    spec = importlib.util.spec_from_file_location("launcher", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _set_variables(variables: dict[str, str], master: str) -> None:
+    """Set the variables of torch.distributed. MASTER_ADDR and MASTER_PORT are kept if they are set."""
+    os.environ.update(variables)
+    address, _, port = master.rpartition(":")
+    os.environ.setdefault("MASTER_ADDR", address)
+    os.environ.setdefault("MASTER_PORT", port)
+    # It distinguishes the rank from its child processes, which inherit the other variables.
+    os.environ["TORCHMPI_RUN_PID"] = str(os.getpid())
+
+
+def _bind(local_rank: int | None, local_size: int | None) -> None:
+    """Bind this process to its share of the cores, unless the launcher has done so or ranks outnumber cores."""
+    cores = os.sched_getaffinity(0)
+    if local_rank is None or not local_size or local_size > len(cores) or cores != os.sched_getaffinity(os.getppid()):
+        return
+    ordered = sorted(cores, key=_position)
+    begin, end = (number * len(ordered) // local_size for number in (local_rank, local_rank + 1))
+    os.sched_setaffinity(0, ordered[begin:end])
+
+
+def _position(core: int) -> tuple[int, int, int]:
+    """Return package, core and hardware thread: neighbours in this order belong together."""
+    folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    with suppress(OSError, ValueError):
+        return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text()), core
+    return 0, core, core
+
+
+def _choose_gpu(local_rank: int | None) -> None:
+    """Make only one of the visible GPUs visible to this rank."""
+    if local_rank is None:
+        sys.exit("torchmpi run: --gpu: the launcher does not tell the rank within the host")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        with suppress(OSError):
+            visible = ",".join(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split())
+    if visible:
+        numbers = visible.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = numbers[local_rank % len(numbers)]
+    elif local_rank == 0:
+        print("torchmpi run: --gpu: no GPU can be seen here", file=sys.stderr)
 
 
 def _redirect(folder: str, name: str, is_shown: bool) -> None:

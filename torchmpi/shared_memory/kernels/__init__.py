@@ -84,7 +84,7 @@ def _load_or_build(compiler: Compiler, which: str, announce: Callable[[str], obj
 def _lock(path: Path, stack: contextlib.ExitStack, *, waits: bool) -> bool:
     """Return whether this rank may compile: it has the lock or has waited for the holder, or there are no locks."""
     with contextlib.suppress(OSError):  # no locks on this file system, or another user's file
-        lock = stack.enter_context(path.open("w"))
+        lock = stack.enter_context(path.open("a+"))  # NFS gives a shared lock to readers only
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

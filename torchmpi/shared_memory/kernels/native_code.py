@@ -26,18 +26,21 @@ _UNUSED_DAYS = 30  # a compiled file is removed after this time without use
 _HALF_CALLS = (b"__extendhfsf2", b"__truncsfhf2", b"__gnu_h2f_ieee", b"__gnu_f2h_ieee")
 
 
-def cache_folder() -> Path | None:
-    """Return the first writable folder of Numba's cache folders, or None."""
+def cache_folders() -> list[Path]:
+    """Return the folders in which compiled code may be, as for Numba."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     beside = Path(__file__).parent / "__pycache__"
     folders = [Path(chosen)] if chosen else [beside, config.cache_folder()]
-    for folder in filter(None, folders):
-        try:
+    return [folder for folder in folders if folder is not None and folder.is_absolute()]
+
+
+def cache_folder() -> Path | None:
+    """Return the first writable folder of them, or None."""
+    for folder in cache_folders():
+        with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if folder.is_absolute() and os.access(folder, os.W_OK):
-            return folder
+            if os.access(folder, os.W_OK):
+                return folder
     return None
 
 
@@ -56,6 +59,7 @@ class Compiler:
         self.has_half = "+f16c" in self.features or self.triple.startswith("aarch64")
         """Whether the processor is known to convert 16-bit floats."""
         self.folder = cache_folder()
+        self._folders = cache_folders()
         self.machine = self._machine()
         nothing = binding.parse_assembly("")
         nothing.triple = self.triple
@@ -131,31 +135,30 @@ class Compiler:
 
     # A file begins with the digest of the rest, so that a truncated file is not run.
 
-    def _path(self, name: str, text: str) -> Path | None:
-        if self.folder is None:
-            return None
+    def _file_name(self, name: str, text: str) -> str:
         version = ".".join(map(str, binding.llvm_version_info))
         recipe = "\n".join((self.triple, self.cpu, self.features, version, llvmlite.__version__, text))
-        return self.folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:24]}.native"
+        return f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:24]}.native"
 
     def _read(self, name: str, text: str) -> bytes | None:
-        path = self._path(name, text)
-        try:
-            content = path.read_bytes() if path else b""
-        except OSError:
-            return None
-        digest, image = content[:32], content[32:]
-        if digest != hashlib.sha256(image).digest():
-            return None
-        with contextlib.suppress(OSError):  # another user's file
-            if path and path.stat().st_mtime < time.time() - _DAY:
-                os.utime(path)  # which _remove_old reads
-        return image
+        file_name = self._file_name(name, text)
+        for folder in self._folders:  # also one that only its owner can write to: compiled when an image was built
+            path = folder / file_name
+            with contextlib.suppress(OSError):
+                content = path.read_bytes()
+                digest, image = content[:32], content[32:]
+                if digest != hashlib.sha256(image).digest():
+                    continue
+                with contextlib.suppress(OSError):  # another user's file
+                    if path.stat().st_mtime < time.time() - _DAY:
+                        os.utime(path)  # which _remove_old reads
+                return image
+        return None
 
     def _write(self, name: str, text: str, image: bytes) -> None:
-        path = self._path(name, text)
-        if path is None:
+        if self.folder is None:
             return
+        path = self.folder / self._file_name(name, text)
         part = path.with_name(f"{path.stem}.{os.getpid()}.part")
         try:
             part.write_bytes(hashlib.sha256(image).digest() + image)

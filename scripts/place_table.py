@@ -1,0 +1,43 @@
+"""Write lines of a table of docs/places.md, which scripts print.
+
+    scripts/test_containers.sh | python scripts/place_table.py containers
+
+Lines that begin with "|" replace those with the same first column, or are added before <!-- end of containers -->. All
+lines are printed, too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+TABLE = Path(__file__).resolve().parent.parent / "docs" / "places.md"
+
+
+def written(text: str, section: str, lines: Iterable[str]) -> str:
+    """Return the page with the lines in the table of a section, and the other lines as they were."""
+    before, end, after = text.partition(f"<!-- end of {section} -->")
+    if not end:
+        raise ValueError(f"{TABLE} has no table {section!r}")
+    for line in lines:
+        name = line.split("|")[1].strip()
+        pattern = re.compile(rf"^\| {re.escape(name)} \|.*\n", re.MULTILINE)
+        if pattern.search(before):
+            before = pattern.sub(lambda _, line=line: f"{line}\n", before)
+        else:
+            before += f"{line}\n"
+    return before + end + after
+
+
+def write(section: str, lines: Iterable[str]) -> None:
+    """Write the lines into the page."""
+    TABLE.write_text(written(TABLE.read_text(), section, lines))
+
+
+if __name__ == "__main__":
+    for printed in sys.stdin:
+        print(printed, end="", flush=True)
+        if printed.startswith("| "):  # at once: a script may be interrupted
+            write(sys.argv[1], [printed.rstrip()])
