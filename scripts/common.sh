@@ -172,6 +172,20 @@ use_environment() {
     fi
 }
 
+# python_for_users: prints commands for a mount namespace of its own, after which other users can read the Python of the
+# environment also if it lies in the home of root.
+python_for_users() {
+    local base
+    base=$(python -c 'import sys; print(sys.base_prefix)')
+    case $base in
+        /root/*)
+            printf 'mount --bind %q /mnt && mount -t tmpfs -o mode=755 root /root && ' "$base"
+            printf 'mkdir -p %q && mount --move /mnt %q\n' "$base" "$base"
+            ;;
+        *) echo true ;;
+    esac
+}
+
 # ---- choice of MPI -----------------------------------------------------------------------------------------------
 
 # mpi_kind LAUNCHER: openmpi, mpich (also Intel MPI and MVAPICH, which share its launcher and ABI) or unknown.

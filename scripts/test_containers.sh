@@ -106,9 +106,10 @@ not_run() {
     say "| $1 | | not run: $2 | | |"
 }
 
-# user NUMBER HOME: sets `as_user` to the command that starts a program as that user.
+# user NUMBER HOME [COMMAND]: sets `inside` to the command that starts a program as that user, after a command of root.
 user() {
-    mkdir -p "$2" && chown "$1:$1" "$2" && as_user=(setpriv --reuid "$1" --regid "$1" --clear-groups env HOME="$2")
+    inside=(unshare --mount bash -c "$(python_for_users) && ${3:-true} && exec \"\$@\"" user
+        setpriv --reuid "$1" --regid "$1" --clear-groups env HOME="$2" TMPDIR="$logs")
 }
 
 # traced NAME EXPRESSION...: sets `options` so that strace changes the system calls of the ranks, and the cache is empty.
@@ -131,8 +132,8 @@ checks() {
 two_users() {
     local number pids=() failed=0
     for number in 1 2; do
+        mkdir -p "$logs/home$number" && chown $((54320 + number)) "$logs/home$number"
         user $((54320 + number)) "$logs/home$number"
-        inside=("${as_user[@]}")
         checks "$1" "$logs/$1-$number" two-users >"$logs/$1.$number" &
         pids+=($!)
     done
@@ -153,7 +154,7 @@ place() {
             inside=(env TMPDIR="$logs/tmp" HOME=/root unshare --mount bash -c '
                 mount --make-rprivate / && mount --bind "$0" "$0" && mount -o remount,bind,ro / && exec "$@"' "$logs")
             ;;
-        no-home) inside=(setpriv --reuid 54321 --regid 54321 --clear-groups env HOME=/nonexistent) ;;
+        no-home) user 54321 /nonexistent ;;
         one-core) inside=(taskset -c 0) ;;
         quota)
             group=/sys/fs/cgroup/torchmpi-place
@@ -168,9 +169,8 @@ place() {
         apart) options=(--rank-command "$logs/container" --num-hosts 2) ;;
         pairs) pairs "$name"; return ;;
         read-only-home)
-            user 54321 "$logs/home" # shellcheck disable=SC2016
-            inside=(unshare --mount bash -c 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"' "$logs/home"
-                "${as_user[@]}" TMPDIR="$logs")
+            mkdir -p "$logs/home" && chown 54321 "$logs/home"
+            user 54321 "$logs/home" "mount --bind $logs/home $logs/home && mount -o remount,bind,ro $logs/home"
             ;;
         no-locks) traced "$name" trace=flock inject=flock:error=ENOLCK || { not_run "$name" "there is no strace"; return; } ;;
         slow-files) traced "$name" trace=openat inject=openat:delay_exit=2000 || { not_run "$name" "there is no strace"; return; } ;;

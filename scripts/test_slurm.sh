@@ -131,6 +131,17 @@ without_pmi() {
     local began job expected
     use_environment openmpi
     export MPI=none
+
+    # The GPUs that Slurm binds to the ranks, which are no devices here: --gres as in gpus.sh, and one for each task.
+    began=$SECONDS
+    # shellcheck disable=SC2016
+    for option in --gres=gpu:2 --gpus-per-task=1; do
+        srun --nodes=2 --ntasks=4 --ntasks-per-node=2 "$option" bash -c 'echo "$0: local rank $SLURM_LOCALID sees $CUDA_VISIBLE_DEVICES"' \
+            "$option"
+    done >"$logs/none-gres.log" 2>&1
+    record none-gres $((SECONDS - began)) "$(finished "$logs/none-gres.log" \
+        'gres=gpu:2: local rank 0 sees 0,1' 'gres=gpu:2: local rank 1 sees 0,1' 'task=1: local rank 0 sees 0$' 'task=1: local rank 1 sees 1$')"
+
     batch none-srun srun.sh 'torchmpi messages' 'ranks on 2 hosts' "$whole"
     batch none-steps steps.sh 'torchmpi messages' "$whole"
 

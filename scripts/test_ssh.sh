@@ -84,11 +84,12 @@ start_sshd() {
     # shellcheck disable=SC2016
     scripts/hosts.sh run "$1" bash -c '
         set -e
-        umount -q /opt /home /etc/passwd /etc/ssh/ssh_config || true
+        for folder in /opt /home /etc/passwd /etc/ssh/ssh_config /root; do umount -lq "$folder" 2>/dev/null || true; done
+        eval "$1"
         mount -t tmpfs opt /opt && mkdir /opt/env && mount --bind "$VIRTUAL_ENV" /opt/env
         mount -t tmpfs home /home && mkdir /home/mpiuser && mount --bind "$0/home" /home/mpiuser
         mount --bind "$0/etc/passwd" /etc/passwd
-        mount --bind packaging/containers/ssh_config /etc/ssh/ssh_config' "$logs" &&
+        mount --bind packaging/containers/ssh_config /etc/ssh/ssh_config' "$logs" "$(python_for_users)" &&
         as_user "$1" /usr/sbin/sshd -E "$home/sshd-$1.log" -f $home/.sshd_config
 }
 

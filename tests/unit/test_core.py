@@ -90,7 +90,7 @@ def test_compiled_code_is_read_from_a_folder_of_another_user(monkeypatch, tmp_pa
 
 
 def test_a_rank_waits_for_a_lock_that_nfs_grants(monkeypatch, tmp_path):
-    """Regression: all ranks compiled at the same time, since NFS grants a shared lock only for a file open for reading."""
+    """Regression: all ranks compiled at the same time: NFS grants a shared lock only if the file can be read."""
     flock, needed = fcntl.flock, {fcntl.LOCK_SH: os.O_RDONLY, fcntl.LOCK_EX: os.O_WRONLY}
 
     def flock_of_nfs(file, operation):
