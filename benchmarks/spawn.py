@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.queues import SimpleQueue
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 BACKENDS = ("gloo", "torchmpi")
 PHASES = ("imports", "init_process_group", "ten steps", "destroy_process_group", "end of the process", "together")
 
 
-def train(rank: int, size: int, backend: str, port: int, results: multiprocessing.SimpleQueue) -> None:
+def train(rank: int, size: int, backend: str, port: int, results: SimpleQueue[list[float]]) -> None:
     """Run one rank, and report the times at the ends of its phases."""
     times = [time.monotonic()]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -47,9 +49,9 @@ def one_start(backend: str, size: int) -> list[float]:
     """Return the seconds of each phase."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    results = multiprocessing.get_context("spawn").SimpleQueue()
+    results: SimpleQueue[list[float]] = multiprocessing.get_context("spawn").SimpleQueue()
     begin = time.monotonic()
-    multiprocessing.spawn(train, args=(size, backend, port, results), nprocs=size)
+    spawn(train, args=(size, backend, port, results), nprocs=size)
     end = time.monotonic()
     slowest = [max(times) for times in zip(*(results.get() for _ in range(size)), strict=True)]
     moments = [begin, *slowest, end]

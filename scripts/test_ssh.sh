@@ -107,7 +107,8 @@ second_network() {
     local index
     for index in 0 1; do
         scripts/hosts.sh run h$index bash -c "ip link show docker0 >/dev/null 2>&1 ||
-            { ip link add docker0 type dummy && ip addr add 172.17.0.1/16 dev docker0 && ip link set docker0 up; }"
+            { ip link add docker0 type veth peer name docker1 && ip addr add 172.17.0.1/16 dev docker0 &&
+                ip link set docker0 up && ip link set docker1 up; }"
     done
 }
 
@@ -118,10 +119,10 @@ place() {
         mpirun) [ "$2" = mpich ] && launch="mpiexec -f $logs/hosts.mpich" || launch="mpirun --hostfile $logs/hosts.openmpi -x PATH" ;;
         run) launch=$run ;;
         mpijob)
-            # As the operator sets them in the container of the launcher, for any version of Open MPI.
+            # As the operator sets them in the container of the launcher. Open MPI 5 ignores them.
             variables=(OMPI_MCA_orte_keep_fqdn_hostnames=true "OMPI_MCA_orte_default_hostfile=$logs/hosts.openmpi"
                 "OMPI_MCA_plm_rsh_args=-o ConnectionAttempts=10" OMPI_MCA_orte_set_default_slots=1)
-            launch="mpirun -x PATH"
+            launch="torchmpi run --hostfile $logs/hosts.openmpi"
             ;;
         ipv6) only_ipv6 && launch=$run ;;
         interface) second_network && launch="$run --interface eth0" ;;

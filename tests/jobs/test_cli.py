@@ -67,6 +67,20 @@ def test_run_shows_its_command(alone, tmp_path, family):
     assert ("--allow-run-as-root" in words) == (family == "openmpi" and os.geteuid() == 0)
 
 
+def test_run_accepts_a_network_in_place_of_an_interface(alone, family):
+    options = ["run", "--dry-run", "--hosts", "localhost:50,other:49", "--interface"]
+    result = alone(*COMMAND, *options, "127.0.0.0/8", "hostname")
+    words = result.stdout.split()
+    used = ["-iface lo", "UCX_NET_DEVICES=lo"] if family == "mpich" else ["--mca btl_tcp_if_include 127.0.0.0/8"]
+    assert result.returncode == 0 and all(each in " ".join(words) for each in used), result.output
+    assert not any(word.startswith("GLOO_SOCKET_IFNAME") for word in words), "its name may differ between hosts"
+    if family == "mpich":
+        result = alone(*COMMAND, *options, "192.0.2.0/24", "hostname")
+        assert result.returncode == 1 and "no interface of this host has an address in this network" in result.output
+        result = alone(*COMMAND, *options, "10.0.0/eth0", "hostname")
+        assert result.returncode == 1 and "--interface 10.0.0/eth0: " in result.output
+
+
 def test_run_sets_the_variables_of_torchrun_and_writes_logs(alone, tmp_path):
     """A gloo group forms by them, and one of torchmpi by MPI; the output is complete although a rank fails."""
     (tmp_path / "train.py").write_text(

@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from ipaddress import IPv4Interface, IPv6Interface, ip_interface
+from ipaddress import IPv4Interface, IPv6Interface, ip_interface, ip_network
 from pathlib import Path
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -49,6 +49,20 @@ def own_interfaces(names: Sequence[str] = ()) -> list[str]:
                 length = bin(int.from_bytes(socket.inet_pton(entry.family, entry.netmask or "::"), "big")).count("1")
                 found.append(f"{entry.address.split('%')[0]}/{length}")
     return found
+
+
+def interface_in(network: str) -> str | None:
+    """Return the name of the first interface of this host with an address in a network, or None.
+
+    >>> interface_in("127.0.0.0/8")
+    'lo'
+    """
+    wanted = ip_network(network, strict=False)
+    names: list[str] = list(psutil.net_if_addrs())
+    for name in names:
+        if any(ip_interface(address).ip in wanted for address in own_interfaces([name])):
+            return name
+    return None
 
 
 def address_among(own: Sequence[str], others: Sequence[Sequence[str]]) -> str | None:

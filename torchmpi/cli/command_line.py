@@ -95,7 +95,7 @@ def _add_run(commands: Any) -> None:
     where.add_argument("--hostfile", "-hostfile", metavar="FILE",
                        help="file with a host per line: node1, node1 slots=2 or node1:2")
     option("--interface", metavar="NAME",
-           help="network interface between the hosts, such as eth0; with Open MPI also a network")
+           help="network interface between the hosts, such as eth0, or a network such as 192.168.1.0/24")
     option("--rsh", metavar="PROGRAM", help="program that runs a command on a host, instead of ssh")
     option("--restarts", type=bench_options.count, default=0, metavar="N",
            help="start the job again after a failure, at most N times; the program continues from its last checkpoint")

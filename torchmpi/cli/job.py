@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..backends import network
 from ..errors import ArgumentError, LaunchError, MissingMPIError
 from ..session import launcher, mpi_library
 from ..session.launcherless.environment import first_host
@@ -55,7 +56,7 @@ class Job:
         """Return the command that starts the job on the hosts that are not lost, with additional variables."""
         options, num_ranks = self._options, self.ranks_without(lost)
         placed = hosts.place([host for host in self.hosts if host.name not in lost], num_ranks) if self.hosts else []
-        variables = _interface_variables(options.interface) | dict(variables or {})
+        variables = _interface_variables(options.interface, self._is_open_mpi) | dict(variables or {})
         launch = self._open_mpi(placed, num_ranks, variables) if self._is_open_mpi else self._hydra(placed, num_ranks)
         words = [word for text in options.option for word in shlex.split(text)]
         log_dir = [] if options.log_dir is None else ["--log-dir", os.path.abspath(options.log_dir)]
@@ -85,15 +86,31 @@ class Job:
         command = [self._program.path, "-hosts", ",".join(f"{name}:{count}" for name, count in placed)]
         if rsh is not None:
             command += ["-launcher", "ssh", "-launcher-exec", rsh]
-        if interface is not None and "/" in interface:
-            raise ArgumentError(f"--interface {interface}: MPICH needs the name of an interface, such as eth0.")
-        return command if interface is None else [*command, "-iface", interface]
+        return command if interface is None else [*command, "-iface", _name_of(interface)]
 
 
-def _interface_variables(interface: str | None) -> dict[str, str]:
-    """Return the variables by which MPICH, gloo and NCCL choose a network interface; they accept no networks."""
-    names = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {} if interface is None or "/" in interface else dict.fromkeys(names, interface)
+def _interface_variables(interface: str | None, is_open_mpi: bool) -> dict[str, str]:
+    """Return the variables by which MPICH, gloo and NCCL choose a network interface; they accept no networks.
+
+    Given a network, gloo and NCCL choose by themselves, since the name of the interface may differ between hosts.
+    """
+    mpich, others = ("UCX_NET_DEVICES", "FI_TCP_IFACE"), ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    if interface is None or (is_open_mpi and "/" in interface):
+        return {}
+    return dict.fromkeys(mpich if "/" in interface else mpich + others, _name_of(interface))
+
+
+def _name_of(interface: str) -> str:
+    """Return the name of an interface; given a network, that of the interface of this host in it."""
+    if "/" not in interface:
+        return interface
+    try:
+        name = network.interface_in(interface)
+    except ValueError as error:
+        raise ArgumentError(f"--interface {interface}: {error}.") from error
+    if name is None:
+        raise ArgumentError(f"--interface {interface}: no interface of this host has an address in this network.")
+    return name
 
 
 def _master(placed: Sequence[tuple[str, int]]) -> str:
