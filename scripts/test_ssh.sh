@@ -69,7 +69,6 @@ chown -R $user:$user "$logs/home" && chmod 777 "$logs" && chmod 700 "$logs/home"
 export HOSTS_STATE=${HOSTS_STATE:-/run/torchmpi-ssh} HOSTS_PREFIX=tssh HOSTS_NETWORK=10.87.23 HOSTS_SHARE=$environments
 trap 'trap "" INT TERM; scripts/hosts.sh down' EXIT # not interrupted: timeout signals twice
 trap 'exit 130' INT TERM
-scripts/hosts.sh up 2 || exit 1
 printf 'h0:1\nh1:1\n' >"$logs/hosts.mpich"
 printf 'h0 slots=1\nh1 slots=1\n' >"$logs/hosts.openmpi"
 
@@ -84,7 +83,6 @@ start_sshd() {
     # shellcheck disable=SC2016
     scripts/hosts.sh run "$1" bash -c '
         set -e
-        for folder in /opt /home /etc/passwd /etc/ssh/ssh_config /root; do umount -lq "$folder" 2>/dev/null || true; done
         eval "$1"
         mount -t tmpfs opt /opt && mkdir /opt/env && mount --bind "$VIRTUAL_ENV" /opt/env
         mount -t tmpfs home /home && mkdir /home/mpiuser && mount --bind "$0/home" /home/mpiuser
@@ -97,7 +95,8 @@ start_sshd() {
 only_ipv6() {
     local index
     for index in 0 1; do
-        scripts/hosts.sh run h$index bash -c "ip -4 addr flush dev eth0 && ip addr add fd87:23::$((index + 1))/64 dev eth0 nodad"
+        scripts/hosts.sh run h$index bash -c "ip link del docker0 2>/dev/null; ip -4 addr flush dev eth0 &&
+            ip addr replace fd87:23::$((index + 1))/64 dev eth0 nodad"
     done
     printf '::1 localhost\nfd87:23::1 h0\nfd87:23::2 h1\n' >"$HOSTS_STATE/hosts-file"
 }
@@ -136,6 +135,7 @@ place() {
 failed=0
 for mpi in $mpis; do
     use_environment "$mpi"
+    scripts/hosts.sh up 2 || exit 1
     for host in h0 h1; do
         start_sshd $host || fail "there is no sshd on $host: $(tail -n 3 "$logs/home/sshd-$host.log")"
     done
@@ -143,8 +143,6 @@ for mpi in $mpis; do
         [ "$which-$mpi" != mpijob-mpich ] || continue
         place "$which" "$mpi" || failed=1
     done
-    for host in h0 h1; do
-        as_user $host pkill -x -u $user sshd
-    done
+    scripts/hosts.sh down
 done
 exit $failed

@@ -75,7 +75,7 @@ def test_run_accepts_a_network_in_place_of_an_interface(alone, family):
     assert result.returncode == 0 and all(each in " ".join(words) for each in used), result.output
     assert not any(word.startswith("GLOO_SOCKET_IFNAME") for word in words), "its name may differ between hosts"
     if family == "mpich":
-        result = alone(*COMMAND, *options, "192.0.2.0/24", "hostname")
+        result = alone(*COMMAND, *options, "198.51.100.0/24", "hostname")
         assert result.returncode == 1 and "no interface of this host has an address in this network" in result.output
         result = alone(*COMMAND, *options, "10.0.0/eth0", "hostname")
         assert result.returncode == 1 and "--interface 10.0.0/eth0: " in result.output
