@@ -58,8 +58,7 @@ def interface_in(network: str) -> str | None:
     'lo'
     """
     wanted = ip_network(network, strict=False)
-    names: list[str] = list(psutil.net_if_addrs())
-    for name in names:
+    for _, name in socket.if_nameindex():
         if any(ip_interface(address).ip in wanted for address in own_interfaces([name])):
             return name
     return None
