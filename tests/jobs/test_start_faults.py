@@ -30,7 +30,14 @@ def test_a_rank_that_ends_before_start_ends_the_job(job, end):
 )
 def test_a_rank_that_does_not_call_start_is_named(job, before):
     """Regression: the others waited without a word, in MPI_Init or in the first collective of a second start."""
-    result = job(3, RANK + before + "\nif rank == 1: time.sleep(60)\nmpi.start()", timeout=60, env=STALL)
+    # A rank that imports torch later than another one by more than a second would be named too.
+    together = """
+from pathlib import Path
+here = Path(__file__).parent
+(here / f"rank{rank}").touch()
+while len(list(here.glob("rank?"))) < 3: time.sleep(0.01)
+"""
+    result = job(3, RANK + together + before + "\nif rank == 1: time.sleep(60)\nmpi.start()", timeout=60, env=STALL)
     assert result.returncode != 0, result.output
     assert result.stderr.count("Not arrived:\n  rank 1: process ") == 2, result.output
     assert result.stderr.count("rank 0 has waited") == 2, result.output

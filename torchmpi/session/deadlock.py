@@ -31,9 +31,13 @@ class WaitingRanks:
         self._state: tuple[tuple[int, int], Group, int] | None = None
         self._is_blocked = False
 
-    def observe(self) -> None:
-        """Determine whether the main thread is at the place of the previous call of this function."""
-        state = self._blocking_call()
+    def observe(self, *, is_late: bool) -> None:
+        """Determine whether the main thread is at the place of the previous call of this function.
+
+        `is_late`: a call has waited long enough to look at the stacks, which keeps the tensors of calls that end at
+        this moment alive until the watchdog continues.
+        """
+        state = self._blocking_call() if is_late else None
         self._is_blocked = state is not None and state == self._state
         self._state = state
 

@@ -63,8 +63,8 @@ class StartWatch:
         self._num_ranks = self._launcher.num_ranks or 1
         self._has_started = threading.Event()
         self._has_warned = False
-        self._first: int | None = None
-        """The lowest rank of this host that was in ``start()`` when this one looked first."""
+        self._lowest = self._launcher.rank or 0
+        """The lowest rank of this host that has been seen in ``start()``, which reports, and may have ended since."""
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
@@ -85,19 +85,18 @@ class StartWatch:
         period = _PERIOD_SECONDS * max(1.0, (self._launcher.local_size or 1) / _RANKS_PER_PERIOD)
         while not self._has_started.wait(period):
             ranks, now = _ranks_of_host(), time.monotonic()
+            self._lowest = min([self._lowest, *ranks.starting])
             if not ranks.all or len(ranks.all) >= (self._launcher.local_size or 0):
                 ended_since = None
             elif ended_since is None:
                 ended_since = now
-            elif self._reports(ranks, now - ended_since):
+            elif self._reports(now - ended_since):
                 self._end_job(self._about_ended(ranks.all))
             if ended_since is None and now - begin >= self._config.stall_warning_seconds:
                 self._check_late(ranks, now - begin)
 
-    def _reports(self, ranks: _Ranks, late_seconds: float) -> bool:
-        if self._first is None:
-            self._first = min(ranks.starting, default=self._launcher.rank)
-        return self._first == self._launcher.rank or late_seconds > _GRACE_SECONDS
+    def _reports(self, late_seconds: float) -> bool:
+        return self._lowest == self._launcher.rank or late_seconds > _GRACE_SECONDS
 
     def _about_ended(self, existing: set[int]) -> str:
         """Describe ranks of this host that have ended. Across hosts it is not known which ranks should be here."""
@@ -111,7 +110,7 @@ class StartWatch:
         """Warn of missing ranks, and end the job after ``stall_abort_seconds``."""
         limit = self._config.stall_abort_seconds
         is_over = waited >= limit > 0
-        if (self._has_warned and not is_over) or not self._reports(ranks, waited - limit if is_over else 0):
+        if (self._has_warned and not is_over) or not self._reports(waited - limit if is_over else 0):
             return
         self._has_warned = True
         report = f"rank {self._launcher.rank} has waited {waited:.0f} s in start(). {self._about_late(ranks)}"
@@ -167,20 +166,23 @@ def _ranks_of_host() -> _Ranks:
 
 def _all_processes() -> dict[int, _Process]:
     processes = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended
-                state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
-                processes[int(name)] = _Process(int(name), state, int(parent))
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        if fields := _read(f"/proc/{name}/stat").rpartition(")")[2].split():
+            processes[int(name)] = _Process(int(name), fields[0], int(fields[1]))
     return processes
+
+
+def _read(path: str) -> str:
+    """Return the contents of a file of /proc; '' if the process has ended, or belongs to another user."""
+    try:
+        return Path(path).read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _rank_of(pid: int, job: str | None = None) -> int | None:
     """Return the rank in the environment of a process; None if it is of no job, or of another one than `job`."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # of another user, or ended
-        return None
+    entries = _read(f"/proc/{pid}/environ").split("\0")
     environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     if job is not None and environment.get("PMIX_NAMESPACE") != job:
         return None
@@ -191,8 +193,8 @@ def _rank_of(pid: int, job: str | None = None) -> int | None:
 
 def _is_in_start(pid: int, children: dict[int, list[int]]) -> bool:
     """Return whether a process, or one that it has started, is in ``start()``."""
-    for thread in Path(f"/proc/{pid}/task").glob("*/comm"):
-        with contextlib.suppress(OSError):
-            if thread.read_text().rstrip("\n") == _THREAD_NAME:
-                return True
+    with contextlib.suppress(OSError):  # it has ended
+        folder = f"/proc/{pid}/task"
+        if any(_read(f"{folder}/{thread}/comm").rstrip("\n") == _THREAD_NAME for thread in os.listdir(folder)):
+            return True
     return any(_is_in_start(child, children) for child in children.get(pid, ()))

@@ -72,7 +72,8 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Check all groups periodically until :meth:`stop`."""
         while not self._stopped.wait(self.config.watchdog_period_seconds):
-            self._waiting_ranks.observe()
+            limit = time.monotonic() - _REFUSAL_GRACE_SECONDS / 2  # two checks before deadlocks are searched
+            self._waiting_ranks.observe(is_late=any(since <= limit for _, since in self._since.values()))
             groups = list(self.context.groups)
             calling = [group for group in groups if group.call_log.current is not None]
             self._steps = {part for group in calling for part in (group.local, group.across) if part is not None}
