@@ -150,7 +150,7 @@ class Watchdog(threading.Thread):
         seq, at = self._circle_at.get(group, (0, 0.0))
         if (seq == current[0] and waited < at) or self._waiting_ranks.blocking_call() != (group, current[0]):
             return
-        self._circle_at[group] = (current[0], 2 * waited)
+        self._circle_at[group], begin = (current[0], 2 * waited), time.monotonic() - waited
         if self.heartbeat is not None:
             self.heartbeat.announce_stall()
         world, waits = self._world, self._waiting_ranks.now()
@@ -168,6 +168,8 @@ class Watchdog(threading.Thread):
         reason = f"{_described(circle)}: none can end. {_ORDER}"
         if group.can_expire and not group.call_log.report_when_late:
             self._expire(group, current, waited, reason)
+            # The answers of the other ranks may have taken seconds: the call needs as long again to raise its error.
+            self._circle_at[group] = (current[0], 2 * (time.monotonic() - begin))
         elif world.rank == min(circle):
             report = self._report(group, current, waited, unconditional=True)
             self.end_job(f"{report}\n{reason}", 1)
