@@ -29,7 +29,7 @@ def test_a_rank_that_ends_before_start_ends_the_job(job, end):
 
 @pytest.mark.parametrize(
     "before",
-    ("if rank != 1: mpi.start()", pytest.param("mpi.start(patient)\nmpi.stop()", marks=pytest.mark.once)),
+    ("if rank != 1: mpi.start()", pytest.param("mpi.start(config=patient)\nmpi.stop()", marks=pytest.mark.once)),
     ids=("first", "second"),
 )
 def test_a_rank_that_does_not_call_start_is_named(job, before):

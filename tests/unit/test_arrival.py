@@ -99,6 +99,14 @@ def test_slots_are_not_reused_until_all_ranks_have_left_an_aborted_call():
     assert ranks.own[records.LAST_ABORTED] == 0, "once is enough"
 
 
+def test_a_wait_can_end_while_it_yields():
+    """Regression: beside other programs a yield takes milliseconds, so that aborts were noticed after many seconds."""
+    ranks = Crowd()
+    ranks.own[records.YIELDS] = 1 << 40
+    ranks.own[records.LAST_ABORTED] = CALL - 1
+    assert kernel.begin(ranks.address, CALL) == records.TIMEOUT
+
+
 @pytest.mark.parametrize(
     ("refused", "signature", "is_over"),
     ((CALL - 1, 5, False), (CALL, 5, True), (CALL + 1, 5, False), (CALL + 1, 6, True), (CALL + 1, None, True)),

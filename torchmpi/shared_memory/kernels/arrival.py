@@ -14,8 +14,8 @@ Memory order: the release store of the entry's sequence number publishes signatu
 acquire load in `wait` precedes all reads of them. READY and REDUCED work in the same way for later chunks. ABORTED of
 another rank (REFUSED in its block) is read with acquire after a fence where data was read outside the slots.
 
-A wait polls SPINS times with a pause instruction, YIELDS times with `sched_yield`, and then sleeps; aborted calls and
-the time limit are checked only between sleeps.
+A wait polls SPINS times with a pause instruction, YIELDS times with `sched_yield`, and then sleeps. Aborted calls and
+the time limit are checked between sleeps and at some yields: on a busy machine a yield takes milliseconds.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from .records import (
 
 _LONGEST_SLEEP_MICROSECONDS = 1000
 _SHORTEST_SLEEP_MICROSECONDS = 20
+_YIELDS_PER_CHECK = 16
 _RING_REUSE = RING_LENGTH - 1
 
 
@@ -89,19 +90,30 @@ def check_reads(group):
 
 
 @inner
+def end_of_wait(group):
+    """Return the status with which a wait must end, because a rank aborts or the call times out: 0 if it continues."""
+    for rank in range(load_field(group, SIZE)):
+        if has_aborted(group, rank):
+            return ABORTED + rank
+    return TIMEOUT if load_field_acquire(group, EXPIRED) == load_field(group, CURRENT_SEQ) else 0
+
+
+@inner
 def wait_long(group, address, value):
     """Yield, then sleep with growing intervals; end with a status if a rank aborts or the call times out."""
-    for _ in range(load_field(group, YIELDS)):
+    for count in range(load_field(group, YIELDS)):
         if load_acquire(address) >= value:
             return 0
+        if count % _YIELDS_PER_CHECK == _YIELDS_PER_CHECK - 1:
+            status = end_of_wait(group)
+            if status != 0:
+                return status
         give_way()
     duration = _SHORTEST_SLEEP_MICROSECONDS
     while load_acquire(address) < value:
-        for rank in range(load_field(group, SIZE)):
-            if has_aborted(group, rank):
-                return ABORTED + rank
-        if load_field_acquire(group, EXPIRED) == load_field(group, CURRENT_SEQ):
-            return TIMEOUT
+        status = end_of_wait(group)
+        if status != 0:
+            return status
         sleep(duration)
         duration = min(duration + duration // 4, _LONGEST_SLEEP_MICROSECONDS)
     return 0
