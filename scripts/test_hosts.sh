@@ -8,12 +8,12 @@ usage() {
     cat <<'HELP'
 usage: scripts/test_hosts.sh [--quick] [--faults] [--mpi LIST] [--layouts LIST] [-k EXPRESSION] [TEST...]
 
-Makes three hosts with scripts/hosts.sh, runs tests of tests/mpi on their ranks, then faults of links and hosts (tests/hosts)
-and a program without an MPI launcher, and removes the hosts. Ends with a table, which is also written to
+Makes three hosts with scripts/hosts.sh, runs tests of tests/mpi on their ranks, then faults of links and hosts, programs
+of torchrun (both tests/hosts) and one without a launcher, and removes the hosts. Ends with a table, which is also written to
 build/hosts/table.txt; the status is 0 only if nothing failed. Full logs: build/hosts/.
 
   --quick         two layouts, one MPI
-  --faults        only the faults
+  --faults        without the tests of tests/mpi
   --mpi LIST      which MPIs, default "openmpi mpich"
   --layouts LIST  ranks of each host, default "1,1 2,1 2,2 1,1,1 2,1,1 cyclic"; cyclic: ranks 0 and 2 on one host, 1 and 3 on
                   another

@@ -16,7 +16,7 @@ LIMIT_SECONDS = 300
 
 
 @pytest.mark.parametrize("layout", ["h0:1,h1:1", "h0:2,h1:1", "h0:1,h1:1,h2:2"])
-def test_torchrun(start: Start, layout: str):
+def test_torchrun_runs_all_collectives(start: Start, layout: str):
     """The contract over gloo and p2p with placements of equal and different sizes."""
     job = start(layout, torchrun=True, program=PROGRAM)
     num_hosts = layout.count("h")
@@ -27,7 +27,7 @@ def test_torchrun(start: Start, layout: str):
     assert int(num_compared) > 200 and wrong == "[]" and int(hosts) == num_hosts, job.output()
 
 
-def test_torch_distributed(start: Start, folder: Path):
+def test_torchrun_supports_torch_distributed(start: Start, folder: Path):
     """Two hosts support the features that two ranks of one host support; which these are is tested in tests/jobs."""
     rows = []
     for layout in ("h0:2", "h0:1,h1:1"):

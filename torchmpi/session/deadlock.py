@@ -43,9 +43,10 @@ class WaitingRanks:
 
     def blocking_call(self) -> tuple[Group, int] | None:
         """Return the group and the number of the call in which the main thread is; None if it may continue."""
-        if not self._is_blocked or self._state is None:
+        state = self._state  # read once, as the watchdog may write it at the same time
+        if not self._is_blocked or state is None:
             return None
-        _, group, seq = self._state
+        _, group, seq = state
         current = group.call_log.current
         return None if current is None or current[0] != seq else (group, seq)
 
