@@ -164,8 +164,13 @@ def check_done_by_mpi(result, reason: str, n: int) -> None:
     subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode != 0,
     reason="containers are made with unshare, which needs root",
 )
-def test_ranks_in_containers_under_one_host_name_are_on_two_hosts(mpirun, tmp_path):
-    """Each rank sees only its own processes and its own /dev/shm, as in containers that share a network."""
+@pytest.mark.parametrize("num_hosts", (2, 1), ids=("one for each rank", "one for the job"))
+def test_ranks_in_containers_under_one_host_name(mpirun, tmp_path, num_hosts):
+    """A rank sees only its own processes and its own /dev/shm, as in containers that share a network.
+
+    Regression: with the launcher inside the container, and only the leader of the session outside, each rank counted as
+    a host.
+    """
     script = tmp_path / "script.py"
     script.write_text(
         """
@@ -180,18 +185,20 @@ print("right", right, "hosts", current.num_hosts, "local rank", mpi.local_rank()
     )
     inside = 'mount -t tmpfs -o size=64m shm /dev/shm && exec "$@"'
     container = ["unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc", "bash", "-c"]
+    ranks, contained = [*mpirun, "-n", "2"], [*container, inside, "-"]
+    launch = [*ranks, *contained] if num_hosts == 2 else [*contained, *ranks]
     environment = {name: value for name, value in job_environment({}).items() if name != "OMPI_MCA_btl"}
     done = subprocess.run(
-        ["timeout", "-k", "5", "100", *mpirun, "-n", "2", *container, inside, "-", sys.executable, str(script)],
+        ["timeout", "-k", "5", "100", *launch, sys.executable, str(script)],
         capture_output=True,
         text=True,
         env=environment,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("right True hosts 2 local rank") == 2, done.stdout + done.stderr
+    assert done.stdout.count(f"right True hosts {num_hosts} local rank") == 2, done.stdout + done.stderr
     assert {"local rank 0 2", "local rank 1 2"} == set(re.findall(r"local rank \d \d", done.stdout)), done.stdout
-    assert "each counts as a host" in done.stderr
+    assert ("each counts as a host" in done.stderr) == (num_hosts == 2)
 
 
 def test_a_shared_tensor_without_memory_for_it_is_private(job):

@@ -34,6 +34,8 @@ HOW_TO_INSTALL = (
     "`module load openmpi`) and start this same Python with that library's mpirun."
 )
 
+_LAUNCHER_PROCESSES = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted", "hydra_", "slurmstepd")
+
 _stand_in: Any = None
 _is_initialising = False
 
@@ -116,9 +118,22 @@ def initialise() -> tuple[Any, bool]:
 def is_apart_from_launcher() -> bool:
     """Return whether a container lies between launcher and rank: the parent or the leader of the session is invisible.
 
-    The launcher then takes containers for one host whose ranks cannot share memory.
+    The launcher then takes containers for one host whose ranks cannot share memory. If the launcher itself runs in the
+    container, only the leader of the session may be outside, as with ``bwrap --unshare-pid mpirun``.
     """
-    return os.getppid() == 0 or os.getsid(0) == 0
+    return os.getppid() == 0 or (os.getsid(0) == 0 and not _is_below_launcher())
+
+
+def _is_below_launcher() -> bool:
+    """Return whether an ancestor of this process is a launcher."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError):
+        while pid > 0:
+            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(") ")
+            if name.startswith(_LAUNCHER_PROCESSES):
+                return True
+            pid = int(rest.split()[1])
+    return False
 
 
 def _initialise_without_gil(MPI: Any) -> None:
