@@ -88,6 +88,9 @@ class NativeReduction:
         names = _BOOL_OPS if dtype is torch.bool else _MPI_OPS
         self.type, self.op = getattr(MPI, name), getattr(MPI, names[op])
         self.in_place, self.fromaddress = MPI.IN_PLACE, MPI.buffer.fromaddress
+        # MPI_Reduce of MPICH 4.0.3 crashes with IN_PLACE on a root other than 0 (1000 floats); 4.1.3 does not.
+        vendor, version = MPI.get_vendor()
+        self.can_reduce_in_place = vendor != "MPICH" or version[:2] != (4, 0)
         self.itemsize = dtype.itemsize
         self.finish = _finish_for(op, group.size, is_bool=dtype is torch.bool)
         # Chunks that stay in the cache inside the library, and are divided while they are there.
@@ -114,7 +117,11 @@ class NativeReduction:
             chunk = flat[begin : begin + count]
             memory = (buffers.as_bytes(self.MPI, chunk), count, self.type)
             if self.rank == root:
-                self.comm.Reduce(self.MPI.IN_PLACE, memory, self.op, root)
+                source: Any = self.in_place
+                if not self.can_reduce_in_place:
+                    copied = chunk.clone()
+                    source = (buffers.as_bytes(self.MPI, copied), count, self.type)
+                self.comm.Reduce(source, memory, self.op, root)
                 if self.finish is not None:
                     self.finish(chunk)
             else:

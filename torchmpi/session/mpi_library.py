@@ -104,9 +104,6 @@ def initialise() -> tuple[Any, bool]:
             # Without this, Open MPI 5.0.11 crashes: both ranks are process 1, and take their own file for the other's.
             os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
             os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
-        if short_version(MPI).startswith("MPICH 4.0."):
-            # MPI_Reduce of 4.0.3 crashes in its collectives for shared memory; 4.1.3 does not.
-            os.environ.setdefault("MPIR_CVAR_DEVICE_COLLECTIVES", "none")
         _initialise_without_gil(MPI)
         _record_exceptions()
         # Not in stop(): MPI cannot be initialised twice, and a program may start and stop torchmpi many times.
