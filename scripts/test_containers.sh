@@ -6,7 +6,7 @@ set -uo pipefail
 
 usage() {
     cat <<'HELP'
-usage: scripts/test_containers.sh [--mpi LIST] [PLACE...]
+usage: scripts/test_containers.sh [--mpi LIST] [--only CHECKS] [PLACE...]
 
 Runs scripts/check_place.py in places that differ from a plain machine as containers or shared machines do, and prints a line
 for each. Logs: build/containers/. The status is 0 only if all passed.
@@ -23,17 +23,19 @@ for each. Logs: build/containers/. The status is 0 only if all passed.
   slow-files   each open() of a file takes 2 ms longer, as on a network file system; the kernels are compiled anew
   two-users    two users with a job each at the same time
   --mpi LIST   which MPIs, default "openmpi mpich"
+  --only LIST  checks of check_place.py, default "start,DDP,parameter server,kill"
   -h, --help   this text
 
 Skipped, with status 0 and the reason, without root or without the command unshare. no-locks and slow-files need strace.
 HELP
 }
 
-mpis="openmpi mpich" places=()
+mpis="openmpi mpich" places=() only="start,DDP,parameter server,kill"
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --mpi) mpis=${2:?--mpi wants a list}; shift ;;
+        --only) only=${2:?--only wants a list}; shift ;;
         -*) fail "unknown option '$1'" "See $0 --help" ;;
         *) places+=("$1") ;;
     esac
@@ -125,7 +127,7 @@ traced() {
 # checks NAME LOGS PLACE [OPTION...]: runs check_place.py through the command in `inside`.
 checks() {
     ${inside[@]+"${inside[@]}"} python scripts/check_place.py --place "$1" --logs "$2" \
-        --only "start,DDP,parameter server,kill" --command "scripts/test_containers.sh $3" "${@:4}" 2>&1 </dev/null
+        --only "$only" --command "scripts/test_containers.sh $3" "${@:4}" 2>&1 </dev/null
 }
 
 # two_users NAME: one line for two jobs at the same time; that of a job that failed, if one did.

@@ -147,8 +147,8 @@ without_pmi() {
 
     # The signal before the time limit, a checkpoint, and the same job again: the parameters are those of the first run.
     began=$SECONDS
-    job=$(sbatch --parsable --output "$logs/requeue.log" examples/slurm/requeue.sh --step-seconds 0.2)
-    for _ in $(seq 240); do
+    job=$(sbatch --parsable --time=2 --signal=USR1@50 --output "$logs/requeue.log" examples/slurm/requeue.sh --step-seconds 0.6)
+    for _ in $(seq 400); do
         ! grep -q 'parameters' "$logs/requeue.log" 2>/dev/null || break
         scontrol update "JobId=$job" StartTime=now 2>/dev/null || true # Slurm waits for two minutes before it starts it again
         sleep 1

@@ -12,6 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+received: list[bool] = []
+signal.signal(signal.SIGUSR1, lambda *_: received.append(True))  # the imports take seconds
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -40,8 +43,6 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.0, help="additional time of a step, for a trial")
     options = parser.parse_args()
 
-    received = []
-    signal.signal(signal.SIGUSR1, lambda *_: received.append(True))
     mpi.start()
     options.folder.mkdir(parents=True, exist_ok=True)
     path = options.folder / "run.ckpt"
