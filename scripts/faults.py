@@ -61,10 +61,14 @@ FAULTS = {
     "other shape": r"float32 \[7\].*float32 \[1000\]|float32 \[1000\].*float32 \[7\]",
     "raise in a callback": r"MemoryError: no memory for the batch",
 }
-# Where another thing is to be named: before `start()` the process that has not arrived, whose line is not known;
+# Where another thing is to be named: before `start()` the rank or process that is missing, since its line is not known;
 # the gradients of a backward pass have a communicator of their own.
+MISSING = r"ended without calling start\(\)|rank 1 has written nothing to the store in time"
 OTHER_CAUSES = {
-    ("sleep", "start"): r"in start\(\)\. Not arrived:",
+    ("end of the program", "start"): MISSING,
+    ("os._exit(0)", "start"): MISSING,
+    ("sys.exit(3)", "start"): MISSING,
+    ("sleep", "start"): r"in start\(\)\. Not arrived:|rank 1 has written nothing to the store in time",
     ("other shape", "backward"): r"float32 \[7\].*in calls on different communicators",
 }
 # Launcher and faults whose message does not name the rank; what is said below the table.
@@ -205,13 +209,18 @@ def attempt(launcher: str, fault: str, moment: str) -> tuple[Outcome, str, bool]
         round(end - began, 1),
         status,
         names_rank=bool(re.search(r"\brank\s*:?\s*1\b|\[rank1\]|@1,1\]", text)),
-        names_cause=bool(re.search(OTHER_CAUSES.get((fault, moment), FAULTS[fault]), text, re.DOTALL)),
+        names_cause=names_cause(fault, moment, text),
         lines=sum(bool(line.strip()) for line in text.splitlines()) - text.count("failing now"),
         leftovers=leftovers + len(files) if ended else 0,
     )
     left = f"left in /dev/shm: {' '.join(sorted(files))}\n" if files else ""
     log = f"$ {' '.join(words)}\nstatus {status}, {outcome.seconds} s after the fault\n{left}{text}"
     return outcome, log, has_failed
+
+
+def names_cause(fault: str, moment: str, text: str) -> bool:
+    patterns = [FAULTS[fault], OTHER_CAUSES.get((fault, moment), FAULTS[fault])]
+    return any(re.search(pattern, text, re.DOTALL) for pattern in patterns)
 
 
 def end_session(session: int, patience_seconds: float) -> int:

@@ -540,6 +540,18 @@ else: mpi.allreduce(torch.ones(3), comm=group)
     assert "free()" in result.stderr and "communicator group [0, 1]" in result.stderr, result.output
 
 
+def test_a_rank_that_exits_while_others_wait_on_another_communicator_is_named(job):
+    """Regression: the report did not say how the rank had left, and the job had the status 1."""
+    code = """
+group = mpi.group([0, 1, 2])
+if rank == 1: sys.exit(3)
+mpi.allreduce(torch.ones(3), comm=group)
+"""
+    result = failing(job, code)
+    assert result.returncode == 3, result.output
+    assert result.stderr.count("rank 1 left by sys.exit(3) without mpi.stop(), while rank") == 1, result.output
+
+
 @pytest.mark.parametrize(
     ("asynchronous", "backend", "hosts"),
     (
