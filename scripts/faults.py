@@ -68,6 +68,7 @@ OTHER_CAUSES = {
     ("end of the program", "start"): MISSING,
     ("os._exit(0)", "start"): MISSING,
     ("sys.exit(3)", "start"): MISSING,
+    ("SIGSTOP", "start"): MISSING,
     ("sleep", "start"): r"in start\(\)\. Not arrived:|rank 1 has written nothing to the store in time",
     ("other shape", "backward"): r"float32 \[7\].*in calls on different communicators",
 }
@@ -82,6 +83,10 @@ BY_LAUNCHER = {
         "Before `start()`, ranks that MPICH's launcher kills in `MPI_Init` also leave a file of MPICH, "
         "`/dev/shm/mpich_shm_*`. Remedy: remove it; `start()` does so when all ranks are there. The status is the "
         "bitwise or of those of all ranks: 11 for the signals 2 and 9."
+    ),
+    ("mpich", ("sys.exit(3)",)): (
+        "`sys.exit(3)` of one rank when all others are in `stop()` is an orderly end: MPICH's launcher returns the "
+        "status, and says nothing."
     ),
     ("torchrun", ("SIGSTOP", "SIGSTOP before start")): (
         "torchrun sends SIGTERM to the stopped rank, and SIGKILL 30 seconds later; the report is printed before. "
@@ -268,7 +273,9 @@ def explanation(outcome: Outcome) -> str:
     """Return why the launcher is the reason of a bad end; '' if it is not."""
     is_before = outcome.moment == "start"
     fault = f"{outcome.fault} before start" if is_before else outcome.fault
-    excused = replace(outcome, names_rank=True, leftovers=outcome.leftovers if not is_before else 0)
+    is_orderly = (outcome.fault, outcome.moment) == ("sys.exit(3)", "stop")
+    excused = replace(outcome, names_rank=True, names_cause=outcome.names_cause or is_orderly)
+    excused = replace(excused, leftovers=0 if is_before else outcome.leftovers)
     if outcome.launcher == "torchrun":
         excused = replace(outcome, seconds=0.0)
     if outcome.is_good or not excused.is_good:
