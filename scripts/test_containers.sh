@@ -60,7 +60,8 @@ cat >"$logs/container" <<'SCRIPT'
 #!/usr/bin/env bash
 exec unshare --mount --pid --ipc --fork --kill-child --mount-proc bash -c '
 mount -t tmpfs -o size=64m,mode=1777 shm /dev/shm
-exec "$@"' container "$@"
+"$@" # not exec: the first process of a container cannot kill itself
+exit $?' container "$@"
 SCRIPT
 # pair FOLDER COMMAND...: a rank in the first or the second container, by its number.
 cat >"$logs/pair" <<'SCRIPT'
@@ -168,7 +169,9 @@ place() {
             # shellcheck disable=SC2016
             inside=(bash -c 'echo $$ >"$0/cgroup.procs" && exec "$@"' "$group")
             ;;
-        apart) options=(--rank-command "$logs/container" --num-hosts 2) ;;
+        apart) # start() sets these; pytest-mpi initializes MPI before
+            inside=(env MPIR_CVAR_NOLOCAL=1 OMPI_MCA_btl=self,tcp)
+            options=(--rank-command "$logs/container" --num-hosts 2) ;;
         pairs) pairs "$name"; return ;;
         read-only-home)
             mkdir -p "$logs/home" && chown 54321 "$logs/home"
