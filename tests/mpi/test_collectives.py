@@ -11,6 +11,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import errors
+from torchmpi.session import mpi_library
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -465,3 +466,15 @@ def test_scatter_ignores_tensors_of_other_ranks(agree, backend):
     agree.equal(room, torch.zeros(16), "what is behind out")
     result = mpi.scatter(rows if rank == 0 else torch.zeros(1), 0, backend=backend)
     agree.equal(result, rows[4 * rank : 4 * rank + 4], "the right call after it")
+
+
+def test_reduce_with_a_library_that_cannot_reduce_in_place(agree, monkeypatch):
+    """Regression: MPI_Reduce of MPICH 4.0.3 crashed with IN_PLACE on a root other than 0."""
+    monkeypatch.setattr(mpi_library.load(), "get_vendor", lambda: ("MPICH", (4, 0, 3)))
+    mpi.push_communicator("all")  # its calls are not prepared yet
+    rank, size = mpi.rank(), mpi.size()
+    tensor = torch.full((2000,), float(rank))
+    mpi.reduce(tensor, size - 1, backend="mpi")
+    mpi.set_communicator(0)
+    expected = sum(range(size)) if rank == size - 1 else rank
+    agree.bits(tensor, torch.full((2000,), float(expected)), "reduce")
