@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this pa
     from .communicators.communicator import Communicator, NullCommunicator
     from .communicators.handle import Handle
     from .config import Config
-    from .errors import TorchMPIError
+    from .errors import RankLostError, TorchMPIError
     from .session.api import (
         collective_availability,
         collective_selector,
@@ -84,6 +84,7 @@ if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this pa
         stop,
         use,
     )  # fmt: skip
+    from .session.recovery import recover
 
 
 _MODULE_OF = {
@@ -97,13 +98,14 @@ _MODULE_OF = {
     "communicators.communicator": "Communicator NullCommunicator",
     "communicators.handle": "Handle",
     "config": "Config",
-    "errors": "TorchMPIError",
+    "errors": "RankLostError TorchMPIError",
     "session.api": (
         "collective_availability collective_selector collective_selector_to_string communicator "
         "communicator_names device empty_shared group has_cuda has_gloo has_nccl host_name "
         "is_cartesian_communicator is_started local_rank local_size num_nodes_in_communicator push_communicator rank "
         "set_collective_span set_communicator size start started stop use"
     ),
+    "session.recovery": "recover",
 }
 """The module that defines each public name."""
 _SUBMODULES = ("distributed", "engine", "errors", "nn", "parameterserver")
@@ -133,14 +135,14 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Communicator", "Config", "Handle", "NullCommunicator", "TorchMPIError", "__version__", "allgather",
-    "allgather_async", "allgather_object", "allreduce", "allreduce_async", "allreduce_many", "allreduce_many_async",
-    "alltoall", "alltoall_async", "autotune", "barrier", "broadcast", "broadcast_async", "broadcast_object",
-    "collective_availability", "collective_selector", "collective_selector_to_string", "communicator",
-    "communicator_names", "device", "distributed", "empty_shared", "engine", "errors", "gather", "gather_async",
-    "group", "has_cuda", "has_gloo", "has_nccl", "host_name", "is_cartesian_communicator", "is_started", "local_rank",
-    "local_size", "nn", "num_nodes_in_communicator", "parameterserver", "push_communicator", "rank", "recv",
-    "recv_async", "reduce", "reduce_async", "reduce_scatter", "reduce_scatter_async", "scatter", "scatter_async",
-    "send", "send_async", "sendreceive", "sendreceive_async", "set_collective_span", "set_communicator", "size",
-    "start", "started", "stop", "use",
+    "Communicator", "Config", "Handle", "NullCommunicator", "RankLostError", "TorchMPIError", "__version__",
+    "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_async", "allreduce_many",
+    "allreduce_many_async", "alltoall", "alltoall_async", "autotune", "barrier", "broadcast", "broadcast_async",
+    "broadcast_object", "collective_availability", "collective_selector", "collective_selector_to_string",
+    "communicator", "communicator_names", "device", "distributed", "empty_shared", "engine", "errors", "gather",
+    "gather_async", "group", "has_cuda", "has_gloo", "has_nccl", "host_name", "is_cartesian_communicator", "is_started",
+    "local_rank", "local_size", "nn", "num_nodes_in_communicator", "parameterserver", "push_communicator", "rank",
+    "recover", "recv", "recv_async", "reduce", "reduce_async", "reduce_scatter", "reduce_scatter_async", "scatter",
+    "scatter_async", "send", "send_async", "sendreceive", "sendreceive_async", "set_collective_span",
+    "set_communicator", "size", "start", "started", "stop", "use",
 ]  # fmt: skip

@@ -99,11 +99,14 @@ class Config:
     abort_on_exception: bool = True
     """End the whole job on an uncaught exception or SIGTERM on one rank."""
 
+    on_lost_rank: Literal["end", "raise"] = "end"
+    """What a killed rank means for the others. ``end``: they end too; ``raise``: their calls raise ``RankLostError``,
+    and the program may continue with ``recover()`` (ranks without an MPI launcher only)."""
     report: str = ""
     """File to which the report of a job that fails is also written, as JSON; empty: none."""
 
     def __post_init__(self) -> None:
-        for name in ("bind", "check", "hierarchical"):
+        for name in ("bind", "check", "hierarchical", "on_lost_rank"):
             value, choices = getattr(self, name), get_args(get_type_hints(Config)[name])
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(choices)}.")

@@ -101,6 +101,10 @@ class TransportError(TorchMPIError):
     """A communication library, for instance NCCL, is missing or has failed; the message includes its error."""
 
 
+class RankLostError(TorchMPIError):
+    """A rank was killed, or its host was lost: with ``on_lost_rank="raise"``, :func:`torchmpi.recover` continues."""
+
+
 class InternalError(TorchMPIError):
     """A check of the compiled kernels failed (``TORCHMPI_KERNEL_CHECKS=1``): a bug in torchmpi."""
 

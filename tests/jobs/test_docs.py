@@ -31,7 +31,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # Blocks marked `python` are run. Other names, such as `py`, are not allowed for snippets.
 LANGUAGES = {"python", "console", "text", "sh", "lua", "diff", "toml"}
-MAX_UNTESTED = 3
+MAX_UNTESTED = 4
 
 # Runs snippets in one job, each in a namespace of its own, as if it were a program. Starting a job for each page takes
 # longer than all snippets together.

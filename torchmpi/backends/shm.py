@@ -549,8 +549,10 @@ class SharedOperation:
             if status & records.STATUS_KINDS != records.UNEVEN:
                 calls.settle(status)
             result = self(source, destination, root)
-        except BaseException:
+        except BaseException as error:
             calls.call_log.abandon()
+            if (lost := calls.group.context.loss_behind(error)) is not None:
+                raise lost from error
             raise
         calls.call_log.leave()
         return result

@@ -101,6 +101,8 @@ def _add_run(commands: Any) -> None:
            help="start the job again after a failure, at most N times; the program continues from its last checkpoint")
     option("--min-ranks", type=bench_options.count, metavar="N",
            help="continue on the hosts that still answer, with at least N ranks (default: all ranks)")
+    option("--without-mpi", action="store_true",
+           help="start the ranks of this host without MPI: if one is killed, the others may continue")
     option("--timeout", type=bench_options.seconds, metavar="SECONDS",
            help="end the job after this time, with status 124")
     option("--log-dir", metavar="DIR", help="append the output of rank N to DIR/rankN.log; only rank 0 is shown")

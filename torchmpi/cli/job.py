@@ -62,7 +62,7 @@ class Job:
         log_dir = [] if options.log_dir is None else ["--log-dir", os.path.abspath(options.log_dir)]
         start = [sys.executable, "-I", "-S", rank_start.__file__, "--master", _master(placed), *log_dir, "--"]
         prefix = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
-        return [*prefix, *launch, *words, "-n", str(num_ranks), *start, *_program(options), *options.arguments]
+        return [*prefix, *launch, *words, "-n", str(num_ranks), *start, *program_of(options), *options.arguments]
 
     def _open_mpi(self, placed: Sequence[tuple[str, int]], num_ranks: int, variables: Mapping[str, str]) -> list[str]:
         interface, rsh = self._options.interface, self._options.rsh
@@ -122,7 +122,8 @@ def _master(placed: Sequence[tuple[str, int]]) -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def _program(options: argparse.Namespace) -> list[str]:
+def program_of(options: argparse.Namespace) -> list[str]:
+    """Return the command of the program, without its arguments."""
     if options.is_module:
         return [sys.executable, "-m", options.program]
     return [*([sys.executable] if options.program.endswith(".py") else []), options.program]

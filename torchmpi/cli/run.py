@@ -8,7 +8,8 @@ import shlex
 
 from ..errors import LaunchError
 from ..session import launcher
-from .job import Job
+from . import separate_ranks
+from .job import Job, program_of
 from .supervision import Limits, Supervisor
 
 
@@ -23,6 +24,8 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("-n N, the number of ranks, is needed without --hosts and --hostfile")
     if options.min_ranks is not None and not options.restarts:
         options.refuse("--min-ranks is for restarts: add --restarts N")
+    if options.without_mpi:
+        return separate_ranks.run(options, [*program_of(options), *options.arguments])
     job = Job(options)
     command = job.command()
     if options.dry_run or options.verbose:

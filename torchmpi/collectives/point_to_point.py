@@ -262,7 +262,8 @@ class _Message:
         try:
             yield
         except self.MPI.Exception as error:
-            raise TorchMPIError(f"{self.what}: {self.call_queue.doing} failed: {error}.") from error
+            failure = TorchMPIError(f"{self.what}: {self.call_queue.doing} failed: {error}.")
+            raise self.group.context.loss_behind(error) or failure from error
         finally:
             self.call_queue.doing = None
 

@@ -134,6 +134,7 @@ class CallLog:
         "entered",
         "free",
         "history",
+        "is_ended",
         "log_board",
         "log_fields",
         "name",
@@ -158,6 +159,8 @@ class CallLog:
         """The positions of each entry of the ring: of this rank, and of its neighbours."""
         self._missing: tuple[int, ...] = ()
         """Positions of the entries of neighbours that had not arrived when this rank announced its call."""
+        self.is_ended = False
+        """Whether a rank has been lost, so that no call waits any longer."""
         self._spoiled = 0
         """The last call that this rank has aborted."""
         self.report_when_late = ""
@@ -222,6 +225,8 @@ class CallLog:
             # One less than the ring: a rank that has entered a call may not have compared it yet.
             self.free = min((self.log_board.get(rank, ENTERED) for rank in others), default=seq) + RING_LENGTH - 1
             if seq > self.free:
+                if self.is_ended:
+                    self.expired()
                 time.sleep(_POLL_SECONDS)
 
     def leave(self) -> None:

@@ -7,6 +7,7 @@ calls) and, within a host, shared memory.
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import TransportError
+from ..errors import RankLostError, StallError, TransportError
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
@@ -28,6 +29,7 @@ from .status_board import StatusBoard
 
 T = TypeVar("T")
 _HEADER_DIMS = 12
+_NOTICE_SECONDS, _POLL_SECONDS = 2.0, 0.01
 _SLOTS_BYTES = 16 << 20  # of all ranks of a group together
 
 
@@ -112,18 +114,21 @@ class Group:
         call_log = self.call_log
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
-        call_log.enter(code, shape)
         try:
+            call_log.enter(code, shape)
             if self.is_strict:
                 self.compare_headers(self.comm, code, shape)
             result = plan.run(tensor, out, root)
         except (self.context.MPI.Exception, TransportError) as error:
-            call_log.compare()  # raises MismatchError if that is the reason
+            if (lost := self.context.loss_behind(error)) is None:
+                call_log.compare()  # raises MismatchError if that is the reason
             call_log.abandon()
             call = Call(call_log.seq, code, shape)
-            raise TransportError(f"{self.where}: {call} failed: {error}.") from error
-        except BaseException:
+            raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
+        except BaseException as error:
             call_log.abandon()
+            if (lost := self.context.loss_behind(error)) is not None:
+                raise lost from error
             raise
         call_log.leave()
         return result
@@ -245,10 +250,29 @@ class GroupContext:
         """The field EXITED of the status block of this rank, also for ranks of other hosts."""
         self.failure = ""
         """The error because of which this rank ends, for the report of another rank."""
+        self.loss = ""
+        """Why the calls of all groups fail, if a rank has been lost and the job continues without it."""
+        self.raises_lost_ranks = False
+        """Whether the loss of a rank raises an error instead of ending the job."""
         self.groups: list[Group] = []
         """All groups that have not been freed."""
         self.failed: list[Handle[Any]] = []
         """Failed asynchronous calls on freed groups, if no thread had called ``wait()`` when the group was freed."""
+
+    def loss_behind(self, error: BaseException) -> RankLostError | None:
+        """Return the error for a call that has failed because a rank is lost; None if that is not the reason.
+
+        The loss may become known after its consequences, such as a call that another rank has aborted.
+        """
+        if not self.raises_lost_ranks or isinstance(error, RankLostError):
+            return None
+        is_elsewhere = getattr(error, "reason_is_elsewhere", False)
+        if not (is_elsewhere or isinstance(error, (self.MPI.Exception, TransportError, StallError))):
+            return None
+        limit = time.monotonic() + _NOTICE_SECONDS
+        while not self.loss and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+        return RankLostError(f"{self.loss}. Continue with recover().") if self.loss else None
 
     def finish_collectives(self) -> None:
         """Wait until the collectives queued on any group have ended. Queued messages may wait for later calls."""

@@ -6,11 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import nn as mpinn
-from ..errors import ArgumentError, DeviceError
-from ..session import api
+from ..errors import ArgumentError, DeviceError, RankLostError, TorchMPIError
+from ..log import logger
+from ..session import api, recovery, runtime
+from .checkpoint import Saved
 from .coordination import AllRanks
+from .data_loading import Source, is_function
+from .memory_copies import MemoryCopies
 from .sgd_engine import SGDEngine
 from .state import State
+from .training_run import TrainingRun
 from .updates import trained_parameters
 
 
@@ -54,6 +59,76 @@ class AllReduceSGDEngine(SGDEngine):
         self._use_gpu, self._device_sync = use_gpu, device_sync
         self._asynchronous, self._dynamic_network, self._debug = asynchronous, dynamic_network, debug
         self._registered: list[tuple[nn.Module, list[nn.Parameter]]] = []
+        self._copy_every: int | None = None
+        self._recovery_seconds = 0.0
+        self._copies = MemoryCopies()
+
+    def recover(self, every: int = 10, *, timeout: float = 60.0) -> None:
+        """Let ``train()`` continue on the remaining ranks when a rank is lost, from a copy of the state in memory.
+
+        It needs the setting ``on_lost_rank="raise"``. The remaining ranks call :func:`torchmpi.recover`, return to the
+        last copy that all of them have, divide the rest of the epoch among themselves, and repeat the updates since
+        then, with their hooks. Copies are taken at the beginning of each epoch and after each `every` updates; they
+        contain what a checkpoint contains, and each takes its memory twice. `iterator` and `validate` of ``train()``
+        must be functions, which are called again to divide the data; ``fit()`` passes such functions.
+
+        Args:
+            every: Number of updates between copies.
+            timeout: As for :func:`torchmpi.recover`.
+
+        Raises:
+            ArgumentError: `every` is less than 1. By ``train()``: the setting is another one, or `iterator` or
+                `validate` is not a function.
+
+        Example:
+            mpi.start(config=mpi.Config(on_lost_rank="raise"))
+            engine = AllReduceSGDEngine()
+            engine.recover(every=20)
+            engine.train(
+                network=net, criterion=loss, lr=0.1, iterator=lambda: batches[mpi.rank() :: mpi.size()]
+            )
+        """
+        if every < 1:
+            raise ArgumentError(f"recover(every={every}): expected a number of updates")
+        self._copy_every, self._recovery_seconds = every, timeout
+
+    def _check_sources(self, *sources: Source) -> None:
+        if self._copy_every is None:
+            return
+        self._copies = MemoryCopies()
+        if not runtime.current().context.raises_lost_ranks:
+            raise ArgumentError(
+                f"rank {api.rank()}: recover() needs start(config=Config(on_lost_rank='raise')), or "
+                "TORCHMPI_ON_LOST_RANK=raise: without it, the job ends when a rank is lost."
+            )
+        if not all(is_function(source) for source in sources):
+            raise ArgumentError(
+                f"rank {api.rank()}: recover() needs functions for iterator= and validate=, such as iterator=lambda: "
+                "batches[mpi.rank() :: mpi.size()], since the data are divided anew when a rank is lost."
+            )
+
+    def _copy_state(self, run: TrainingRun) -> None:
+        every = self._copy_every
+        if every is not None and (run.phase == "between epochs" or run.state.t % every == 0):
+            self._copies.take(run, self._kept | run.kept)
+
+    def _saved_after_loss(self, run: TrainingRun, error: TorchMPIError) -> Saved:
+        if self._copy_every is None or not runtime.current().context.loss:
+            raise error
+        num_before, state = api.size(), run.state
+        while True:
+            recovery.recover(self._recovery_seconds)
+            try:
+                self._unregister()
+                run.divide_anew()
+                kept, num_lost = self._kept | run.kept, num_before - api.size()
+                saved = self._copies.last_common(run, kept, num_lost, self._coordinator)
+                if api.rank() == 0:
+                    logger.info(f"continuing from epoch {saved.common['epoch'] + 1}, after update {saved.common['t']}")
+                self._begin(state)
+                return saved
+            except RankLostError:  # another one
+                continue
 
     def _pick_device(self, network: nn.Module) -> torch.device:
         device = api.device()
@@ -67,6 +142,11 @@ class AllReduceSGDEngine(SGDEngine):
         return device
 
     def _begin(self, state: State) -> None:
+        if self._copy_every is not None and isinstance(state.optimizer, mpinn.DistributedOptimizer):
+            raise ArgumentError(
+                f"rank {api.rank()}: recover() would leave a DistributedOptimizer with closed communicators. Pass the "
+                "optimizer of torch: the engine synchronizes the gradients."
+            )
         _refuse_unsynchronized(state)
         for module in _trained(state):
             mpinn.synchronize_parameters(module)

@@ -25,9 +25,29 @@ from . import rng
 from .state import Sample, as_sample
 
 T = TypeVar("T")
+Source = Iterable[Any] | Callable[[], Iterable[Any]]
+"""An iterator over batches, or a function that makes it for the present rank and number of ranks."""
 
 CLOSE_TIMEOUT_S = 2.0
 """Limit of the wait for a load in progress after a run has failed: a failed job must end within seconds."""
+
+
+def is_function(source: Source) -> bool:
+    """Return whether a source makes its iterator.
+
+    >>> is_function(lambda: [1, 2]), is_function([1, 2])
+    (True, False)
+    """
+    return callable(source) and not hasattr(source, "__iter__")
+
+
+def make(source: Source) -> Iterable[Any]:
+    """Return the iterator of a source.
+
+    >>> make(lambda: [1, 2]), make([3])
+    ([1, 2], [3])
+    """
+    return source() if is_function(source) else source  # type: ignore[operator, return-value]
 
 
 def num_batches(iterator: Iterable[Any]) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,9 +96,9 @@ def fit(
         if not api.is_started():
             stack.enter_context(api.started())
         dataset = _dataset("data", data)
-        batches = _loader(dataset, batch_size, seed if shuffle else None, num_workers)
+        batches = partial(_loader, dataset, batch_size, seed if shuffle else None, num_workers)
         if validate is not None:
-            options["validate"] = _loader(_dataset("validate", validate), batch_size, None, num_workers)
+            options["validate"] = partial(_loader, _dataset("validate", validate), batch_size, None, num_workers)
         if lr is None and optimizer is None:
             optimizer = torch.optim.Adam(parameter for parameter in network.parameters() if parameter.requires_grad)
         engine = AllReduceSGDEngine() if engine is None else engine

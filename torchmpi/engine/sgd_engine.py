@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, CheckpointError
+from ..errors import ArgumentError, CheckpointError, TorchMPIError
 from ..nn import DistributedOptimizer
 from . import checkpoint
 from .checkpoint import Saved
 from .coordination import Coordinator, SingleProcess
-from .data_loading import DeviceCopy, Epoch, set_epoch
+from .data_loading import DeviceCopy, Epoch, Source, make, set_epoch
 from .early_stop import EarlyStop
 from .engine import Engine
 from .measurement import Measurement
@@ -72,7 +72,7 @@ class SGDEngine(Engine):
         *,
         network: nn.Module,
         criterion: Callable[..., Tensor],
-        iterator: Iterable[Any],
+        iterator: Source,
         lr: float | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         max_epochs: int = 1,
@@ -85,7 +85,7 @@ class SGDEngine(Engine):
         scheduler_step: SchedulerStep = "epoch",
         autocast: torch.dtype | bool | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        validate: Iterable[Any] | None = None,
+        validate: Source | None = None,
         metrics: Mapping[str, Metric] | None = None,
         stop_early: EarlyStop | None = None,
     ) -> State:
@@ -96,7 +96,7 @@ class SGDEngine(Engine):
             criterion: Loss function or module, called as ``criterion(output, target)``. Parameters of a module are
                 trained too.
             iterator: Iterable that can be iterated once per epoch. It yields pairs ``(input, target)`` or mappings
-                with these keys.
+                with these keys. Or a function without arguments that returns it.
             lr: Learning rate for plain SGD. Give either `lr` or `optimizer`.
             optimizer: Any optimizer of ``torch.optim`` whose ``step()`` needs no closure.
             max_epochs: Number of epochs.
@@ -115,8 +115,8 @@ class SGDEngine(Engine):
                 ``torch.autocast``.
             scaler: Scales the losses against underflow of 16-bit gradients. If a gradient of any rank is not finite,
                 all ranks skip the update.
-            validate: Batches for ``test()`` after each epoch, before the scheduler; the result is
-                ``state.validation``.
+            validate: Batches for ``test()`` after each epoch, before the scheduler, or a function that returns them;
+                the result is ``state.validation``.
             metrics: Metrics of the validation, as for ``test()``.
             stop_early: When the validation ends the run, on all ranks.
 
@@ -162,7 +162,8 @@ class SGDEngine(Engine):
             validate=validation is not None,
             stop_early=stop_early,
         )
-        state = State(network, criterion, iterator, optimizer, max_epochs=max_epochs)
+        self._check_sources(iterator, *([] if validate is None else [validate]))
+        state = State(network, criterion, make(iterator), optimizer, max_epochs=max_epochs)
         state.accumulate, state.autocast = options.accumulate, options.autocast
         device_copy = self._move(state)
         if optimizer is None:
@@ -171,7 +172,7 @@ class SGDEngine(Engine):
         schedule = Schedule(scheduler, scheduler_step, optimizer, is_validated=validation is not None)
         saved = self._read_checkpoint(resume)
         bar = ProgressBar() if self._progress and self._coordinator.rank == 0 else None
-        run = TrainingRun(state, options, schedule, scaler, validation, device_copy, bar, self._coordinator)
+        run = TrainingRun(state, iterator, options, schedule, scaler, validation, device_copy, bar, self._coordinator)
         with self._running(run):
             self._begin(state)
             network.train()
@@ -199,6 +200,17 @@ class SGDEngine(Engine):
                     "nothing would be trained or loaded"
                 )
         self.hooks.call("on_start", state)
+        while True:
+            try:
+                self._train_epochs(run, saved)
+                break
+            except TorchMPIError as error:
+                saved = self._saved_after_loss(run, error)
+                state.epoch, state.t, state.stop = saved.common["epoch"], saved.common["t"], False
+        self.hooks.call("on_end", state)
+
+    def _train_epochs(self, run: TrainingRun, saved: Saved | None) -> None:
+        state = run.state
         self._agree_to_stop(run)
         if saved is not None and not saved.common["in_epoch"]:
             run.restore(saved, self._kept | run.kept)
@@ -207,9 +219,10 @@ class SGDEngine(Engine):
                 state.best_epoch = run.validation.best.epoch
                 state.stop = state.stop or run.validation.best.is_over
         while state.epoch < state.max_epochs and not state.stop:
+            if saved is None:
+                self._copy_state(run)
             self._train_epoch(run, saved)
             saved = None
-        self.hooks.call("on_end", state)
 
     def _train_epoch(self, run: TrainingRun, saved: Saved | None) -> None:
         state = run.state
@@ -267,6 +280,7 @@ class SGDEngine(Engine):
             run.phase = "between updates"
             self.hooks.call("on_update", state)
             run.show_progress()
+            self._copy_state(run)
             self._save_if_due(run)
             if self._agree_to_stop(run):
                 return False
@@ -374,6 +388,16 @@ class SGDEngine(Engine):
 
     def _begin_step(self, state: State) -> None:
         """Prepare an update; called before each one, also on a rank without a batch."""
+
+    def _check_sources(self, *sources: Source) -> None:
+        """Raise if the data cannot be divided anew, but may have to be."""
+
+    def _copy_state(self, run: TrainingRun) -> None:
+        """Keep a copy of the state, if it is due; called between two updates."""
+
+    def _saved_after_loss(self, run: TrainingRun, error: TorchMPIError) -> Saved:
+        """Return the state from which the remaining ranks continue; raise an error that is not the loss of a rank."""
+        raise error
 
     def _wait_for_device(self) -> None:
         """Wait for the device, if requested; called when the sample is on the device, and when the loss is computed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from ..nn import MPLinear
 from . import rng
 from .checkpoint import Content, Saved, Saver, Stateful, digest
 from .coordination import Coordinator
-from .data_loading import DeviceCopy, Epoch, iterator_state, load_iterator_state, map_tensors, num_batches
+from .data_loading import DeviceCopy, Epoch, Source, iterator_state, load_iterator_state, make, map_tensors, num_batches
 from .early_stop import BestEpoch, EarlyStop
 from .meters import Meter
 from .metrics import Metric
@@ -28,8 +28,8 @@ from .updates import UpdateOptions
 class Validation:
     """The validation after each epoch of a run."""
 
-    def __init__(self, batches: Iterable[Any], metrics: dict[str, Metric], stop_early: EarlyStop | None) -> None:
-        self.batches, self.metrics = batches, metrics
+    def __init__(self, source: Source, metrics: dict[str, Metric], stop_early: EarlyStop | None) -> None:
+        self.source, self.batches, self.metrics = source, make(source), metrics
         self.best = BestEpoch(stop_early)
         self.metric = "loss" if stop_early is None else stop_early.metric
         """Name of the metric that decides about the best epoch, and that a ReduceLROnPlateau gets."""
@@ -44,6 +44,7 @@ class TrainingRun:
     def __init__(
         self,
         state: State,
+        source: Source,
         options: UpdateOptions,
         schedule: Schedule,
         scaler: torch.amp.GradScaler | None,
@@ -53,6 +54,7 @@ class TrainingRun:
         coordinator: Coordinator,
     ) -> None:
         self.state, self.options, self.schedule, self.scaler = state, options, schedule, scaler
+        self._source = source
         self.validation, self.device_copy = validation, device_copy
         arguments: dict[str, Stateful | None] = {
             "scheduler=": schedule.scheduler,
@@ -75,6 +77,13 @@ class TrainingRun:
             self._bar.begin(f"epoch {state.epoch + 1}/{state.max_epochs}", num_batches(state.iterator), state.batch)
         return self._epoch
 
+    def divide_anew(self) -> None:
+        """Make the iterators over the data again, as the number of ranks has changed."""
+        self.phase, self._epoch = "between epochs", None
+        self.state.iterator = make(self._source)
+        if self.validation is not None:
+            self.validation.batches = make(self.validation.source)
+
     def show_progress(self) -> None:
         """Update the progress bar."""
         if self._bar is not None:
@@ -88,6 +97,10 @@ class TrainingRun:
 
     def save(self, path: Path, kept: dict[str, Stateful], asynchronous: bool) -> None:
         """Save a checkpoint of this run and of `kept`, the objects of ``keep()``."""
+        self.saver.save(path, self.content(kept), asynchronous)
+
+    def content(self, kept: dict[str, Stateful]) -> Content:
+        """Return the present state of this run and of `kept`. The tensors are not copied."""
         state, in_epoch = self.state, self.phase == "between updates"
         own: dict[str, Any] = {
             "batch": state.batch,
@@ -101,7 +114,7 @@ class TrainingRun:
             own.update(generators=rng.capture_generators(state.iterator), iterator=iterator_state(state.iterator))
         epoch = state.epoch + (self.phase == "epoch end")
         common = {"epoch": epoch, "t": state.t, "in_epoch": in_epoch}
-        self.saver.save(path, Content(common, own, _trees(state)), asynchronous)
+        return Content(common, own, _trees(state))
 
     def restore(self, saved: Saved, kept: dict[str, Stateful]) -> dict[str, Any] | None:
         """Load a checkpoint; return the position for `begin_epoch`, or None if it was saved between two epochs."""

@@ -282,6 +282,11 @@ def init(tensor: torch.Tensor, comm: Comm = None, *, name: str | None = None) ->
         names = ", ".join(dtype_table.short_name(dtype) for dtype in _DTYPES)
         raise DtypeError(f"{what}: there are no servers for {tensor.dtype}, only for {names}.")
     _require_threads(group)
+    if group.context.raises_lost_ranks:
+        raise ArgumentError(
+            f"{what}: with on_lost_rank='raise' there are no parameter servers, as the shards of a lost rank would be "
+            "lost with it. Restart such a job from ps.save(): torchmpi run --restarts N."
+        )
     plain = buffers.plain(tensor, to_host=True)
     subject = f"{dtype_table.short_name(tensor.dtype)} {list(tensor.shape)}{'' if name is None else f' named {name!r}'}"
     return call_collectively(group, "server_init", subject, partial(_make, group, plain, name))

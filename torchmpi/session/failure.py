@@ -179,6 +179,8 @@ class FailureHandling:
     def _on_thread_exception(self, failure: threading.ExceptHookArgs) -> None:
         """End the job if a thread of torchmpi fails: the calls queued for this thread would never end."""
         name = "" if failure.thread is None else failure.thread.name
+        if self.world.context.loss and name.startswith("torchmpi"):
+            return  # its calls have failed with those of the main thread, which may go on without the lost rank
         if os.getpid() != self._pid or not self._installed or not name.startswith("torchmpi"):
             self._previous_thread_hook(failure)
             return

@@ -78,6 +78,9 @@ RUN_VARIABLE = "TORCHMPI_RUN_PID"
 """The process id of a rank that ``torchmpi run`` started."""
 _MPIRUN = ("mpirun", "prterun", "orterun", "mpiexec")
 
+WITHOUT_MPI_ID = "torchmpi run"
+"""The id of a run of torchrun, by which ``torchmpi run --without-mpi`` starts ranks as torchrun does."""
+
 
 class Launcher(NamedTuple):
     """The launcher of a process; `name` is None if none was detected, and a number None if it is not known."""
@@ -171,7 +174,7 @@ def torch_variables(environment: Mapping[str, str] | None = None) -> dict[str, s
 
 def announcement() -> str:
     """Return the line that precedes the messages of the launcher when the job is aborted; '' without a launcher."""
-    name = detect().name
+    name = None if os.environ.get("TORCHELASTIC_RUN_ID") == WITHOUT_MPI_ID else detect().name
     return "" if name is None else f"torchmpi: The lines below are from {name}."
 
 

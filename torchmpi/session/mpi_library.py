@@ -324,6 +324,21 @@ def watch_ranks(MPI: Any, end_job: Callable[[str, int], None]) -> Callable[[], N
     return lambda: None
 
 
+def why_no_recovery(MPI: Any) -> str:
+    """Return why this job cannot continue without a lost rank; '' if it can."""
+    if MPI is _stand_in:
+        return ""
+    return (
+        f"on_lost_rank='raise': {short_version(MPI)} ends the job when a rank is killed. Start the ranks without MPI, "
+        "by `torchmpi run --without-mpi`, or restart the job from a checkpoint: `torchmpi run --restarts N`."
+    )
+
+
+def loss() -> str:
+    """Return why all calls fail, if a rank has been lost that the job can continue without; '' otherwise."""
+    return "" if _stand_in is None else _stand_in.loss
+
+
 def is_ending(MPI: Any) -> bool:
     """Return whether another rank has ended the job and this process is about to end; an MPI library does not tell."""
     return MPI is _stand_in and MPI.is_ending

@@ -31,7 +31,7 @@ from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
 from ..config import Config
-from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError, TorchMPIError
+from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError, RankLostError, TorchMPIError
 from ..log import logger, set_rank
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
@@ -39,6 +39,7 @@ from . import affinity, host_ring, mpi_library
 from .devices import choose_device
 from .failure import FailureHandling
 from .heartbeat import Heartbeat
+from .lost_ranks import LossWatch
 from .program_lines import location
 from .start_watch import StartWatch
 from .watchdog import Watchdog
@@ -79,10 +80,23 @@ class Runtime:
         self, config: Config | None, *, with_cuda: bool | None, cartesian: bool = False, ipc_groups: bool = True
     ) -> None:
         self.resources = ExitStack()
+        self.arguments: dict[str, Any] = {}
+        """The arguments of ``start()``, with which ``recover()`` starts again."""
+        try:
+            self._acquire(config, with_cuda, cartesian, ipc_groups)
+        except Exception as error:
+            if reason := mpi_library.loss():  # recover() tries again
+                self.resources.close()
+                raise RankLostError(f"{reason}, during start().") from error
+            raise
+
+    def _acquire(self, config: Config | None, with_cuda: bool | None, cartesian: bool, ipc_groups: bool) -> None:
         self.cartesian, self.ipc_groups = cartesian, ipc_groups
         with StartWatch(config):  # not longer: the first start on a machine may compile for minutes
             self.MPI, _ = mpi_library.initialise()
             self.config = agreed_config(self.MPI.COMM_WORLD, config)
+            if self.config.on_lost_rank == "raise" and (problem := mpi_library.why_no_recovery(self.MPI)):
+                raise ConfigError(problem)
             self.threads_allowed = self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE
             ranks = self._exchange_information(with_cuda)
         hosts = self._group_by_host([rank.place for rank in ranks])
@@ -137,6 +151,9 @@ class Runtime:
             threaded=self.threads_allowed,
             slot_bytes=self.config.slot_bytes,
         )
+        self.losses = LossWatch(self.context) if self.config.on_lost_rank == "raise" else None
+        if self.losses is not None:
+            self.resources.callback(self.losses.close)  # after the groups, whose queued calls it ends
         self.communicators = CommunicatorStack(self.MPI.COMM_WORLD, self.context)
         self.world: Group = self.communicators.levels[0].intra
         set_rank(self.world.rank)
@@ -227,7 +244,8 @@ class Runtime:
     def _start_watchdog(self, hosts: Sequence[int]) -> None:
         """Start the watchdog, and connect it with the other hosts."""
         watchdog = Watchdog(self.context, self.config, self.failures.end_job)
-        if self.num_hosts > 1 and self.config.heartbeat_seconds:
+        # A lost host is noticed by the connections of the message layer, if its loss shall not end the job.
+        if self.num_hosts > 1 and self.config.heartbeat_seconds and self.losses is None:
             watchdog.heartbeat = self._connect_hosts(hosts, watchdog)
         watchdog.start()
         self.resources.callback(watchdog.stop)
@@ -261,6 +279,9 @@ class Runtime:
         if self.config.abort_on_exception:
             self.failures.install()
             self.resources.callback(self.failures.uninstall)
+        if self.losses is not None:
+            self.resources.callback(self.MPI.continue_without_lost_ranks(self.losses.note))
+        elif self.config.abort_on_exception:
             self.resources.callback(mpi_library.watch_ranks(self.MPI, self.failures.end_job))
 
     def _bind(self, masks: list[frozenset[int]], index: int) -> str:
@@ -369,6 +390,14 @@ def start(
             "(a start() or `with mpi.started()` that raised leaves it started, since stopping is collective)."
         )
     running = Runtime(config, with_cuda=with_cuda, cartesian=cartesian, ipc_groups=ipc_groups)
+    running.arguments = {
+        "with_cuda": with_cuda,
+        "ipc_groups": ipc_groups,
+        "custom_communicator_init": custom_communicator_init,
+        "cartesian": cartesian,
+        "collective_communicator": collective_communicator,
+        "config": running.config,
+    }
     running.make_levels(custom_communicator_init, collective_communicator)
     if running.world.rank == 0 and running.config.verbose:
         logger.info(running.summary())
@@ -404,6 +433,14 @@ def stop() -> None:
         if error is None:
             raise TorchMPIError(message) from unseen[0]
         logger.error(message)
+
+
+def abandon() -> None:
+    """Release all resources without the other ranks, of which some have been lost."""
+    global running
+    if running is not None:
+        closed, running = running, None
+        closed.resources.close()
 
 
 def current() -> Runtime:
@@ -483,7 +520,7 @@ def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:
     """Return the settings and arguments of `start()` that must be the same on all ranks."""
     names = (
         "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "slot_bytes", "staging_bytes", "gpu_backends",
-        "backend", "hierarchical", "heartbeat_seconds",
+        "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
 

@@ -102,7 +102,7 @@ class Watchdog(threading.Thread):
         current = group.call_log.current
         seq, since = self._since.get(group, (0, 0.0))
         now = time.monotonic()
-        if current is None:
+        if current is None or self.context.loss:  # a call that waits for a lost rank is ended, and the program goes on
             self._since.pop(group, None)
             return
         if current[0] != seq:

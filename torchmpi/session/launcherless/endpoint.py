@@ -7,7 +7,6 @@ progress while the program computes. The thread sleeps in the kernel while there
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import socket
@@ -16,137 +15,30 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
 
 from ...log import log_fatal
 from .. import launcher
+from .link import Arrival, Link, means_later
 from .requests import ANY, CommunicationError, Receive, Request
+from .survivors import Survivors
 
 _HEAD = struct.Struct("<QQiI")
 """Context, length and tag of a message, and the kind of frame. An abort has the rank that aborts, the length of the
 reason that follows, and the status."""
 _MESSAGE, _GOODBYE, _GOODBYE_READ, _ABORT = range(4)
+_EPOCH_BITS = 44
+"""The bits of a context below the number of lost ranks."""
+_LOST_RANKS = (1 << 64) - 1
+"""The context of messages about lost ranks."""
 _STAGING_BYTES = 64 << 10
-_JOINED_BYTES = 16 << 10  # up to this length a copy behind the head is cheaper than a second buffer
 _TURN_SECONDS = 2e-3  # for this time after a caller has read, the thread does not read
 _GOODBYE_SECONDS, _ABORT_SECONDS = 10.0, 1.0
 _MOST_REASON_BYTES = 4 << 10
 _TORCHRUN_SECONDS = 0.5  # torchrun looks at its processes ten times a second
 _exit_process = os._exit  # start() replaces os._exit by a function that reports
 _FORKED = "this process was forked from a rank and is not a rank itself"
-
-
-class Arrival:
-    """A message that is being read, or that waits for its receive."""
-
-    __slots__ = ("context", "data", "filled", "is_in_place", "is_whole", "receive", "source", "tag")
-
-    def __init__(self, source: int, context: int, tag: int, num_bytes: int, receive: Receive | None) -> None:
-        self.source, self.context, self.tag, self.receive = source, context, tag, receive
-        room = None if receive is None else receive.room_for(num_bytes)
-        self.data = np.empty(num_bytes, np.uint8).data if room is None else room
-        self.filled, self.is_whole, self.is_in_place = 0, False, room is not None
-
-    def rest(self) -> memoryview:
-        """Return the memory for the rest of the message: that of the receive, also if posted after it began."""
-        if self.receive is not None and not self.is_in_place:
-            room = self.receive.room_for(len(self.data))
-            if room is not None:
-                room[: self.filled] = self.data[: self.filled]
-                self.data, self.is_in_place = room, True
-        return self.data[self.filled :]
-
-    def deliver(self, receive: Receive) -> None:
-        """End the receive with this message."""
-        receive.take(self.source, self.tag, self.data, is_in_place=self.is_in_place)
-
-
-class Link:
-    """The connection to another rank. One thread reads; any thread sends."""
-
-    def __init__(self, peer: int, name: str, sock: socket.socket, on_room: Callable[[Link, bool], None]) -> None:
-        sock.setblocking(False)
-        self.peer, self.name, self.sock, self._on_room = peer, name, sock, on_room
-        self.problem = ""
-        """Why sends fail; '' while they are possible."""
-        self.said_goodbye, self.goodbye_is_read = False, False
-        self.arrival: Arrival | None = None
-        """The message of which a part has been read."""
-        self.rest = b""
-        """The beginning of a head."""
-        self._sending = threading.Lock()
-        self._outgoing: deque[tuple[list[memoryview], Request | None]] = deque()
-
-    def send(self, head: bytes, view: memoryview | None = None, request: Request | None = None) -> None:
-        """Write as much of a frame as the socket accepts; the reading thread writes the rest."""
-        view = view or memoryview(b"")
-        pieces = [memoryview(head + view)] if len(view) <= _JOINED_BYTES else [memoryview(head), view]
-        with self._sending:
-            if self.problem:
-                if request is not None:
-                    request.complete(self.problem)
-                return
-            try:
-                self._outgoing.append((pieces, request))
-                if len(self._outgoing) == 1:
-                    self._write()
-            except BaseException:  # from a signal handler: it is unknown how much has been written
-                self.sock.shutdown(socket.SHUT_RDWR)
-                raise
-
-    def send_first(self, head: bytes) -> bool:
-        """Write a frame before all frames that have not been begun; return whether all frames have been written."""
-        if self._sending.acquire(timeout=0.1):  # a signal handler may have interrupted a send
-            try:
-                if head and not self.problem:
-                    self._outgoing.insert(1, ([memoryview(head)], None))
-                if self._outgoing:
-                    self._write()
-            finally:
-                self._sending.release()
-        return not self._outgoing
-
-    def write_more(self) -> None:
-        """Write as much as the socket accepts."""
-        with self._sending:
-            self._write()
-
-    def _write(self) -> None:
-        while self._outgoing:
-            pieces, request = self._outgoing[0]
-            try:
-                num_bytes = self.sock.sendmsg(pieces) if len(pieces) > 1 else self.sock.send(pieces[0])
-            except OSError as error:
-                if _means_later(error):
-                    self._on_room(self, True)
-                    return
-                # Messages of the other rank may still have to be read.
-                self._refuse(f"{self.name} is gone: {error.strerror}")
-                return
-            while pieces and num_bytes >= len(pieces[0]):
-                num_bytes -= len(pieces.pop(0))
-            if pieces:
-                pieces[0] = pieces[0][num_bytes:]
-                continue
-            self._outgoing.popleft()
-            if request is not None:
-                request.complete()
-        self._on_room(self, False)
-
-    def refuse(self, problem: str) -> None:
-        """Fail all sends from now on."""
-        with self._sending:
-            self._refuse(problem)
-
-    def _refuse(self, problem: str) -> None:
-        self.problem = self.problem or problem
-        while self._outgoing:
-            _, request = self._outgoing.popleft()
-            if request is not None:
-                request.complete(self.problem)
 
 
 class Endpoint:
@@ -168,6 +60,10 @@ class Endpoint:
         self._arrived: defaultdict[int, list[Arrival]] = defaultdict(list)
         self._gone: dict[int, str] = {}
         self._left: dict[int, str] = {}
+        self.survivors: Survivors | None = None
+        """Set if the job continues after the loss of ranks; see :meth:`continue_without`."""
+        self.revoked = ""
+        """Why all calls fail until the remaining ranks have agreed; '' otherwise."""
         self._epoll = select.epoll()
         self._watched: dict[int, int] = {}
         self._links = {}
@@ -217,7 +113,7 @@ class Endpoint:
         with self._lock:
             arrival = self._find(context, source, tag)
             if arrival is None:
-                problem = self._why_never(receive)
+                problem = self.revoked or self._why_never(receive)
                 if problem:
                     receive.complete(problem)
                 else:
@@ -254,8 +150,8 @@ class Endpoint:
                 self._arrived.pop(context, None)
 
     def _check_open(self) -> None:
-        if self.problem:
-            raise CommunicationError(self.problem)
+        if self.problem or self.revoked:
+            raise CommunicationError(self.problem or self.revoked)
 
     # --- matching
 
@@ -294,7 +190,11 @@ class Endpoint:
         with self._lock:
             arrival.is_whole = True
             receive = arrival.receive
-        if receive is not None:
+            if arrival.context == _LOST_RANKS:
+                self._arrived[_LOST_RANKS].remove(arrival)
+        if arrival.context == _LOST_RANKS:
+            self._hear(arrival.source, arrival.data)
+        elif receive is not None:
             arrival.deliver(receive)
 
     # --- reading
@@ -414,7 +314,7 @@ class Endpoint:
         try:
             num_bytes = link.sock.recv_into(arrival.rest() if arrival else staging[kept:])
         except OSError as error:
-            return "" if _means_later(error) else str(error.strerror)
+            return "" if means_later(error) else str(error.strerror)
         if not num_bytes:
             return "its connection has ended"
         if arrival is not None:
@@ -482,9 +382,73 @@ class Endpoint:
                 self._arrived[arrival.context].remove(arrival)
         for receive in hopeless:
             receive.complete(problem)
+        if self.survivors is not None:
+            if not (self._is_ending or self.problem) and self.survivors.note(link.peer, problem) and not left:
+                self._revoke(problem)
+            return
         tell = self.on_loss  # another thread may reset it
         if tell is not None and not (left or self._is_ending):
             tell(link.peer, problem)
+
+    # --- continuing without lost ranks
+
+    def _revoke(self, problem: str) -> None:
+        """Fail all calls, and tell all ranks, also a lost one that can still be reached. Called by the reading thread.
+
+        The frames of calls before this one precede the message about the lost ranks on each connection.
+        """
+        self.revoked = self.revoked or problem
+        with self._lock:
+            pending = [receive for posted in self._posted.values() for receive in posted]
+            self._posted.clear()
+            for link in self._links.values():
+                if (arrival := link.arrival) is not None and arrival.receive is not None:
+                    pending.append(arrival.receive)
+                    arrival.detach()
+        for receive in pending:
+            receive.complete(self.revoked)
+        for link in self._links.values():
+            link.revoke(self.revoked)
+        self._tell_lost()
+        assert self.survivors is not None
+        self.survivors.on_loss(self.revoked)
+
+    def _tell_lost(self) -> None:
+        assert self.survivors is not None
+        view = self.survivors.own_view()
+        for link in self._links.values():
+            link.send(_HEAD.pack(_LOST_RANKS, len(view), 0, _MESSAGE), memoryview(view))
+
+    def _hear(self, peer: int, view: memoryview) -> None:
+        """Take over what another rank has lost."""
+        if self.survivors is None:
+            return
+        is_new = self.survivors.hear(peer, bytes(view))
+        if self.survivors.exclusion:
+            self._fail(self.survivors.exclusion)
+            self.survivors.on_loss(self.problem)
+        elif is_new:
+            self._revoke(self.survivors.last_reason)
+
+    def agree(self, timeout_seconds: float) -> tuple[int, ...]:
+        """Return the ranks that remain, when all of them have called this with the same view. Calls work again then."""
+        assert self.survivors is not None
+        members = self.survivors.agree(self._tell_lost, timeout_seconds)
+        with self._lock:
+            for context in [context for context in self._arrived if context < self.first_context]:
+                del self._arrived[context]
+        self.revoked = ""
+        if not self.survivors.is_agreed:  # a rank was lost meanwhile, perhaps before the line above
+            self.revoked = self.survivors.last_reason
+        for index, rank in enumerate(members):
+            if rank != self.rank:
+                self._links[rank].name = f"rank {index} on host {self.hosts[rank]}"
+        return members
+
+    @property
+    def first_context(self) -> int:
+        """The lowest context of the communicators that the present ranks create."""
+        return 0 if self.survivors is None else (self.size - len(self.survivors.members)) << _EPOCH_BITS
 
     # --- the end of the job
 
@@ -565,13 +529,6 @@ class Endpoint:
         """Close the descriptors that a forked child has inherited."""
         self.problem, self._is_closed = _FORKED, True
         self._close_descriptors()
-
-
-def _means_later(error: OSError) -> bool:
-    """Return whether there is nothing to read, or no room to write; raise an exception of a signal handler."""
-    if error.errno is None:
-        raise error
-    return error.errno in (errno.EAGAIN, errno.EINTR)
 
 
 _open: weakref.WeakSet[Endpoint] = weakref.WeakSet()

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 from ... import _version
 from ...backends import schedule
-from .endpoint import Arrival, Endpoint
+from .endpoint import Endpoint
+from .link import Arrival
 from .requests import ANY, UNDEFINED, CommunicationError, Datatype, Receive, Request, Status
+from .survivors import Survivors
 
 COMM_TYPE_SHARED = 1
 _MESSAGES, _COLLECTIVES, _CREATION, _NUM_CONTEXTS = range(4)
@@ -59,7 +61,7 @@ class Intracomm:
         """Create a communicator; `hosts` is, for each world rank, a key of the ranks with which it shares memory."""
         self._endpoint, self._hosts, self._num_calls = endpoint, hosts, 0
         self._world_ranks = tuple(world_ranks)
-        self._context = number * _NUM_CONTEXTS
+        self._context = endpoint.first_context + number * _NUM_CONTEXTS
         self.rank, self.size = self._world_ranks.index(endpoint.rank), len(self._world_ranks)
         self._doubling = schedule.doubling(self.rank, self.size)
 
@@ -239,8 +241,9 @@ class StandIn:
     Request, Status, buffer = Request, Status, buffer
     Exception = CommunicationError
 
-    def __init__(self, endpoint: Endpoint, hosts: Sequence[str]) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: Endpoint, hosts: Sequence[str], networks: Sequence[str]) -> None:
+        """Create the stand-in; ranks with the same key in `hosts` share memory, and in `networks` a Unix socket."""
+        self._endpoint, self._hosts, self._networks = endpoint, hosts, networks
         self.COMM_WORLD = Intracomm(endpoint, range(endpoint.size), 0, hosts)
         atexit.register(self.close)
 
@@ -287,6 +290,45 @@ class StandIn:
 
         self._endpoint.on_loss = note
         return stop
+
+    def continue_without_lost_ranks(self, on_loss: Callable[[str], None]) -> Callable[[], None]:
+        """Let all calls fail when a rank is lost, and call `on_loss`; return a function that ends the latter.
+
+        Later losses fail all calls too. :meth:`recover` continues with the remaining ranks.
+        """
+        endpoint = self._endpoint
+        if endpoint.survivors is None:
+            endpoint.survivors = Survivors(endpoint.rank, self._networks)
+        survivors = endpoint.survivors
+        survivors.on_loss = on_loss
+        if endpoint.revoked or endpoint.problem:  # meanwhile
+            on_loss(endpoint.revoked or endpoint.problem)
+
+        def stop() -> None:
+            survivors.on_loss = lambda reason: None
+
+        return stop
+
+    @property
+    def loss(self) -> str:
+        """Why all calls fail, if a rank has been lost and the ranks have not agreed since; '' otherwise."""
+        return self._endpoint.revoked
+
+    def recover(self, timeout_seconds: float) -> tuple[int, ...]:
+        """Make ``COMM_WORLD`` the communicator of the remaining ranks. Collective over these.
+
+        Returns:
+            The former ranks in ``COMM_WORLD`` of its present ranks.
+
+        Raises:
+            RankLostError: The other ranks continue without this one, or the remaining ones are too few to be sure that
+                the others have not gone on too.
+            StallError: A remaining rank has not called this in time.
+        """
+        before = self.COMM_WORLD.Get_group().world_ranks
+        members = self._endpoint.agree(timeout_seconds)
+        self.COMM_WORLD = Intracomm(self._endpoint, members, 0, self._hosts)
+        return tuple(before.index(rank) for rank in members)
 
     def close(self) -> None:
         """Close the connections. A second call has no effect."""

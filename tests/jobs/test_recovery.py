@@ -1,0 +1,263 @@
+"""Jobs that continue in the same processes after a rank was killed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from conftest import ROOT, Result, job_environment
+
+START = """
+import os, signal, sys, threading, time
+import torch
+from torch import nn
+import torchmpi as mpi
+from torchmpi.engine import AllReduceSGDEngine
+
+FIRST = int(os.environ["RANK"])  # the rank in the beginning
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+mpi.start(config=mpi.Config(on_lost_rank="raise", verbose=False))
+"""
+
+
+@pytest.fixture
+def survive(tmp_path, warm_python):
+    """``survive(n, "code", *arguments) -> Result``, on ranks that `torchmpi run --without-mpi` starts."""
+
+    def run(n: int, code: str, *arguments: object, start: str = START) -> Result:
+        script = tmp_path / "job.py"
+        script.write_text(start + textwrap.dedent(code))
+        own = [sys.executable, "-m", "torchmpi", "run", "-n", str(n), "--without-mpi", "--timeout", "120"]
+        begin = time.monotonic()
+        done = subprocess.run(
+            [*own, *warm_python, script, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env=job_environment({}),
+            stdin=subprocess.DEVNULL,
+        )
+        return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+    return run
+
+
+CALLS = """
+moment, victims = sys.argv[1], [int(text) for text in sys.argv[2].split(",")]
+small, large = torch.ones(10), torch.ones(1 << 22)
+call, num_lost, lost_seconds = 0, 0, []
+while call < 40:
+    try:
+        if call in (10, 25) and num_lost == (call > 10):
+            if moment == "queued":
+                mpi.allreduce_async(large.clone())
+            if FIRST == victims[num_lost] and moment != "collective":
+                die()
+            if FIRST == victims[num_lost]:
+                threading.Timer(0.005, die).start()
+            while moment == "collective":
+                mpi.allreduce(large.clone())
+            if moment == "recv":
+                peers = [rank for rank in range(mpi.size()) if rank != mpi.rank()]
+                pending = [mpi.recv_async(torch.empty(5), peer) for peer in peers]
+                pending[0].wait()
+        pending = mpi.allreduce_async(small.clone())
+        for tensor in (small, large):
+            summed = mpi.allreduce(tensor.clone())
+            assert (summed == mpi.size()).all(), summed
+        assert (pending.wait() == mpi.size()).all()
+        assert mpi.allgather_object(mpi.rank()) == list(range(mpi.size()))
+        with mpi.group(range(mpi.size())) as everyone:
+            last = mpi.size() - 1
+            assert (mpi.broadcast(torch.full((3,), float(mpi.rank())), last, comm=everyone) == last).all()
+        call += 1
+    except mpi.RankLostError as error:
+        assert "is gone" in str(error), error
+        former = mpi.recover()
+        call = mpi.allreduce(call, op="max")
+        num_lost += 1
+        now = f"now {mpi.rank()} of {mpi.size()}, local {mpi.local_size()}"
+        print(f"first rank {FIRST}: former {former}, {now}", flush=True)
+mpi.stop()
+print(f"first rank {FIRST} ended, lost {num_lost}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "victims"), [("between", "0,2"), ("collective", "1,0"), ("queued", "2,1"), ("recv", "0,1")]
+)
+def test_the_others_continue_after_one_kill_and_after_a_second(survive, moment, victims):
+    result = survive(3, CALLS, moment, victims)
+    one, two = (int(text) for text in victims.split(","))
+    last = ({0, 1, 2} - {one, two}).pop()
+    after_one = tuple(rank for rank in range(3) if rank != one)
+    for index, rank in enumerate(after_one):
+        text = f"first rank {rank}: former {after_one}, now {index} of 2, local 2\n"
+        assert result.stdout.count(text) == 1, result.output
+    alone = (after_one.index(last),)
+    assert f"first rank {last}: former {alone}, now 0 of 1, local 1\n" in result.stdout, result.output
+    assert re.findall(r"first rank (\d) ended, lost (\d)", result.stdout) == [(str(last), "2")], result.output
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.output
+
+
+TRAINING = """
+folder, moment, asynchronous, reference = sys.argv[1], sys.argv[2], bool(int(sys.argv[3])), sys.argv[4:]
+torch.manual_seed(7)
+inputs = torch.randn(36, 6, 8)
+batches = [(each, each[:, :3].argmax(1)) for each in inputs]
+network = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3))
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+engine = AllReduceSGDEngine(asynchronous=asynchronous, progress=False)
+losses, calls = [], []
+
+@engine.on("on_forward_criterion")
+def note(state):
+    losses.append((state.t, state.loss.item()))
+
+def kill(state, point):
+    if not reference and point == moment and state.t == 7 and FIRST == 1 and mpi.size() == 3:
+        die()
+
+engine.on("on_sample")(lambda state: kill(state, "forward"))
+register = network[0].weight.register_hook
+engine.on("on_backward_criterion")(lambda state: register(lambda gradient: kill(state, "backward")))
+engine.on("on_backward")(lambda state: kill(state, "synchronized"))
+engine.on("on_update")(lambda state: kill(state, "updated"))
+if not reference:
+    engine.recover(every=5)
+    engine.on("on_update")(lambda state: engine.save_checkpoint(folder) if state.t == 5 and mpi.size() == 3 else None)
+
+def divided():
+    calls.append(mpi.size())
+    return batches[mpi.rank() :: mpi.size()]
+
+state = engine.train(
+    network=network, criterion=nn.CrossEntropyLoss(), iterator=divided, optimizer=optimizer, max_epochs=3,
+    resume=folder if reference else None,
+)
+total = sum(parameter.detach().double().sum() for parameter in network.parameters()).item()
+moments = sum(each["momentum_buffer"].double().sum() for each in optimizer.state_dict()["state"].values()).item()
+after = [(t, loss) for t, loss in losses if t >= 5][-40:]
+lowest = mpi.allgather_object(total)
+assert len(set(lowest)) == 1, lowest
+if not reference:
+    assert calls == [3, 2], calls
+    first, last = (sum(loss for _, loss in part) / len(part) for part in (losses[:5], losses[-15:]))
+    assert last < 0.8 * first, losses
+print(f"result {mpi.rank()}: {state.t} {total.hex()} {moments.hex()} {[loss for _, loss in after]}", flush=True)
+mpi.stop()
+"""
+
+
+@pytest.mark.parametrize("asynchronous", [0, 1])
+@pytest.mark.parametrize("moment", ["forward", "backward", "synchronized", "updated"])
+def test_an_engine_continues_with_the_bits_of_a_run_from_that_step(survive, tmp_path, moment, asynchronous):
+    if asynchronous and moment in ("forward", "updated"):
+        pytest.skip("as without asynchronous: no gradients are on their way")
+    folder = tmp_path / "checkpoint"
+    result = survive(3, TRAINING, folder, moment, asynchronous)
+    assert result.returncode == 0, result.output
+    assert "continuing on 2 of 3 ranks" in result.stderr, result.output
+    undisturbed = survive(2, TRAINING, folder, moment, asynchronous, "reference")
+    assert undisturbed.returncode == 0, undisturbed.output
+    ours, theirs = (sorted(re.findall(r"result (.*)", each.stdout)) for each in (result, undisturbed))
+    assert len(ours) == 2 and ours == theirs, f"{result.output}\n{undisturbed.output}"
+
+
+KILL = """
+import os, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+steps = []
+
+def hook(*_):
+    steps.append(os.environ["RANK"])
+    if len(steps) == 12 and steps[0] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+register_optimizer_step_post_hook(hook)
+exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), {"__name__": "__main__"})
+print(f"steps {len(steps)}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "fewest"), [(0, 24), (1, 60)])
+def test_the_programs_of_the_page_survive_a_kill(survive, tmp_path, number, fewest):
+    page = (ROOT / "docs" / "failing.md").read_text().partition("## Continuing without a lost rank")[2]
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(programs) == 2
+    (tmp_path / "program.py").write_text(programs[number])
+    result = survive(3, KILL, tmp_path / "program.py", start="")
+    assert result.returncode == 0 and "continuing on 2 of 3 ranks" in result.stderr, result.output
+    steps = [int(text) for text in re.findall(r"steps (\d+)", result.stdout)]
+    assert len(steps) == 2 and min(steps) >= fewest, result.output
+
+
+def test_without_recover_the_error_ends_the_job(survive):
+    result = survive(3, "mpi.barrier()\nif FIRST == 2: die()\nwhile True: mpi.allreduce(torch.ones(3))")
+    assert result.returncode == 1, result.output
+    assert re.search(r"RankLostError: rank 2.* is gone", result.stderr), result.output
+    assert result.seconds < 60, result.output
+
+
+def test_a_rank_that_hangs_is_named_and_the_job_ends(survive):
+    code = """
+        mpi.barrier()
+        if FIRST == 1:
+            die()
+        try:
+            while True:
+                mpi.allreduce(torch.ones(3))
+        except mpi.RankLostError:
+            if FIRST == 2:
+                time.sleep(3600)
+            mpi.recover(timeout=2)
+    """
+    result = survive(3, code)
+    assert result.returncode == 1, result.output
+    assert "rank 2 still runs, but has not called recover() within 2 s" in result.stderr, result.output
+
+
+def test_what_cannot_continue_is_refused(survive):
+    code = """
+        import torchmpi.nn as mpinn
+        import torchmpi.parameterserver as ps
+        attempts = [
+            lambda: mpi.recover(),
+            lambda: ps.init(torch.ones(3)),
+            lambda: engine.train(network=network, criterion=nn.MSELoss(), iterator=[], lr=0.1),
+            lambda: engine.train(
+                network=network, criterion=nn.MSELoss(), iterator=lambda: [], optimizer=mpinn.DistributedOptimizer(
+                    torch.optim.SGD(network.parameters(), lr=0.1), network
+                )
+            ),
+        ]
+        network, engine = nn.Linear(2, 2), AllReduceSGDEngine(progress=False)
+        engine.recover()
+        for attempt in attempts:
+            try:
+                attempt()
+            except mpi.errors.ArgumentError as error:
+                print(error, flush=True)
+        mpi.stop()
+    """
+    result = survive(2, code)
+    for text in (
+        "recover() without a lost rank",
+        "shards of a lost rank",
+        "needs functions for iterator=",
+        "closed communicators",
+    ):
+        assert text in result.stdout, result.output
+    assert result.returncode == 0, result.output
+
+
+def test_mpi_is_refused(job):
+    result = job(2, "import torchmpi as mpi\nmpi.start(config=mpi.Config(on_lost_rank='raise'))")
+    assert result.returncode != 0 and "ends the job when a rank is killed" in result.stderr, result.output
+    assert "torchmpi run --without-mpi" in result.stderr, result.output

@@ -1,0 +1,141 @@
+"""Agreement about the remaining ranks, without processes: messages are delivered in an order that the test chooses."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+
+import pytest
+
+from torchmpi.errors import RankLostError, StallError
+from torchmpi.session.launcherless.survivors import Survivors
+
+
+class Wires:
+    """Ranks in threads, with a first-in-first-out wire between each pair; a lost rank neither sends nor receives."""
+
+    def __init__(self, networks: list[str], seed: int = 0) -> None:
+        self.ranks = [Survivors(rank, networks) for rank in range(len(networks))]
+        self.random, self.lock = random.Random(seed), threading.RLock()
+        self.queues: dict[tuple[int, int], deque[bytes]] = {}
+        self.killed: set[int] = set()
+        self.results: dict[int, object] = {}
+
+    def tell(self, sender: int) -> None:
+        with self.lock:
+            view = self.ranks[sender].own_view()
+            for receiver in range(len(self.ranks)):
+                if sender not in self.killed and receiver != sender:
+                    self.queues.setdefault((sender, receiver), deque()).append(view)
+
+    def kill(self, rank: int) -> None:
+        """The others see the end of their connections, each at a moment of its own."""
+        with self.lock:
+            self.killed.add(rank)
+            for receiver in range(len(self.ranks)):
+                self.queues.setdefault((rank, receiver), deque()).append(b"end")
+
+    def cut(self, one: int, other: int) -> None:
+        for sender, receiver in ((one, other), (other, one)):
+            self.queues.setdefault((sender, receiver), deque()).append(b"end")
+
+    def deliver_one(self) -> bool:
+        with self.lock:
+            full = [pair for pair, queue in self.queues.items() if queue and pair[1] not in self.killed]
+            if not full:
+                return False
+            sender, receiver = self.random.choice(full)
+            view, rank = self.queues[sender, receiver].popleft(), self.ranks[receiver]
+            is_new = rank.note(sender, "killed") if view == b"end" else rank.hear(sender, view)
+        if is_new:
+            self.tell(receiver)
+        return True
+
+    def agree(self, next_victim: int | None = None) -> None:
+        """Let all ranks that are not killed agree, while messages arrive and perhaps one more is killed."""
+
+        def run(rank: int) -> None:
+            try:
+                while rank not in self.killed:
+                    self.results[rank] = self.ranks[rank].agree(lambda: self.tell(rank), 20)
+                    time.sleep(0.1)  # a call, which fails if another one is lost
+                    if self.ranks[rank].is_agreed:
+                        return
+            except (RankLostError, StallError) as error:
+                self.results[rank] = error
+
+        alive = [rank for rank in range(len(self.ranks)) if rank not in self.killed]
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in alive]
+        for thread in threads:
+            thread.start()
+        num_before = self.random.randrange(12)
+        while any(thread.is_alive() for thread in threads):
+            has_delivered = self.deliver_one()
+            num_before -= has_delivered
+            if not has_delivered:
+                time.sleep(1e-3)
+            if num_before < 0 and next_victim is not None:
+                self.kill(next_victim)
+                self.ranks[next_victim].exclusion = "killed"  # ends its thread, which the next line wakes
+                self.ranks[next_victim].note(next_victim, "killed")
+                next_victim = None
+        while self.deliver_one():
+            pass
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_remaining_ranks_agree(seed):
+    wires = Wires(["host"] * 5, seed)
+    *victims, last = wires.random.sample(range(5), 2 + seed % 3)
+    for victim in victims:
+        wires.kill(victim)
+    while not all(wires.ranks[rank].last_reason for rank in range(5) if rank not in wires.killed):
+        wires.deliver_one()  # recover() is called by ranks that have noticed something
+    wires.agree(last)
+    remaining = tuple(rank for rank in range(5) if rank not in wires.killed)
+    assert {rank: wires.results[rank] for rank in remaining} == dict.fromkeys(remaining, remaining)
+
+
+def test_a_rank_that_cannot_be_reached_by_one_is_excluded_by_all_and_told():
+    wires = Wires(["a", "b", "c"])
+    wires.cut(1, 2)
+    while wires.deliver_one():
+        pass
+    wires.agree()
+    excluded = [rank for rank, result in wires.results.items() if isinstance(result, RankLostError)]
+    assert len(excluded) == 1 and excluded[0] in (1, 2), wires.results
+    assert "go on without it" in str(wires.results[excluded[0]])
+    left = tuple(rank for rank in range(3) if rank not in excluded)
+    assert [wires.results[rank] for rank in left] == [left, left]
+
+
+def test_of_two_halves_of_the_hosts_one_goes_on():
+    wires = Wires(["a", "a", "b", "b"])
+    for one in (0, 1):
+        for other in (2, 3):
+            wires.cut(one, other)
+    while wires.deliver_one():
+        pass
+    wires.agree()
+    assert [wires.results[rank] for rank in (0, 1)] == [(0, 1), (0, 1)]
+    for rank in (2, 3):
+        assert "may be alive behind a cut link" in str(wires.results[rank])
+
+
+def test_ranks_of_one_host_go_on_in_any_number():
+    wires = Wires(["a", "a", "a"])
+    wires.kill(0)
+    wires.kill(1)
+    while wires.deliver_one():
+        pass
+    wires.agree()
+    assert wires.results == {2: (2,)}
+
+
+def test_a_rank_that_does_not_come_is_named():
+    ranks = Survivors(0, ["a"] * 3)
+    ranks.note(2, "rank 2 is gone")
+    with pytest.raises(StallError, match=r"rank 1 still runs, but has not called recover\(\) within 0.05 s.*rank 2 is"):
+        ranks.agree(lambda: None, 0.05)

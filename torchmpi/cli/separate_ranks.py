@@ -1,0 +1,100 @@
+"""Start the ranks of one host without MPI, so that the others continue when one is killed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from types import FrameType
+
+from ..backends import network, torch_groups
+from ..log import logger
+from ..session import launcher
+
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_POLL_SECONDS = 0.05
+_TERMINATION_SECONDS = 10.0
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_TIMEOUT = timedelta(minutes=5)
+# The ranks find each other as under torchrun: through a store in this process.
+_AS_TORCHRUN = {"TORCHELASTIC_RUN_ID": launcher.WITHOUT_MPI_ID, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+class SeparateRanks:
+    """The processes of a job without MPI.
+
+    A rank that is killed is lost, and the others decide whether they continue. A rank that fails ends the job itself.
+    """
+
+    def __init__(self, command: Sequence[str], num_ranks: int) -> None:
+        self._command, self._num_ranks = list(command), num_ranks
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def run(self, seconds: float | None = None) -> int:
+        """Run all ranks to their end; return 0 if one rank has ended with 0 and no other one has failed.
+
+        After a time limit, the ranks are ended, and the status is 124.
+        """
+        address = network.loopback()
+        server = socket.create_server((address, 0), family=network.family(address))
+        port = server.getsockname()[1]
+        store = torch_groups.open_tcp_store(
+            address, port, self._num_ranks, True, _TIMEOUT, master_listen_fd=server.detach()
+        )
+        self._processes = [self._start(rank, address, port) for rank in range(self._num_ranks)]
+        for number in (signal.SIGINT, *_FORWARDED):
+            signal.signal(number, self._pass_on)
+        limit = None if seconds is None else time.monotonic() + seconds
+        running, statuses = list(self._processes), dict[int, int]()
+        while running:
+            for process in [process for process in running if process.poll() is not None]:
+                running.remove(process)
+                rank, status = self._processes.index(process), process.returncode
+                statuses[rank] = status
+                if status < 0:
+                    logger.warning("torchmpi run: rank %d was ended by signal %d.", rank, -status)
+            if limit is not None and time.monotonic() >= limit:
+                self._end(running)
+                return 124
+            time.sleep(_POLL_SECONDS)
+        del store
+        failed = [status for _, status in sorted(statuses.items()) if status > 0]
+        if failed:
+            return failed[0]
+        return 0 if 0 in statuses.values() else 128 - max(statuses.values())
+
+    def _start(self, rank: int, address: str, port: int) -> subprocess.Popen[bytes]:
+        numbers = dict(zip(_NUMBERS, (rank, self._num_ranks) * 2, strict=True))
+        variables = {**_AS_TORCHRUN, "MASTER_ADDR": address, "MASTER_PORT": port, **numbers}
+        return subprocess.Popen(self._command, env=os.environ | {name: str(each) for name, each in variables.items()})
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGINT:  # the terminal sends Ctrl-C to the ranks too
+            for process in self._processes:
+                process.send_signal(number)
+
+    def _end(self, running: Sequence[subprocess.Popen[bytes]]) -> None:
+        for process in running:
+            process.terminate()
+        limit = time.monotonic() + _TERMINATION_SECONDS
+        for process in running:
+            try:
+                process.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def run(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """Run ``torchmpi run --without-mpi``."""
+    for name in ("hosts", "hostfile", "interface", "rsh", "restarts", "min_ranks", "log_dir", "option"):
+        if getattr(options, name):
+            options.refuse(f"--without-mpi starts ranks on this host only, and has no --{name.replace('_', '-')}")
+    if options.ranks is None:
+        options.refuse("-n N, the number of ranks, is needed")
+    return SeparateRanks(command, options.ranks).run(options.timeout)

@@ -1,0 +1,131 @@
+"""Agreement of the remaining ranks after a loss: which ranks are left.
+
+Every rank has a connection to every other one, so each remaining rank learns of a lost rank by itself, or from the
+ranks that have lost their connection to it. A rank in :meth:`Survivors.agree` sends its set of lost ranks to all, and
+again when the set has grown. It is done when it has received the same set from each rank that is not in it. Sets only
+grow, so all ranks that are done with one set agree; a rank that is lost afterwards makes the next call fail, and the
+ranks that are left meet here again. This module sends nothing itself, so that it can be tested without processes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ...errors import RankLostError, StallError
+
+
+class Survivors:
+    """The ranks of a job that have not been lost, as one of them knows them; by their first numbers.
+
+    >>> ranks = [Survivors(rank, ["host"] * 3) for rank in range(3)]
+    >>> ranks[0].note(2, "killed"), ranks[1].hear(0, ranks[0].own_view()), ranks[1].last_reason
+    (True, True, 'rank 2 is gone, according to rank 0')
+    """
+
+    def __init__(self, rank: int, networks: Sequence[str]) -> None:
+        """Begin with all ranks; a rank with the same key in `networks` as a remaining one is lost only if it ended."""
+        self.rank, self._networks = rank, networks
+        self.members = tuple(range(len(networks)))
+        """The ranks that have agreed last."""
+        self.exclusion = ""
+        """Why the other ranks continue without this one; '' if they do not."""
+        self.on_loss: Callable[[str], None] = lambda reason: None
+        """Called with the reason when calls have begun to fail, by the thread that reads messages."""
+        self._lost: dict[int, str] = {}
+        self._views: dict[int, frozenset[int]] = {}
+        self._is_ready = False
+        self._changed = threading.Condition()
+
+    @property
+    def last_reason(self) -> str:
+        """The reason of the last loss."""
+        return next(reversed(self._lost.values()), "")
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether no rank has been lost since the ranks have agreed."""
+        return not self._lost.keys() & set(self.members)
+
+    def note(self, rank: int, reason: str) -> bool:
+        """Note that a rank is lost; return whether that is new."""
+        with self._changed:
+            is_new = rank not in self._lost
+            self._lost.setdefault(rank, reason)
+            self._changed.notify_all()
+        return is_new
+
+    def own_view(self) -> bytes:
+        """Return the message for the other ranks: whether this rank is in ``agree()``, and the ranks it has lost."""
+        with self._changed:
+            return json.dumps([self._is_ready, sorted(self._lost)]).encode()
+
+    def hear(self, peer: int, view: bytes) -> bool:
+        """Take over the message of another rank; return whether ranks are lost that were not before."""
+        is_ready, lost = json.loads(view)
+        with self._changed:
+            if peer in self._lost:  # it may have lost this one, too; the others decide
+                return False
+            if self.rank in lost:
+                self.exclusion = f"rank {peer} has lost its connection to this rank, and the others go on without it"
+            num_before = len(self._lost)
+            for rank in lost:
+                self._lost.setdefault(rank, f"rank {rank} is gone, according to rank {peer}")
+            if is_ready:
+                self._views[peer] = frozenset(lost)
+            self._changed.notify_all()
+            return len(self._lost) > num_before
+
+    def agree(self, tell: Callable[[], object], timeout_seconds: float) -> tuple[int, ...]:
+        """Return the remaining ranks when all of them are here and have lost the same ranks.
+
+        Args:
+            tell: Sends :meth:`own_view` to all ranks.
+            timeout_seconds: How long to wait for the other ranks.
+
+        Raises:
+            RankLostError: The others continue without this rank, or the remaining ranks are too few.
+            StallError: Some have not come in time.
+        """
+        limit, told = time.monotonic() + timeout_seconds, None
+        with self._changed:
+            self._is_ready = True
+            try:
+                while True:
+                    if self.exclusion:
+                        raise RankLostError(f"rank {self.rank} cannot go on: {self.exclusion}.")
+                    lost = frozenset(self._lost)
+                    members = tuple(rank for rank in self.members if rank not in lost)
+                    self._check_number(members)
+                    if lost != told:
+                        told = lost
+                        tell()
+                    late = [rank for rank in members if rank != self.rank and self._views.get(rank) != lost]
+                    if not late:
+                        self.members = members
+                        return members
+                    if not self._changed.wait(limit - time.monotonic()) and time.monotonic() >= limit:
+                        raise StallError(
+                            f"rank {self.rank}: {self._numbers(late)} still runs, but has not called recover() within "
+                            f"{timeout_seconds:g} s. The loss: {self.last_reason}."
+                        )
+            finally:
+                self._is_ready = False
+
+    def _check_number(self, members: tuple[int, ...]) -> None:
+        """Refuse to go on if lost ranks of other hosts may have been cut off, and may go on too."""
+        near = {self._networks[rank] for rank in members}
+        unsure = [rank for rank in self.members if rank not in members and self._networks[rank] not in near]
+        excess = 2 * len(members) - len(self.members)
+        if unsure and (excess < 0 or (excess == 0 and self.members[0] not in members)):
+            raise RankLostError(
+                f"rank {self.rank} cannot go on: {self._numbers(unsure)} may be alive behind a cut link, and "
+                f"{len(members)} of {len(self.members)} ranks are left. Only more than half of the ranks, or the half "
+                "with the lowest one, may go on. Start again from a checkpoint."
+            )
+
+    def _numbers(self, ranks: Sequence[int]) -> str:
+        """Return ranks as the program numbers them at present."""
+        return "rank " + ", ".join(str(self.members.index(rank)) for rank in ranks)

@@ -1,0 +1,77 @@
+"""``recover()``: continue in the same processes without lost ranks."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ..errors import ArgumentError, RankLostError
+from ..log import logger
+from . import runtime
+
+_OWN_BACKEND = "torchmpi"
+
+
+def recover(timeout: float = 60.0) -> tuple[int, ...]:
+    """Start torchmpi again on the remaining ranks, after a ``RankLostError``. Collective over these ranks.
+
+    Each remaining rank gets such an error from its next call, so all of them come here. They agree on the lost ranks
+    and get new numbers, in the old order: ``rank()``, ``size()`` and the levels are those of a new ``start()`` with the
+    same arguments. Everything made before is closed, as by ``stop()``: communicators, handles, registrations of
+    networks. Tensors remain, also shared ones, but those in which a failed call was receiving have undefined values.
+    The ranks may have failed in different steps of the program, by at most one, so they must agree on the step and on
+    its state.
+
+    Args:
+        timeout: How many seconds to wait for remaining ranks that do not come.
+
+    Returns:
+        The former ranks of the remaining ones, in the order of their new ranks.
+
+    Raises:
+        ArgumentError: No rank is lost, or a process group of ``torch.distributed`` has the backend ``torchmpi``.
+        NotStartedError: torchmpi is not started.
+        RankLostError: The other ranks continue without this one, or too few are left, so that those which cannot be
+            reached may continue too.
+        StallError: A remaining rank has not called this function in time.
+
+    Example:
+        ::
+
+            mpi.start(config=mpi.Config(on_lost_rank="raise"))
+            step = 0
+            while step < 1000:
+                try:
+                    train(model, optimizer, data[step][mpi.rank() :: mpi.size()])
+                    step += 1
+                except mpi.RankLostError:
+                    mpi.recover()
+                    states = model.state_dict(), optimizer.state_dict()
+                    step, (weights, moments) = mpi.broadcast_object((step, states))
+                    model.load_state_dict(weights)
+                    optimizer.load_state_dict(moments)
+    """
+    old = runtime.current()
+    if not old.context.loss:
+        raise ArgumentError(
+            f"rank {old.world.rank}: recover() without a lost rank. It is for the program to call after a "
+            "RankLostError, which calls raise with the setting on_lost_rank='raise'."
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == _OWN_BACKEND:
+        raise ArgumentError(
+            f"rank {old.world.rank}: recover() cannot replace the process groups of torch.distributed. Restart the job "
+            "from a checkpoint: torchmpi run --restarts N."
+        )
+    for group in list(old.context.groups):
+        group.drain()  # queued calls fail; none may begin when messages are possible again
+    former = tuple(range(old.world.size))
+    while True:
+        former = tuple(former[rank] for rank in old.MPI.recover(timeout))
+        runtime.abandon()
+        try:
+            runtime.start(**old.arguments)
+        except RankLostError as error:  # another one, meanwhile
+            logger.warning(f"lost another rank while recovering: {error}")
+            continue
+        if runtime.current().world.rank == 0:
+            logger.warning(f"continuing on {len(former)} of {old.world.size} ranks: {old.context.loss}")
+        return former
