@@ -97,7 +97,7 @@ pairs() {
     done
     launch_command 4
     timeout -k 5 120 "${launch[@]}" "$logs/pair" "$logs" python -c "$pairs_program" >"$logs/$1.log" 2>&1 </dev/null || status=$?
-    kill "${keepers[@]}"
+    kill -9 "${keepers[@]}" # unshare ignores SIGTERM
     wait "${keepers[@]}" 2>/dev/null
     [ "$status" = 0 ] && [ "$(grep -c 'right hosts 2' "$logs/$1.log")" = 4 ] || status=1
     printf '| %s | 4 ranks | start, allreduce, two hosts found | %s | `scripts/test_containers.sh pairs` |\n' "$1" \
