@@ -30,6 +30,7 @@ from torchmpi.session.launcherless import mesh
 from torchmpi.session.launcherless.endpoint import Endpoint
 from torchmpi.session.launcherless.requests import ANY, UNDEFINED, CommunicationError, Datatype, Status
 from torchmpi.session.launcherless.stand_in import Intracomm
+from torchmpi.session.launcherless.survivors import Survivors
 
 LIMIT_SECONDS = 30
 BIG = 20_000_000
@@ -291,6 +292,44 @@ def test_a_loss_is_reported_and_a_goodbye_is_not(trio):
     assert lost == [(0, 2)]
     with pytest.raises(CommunicationError, match="rank 1 on host host1 has left"):
         trio[0].Recv(np.zeros(1, np.uint8), 1, 1)
+
+
+@pytest.mark.parametrize("milliseconds", (0, 1, 3, 6))
+def test_the_others_communicate_after_a_loss_without_old_messages(milliseconds):
+    with world(3) as comms:
+        for comm in comms:
+            comm._endpoint.survivors = Survivors(comm.rank, ["a"] * 3)
+        comms[0].isend("old", 1, 1)
+        sent, received = pattern(0).copy(), np.zeros(BIG, np.uint8)
+        sending, receiving = comms[0].Isend(sent, 1, 2), comms[1].Irecv(received, 0, 2)
+        waiting = comms[1].Irecv(np.zeros(1, np.uint8), 0, 9)
+        time.sleep(milliseconds / 1e3)
+        kill(comms[2])
+        with pytest.raises(CommunicationError, match=r"rank 2( on host host2)? is gone"):
+            waiting.Wait()
+        for request in (sending, receiving):
+            with contextlib.suppress(CommunicationError):
+                request.Wait()
+        had_arrived, before = not receiving.error, received.copy()
+        sent[:] = 255  # the memory belongs to the caller again, also if the rest has not been sent
+        until(lambda: comms[0]._endpoint.revoked)
+        with pytest.raises(CommunicationError, match=r"rank 2( on host host2)? is gone"):
+            comms[0].isend("too early", 1, 1)
+        assert on_all(comms[:2], lambda comm: comm._endpoint.agree(LIMIT_SECONDS)) == [(0, 1)] * 2
+        if had_arrived:
+            assert (received == pattern(0)).all()
+
+        def continue_together(comm):
+            comm = Intracomm(comm._endpoint, (0, 1), 0, ["a"] * 3)
+            request = comm.isend(f"new {comm.rank}", 1 - comm.rank, 1)
+            found = comm.recv(None, 1 - comm.rank, 1)
+            request.Wait()
+            exchanged = np.zeros(BIG, np.uint8)
+            comm.Sendrecv(pattern(comm.rank), 1 - comm.rank, 2, exchanged, 1 - comm.rank, 2)
+            return found, bool((exchanged == pattern(1 - comm.rank)).all()), comm.Dup().allgather(comm.rank)
+
+        assert on_all(comms[:2], continue_together) == [("new 1", True, [0, 1]), ("new 0", True, [0, 1])]
+        assert (received == before).all()  # not written after the error
 
 
 def test_messages_sent_before_closing_arrive(pair):
