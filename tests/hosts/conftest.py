@@ -180,8 +180,8 @@ def _mpirun(layout: str, variables: Sequence[str]) -> list[str]:
             *("-hosts", layout),
         ]
     options = {"plm_ssh_agent": agent, "prte_if_include": f"{NETWORK}.0/24"}
-    # As docs/failing.md recommends, for mpirun to end when a host does not answer.
-    options |= {"oob_tcp_keepalive_time": "3", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "3"}
+    # The options that docs/failing.md recommends, with longer times: the ranks shall report first.
+    options |= {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "3", "oob_tcp_keepalive_probes": "3"}
     command = [str(BESIDE / "mpirun"), "--bind-to", "none", "--host", layout]
     for name, value in options.items():
         command += ["--prtemca", name, value]
