@@ -15,7 +15,7 @@ build/ssh/. The status is 0 only if all passed.
   mpirun      the mpirun or mpiexec of the MPI library, with a host file
   run         torchmpi run --hosts
   mpijob      the command, host file and variables of an MPIJob of Kubernetes' MPI operator (Open MPI)
-  ipv6        hosts without IPv4 addresses
+  ipv6        hosts without IPv4 addresses; name it last, since they get none again
   interface   a second network on each host that reaches nobody, as docker0 does; torchmpi run --interface NAME
   network     the same; torchmpi run --interface ADDRESS/BITS
 
