@@ -36,7 +36,9 @@ from torchmpi.tensors import bucket_plan, buffers, dtypes, numbers
 @pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
 def test_every_setting_is_read_from_the_environment(field):
     given = {bool: ("0", False), int: ("7", 7), float: ("7.5", 7.5), str: ("none", "none")}[type(field.default)]
-    given = {"check": ("strict", "strict"), "hierarchical": ("off", "off")}.get(field.name, given)
+    given = {"check": ("strict", "strict"), "hierarchical": ("off", "off"), "on_lost_rank": ("raise", "raise")}.get(
+        field.name, given
+    )
     config = Config.from_environment({f"TORCHMPI_{field.name.upper()}": given[0], "HOME": "/root"})
     assert getattr(config, field.name) == given[1]
     assert dataclasses.replace(config, **{field.name: field.default}) == Config()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import os
 import pickle
 from pathlib import Path
@@ -176,6 +178,32 @@ def test_reading_runs_no_code_of_the_file(path, tmp_path):
         file.write_bytes(whole)
     assert not made.exists()
     read(path, SingleProcess())
+
+
+class GetattrPickler(pickle.Pickler):
+    """Pickles enumerations as some releases of Python 3.11 do."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+class Attribute:
+    """Pickled as ``getattr(torch.Size, "mro")``."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "mro")
+
+
+def test_metadata_written_by_python_3_11(path):
+    """Regression: checkpoints of Python 3.11.2 were refused, since their metadata names ``getattr``."""
+    file, buffer = path / ".metadata", io.BytesIO()
+    GetattrPickler(buffer).dump(pickle.loads(file.read_bytes()))
+    assert b"getattr" in buffer.getvalue()
+    file.write_bytes(buffer.getvalue())
+    assert epoch_of(path) == 3
+    file.write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(CheckpointError, match=r"reads the attribute 'mro' of .*Size"):
+        read(path, SingleProcess())
 
 
 @alone

@@ -88,6 +88,7 @@ def tuning_file(path: Path) -> bytes:
 @given(st.data())
 def test_a_damaged_tuning_file_is_a_reason_not_an_error(tmp_path, data):
     path = tmp_path / "tuning.json"
+    path.unlink(missing_ok=True)  # the file of the previous example, to which another table would be added
     content = data.draw(st.binary(max_size=200) | damaged(tuning_file(path)))
     path.write_bytes(content)
     table, reason = saved_tables.load(path, JOB)

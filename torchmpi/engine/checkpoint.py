@@ -7,6 +7,7 @@ tensor of bytes ``engine.rank0`` and so on for each rank, which is read without 
 
 from __future__ import annotations
 
+import enum
 import errno
 import hashlib
 import io
@@ -345,7 +346,16 @@ class _Metadata(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which no checkpoint needs and was not run")
+
+
+def _member(kind: type, name: str) -> Any:
+    """Return a member of an enumeration; some releases of Python 3.11 pickle it as ``getattr(class, name)``."""
+    if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"its metadata reads the attribute {name!r} of {kind!r}, which no checkpoint needs")
 
 
 _METADATA = {
