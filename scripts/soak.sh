@@ -30,11 +30,11 @@ entries() {
 }
 
 before=$(entries)
-status=0 limit=$((${1} + 120))
+status=0 limit=$((${1} + 600))
 torchmpi run -n "${2:-3}" --timeout $limit "$checkout/benchmarks/soak.py" "$1" || status=$?
 left=$(comm -13 <(printf '%s\n' "$before") <(entries))
 [ -z "$left" ] || fail "left in /dev/shm: $left"
 [ "$status" != 124 ] || fail "had not ended after $limit s, and was ended by SIGTERM" "Ranks that outnumber the cores, or" \
-    "other programs, make a cycle longer than two minutes: give fewer RANKS."
+    "other programs, make the start and a cycle longer than ten minutes: give fewer RANKS."
 [ "$status" = 0 ] || fail "failed with status $status"
 say "nothing has grown beyond its bound, and nothing is left in /dev/shm"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
 import sysconfig
+import threading
 import time
 from pathlib import Path
 
@@ -94,3 +96,17 @@ def test_a_report_of_many_ranks_has_at_most_40_lines():
     odd = {rank: report.Activity("barrier()", 0.0, "") for rank in range(1, 2000, 2)}
     (line,) = report.about_others(odd)
     assert line.startswith("  ranks 1, 3, 5") and len(line) < 120, line
+
+
+def test_stacks_are_read_without_garbage_collection():
+    """Regression: the watchdog took freed memory for a frame, after a finalizer had run between (Python 3.11)."""
+    with program_lines.stacks() as frames:
+        assert not gc.isenabled() and threading.get_ident() in frames
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with program_lines.stacks():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

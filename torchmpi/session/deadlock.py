@@ -12,7 +12,6 @@ on around the circle.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -20,7 +19,7 @@ from types import FrameType
 from ..communicators.group import Group, GroupContext
 from ..shared_memory import memory_layout
 from .heartbeat import RankStatus
-from .program_lines import PACKAGE, installed_files
+from .program_lines import PACKAGE, installed_files, stacks
 
 
 class WaitingRanks:
@@ -63,11 +62,11 @@ class WaitingRanks:
 
     def _blocking_call(self) -> tuple[tuple[int, int], Group, int] | None:
         """Return the position of the main thread, and the call in which it waits."""
-        frames = sys._current_frames()
-        main = frames.pop(threading.main_thread().ident or 0, None)
-        if main is None or any(map(_runs_program, frames.values())):
-            return None
-        frame, group = self._call_of(main)
+        with stacks() as frames:
+            main = frames.pop(threading.main_thread().ident or 0, None)
+            if main is None or any(map(_runs_program, frames.values())):
+                return None
+            frame, group = self._call_of(main)
         current = None if group is None else group.call_log.current
         if group is None or current is None:
             return None

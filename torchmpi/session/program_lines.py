@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 
 import torch
 
@@ -23,6 +27,26 @@ def installed_files() -> tuple[str, ...]:
     return (*_OWN_FILES, *paths, "<frozen ")
 
 
+@contextmanager
+def stacks() -> Iterator[dict[int, FrameType]]:
+    """Context manager for the innermost frame of each thread, in which the frames may be followed outwards.
+
+    Up to Python 3.11, garbage collection may begin when the object of an outer frame is made. A finalizer then lets the
+    other thread continue, and if the frame ends, its object refers to freed memory. So there is no collection here.
+
+    >>> with stacks() as frames:
+    ...     threading.get_ident() in frames
+    True
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def location() -> str:
     """Return the line of the program at which the main thread is.
 
@@ -32,10 +56,10 @@ def location() -> str:
     >>> "in" in location()
     True
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "its main thread has ended"
-    return line_of_program(traceback.extract_stack(frame))
+    with stacks() as frames:
+        frame = frames.get(threading.main_thread().ident or 0)
+        stack = None if frame is None else traceback.extract_stack(frame)
+    return "its main thread has ended" if stack is None else line_of_program(stack)
 
 
 def line_of_program(stack: traceback.StackSummary) -> str:
