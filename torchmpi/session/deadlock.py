@@ -12,6 +12,7 @@ on around the circle.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -19,7 +20,7 @@ from types import FrameType
 from ..communicators.group import Group, GroupContext
 from ..shared_memory import memory_layout
 from .heartbeat import RankStatus
-from .program_lines import PACKAGE, installed_files, stacks
+from .program_lines import PACKAGE, installed_files, reading_stacks
 
 
 class WaitingRanks:
@@ -62,7 +63,8 @@ class WaitingRanks:
 
     def _blocking_call(self) -> tuple[tuple[int, int], Group, int] | None:
         """Return the position of the main thread, and the call in which it waits."""
-        with stacks() as frames:
+        with reading_stacks():
+            frames = sys._current_frames()
             main = frames.pop(threading.main_thread().ident or 0, None)
             if main is None or any(map(_runs_program, frames.values())):
                 return None

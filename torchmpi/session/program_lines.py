@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import FrameType
 
 import torch
 
@@ -28,20 +27,20 @@ def installed_files() -> tuple[str, ...]:
 
 
 @contextmanager
-def stacks() -> Iterator[dict[int, FrameType]]:
-    """Context manager for the innermost frame of each thread, in which the frames may be followed outwards.
+def reading_stacks() -> Iterator[None]:
+    """Context manager in which the frames of other threads may be followed outwards.
 
     Up to Python 3.11, garbage collection may begin when the object of an outer frame is made. A finalizer then lets the
     other thread continue, and if the frame ends, its object refers to freed memory. So there is no collection here.
 
-    >>> with stacks() as frames:
-    ...     threading.get_ident() in frames
+    >>> with reading_stacks():
+    ...     threading.get_ident() in sys._current_frames()
     True
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield sys._current_frames()
+        yield
     finally:
         if was_enabled:
             gc.enable()
@@ -56,8 +55,8 @@ def location() -> str:
     >>> "in" in location()
     True
     """
-    with stacks() as frames:
-        frame = frames.get(threading.main_thread().ident or 0)
+    with reading_stacks():
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = None if frame is None else traceback.extract_stack(frame)
     return "its main thread has ended" if stack is None else line_of_program(stack)
 
