@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -467,45 +464,6 @@ def test_dataloader_workers_by_fork(after_forks):
 
 def test_a_program_without_stop_succeeds(after_forks):
     assert after_forks.returncode == 0, after_forks.output
-
-
-def test_terminating_the_launcher_ends_everything(tmp_path, mpirun):
-    """SIGTERM to mpirun, as a scheduler sends it: neither a rank that sleeps nor one that waits in a call survives."""
-    from conftest import job_environment
-
-    script = tmp_path / "job.py"
-    script.write_text(
-        START
-        + f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(str(os.getpid()))\nmpi.barrier()\n"
-        + "if rank: time.sleep(100)\nmpi.allreduce(torch.ones(3))"
-    )
-    command = ["timeout", "-k", "30", str(LIMIT_SECONDS), *mpirun, "-n", "2", sys.executable, str(script)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environment({})
-    )
-    files = [tmp_path / f"pid{rank}" for rank in range(2)]
-    limit = time.monotonic() + LIMIT_SECONDS
-    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < limit:
-        time.sleep(0.1)
-    time.sleep(0.5)
-    process.terminate()
-    _, stderr = process.communicate(timeout=LIMIT_SECONDS)
-    assert process.returncode != 0
-    assert "received SIGTERM, which ends the job. It was at " in stderr
-    for file in files:
-        for _ in range(100):
-            if not _alive(int(file.read_text())):
-                break
-            time.sleep(0.1)
-        assert not _alive(int(file.read_text())), stderr
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @once

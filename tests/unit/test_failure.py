@@ -7,7 +7,9 @@ import io
 import os
 import sys
 import sysconfig
+import threading
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import torchmpi
 from torchmpi.errors import MismatchError
-from torchmpi.session import failure, launcher, program_lines, report
+from torchmpi.session import deadlock, failure, launcher, program_lines, report
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -97,15 +99,19 @@ def test_a_report_of_many_ranks_has_at_most_40_lines():
     assert line.startswith("  ranks 1, 3, 5") and len(line) < 120, line
 
 
-def test_stacks_are_read_without_garbage_collection():
+def test_stacks_are_read_without_garbage_collection(monkeypatch):
     """Regression: the watchdog took freed memory for a frame, after a finalizer had run between (Python 3.11)."""
-    with program_lines.reading_stacks():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    gc.disable()
+    read, extract = [], traceback.extract_stack
+    monkeypatch.setattr(traceback, "extract_stack", lambda frame: read.append(gc.isenabled()) or extract(frame))
+    monkeypatch.setattr(deadlock, "_runs_program", lambda frame: read.append(gc.isenabled()) or True)
+    program_lines.location()
+    thread = threading.Thread(target=lambda: (started.set(), ended.wait()))
+    started, ended = threading.Event(), threading.Event()
+    thread.start()
+    started.wait()
     try:
-        with program_lines.reading_stacks():
-            pass
-        assert not gc.isenabled()
+        deadlock.WaitingRanks(None).observe(is_late=True)
     finally:
-        gc.enable()
+        ended.set()
+        thread.join()
+    assert read == [False, False] and gc.isenabled()

@@ -19,8 +19,9 @@ from types import FrameType
 
 from ..communicators.group import Group, GroupContext
 from ..shared_memory import memory_layout
+from ..shared_memory.kernels import no_garbage_collection
 from .heartbeat import RankStatus
-from .program_lines import PACKAGE, installed_files, reading_stacks
+from .program_lines import PACKAGE, installed_files
 
 
 class WaitingRanks:
@@ -63,7 +64,7 @@ class WaitingRanks:
 
     def _blocking_call(self) -> tuple[tuple[int, int], Group, int] | None:
         """Return the position of the main thread, and the call in which it waits."""
-        with reading_stacks():
+        with no_garbage_collection():  # as in `location`
             frames = sys._current_frames()
             main = frames.pop(threading.main_thread().ident or 0, None)
             if main is None or any(map(_runs_program, frames.values())):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
+
+from ..shared_memory.kernels import no_garbage_collection
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_FILES = (PACKAGE, os.path.dirname(torch.__file__) + os.sep)
@@ -26,26 +25,6 @@ def installed_files() -> tuple[str, ...]:
     return (*_OWN_FILES, *paths, "<frozen ")
 
 
-@contextmanager
-def reading_stacks() -> Iterator[None]:
-    """Context manager in which the frames of other threads may be followed outwards.
-
-    Up to Python 3.11, garbage collection may begin when the object of an outer frame is made. A finalizer then lets the
-    other thread continue, and if the frame ends, its object refers to freed memory. So there is no collection here.
-
-    >>> with reading_stacks():
-    ...     threading.get_ident() in sys._current_frames()
-    True
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def location() -> str:
     """Return the line of the program at which the main thread is.
 
@@ -55,7 +34,9 @@ def location() -> str:
     >>> "in" in location()
     True
     """
-    with reading_stacks():
+    # Making the object of an outer frame may collect garbage in Python 3.11. A finalizer then lets the other thread
+    # continue, and if the frame ends, its object refers to freed memory.
+    with no_garbage_collection():
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = None if frame is None else traceback.extract_stack(frame)
     return "its main thread has ended" if stack is None else line_of_program(stack)

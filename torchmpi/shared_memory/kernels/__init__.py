@@ -76,7 +76,7 @@ def _load_or_build(compiler: Compiler, which: str, announce: Callable[[str], obj
                 if compiler.load(names[number], recipe):
                     continue
                 tell = announce if number == 0 else tell  # one rank of the host
-                with _no_garbage_collection():  # Numba's objects live on: collections took a fifth of the time
+                with no_garbage_collection():  # Numba's objects live on: collections took a fifth of the time
                     module = _module(which, number, tell)
                 compiler.build(names[number], recipe, module)
 
@@ -95,7 +95,8 @@ def _lock(path: Path, stack: contextlib.ExitStack, *, waits: bool) -> bool:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
+    """Context manager in which no garbage is collected."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Ctrl-C in a terminal: the job ends, and one line of torchmpi tells where a rank was."""
+"""Signals to the launcher, by a terminal or a scheduler: the job ends, and torchmpi says where a rank was."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 
@@ -15,6 +16,7 @@ from conftest import job_environment
 
 LIMIT_SECONDS = 60
 PROGRAM = """
+import os
 import time
 import torch
 import torchmpi as mpi
@@ -73,3 +75,43 @@ def in_terminal(command: list[str], *, press: str, after: str) -> tuple[str, int
         os.close(terminal)  # SIGHUP ends the processes that are left
         _, status = os.waitpid(pid, 0)
     return output.decode(), os.waitstatus_to_exitcode(status)
+
+
+def test_terminating_the_launcher_ends_everything(tmp_path, mpirun):
+    """SIGTERM to mpirun, as a scheduler sends it: neither a rank that sleeps nor one that waits in a call survives."""
+    script = tmp_path / "job.py"
+    line = f"""
+rank = mpi.rank()
+open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(str(os.getpid()))
+mpi.barrier()
+if rank: time.sleep(100)
+mpi.allreduce(torch.ones(3))
+"""
+    script.write_text(PROGRAM.format(line=line))
+    command = ["timeout", "-k", "30", str(LIMIT_SECONDS), *mpirun, "-n", "2", sys.executable, str(script)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environment({})
+    )
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+    limit = time.monotonic() + LIMIT_SECONDS
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < limit:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.terminate()
+    _, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode != 0
+    assert "received SIGTERM, which ends the job. It was at " in stderr
+    for file in files:
+        for _ in range(100):
+            if not _alive(int(file.read_text())):
+                break
+            time.sleep(0.1)
+        assert not _alive(int(file.read_text())), stderr
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
