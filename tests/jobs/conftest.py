@@ -61,7 +61,20 @@ def mpirun() -> list[str]:
     return [program, "--oversubscribe"] if is_open_mpi(program) else [program]
 
 
+def remove_sessions_of_killed_launchers() -> None:
+    """Remove what Open MPI's mpirun leaves in the temporary folder when it is killed.
+
+    A later mpirun that gets the same process number ends with "The PMIx server's listener thread failed to start".
+    """
+    for folder in Path(tempfile.gettempdir()).glob("ompi.*"):
+        pid = folder.name.removeprefix("ompi.")
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job: as root, with more ranks than cores, without variables of another launcher."""
+    remove_sessions_of_killed_launchers()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
     environment |= {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -88,9 +88,13 @@ if rank: time.sleep(100)
 mpi.allreduce(torch.ones(3))
 """
     script.write_text(PROGRAM.format(line=line))
-    command = ["timeout", "-k", "30", str(LIMIT_SECONDS), *mpirun, "-n", "2", sys.executable, str(script)]
+    # Without `timeout`, which passes the signal on twice: then Open MPI discards what the ranks print.
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=job_environment({})
+        [*mpirun, "-n", "2", sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=job_environment({}),
     )
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
     limit = time.monotonic() + LIMIT_SECONDS
@@ -98,7 +102,10 @@ mpi.allreduce(torch.ones(3))
         time.sleep(0.1)
     time.sleep(0.5)
     process.terminate()
-    _, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    try:
+        _, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
     assert process.returncode != 0
     assert "received SIGTERM, which ends the job. It was at " in stderr
     for file in files:
