@@ -224,6 +224,23 @@ class Endpoint:
                 self._num_turns += 1
                 self._read(0)
                 self._end_turn()
+            else:
+                self._gives_way = True  # the caller polls, and can read itself
+        except BaseException:
+            self._end_turn()
+            raise
+
+    def wait_for(self, request: Request, seconds: float) -> None:
+        """Return when a request has ended, or after the given time."""
+        end = time.perf_counter() + seconds
+        try:
+            if not self._take_turn():
+                time.sleep(seconds)
+                return
+            self._num_turns += 1
+            while not (request.is_done or self.problem) and (left := end - time.perf_counter()) > 0:
+                self._read(left)
+            self._end_turn()
         except BaseException:
             self._end_turn()
             raise

@@ -43,6 +43,9 @@ class Waiter(Protocol):
     def wait(self, request: Request) -> None:
         """Return when a request has ended."""
 
+    def wait_for(self, request: Request, seconds: float) -> None:
+        """Return when a request has ended, or after the given time."""
+
     def progress(self) -> None:
         """Read what has arrived."""
 
@@ -85,6 +88,10 @@ class Request:
         if not self.is_done:
             self.endpoint.progress()
         return self.is_done and self._end(status)
+
+    def wait_for(self, seconds: float) -> None:
+        """Return when the request has ended, or after the given time; not in MPI."""
+        self.endpoint.wait_for(self, seconds)
 
     def Cancel(self) -> None:
         """End a receive that has no message."""
