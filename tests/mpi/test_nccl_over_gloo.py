@@ -20,9 +20,9 @@ from torchmpi.backends.nccl.nccl_backend import NcclBackend, NcclGroup, NcclRedu
 from torchmpi.backends.nccl.recipes import lacks
 from torchmpi.backends.selector import Choice
 from torchmpi.backends.torch_groups import RowMovement, TorchGroup
+from torchmpi.collectives import exchange
 from torchmpi.communicators.call_log import ON_DEVICE
 from torchmpi.config import Config
-from torchmpi.distributed import exchange
 from torchmpi.errors import DeviceError
 from torchmpi.session import runtime
 

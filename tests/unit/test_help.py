@@ -13,7 +13,10 @@ import pytest
 
 import torchmpi as mpi
 
-PACKAGES = ("torchmpi", "torchmpi.nn", "torchmpi.engine", "torchmpi.parameterserver", "torchmpi.distributed")
+PACKAGES = (
+    "torchmpi", "torchmpi.nn", "torchmpi.nn.functional", "torchmpi.engine", "torchmpi.parameterserver",
+    "torchmpi.distributed",
+)  # fmt: skip
 RAISE_NOTHING = (
     "adagrad",
     "adam",

@@ -8,6 +8,7 @@ which they were made, synchronous and asynchronous calls alike.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import numpy as np
@@ -24,6 +25,7 @@ from ..shared_memory import fast_path
 from ..tensors import buffers
 from ..tensors.numbers import Number, Value
 from .dispatch import cache_call, check_call, check_root, is_simple, plan_for
+from .exchange import rows_task
 from .prepared import IN_PLACE
 
 _T = TypeVar("_T")
@@ -384,6 +386,7 @@ def alltoall(
     tensor: _Tensor,
     out: _Tensor | None = None,
     *,
+    splits: Iterable[int] | None = None,
     comm: Comm = None,
     backend: BackendName | None = None,
     **_unknown: NoReturn,
@@ -395,8 +398,10 @@ def alltoall(
     Args:
         tensor: The tensor to split, as by :func:`scatter`. The length of dim 0 may differ between ranks.
         out: Tensor for the result; None to allocate one.
+        splits: How many rows of dim 0 each rank gets, for parts that are not even; on all ranks or on none.
+            ``mpi.alltoall(torch.tensor(splits))`` returns how many rows each rank sends to this one.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend to use instead of the selector's choice; not together with `splits`.
 
     Returns:
         The concatenation of the received parts.
@@ -407,9 +412,15 @@ def alltoall(
 
     Example:
         mpi.alltoall(torch.full((mpi.size(),), mpi.rank()))     # tensor([0, 1, ...]) on every rank
+        mpi.alltoall(rows, splits=[3, 1])       # on two ranks: 3 rows to rank 0, 1 row to rank 1
     """
     if _unknown:
         raise unknown_keyword(alltoall, _unknown)
+    if splits is not None:
+        group = runtime.communicator(comm).intra
+        task, subject = rows_task(group, tensor, splits, out, backend)
+        rows: _Tensor = group.call_queue.run(task, subject=subject)
+        return rows
     result: _Tensor | None = fast_path.alltoall(tensor, out, 0, comm, backend)
     if result is None:
         result = _call("alltoall", tensor, out, 0, None, comm, backend)

@@ -6,6 +6,7 @@ written until ``wait()`` has returned the result.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, overload
 
 import numpy as np
@@ -15,8 +16,10 @@ from ..communicators.handle import Handle
 from ..communicators.levels import Comm
 from ..config import BackendName, Operation
 from ..other_names import refuses_keywords, unknown_keyword
+from ..session import runtime
 from ..tensors.numbers import Number, Value
 from .dispatch import submit
+from .exchange import rows_task
 
 _Tensor = torch.Tensor
 _NoAverage = Literal["sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"]
@@ -349,6 +352,7 @@ def alltoall_async(
     tensor: _Tensor,
     out: _Tensor | None = None,
     *,
+    splits: Iterable[int] | None = None,
     comm: Comm = None,
     backend: BackendName | None = None,
     **_unknown: NoReturn,
@@ -360,6 +364,7 @@ def alltoall_async(
     Args:
         tensor: As for the synchronous collective.
         out: Tensor for the result; None to allocate one.
+        splits: As for :func:`~torchmpi.alltoall`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
         backend: Name of the backend to use instead of the selector's choice.
 
@@ -374,4 +379,8 @@ def alltoall_async(
     """
     if _unknown:
         raise unknown_keyword(alltoall_async, _unknown)
+    if splits is not None:
+        group = runtime.communicator(comm).intra
+        task, subject = rows_task(group, tensor, splits, out, backend)
+        return group.call_queue.submit(task, f"{group.where}: alltoall", subject)
     return submit("alltoall", tensor, out, comm=comm, backend=backend)

@@ -47,7 +47,7 @@ from .status_board import StatusBoard, request_status
 COLLECTIVES = (
     "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
     "stop", "split", "allreduce_many", "server_init", "server_free",
-    "server_save", "server_load", "group", "free",
+    "server_save", "server_load", "group", "free", "alltoall_splits",
 )  # fmt: skip
 _NO_OP = len(OPS)
 

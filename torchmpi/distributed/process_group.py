@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from .. import collectives
-from ..collectives import dispatch
+from ..collectives import dispatch, exchange
 from ..collectives.prepared import PreparedPlan
 from ..communicators.handle import Handle
 from ..config import Operation
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
-from . import bucket_memory, exchange, membership, monitored, torch_names, transfers
+from . import bucket_memory, membership, monitored, torch_names, transfers
 from .arguments import broadcast_options, is_scaled, op_name, reduce_options, scale, scaled, single
 from .rows import as_rows, check_sizes, deliver, deliver_each, have_equal_lengths, result_rows, split, stacked
 from .torch_names import (

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ..other_names import missing_attribute
+from . import functional
 from .async_backward import (
     no_sync,
     register_async_backward,
@@ -30,6 +31,7 @@ __all__ = [
     "check_with_allreduce",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "functional",
     "join",
     "no_sync",
     "register_async_backward",

@@ -13,6 +13,7 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors.partition import part_of
+from .functional import linear_map
 from .replica import Attachment
 from .sharding import set_sharded
 
@@ -201,20 +202,5 @@ class _LayerComm(Attachment):
 _TRANSPOSED = {"reduce": "replicate", "replicate": "reduce", "narrow": "gather", "gather": "narrow"}
 
 
-class _LinearMap(torch.autograd.Function):
-    """An operation of a :class:`_LayerComm`; its gradient is the transposed operation, also of higher order."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str, layer_comm: _LayerComm) -> Tensor:
-        ctx.name, ctx.layer_comm = name, layer_comm
-        result: Tensor = getattr(layer_comm, name)(tensor)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(_TRANSPOSED[ctx.name], gradient, ctx.layer_comm), None, None
-
-
 def _apply(name: str, tensor: Tensor, layer_comm: _LayerComm) -> Tensor:
-    result: Tensor = _LinearMap.apply(tensor, name, layer_comm)  # type: ignore[no-untyped-call]
-    return result
+    return linear_map(tensor, getattr(layer_comm, name), getattr(layer_comm, _TRANSPOSED[name]))

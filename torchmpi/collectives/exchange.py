@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from ..backends.base import Operation, bind
-from ..collectives.prepared import in_order
 from ..communicators.call_log import ON_DEVICE, call_code
 from ..communicators.group import Group
 from ..communicators.plan import Plan
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import buffers, dtypes
+from .prepared import in_order
 
 _BACKENDS = ("shm", "mpi", "gloo")
 """The backends in host memory with the operation ``exchange_parts``."""
@@ -60,6 +61,79 @@ def check(
             f"{what}: this rank sends itself {sources[own].numel()} elements, but has room for "
             f"{destinations[own].numel()}. Make the two equal."
         )
+
+
+def check_splits(group: Group, tensor: torch.Tensor, splits: Iterable[int]) -> list[int]:
+    """Return how many rows of dim 0 each rank gets, as integers; raise if they are not all rows of the tensor."""
+    what = f"{group.where}: alltoall"
+    buffers.check(tensor, what)
+    num_rows = tensor.shape[0] if tensor.dim() else 0
+    try:
+        numbers = [operator.index(each) for each in splits]
+    except TypeError:
+        raise ArgumentError(f"{what}: splits={splits!r} is no list of integers. Pass one number per rank.") from None
+    if not tensor.dim() or len(numbers) != group.size or min(numbers) < 0 or sum(numbers) != num_rows:
+        raise ArgumentError(
+            f"{what}: splits={numbers} does not divide {num_rows} rows over {group.size} ranks. Pass one number of "
+            "rows for each rank, which add up to the length of dim 0."
+        )
+    return numbers
+
+
+def exchange_rows(group: Group, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """Send `splits[j]` rows to rank j; return the received rows in rank order, and their number from each rank.
+
+    Runs in the call queue of the group.
+    """
+    counts = torch.tensor(splits, dtype=torch.int64, device="cpu")
+    received_counts = torch.empty_like(counts)
+    group.perform(_counts_plan(group, tensor.dtype), tensor, (counts, received_counts), 0)
+    received: list[int] = received_counts.tolist()
+    rows = torch.empty((sum(received), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    exchange(group, torch.split(tensor.detach(), list(splits)), torch.split(rows, received))
+    return rows, received
+
+
+def rows_task(
+    group: Group, tensor: torch.Tensor, splits: Iterable[int], out: torch.Tensor | None, backend: str | None
+) -> tuple[Callable[[], torch.Tensor], torch.Tensor | None]:
+    """Return the task of an alltoall of uneven parts, and its tensor if that is on a device."""
+    if backend is not None:
+        raise ArgumentError(
+            f"{group.where}: alltoall: the backend of a call with splits cannot be chosen. Omit backend={backend!r}."
+        )
+    numbers = check_splits(group, tensor, splits)
+    if out is not None:
+        buffers.check(out, f"{group.where}: alltoall: out", written=True)
+
+    def task() -> torch.Tensor:
+        rows, _ = exchange_rows(group, tensor, numbers)
+        if out is None:
+            return rows
+        buffers.copy_result(rows, out)
+        return out
+
+    return task, subject_of(tensor)
+
+
+def subject_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor if it is on a device, whose streams the call has to follow."""
+    return None if tensor.device.type == "cpu" else tensor
+
+
+def _counts_plan(group: Group, dtype: torch.dtype) -> Plan:
+    """Return the plan of the exchange of numbers of rows, with which the ranks compare dtype and shape of the rows."""
+    key = ("exchange of counts", dtype)
+    if key not in group.plans:
+        plan, _ = _plan(group, torch.int64, "cpu")
+
+        def run(_: torch.Tensor, counts: tuple[torch.Tensor, torch.Tensor], root: int) -> None:
+            plan.run(counts[0].split(1), counts[1].split(1), root)
+
+        code = call_code("alltoall_splits", None, dtypes.info(dtype).code)
+        group.plans[key] = Plan("alltoall_splits", code, run, lambda tensor: tuple(tensor.shape[1:]))
+    found: Plan = group.plans[key]
+    return found
 
 
 def _plan(group: Group, dtype: torch.dtype, device_type: str) -> tuple[Plan, bool]:

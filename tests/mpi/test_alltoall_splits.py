@@ -1,0 +1,77 @@
+"""``alltoall`` with parts that are not even."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi.errors import ArgumentError, DtypeError, MismatchError
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def sizes(sender: int) -> list[int]:
+    return [(2 * sender + receiver) % 4 for receiver in range(mpi.size())]
+
+
+def rows(sender: int, dtype: torch.dtype) -> torch.Tensor:
+    count = sum(sizes(sender))
+    return (torch.arange(3 * count).reshape(count, 3) + 100 * sender).to(dtype)
+
+
+def expected(dtype: torch.dtype) -> torch.Tensor:
+    parts = [torch.split(rows(sender, dtype), sizes(sender))[mpi.rank()] for sender in range(mpi.size())]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool, torch.complex64])
+def test_rows_of_all_ranks(agree, dtype):
+    sent = rows(mpi.rank(), dtype)
+    agree.equal(mpi.alltoall(sent, splits=sizes(mpi.rank())), expected(dtype), "list")
+    splits = torch.tensor(sizes(mpi.rank()))
+    agree.equal(mpi.alltoall(sent, splits=splits), expected(dtype), "tensor")
+    agree.equal(mpi.alltoall_async(sent, splits=splits).wait(), expected(dtype), "async")
+    agree.equal(mpi.alltoall(sent.t().contiguous().t(), splits=splits), expected(dtype), "strides")
+    out = torch.zeros_like(expected(dtype))
+    agree(mpi.alltoall(sent, out, splits=splits) is out and mpi.alltoall_async(sent, out, splits=splits).wait() is out)
+    agree.equal(out, expected(dtype), "out")
+    agree.equal(sent, rows(mpi.rank(), dtype), "the input is unchanged")
+
+
+def test_no_rows_at_all(agree):
+    nothing = mpi.alltoall(torch.ones(0, 2), splits=[0] * mpi.size())
+    agree.equal(nothing, torch.ones(0, 2))
+
+
+def test_the_number_of_received_rows(agree):
+    received = mpi.alltoall(torch.tensor(sizes(mpi.rank())))
+    agree.equal(received.tolist(), [sizes(sender)[mpi.rank()] for sender in range(mpi.size())])
+
+
+def test_only_the_ranks_of_a_group(agree):
+    with mpi.group([mpi.size() - 1]) as alone:
+        if alone:
+            agree.equal(mpi.alltoall(torch.arange(3), splits=[3], comm=alone), torch.arange(3))
+
+
+def test_refusals(agree):
+    tensor, even = torch.ones(mpi.size(), 2), [1] * mpi.size()
+    agree.raises(ArgumentError, lambda: mpi.alltoall(tensor, splits=[*even[1:], 2]), "add up")
+    agree.raises(ArgumentError, lambda: mpi.alltoall(tensor, splits=[*even, 0]), "one number of rows for each rank")
+    agree.raises(ArgumentError, lambda: mpi.alltoall(tensor, splits=[0.5] * mpi.size()), "list of integers")
+    agree.raises(ArgumentError, lambda: mpi.alltoall(torch.tensor(1.0), splits=even))
+    agree.raises(ArgumentError, lambda: mpi.alltoall(tensor, splits=even, backend="mpi"), "Omit backend")
+    agree.raises(DtypeError, lambda: mpi.alltoall([1.0], splits=even), "not a tensor")
+
+
+def test_calls_that_differ_between_the_ranks_raise_on_all(agree):
+    if mpi.size() == 1:
+        return
+    splits = [1] * mpi.size()
+    wide = torch.ones(mpi.size(), 3 if mpi.rank() else 2)
+    agree.raises(MismatchError, lambda: mpi.alltoall(wide, splits=splits))
+    other = torch.ones(mpi.size(), 2, dtype=torch.float64 if mpi.rank() else torch.float32)
+    agree.raises(MismatchError, lambda: mpi.alltoall(other, splits=splits))
+    agree.raises(MismatchError, lambda: mpi.alltoall(torch.ones(mpi.size()), splits=None if mpi.rank() else splits))
+    agree.equal(mpi.allreduce(1), mpi.size(), "the communicator works afterwards")
