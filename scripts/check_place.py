@@ -3,8 +3,9 @@
     python scripts/check_place.py --place "wheels" [--launch "mpirun --oversubscribe"] [--only start,kill]
 
 The set: start (both interfaces, without a warning), the contract tests of the collectives and random calls, DDP, the
-parameter server, and the end of the job after SIGKILL of one rank. torchmpi is the installed one: the tests are copied
-to a folder without the package. The status is 0 only if everything passed. Logs: --logs.
+parameter server, and the end of the job after SIGKILL of one rank. With --refused, the only check is that the start
+fails with that text. torchmpi is the installed one: the tests are copied to a folder without the package. The status is
+0 only if everything passed. Logs: --logs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,19 @@ TESTS = {
     "parameter server": ("test_nn_sync.py", "test_parameterserver.py"),
 }
 CHECKS = ("start", *TESTS, "kill")
-START = """
-import json, platform, sys
-import torch, torch.distributed as dist, torchmpi as mpi
+VERSIONS = """
+import json, platform, mpi4py, torch
 from importlib.metadata import version
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+names = ("numpy", "numba", "llvmlite", "mpi4py")
+found = {"Python": platform.python_version(), "torch": torch.__version__, **{name: version(name) for name in names}}
+library = MPI.Get_library_version().strip("\\0").split("\\n")[0]
+print(json.dumps(found | {"library": library}))
+"""
+START = """
+import sys
+import torch, torch.distributed as dist, torchmpi as mpi
 from torchmpi.session import runtime
 mpi.start()
 value = mpi.allreduce(torch.ones(3)).tolist()
@@ -46,11 +56,7 @@ else:
     assert value == tensor.tolist(), tensor
     dist.destroy_process_group()
 if mpi.rank() == 0:
-    from mpi4py import MPI
-    names = ("numpy", "numba", "llvmlite", "mpi4py")
-    found = {"Python": platform.python_version(), "torch": torch.__version__, **{name: version(name) for name in names}}
-    library = MPI.Get_library_version().strip("\\0").split("\\n")[0]
-    print("versions", json.dumps(found | {"library": library}), flush=True)
+    print("right", flush=True)
 mpi.stop()
 """
 KILL = """
@@ -69,7 +75,6 @@ class Place:
 
     def __init__(self, launch: list[str], rank_command: list[str], num_hosts: int, logs: Path) -> None:
         self._launch, self._rank_command, self._num_hosts, self._logs = launch, rank_command, num_hosts, logs
-        self.versions: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         """Results of checks that this torch is too old for, which "start" finds."""
         # Left in the logs: the checkout holds the package too, and Python would import it from there.
@@ -81,12 +86,9 @@ class Place:
     def check(self, name: str) -> str:
         """Run one check; return its result, which begins with "ok" if it passed."""
         if name == "start":
-            # The warning about versions without tests begins like this.
-            status, output = self._run(name, "-W", "error:torchmpi's", "-c", START, str(self._num_hosts))
-            found = re.search(r"versions (\{.*\})", output)
-            if status or not found:
+            status, output = self._start()
+            if status or "right" not in output:
                 return self._failed(status, output)
-            self.versions = json.loads(found[1])
             refused = re.search(r"refused (.*)", output)
             self._refused = {"DDP": f"ok (refused: {refused[1].split(':')[0]})"} if refused else {}
             return "ok"
@@ -101,6 +103,16 @@ class Place:
         passed = re.findall(r"(\d+) passed", output)
         return f"ok ({passed[0]})" if status == 0 and passed else self._failed(status, output)
 
+    def check_refused(self, text: str) -> str:
+        """Check that the start fails with this text; return the result, with the line that has the text."""
+        status, output = self._start()
+        line = next((line for line in output.splitlines() if text in line), None)
+        return f"ok ({line})" if status and line else self._failed(status, output)
+
+    def _start(self) -> tuple[int, str]:
+        # The warning about versions without tests begins like this.
+        return self._run("start", "-W", "error:torchmpi's", "-c", START, str(self._num_hosts))
+
     def _run(self, name: str, *arguments: str) -> tuple[int, str]:
         ranks = ["-n", "2", *self._rank_command, sys.executable, *arguments]
         command = ["timeout", "-k", "5", "240", *self._launch, *ranks]
@@ -113,7 +125,7 @@ class Place:
 
     @staticmethod
     def _failed(status: int, output: str) -> str:
-        lines = re.findall(r"^(?:FAILED|ERROR|E  |torchmpi: |\w*Error).*", output, re.MULTILINE)
+        lines = re.findall(r"^(?:FAILED|ERROR|E  |[\w.]*(?:Error|Warning)\b).*", output, re.MULTILINE)
         return f"FAILED, status {status}: {(lines or output.splitlines() or [''])[0][:200]}"
 
 
@@ -126,6 +138,15 @@ def default_launch() -> list[str]:
     is_open_mpi = any(word in text for word in ("Open MPI", "OpenRTE", "PRRTE"))
     options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"] if is_open_mpi else []
     return [found, *options]
+
+
+def versions() -> list[str]:
+    """Return the MPI library and the packages of this Python; nothing if they cannot be loaded."""
+    found = subprocess.run([sys.executable, "-c", VERSIONS], capture_output=True, text=True)
+    if found.returncode:
+        return []
+    numbers: dict[str, str] = json.loads(found.stdout)
+    return [short(numbers.pop("library")), *(f"{name} {number}" for name, number in numbers.items())]
 
 
 def short(library: str) -> str:
@@ -143,18 +164,20 @@ def main() -> int:
     parser.add_argument("--rank-command", type=shlex.split, default=[], help="starts the Python of each rank")
     parser.add_argument("--num-hosts", type=int, default=1, help="for how many hosts the ranks take this place")
     parser.add_argument("--only", default=",".join(CHECKS), help=f"checks, from {', '.join(CHECKS)}")
+    parser.add_argument("--refused", metavar="TEXT", help="check that the start fails with this text, and nothing else")
     parser.add_argument("--logs", type=Path, default=CHECKOUT / "build" / "places", help="folder of the logs")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
         os.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     place = Place(options.launch or default_launch(), options.rank_command, options.num_hosts, options.logs)
-    results = {name: place.check(name) for name in options.only.split(",")}
-    versions = dict(place.versions)
-    listed = [short(versions.pop("library", "")), *(f"{name} {number}" for name, number in versions.items())]
+    if options.refused:
+        results = {"refused": place.check_refused(options.refused)}
+    else:
+        results = {name: place.check(name) for name in options.only.split(",")}
     summary = ", ".join(f"{name} {result}" for name, result in results.items())
     good = all(result.startswith("ok") for result in results.values())
-    columns = (options.place, ", ".join(listed), summary, "passed" if good else "FAILED", f"`{options.command}`")
+    columns = (options.place, ", ".join(versions()), summary, "passed" if good else "FAILED", f"`{options.command}`")
     print(f"| {' | '.join(columns)} |")
     return 0 if good else 1
 

