@@ -174,8 +174,8 @@ class Runner:
         pins = {"torch": wanted.torch, "numpy": wanted.numpy, "numba": wanted.numba}
         pinned = [f"{package}=={version}" if version else package for package, version in pins.items()]
         run(*install, *ALWAYS, *pinned, wanted.mpi, log=self._log, environment=self._environment)
-        # Older versions of mpi4py are sources, which need the compiler wrapper of the MPI just installed. One large file,
-        # which optimization would take ten minutes for.
+        # Older versions of mpi4py are sources, which need the compiler wrapper of the MPI just installed; optimization of
+        # their large file takes ten minutes.
         compiler = {"MPICC": str(home / "bin" / "mpicc"), "PATH": f"{home}/bin{os.pathsep}{os.environ['PATH']}"}
         compiler["CFLAGS"] = "-O0 -g0"
         mpi4py = f"mpi4py=={wanted.mpi4py}" if wanted.mpi4py else "mpi4py"
