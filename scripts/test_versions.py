@@ -174,12 +174,17 @@ class Runner:
         pins = {"torch": wanted.torch, "numpy": wanted.numpy, "numba": wanted.numba}
         pinned = [f"{package}=={version}" if version else package for package, version in pins.items()]
         run(*install, *ALWAYS, *pinned, wanted.mpi, log=self._log, environment=self._environment)
-        # Older versions of mpi4py are sources, which need the compiler wrapper of the MPI just installed; optimization of
-        # their large file takes ten minutes.
-        compiler = {"MPICC": str(home / "bin" / "mpicc"), "PATH": f"{home}/bin{os.pathsep}{os.environ['PATH']}"}
-        compiler["CFLAGS"] = "-O0 -g0"
+        # Older versions of mpi4py are sources: they need the compiler wrapper of the MPI just installed and an older
+        # setuptools, and optimization of their large file takes ten minutes.
+        (self._folder / "build-constraints.txt").write_text("setuptools<81\n")
+        building = {
+            "MPICC": str(home / "bin" / "mpicc"),
+            "PATH": f"{home}/bin{os.pathsep}{os.environ['PATH']}",
+            "CFLAGS": "-O0 -g0",
+            "UV_BUILD_CONSTRAINT": str(self._folder / "build-constraints.txt"),
+        }
         mpi4py = f"mpi4py=={wanted.mpi4py}" if wanted.mpi4py else "mpi4py"
-        run(*install, mpi4py, log=self._log, environment=self._environment | compiler)
+        run(*install, mpi4py, log=self._log, environment=self._environment | building)
         run(*install, "--no-deps", self._wheel, log=self._log, environment=self._environment)
         return home / "bin" / "python"
 
