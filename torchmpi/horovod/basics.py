@@ -1,0 +1,229 @@
+"""Start, stop, ranks and capabilities."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..config import Config
+from ..session import api, runtime
+from . import operation_table, process_sets, timeline
+from .exceptions import internal_errors
+from .process_sets import ProcessSet, world
+
+__all__ = [
+    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "rank", "rocm_built", "shutdown", "size",
+]  # fmt: skip
+
+_SETTINGS = {
+    "HOROVOD_FUSION_THRESHOLD": "bucket_bytes",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "stall_warning_seconds",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "stall_abort_seconds",
+}
+"""Variables of Horovod, and the settings that they have here; ``TORCHMPI_*`` takes precedence."""
+_owned = {"torchmpi": False}
+"""Whether ``init()`` has started torchmpi, so that ``shutdown()`` stops it."""
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Start torchmpi, unless it runs already. Collective; does nothing if it was called before.
+
+    Args:
+        comm: None for all ranks; or the ranks of the job that this program shall see as all ranks, as a list or as a
+            communicator of mpi4py. Every rank of the job calls `init`, with the list that contains it.
+        process_sets: Sets to register, the same ones on all ranks; or ``"dynamic"`` to allow `add_process_set`.
+
+    Raises:
+        ValueError: A process set exists twice, or `comm` does not contain this rank.
+        TorchMPIError: As ``torchmpi.start()``.
+
+    Example:
+        hvd.init()
+    """
+    if is_initialized():
+        return
+    if not api.is_started():
+        _start()
+    everyone = _communicator(comm)
+    dynamic = process_sets == "dynamic" or os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
+    static = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    with internal_errors():
+        _register(everyone, static, dynamic, comm)
+    timeline.begin(everyone.rank)
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
+
+
+def _register(everyone: Any, static: list[ProcessSet], dynamic: bool, comm: Any) -> None:
+    process_sets.register_all(everyone, static, dynamic=dynamic)
+    process_sets.global_process_set.mpi_comm = comm if hasattr(comm, "Get_group") else None
+
+
+def _start() -> None:
+    config = Config.from_environment()
+    changed = {
+        name: type(getattr(config, name))(os.environ[variable])
+        for variable, name in _SETTINGS.items()
+        if os.environ.get(variable) and f"TORCHMPI_{name.upper()}" not in os.environ
+    }
+    if changed.get("bucket_bytes") == 0:  # Horovod: no fusion
+        changed["bucket_bytes"] = 1
+    api.start(config=dataclasses.replace(config, **changed))
+    _owned["torchmpi"] = True
+
+
+def _communicator(comm: Any) -> Any:
+    """Return the communicator of the ranks that `comm` names."""
+    everyone = api.communicator(0)
+    if comm is None:
+        return everyone
+    ranks = process_sets.ranks_of_mpi_comm(comm) if hasattr(comm, "Get_group") else sorted(comm)
+    if everyone.rank not in ranks:
+        raise ValueError(f"init(comm={ranks}): rank {everyone.rank} is not in it. Pass the list that contains it.")
+    if len(ranks) == everyone.size:
+        return everyone
+    # A level, so that it is the current communicator of torchmpi.nn too.
+    return api.communicator(api.push_communicator(f"init(comm={ranks})"))
+
+
+def shutdown() -> None:
+    """Stop torchmpi, if `init` has started it. Collective; also called at the end of the program.
+
+    Example:
+        hvd.shutdown()
+    """
+    timeline.stop_timeline()
+    process_sets.unregister_all()
+    operation_table.forget()
+    if _owned["torchmpi"] and api.is_started():
+        _owned["torchmpi"] = False
+        runtime.stop()
+
+
+def is_initialized() -> bool:
+    """Return whether `init` has been called, and `shutdown` has not been called since.
+
+    Example:
+        if not hvd.is_initialized():
+            hvd.init()
+    """
+    try:
+        world()
+    except ValueError:
+        return False
+    return True
+
+
+def rank() -> int:
+    """Return the number of this rank."""
+    return world().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return world().size
+
+
+def _hosts() -> list[int]:
+    """Return the host of each rank."""
+    group = world().intra
+    return [group.context.hosts[rank] for rank in group.world_ranks]
+
+
+def _local_ranks() -> list[int]:
+    """Return the local rank of each rank."""
+    hosts = _hosts()
+    return [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+
+
+def local_rank() -> int:
+    """Return the number of this rank among those on its host."""
+    return _local_ranks()[rank()]
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    hosts = _hosts()
+    return hosts.count(hosts[rank()])
+
+
+def _hosts_with_local_rank() -> list[int]:
+    """Return the hosts that have a rank with the local rank of this one."""
+    local = local_rank()
+    return [host for host, other in zip(_hosts(), _local_ranks(), strict=True) if other == local]
+
+
+def cross_rank() -> int:
+    """Return the number of this host among those that have this local rank."""
+    return _hosts_with_local_rank().index(_hosts()[rank()])
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a rank with this local rank."""
+    return len(_hosts_with_local_rank())
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts have the same number of ranks."""
+    hosts = _hosts()
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether several threads may call MPI at the same time."""
+    return world().intra.context.threaded
+
+
+def mpi_enabled() -> bool:
+    """Return True: calls are those of MPI."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Return True: calls are those of MPI."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return False: ranks are started by MPI."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False: ranks are started by MPI."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether torch has CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch has ROCm."""
+    return torch.version.hip is not None
+
+
+def nccl_built() -> int:
+    """Return the version of NCCL in torch, such as 21805; 0 if torch has none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)

@@ -1,0 +1,411 @@
+"""Horovod's ``DistributedOptimizer``: an optimizer whose ``step()`` averages the gradients of the ranks first.
+
+Gradients are reduced in buckets, in the order of a plan that is the same on all ranks. A bucket starts when the
+gradients of its parameters are there and all buckets before it have started; ``synchronize()`` starts the others, with
+zeros for gradients that do not exist. So the order of the hooks, which may differ between ranks, does not matter.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import collectives
+from ..session import runtime
+from ..tensors import bucket_plan
+from .basics import is_initialized, size
+from .compressors import Compression, Compressor
+from .exceptions import HorovodInternalError, internal_errors
+from .mpi_ops import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
+from .operation_table import synchronize
+from .process_sets import ProcessSet, global_process_set, member_of
+from .scaling import Adasum, Average
+
+if TYPE_CHECKING:
+    _Base = torch.optim.Optimizer
+else:  # the class made by DistributedOptimizer() is derived from that of the program's optimizer
+    _Base = object
+
+
+class _Settings(NamedTuple):
+    """The arguments of `DistributedOptimizer`."""
+
+    compression: type[Compressor]
+    passes: int
+    op: int
+    predivide: float
+    groups: int | list[list[Tensor]]
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+
+class _Reduction(NamedTuple):
+    """A bucket that is being reduced."""
+
+    members: list[Tensor]
+    """The parameters with dense gradients."""
+    contexts: list[Any]
+    """What their decompression needs."""
+    handle: int
+    sparse: list[tuple[Tensor, Callable[[], Tensor]]]
+    """The parameters with sparse gradients, and the functions that wait for them."""
+
+
+class SynchronizingOptimizer(_Base):
+    """The methods of a wrapped optimizer."""
+
+    def _wrap(self, names: dict[Tensor, str], settings: _Settings) -> None:
+        self._settings = settings
+        self._parameter_names = names
+        self.op, self.process_set = settings.op, settings.process_set
+        self.backward_passes_per_step = settings.passes
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._requires_update = [parameter for parameter in parameters if parameter.requires_grad]
+        self._known_sparse: set[Tensor] = set()
+        self._buckets: list[list[Tensor]] | None = None
+        self._should_synchronize, self._synchronized = True, False
+        self._lock = threading.RLock()  # hooks run on the threads of autograd
+        self._hooks: list[Any] = []
+        self._reset()
+        included = settings.process_set.included()
+        if size() > 1 and included and len(settings.process_set.ranks or ()) > 1:
+            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._requires_update]
+
+    def _reset(self) -> None:
+        self._allreduce_delay = dict.fromkeys(self._requires_update, self.backward_passes_per_step)
+        self._ready: set[Tensor] = set()
+        self._reductions: list[_Reduction] = []
+
+    # --- during backward -------------------------------------------------------------------------
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            raise AssertionError("Gradients that are differentiated themselves (create_graph=True) cannot be reduced.")
+        with self._lock:
+            if self._allreduce_delay[parameter] <= 0:
+                raise AssertionError(
+                    f"Parameter {self._parameter_names.get(parameter)!r} got more gradients than "
+                    f"backward_passes_per_step={self.backward_passes_per_step} before step() or synchronize()."
+                )
+            self._allreduce_delay[parameter] -= 1
+            if self._allreduce_delay[parameter] == 0:
+                self._ready.add(parameter)
+                buckets = self._planned()
+                while len(self._reductions) < len(buckets) and self._ready.issuperset(buckets[len(self._reductions)]):
+                    self._launch(buckets[len(self._reductions)])
+
+    def _planned(self) -> list[list[Tensor]]:
+        if self._buckets is None:
+            self._buckets = self._plan()
+        return self._buckets
+
+    def _plan(self) -> list[list[Tensor]]:
+        """Assign the parameters to buckets, the same on all ranks. Collective."""
+        names = self._parameter_names
+        # Backward computes the gradients of the last layers first.
+        ordered = list(reversed(self._requires_update))
+        own = [(names.get(each, ""), tuple(each.shape), each.dtype) for each in ordered]
+        with internal_errors():
+            plans = collectives.allgather_object(own, comm=member_of(self.process_set))
+        if any(plan != own for plan in plans):  # the ranks list their parameters in different orders
+            ordered.sort(key=lambda each: names.get(each, ""))
+            if any(sorted(plan, key=lambda each: each[0]) != sorted(own, key=lambda each: each[0]) for plan in plans):
+                raise HorovodInternalError("DistributedOptimizer: the ranks have parameters of other names or shapes.")
+        grouped = _as_groups(self._settings.groups, ordered)
+        rest = [each for each in ordered if not any(each is other for group in grouped for other in group)]
+        planned = bucket_plan.plan_buckets(rest, runtime.current().config.bucket_bytes)
+        buckets = grouped + [[rest[index] for index in indices] for indices in planned]
+        position = {parameter: index for index, parameter in enumerate(ordered)}
+        return sorted(buckets, key=lambda bucket: max(position[each] for each in bucket))
+
+    def _launch(self, bucket: Sequence[Tensor]) -> None:
+        """Start the reduction of a bucket."""
+        settings = self._settings
+        members: list[Tensor] = []
+        compressed: list[tuple[Tensor, Any]] = []
+        sparse: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = _zeros(parameter, is_sparse=parameter in self._known_sparse)
+            gradient = parameter.grad
+            if gradient.is_sparse:
+                self._known_sparse.add(parameter)
+                if not settings.sparse_as_dense:
+                    name = self._parameter_names.get(parameter)
+                    waits = sparse_allreduce_async(gradient, name, self.op, self.process_set)
+                    sparse.append((parameter, waits))
+                    continue
+                gradient = gradient.to_dense()
+            members.append(parameter)
+            compressed.append(settings.compression.compress(gradient.detach()))
+        handle = grouped_allreduce_async_(
+            [tensor for tensor, _ in compressed],
+            op=self.op,
+            prescale_factor=1 / settings.predivide,
+            postscale_factor=settings.predivide,
+            process_set=self.process_set,
+        )
+        self._reductions.append(_Reduction(members, [context for _, context in compressed], handle, sparse))
+
+    # --- after backward --------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until the gradients are reduced. Gradients that do not exist become zeros first.
+
+        Raises:
+            HorovodInternalError: The ranks made different calls.
+
+        Example:
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
+        if self._hooks:
+            try:
+                with torch.no_grad(), self._lock:
+                    buckets = self._planned()
+                    while len(self._reductions) < len(buckets):
+                        self._launch(buckets[len(self._reductions)])
+                    for reduction in self._reductions:
+                        self._deliver(reduction)
+            finally:
+                self._reset()
+        self._synchronized = True
+
+    def _deliver(self, reduction: _Reduction) -> None:
+        """Wait for a bucket and set the gradients of its parameters."""
+        results = synchronize(reduction.handle)
+        for parameter, result, context in zip(reduction.members, results, reduction.contexts, strict=True):
+            value, gradient = self._settings.compression.decompress(result, context), parameter.grad
+            assert gradient is not None
+            if gradient.is_sparse:
+                parameter.grad = value.to_sparse(gradient.sparse_dim())
+            elif value.data_ptr() != gradient.data_ptr() or value.dtype != gradient.dtype:
+                gradient.detach().copy_(value)
+        for parameter, wait in reduction.sparse:
+            parameter.grad = wait()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Context manager in which ``step()`` does not synchronize.
+
+        Example:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Synchronize the gradients, unless inside `skip_synchronize`, and run the step of the optimizer.
+
+        Args:
+            closure: Passed to the optimizer; the gradients that it computes are not synchronized.
+
+        Returns:
+            What the optimizer returns.
+
+        Example:
+            optimizer.step()
+        """
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+                    "gradients are reduced again.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients; refused while they are being reduced."""
+        if self._ready or self._reductions:
+            raise AssertionError(
+                "zero_grad() between backward() and step() would change gradients that are being reduced. Call step() "
+                "or synchronize() first."
+            )
+        super().zero_grad(*args, **kwargs)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change the number of backward passes whose gradients are added before they are reduced.
+
+        Args:
+            passes: The number.
+        """
+        self.backward_passes_per_step = passes
+        self._reset()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the optimizer, and forget gradients that are being counted."""
+        self._reset()
+        super().load_state_dict(state_dict)
+
+
+class AdasumOptimizer(_Base):
+    """The methods of an optimizer that reduces the changes of the parameters by Adasum, instead of their gradients."""
+
+    def _wrap(self, names: dict[Tensor, str], settings: _Settings) -> None:
+        self._parameter_names, self._settings = names, settings
+        self.op, self.process_set = settings.op, settings.process_set
+        self.backward_passes_per_step = settings.passes
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients are not reduced."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raise, since ``step()`` always reduces the changes."""
+        raise AssertionError("op=hvd.Adasum reduces the changes that step() makes, which cannot be skipped.")
+        yield
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Run the step of the optimizer and replace each change by the Adasum of the changes of all ranks."""
+        compression = self._settings.compression
+        parameters = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
+        before = [parameter.detach().clone() for parameter in parameters]
+        result = super().step(closure)
+        compressed = [
+            compression.compress(parameter.detach() - old) for parameter, old in zip(parameters, before, strict=True)
+        ]
+        handles = [allreduce_async_(delta, op=Adasum) for delta, _ in compressed]
+        for parameter, start, handle, (_, context) in zip(parameters, before, handles, compressed, strict=True):
+            parameter.copy_(start + compression.decompress(synchronize(handle), context))
+        return result
+
+
+def _zeros(parameter: Tensor, *, is_sparse: bool) -> Tensor:
+    if not is_sparse:
+        return torch.zeros_like(parameter)
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def _as_groups(groups: int | list[list[Tensor]], ordered: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the groups of the argument, without parameters that need no gradient."""
+    if isinstance(groups, int):
+        if groups == 0:
+            return []
+        length = -(-len(ordered) // groups)
+        return [list(ordered[begin : begin + length]) for begin in range(0, len(ordered), length)]
+    known = set(ordered)
+    kept = [[each for each in group if each in known] for group in groups]
+    return [group for group in kept if group]
+
+
+def _checked_groups(groups: Any, num_groups: int) -> int | list[list[Tensor]]:
+    if num_groups:
+        warnings.warn("The parameter num_groups is deprecated: use groups.", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
+    if groups is None:
+        return 0
+    if isinstance(groups, int) and groups > 0:
+        return groups
+    if not isinstance(groups, list):
+        raise ValueError(f"groups={groups!r} must be a number greater than zero, or a list of lists of parameters.")
+    tensors = [each for group in groups for each in group]
+    if not all(isinstance(each, Tensor) for each in tensors):
+        raise ValueError("groups must be lists of parameters.")
+    if len({id(each) for each in tensors}) < len(tensors):
+        raise ValueError("A parameter occurs twice in groups.")
+    return [list(group) for group in groups]
+
+
+def _checked_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Tensor, str]:
+    """Return the name of each parameter."""
+    if named_parameters is None:
+        return {
+            parameter: f"allreduce.noname.{number}.{index}"
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) for pair in pairs):
+        raise ValueError("named_parameters must be pairs of a name and a parameter, as model.named_parameters() gives.")
+    names = [name for name, _ in pairs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"named_parameters has several parameters of the names {repeated}. Names must be unique.")
+    found = {parameter: name for name, parameter in pairs}
+    missing = [each for group in optimizer.param_groups for each in group["params"] if each not in found]
+    if missing:
+        raise ValueError(f"named_parameters lacks {len(missing)} parameters of the optimizer. Pass all, or None.")
+    return found
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class whose ``step()`` averages the gradients of all ranks first.
+
+    It shares parameter groups and state with the given optimizer. Gradients are reduced while backward runs; those that
+    do not exist on a rank are zeros.
+
+    Args:
+        optimizer: Any ``torch.optim`` optimizer.
+        named_parameters: ``model.named_parameters()``; None for names by position.
+        compression: Conversion for the reduction, such as ``hvd.Compression.fp16``.
+        backward_passes_per_step: Number of backward passes whose gradients are added before they are reduced. The sum
+            is not divided by it.
+        op: Average, Sum, or Adasum, which reduces the changes of the parameters.
+        gradient_predivide_factor: Part of the division that is done before the sum, with ``op=hvd.Average``.
+        num_groups: Deprecated, use `groups`.
+        groups: Parameters that are reduced together: a number of groups, or lists of parameters.
+        sparse_as_dense: Reduce sparse gradients as dense ones.
+        process_set: The ranks that take part; on other ranks ``step()`` is that of the given optimizer.
+
+    Returns:
+        The optimizer, which has ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step()`` too.
+
+    Raises:
+        ValueError: The arguments cannot be used, or ``init()`` was not called.
+        NotImplementedError: ``op=hvd.Adasum`` with a process set.
+
+    Example:
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    """
+    names = _checked_names(optimizer, named_parameters)
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be greater than zero.")
+    if gradient_predivide_factor != 1 and op != Average:
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average.")
+    chosen = _checked_groups(groups, num_groups)
+    settings = _Settings(
+        compression, backward_passes_per_step, op, gradient_predivide_factor, chosen, sparse_as_dense, process_set
+    )
+    methods: type[SynchronizingOptimizer | AdasumOptimizer] = SynchronizingOptimizer
+    if op == Adasum:
+        if process_set is not global_process_set:
+            raise NotImplementedError("op=hvd.Adasum reduces over all ranks, not over a process set.")
+        if is_initialized() and size() > 1:
+            methods = AdasumOptimizer
+    wrapped: Any = object.__new__(
+        type(type(optimizer).__name__, (methods, type(optimizer)), {"__module__": __name__})
+    )
+    # A learning-rate scheduler sets the attribute `step` of the given optimizer, whose step does not synchronize.
+    wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    wrapped._wrap(names, settings)
+    result: torch.optim.Optimizer = wrapped
+    return result

@@ -1,0 +1,41 @@
+"""Exceptions that programs for Horovod catch by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import NotStartedError, TorchMPIError
+
+
+class HorovodInternalError(TorchMPIError):
+    """A collective failed: the ranks made different calls, or a rank has left."""
+
+
+class HostsUpdatedInterrupt(Exception):
+    """The set of hosts has changed. Never raised here: a job under MPI keeps its ranks.
+
+    Args:
+        skip_sync: Whether the state need not be synchronized.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__()
+        self.skip_sync = skip_sync
+
+
+class HorovodVersionMismatchError(ImportError):
+    """The library differs from the one that another process has. Never raised here."""
+
+
+@contextmanager
+def internal_errors() -> Iterator[None]:
+    """Raise errors of a call as :class:`HorovodInternalError`; those about arguments are ValueErrors and unchanged."""
+    try:
+        yield
+    except (ValueError, HorovodInternalError):
+        raise
+    except NotStartedError:
+        raise HorovodInternalError("torchmpi has been stopped or never started. Call hvd.init() first.") from None
+    except TorchMPIError as error:
+        raise HorovodInternalError(str(error)) from error

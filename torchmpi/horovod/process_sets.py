@@ -1,0 +1,215 @@
+"""Process sets: communicators with the ranks, numbers and life cycle that Horovod gives them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .. import collectives
+from ..communicators.communicator import Communicator, NullCommunicator
+from ..session import api, runtime
+from .exceptions import internal_errors
+
+
+class ProcessSet:
+    """Ranks that call collectives together.
+
+    Args:
+        ranks_or_comm: The ranks in any order, or a communicator of mpi4py.
+
+    Raises:
+        ValueError: It is neither of the two.
+
+    Example:
+        even = hvd.add_process_set(hvd.ProcessSet(range(0, hvd.size(), 2)))
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        self.communicator: Communicator | NullCommunicator | None = None
+        self.barrier_communicator: Communicator | NullCommunicator | None = None
+        """The same ranks with a call queue of their own, since a barrier does not wait for other calls."""
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+            return
+        try:
+            self.ranks = sorted(map(operator.index, ranks_or_comm))
+        except TypeError:
+            raise ValueError(
+                f"ProcessSet({ranks_or_comm!r}): pass the ranks, or a communicator of mpi4py."
+            ) from None
+
+    def size(self) -> int | None:
+        """Return the number of ranks; None if the set is not registered."""
+        return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Return the number of this rank in the set; None if the set is not registered."""
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        return member_of(self).rank
+
+    def included(self) -> bool | None:
+        """Return whether this rank is in the set; None if its ranks are not known yet."""
+        return None if self.ranks is None else world().rank in self.ranks
+
+    def position(self, rank: int, call: str) -> int:
+        """Return the number in the set of a rank of all ranks."""
+        assert self.ranks is not None
+        if rank not in self.ranks:
+            raise ValueError(f"{call}: root_rank={rank} is not one of the ranks {self.ranks} of the process set.")
+        return self.ranks.index(rank)
+
+    def _invalidate(self) -> None:
+        self.process_set_id = self.communicator = self.barrier_communicator = None
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+global_process_set = ProcessSet([])
+global_process_set.ranks = None
+_registered: dict[int, ProcessSet] = {}
+_settings = {"dynamic": False}
+
+
+def world() -> Communicator:
+    """Return the communicator of all ranks; raise ValueError before ``init()``."""
+    found = global_process_set.communicator
+    if not isinstance(found, Communicator) or found.intra.call_queue.closed:
+        raise ValueError("Horovod's functions need hvd.init() first.")
+    return found
+
+
+def member_of(process_set: ProcessSet) -> Communicator:
+    """Return the communicator of a registered set that has this rank."""
+    world()
+    found = process_set.communicator
+    if process_set.process_set_id is None or found is None:
+        raise ValueError(f"{process_set} is not registered. Use hvd.add_process_set(), or the argument of hvd.init().")
+    if not isinstance(found, Communicator):
+        raise ValueError(f"Rank {world().rank} is not in {process_set}. Make the call on its ranks only.")
+    return found
+
+
+def register_all(everyone: Communicator, process_sets: Sequence[ProcessSet], *, dynamic: bool) -> None:
+    """Make the global set and the sets given to ``init()``. Collective."""
+    for known in list(_registered.values()):
+        known._invalidate()
+    _registered.clear()
+    ranks_of_sets = [_ranks_of(each) for each in process_sets]
+    everywhere = list(range(everyone.size))
+    for index, ranks in enumerate(ranks_of_sets):
+        if ranks == everywhere or ranks in ranks_of_sets[:index]:
+            raise ValueError(f"init(): the process set of the ranks {ranks} exists twice.")
+    global_process_set.ranks = everywhere
+    global_process_set.communicator = everyone
+    _settings["dynamic"] = dynamic
+    _register(global_process_set, make_communicator=False)
+    for process_set, ranks in zip(process_sets, ranks_of_sets, strict=True):
+        process_set.ranks = ranks
+        _register(process_set)
+
+
+def unregister_all() -> None:
+    """Forget all sets; their communicators end with torchmpi."""
+    for known in _registered.values():
+        known._invalidate()
+    _registered.clear()
+    global_process_set.ranks = None
+
+
+def _ranks_of(process_set: ProcessSet) -> list[int]:
+    if process_set.ranks is None:
+        return ranks_of_mpi_comm(process_set.mpi_comm)
+    return process_set.ranks
+
+
+def ranks_of_mpi_comm(comm: Any) -> list[int]:
+    """Return the ranks of a communicator of mpi4py as numbers in the world."""
+    everyone, group = runtime.current().context.MPI.COMM_WORLD.Get_group(), comm.Get_group()
+    return list(group.Translate_ranks(group, list(range(group.Get_size())), everyone))
+
+
+def _register(process_set: ProcessSet, *, make_communicator: bool = True) -> None:
+    number = min(set(range(len(_registered) + 1)) - set(_registered))
+    assert process_set.ranks is not None
+    if make_communicator:
+        process_set.communicator = api.group(process_set.ranks, comm=world(), name=f"process set {number}")
+    name = f"barriers of process set {number}"
+    process_set.barrier_communicator = api.group(process_set.ranks, comm=world(), name=name)
+    process_set.process_set_id = number
+    _registered[number] = process_set
+
+
+def _check_dynamic(call: str) -> None:
+    world()
+    if not _settings["dynamic"]:
+        raise ValueError(f"{call}() needs hvd.init(process_sets='dynamic'), or HOROVOD_DYNAMIC_PROCESS_SETS=1.")
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Make a process set after ``init()``. Collective over all ranks, also those that are not in the set.
+
+    Args:
+        process_set: A ProcessSet, or its ranks.
+
+    Returns:
+        The registered set.
+
+    Raises:
+        ValueError: Dynamic process sets are off, or a set with these ranks exists.
+        NotImplementedError: The set is given by a communicator of mpi4py.
+        HorovodInternalError: The ranks passed different sets.
+
+    Example:
+        even = hvd.add_process_set(range(0, hvd.size(), 2))
+    """
+    _check_dynamic("add_process_set")
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.ranks is None:
+        raise NotImplementedError("add_process_set() takes ranks. Pass communicators of mpi4py to hvd.init().")
+    if any(known.ranks == added.ranks for known in _registered.values()):
+        raise ValueError(f"add_process_set(): a process set of the ranks {added.ranks} exists.")
+    with internal_errors():
+        _register(added)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set. Collective over all ranks.
+
+    Args:
+        process_set: A registered set.
+
+    Returns:
+        False for the set of all ranks and for one that is not registered.
+
+    Raises:
+        ValueError: Dynamic process sets are off.
+        HorovodInternalError: Other ranks make a different call.
+
+    Example:
+        hvd.remove_process_set(even)
+    """
+    _check_dynamic("remove_process_set")
+    number = process_set.process_set_id
+    if number is None or number == 0:
+        return False
+    with internal_errors():
+        collectives.barrier(comm=world())
+        for communicator in (process_set.communicator, process_set.barrier_communicator):
+            assert communicator is not None
+            communicator.free()
+    del _registered[number]
+    process_set._invalidate()
+    return True
+
+
+def ids_and_ranks() -> dict[int, list[int]]:
+    """Return the ranks of each registered set, by its number."""
+    return {number: list(known.ranks or ()) for number, known in sorted(_registered.items())}

@@ -1,0 +1,45 @@
+"""Reduction operations of Horovod, and factors before and after a reduction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import Operation as OperationName
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+NAMES: dict[int, OperationName] = {Average: "avg", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
+
+
+def scaled_copy(tensor: Tensor, factor: float) -> Tensor:
+    """Return a contiguous copy, multiplied; integers in float64, truncated toward zero."""
+    return scale(tensor.detach().clone(memory_format=torch.contiguous_format), factor)
+
+
+def scale(tensor: Tensor, factor: float) -> Tensor:
+    """Multiply in place."""
+    if factor != 1:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.mul_(factor)
+        else:
+            tensor.copy_(tensor.double().mul_(factor))
+    return tensor
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Return whether the tensor has neither floating-point nor complex numbers."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def native_op(op: int, tensor: Tensor) -> OperationName:
+    """Return the operation of torchmpi; the average of integers is a sum that `finished` divides."""
+    return "sum" if op == Average and is_integer(tensor) else NAMES[op]
+
+
+def finished(tensor: Tensor, op: int, size: int, factor: float) -> Tensor:
+    """Divide and multiply a result in place."""
+    if op == Average and is_integer(tensor):
+        if factor == 1:
+            return tensor.div_(size, rounding_mode="trunc")
+        factor /= size
+    return scale(tensor, factor)

@@ -1,0 +1,357 @@
+"""The synchronous collectives of Horovod's torch module, which autograd differentiates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import collectives
+from ..nn import functional
+from . import mpi_ops
+from .compressors import Compression, Compressor
+from .exceptions import HorovodInternalError, internal_errors
+from .operation_table import synchronize
+from .process_sets import ProcessSet, global_process_set, member_of
+from .scaling import Average, Sum
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, with a factor for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def _with_gradient_times(factor: float, tensor: Tensor) -> Tensor:
+    """Return the tensor; its gradient will be multiplied, where Horovod's differs from that of the summed losses."""
+    result: Tensor = _ScaledGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _times(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1 else tensor * factor
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Combine the tensors of all ranks into a new tensor. The gradient is reduced by the same operation.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        average: Deprecated, use `op`.
+        name: Name of the operation, not used by another one that has not ended.
+        compression: Conversion for the reduction, such as ``hvd.Compression.fp16``.
+        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
+        prescale_factor: Factor for the tensor before the reduction; the same on all ranks.
+        postscale_factor: Factor for the result; the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError: The arguments cannot be used, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        loss = hvd.allreduce(loss, name="loss")
+    """
+    op = mpi_ops.chosen_op(op, average)
+    compressed, context = compression.compress(tensor)
+    reduced = _reduced(compressed, name, op, (prescale_factor, postscale_factor), process_set)
+    return compression.decompress(reduced, context)
+
+
+def _reduced(
+    tensor: Tensor, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
+) -> Tensor:
+    before, after = factors
+
+    def run(values: Tensor) -> Tensor:
+        result: Tensor = synchronize(mpi_ops.allreduce_async(values, None, name, op, before, after, process_set))
+        return result
+
+    if not _is_recorded(tensor):
+        return run(tensor)
+    if op not in (Average, Sum):
+        return functional.linear_map(tensor, run, run)  # not linear: Horovod reduces the gradient like the tensor
+    with internal_errors():
+        total = functional.allreduce(
+            _times(tensor, before), op="avg" if op == Average else "sum", comm=member_of(process_set)
+        )
+    return _times(total, after)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Run :func:`allreduce` on several tensors, in few messages.
+
+    Args:
+        tensors: The tensors, the same number, shapes and dtypes on every rank.
+        average: Deprecated, use `op`.
+        name: Name of the operation.
+        compression: As for :func:`allreduce`.
+        op: As for :func:`allreduce`.
+        prescale_factor: As for :func:`allreduce`.
+        postscale_factor: As for :func:`allreduce`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: The arguments cannot be used, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        means = hvd.grouped_allreduce([loss, accuracy])
+    """
+    op, factors = mpi_ops.chosen_op(op, average), (prescale_factor, postscale_factor)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    compressed, contexts = [each for each, _ in pairs], [context for _, context in pairs]
+    results: Sequence[Tensor]
+    if any(_is_recorded(tensor) for tensor in compressed):
+        results = [_reduced(tensor, None, op, factors, process_set) for tensor in compressed]
+    else:
+        results = synchronize(mpi_ops.grouped_allreduce_async(compressed, None, name, op, *factors, process_set))
+    return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Concatenate the tensors of all ranks along dim 0. A rank gets the average of the gradients of its rows.
+
+    Args:
+        tensor: A tensor with at least one dimension; the length of dim 0 may differ between ranks.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        The concatenation.
+
+    Raises:
+        ValueError: The tensor has no dimension, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        everything = hvd.allgather(torch.tensor([hvd.rank()]))
+    """
+    if not _is_recorded(tensor):
+        gathered: Tensor = synchronize(mpi_ops.allgather_async(tensor, name, process_set))
+        return gathered
+    mpi_ops.check_rows("allgather", [tensor])
+    comm = member_of(process_set)
+    with internal_errors():
+        return functional.allgather(_with_gradient_times(1 / comm.size, tensor), comm=comm)
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """Run :func:`allgather` on several tensors.
+
+    Args:
+        tensors: The tensors, the same number on every rank.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: A tensor has no dimension, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        rows, labels = hvd.grouped_allgather([rows, labels])
+    """
+    if any(_is_recorded(tensor) for tensor in tensors):
+        return [allgather(tensor, None, process_set) for tensor in tensors]
+    return list(synchronize(mpi_ops.grouped_allgather_async(tensors, name, process_set)))
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Copy the root's values to a new tensor on every rank. The root gets the average of the gradients.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        root_rank: The rank, among all ranks, whose values are copied.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        The root's values.
+
+    Raises:
+        ValueError: The root is not in the process set, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        seed = hvd.broadcast(torch.tensor(1234), root_rank=0)
+    """
+    if not _is_recorded(tensor):
+        copied: Tensor = synchronize(mpi_ops.broadcast_async(tensor, root_rank, name, process_set))
+        return copied
+    comm = member_of(process_set)
+    root = process_set.position(root_rank, "broadcast")
+    with internal_errors():
+        return functional.broadcast(_with_gradient_times(1 / comm.size, tensor), root, comm=comm)
+
+
+def alltoall(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send part j of dim 0 to rank j, and concatenate the received parts. The gradients of the parts are sent back.
+
+    Args:
+        tensor: The tensor to split along dim 0. Rows after the last split are not sent.
+        splits: How many rows each rank gets: a list, or a tensor of int32; None to split evenly.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows; with `splits`, also a tensor with their number from each rank.
+
+    Raises:
+        ValueError: The splits do not fit, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        rows, received_splits = hvd.alltoall(rows, splits=[1, 2])
+    """
+    if not _is_recorded(tensor):
+        result: tuple[Tensor, Tensor] = synchronize(mpi_ops.alltoall_async(tensor, splits, name, process_set))
+        return result[0] if splits is None else result
+    comm = member_of(process_set)
+    numbers = mpi_ops.checked_splits(tensor, splits, comm)
+    with internal_errors():
+        rows = functional.alltoall(tensor[: sum(numbers)], numbers, comm=comm)
+        if splits is None:
+            return rows
+        received = collectives.alltoall(torch.tensor(numbers, dtype=torch.int32, device="cpu"), comm=comm)
+    return rows, received.to(splits.device) if isinstance(splits, Tensor) else received
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Combine the tensors of all ranks, and return this rank's rows; the first ranks take one row more.
+
+    The gradients are gathered; those of a sum are multiplied by the number of ranks, as in Horovod.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        name: Name of the operation.
+        compression: As for :func:`allreduce`.
+        op: Average or Sum.
+        process_set: The ranks that take part.
+        prescale_factor: Factor for the tensor before the reduction; the same on all ranks.
+        postscale_factor: Factor for the result; the same on all ranks.
+
+    Returns:
+        This rank's rows of the result.
+
+    Raises:
+        ValueError: The tensor has no dimension, or the name is in use.
+        HorovodInternalError: The operation is another one, or the ranks made different calls.
+
+    Example:
+        mine = hvd.reducescatter(torch.ones(hvd.size(), 3), op=hvd.Sum)
+    """
+    factors = (prescale_factor, postscale_factor)
+    compressed, context = compression.compress(tensor)
+    return compression.decompress(_scattered(compressed, name, op, factors, process_set), context)
+
+
+def _scattered(
+    tensor: Tensor, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
+) -> Tensor:
+    if not _is_recorded(tensor):
+        result: Tensor = synchronize(mpi_ops.reducescatter_async(tensor, name, op, process_set, *factors))
+        return result
+    mpi_ops.check_rows("reducescatter", [tensor])
+    if op not in (Average, Sum):
+        raise HorovodInternalError("reducescatter: op must be hvd.Average or hvd.Sum.")
+    comm, (before, after) = member_of(process_set), factors
+    with internal_errors():
+        part = functional.reduce_scatter(
+            _times(_with_gradient_times(comm.size, tensor), before), op="avg" if op == Average else "sum", comm=comm
+        )
+    return _times(part, after)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Run :func:`reducescatter` on several tensors.
+
+    Args:
+        tensors: The tensors, the same number, shapes and dtypes on every rank.
+        name: Name of the operation.
+        compression: As for :func:`allreduce`.
+        op: Average or Sum.
+        process_set: The ranks that take part.
+        prescale_factor: As for :func:`reducescatter`.
+        postscale_factor: As for :func:`reducescatter`.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: A tensor has no dimension, or the name is in use.
+        HorovodInternalError: The operation is another one, or the ranks made different calls.
+
+    Example:
+        parts = hvd.grouped_reducescatter([weights, biases])
+    """
+    factors = (prescale_factor, postscale_factor)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    compressed, contexts = [each for each, _ in pairs], [context for _, context in pairs]
+    results: Sequence[Tensor]
+    if any(_is_recorded(tensor) for tensor in compressed):
+        results = [_scattered(tensor, None, op, factors, process_set) for tensor in compressed]
+    else:
+        results = synchronize(mpi_ops.grouped_reducescatter_async(compressed, name, op, process_set, *factors))
+    return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
