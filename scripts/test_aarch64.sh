@@ -56,7 +56,7 @@ mount --bind "$1" "$0/checkout"
 libraries=/usr/lib/aarch64-linux-gnu
 ranks=()
 for rank in 0 1; do
-    env -i PATH=/usr/bin HOME=/root STORE=/tmp/store RANK=$rank WORLD_SIZE=2 NUMBA_CACHE_DIR=/tmp/cache OMP_NUM_THREADS=1 \
+    env -i PATH=/usr/bin:/usr/sbin HOME=/root STORE=/tmp/store RANK=$rank WORLD_SIZE=2 NUMBA_CACHE_DIR=/tmp/cache OMP_NUM_THREADS=1 \
         TORCHMPI_STALL_ABORT_SECONDS=3000 \
         chroot "$0" /emulator -E LD_LIBRARY_PATH=$libraries/blas:$libraries/lapack /usr/bin/python3 -c "
 import platform, runpy, sys, torch, numba, llvmlite

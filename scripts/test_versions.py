@@ -53,7 +53,10 @@ class Debian:
     wheels: tuple[str, ...] = ()
 
 
-REFUSED = {"mpi4py-3.1": "is too old: before 4.0"}
+REFUSED = {
+    "mpi4py-3.1": "is too old: before 4.0",
+    "forky-mpich": "MPICH's mpiexec started 2 processes, but this Python loaded Open MPI",
+}
 """Text of the error with which `start()` refuses a combination."""
 
 

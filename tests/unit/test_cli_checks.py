@@ -42,6 +42,7 @@ from torchmpi.cli.doctor.software_checks import (
 )
 from torchmpi.cli.facts import OLDEST_AND_TESTED, Facts, Finding, Program, RankFacts, SelfTest
 from torchmpi.cli.info import _gpu_section
+from torchmpi.distributed import torch_names
 from torchmpi.session.launcher import are_incompatible
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,6 +272,20 @@ def test_versions_are_those_of_the_package():
         for name, (_, tested) in OLDEST_AND_TESTED.items()
         if name not in ("Python", "torch")  # newer ones are run by scripts/test_versions.py
     }.items() <= pinned.items()
+
+
+def test_versions_are_those_of_the_places():
+    page = (ROOT / "docs" / "places.md").read_text()
+    passed = [line for line in page.splitlines() if "| passed |" in line and "refused ok" not in line]
+    numbers = {}
+    for name in ("Python", "torch", "numpy", "numba", "llvmlite", "mpi4py"):
+        found = {tuple(map(int, number)) for number in re.findall(rf"\b{name} (\d+)\.(\d+)", "\n".join(passed))}
+        numbers[name] = [f"{major}.{minor}" for major, minor in sorted(found)]
+        assert numbers[name][0] == OLDEST_AND_TESTED[name][0], name
+    for name in ("Python", "torch"):  # of the others, those of the constraints count
+        assert numbers[name][-1] == OLDEST_AND_TESTED[name][1], name
+    with_ddp = {re.search(r"torch (\d+\.\d+)", line)[1] for line in passed if re.search(r"DDP ok \(\d+\)", line)}
+    assert with_ddp == {*torch_names.TESTED}
 
 
 @pytest.mark.parametrize(
