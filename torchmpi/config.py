@@ -32,8 +32,8 @@ _GPU_BACKENDS = ("nccl", "ipc")
 _POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes")
 # Variables with the same prefix that are not settings of a run.
 _NOT_FIELDS = (
-    "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS", "TORCHMPI_RUN_PID",
-    "TORCHMPI_RESTARTS", log.VARIABLE,
+    "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS",
+    "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", log.VARIABLE,
 )  # fmt: skip
 
 

@@ -180,14 +180,91 @@ dist.new_group()
 
 @once
 def test_the_name_mpi_on_demand():
+    """Programs ask whether it is there before they use it."""
     code = """
 import torch.distributed as dist
-dist.init_process_group("mpi")
-print("backend", dist.get_backend(), dist.get_backend_config(), flush=True)
+print("available", dist.is_mpi_available(), dist.is_backend_available("mpi"), dist.is_backend_available("cpu:mpi"))
+print("devices", dist.BackendConfig("mpi").get_device_backend_map())
+for name in ("mpi", dist.Backend.MPI, "MPI", "cpu:mpi,cuda:mpi"):
+    dist.init_process_group(name)
+    assert name.startswith("cpu") or dist.get_backend() == "torchmpi"
+    print("backend", dist.get_backend_config(), flush=True)
+    dist.destroy_process_group()
+dist.init_process_group("cpu:mpi,cuda:nccl")
 """
     asked, not_asked = alone(code, TORCHMPI_AS_MPI="1"), alone(code, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    assert asked.returncode == 0 and "backend torchmpi" in asked.stdout, asked.stderr
+    assert "available True True True" in asked.stdout and "{'cpu': 'torchmpi', 'cuda': 'torchmpi'}" in asked.stdout
+    assert asked.stdout.count("backend cpu:torchmpi,cuda:torchmpi") == 4, asked.stderr
+    assert asked.stderr.count("(TORCHMPI_AS_MPI): torchmpi, 1 rank on 1 host") == 4, asked.stderr
+    assert asked.returncode != 0 and "mixes torchmpi with others" in asked.stderr, asked.stderr
     assert not_asked.returncode != 0 and "torchmpi" not in not_asked.stdout, not_asked.stderr
+    assert "available False False" in not_asked.stdout, not_asked.stdout
+
+
+FOR_GLOO = """
+import os
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if LATE:  # as Accelerate and Lightning do
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "1"
+for name in ("gloo", None):
+    dist.init_process_group(name, rank=rank, world_size=size)
+    assert name is None or dist.get_backend() == dist.Backend.GLOO
+    pair = dist.new_group(backend="gloo")
+    assert dist.get_rank(pair) == rank
+    tensor = torch.full((3,), rank + 1)
+    dist.all_reduce(tensor, group=pair)
+    assert tensor.tolist() == [size * (size + 1) // 2] * 3
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    dist.destroy_process_group()
+print("done by", "torchmpi" if "torchmpi.distributed.process_group" in sys.modules else "gloo", flush=True)
+"""
+
+
+@once
+@pytest.mark.parametrize("started_by", ("mpirun", "torchmpi run", "torchrun"))
+def test_the_name_gloo_on_demand(job, tmp_path, started_by):
+    code = f"LATE = {started_by == 'mpirun'}\nimport sys\n{FOR_GLOO}"
+    if started_by == "mpirun":
+        result = job(2, code, env={"TORCHMPI_AS_GLOO": "1"})
+    else:
+        script, environment = tmp_path / "job.py", {}
+        script.write_text(code)
+        if started_by == "torchrun":
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+            environment["TORCHMPI_AS_GLOO"] = "1"
+        else:
+            command = ["-m", "torchmpi", "run", "-n", "2", "--as", "gloo", script]
+        result = subprocess.run(
+            ["timeout", "-k", "5", "90", sys.executable, *map(str, command)],
+            capture_output=True, text=True, env=job_environment(environment),
+        )  # fmt: skip
+    assert result.returncode == 0 and result.stdout.count("done by torchmpi") == 2, f"{result.stdout}\n{result.stderr}"
+    assert result.stderr.count("(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host") == 4, result.stderr
+
+
+@once
+def test_gloo_does_what_torchmpi_rejects(job):
+    """Nothing but the version of torch is different, so the group of gloo must work."""
+    code = """
+import torch
+import torch.distributed as dist
+
+torch.__version__ = "2.6.0"
+dist.init_process_group("gloo")
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+dist.monitored_barrier()
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+print("sum", tensor.tolist(), type(backend).__name__, dist.get_backend(), dist.get_backend_config(), flush=True)
+dist.destroy_process_group()
+"""
+    result = job(2, code, env={"TORCHMPI_AS_GLOO": "1"})
+    said(result, "sum [2.0, 2.0, 2.0] ProcessGroupGloo gloo cpu:gloo,cuda:gloo", 2)
+    assert result.stderr.count("(TORCHMPI_AS_GLOO): gloo, 2 ranks, since ") == 1, result.stderr
 
 
 @once

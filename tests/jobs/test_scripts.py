@@ -312,6 +312,7 @@ def test_variables_for_the_wrapper(tmp_path: Path) -> None:
 
 # ---- wrap.sh and ompirun.sh around jobs ----
 
+
 @pytest.mark.skipif(NUM_CORES < 2, reason="needs two cores")
 def test_ranks_get_cores_of_their_own_and_a_log_each(path: str, tmp_path: Path) -> None:
     logs = tmp_path / "logs"

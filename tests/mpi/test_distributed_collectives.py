@@ -154,6 +154,31 @@ def test_objects(agree):
     agree.equal(part, [("part", rank)])
 
 
+def test_averages_of_integers_are_rounded_towards_zero(agree):
+    """As by NCCL. On rank 0 the values are one further from zero, which does not fill a step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    average = torch.tensor([-7, -1, 0, 1, 7])
+    own = average + (average.sign() if rank == 0 and size > 1 else 0)
+    for dtype in (torch.int8, torch.int32, torch.int64):
+        for asynchronous in (False, True):
+            options = {"op": dist.ReduceOp.AVG, "async_op": asynchronous}
+            tensor, other, reduced = (own.to(dtype, copy=True) for _ in range(3))
+            tensors, scattered, listed = (
+                [other[2:], other[:2]],
+                torch.zeros(5, dtype=dtype),
+                torch.zeros(5, dtype=dtype),
+            )
+            calls = [dist.all_reduce(tensor, **options), dist.reduce(reduced, size - 1, **options)]
+            calls.append(dist.all_reduce_coalesced(tensors, **options))
+            calls.append(torch_rig.reduce_scatter_single(scattered, own.to(dtype).repeat(size), **options))
+            calls.append(dist.reduce_scatter(listed, [own.to(dtype)] * size, **options))
+            for work in calls:
+                if work is not None:
+                    work.wait()
+            for found in (tensor, other, scattered, listed, *([reduced] if rank == size - 1 else [])):
+                agree.equal(found, average.to(dtype))
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +193,10 @@ REFUSED = {
     "meta gathered": (lambda: dist.all_gather([ONES.to("meta")] * SIZE, ONES.to("meta")), "meta"),
     "meta scattered": (lambda: torch_rig.reduce_scatter_single(ONES[:1], ONES[:1].to("meta").expand(SIZE)), "meta"),
     "expanded": (lambda: dist.all_reduce(torch.ones(1).expand(3)), "expanded"),
-    "average of integers": (lambda: dist.all_reduce(ONES.int(), dist.ReduceOp.AVG), "divide"),
+    "average of integers that torch cannot divide": (
+        lambda: dist.all_reduce(ONES.to(torch.uint16), dist.ReduceOp.AVG),
+        "divide",
+    ),
     "bits of floats": (lambda: dist.all_reduce(ONES, dist.ReduceOp.BAND), "integers"),
     "sum of 8 bit floats": (lambda: dist.all_reduce(ONES.to(torch.float8_e5m2)), "bfloat16"),
     "factor for integers": (lambda: dist.all_reduce(ONES.int(), dist._make_nccl_premul_sum(2.0)), "floating"),

@@ -54,6 +54,7 @@ PROCESS = ProcessFacts(
     settings={"bind": "auto", "verbose": Config().verbose},
     settings_from_environment=[],
     settings_errors=[],
+    names={},
 )
 MPI = MPIFacts(0, 1, "Open MPI 5.0.8", ["/env/lib/libmpi.so.40"], "MULTIPLE", False)
 MPIRUN = Program("/env/bin/mpirun", "Open MPI 5.0.8", is_on_path=True)

@@ -36,6 +36,7 @@ from torchmpi.cli.doctor.self_test import check_gpu_memory
 from torchmpi.cli.doctor.software_checks import (
     check_agreement,
     check_fork,
+    check_names,
     check_self_test,
     check_settings,
     check_versions,
@@ -228,6 +229,8 @@ CASES = [
     # settings, fork, self test
     (check_settings, alone(), "ok", "the defaults"),
     (check_settings, alone(settings_from_environment=["TORCHMPI_BIND"]), "ok", "TORCHMPI_BIND"),
+    (check_names, alone(names={"mpi": True}), "ok", "init_process_group('mpi') gives a group of torchmpi"),
+    (check_names, alone(names={"mpi": True, "gloo": False}), "problem", "TORCHMPI_AS_GLOO has no effect"),
     (check_settings, job({}, {"settings_errors": ["TORCHMPI_X is no setting."]}), "problem", "rank 1: TORCHMPI_X"),
     (check_fork, alone(), "ok", "NotStartedError"),
     (check_fork, with_self_test(forked_child="entered a barrier"), "problem", "entered a barrier"),

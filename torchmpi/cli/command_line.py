@@ -22,6 +22,7 @@ status is that of mpirun."""
 _RUN_EXAMPLES = """examples:
   torchmpi run -n 4 train.py --epochs 10
   torchmpi run -n 4 -m package.train
+  torchmpi run -n 4 --as gloo train.py
   torchmpi run --hosts node1:2,node2:2 train.py
   torchmpi run -n 16 --hostfile hosts --restarts 3 train.py
   torchmpi run -n 2 -m torchmpi doctor"""
@@ -103,6 +104,8 @@ def _add_run(commands: Any) -> None:
            help="continue on the hosts that still answer, with at least N ranks (default: all ranks)")
     option("--without-mpi", action="store_true",
            help="start the ranks of this host without MPI: if one is killed, the others may continue")
+    option("--as", dest="stands_for", choices=["mpi", "gloo"],
+           help="run the program unchanged: its backend of this name is torchmpi")
     option("--timeout", type=bench_options.seconds, metavar="SECONDS",
            help="end the job after this time, with status 124")
     option("--log-dir", metavar="DIR", help="append the output of rank N to DIR/rankN.log; only rank 0 is shown")

@@ -27,6 +27,7 @@ from .._version import __version__
 from ..backends import gpus
 from ..backends.nccl import nccl_backend
 from ..config import PREFIX, Config
+from ..distributed import registration
 from ..errors import ConfigError, LaunchError
 from ..session import affinity, launcher, mpi_library
 
@@ -83,6 +84,8 @@ class ProcessFacts:
     settings: Mapping[str, Any]
     settings_from_environment: Sequence[str]
     settings_errors: list[str]
+    names: Mapping[str, bool]
+    """Other names of backends that the environment asks for, and whether torch takes each for torchmpi's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +259,7 @@ def process_facts() -> ProcessFacts:
         **_shared_memory(Path("/dev/shm")),
         **_cuda(),
         **_settings(),
+        names=registration.names_wanted(),
     )
 
 

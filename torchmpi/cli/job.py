@@ -124,9 +124,10 @@ def _master(placed: Sequence[tuple[str, int]]) -> str:
 
 def program_of(options: argparse.Namespace) -> list[str]:
     """Return the command of the program, without its arguments."""
+    names = [] if options.stands_for is None else ["env", f"TORCHMPI_AS_{options.stands_for.upper()}=1"]
     if options.is_module:
-        return [sys.executable, "-m", options.program]
-    return [*([sys.executable] if options.program.endswith(".py") else []), options.program]
+        return [*names, sys.executable, "-m", options.program]
+    return [*names, *([sys.executable] if options.program.endswith(".py") else []), options.program]
 
 
 def _matching_program() -> Program:

@@ -18,6 +18,7 @@ _OP_NAMES: dict[Any, Operation] = {
     ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.PRODUCT: "prod", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
     ReduceOp.BAND: "band", ReduceOp.BOR: "bor", ReduceOp.BXOR: "bxor", ReduceOp.PREMUL_SUM: "sum",
 }  # fmt: skip
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # torch cannot divide other ones
 _BOOL_OP_NAMES: dict[Operation, Operation] = {"sum": "lor", "prod": "land"}
 
 
@@ -69,12 +70,24 @@ def op_name(reduction: Any, dtype: torch.dtype) -> Operation:
         raise ArgumentError(f"{reduction.op} is not known. Use one of: {known}.") from None
     if is_scaled(reduction) and not (dtype.is_floating_point or dtype.is_complex):
         raise ArgumentError(f"PREMUL_SUM needs floating point tensors, this one is {dtype}. Use SUM.")
+    if _is_average_of_integers(reduction, dtype):
+        return "sum"
     return _BOOL_OP_NAMES.get(name, name) if dtype is torch.bool else name
 
 
 def is_scaled(reduction: Any) -> bool:
     """Return whether the operation is PREMUL_SUM, which carries a factor."""
     return bool(reduction.op == ReduceOp.PREMUL_SUM)
+
+
+def _is_average_of_integers(reduction: Any, dtype: torch.dtype) -> bool:
+    """Return whether the result must be rounded; torchmpi's own collectives reject that."""
+    return dtype in _INTEGERS and bool(reduction.op == ReduceOp.AVG)
+
+
+def is_composed(reduction: Any, dtype: torch.dtype) -> bool:
+    """Return whether the operation has a step before or after the reduction: :func:`scale` or :func:`divide`."""
+    return is_scaled(reduction) or _is_average_of_integers(reduction, dtype)
 
 
 def scaled(tensor: torch.Tensor, reduction: Any) -> torch.Tensor:
@@ -91,3 +104,13 @@ def scale(tensors: Sequence[torch.Tensor], reduction: Any) -> None:
     if is_scaled(reduction):
         for tensor in tensors:
             buffers.overwrite(tensor, scaled(tensor, reduction))
+
+
+def divide(tensors: Sequence[torch.Tensor], reduction: Any, size: int) -> None:
+    """Divide sums of integers by the number of ranks, in place, if the operation is AVG; otherwise do nothing.
+
+    The quotient is rounded towards zero, as by NCCL. Libraries average counts, such as Lightning those of samples.
+    """
+    for tensor in tensors:
+        if _is_average_of_integers(reduction, tensor.dtype):
+            buffers.overwrite(tensor, torch.div(tensor.detach(), size, rounding_mode="trunc"))

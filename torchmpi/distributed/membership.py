@@ -100,15 +100,25 @@ def current(options: BackendOptions) -> Membership:
     """Return the membership of this process, created with its first group."""
     global _membership
     if _membership is None or not runtime.is_running():
-        ranks = list(options.global_ranks_in_group)
-        if ranks and ranks != list(range(dist.get_world_size())):
+        reason = why_not(options)
+        if reason:
             raise ArgumentError(
-                f"rank {dist.get_rank()}: the first process group with the backend 'torchmpi' must have all ranks, "
-                "since all of them start torchmpi together. Call init_process_group('torchmpi'), or "
+                f"rank {dist.get_rank()}: {reason}. Call init_process_group('torchmpi'), or "
                 "new_group(backend='torchmpi') without ranks, before."
             )
         _membership = Membership(options)
     return _membership
+
+
+def why_not(options: BackendOptions) -> str:
+    """Return the reason why a process group cannot be created, the same on all its ranks; '' if it can."""
+    ranks = list(options.global_ranks_in_group)
+    if (_membership is None or not runtime.is_running()) and ranks and ranks != list(range(dist.get_world_size())):
+        return (
+            "the first process group with the backend 'torchmpi' must have all ranks, since all of them start torchmpi "
+            "together"
+        )
+    return ""
 
 
 def _is_started_by_mpi(size: int) -> bool:

@@ -27,7 +27,8 @@ from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
 from . import bucket_memory, membership, monitored, torch_names, transfers
-from .arguments import broadcast_options, is_scaled, op_name, reduce_options, scale, scaled, single
+from .arguments import broadcast_options, divide, is_composed, op_name, reduce_options, scale, scaled, single
+from .properties import GroupProperties
 from .rows import as_rows, check_sizes, deliver, deliver_each, have_equal_lengths, result_rows, split, stacked
 from .torch_names import (
     AllgatherOptions,
@@ -52,25 +53,15 @@ _ABORT_POLL_SECONDS = 0.001
 _REPORT_SECONDS = 10.0
 
 
-def create(options: BackendOptions) -> ProcessGroup:
-    """Create a process group, as torch requires of a backend. Collective over its members."""
-    torch_names.check_version()
-    torch_names.keep_works_of_join()
-    return ProcessGroup(options)
-
-
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(GroupProperties):
     """Ranks that torch.distributed communicates among.
 
     torch overloads its methods. C++ and :mod:`torch.distributed` call the overload with lists and options, the only one
     implemented here (hence ``type: ignore[override]``).
     """
 
-    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
-
-    def __init__(self, options: BackendOptions) -> None:
-        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
-        self._store = options.store
+    def __init__(self, options: BackendOptions, backend_name: str) -> None:
+        super().__init__(options, backend_name)
         self._membership = membership.current(options)
         self._communicator = self._membership.open(options)
         self._group = self._communicator.intra
@@ -80,11 +71,10 @@ class ProcessGroup(dist.ProcessGroup):
         self._limit_seconds = 0.0
         self.set_timeout(options.timeout)
         self._op_names: dict[tuple[int, torch.dtype], Operation] = {}
-        """Names of operations without a factor, by torch's number and dtype, for the calls of allreduce so far."""
+        """Names of operations in one step, by torch's number and dtype, for the calls of allreduce so far."""
         self._may_share = True
         """False once a bucket of DDP could not be moved to shared memory."""
         self._num_monitored = 0
-        self._name, self._description = str(options.group_id), "undefined"
 
     # --- Reductions -------------------------------------------------------------------------------------------------
 
@@ -99,14 +89,14 @@ class ProcessGroup(dist.ProcessGroup):
         reduction: Any = opts.reduceOp
         number = reduction.op.value  # hashing reduction.op itself takes 1 us
         op = self._op_names.get((number, tensor.dtype))
-        has_factor = False
+        is_composite = False
         if op is None:
-            op, has_factor = op_name(reduction, tensor.dtype), is_scaled(reduction)
-            if not has_factor:
+            op, is_composite = op_name(reduction, tensor.dtype), is_composed(reduction, tensor.dtype)
+            if not is_composite:
                 self._op_names[number, tensor.dtype] = op
         if tensor.is_sparse:
             return self._allreduce_sparse(tensor, op, opts)
-        if not (is_asynchronous(opts) or has_factor or self._by_messages):
+        if not (is_asynchronous(opts) or is_composite or self._by_messages or torch_names.profiler_enabled()):
             collectives.allreduce(tensor, op=op, comm=self._communicator)
             return COMPLETED
         if dispatch.is_simple(tensor) and not tensor.is_conj():
@@ -117,18 +107,25 @@ class ProcessGroup(dist.ProcessGroup):
         if is_long and self._may_share and torch_names.is_bucket_of_ddp(tensor):
             self._may_share = bucket_memory.share(tensor)
         task: Callable[[], object] = partial(self._group.perform, plan, tensor, None, 0)
-        if has_factor:
-            task = partial(self._run_scaled, task, [tensor], reduction)
-        return self._launch(task, [tensor], opts, "all_reduce")
+        if is_composite:
+            task = partial(self._run_composed, task, [tensor], reduction)
+        work = self._launch(task, [tensor], opts, "all_reduce")
+        if tensor.dtype is torch.float16 and isinstance(work, PendingWork) and torch_names.is_bucket_of_ddp(tensor):
+            work.is_for_cpp = True  # of DDP's built-in hook FP16_COMPRESS
+        return work
 
-    def _run_scaled(self, task: Callable[[], object], tensors: Tensors, reduction: Any) -> None:
-        """Scale the tensors, then run `task`. Runs in the queue: earlier calls may still use the tensors before."""
+    def _run_composed(self, task: Callable[[], object], tensors: Tensors, reduction: Any) -> None:
+        """Scale the tensors, run `task`, and divide. Runs in the queue: earlier calls may use the tensors before."""
         scale(tensors, reduction)
         task()
+        divide(tensors, reduction, self.size())
 
     def _allreduce_sparse(self, tensor: torch.Tensor, op: str, opts: AllreduceOptions) -> dist.Work:
-        if op not in ("sum", "avg") or is_scaled(opts.reduceOp):
-            raise ArgumentError(f"{self._where}: all_reduce: sparse tensors can only be summed or averaged.")
+        if op not in ("sum", "avg") or is_composed(opts.reduceOp, tensor.dtype):
+            raise ArgumentError(
+                f"{self._where}: all_reduce: sparse tensors can only be summed, or averaged if they have a floating "
+                "dtype: sum integers and divide."
+            )
         dtypes.check_reduction(tensor.dtype, op)
         divisor = self.size() if op == "avg" else 1
 
@@ -173,6 +170,7 @@ class ProcessGroup(dist.ProcessGroup):
                 continue
             self._group.perform(plan.for_many(tuple(tuple(part.shape) for part in parts)), flat, None, 0)
             bucket_plan.unpack(flat, parts)
+        divide(tensors, reduction, self.size())
 
     def reduce(  # type: ignore[override]
         self, tensors: Tensors | torch.Tensor, opts: ReduceOptions = torch_names.REDUCE
@@ -190,6 +188,8 @@ class ProcessGroup(dist.ProcessGroup):
             else:
                 source = scaled(tensor, reduction)
             self._group.perform(plan, source, None, root)
+            if self.rank() == root:
+                divide([tensor], reduction, self.size())
 
         return self._launch(task, [tensor], opts, "reduce")
 
@@ -220,6 +220,7 @@ class ProcessGroup(dist.ProcessGroup):
             plan = dispatch.plan_of(self._communicator, "allreduce", work, op=op)
             self._group.perform(plan.for_many(tuple((numel,) for numel in lengths)), work, None, 0)
             buffers.overwrite(output, work[begin : begin + output.numel()].view(output.shape))
+            divide([output], opts.reduceOp, self.size())
 
         return self._launch(task, [output], opts, "reduce_scatter")
 
@@ -251,6 +252,7 @@ class ProcessGroup(dist.ProcessGroup):
         def task() -> None:
             self._group.perform(plan, as_rows(flat(), self.size()), target, 0)
             deliver(target, output)
+            divide([output], opts.reduceOp, self.size())
 
         return self._launch(task, [output], opts, "reduce_scatter")
 
@@ -473,53 +475,12 @@ class ProcessGroup(dist.ProcessGroup):
             time.sleep(_ABORT_POLL_SECONDS)
         self.shutdown()
 
-    # --- Properties that torch reads --------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:
-        """Return ``torchmpi``."""
-        return torch_names.NAME
-
-    def getGroupName(self) -> str:
-        """Return the name under which functional collectives find the group."""
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        """Set the name; called by torch when the group has been created."""
-        self._name = name
-
-    _set_group_name = setGroupName
-
-    def getGroupDesc(self) -> str:
-        """Return the user's description of the group."""
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        """Set the description; called by torch when the group has been created."""
-        self._description = description
-
-    _set_group_desc = setGroupDesc  # type: ignore[assignment]
+    # --- State that torch reads -------------------------------------------------------------------------------------
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """The name, as Python code reads it."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """The description, as Python code reads it."""
-        return self._description
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        with_cuda = [torch.device("cuda")] if torch.cuda.is_available() else []
-        return [torch.device("cpu"), *with_cuda]
-
-    def _get_backend(self, device: torch.device) -> ProcessGroup:  # type: ignore[override]
-        return self
-
-    def get_group_store(self) -> torch_names.Store:
-        """Return the store with which the group was created."""
-        return self._store
+    def num_hosts(self) -> int:
+        """The number of hosts of the ranks."""
+        return len(self._group.hosts)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.call_log.seq

@@ -13,7 +13,10 @@ from typing import Any
 
 SCHEME = "mpi"
 DEVICES = ["cpu", "cuda"]
-_AS_MPI, _AS_TORCHRUN = "TORCHMPI_AS_MPI", "TORCHMPI_AS_TORCHRUN"
+_AS_MPI, _AS_GLOO, _AS_TORCHRUN = "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN"
+# False if a program that is run by another name has no address when torch is imported: one that it sets later is made
+# by a library, which needs it for another backend.
+_has_address = True
 
 
 def register() -> None:
@@ -35,7 +38,8 @@ def register() -> None:
 
 
 def _register() -> None:
-    if _is_set(_AS_TORCHRUN):
+    global _has_address
+    if _is_set(_AS_TORCHRUN) or _is_set(_AS_GLOO):  # programs for gloo are written for torchrun
         from ..session import launcher
 
         for name, number in launcher.torch_variables().items():
@@ -55,17 +59,44 @@ def _register() -> None:
     torch_names.leave_flight_recorder()
     torch_names.keep_dynamo_out(torch_names.NAME)
     if _is_set(_AS_MPI):
-        torch_names.take_name_of_mpi()
+        torch_names.take_name_of_mpi(_create_for_mpi)
+    if _is_set(_AS_GLOO):
+        torch_names.take_name_of_gloo(_create_for_gloo, DEVICES)
+        torch_names.wrap_rendezvous("env", _environment_or_mpi)
+    _has_address = "MASTER_ADDR" in os.environ or not (_is_set(_AS_MPI) or _is_set(_AS_GLOO))
 
 
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "") not in ("", "0")
 
 
-def _create(options: Any, pg_options: Any) -> Any:
-    from . import process_group
+def names_wanted() -> dict[str, bool]:
+    """Return the names of other backends that the environment asks for, and whether torch takes each for torchmpi's."""
+    wanted = [name for name in ("mpi", "gloo") if _is_set(f"TORCHMPI_AS_{name.upper()}")]
+    if not wanted:
+        return {}
+    from . import torch_names
 
-    return process_group.create(options)
+    taken = torch_names.names_taken()
+    return {name: name in taken for name in wanted}
+
+
+def _create(options: Any, pg_options: Any) -> Any:
+    from . import creation
+
+    return creation.create(options)
+
+
+def _create_for_mpi(options: Any, pg_options: Any) -> Any:
+    from . import creation
+
+    return creation.create_for_mpi(options)
+
+
+def _create_for_gloo(options: Any, pg_options: Any) -> Any:
+    from . import creation
+
+    return creation.create_for_gloo(options)
 
 
 def _rendezvous_through_mpi(url: str, **options: Any) -> Iterator[Any]:
@@ -78,4 +109,4 @@ def _environment_or_mpi(original: Any, url: str, **options: Any) -> Iterator[Any
     """Handle ``env://``, torch's default, in a program that names the backend."""
     from . import rendezvous
 
-    return rendezvous.through_environment(original, url, **options)
+    return rendezvous.through_environment(original, url, has_address=_has_address, **options)

@@ -42,11 +42,14 @@ def through_mpi(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any) -> Re
     yield _open_store(world, timeout), world.rank, world.size
 
 
-def through_environment(original: Callable[..., Rendezvous], url: str, **options: Any) -> Rendezvous:
+def through_environment(
+    original: Callable[..., Rendezvous], url: str, *, has_address: bool = True, **options: Any
+) -> Rendezvous:
     """Handle ``env://``: as torch does if everything that it needs is given, otherwise through MPI under its launcher.
 
     Without any of the two, a process is alone. ``rank=0, world_size=0``, as in torch's tutorial for MPI, counts as not
-    given; then MASTER_ADDR and MASTER_PORT, which that tutorial sets, do not count without RANK and WORLD_SIZE.
+    given; then MASTER_ADDR and MASTER_PORT, which that tutorial sets, do not count without RANK and WORLD_SIZE. Without
+    `has_address`, an address does not count if the ranks are those of MPI.
     """
     numbers = _numbers(url)
     given = {name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
@@ -56,7 +59,10 @@ def through_environment(original: Callable[..., Rendezvous], url: str, **options
         if not given & {"RANK", "WORLD_SIZE"}:
             given = set()
     given |= {name.upper() for name in numbers}
-    if launcher.is_started_by_run() or (len(given) < 4 and launcher.detect().name is not None):
+    found = launcher.detect()
+    if launcher.is_started_by_run() or (len(given) < 4 and found.name is not None):
+        return through_mpi(url, **options)
+    if not has_address and found.has_mpi_interface and _chosen_numbers(numbers) == (found.rank, found.num_ranks):
         return through_mpi(url, **options)
     if not given - {"MASTER_PORT"}:
         return iter([(torch_names.HashStore(), 0, 1)])
@@ -66,6 +72,12 @@ def through_environment(original: Callable[..., Rendezvous], url: str, **options
 def _numbers(url: str) -> dict[str, int]:
     """Return ``rank`` and ``world_size``, which init_process_group puts into the URL if they were passed."""
     return {name: int(value) for name, value in parse_qsl(urlparse(url).query) if name in ("rank", "world_size")}
+
+
+def _chosen_numbers(numbers: dict[str, int]) -> tuple[int, int]:
+    """Return rank and size, of the arguments or else of the environment, where both are given."""
+    rank, size = (numbers.get(name, int(os.environ.get(name.upper()) or -1)) for name in ("rank", "world_size"))
+    return rank, size
 
 
 def _check_numbers(url: str, rank: int, size: int) -> None:

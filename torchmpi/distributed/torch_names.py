@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import os
+import re
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from types import ModuleType
@@ -24,6 +25,9 @@ from ..errors import ArgumentError, LaunchError
 
 NAME = "torchmpi"
 """The name of the backend."""
+GLOO = "gloo"
+_NAME_AS_GLOO = f"{NAME}_as_gloo"
+"""The name under which torch finds the constructor of groups that a program asks for as gloo."""
 OLDEST = (2, 7)
 """Oldest version of torch of which C++ keeps the Python half of a work."""
 TESTED = ("2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
@@ -74,16 +78,23 @@ def factor_of(reduction: Any) -> Any:
     return reduction.__getstate__()[1]
 
 
+def why_too_old() -> str:
+    """Return the reason why torch is too old for a process group in Python; '' if it is not."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= OLDEST:
+        return ""
+    return (
+        f"init_process_group('{NAME}') needs torch {'.'.join(map(str, OLDEST))} or newer, "
+        f"and this is {torch.__version__}: before, C++ lost the results of a process group in Python, and "
+        "DistributedDataParallel waited for ever"
+    )
+
+
 def check_version() -> None:
     """Raise if torch is too old for a process group in Python, and warn if the suite was not run with this version."""
+    reason = why_too_old()
+    if reason:
+        raise LaunchError(f"{reason}. Install a newer torch, or use torchmpi.nn, which works with this one.")
     minor = ".".join(torch.__version__.split(".")[:2])
-    if tuple(map(int, minor.split("."))) < OLDEST:
-        raise LaunchError(
-            f"init_process_group('{NAME}') needs torch {'.'.join(map(str, OLDEST))} or newer, "
-            f"and this is {torch.__version__}: before, C++ lost the results of a process group in Python, and "
-            "DistributedDataParallel waited for ever. Install a newer torch, or use torchmpi.nn, which works "
-            "with this one."
-        )
     if minor not in TESTED:
         warnings.warn(
             f"torchmpi's torch.distributed backend uses private parts of PyTorch and was tested with torch "
@@ -177,7 +188,7 @@ def wrap_rendezvous(scheme: str, handler: Callable[..., Iterator[Any]]) -> None:
     # torch.distributed.rendezvous is a function of that name, which hides the module.
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     if getattr(handlers[scheme], "func", None) is not handler:
-        handlers[scheme] = partial(handler, handlers[scheme])
+        handlers[scheme] = functools.partial(handler, handlers[scheme])
 
 
 def leave_flight_recorder() -> None:
@@ -189,17 +200,60 @@ def leave_flight_recorder() -> None:
     recording.add(NAME)
 
 
-def take_name_of_mpi() -> None:
-    """Make ``init_process_group("mpi")`` use this backend, if torch was built without its own."""
+def take_name_of_mpi(create: Callable[[Any, Any], Any]) -> None:
+    """Make ``mpi`` another name of this backend, and an available one, if torch was built without its own.
+
+    ``init_process_group`` treats the value "mpi" differently from others, so the name is translated.
+    """
     if dist.is_mpi_available():
         return
+    dist.distributed_c10d._MPI_AVAILABLE = True
+    dist.Backend._plugins[NAME.upper()] = dist.Backend._BackendPlugin(create, True)
     original = dist.Backend.__new__
 
-    def renamed(cls: type, name: Any) -> Any:
-        value = original(cls, name)
-        return dist.Backend.TORCHMPI if value == "mpi" else value  # type: ignore[attr-defined]
+    def translated(cls: type, name: Any) -> Any:
+        return original(cls, _MPI.sub(NAME, name) if isinstance(name, str) else name)
 
-    dist.Backend.__new__ = renamed  # type: ignore[method-assign]
+    dist.Backend.__new__ = translated  # type: ignore[method-assign]
+
+
+_MPI = re.compile("(?i)(?<![^:,])mpi(?![^,])")
+"""The name in "mpi" and in "cpu:mpi,cuda:mpi"."""
+
+
+def take_name_of_gloo(create: Callable[[Any, Any], Any], devices: list[str]) -> None:
+    """Make torch construct groups by `create` where it would construct groups that have gloo for all devices.
+
+    The name of the groups remains gloo: torch and other libraries compare it.
+    """
+    dist.Backend.register_backend(_NAME_AS_GLOO, create, extended_api=True, devices=devices)
+    original = dist.BackendConfig.get_device_backend_map
+
+    def constructed(config: Any) -> Any:
+        backends = original(config)
+        return dict.fromkeys(backends, _NAME_AS_GLOO) if set(backends.values()) == {GLOO} else backends
+
+    dist.BackendConfig.get_device_backend_map = constructed  # type: ignore[method-assign,assignment]
+
+
+def names_taken() -> list[str]:
+    """Return the names of other backends that are those of this backend in this process."""
+    taken = {"mpi": dist.Backend("mpi") == NAME, GLOO: _NAME_AS_GLOO in dist.Backend.backend_list}
+    return [name for name, is_taken in taken.items() if is_taken]
+
+
+def group_of_gloo(options: BackendOptions) -> dist.ProcessGroup:
+    """Create the group that torch would create for the name ``gloo``."""
+    rank, size = options.group_rank, options.group_size
+    backend = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+    backend.options.global_ranks_in_group = options.global_ranks_in_group
+    backend.options.group_name = options.group_id  # type: ignore[assignment]
+    backend._set_sequence_number_for_group()
+    group = dist.ProcessGroup(options.store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    for device in dist.Backend.backend_capability[GLOO]:
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
 
 
 def event(name: str) -> AbstractContextManager[Any]:
@@ -218,6 +272,85 @@ def as_event(name: str, task: Callable[[], Any]) -> Callable[[], Any]:
             torch.ops.profiler._record_function_exit._RecordFunction(begun)
 
     return run
+
+
+def future_of_tensors(ended: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a future of the C++ type ``List[Tensor]`` that completes, or fails, with the future `ended`.
+
+    Futures made in Python have the type of any Python object, which hooks in C++ reject. A forked task of TorchScript
+    has a future of the type of its result.
+    """
+    global _start_waiting
+    if _start_waiting is None:
+        _start_waiting = torch.jit.CompilationUnit(_WAITING).start_waiting
+    return _start_waiting(ended, tensors)
+
+
+_start_waiting: Any = None
+_WAITING = """
+def wait_and_return(ended: Future[int], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(ended)
+    return tensors
+
+def start_waiting(ended: Future[int], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(wait_and_return, ended, tensors)
+"""
+
+
+def extend_function(name: str, extension: Callable[..., Any]) -> None:
+    """Replace a function of torch.distributed by ``extension(original, ...)``, once."""
+    module = dist.distributed_c10d
+    original = getattr(module, name)
+    if hasattr(original, "is_extended"):
+        return
+
+    @functools.wraps(original)
+    def extended(*arguments: Any, **options: Any) -> Any:
+        return extension(original, *arguments, **options)
+
+    extended.is_extended = True  # type: ignore[attr-defined]
+    for holder in (module, dist):
+        if hasattr(holder, name):
+            setattr(holder, name, extended)
+
+
+def implement_out_variants() -> None:
+    """Implement the functional collectives with `out`, once.
+
+    torch calls their methods of a group in C++, without the override in Python (2.13).
+    """
+    global _out_variants
+    if _out_variants is not None or not hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
+        return
+    _out_variants = torch.library.Library("_c10d_functional", "IMPL")  # its end would end the implementations
+    for device in ("CPU", "CUDA"):
+        _out_variants.impl("all_gather_into_tensor_out", _all_gather_out, device)
+        _out_variants.impl("reduce_scatter_tensor_out", _reduce_scatter_out, device)
+
+
+def _all_gather_out(source: torch.Tensor, size: int, group: Any, *, out: torch.Tensor) -> torch.Tensor:
+    return _registered(out, _backend_of(group, out)._allgather_base(out, source, ALLGATHER))
+
+
+def _reduce_scatter_out(source: torch.Tensor, op: str, size: int, group: Any, *, out: torch.Tensor) -> torch.Tensor:
+    options = ReduceScatterOptions()
+    options.reduceOp = getattr(ReduceOp, op.upper())
+    return _registered(out, _backend_of(group, out)._reduce_scatter_base(out, source, options))
+
+
+def _backend_of(group: Any, tensor: torch.Tensor) -> Any:
+    """Return the backend of a group, also given by its name, for the device of a tensor."""
+    found = c10d._resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
+    return found._get_backend(tensor.device)
+
+
+def _registered(out: torch.Tensor, work: Any) -> torch.Tensor:
+    """Return the result of a call, for which ``wait_tensor`` will wait."""
+    c10d._register_work(out, work)
+    return out
+
+
+_out_variants: torch.library.Library | None = None
 
 
 def keep_works_of_join() -> None:

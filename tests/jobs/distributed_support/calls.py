@@ -102,6 +102,14 @@ for title, (ops, dtype) in OPERATIONS.items():
         )
 
 
+@feature("Operations and dtypes", "`AVG` of integers, rounded towards zero")
+def _() -> None:
+    for sign in (1, -1):
+        tensor = sign * ones().long()
+        dist.all_reduce(tensor, OPS["avg"])
+        equal(tensor, [sign] * 3)
+
+
 @feature("Operations and dtypes", "`PREMUL_SUM`")
 def _() -> None:
     tensor = ones()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -191,6 +192,16 @@ def _() -> None:
 def _() -> None:
     group = dist.split_group(split_ranks=[[0], [1]])
     equal(dist.get_process_group_ranks(group), [rank()])
+
+
+@feature("Groups", "a new timeout for a group")
+def _() -> None:
+    group = dist.new_group([0, 1])
+    with warnings.catch_warnings(action="error"):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
+    tensor = ones()
+    dist.all_reduce(tensor, group=group)
+    equal(tensor, [3.0] * 3)
 
 
 @feature("Groups", "`shrink_group`", renews=True)

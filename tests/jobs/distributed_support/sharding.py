@@ -109,6 +109,14 @@ def _() -> None:
     close(model[0].weight.grad.full_tensor().double(), single[0].weight.grad, 0.05)
 
 
+@feature("FSDP", "`set_allocate_memory_from_process_group_for_comm`")
+def _() -> None:
+    model = sharded()
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    train(model, sgd(model.parameters()), share())
+    close(full_values(model), alone())
+
+
 @feature("FSDP", "`fully_shard` over a mesh of two dimensions (HSDP)")
 def _() -> None:
     for shape in ((1, 2), (2, 1)):
@@ -303,6 +311,16 @@ def _() -> None:
     equal([each.wait().tolist() for each in gathered], [[1.0, 2.0]] * 2)
     scattered = functional.reduce_scatter_single_coalesced([ones(2), ones(2)], "sum", [0, 0], world)
     equal([each.wait().tolist() for each in scattered], [[3.0]] * 2)
+
+
+@feature("Functional and compiled", "functional collectives with `out`")
+def _() -> None:
+    operations, world = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    gathered, scattered = torch.zeros(2), torch.zeros(1)
+    operations.wait_tensor(operations.all_gather_into_tensor_out(ones(1), 2, world, out=gathered))
+    equal(gathered, [1.0, 2.0])
+    operations.wait_tensor(operations.reduce_scatter_tensor_out(ones(2), "sum", 2, world, out=scattered))
+    equal(scattered, [3.0])
 
 
 @feature("Functional and compiled", "with gradients: `torch.distributed.nn.functional`")

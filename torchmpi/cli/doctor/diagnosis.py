@@ -60,6 +60,7 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     gpu_checks.check_mps,
     software_checks.check_fork,
     software_checks.check_settings,
+    software_checks.check_names,
     software_checks.check_self_test,
 )
 _MOST_FINDINGS = 4

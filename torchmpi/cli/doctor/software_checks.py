@@ -73,6 +73,18 @@ def check_settings(facts: Facts) -> Findings:
     return Finding("settings", "ok", f"from the environment: {', '.join(given)}" if given else "the defaults")
 
 
+def check_names(facts: Facts) -> Finding | None:
+    """Check that the names of other backends stand for torchmpi where the environment asks for that."""
+    names = facts.here.names
+    missing = [name for name, is_taken in names.items() if not is_taken]
+    if missing:
+        variables = " and ".join(f"TORCHMPI_AS_{name.upper()}" for name in missing)
+        remedy = "Install torchmpi with pip: torch finds it by the entry point of the package."
+        return Finding("names", "problem", f"{variables} has no effect in this Python", remedy)
+    found = ", ".join(f"init_process_group({name!r}) gives a group of torchmpi" for name in names)
+    return Finding("names", "ok", found) if names else None
+
+
 def check_fork(facts: Facts) -> Findings:
     """Check that worker processes can be started safely."""
     here, test = facts.here, facts.self_test

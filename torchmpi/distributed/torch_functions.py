@@ -1,0 +1,76 @@
+"""Functions of torch.distributed that torch restricts to its own backends by name or class.
+
+They are extended when the first process group is created. For groups of other backends they remain those of torch.
+What a program has imported by name before, ``from torch.distributed import split_group``, stays torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import ArgumentError
+from . import torch_names
+from .process_group import ProcessGroup
+
+
+def extend() -> None:
+    """Extend the functions, once."""
+    torch_names.extend_function("monitored_barrier", _monitored_barrier)
+    torch_names.extend_function("split_group", _split_group)
+    torch_names.extend_function("_set_pg_timeout", _set_timeout)
+    torch_names.implement_out_variants()
+
+
+def _monitored_barrier(
+    original: Callable[..., None],
+    group: Any = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    chosen = group or dist.group.WORLD
+    if not isinstance(chosen, ProcessGroup):
+        original(group, timeout, wait_all_ranks)
+        return
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    chosen.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _set_timeout(original: Callable[..., None], timeout: timedelta, group: Any = None) -> None:
+    chosen = group or dist.group.WORLD
+    if isinstance(chosen, ProcessGroup):
+        chosen.set_timeout(timeout)
+    else:
+        original(timeout, group)
+
+
+def _split_group(
+    original: Callable[..., Any],
+    parent_pg: Any = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    **others: Any,
+) -> Any:
+    """Create the group of the list, of ranks of the parent, that has this rank; without one return None."""
+    parent = parent_pg or dist.group.WORLD
+    if not isinstance(parent, ProcessGroup):
+        return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **others)
+    lists = [sorted(ranks) for ranks in split_ranks or []]
+    members = [rank for ranks in lists for rank in ranks]
+    if not lists or not all(lists) or len(set(members)) < len(members) or not set(members) <= set(range(parent.size())):
+        raise ArgumentError(
+            f"split_group: split_ranks={split_ranks}. Pass lists of ranks of the parent, which has {parent.size()}; "
+            "each rank may be in one of them."
+        )
+    mine = next((ranks for ranks in lists if parent.rank() in ranks), None)
+    if mine is None:
+        return None
+    ranks = [dist.get_global_rank(parent, rank) for rank in mine]
+    backend = dist.get_backend(parent)
+    return dist.new_group(ranks, timeout, backend, pg_options, use_local_synchronization=True, group_desc=group_desc)
