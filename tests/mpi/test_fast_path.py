@@ -69,6 +69,65 @@ def test_collectives_in_place_equal_those_through_python(agree, shape, dtype):
     agree.bits(sent, values(shape, dtype, root), "broadcast")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:-1], (5000,)], ids=str)
+def test_collectives_into_a_target_equal_those_in_place(agree, shape, dtype):
+    rank, root = mpi.rank(), mpi.size() - 1
+    source, total = values(shape, dtype, rank), mpi.allreduce(values(shape, dtype, rank), backend="shm")
+    for _ in range(2):  # the first one is cached
+        mpi.allreduce(source, torch.empty_like(source))
+        mpi.broadcast(source, root, torch.empty_like(source))
+    summed, sent = torch.empty_like(source), torch.empty_like(source)
+    version = summed._version
+    went = entered("allreduce_into", source, summed, "sum") and entered("broadcast_into", source, sent, root)
+    agree(went, "not by the fast path")
+    agree.bits(summed, total, "allreduce")
+    agree.bits(sent, values(shape, dtype, root), "broadcast")
+    agree.bits(source, values(shape, dtype, rank), "source")
+    agree(summed._version > version, "autograd does not notice the write")
+
+
+def test_targets_that_python_must_check(agree):
+    memory = torch.arange(8.0)
+    for _ in range(2):
+        mpi.allreduce(memory[:4].clone(), torch.empty(4))
+    for source, out in (
+        (memory[:4], memory[2:6]),  # overlapping
+        (memory[:4], torch.empty(8)[::2]),
+        (memory[:4], torch.empty(2, 2)),
+        (memory[:4], torch.empty(5)),
+        (memory[:4], torch.empty(4, dtype=torch.float64)),
+        (torch.ones(1 << 15), torch.empty(1 << 15)),  # too long to be copied while other threads wait
+    ):
+        agree(not entered("allreduce_into", source, out, "sum"), f"{source.shape} into {out.shape} by the fast path")
+    out = memory[2:6]
+    mpi.allreduce(memory[:4], out)
+    agree.equal(out, torch.arange(4.0) * mpi.size(), "overlapping")
+
+
+def test_barriers_use_the_fast_path(agree):
+    own = mpi.communicator(mpi.push_communicator("all"))
+    mpi.set_communicator(0)
+    for _ in range(2):
+        mpi.barrier()
+        mpi.barrier(own)
+    went = [fast_path.barrier(None, None, None, comm, None) is not None for comm in (None, own)]
+    agree.equal(went, [True, True], "not by the fast path")
+    if mpi.size() > 1:
+        with pytest.raises(errors.MismatchError) as raised:
+            if mpi.rank() == 0:
+                mpi.barrier()
+            else:
+                mpi.allreduce(torch.ones(3))
+        agree("barrier()" in str(raised.value) or "aborted it" in str(raised.value), str(raised.value))
+        with pytest.raises(errors.MismatchError):
+            mpi.allreduce(torch.ones(4 if mpi.rank() else 5), torch.empty(4 if mpi.rank() else 5))
+    handle = mpi.allreduce_async(torch.ones(1 << 20))
+    mpi.barrier()
+    agree(handle.done(), "the barrier did not wait for the call before it")
+    mpi.barrier()
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_collectives_in_place_with_a_target(agree, shape):
     rank, root = mpi.rank(), mpi.size() - 1

@@ -92,9 +92,9 @@ class SharedMemoryBackend:
         is_reduction = collective in ("allreduce", "reduce", "reduce_scatter")
         calls = (SharedReduction if is_reduction else SharedMovement)(group, self.kernels, dtype, op)
         operation: Operation = getattr(calls, collective)
-        if collective not in fast_path.COLLECTIVES or dtype is None:
-            return operation if collective == "barrier" else _or_abort(operation, calls.shared)
-        code = call_code(collective, op, dtypes.info(dtype).code if collective != "scatter" else 0)
+        if collective != "barrier" and (collective not in fast_path.COLLECTIVES or dtype is None):
+            return _or_abort(operation, calls.shared)
+        code = call_code(collective, op, 0 if dtype is None or collective == "scatter" else dtypes.info(dtype).code)
         return SharedOperation(calls, collective, code, operation)
 
     def comparison(self, group: Group) -> Callable[[], None]:

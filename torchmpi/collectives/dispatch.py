@@ -219,6 +219,8 @@ def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], o
     """Cache a call for the fast path, so that the next equal call does not run Python code."""
     tensor, out, root = arguments
     which, is_root, given = collective, group.rank == root, out if tensor is None else tensor
+    if out is not None and collective in IN_PLACE:
+        which = f"{collective}_into"
     if which == "gather" and not is_root:
         which = "give"
     elif which == "scatter" and tensor is None:
@@ -237,6 +239,15 @@ def cache_call(group: Group, collective: str, arguments: tuple[Any, Any, int], o
     plan = group.plans.get(key)
     if plan is not None:
         fast_path.cache_call(which, name, partial(_cached_call, group, plan, root, comm, key))
+
+
+def cache_barrier(group: Group, plan: Plan, comm: Comm) -> None:
+    """Cache the barrier of a group for the fast path."""
+    key = "barrier", None, None, None
+    bare: Plan | None = getattr(plan, "bare", None)
+    is_known = group.plans.get(key) is bare
+    if bare is not None and is_known:
+        fast_path.cache_call("barrier", (None, None, comm), partial(_cached_call, group, bare, 0, comm, key))
 
 
 def _cached_call(group: Group, plan: Plan, root: int, comm: Comm, key: Any) -> fast_path.CachedCall | None:

@@ -24,7 +24,7 @@ from ..session import runtime
 from ..shared_memory import fast_path
 from ..tensors import buffers
 from ..tensors.numbers import Number, Value
-from .dispatch import cache_call, check_call, check_root, is_simple, plan_for
+from .dispatch import cache_barrier, cache_call, check_call, check_root, is_simple, plan_for
 from .exchange import rows_task
 from .prepared import IN_PLACE
 
@@ -93,7 +93,8 @@ def allreduce(
     """
     if _unknown:
         raise unknown_keyword(allreduce, _unknown)
-    if (result := fast_path.allreduce(tensor, out, op, comm, backend)) is not None:
+    cached = fast_path.allreduce if out is None else fast_path.allreduce_into
+    if (result := cached(tensor, out, op, comm, backend)) is not None:
         return result
     return _call("allreduce", tensor, out, 0, op, comm, backend)
 
@@ -204,7 +205,8 @@ def broadcast(
     """
     if _unknown:
         raise unknown_keyword(broadcast, _unknown)
-    if (result := fast_path.broadcast(tensor, out, root, comm, backend)) is not None:
+    cached = fast_path.broadcast if out is None else fast_path.broadcast_into
+    if (result := cached(tensor, out, root, comm, backend)) is not None:
         return result
     return _call("broadcast", tensor, out, root, None, comm, backend)
 
@@ -443,8 +445,12 @@ def barrier(comm: Comm = None, **_unknown: NoReturn) -> None:
     """
     if _unknown:
         raise unknown_keyword(barrier, _unknown)
+    if fast_path.barrier(None, None, None, comm, None) is not None:
+        return
     communicator = runtime.communicator(comm)
     plan = plan_for(communicator, ("barrier", None, None, "cpu", True, None, False))
+    if comm is None or type(comm) in _LASTING:
+        cache_barrier(communicator.intra, plan, comm)
     communicator.intra.call(plan)
 
 
@@ -480,6 +486,8 @@ def _call(
                     plan_for(runtime.communicator(comm), (collective, op, tensor.dtype, "cpu", True, backend, False))
                     plan = group.plans.get((collective, op, tensor.dtype, backend))
                 if plan is not None:
+                    if collective != "reduce" and backend is None and (comm is None or type(comm) in _LASTING):
+                        cache_call(group, collective, (tensor, out, root), op, comm)
                     return group.call_queue.run(_perform_into, group, plan, tensor, out, root)
             plan = None
         if plan is not None and has_root and (is_tensor or root != group.rank):

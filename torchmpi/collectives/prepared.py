@@ -118,7 +118,8 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
             run = _operation_on_lists(operations, dtype)
             if run is not None:
                 plan.many = Plan("allreduce_many", as_many(code), run, operator.attrgetter("signature"))
-    is_known = collective == "scatter" if dtype is None else not dtype.is_complex  # a receiver may pass no dtype
+    # A receiver of a scatter may pass no dtype.
+    is_known = collective in ("scatter", "barrier") if dtype is None else not dtype.is_complex
     if device_type == "cpu" and is_known and not asynchronous:
         plan.is_simple = plan.bare is not plan
         plan.bare.cached_call = getattr(plan.bare.run, "cached_call", _no_cached_call)

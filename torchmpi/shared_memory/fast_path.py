@@ -28,8 +28,10 @@ from .kernels import records
 
 _EXAMPLE = torch.empty(0, device="cpu")
 COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter")
-# The last two are a gather on ranks that only send, and a scatter on ranks that only receive.
-_FAST_PATHS = (*COLLECTIVES, "give", "receive")
+# With a result in another tensor, for collectives that work in place.
+INTO = ("allreduce_into", "broadcast_into")
+# The two before the last are a gather on ranks that only send, and a scatter on ranks that only receive.
+_FAST_PATHS = (*COLLECTIVES, *INTO, "give", "receive", "barrier")
 # First dimension that must be equal on all ranks, if not 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows the shape
@@ -41,8 +43,10 @@ def _not_built(*arguments: object) -> None:
 
 _Entry = Callable[..., Any]
 allreduce: _Entry = _not_built
+allreduce_into: _Entry = _not_built
 reduce: _Entry = _not_built
 broadcast: _Entry = _not_built
+broadcast_into: _Entry = _not_built
 allgather: _Entry = _not_built
 reduce_scatter: _Entry = _not_built
 alltoall: _Entry = _not_built
@@ -50,10 +54,11 @@ gather: _Entry = _not_built
 give: _Entry = _not_built
 scatter: _Entry = _not_built
 receive: _Entry = _not_built
+barrier: _Entry = _not_built
 
 
-Name = tuple[Hashable, torch.dtype, Any]
-"""Identity of a call: operation, root, or both; dtype; communicator, None for the default one."""
+Name = tuple[Hashable, torch.dtype | None, Any]
+"""Identity of a call: operation, root, or both; dtype, None for a barrier; communicator, None for the default one."""
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -133,7 +138,7 @@ class _FastPath:
         fields = array("q", bytes(8 * records.CACHED_CALL_FIELDS))
         fields[records.NEXT_CALL] = self.fields[records.FIRST_CALL]
         fields[records.KEY], fields[records.COMM] = id(key), id(comm)
-        fields[records.DLPACK_DTYPE] = dlpack.dtype_number(dtype)
+        fields[records.DLPACK_DTYPE] = 0 if dtype is None else dlpack.dtype_number(dtype)
         fields[records.PREPARED_CALL] = cached_call.record
         fields[records.CALL_LOG] = cached_call.call_log.log_fields.buffer_info()[0]
         fields[records.RUN_LOCK] = cached_call.run_lock.address
@@ -145,10 +150,14 @@ class _FastPath:
     def _settle(self, status: int, tensor: torch.Tensor, out: Any, address: int) -> Any:
         """Continue in Python a call that machine code has entered, and release its run lock."""
         cached_call = self._cached_call_at(address)
+        if self.name in INTO:  # the call works in place on a copy
+            tensor, out = out, None
         try:
             result = cached_call.settle(status, tensor, out)
         finally:
             cached_call.run_lock.fields[memory_layout.RUN_LOCK_ENTERED] = 0
+        if self.name == "barrier":
+            return False  # None means that Python must run the call
         if result is None:  # a gather on another rank than the root
             return tensor
         if out is not None and result is not out:

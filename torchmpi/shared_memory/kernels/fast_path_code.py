@@ -34,7 +34,7 @@ from ..memory_layout import (
 from . import records
 from .access import group_of
 from .compilation import BYTES, INT, WORD, Wrapper, inner, kernel, kernels
-from .intrinsics import load_field, store_field
+from .intrinsics import copy, load_field, store_field
 from .kernel_sets import FastPathKernel
 from .movement import MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE, rows_before
 from .records import (
@@ -65,6 +65,7 @@ _DATA, _DEVICE, _NUM_DIMS_AND_DTYPE, _SHAPE, _STRIDES, _BYTE_OFFSET = range(6)
 _HOST = 1  # device type CPU, device number 0 in the upper half
 _LOW_BITS = (1 << 32) - 1
 _MAX_BITS = 60  # greater numbers are not equal to their hash
+_MOST_COPIED_BYTES = 64 << 10  # while the GIL is held
 
 # CPython's hash of a tuple, which other ranks compute on the path through Python: xxHash, as signed numbers.
 _PRIME_1, _PRIME_2, _PRIME_5 = -7046029288634856825, -4417276706812531889, 2870177450012600261
@@ -138,6 +139,15 @@ def row_numel(tensor):
 
 
 @inner
+def is_apart(cached_call, source, target):
+    """Return whether two contiguous tensors share no memory."""
+    item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
+    source_end = data(source) + plain_numel(cached_call, source) * item_bytes
+    target_end = data(target) + plain_numel(cached_call, target) * item_bytes
+    return source_end <= data(target) or target_end <= data(source)
+
+
+@inner
 def fits(cached_call, source, target, num_rows):
     """Return whether the target has `num_rows` rows like those of the source, and shares no memory with the source."""
     dims = max(num_dims(source), 1)
@@ -146,10 +156,7 @@ def fits(cached_call, source, target, num_rows):
     for index in range(1, dims):
         if dim(target, index) != dim(source, index):
             return False
-    item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
-    source_end = data(source) + plain_numel(cached_call, source) * item_bytes
-    target_end = data(target) + plain_numel(cached_call, target) * item_bytes
-    return source_end <= data(target) or target_end <= data(source)
+    return is_apart(cached_call, source, target)
 
 
 # --- entering ---------------------------------------------------------------------------------------------------
@@ -210,6 +217,43 @@ def enter_allreduce(cached_call, tensor, _, arguments):
 def enter_broadcast(cached_call, tensor, _, arguments):
     item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
     return enter_in_place(cached_call, tensor, item_bytes, arguments)
+
+
+@inner
+def enter_into(cached_call, source, target, unit, arguments):
+    """Enter a kernel that works in place on a copy of the source in the target, which has the same shape."""
+    numel, dims = plain_numel(cached_call, source), num_dims(source)
+    num_bytes = numel * load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
+    if numel < 0 or num_bytes > _MOST_COPIED_BYTES or num_dims(target) != dims:
+        return NOT_FAST
+    for index in range(dims):
+        if dim(target, index) != dim(source, index):
+            return NOT_FAST
+    if plain_numel(cached_call, target) < 0 or not is_apart(cached_call, source, target):
+        return NOT_FAST
+    status = enter_in_place(cached_call, target, unit, arguments)
+    if status == 0:
+        copy(data(target), data(source), num_bytes)
+    return status
+
+
+@kernel
+def enter_allreduce_into(cached_call, source, target, arguments):
+    return enter_into(cached_call, source, target, 1, arguments)
+
+
+@kernel
+def enter_broadcast_into(cached_call, source, target, arguments):
+    item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
+    return enter_into(cached_call, source, target, item_bytes, arguments)
+
+
+@kernel
+def enter_barrier(cached_call, no_tensor, _, arguments):
+    """Enter a barrier, without a message to the other ranks."""
+    store_field(arguments, FIRST_ARGUMENT, 0)
+    store_field(arguments, FIRST_ARGUMENT + 1, 0)
+    return begin_call(cached_call, no_tensor, arguments)
 
 
 @inner
@@ -419,14 +463,17 @@ class FastPathWrapper(Wrapper):
         for tensor, target in zip(self.tensors, described, strict=True):
             status = self.builder.call(describe, [tensor, target])
             self._continue_if(self.builder.icmp_signed("==", status, INT(0)), self.failed)
+        if not described:  # a barrier is cached without dtype and has no shape
+            described = [self.stack_record(_DLTENSOR_FIELDS)]
+            self.builder.store(WORD(0), self.field_pointer(described[0], _NUM_DIMS_AND_DTYPE))
         return described
 
     # --- after the call --------------------------------------------------------------------------------------
 
     def _leave(self, cached_call: Any) -> None:
-        """Release the run lock, record the write for autograd, and return the written tensor."""
+        """Release the run lock, record the write for autograd, and return the written tensor; False for a barrier."""
         self._end_call(cached_call)
-        written = self.tensors[-1]
+        written = self.tensors[-1] if self.tensors else self._object(records.FALSE)
         if not self.writes:
             self._incref(written)
             self.builder.ret(written)

@@ -56,7 +56,9 @@ SETS = {
         {
             "allreduce": FastPathKernel("allreduce", "enter_allreduce"),
             "reduce": FastPathKernel("allreduce", "enter_allreduce"),
+            "allreduce_into": FastPathKernel("allreduce", "enter_allreduce_into", takes_out=True),
             "broadcast": FastPathKernel("broadcast", "enter_broadcast"),
+            "broadcast_into": FastPathKernel("broadcast", "enter_broadcast_into", takes_out=True),
             "allgather": FastPathKernel("allgather", "enter_allgather", takes_out=True),
             "reduce_scatter": FastPathKernel("reduce_scatter", "enter_reduce_scatter", takes_out=True),
             "alltoall": FastPathKernel("alltoall", "enter_alltoall", takes_out=True),
@@ -64,6 +66,7 @@ SETS = {
             "give": FastPathKernel("allgather", "enter_give", writes=False),
             "scatter": FastPathKernel("scatter", "enter_scatter", takes_out=True),
             "receive": FastPathKernel("scatter", "enter_receive", takes_tensor=False, takes_out=True),
+            "barrier": FastPathKernel("barrier", "enter_barrier", takes_tensor=False, writes=False),
         },
     ),
     "sharding": KernelSet(("shard_passes",), (("pass_over", "end_chunk"),), "parameter-server kernels", 1),
