@@ -107,7 +107,7 @@ def run_inside(path: str, test: str, folder: Path) -> None:
             if report.failed:
                 reports.append(("failed", _reason(report)))
 
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(Path(path).parent), "--capture=no", "-W", "ignore"]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(Path(path).parent), "--capture=no"]
     pytest.main([*options, f"{path}::{test}"], plugins=[Plugin()])
     outcome = next((each for each in reports if each[0] != "passed"), ("passed", "") if reports else ("failed", "none"))
     rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))
@@ -163,7 +163,8 @@ def as_table(results: list[Result], software: str) -> str:
         "",
         "Written by `python scripts/test_horovod.py CHECKOUT --write docs/horovod-tests.md`, which runs the tests of a "
         "checkout of",
-        f"Horovod, unmodified, on [`torchmpi.horovod`](horovod.md), one job for each test. {software}",
+        "Horovod, unmodified, on [`torchmpi.horovod`](horovod.md), one job for each test.",
+        software,
         "",
         "| file | ranks | passed | failed | skipped |",
         "|---|---|---|---|---|",
@@ -192,8 +193,8 @@ def software(checkout: Path) -> str:
     head = subprocess.run(command, capture_output=True, text=True)
     commit = f" at commit {head.stdout.strip()}" if head.returncode == 0 else ""
     library = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"Open MPI\S* ?[\d.]*|Version: +\S+", library)
-    mpi = "an MPI library" if found is None else found[0].replace("Version:", "MPICH").replace("  ", "")
+    found = re.search(r"(Open MPI)\)? ([\d.]+)|Version: +(\S+)", library)
+    mpi = "an MPI library" if found is None else f"Open MPI {found[2]}" if found[1] else f"MPICH {found[3]}"
     return f"Horovod{commit}, PyTorch {torch.__version__}, {mpi}, ranks on one host without a GPU."
 
 
