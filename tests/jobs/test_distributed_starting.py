@@ -219,6 +219,9 @@ for name in ("gloo", None):
     dist.all_reduce(tensor, group=pair)
     assert tensor.tolist() == [size * (size + 1) // 2] * 3
     dist.monitored_barrier(timeout=timedelta(seconds=60))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    assert model.module.weight.grad.item() == (size + 1) / 2
     dist.destroy_process_group()
 print("done by", "torchmpi" if "torchmpi.distributed.process_group" in sys.modules else "gloo", flush=True)
 """

@@ -21,7 +21,11 @@ class GroupProperties(dist.ProcessGroup):
         self._name, self._description = str(options.group_id), "undefined"
 
     def getBackendName(self) -> str:
-        """Return ``torchmpi``, or the name for which the group stands."""
+        """Return ``torchmpi``. For the name ``gloo`` C++ would look for gloo's own class (DDP's logger does)."""
+        return torch_names.NAME
+
+    def _get_backend_name(self) -> str:
+        """Return the name for which the group stands, as Python code reads it."""
         return self._backend_name
 
     def getGroupName(self) -> str:
