@@ -201,6 +201,18 @@ print("right", right, "hosts", current.num_hosts, "local rank", mpi.local_rank()
     assert ("each counts as a host" in done.stderr) == (num_hosts == 2)
 
 
+def test_a_library_that_takes_each_rank_for_alone(job):
+    """Regression: each rank counted as a host with the local rank 0. So does MPICH 5.0 of Debian without this variable."""
+    code = """
+from torchmpi.session import runtime
+print("hosts", runtime.current().num_hosts, "local rank", mpi.local_rank(), "of", mpi.local_size(), flush=True)
+mpi.stop()
+"""
+    result = job(2, START + code, env={"MPIR_CVAR_NOLOCAL": "1"})
+    assert result.returncode == 0, result.output
+    assert sorted(result.stdout.splitlines()) == [f"hosts 1 local rank {rank} of 2" for rank in (0, 1)], result.output
+
+
 def test_a_shared_tensor_without_memory_for_it_is_private(job):
     code = """
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))

@@ -506,8 +506,9 @@ def _place(MPI: Any, config: Config) -> _Place:
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
     first = node.bcast(MPI.COMM_WORLD.rank)
     node.Free()
-    # In a container of its own, MPI has been told that no rank is near.
-    host = f"{socket.gethostname()} {boot} {'' if mpi_library.is_apart_from_launcher() else first}"
+    # Builds of MPI may take each rank for alone (Debian's MPICH 5.0), and so does MPI in a container of its own, which has
+    # been told that no rank is near.
+    host = f"{socket.gethostname()} {boot or first}"
     try:
         # Shared memory is opened through /proc, which shows only the processes of the own namespace.
         processes = os.readlink("/proc/self/ns/pid")
