@@ -506,8 +506,7 @@ def _place(MPI: Any, config: Config) -> _Place:
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
     first = node.bcast(MPI.COMM_WORLD.rank)
     node.Free()
-    # Builds of MPI may take each rank for alone (Debian's MPICH 5.0), and so does MPI in a container of its own, which has
-    # been told that no rank is near.
+    # Debian's MPICH 5.0 takes each rank for alone, and so does MPI in a container, which has been told so.
     host = f"{socket.gethostname()} {boot or first}"
     try:
         # Shared memory is opened through /proc, which shows only the processes of the own namespace.
