@@ -202,7 +202,7 @@ print("right", right, "hosts", current.num_hosts, "local rank", mpi.local_rank()
 
 
 def test_a_library_that_takes_each_rank_for_alone(job):
-    """Regression: each rank counted as a host with the local rank 0. So does MPICH 5.0 of Debian without this variable."""
+    """Regression: each rank was taken for a host of its own. MPICH 5.0 of Debian does so without the variable."""
     code = """
 from torchmpi.session import runtime
 print("hosts", runtime.current().num_hosts, "local rank", mpi.local_rank(), "of", mpi.local_size(), flush=True)
