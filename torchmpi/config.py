@@ -33,7 +33,7 @@ _POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "buck
 # Variables with the same prefix that are not settings of a run.
 _NOT_FIELDS = (
     "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS",
-    "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", log.VARIABLE,
+    "TORCHMPI_KERNEL_DELAYS", "TORCHMPI_RUN_PID", "TORCHMPI_RESTARTS", log.VARIABLE,
 )  # fmt: skip
 
 

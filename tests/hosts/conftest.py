@@ -45,11 +45,11 @@ class Job:
             for command in commands
         ]
 
-    def wait_for_start(self) -> None:
-        """Wait until all ranks of the fault program are in their loop."""
+    def wait_for_start(self, name: str = "ready") -> None:
+        """Wait until all ranks of the program have made a file with this name, as those of the fault program do."""
 
         def num_ready() -> int:
-            return len(list(self.folder.glob("ready.*")))
+            return len(list(self.folder.glob(f"{name}.*")))
 
         def has_ended() -> bool:
             return all(launcher.poll() is not None for launcher in self.launchers)
@@ -132,14 +132,20 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    """``start("h0:2,h1:2", *arguments, torchrun=False, program=PROGRAM, **settings)``: start a job.
+    """``start("h0:2,h1:2", *arguments, torchrun=False, separate=False, program=PROGRAM, **settings)``: start a job.
 
-    If it is the fault program, wait until its ranks are in their loop.
+    If it is the fault program, wait until its ranks are in their loop. Separate ranks are started as by
+    ``srun --mpi=none --kill-on-bad-exit=0``: the end of one does not end the others.
     """
     jobs: list[Job] = []
 
     def run(
-        layout: str, *arguments: object, torchrun: bool = False, program: Path = PROGRAM, **settings: object
+        layout: str,
+        *arguments: object,
+        torchrun: bool = False,
+        separate: bool = False,
+        program: Path = PROGRAM,
+        **settings: object,
     ) -> Job:
         counts = {host: int(count) for host, count in (each.split(":") for each in layout.split(","))}
         env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
@@ -148,6 +154,8 @@ def start(folder: Path) -> Iterator[Start]:
         words = [sys.executable, str(program), *([str(folder)] if program == PROGRAM else []), *map(str, arguments)]
         if torchrun:
             commands = [_torchrun(host, counts, words, folder) for host in counts]
+        elif separate:
+            commands = _separate_ranks(counts, words, folder)
         else:
             commands = [[*_mpirun(layout, [*own, "PATH", "PYTHONPATH"]), "-n", str(sum(counts.values()))]]
             script = _WRAPPER.format(folder=folder)
@@ -200,3 +208,23 @@ def _torchrun(host: str, counts: dict[str, int], program: list[str], folder: Pat
         *("--nproc-per-node", str(counts[host]), "--master-addr", f"{NETWORK}.1", "--master-port", "29511"),
         *("--no-python", "sh", "-c", script, "sh", *program),
     ]
+
+
+def _separate_ranks(counts: dict[str, int], program: list[str], folder: Path) -> list[list[str]]:
+    hosts = [host for host, count in counts.items() for _ in range(count)]
+    variables = {
+        "SLURM_JOB_ID": os.getpid(),
+        "SLURM_STEP_ID": time.time_ns() % 100_000,
+        "SLURM_STEP_NODELIST": ",".join(counts),
+        "SLURM_STEP_NUM_NODES": len(counts),
+        "SLURM_STEP_NUM_TASKS": len(hosts),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, counts.values())),
+    }
+    commands = []
+    for rank, host in enumerate(hosts):
+        own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank - hosts.index(host), "SLURM_NODEID": [*counts].index(host)}
+        script = f"R={rank}; {_WRAPPER.format(folder=folder)}"
+        assignments = [f"{name}={value}" for name, value in (variables | own).items()]
+        start = [str(ROOT / "scripts" / "hosts.sh"), "run", host, "env", *assignments]
+        commands.append([*start, "sh", "-c", script, "sh", *program])
+    return commands

@@ -122,3 +122,46 @@ def _alive(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+STOPPING = """
+import os, signal, sys, time
+from pathlib import Path
+import torchmpi as mpi
+from torchmpi.session import mpi_library
+mpi.start()
+mpi.barrier()
+if mpi.rank() == 0:
+    Path(sys.argv[1]).write_text(f"{os.getpid()} {os.getppid()}")
+    os.kill(os.getppid(), signal.SIGSTOP)
+    mpi_library.abort(3)
+time.sleep(1000)
+"""
+
+
+def test_an_abort_ends_although_the_launcher_is_stopped(tmp_path, mpirun):
+    """Regression: MPI_Abort of Open MPI waits for the launcher, and the rank waited with it when start() had failed."""
+    (tmp_path / "job.py").write_text(STOPPING)
+    note = tmp_path / "processes"
+    job = subprocess.Popen(
+        [*mpirun, "-n", "2", sys.executable, str(tmp_path / "job.py"), str(note)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=job_environment({}),
+    )
+    try:
+        limit = time.monotonic() + LIMIT_SECONDS
+        while not (note.exists() and len(note.read_text().split()) == 2) and time.monotonic() < limit:
+            time.sleep(0.05)
+        rank, parent = map(int, note.read_text().split())
+        try:
+            while _alive(rank) and time.monotonic() < limit:
+                time.sleep(0.05)
+            assert not _alive(rank)
+        finally:
+            os.kill(parent, signal.SIGCONT)
+        assert job.wait(LIMIT_SECONDS) != 0
+    finally:
+        job.kill()
+        job.wait()

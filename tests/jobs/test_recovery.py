@@ -11,6 +11,8 @@ import time
 import pytest
 from conftest import ROOT, Result, job_environment
 
+TRAINING = (ROOT / "tests" / "jobs" / "recovery_program.py").read_text()
+
 START = """
 import os, signal, sys, threading, time
 import torch
@@ -106,65 +108,15 @@ def test_the_others_continue_after_one_kill_and_after_a_second(survive, moment, 
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.output
 
 
-TRAINING = """
-folder, moment, asynchronous, reference = sys.argv[1], sys.argv[2], bool(int(sys.argv[3])), sys.argv[4:]
-torch.manual_seed(7)
-inputs = torch.randn(36, 6, 8)
-batches = [(each, each[:, :3].argmax(1)) for each in inputs]
-network = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3))
-optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-engine = AllReduceSGDEngine(asynchronous=asynchronous, progress=False)
-losses, calls = [], []
-
-@engine.on("on_forward_criterion")
-def note(state):
-    losses.append((state.t, state.loss.item()))
-
-def kill(state, point):
-    if not reference and point == moment and state.t == 7 and FIRST == 1 and mpi.size() == 3:
-        die()
-
-engine.on("on_sample")(lambda state: kill(state, "forward"))
-register = network[0].weight.register_hook
-engine.on("on_backward_criterion")(lambda state: register(lambda gradient: kill(state, "backward")))
-engine.on("on_backward")(lambda state: kill(state, "synchronized"))
-engine.on("on_update")(lambda state: kill(state, "updated"))
-if not reference:
-    engine.recover(every=5)
-    engine.on("on_update")(lambda state: engine.save_checkpoint(folder) if state.t == 5 and mpi.size() == 3 else None)
-
-def divided():
-    calls.append(mpi.size())
-    return batches[mpi.rank() :: mpi.size()]
-
-state = engine.train(
-    network=network, criterion=nn.CrossEntropyLoss(), iterator=divided, optimizer=optimizer, max_epochs=3,
-    resume=folder if reference else None,
-)
-total = sum(parameter.detach().double().sum() for parameter in network.parameters()).item()
-moments = sum(each["momentum_buffer"].double().sum() for each in optimizer.state_dict()["state"].values()).item()
-after = [(t, loss) for t, loss in losses if t >= 5][-40:]
-lowest = mpi.allgather_object(total)
-assert len(set(lowest)) == 1, lowest
-if not reference:
-    assert calls == [3, 2], calls
-    first, last = (sum(loss for _, loss in part) / len(part) for part in (losses[:5], losses[-15:]))
-    assert last < 0.8 * first, losses
-print(f"result {mpi.rank()}: {state.t} {total.hex()} {moments.hex()} {[loss for _, loss in after]}", flush=True)
-mpi.stop()
-"""
-
-
 @pytest.mark.parametrize("asynchronous", [0, 1])
 @pytest.mark.parametrize("moment", ["forward", "backward", "synchronized", "updated"])
 def test_an_engine_continues_with_the_bits_of_a_run_from_that_step(survive, tmp_path, moment, asynchronous):
     if asynchronous and moment in ("forward", "updated"):
         pytest.skip("as without asynchronous: no gradients are on their way")
-    folder = tmp_path / "checkpoint"
-    result = survive(3, TRAINING, folder, moment, asynchronous)
+    result = survive(3, TRAINING, tmp_path, moment, asynchronous, 1, "kill", start="")
     assert result.returncode == 0, result.output
     assert "continuing on 2 of 3 ranks" in result.stderr, result.output
-    undisturbed = survive(2, TRAINING, folder, moment, asynchronous, "reference")
+    undisturbed = survive(2, TRAINING, tmp_path, moment, asynchronous, 1, "reference", start="")
     assert undisturbed.returncode == 0, undisturbed.output
     ours, theirs = (sorted(re.findall(r"result (.*)", each.stdout)) for each in (result, undisturbed))
     assert len(ours) == 2 and ours == theirs, f"{result.output}\n{undisturbed.output}"

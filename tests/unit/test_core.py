@@ -61,6 +61,12 @@ def test_wrong_settings_are_refused_with_a_hint(variable, text, hint):
         Config.from_environment({variable: text})
 
 
+def test_variables_of_the_compiled_kernels_are_no_settings():
+    """Regression: TORCHMPI_KERNEL_DELAYS was refused."""
+    given = {"TORCHMPI_KERNEL_CHECKS": "1", "TORCHMPI_KERNEL_DELAYS": "1"}
+    assert Config.from_environment(given) == Config()
+
+
 def test_a_user_without_a_home(monkeypatch, tmp_path):
     """Regression: start() failed for a user id that is not in /etc/passwd, or wrote to ``./~/.cache``."""
 

@@ -512,6 +512,10 @@ def test_an_unauthenticated_connection_is_dropped():
 def test_a_missing_rank_is_named():
     with pytest.raises(LaunchError, match="rank 0: rank 1 has written nothing to the store"):
         launcherless.connect(dist.HashStore(), 0, 2, timeout_seconds=0.3)
+    store = dist.HashStore()
+    store.set(f"{mesh._KEY} place 0", "[]")
+    with pytest.raises(LaunchError, match="rank 2: rank 1 has written nothing to the store"):
+        launcherless.connect(store, 2, 3, timeout_seconds=0.3)
     absent = mesh.Place("far", network.namespace(), "", "nobody", [], [0])
     store = dist.HashStore()
     store.set(f"{mesh._KEY} place 1", json.dumps([absent, "00" * 16]))

@@ -36,7 +36,6 @@ from .program_lines import line_of_program
 from .signals import SignalWatch
 from .watchdog import activities_on_host
 
-_ABORT_GRACE_SECONDS = 5.0
 _OUTPUT_SECONDS = 1.0
 _ANSWER_SECONDS, _MOST_PATIENCE_SECONDS = 0.3, 1.0
 _MOST_CHARACTERS = 200
@@ -46,7 +45,6 @@ _POLL_SECONDS = 0.01
 _TERMINATED, _INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 _MainThread = type(threading.main_thread())
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-_exit_process = os._exit  # FailureHandling replaces the function
 # Values of the field DYING of a rank that has failed: before it is determined which rank reports; the rank reports.
 _FAILING, _REPORTING = 1, 2
 
@@ -348,15 +346,13 @@ class FailureHandling:
 
     def _abort(self, status: int) -> NoReturn:
         _flush()
-        # MPI_Abort may return, or hang when the network is down: end this process in any case.
-        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it shuts down
-            threading.Thread(target=_exit_later, args=(status,), daemon=True).start()
+        mpi_library.end_process_later()
         if self.world.size > 1:
             self.before_abort(status)
             time.sleep(mpi_library.FORWARDING_SECONDS)
             mpi_library.remove_own_segments()
             self.world.context.MPI.COMM_WORLD.Abort(status)
-        _exit_process(status)
+        mpi_library.exit_process(status)
 
 
 _active: set[FailureHandling] = set()
@@ -379,7 +375,7 @@ def _end_with_parent(parent: int) -> None:
     if frame is not None and type(threading.current_thread()) is _MainThread and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was killed before the call
-            _exit_process(1)
+            mpi_library.exit_process(1)
 
 
 os.register_at_fork(after_in_child=_in_forked_child)  # cannot be unregistered, so registered once
@@ -408,8 +404,3 @@ def _reason_is_elsewhere(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
-
-
-def _exit_later(status: int) -> None:
-    time.sleep(_ABORT_GRACE_SECONDS)
-    _exit_process(status)

@@ -26,6 +26,8 @@ from ..errors import LaunchError, MissingMPIError
 from . import affinity, launcher
 
 FORWARDING_SECONDS = 0.1
+_ABORT_GRACE_SECONDS = 5
+exit_process = os._exit  # start() replaces the function
 """Delay before a rank ends the job: MPICH's launcher has dropped output that it had not read by then."""
 
 HOW_TO_INSTALL = (
@@ -160,6 +162,7 @@ def _handlers_kept() -> Iterator[None]:
 
 def abort(status: int) -> NoReturn:
     """End all ranks and this process, also while another thread is in MPI_Init, where MPI_Abort does not work."""
+    end_process_later()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or its reader has ended
             stream.flush()
@@ -171,7 +174,18 @@ def abort(status: int) -> NoReturn:
         with contextlib.suppress(OSError):
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())
     remove_own_segments()  # last, as another rank may be about to map them
-    os._exit(status)
+    exit_process(status)
+
+
+def end_process_later() -> None:
+    """Let the system end this process in five seconds: MPI_Abort may hang when the network or the launcher does.
+
+    mpi4py holds the GIL in it, so that no thread of Python could end the process.
+    """
+    with contextlib.suppress(AttributeError):  # a system without these functions
+        ctypes.CDLL(None).signal(signal.SIGALRM, None)  # Python's function is for the main thread only; None: SIG_DFL
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGALRM,))
+        signal.alarm(_ABORT_GRACE_SECONDS)
 
 
 _has_failed = False
@@ -196,6 +210,7 @@ def _finalise(MPI: Any, pid: int) -> None:
     if os.getpid() != pid:
         return  # MPI_Finalize in a forked child would wait for the other ranks
     if _has_failed and MPI.COMM_WORLD.size > 1:  # MPI_Finalize would wait for the other ranks
+        end_process_later()
         sys.stderr.flush()
         time.sleep(FORWARDING_SECONDS)
         MPI.COMM_WORLD.Abort(1)

@@ -15,7 +15,7 @@ from ...shared_memory.memory_layout import BLOCK_FIELDS, ENQUEUED, REFUSED
 from .chunk_plan import STAGE_BITS
 
 # Polling takes a fraction of a microsecond, yielding to other threads about one. The device needs longer for a chunk.
-_NUM_POLLS, _NUM_YIELDS = 20, 2000
+_NUM_POLLS, _YIELD_SECONDS = 20, 0.002
 _LEAST_SLEEP_SECONDS, _MOST_SLEEP_SECONDS = 0.00005, 0.001
 
 
@@ -50,14 +50,16 @@ class StageSync:
     def wait_for(self, ranks: Sequence[int], number: int) -> None:
         """Wait until these ranks have published `number` or a later one; raise if one of them has aborted."""
         fields, missing = self._fields, ranks
-        for num_polls in range(_NUM_POLLS + _NUM_YIELDS):
-            missing = [rank for rank in missing if fields[rank * BLOCK_FIELDS + ENQUEUED] < number]
-            if not missing:
-                break
-            if num_polls >= _NUM_POLLS:
+        num_polls, limit = 0, 0.0
+        while missing := [rank for rank in missing if fields[rank * BLOCK_FIELDS + ENQUEUED] < number]:
+            num_polls += 1
+            if num_polls == _NUM_POLLS:
+                limit = time.perf_counter() + _YIELD_SECONDS
+            if num_polls > _NUM_POLLS:
+                if time.perf_counter() >= limit:  # on a busy machine a yield may take long, and sees no abort
+                    self._wait_long(missing, number)
+                    break
                 time.sleep(0)  # yields the interpreter to other threads, unlike a loop
-        else:
-            self._wait_long(missing, number)
         if any(fields[rank * BLOCK_FIELDS + ENQUEUED] >> STAGE_BITS > self.seq for rank in ranks):
             self._check(ranks)  # a rank in a later call has completed this one, or aborted it
 

@@ -109,11 +109,11 @@ class Mesh:
         self._keys += [own] + [table] * (self._rank == 0)
         self._store.set(own, json.dumps(value))
         if self._rank == 0:
-            values = [self._get(f"{_KEY} {name} {rank}", rank) for rank in range(self._size)]
+            values = [self._get(f"{_KEY} {name} {rank}", name) for rank in range(self._size)]
             self._store.set(table, json.dumps(values))
-        return self._get(table, 0)  # type: ignore[no-any-return]
+        return self._get(table, name)  # type: ignore[no-any-return]
 
-    def _get(self, key: str, rank: int) -> Any:
+    def _get(self, key: str, name: str) -> Any:
         try:
             self._store.wait([key], timedelta(seconds=self._time_left()))
             return json.loads(self._store.get(key))
@@ -121,9 +121,16 @@ class Mesh:
             raise LaunchError(self._is_foreign(error)) from None
         except RuntimeError as error:  # torch's stores have no specific exception
             raise LaunchError(
-                f"rank {self._rank}: rank {rank} has written nothing to the store in time ({error}). Start all "
-                f"{self._size} ranks, with the same store, or increase timeout=."
+                f"rank {self._rank}: rank {self._silent_ranks(name)} has written nothing to the store in time "
+                f"({error}). Start all {self._size} ranks, with the same store, or increase timeout=."
             ) from error
+
+    def _silent_ranks(self, name: str) -> str:
+        """Return the ranks that have not written their value; others wait for rank 0, which waits for these."""
+        silent = []
+        with contextlib.suppress(RuntimeError):  # the store has been closed
+            silent = [rank for rank in range(self._size) if not self._store.check([f"{_KEY} {name} {rank}"])]
+        return ", ".join(map(str, silent)) or "0"
 
     def _is_foreign(self, problem: object) -> str:
         return (
