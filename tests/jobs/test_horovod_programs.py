@@ -58,3 +58,47 @@ def test_horovod_is_known_only_there(alone):
     assert result.stdout == "unknown\n", result.output
     usage = alone("-m", "torchmpi.horovod")
     assert usage.returncode == 2 and "mpirun -n 4 python -m torchmpi.horovod train.py" in usage.stderr, usage.output
+
+
+def test_process_sets_and_ranks_that_are_given_at_the_start(job):
+    code = """
+    import torch
+    import torchmpi.horovod as hvd
+
+    try:
+        hvd.rank()
+    except ValueError as error:
+        assert "hvd.init()" in str(error)
+    try:
+        hvd.allreduce(torch.ones(1))
+    except ValueError as error:
+        assert "hvd.init()" in str(error)
+    pair, last = hvd.ProcessSet([1, 0]), hvd.ProcessSet(range(2, 3))
+    try:
+        hvd.init(process_sets=[pair, last, hvd.ProcessSet([0, 1])])
+    except ValueError as error:
+        assert "exists twice" in str(error) and not hvd.is_initialized()
+    hvd.init(process_sets=[pair, last])
+    own = pair if hvd.rank() < 2 else last
+    sets = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=own).item(), pair.process_set_id, last.process_set_id
+    try:
+        hvd.add_process_set([0, 2])
+    except ValueError as error:
+        assert "dynamic" in str(error)
+    hvd.shutdown()
+    assert not hvd.is_initialized() and pair.process_set_id is None
+
+    import torchmpi as mpi
+
+    mpi.start()
+    ranks = [0, 1] if mpi.rank() < 2 else [2]
+    hvd.init(comm=ranks)
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    print(*sets, hvd.rank(), hvd.size(), total, hvd.broadcast_object(mpi.rank(0), hvd.size() - 1), flush=True)
+    hvd.shutdown()
+    mpi.stop()
+    """
+    result = job(3, code)
+    assert result.returncode == 0, result.output
+    lines = sorted(line for line in result.stdout.splitlines() if line[:1].isdigit())
+    assert lines == ["1.0 1 2 0 1 1.0 2", "2.0 1 2 0 2 2.0 1", "2.0 1 2 1 2 2.0 1"], result.output
