@@ -134,6 +134,7 @@ def folder() -> Iterator[Path]:
 def start(folder: Path) -> Iterator[Start]:
     """``start("h0:2,h1:2", *arguments, torchrun=False, separate=False, program=PROGRAM, **settings)``: start a job.
 
+    `keepalive` has Open MPI's times of docs/failing.md; the default is longer, so that the ranks report first.
     If it is the fault program, wait until its ranks are in their loop. Separate ranks are started as by
     ``srun --mpi=none --kill-on-bad-exit=0``: the end of one does not end the others.
     """
@@ -145,6 +146,7 @@ def start(folder: Path) -> Iterator[Start]:
         torchrun: bool = False,
         separate: bool = False,
         program: Path = PROGRAM,
+        keepalive: tuple[int, int, int] = (10, 3, 3),
         **settings: object,
     ) -> Job:
         counts = {host: int(count) for host, count in (each.split(":") for each in layout.split(","))}
@@ -157,7 +159,7 @@ def start(folder: Path) -> Iterator[Start]:
         elif separate:
             commands = _separate_ranks(counts, words, folder)
         else:
-            commands = [[*_mpirun(layout, [*own, "PATH", "PYTHONPATH"]), "-n", str(sum(counts.values()))]]
+            commands = [[*_mpirun(layout, [*own, "PATH", "PYTHONPATH"], keepalive), "-n", str(sum(counts.values()))]]
             script = _WRAPPER.format(folder=folder)
             shell = ["sh", "-c", f"R=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; {script}", "sh"]
             commands[0] += [*shell, *words]
@@ -180,7 +182,7 @@ def is_openmpi() -> bool:
     return "Open MPI" in version
 
 
-def _mpirun(layout: str, variables: Sequence[str]) -> list[str]:
+def _mpirun(layout: str, variables: Sequence[str], keepalive: tuple[int, int, int]) -> list[str]:
     agent = str(STATE / "agent")
     if not is_openmpi():
         return [
@@ -188,8 +190,8 @@ def _mpirun(layout: str, variables: Sequence[str]) -> list[str]:
             *("-hosts", layout),
         ]
     options = {"plm_ssh_agent": agent, "prte_if_include": f"{NETWORK}.0/24"}
-    # The options that docs/failing.md recommends, with longer times: the ranks shall report first.
-    options |= {"oob_tcp_keepalive_time": "10", "oob_tcp_keepalive_intvl": "3", "oob_tcp_keepalive_probes": "3"}
+    names = ("oob_tcp_keepalive_time", "oob_tcp_keepalive_intvl", "oob_tcp_keepalive_probes")
+    options |= dict(zip(names, map(str, keepalive), strict=True))
     command = [str(BESIDE / "mpirun"), "--bind-to", "none", "--host", layout]
     for name, value in options.items():
         command += ["--prtemca", name, value]

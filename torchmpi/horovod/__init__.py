@@ -59,8 +59,7 @@ from .operation_table import poll, synchronize
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .scaling import Adasum, Average, Max, Min, Product, Sum
 from .state_broadcast import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .timeline import start_timeline, stop_timeline
-from .verbs import (
+from .synchronous import (
     allgather,
     allreduce,
     alltoall,
@@ -70,6 +69,7 @@ from .verbs import (
     grouped_reducescatter,
     reducescatter,
 )
+from .timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",

@@ -43,7 +43,7 @@ def _check_op(op: int) -> None:
 
 
 def _reduce(
-    verb: str,
+    collective: str,
     tensors: Sequence[Tensor],
     name: str | None,
     op: int,
@@ -74,7 +74,7 @@ def _reduce(
             finished(tensor.detach(), op, comm.size, after)
         return pick(results)
 
-    return start_operation(verb, name, process_set, given, start, finish)
+    return start_operation(collective, name, process_set, given, start, finish)
 
 
 def _start_reduction(work: list[Tensor], op: int, comm: Communicator) -> Handle[Any]:
@@ -245,14 +245,14 @@ def sparse_allreduce_async(
 # --- other collectives ------------------------------------------------------------
 
 
-def check_rows(verb: str, tensors: Iterable[Tensor]) -> None:
+def check_rows(collective: str, tensors: Iterable[Tensor]) -> None:
     """Raise if a tensor has no dim 0."""
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{verb}: a 0-dim tensor has no rows. Pass tensor.view(1).")
+        raise ValueError(f"{collective}: a 0-dim tensor has no rows. Pass tensor.view(1).")
 
 
-def _each(handles: Sequence[Handle[Any]], verb: str) -> JoinedHandle[list[Handle[Any]]]:
-    return JoinedHandle(handles, list(handles), verb)
+def _each(handles: Sequence[Handle[Any]], collective: str) -> JoinedHandle[list[Handle[Any]]]:
+    return JoinedHandle(handles, list(handles), collective)
 
 
 def _results(handles: Sequence[Handle[Any]]) -> tuple[Any, ...]:
@@ -260,15 +260,15 @@ def _results(handles: Sequence[Handle[Any]]) -> tuple[Any, ...]:
 
 
 def _gather(
-    verb: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, pick: Callable[[Any], Any]
+    collective: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, pick: Callable[[Any], Any]
 ) -> int:
     comm = member_of(process_set)
-    check_rows(verb, tensors)
+    check_rows(collective, tensors)
 
     def start() -> Handle[Any]:
-        return _each([collectives.allgather_async(tensor.detach(), comm=comm) for tensor in tensors], verb)
+        return _each([collectives.allgather_async(tensor.detach(), comm=comm) for tensor in tensors], collective)
 
-    return start_operation(verb, name, process_set, list(tensors), start, lambda handles: pick(_results(handles)))
+    return start_operation(collective, name, process_set, list(tensors), start, lambda handles: pick(_results(handles)))
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -298,9 +298,7 @@ def grouped_allgather_async(
     return _gather("grouped_allgather", tensors, name, process_set, tuple)
 
 
-def _broadcast(
-    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool
-) -> int:
+def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool) -> int:
     comm = member_of(process_set)
     root = process_set.position(root_rank, "broadcast")
     result = tensor if in_place else scaled_copy(tensor, 1)
@@ -409,7 +407,7 @@ def alltoall_async(
 
 
 def _scatter(
-    verb: str,
+    collective: str,
     tensors: Sequence[Tensor],
     name: str | None,
     op: int,
@@ -419,19 +417,19 @@ def _scatter(
 ) -> int:
     comm = member_of(process_set)
     if op not in (Average, Sum):
-        raise HorovodInternalError(f"{verb}: op must be hvd.Average or hvd.Sum.")
-    check_rows(verb, tensors)
+        raise HorovodInternalError(f"{collective}: op must be hvd.Average or hvd.Sum.")
+    check_rows(collective, tensors)
     before, after = factors
 
     def start() -> Handle[Any]:
         work = [tensor.detach() if before == 1 else scaled_copy(tensor, before) for tensor in tensors]
         started = [collectives.reduce_scatter_async(each, op=native_op(op, each), comm=comm) for each in work]
-        return _each(started, verb)
+        return _each(started, collective)
 
     def finish(handles: Sequence[Handle[Any]]) -> Any:
         return pick([finished(each, op, comm.size, after) for each in _results(handles)])
 
-    return start_operation(verb, name, process_set, list(tensors), start, finish)
+    return start_operation(collective, name, process_set, list(tensors), start, finish)
 
 
 def reducescatter_async(

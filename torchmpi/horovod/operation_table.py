@@ -44,7 +44,7 @@ def forget() -> None:
 
 
 def start_operation(
-    verb: str,
+    collective: str,
     name: str | None,
     process_set: ProcessSet,
     tensors: list[Tensor],
@@ -53,12 +53,12 @@ def start_operation(
 ) -> int:
     """Start an operation and return its number."""
     number = next(_counters["handle"])
-    shown = f"{verb}.noname.{number}" if name is None else f"{verb}.{name}"
+    shown = f"{collective}.noname.{number}" if name is None else f"{collective}.{name}"
     key = (process_set.process_set_id, shown)
     _refuse_repeated(key)
     with internal_errors():
         handle = start()
-    timeline.record(shown, verb.removeprefix("grouped_"), handle, tensors)
+    timeline.record(shown, collective.removeprefix("grouped_"), handle, tensors)
     _started[number] = _Started(handle, finish, key, time.monotonic())
     _by_key[key] = number
     return number

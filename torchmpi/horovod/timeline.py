@@ -39,7 +39,7 @@ class _Timeline:
     def _now(self) -> int:
         return int((time.monotonic() - self._start) * 1e6)
 
-    def record(self, key: str, verb: str, rank: int, handle: Handle[Any], description: dict[str, str]) -> None:
+    def record(self, key: str, collective: str, rank: int, handle: Handle[Any], description: dict[str, str]) -> None:
         """Write the events of a call that has just been made."""
         with self._lock:
             if self._file.closed:
@@ -49,7 +49,7 @@ class _Timeline:
                 number = self._numbers[key] = len(self._numbers) + 1
                 self._write({"ph": "M", "name": "process_name", "pid": number, "args": {"name": key}})
                 self._write({"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}})
-            name, common = verb.upper(), {"pid": number, "ts": self._now()}
+            name, common = collective.upper(), {"pid": number, "ts": self._now()}
             if self._mark_cycles:
                 self._write({"ph": "i", "s": "g", "name": "CYCLE_START", "ts": common["ts"]})
             self._write({"ph": "B", "name": f"NEGOTIATE_{name}", **common})
@@ -111,10 +111,10 @@ def stop_timeline() -> None:
         timeline.close()
 
 
-def record(key: str, verb: str, handle: Handle[Any], tensors: list[Any]) -> None:
+def record(key: str, collective: str, handle: Handle[Any], tensors: list[Any]) -> None:
     """Record a call, if there is a timeline."""
     timeline = _current.get("timeline")
     if timeline is not None:
         first = tensors[0] if tensors else None
         description = {} if first is None else {"dtype": str(first.dtype), "shape": str(list(first.shape))}
-        timeline.record(key, verb, 0, handle, description)
+        timeline.record(key, collective, 0, handle, description)
