@@ -46,8 +46,9 @@ def test_a_lost_host_is_reported_once_by_the_others(start: Start):
     job = start("h0:1,h1:2,h2:1", heartbeat_seconds=LIMIT)
     hosts_sh("cut", "h1")
     job.wait_for_end(60)
-    assert re.search(unreachable("h1", "1, 2"), job.messages(0)), job.output()
-    assert "unreachable" not in job.messages(3), job.output()
+    # The connections to the lost host end at different times: the lowest rank that has noticed in a second reports.
+    reports = [rank for rank in (0, 3) if re.search(unreachable("h1", "1, 2"), job.messages(rank))]
+    assert len(reports) == 1, job.output()
     assert "has ended without mpi.stop()" not in job.output()
     assert all(job.statuses().values()), job.output()
 
