@@ -1,6 +1,7 @@
 """Measure torch.distributed without an MPI launcher: all_reduce, and send with recv, against gloo in the same job.
 
     torchrun --nproc-per-node 2 benchmarks/launcherless.py
+    mpirun -n 2 python benchmarks/launcherless.py    # the same over MPI
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=29500 python benchmarks/launcherless.py    # and RANK=1 on node1
 
 With `--backends p2p,gloo` all_reduce is measured with these backends of torchmpi too, on one host or several.

@@ -322,7 +322,7 @@ def implement_out_variants() -> None:
     global _out_variants
     if _out_variants is not None or not hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
         return
-    _out_variants = torch.library.Library("_c10d_functional", "IMPL")  # its end would end the implementations
+    _out_variants = torch.library.Library("_c10d_functional", "IMPL")  # kept, since without it torch removes them
     for device in ("CPU", "CUDA"):
         _out_variants.impl("all_gather_into_tensor_out", _all_gather_out, device)
         _out_variants.impl("reduce_scatter_tensor_out", _reduce_scatter_out, device)
