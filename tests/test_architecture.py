@@ -16,7 +16,7 @@ LEVELS = (
     ("_version", "errors", "log"),
     ("config", "other_names"),
     ("tensors",),
-    ("shared_memory",),
+    ("shared_memory", "timeline"),
     ("communicators",),
     ("backends",),
     ("session",),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this package whenever it is imported itself
-    from . import distributed, engine, errors, horovod, nn, parameterserver
+    from . import distributed, engine, errors, horovod, nn, parameterserver, timeline
     from .collectives import (
         allgather,
         allgather_async,
@@ -108,7 +108,7 @@ _MODULE_OF = {
     "session.recovery": "recover",
 }
 """The module that defines each public name."""
-_SUBMODULES = ("distributed", "engine", "errors", "horovod", "nn", "parameterserver")
+_SUBMODULES = ("distributed", "engine", "errors", "horovod", "nn", "parameterserver", "timeline")
 
 
 if not TYPE_CHECKING:  # otherwise type checkers would accept every name
@@ -144,5 +144,6 @@ __all__ = [
     "is_cartesian_communicator", "is_started", "local_rank", "local_size", "nn", "num_nodes_in_communicator",
     "parameterserver", "push_communicator", "rank", "recover", "recv", "recv_async", "reduce", "reduce_async",
     "reduce_scatter", "reduce_scatter_async", "scatter", "scatter_async", "send", "send_async", "sendreceive",
-    "sendreceive_async", "set_collective_span", "set_communicator", "size", "start", "started", "stop", "use",
+    "sendreceive_async", "set_collective_span", "set_communicator", "size", "start", "started", "stop", "timeline",
+    "use",
 ]  # fmt: skip

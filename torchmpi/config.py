@@ -102,6 +102,8 @@ class Config:
     on_lost_rank: Literal["end", "raise"] = "end"
     """What a killed rank means for the others. ``end``: they end too; ``raise``: their calls raise ``RankLostError``,
     and the program may continue with ``recover()`` (ranks without an MPI launcher only)."""
+    timeline: str = ""
+    """Folder in which each rank records a timeline from start() to stop() (docs/timeline.md); empty: none."""
     report: str = ""
     """File to which the report of a job that fails is also written, as JSON; empty: none."""
 

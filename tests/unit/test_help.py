@@ -15,7 +15,7 @@ import torchmpi as mpi
 
 PACKAGES = (
     "torchmpi", "torchmpi.nn", "torchmpi.nn.functional", "torchmpi.engine", "torchmpi.parameterserver",
-    "torchmpi.distributed",
+    "torchmpi.distributed", "torchmpi.timeline",
 )  # fmt: skip
 RAISE_NOTHING = (
     "adagrad",
@@ -24,7 +24,9 @@ RAISE_NOTHING = (
     "has_cuda",
     "has_gloo",
     "has_nccl",
+    "is_recording",
     "is_started",
+    "range",
     "register",
     "scaled_add",
     "sgd",
@@ -34,7 +36,7 @@ MODULES = [
     for each in pkgutil.walk_packages(mpi.__path__, "torchmpi.")
     if not each.name.endswith("__main__") and ".kernels" not in each.name  # those are compiled
 ]
-MADE_BY_FUNCTIONS = ("Communicator", "Handle", "NullCommunicator", "Server", "Rule", "Sharding")
+MADE_BY_FUNCTIONS = ("Communicator", "Handle", "NullCommunicator", "Recording", "Server", "Rule", "Sharding")
 """Classes that a program does not instantiate itself."""
 
 

@@ -7,13 +7,17 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from .. import _version
 from ..errors import TorchMPIError
 from .bench import options as bench_options
 
-_MODULES = {"run": ".run", "info": ".info", "doctor": ".doctor.diagnosis", "bench": ".bench.command"}
+_MODULES = {
+    "run": ".run", "info": ".info", "doctor": ".doctor.diagnosis", "bench": ".bench.command",
+    "timeline": ".trace_commands",
+}  # fmt: skip
 _ALL = "Start programs; report on, check and benchmark torchmpi, its MPI library and this machine."
 _RUN = """Start a program on several ranks with the mpirun of the MPI library that this Python loads, and with the
 options it needs: Open MPI refuses root without --allow-run-as-root, and more ranks than cores without --oversubscribe.
@@ -75,7 +79,20 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="time limit of the trial, or of the test in a job (default: %(default)g)",
     )  # fmt: skip
     bench_options.add_to(commands)
+    _add_timeline(commands)
     return parser
+
+
+def _add_timeline(commands: Any) -> None:
+    summary = "say where the time of a job went, or merge the traces of its ranks"
+    parser = commands.add_parser("timeline", help=summary, description=f"{summary.capitalize()}.")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    report = actions.add_parser("report", help="where the time of each step went, and what to do about it")
+    merging = actions.add_parser("merge", help="one trace of all ranks, for https://ui.perfetto.dev")
+    for action in (report, merging):
+        action.add_argument("folder", type=Path, help="folder with the trace files of a job")
+    report.add_argument("--plot", type=Path, metavar="FILE", help="PNG of the steps (default: FOLDER/steps.png)")
+    merging.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: FOLDER/merged.json.gz)")
 
 
 def _add_run(commands: Any) -> None:

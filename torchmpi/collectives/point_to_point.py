@@ -24,6 +24,7 @@ from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
 from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.numbers import Value, as_tensor, is_number, restore
+from ..timeline import events
 
 _HEADER_TAG, _PAYLOAD_TAG = 1, 2
 
@@ -259,6 +260,8 @@ class _Message:
     def _watched(self, peer: str) -> Iterator[None]:
         """Describe the call for the watchdog, and in the error if MPI fails."""
         self.call_queue.doing = self._description(peer)
+        recorder = events.recorder
+        begin = 0 if recorder is None else events.now()
         try:
             yield
         except self.MPI.Exception as error:
@@ -266,6 +269,11 @@ class _Message:
             raise self.group.context.loss_behind(error) or failure from error
         finally:
             self.call_queue.doing = None
+            if recorder is not None:
+                line = (self.call_queue.origin or recorder.origin(0)).line
+                details = {"peer": self.group.world_ranks[self.peer], "bytes": self.tensor.nbytes, "line": line}
+                details |= {"dtype": dtypes.short_name(self.tensor.dtype), "communicator": self.group.name}
+                recorder.slice(self.collective, "message", begin, self.call_queue.name, **details)
 
     def _receive(self) -> torch.Tensor:
         self._check_header()

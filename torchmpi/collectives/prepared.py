@@ -102,8 +102,10 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
         composed = _composition(runtime, collective, dtype, op, wanted=wanted, mode=mode)
         # Each step selects its backend; the last one determines which tensors are staged.
         bound = [(None, announced(group, composed), choices[-1].backend)]
+        names: tuple[tuple[int | None, str], ...] = ((None, HIERARCHICAL),)
     else:
         bound = [(limit, bind(backend, group, collective, dtype, op), backend) for limit, backend in choices]
+        names = tuple((limit, backend.name) for limit, backend in choices)
     operations = [(limit, operation) for limit, operation, _ in bound]
     around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=direct)
     runners = [(limit, around(operation, backend)) for limit, operation, backend in bound]
@@ -111,13 +113,16 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     code = call_code(collective, op, row.code if dtype is not None and collective != "scatter" else 0)
     code |= ON_DEVICE if device_type != "cpu" and collective != "scatter" else 0
     plan = PreparedPlan(collective, code, by_size(runners, dtype))
+    plan.backends = names
     plan.is_on_device = device_type != "cpu"
     if direct or collective not in IN_PLACE:
         plan.bare = PreparedPlan(collective, code, by_size(operations, dtype))
+        plan.bare.backends = names
         if direct and collective == "allreduce" and device_type == "cpu":
             run = _operation_on_lists(operations, dtype)
             if run is not None:
                 plan.many = Plan("allreduce_many", as_many(code), run, operator.attrgetter("signature"))
+                plan.many.backends = names
     # A receiver of a scatter may pass no dtype.
     is_known = collective in ("scatter", "barrier") if dtype is None else not dtype.is_complex
     if device_type == "cpu" and is_known and not asynchronous:

@@ -78,6 +78,11 @@ class TensorList:
         self.work = work
         self._rows = [(0, each.data_ptr(), each.nbytes) for each in work]
 
+    @property
+    def nbytes(self) -> int:
+        """The length of the stream, as of a tensor."""
+        return self.num_bytes
+
     def numel(self) -> int:
         """Return the number of elements in all."""
         return self.signature[0]

@@ -16,6 +16,7 @@ import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ COLLECTIVES = (
     "stop", "split", "allreduce_many", "server_init", "server_free",
     "server_save", "server_load", "group", "free", "alltoall_splits",
 )  # fmt: skip
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _NO_OP = len(OPS)
 
 _POLL_SECONDS = 0.0001
@@ -81,6 +83,19 @@ def as_many(code: int) -> int:
     return code & ~0xFF | COLLECTIVES.index("allreduce_many")
 
 
+@lru_cache(maxsize=1024)
+def call_names(code: int) -> tuple[str, str, str, int]:
+    """Return collective, operation, dtype and root of a signature; '' or -1 for none.
+
+    >>> call_names(call_code("broadcast", None, 1) | 2 << 32)
+    ('broadcast', '', 'float32', 2)
+    """
+    op, dtype = (code >> 8) & 0xFF, from_code((code >> 16) & 0x7FFF)
+    collective = COLLECTIVES[code & 0xFF]
+    root = code >> 32 if collective in ROOTED else -1
+    return collective, "" if op == _NO_OP else OPS[op], "" if dtype is None else short_name(dtype), root
+
+
 class Call(NamedTuple):
     """One entry of the call log."""
 
@@ -110,7 +125,7 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
         parts.append(OPS[op])
     if code & ON_DEVICE:
         parts.append("on cuda")
-    if collective in ("broadcast", "reduce", "gather", "scatter"):
+    if collective in ROOTED:
         parts.append(f"root={root}")
     return f"{collective}({', '.join(parts)})"
 

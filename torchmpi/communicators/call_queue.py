@@ -25,6 +25,7 @@ from typing import Any
 from ..errors import CommunicatorError
 from ..shared_memory.memory_layout import RUN_LOCK_ENTERED, RUN_LOCK_FIELDS, RUN_LOCK_HELD, RUN_LOCK_PENDING
 from ..tensors import streams
+from ..timeline import events
 from .handle import DeviceHandle, Handle
 
 Task = Callable[[], Any]
@@ -108,7 +109,9 @@ class CallQueue:
         """Failed calls, so that an error for which no thread waits can be reported when the group is freed."""
         self._threaded = threaded
         self._counting = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[Task, Handle[Any]] | None] = queue.SimpleQueue()
+        self.origin: events.Origin | None = None
+        """Where the queued call that is running was made, if calls are recorded."""
+        self._tasks: queue.SimpleQueue[tuple[Task, Handle[Any], events.Origin | None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
 
     @property
@@ -153,7 +156,8 @@ class CallQueue:
         if not self._threaded or self.is_worker():
             if self.closed:
                 raise self._closed_error(description)
-            self._finish(task, handle)  # queued from the worker itself, the task would wait for its own end
+            # Queued from the worker itself, the task would wait for its own end.
+            self._finish(task, handle, self.origin)
             return handle
         with self._counting:
             if self.closed:
@@ -162,7 +166,9 @@ class CallQueue:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
                 self._worker.start()
-            self._tasks.put((task, handle))
+            recorder = events.recorder
+            origin = None if recorder is None else recorder.origin(events.now())
+            self._tasks.put((task, handle, origin))
         return handle
 
     def is_worker(self) -> bool:
@@ -199,7 +205,8 @@ class CallQueue:
                     self.run_lock.fields[RUN_LOCK_PENDING] -= 1
             del entry  # otherwise the tensors of the last call would live until the next call
 
-    def _finish(self, task: Task, handle: Handle[Any]) -> None:
+    def _finish(self, task: Task, handle: Handle[Any], origin: events.Origin | None) -> None:
+        before, self.origin = self.origin, origin
         try:
             result = task()
         except BaseException as error:  # every error is raised by wait()
@@ -207,3 +214,5 @@ class CallQueue:
             handle.set_error(error)
         else:
             handle.set_result(result)
+        finally:
+            self.origin = before

@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,8 +19,9 @@ from ..errors import RankLostError, StallError, TransportError
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
+from ..timeline import events
 from . import splits
-from .call_log import Call, CallLog, call_code, how_it_left, mismatch_error, mismatch_message
+from .call_log import Call, CallLog, call_code, call_names, how_it_left, mismatch_error, mismatch_message
 from .call_queue import CallQueue
 from .handle import Handle
 from .plan import Plan
@@ -114,6 +115,8 @@ class Group:
         call_log = self.call_log
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
+        recorder = events.recorder
+        begin = 0 if recorder is None else events.now()
         try:
             call_log.enter(code, shape)
             if self.is_strict:
@@ -123,15 +126,44 @@ class Group:
             if (lost := self.context.loss_behind(error)) is None:
                 call_log.compare()  # raises MismatchError if that is the reason
             call_log.abandon()
+            self._record(recorder, begin, plan, code, tensor, out, error)
             call = Call(call_log.seq, code, shape)
             raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
         except BaseException as error:
             call_log.abandon()
+            self._record(recorder, begin, plan, code, tensor, out, error)
             if (lost := self.context.loss_behind(error)) is not None:
                 raise lost from error
             raise
         call_log.leave()
+        if recorder is not None:
+            self._record(recorder, begin, plan, code, tensor, out)
         return result
+
+    def _record(
+        self,
+        recorder: events.Recorder | None,
+        begin: int,
+        plan: Plan,
+        code: int,
+        tensor: Any,
+        out: Any,
+        error: BaseException | None = None,
+    ) -> None:
+        """Report a call that ends now to the recorder, if there is one."""
+        if recorder is None:
+            return
+        given = out if tensor is None else tensor
+        num_bytes: int = getattr(given, "nbytes", 0)
+        recorder.call(
+            self.info, self.call_log.seq, call_names(code), num_bytes, plan.backend_for(num_bytes), begin,
+            self.call_queue.origin or recorder.origin(0), "" if error is None else type(error).__name__,
+        )  # fmt: skip
+
+    @cached_property
+    def info(self) -> events.GroupInfo:
+        """The description of the group for readers of recorded calls."""
+        return events.GroupInfo(self.key, self.name, self.rank, self.world_ranks, len(self.hosts))
 
     @property
     def ranks(self) -> tuple[int, ...]:

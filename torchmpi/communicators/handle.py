@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from ..errors import StallError
 from ..log import logger
+from ..timeline import events
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -80,6 +81,8 @@ class Handle(Generic[T_co]):
         Raises:
             StallError: The call has not ended after `timeout` seconds.
         """
+        recorder = None if self._is_done else events.recorder
+        begin = 0 if recorder is None else events.now()
         if not self._finished.acquire(timeout=-1 if timeout is None else timeout):
             ranks = self.awaited() if self.awaited is not None else ""
             reason = f": it waits for {ranks}" if ranks else ""
@@ -87,6 +90,8 @@ class Handle(Generic[T_co]):
                 f"{self._description} has not ended after {timeout:g} s{reason}. It continues; call wait() again."
             )
         self._finished.release()
+        if recorder is not None:
+            recorder.slice("wait", "wait", begin, call=self._description)
         self._seen = True
         if self._error is not None:
             raise self._error

@@ -24,11 +24,23 @@ class Plan:
             (see :func:`~torchmpi.communicators.call_log.call_code`).
         run: The function that does the work: ``run(tensor, out, root)``.
         shape_of: Which shape of the tensor is part of the signature; None means its whole shape.
+        backends: The backends of the call, each with the largest size in bytes for which it is used (None: any).
     """
 
-    __slots__ = ("code", "collective", "run", "shape_of")
+    __slots__ = ("backends", "code", "collective", "run", "shape_of")
 
     def __init__(
         self, collective: str, code: int, run: Run, shape_of: Callable[[Any], Shape] | None = no_shape
     ) -> None:
         self.collective, self.code, self.run, self.shape_of = collective, code, run, shape_of
+        self.backends: tuple[tuple[int | None, str], ...] = ()
+
+    def backend_for(self, num_bytes: int) -> str:
+        """Return the name of the backend that runs a call of this size; '' if the plan has only one way.
+
+        >>> plan = Plan("barrier", 0, lambda tensor, out, root: None)
+        >>> plan.backends = ((8, "shm"), (None, "p2p"))
+        >>> plan.backend_for(8), plan.backend_for(9)
+        ('shm', 'p2p')
+        """
+        return next((name for limit, name in self.backends if limit is None or num_bytes <= limit), "")

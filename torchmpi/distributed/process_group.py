@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from ..config import Operation
 from ..errors import ArgumentError
 from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
+from ..timeline import events
 from . import bucket_memory, membership, monitored, torch_names, transfers
 from .arguments import broadcast_options, divide, is_composed, op_name, reduce_options, scale, scaled, single
 from .properties import GroupProperties
@@ -109,7 +111,9 @@ class ProcessGroup(GroupProperties):
         task: Callable[[], object] = partial(self._group.perform, plan, tensor, None, 0)
         if is_composite:
             task = partial(self._run_composed, task, [tensor], reduction)
-        work = self._launch(task, [tensor], opts, "all_reduce")
+        is_bucket = events.recorder is not None and torch_names.is_bucket_of_ddp(tensor)
+        with events.labelled(events.DDP_BUCKET) if is_bucket else nullcontext():
+            work = self._launch(task, [tensor], opts, "all_reduce")
         if tensor.dtype is torch.float16 and isinstance(work, PendingWork) and torch_names.is_bucket_of_ddp(tensor):
             work.is_for_cpp = True  # of DDP's built-in hook FP16_COMPRESS
         return work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError, GradientError
 from ..session import runtime
 from ..tensors import bucket_plan, streams
+from ..timeline import events
 from .agreement import check_same_layout
 from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of
@@ -404,7 +405,13 @@ class AsyncBackward(Attachment):
             with self._reporting_later():
                 bucket.pack()
             part = self._bucket_parts[index]
-            self._finishers.append(self._of_part(part, reduction).start(bucket.flat, part.comm))
+            with nullcontext() if events.recorder is None else events.labelled(self._described(index)):
+                self._finishers.append(self._of_part(part, reduction).start(bucket.flat, part.comm))
+
+    def _described(self, index: int) -> str:
+        """Return the number of a bucket and the names of its first and last parameter."""
+        names = Replica(self.net).names([self.buckets[index].parameters[position] for position in (0, -1)])
+        return f"bucket {index}: {' to '.join(dict.fromkeys(names))}"
 
     def _of_part(self, part: _Part, reduction: GradientReduction) -> GradientReduction:
         """Return the reduction of a part, where `reduction` is that of the replicated parameters."""

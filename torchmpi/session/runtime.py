@@ -7,11 +7,13 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from .. import timeline
 from .._version import __version__
 from ..backends import gloo, network, saved_tables
 from ..backends.base import Backend, Operation
@@ -35,7 +37,8 @@ from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedEr
 from ..log import logger, set_rank
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
-from . import affinity, host_ring, mpi_library
+from ..timeline import events
+from . import affinity, clock_samples, host_ring, mpi_library
 from .devices import choose_device
 from .failure import FailureHandling
 from .heartbeat import Heartbeat
@@ -111,6 +114,17 @@ class Runtime:
         self.binding = self._bind(list(masks.values()), list(masks).index(self.world.rank))
         self._load_tuning(hosts, num_ranks=len(masks), num_cores=len(frozenset.union(*masks.values())))
         self._start_watchdog(hosts)
+        clock_samples.provide_timeline(self.world, self._described())
+        self.resources.callback(timeline.set_job, None)
+
+    def _described(self) -> dict[str, Any]:
+        """Describe this rank for the readers of a timeline."""
+        return {
+            "rank": self.world.rank, "size": self.world.size, "host": self.host_name, "process": os.getpid(),
+            "local_rank": self.local_rank, "num_hosts": self.num_hosts, "version": __version__,
+            "mpi": mpi_library.short_version(self.MPI), "hierarchical": self.config.hierarchical,
+            "bucket_bytes": self.config.bucket_bytes,
+        }  # fmt: skip
 
     def _exchange_information(self, with_cuda: bool | None) -> list[_RankInfo]:
         """Gather the information of all ranks, and raise on all of them if it is inconsistent."""
@@ -344,8 +358,13 @@ class Runtime:
         """Complete queued calls, synchronize all ranks, and release all resources in reverse order."""
         for group in list(self.context.groups):
             group.drain()
-        self.world.call_action("stop", self.world.comm.Barrier)
+        self.world.call_action("stop", self._synchronize)
         self.resources.close()
+
+    def _synchronize(self) -> None:
+        self.world.comm.Barrier()
+        if timeline.is_recording():
+            timeline.finish(partial(clock_samples.measure, self.world))
 
 
 def start(
@@ -401,6 +420,8 @@ def start(
     running.make_levels(custom_communicator_init, collective_communicator)
     if running.world.rank == 0 and running.config.verbose:
         logger.info(running.summary())
+    if running.config.timeline:
+        timeline.start(running.config.timeline)
 
 
 def stop() -> None:
@@ -474,6 +495,7 @@ def _reset_in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_reset_in_forked_child)
+events.when_switched.append(fast_path.pause)
 
 
 def agreed_config(world: Any, given: Config | None) -> Config:
@@ -520,7 +542,7 @@ def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:
     """Return the settings and arguments of `start()` that must be the same on all ranks."""
     names = (
         "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "slot_bytes", "staging_bytes", "gpu_backends",
-        "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank",
+        "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
 

@@ -172,6 +172,7 @@ class _FastPath:
 
 _fast_paths: dict[str, _FastPath] = {}
 _is_enabled = True
+_is_paused = False
 _changing = threading.Lock()
 
 
@@ -206,11 +207,18 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
     if not _is_enabled or fast_path is None or name in fast_path.cached_calls:
         return
     with _changing:
-        if name in fast_path.cached_calls:  # cached by another thread; machine code uses its address
+        if _is_paused or name in fast_path.cached_calls:  # cached by another thread; machine code uses its address
             return
         cached_call = find()
         if cached_call is not None:
             fast_path.add(name, cached_call)
+
+
+def pause(paused: bool) -> None:
+    """Let no call be cached while a reader of calls needs them to pass through Python (docs/design/timeline.md)."""
+    global _is_paused
+    _is_paused = paused
+    invalidate()
 
 
 def invalidate() -> None:

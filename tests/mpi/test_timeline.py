@@ -1,0 +1,126 @@
+"""Timelines of a job: what calls, messages, buckets and ranges leave in the trace files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+from torchmpi.errors import TorchMPIError
+from torchmpi.shared_memory import fast_path
+from torchmpi.timeline.aligned_calls import align, earliest_result
+from torchmpi.timeline.trace_reader import read_folder
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that all ranks share."""
+    return mpi.broadcast_object(str(tmp_path))
+
+
+def traces_of(folder):
+    mpi.barrier()
+    from pathlib import Path
+
+    return read_folder(Path(folder))
+
+
+def test_every_call_is_a_slice_on_every_rank(agree, folder):
+    tensor = torch.ones(3)
+    with mpi.timeline.start(folder) as recording:
+        for _ in range(50):
+            mpi.allreduce(tensor.fill_(1))
+            mpi.broadcast(tensor, 0)
+        handles = [mpi.allreduce_async(torch.ones(1000)) for _ in range(10)]
+        for handle in handles:
+            handle.wait()
+        with mpi.timeline.range("validation"):
+            mpi.allreduce(1.5)
+    traces = traces_of(folder)
+    own = traces[mpi.rank()]
+    agree(own.is_complete and own.num_lost == 0)
+    agree.equal(str(recording.path), f"{folder}/rank{mpi.rank()}.json.gz")
+    calls = [each for each in own.calls if each.details["communicator"] == "world"]
+    agree.equal(
+        [each.seq for each in calls], list(range(calls[0].seq, calls[0].seq + 111))
+    )
+    agree.equal([each.collective for each in calls[:2]], ["allreduce", "broadcast"])
+    first = calls[0].details
+    agree.equal((first["op"], first["dtype"], first["bytes"]), ("sum", "float32", 12))
+    agree(first["line"].startswith(__file__), first["line"])
+    agree.equal(sum(each.is_queued for each in calls), 10)
+    agree(all(each.queued <= each.begin <= each.end for each in calls))
+    agree.equal([each.name for each in own.intervals("range")], ["validation"])
+    aligned = [each for each in align(traces) if each.calls[min(each.calls)].details["communicator"] == "world"]
+    agree(all(each.is_whole for each in aligned))
+    agree(earliest_result(aligned) >= -2 * max(trace.error_seconds for trace in traces), str(earliest_result(aligned)))
+
+
+def test_the_backend_is_named(agree, folder):
+    with mpi.timeline.start(folder):
+        mpi.allreduce(torch.ones(3), backend="mpi")
+    (call,) = [each for each in traces_of(folder)[mpi.rank()].calls if each.collective == "allreduce"]
+    agree.equal(call.details["backend"], "mpi")
+
+
+def test_buckets_have_the_names_of_their_parameters(agree, folder):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    mpinn.register_async_backward(net)
+    with mpi.timeline.start(folder):
+        for _ in range(3):
+            net(torch.ones(2, 3)).sum().backward()
+            mpinn.synchronize_gradients_async(net)
+            optimizer.step()
+    mpinn.unregister_async_backward(net)
+    own = traces_of(folder)[mpi.rank()]
+    labels = {each.details["label"] for each in own.calls if "label" in each.details}
+    agree.equal(labels, {"bucket 0: 1.bias to 0.weight"})
+    agree.equal(len(own.intervals("step")), 3)
+
+
+def test_messages_are_recorded(agree, folder):
+    if mpi.size() < 2:
+        pytest.skip("needs two ranks")
+    with mpi.timeline.start(folder):
+        if mpi.rank() == 0:
+            mpi.send(torch.ones(5), 1)
+        elif mpi.rank() == 1:
+            mpi.recv(torch.empty(5), 0)
+    names = [each.name for each in traces_of(folder)[mpi.rank()].intervals("message")]
+    agree.equal(names, [["send"], ["recv"], []][min(mpi.rank(), 2)])
+
+
+def test_a_failed_call_is_recorded_with_its_error(agree, folder):
+    if mpi.size() < 2:
+        pytest.skip("needs two ranks")
+    with mpi.timeline.start(folder):
+        agree.raises(mpi.errors.MismatchError, lambda: mpi.allreduce(torch.ones(2 + mpi.rank() % 2)))
+    failed = [each for each in traces_of(folder)[mpi.rank()].calls if "error" in each.details]
+    agree.equal([each.details["error"] for each in failed], ["MismatchError"])
+
+
+def test_the_fast_path_is_off_only_while_a_timeline_is_recorded(agree, folder):
+    if not fast_path._fast_paths or mpi.size() < 2:
+        pytest.skip("no fast path here")
+    tensor = torch.ones(4)
+    cached = fast_path._fast_paths["allreduce"].cached_calls
+    mpi.allreduce(tensor.fill_(1))
+    before = len(cached)
+    with mpi.timeline.start(folder):
+        mpi.allreduce(tensor.fill_(1))
+        during = len(cached)
+    mpi.allreduce(tensor.fill_(1))
+    agree.equal((before > 0, during, len(cached)), (True, 0, 1))
+
+
+def test_one_timeline_at_a_time(agree, folder):
+    agree(not mpi.timeline.is_recording())
+    with mpi.timeline.start(folder):
+        agree(mpi.timeline.is_recording())
+        agree.raises(TorchMPIError, lambda: mpi.timeline.start(folder), "mpi.timeline.stop()")
+    mpi.timeline.stop()
+    agree(not mpi.timeline.is_recording())

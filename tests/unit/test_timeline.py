@@ -1,0 +1,269 @@
+"""Timelines without processes: the recorder, the trace file, aligned clocks, phases, and the parts of a step."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+
+import psutil
+import pytest
+
+from torchmpi.cli import main
+from torchmpi.errors import ArgumentError
+from torchmpi.timeline import events, trace_writer
+from torchmpi.timeline.aligned_calls import align, earliest_result
+from torchmpi.timeline.clocks import AlignedClock, ClockSample, sample
+from torchmpi.timeline.events import CallRecord, GroupInfo, Origin, SliceRecord
+from torchmpi.timeline.merging import merge
+from torchmpi.timeline.step_report import StepReport
+from torchmpi.timeline.step_times import call_sites, late_ranks, step_spans, times_of_steps
+from torchmpi.timeline.trace_reader import read_folder
+from torchmpi.timeline.trace_writer import TraceWriter
+
+MILLISECOND = 1_000_000
+MAIN = threading.main_thread().ident
+
+
+def job(rank, size=2):
+    return {"rank": rank, "size": size, "host": f"host{rank}"}
+
+
+def call(rank, seq, begin, end, *, size=2, collective="allreduce", root=-1, queued=0, label="", thread=MAIN):
+    group = GroupInfo(7, "world", rank, tuple(range(size)), 1)
+    origin = Origin(queued * MILLISECOND, "train.py:3", label)
+    times = begin * MILLISECOND, end * MILLISECOND
+    return CallRecord(group, seq, collective, "sum", "float32", root, 4096, "shm", *times, thread, origin, "")
+
+
+def step(end):
+    return SliceRecord("step", "step", "", end * MILLISECOND, end * MILLISECOND, MAIN, {})
+
+
+EXACT = [[ClockSample(0, 0, 0)]] * 2
+
+
+def write(folder, records, samples=EXACT):
+    """Write the records of each rank, and read them."""
+    for rank, of_rank in enumerate(records):
+        writer = TraceWriter(folder, job(rank, len(records)), samples[rank])
+        for record in of_rank:
+            writer.read(record)
+        writer.close([])
+    return read_folder(folder)
+
+
+def test_an_offset_lies_within_the_error_of_its_sample():
+    clock_ahead = 12_345
+    rounds = [
+        (t, t + there + clock_ahead, t + there + back) for t, there, back in ((0, 90, 10), (500, 7, 3), (900, 40, 40))
+    ]
+    best = sample(rounds)
+    assert abs(best.offset - clock_ahead) <= best.error == 5
+
+
+def test_drift_is_removed_between_samples_and_bounded_after_the_last_one():
+    clock = AlignedClock([ClockSample(0, 1000, 5), ClockSample(10**9, 21_000, 5)])
+    assert clock.drift == pytest.approx(20e-6)
+    assert clock.aligned(5 * 10**8) == 5 * 10**8 + 11_000
+    assert clock.error(5 * 10**8) == 5
+    assert clock.error(2 * 10**9) == 5 + 100_000  # 100 ppm of a second
+    assert AlignedClock([ClockSample(0, 0, 0)]).error(10**12) == 0  # the clock of rank 0 itself
+
+
+def test_a_closed_file_is_json_and_has_all_events(tmp_path):
+    write(tmp_path, [[call(0, seq, seq, seq + 1) for seq in range(1, 101)], []])
+    with gzip.open(tmp_path / "rank0.json.gz", "rt") as file:
+        found = json.load(file)
+    calls = [each for each in found if each["ph"] == "X"]
+    assert [each["args"]["call"] for each in calls] == list(range(1, 101))
+    assert calls[4]["ts"] == 5000 and calls[4]["dur"] == 1000 and calls[4]["args"]["backend"] == "shm"
+
+
+def test_a_file_cut_at_any_byte_can_be_read(tmp_path):
+    write(tmp_path, [[call(0, seq, seq, seq + 1) for seq in range(1, 11)], []])
+    path = tmp_path / "rank0.json.gz"
+    whole = path.read_bytes()
+    first_member = whole.index(b"\x1f\x8b\x08", 1)
+    counts = set()
+    for length in range(first_member, len(whole), 7):
+        path.write_bytes(whole[:length])
+        trace = read_folder(tmp_path)[0]
+        assert not trace.is_complete or length > len(whole) - 20  # the end is read before the checksum
+        counts.add(len(trace.calls))
+    assert min(counts) == 0 and max(counts) == 10
+
+
+def test_events_that_were_flushed_are_there_without_close(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 0.01)
+    writer = TraceWriter(tmp_path, job(0, 1), [ClockSample(0, 0, 0)])
+    writer.read(call(0, 1, 1, 2, size=1))
+    for _ in range(1000):
+        if (traces := read_folder(tmp_path)) and traces[0].calls:
+            break
+        threading.Event().wait(0.01)
+    assert len(traces[0].calls) == 1 and not traces[0].is_complete
+    writer.close([])
+    assert read_folder(tmp_path)[0].is_complete
+
+
+def test_a_million_calls_do_not_fill_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 3600.0)  # as on a machine that never runs the thread
+    monkeypatch.setattr(trace_writer, "_MOST_EVENTS", 10_000)
+    writer = TraceWriter(tmp_path, job(0, 1), [ClockSample(0, 0, 0)])
+    record, process = call(0, 1, 1, 2, size=1), psutil.Process()
+    before = process.memory_info().rss
+    for _ in range(1_000_000):
+        writer.read(CallRecord(*record))
+    assert process.memory_info().rss - before < 32 << 20
+    writer.close([])
+    trace = read_folder(tmp_path)[0]
+    assert len(trace.calls) == 10_000 and trace.num_lost == 990_000
+
+
+def test_phases_and_the_late_rank(tmp_path):
+    traces = write(tmp_path, [[call(0, 1, 0, 12), call(0, 2, 20, 21)], [call(1, 1, 10, 12), call(1, 2, 20, 21)]])
+    aligned = align(traces)
+    assert aligned[0].awaited(0) == aligned[0].awaited(1) == 1
+    assert [aligned[0].ready(rank) for rank in (0, 1)] == pytest.approx([0.010, 0.010])
+    (late,) = late_ranks(aligned, 1e-4)
+    assert (late.rank, late.num_calls) == (1, 1) and late.seconds == pytest.approx(0.010)
+    assert earliest_result(aligned) == pytest.approx(0.001)
+    merge(traces, tmp_path / "merged.json.gz")
+    with gzip.open(tmp_path / "merged.json.gz", "rt") as file:
+        merged = json.load(file)
+    names = [(each["pid"], each["name"], each["dur"]) for each in merged if each.get("cat") == "phase"]
+    assert (0, "waiting for rank 1", 10000.0) in names and (0, "moving", 2000.0) in names
+    flows = [(each["ph"], each["pid"], each["id"]) for each in merged if each.get("cat") == "call"]
+    assert flows[:2] == [("s", 0, 1), ("f", 1, 1)] and len(flows) == 4
+
+
+@pytest.mark.parametrize(
+    ("collective", "expected"),
+    [("broadcast", (None, 0)), ("scatter", (None, 0)), ("reduce", (1, None)), ("gather", (1, None))],
+)
+def test_ranks_wait_for_those_whose_data_they_need(tmp_path, collective, expected):
+    parts = [[call(rank, 1, rank, 5, collective=collective, root=0)] for rank in range(2)]
+    (aligned,) = align(write(tmp_path, parts))
+    assert (aligned.awaited(0), aligned.awaited(1)) == expected
+
+
+def test_clocks_of_hosts_are_aligned(tmp_path):
+    """The clock of rank 1 is 5 ms ahead, and drifts by 1 ms in a second."""
+    samples = [[ClockSample(0, 0, 0)], [ClockSample(0, -5 * MILLISECOND, 10), ClockSample(10**9, -6 * MILLISECOND, 10)]]
+    traces = write(tmp_path, [[call(0, 1, 500, 510)], [call(1, 1, 510, 516)]], samples)
+    (aligned,) = align(traces)
+    assert aligned.calls[1].begin == pytest.approx(0.50449)
+    assert aligned.last == 1 and traces[1].error_seconds == pytest.approx(1e-8)
+
+
+def test_parts_of_a_step(tmp_path):
+    """A step of 100 ms: 20 ms of a queued call hidden, then 30 ms blocked, of which 10 ms wait for rank 1."""
+    ranks = []
+    for rank, begin in enumerate((60, 70)):
+        hidden = call(rank, 1, 20, 40, queued=20, thread=1)
+        ranks.append([step(0), hidden, call(rank, 2, begin, 90), step(100), step(200)])
+    traces = write(tmp_path, ranks)
+    assert [time for span in step_spans(traces[0]) for time in span] == pytest.approx([0.0, 0.1, 0.1, 0.2])
+    first, second = times_of_steps(traces[0], align(traces))
+    assert first[2:] == pytest.approx((0.070, 0.020, 0.010, 0.020))
+    assert second[2:] == pytest.approx((0.1, 0, 0, 0))
+
+
+def test_the_wait_of_torchs_reducer_for_its_last_bucket_is_exposed(tmp_path):
+    """It waits in C++: from the last bucket on, all gradients exist."""
+    buckets = [
+        call(0, 1, 20, 40, size=1, queued=20, label=events.DDP_BUCKET, thread=1),
+        call(0, 2, 40, 60, size=1, queued=30, label=events.DDP_BUCKET, thread=1),
+    ]
+    (trace,) = write(tmp_path, [[step(0), *buckets, step(100)]])
+    (times,) = times_of_steps(trace, align([trace]))
+    assert times[2:] == pytest.approx((0.070, 0.030, 0, 0.010))
+
+
+def test_steps_of_a_hierarchical_call_are_not_counted_twice(tmp_path):
+    outer = call(0, 1, 0, 10, size=1)
+    inner = call(0, 9, 2, 8, size=1)
+    inner = inner._replace(group=inner.group._replace(key=8, name="world on one host"))
+    (trace,) = write(tmp_path, [[inner, outer]])
+    (site,) = call_sites(align([trace]), [trace])
+    assert (site.num_calls, site.line, site.seconds) == (1, "train.py:3", pytest.approx(0.010))
+
+
+def steps_of(rank, *, late=0, num_calls=1, num_bytes=1 << 20, backend="shm", num_hosts=1, size=4):
+    """Ten steps of 100 ms with allreduces; rank 2 arrives `late` ms later than the others."""
+    records = [step(0)]
+    for number in range(10):
+        for index in range(num_calls):
+            begin = 100 * number + 40 + 2 * index + (late if rank == 2 else 0)
+            end = 100 * number + 41 + 2 * index + late
+            record = call(rank, number * num_calls + index + 1, begin, end, size=size)
+            group = record.group._replace(num_hosts=num_hosts)
+            records.append(record._replace(group=group, num_bytes=num_bytes, backend=backend))
+        records.append(step(100 * (number + 1)))
+    return records
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({}, "communication is not the problem"),
+        ({"late": 30}, "Rank 2 on host host2 is slow: it arrives last at 10 calls, 100% of all waiting"),
+        ({"num_calls": 20, "num_bytes": 4096}, "20 calls of 4.0 KB at train.py:3: the buckets are too small"),
+        ({"num_hosts": 2, "backend": "mpi"}, "run flat (backend mpi)"),
+    ],
+)
+def test_the_report_names_the_fault(tmp_path, fault, words):
+    report = StepReport.of(write(tmp_path, [steps_of(rank, **fault) for rank in range(4)], EXACT * 2))
+    assert words in report.advice()
+    assert report.num_steps == 10 and "train.py:3" in report.text()
+
+
+def test_the_steps_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    report = StepReport.of(write(tmp_path, [steps_of(0, size=1)]))
+    report.plot(tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_reports_and_merges(tmp_path, capsys):
+    write(tmp_path, [steps_of(rank, size=2) for rank in range(2)])
+    assert main(["timeline", "report", str(tmp_path)]) == 0
+    assert "2 ranks, 10 steps, 10 calls" in capsys.readouterr().out
+    assert main(["timeline", "merge", str(tmp_path), "--out", str(tmp_path / "all.json.gz")]) == 0
+    assert (tmp_path / "all.json.gz").exists()
+    assert main(["timeline", "report", str(tmp_path / "none")]) == 1
+    assert "TORCHMPI_TIMELINE" in capsys.readouterr().err
+
+
+def test_files_of_an_earlier_larger_job_are_ignored(tmp_path):
+    write(tmp_path, [[], []])
+    traces = write(tmp_path, [[]])
+    assert [trace.rank for trace in traces] == [0]
+
+
+def test_a_folder_without_traces_is_an_error_with_the_remedy(tmp_path):
+    with pytest.raises(ArgumentError, match="TORCHMPI_TIMELINE"):
+        read_folder(tmp_path)
+
+
+def test_readers_come_and_go():
+    switched, found = [], []
+    events.when_switched.append(switched.append)
+    try:
+        assert events.recorder is None
+        events.add_reader(found.append)
+        events.add_reader(print)
+        assert events.recorder is not None
+        events.recorder.slice("forward", "range", events.now())
+        events.remove_reader(print)
+        events.remove_reader(found.append)
+        events.remove_reader(found.append)
+        assert events.recorder is None and switched == [True, False]
+    finally:
+        events.when_switched.remove(switched.append)
+    assert [each.name for each in found] == ["forward"]
+
+
+def test_the_line_of_the_program_is_found():
+    assert events.program_line(0).startswith(f"{__file__}:")

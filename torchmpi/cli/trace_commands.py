@@ -1,0 +1,28 @@
+"""The command ``torchmpi timeline``: report on the timeline of a job, or merge the traces of its ranks."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+
+from ..timeline.merging import merge
+from ..timeline.step_report import StepReport
+from ..timeline.trace_reader import read_folder
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    traces = read_folder(options.folder)
+    if options.action == "merge":
+        path = options.out or options.folder / "merged.json.gz"
+        print(f"{merge(traces, path)} events of {len(traces)} ranks: {path}")
+        return 0
+    report = StepReport.of(traces)
+    print(report.text())
+    if find_spec("matplotlib") is None:
+        print("\nNo picture of the steps: install matplotlib.")
+    else:
+        path = options.plot or options.folder / "steps.png"
+        report.plot(path)
+        print(f"\nThe steps of all ranks: {path}")
+    return 0

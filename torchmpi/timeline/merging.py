@@ -1,0 +1,73 @@
+"""One trace of all ranks: times on one clock, the phases of each call, and flows that connect its parts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .aligned_calls import AlignedCall, align
+from .trace_reader import Event, RankTrace
+
+_COMPRESSION = 6
+
+
+def merge(traces: Sequence[RankTrace], path: Path) -> int:
+    """Write the traces of all ranks to one file; return the number of events."""
+    events = list(merged_events(traces))
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=_COMPRESSION) as file:
+        file.write("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
+    return len(events)
+
+
+def merged_events(traces: Sequence[RankTrace]) -> Iterator[Event]:
+    """Return the events of all ranks in microseconds since the first one, with phases and flows."""
+    aligned = align(traces)
+    times = [trace.seconds(each["ts"]) for trace in traces for each in trace.events if each["ph"] != "M"]
+    first = min(times, default=0.0)
+    tracks: dict[tuple[int, str], int] = {}
+    for trace in traces:
+        for event in trace.events:
+            if event["ph"] == "M":
+                yield event
+                if event["name"] == "torchmpi_group":
+                    tracks[trace.rank, f"{event['args']['key']:x}"] = event["tid"]
+            else:
+                yield {**event, "ts": _microseconds(trace.seconds(event["ts"]) - first)}
+    for number, each in enumerate(aligned, 1):
+        yield from _phases(each, tracks, first)
+        yield from _flow(each, tracks, first, number)
+
+
+def _phases(aligned: AlignedCall, tracks: dict[tuple[int, str], int], first: float) -> Iterator[Event]:
+    """Divide each part of a call into waiting for another rank, and moving data."""
+    for rank, call in aligned.calls.items():
+        awaited, ready = aligned.awaited(rank), aligned.ready(rank)
+        if awaited is None:
+            continue
+        place = {"ph": "X", "pid": rank, "tid": tracks[rank, call.group], "cat": "phase"}
+        if ready > call.begin:
+            begin, seconds = _microseconds(call.begin - first), _microseconds(ready - call.begin)
+            yield {**place, "name": f"waiting for rank {awaited}", "ts": begin, "dur": seconds}
+        if ready < call.end:
+            begin, seconds = _microseconds(ready - first), _microseconds(call.end - ready)
+            yield {**place, "name": "moving", "ts": begin, "dur": seconds}
+
+
+def _flow(aligned: AlignedCall, tracks: dict[tuple[int, str], int], first: float, number: int) -> Iterator[Event]:
+    """Connect the parts of a call, from the first rank that arrived to the last one."""
+    parts = sorted(aligned.calls.items(), key=lambda item: item[1].begin)
+    if len(parts) < 2:
+        return
+    for index, (rank, call) in enumerate(parts):
+        kind = "s" if index == 0 else "f" if index == len(parts) - 1 else "t"
+        event = {
+            "ph": kind, "name": "call", "cat": "call", "id": number, "pid": rank, "tid": tracks[rank, call.group],
+            "ts": _microseconds(call.begin - first),
+        }  # fmt: skip
+        yield {**event, "bp": "e"} if kind == "f" else event
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

@@ -1,0 +1,235 @@
+"""The report on a timeline: where the time of the steps went, which rank was late, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from .aligned_calls import AlignedCall, align, earliest_result
+from .step_times import CallSite, LateRank, StepTimes, call_sites, late_ranks, step_spans, times_of_steps
+from .trace_reader import RankTrace
+
+_MOST_SITES = 10
+# Below these parts of a step nothing is gained by a change.
+_MUCH_WAITING, _MUCH_EXPOSED = 0.1, 0.15
+_MOST_OF_THE_WAITING = 0.5
+_TINY_BYTES, _MANY_CALLS = 128 << 10, 8
+_PARTS = ("computing", "exposed communication", "waiting for a late rank")
+_COLORS = ("#7fa8d1", "#e0a458", "#c1554d")
+
+
+class StepReport(NamedTuple):
+    """What a timeline says about a job; the times of the steps are means over steps and ranks."""
+
+    traces: Sequence[RankTrace]
+    aligned: Sequence[AlignedCall]
+    steps: dict[int, list[StepTimes]]
+    sites: Sequence[CallSite]
+    late: Sequence[LateRank]
+    error_seconds: float
+
+    @classmethod
+    def of(cls, traces: Sequence[RankTrace]) -> StepReport:
+        """Make the report of the traces of a job."""
+        aligned, error = align(traces), 2 * max(trace.error_seconds for trace in traces)
+        steps = {trace.rank: times_of_steps(trace, aligned) for trace in traces}
+        during = [each for each in aligned if _is_inside(each, steps)]
+        return cls(traces, aligned, steps, call_sites(during, traces), late_ranks(during, error), error)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that all ranks have recorded."""
+        return min(len(steps) for steps in self.steps.values())
+
+    def part(self, name: str) -> float:
+        """Return the mean of a field of :class:`StepTimes`, or of the whole step, in seconds."""
+        steps = [step for steps in self.steps.values() for step in steps]
+        if not steps:
+            return 0.0
+        return mean(step.end - step.begin if name == "step" else getattr(step, name) for step in steps)
+
+    # --- text
+
+    def text(self) -> str:
+        """Return the report."""
+        return "\n".join(
+            [*self._head(), "", *self._table(), "", *self._about_late(), "", *self._about_sites(), "", self.advice()]
+        )
+
+    def _head(self) -> list[str]:
+        num_calls = len(self.aligned)
+        lines = [f"{len(self.traces)} ranks, {self.num_steps} steps, {num_calls} calls"]
+        size = self.traces[0].job["size"]
+        if len(self.traces) < size:
+            lines.append(
+                f"{size - len(self.traces)} of {size} ranks have left no trace here, so their calls cannot be lined up."
+            )
+        for trace in self.traces:
+            if not trace.is_complete:
+                lines.append(f"rank {trace.rank} did not complete its file: it was killed, or still runs")
+            if trace.num_lost:
+                lines.append(f"rank {trace.rank} has lost {trace.num_lost} events: the disk was too slow")
+        if self.error_seconds:
+            lines.append(f"clocks of the hosts are aligned to {_milliseconds(self.error_seconds)}")
+        if (early := -earliest_result(self.aligned)) > self.error_seconds:
+            lines.append(
+                f"the clocks are wrong by more than that: a result is {_milliseconds(early)} before the last arrival"
+            )
+        if len(step_spans(self.traces[0])) < 2:
+            lines.append("no steps of an optimizer were recorded, so the whole timeline is treated as one")
+        return lines
+
+    def _table(self) -> list[str]:
+        whole = self.part("step") or 1.0
+        rows = [
+            ("step", "step", ""),
+            ("computing and other work", "computing", ""),
+            ("exposed communication", "exposed", "the program waits while data move"),
+            ("waiting for a late rank", "waiting", "the program waits for another rank to arrive"),
+            ("hidden communication", "hidden", "runs during the computing"),
+        ]
+        return [
+            f"{title:26}{_milliseconds(self.part(name)):>12}{self.part(name) / whole:>7.0%}  {remark}".rstrip()
+            for title, name, remark in rows
+        ]
+
+    def _about_late(self) -> list[str]:
+        if not self.late:
+            return ["No rank was waited for."]
+        lines = ["rank   last at calls   the others waited"]
+        return lines + [f"{each.rank:4}{each.num_calls:16}{_milliseconds(each.seconds):>20}" for each in self.late]
+
+    def _about_sites(self) -> list[str]:
+        lines = [
+            "most expensive calls, per rank:",
+            f"{'seconds':>9}{'waiting':>9}{'calls':>8}{'KB/call':>10}{'GB/s':>8}  where",
+        ]
+        return lines + [
+            f"{site.seconds:9.3f}{site.waiting:9.3f}{site.num_calls:8}{site.num_bytes / 1024:10.1f}"
+            f"{site.bytes_per_second / 1e9:8.2f}  {site.collective}"
+            + (f" ({site.backends})" if site.backends else "")
+            + f" at {site.line}"
+            for site in self.sites[:_MOST_SITES]
+        ]
+
+    # --- advice
+
+    def advice(self) -> str:
+        """Return one paragraph that says what to do."""
+        found = [
+            text for text in (self._late_rank(), self._tiny_calls(), self._flat_calls(), self._no_overlap()) if text
+        ]
+        whole = self.part("step") or 1.0
+        if not found:
+            return f"Computing takes {self.part('computing') / whole:.0%} of a step: communication is not the problem."
+        return " ".join(found)
+
+    def _late_rank(self) -> str:
+        whole, total = self.part("step"), sum(each.seconds for each in self.late)
+        if not whole or not self.late or self.part("waiting") < _MUCH_WAITING * whole:
+            return ""
+        late = self.late[0]
+        share = late.seconds / total
+        if share < _MOST_OF_THE_WAITING:
+            return (
+                f"Waiting for late ranks takes {self.part('waiting') / whole:.0%} of a step, for different ranks by "
+                "turns: the work per step varies, or the ranks share cores. Balance the batches, and check the cores "
+                "with `torchmpi info`."
+            )
+        job = next(trace.job for trace in self.traces if trace.rank == late.rank)
+        return (
+            f"Rank {late.rank} on host {job['host']} is slow: it arrives last at {late.num_calls} calls, "
+            f"{share:.0%} of all waiting. The others lose {self.part('waiting') / whole:.0%} of each step. Look for "
+            "more work on this "
+            "rank (its data, logging, checkpoints), or for another program or a lower clock rate on its cores."
+        )
+
+    def _tiny_calls(self) -> str:
+        if not self.num_steps:
+            return ""
+        for site in self.sites:
+            per_step = site.num_calls / self.num_steps
+            is_reduction = site.collective in ("allreduce", "reduce_scatter", "allreduce_many")
+            if is_reduction and per_step >= _MANY_CALLS and site.num_bytes < _TINY_BYTES:
+                return (
+                    f"Each step makes {per_step:.0f} calls of {site.num_bytes / 1024:.1f} KB at {site.line}: the "
+                    "buckets are too small. Raise bucket_bytes (register_async_backward, synchronize_gradients), or "
+                    "bucket_cap_mb of DistributedDataParallel."
+                )
+        return ""
+
+    def _flat_calls(self) -> str:
+        several = {
+            key
+            for trace in self.traces
+            for key, group in trace.groups.items()
+            if 1 < group["num_hosts"] < len(group["ranks"])
+        }
+        steps = {trace.rank: trace.steps for trace in self.traces}
+        flat = [
+            call
+            for each in self.aligned
+            for rank, call in each.calls.items()
+            if call.group in several and call.num_bytes and (call.group, call.seq) not in steps[rank]
+            and call.details.get("backend", "hierarchical") != "hierarchical"
+        ]  # fmt: skip
+        if not flat or median(call.num_bytes for call in flat) < 1024:
+            return ""
+        names = sorted({call.details["backend"] for call in flat})
+        return (
+            f"Calls over several hosts run flat (backend {', '.join(names)}), so that every rank of a host sends its "
+            "data over the network. Remove TORCHMPI_HIERARCHICAL=off or backend= from the calls, which lets the ranks "
+            "of a host combine their data first."
+        )
+
+    def _no_overlap(self) -> str:
+        whole = self.part("step")
+        if not whole or self.part("exposed") < _MUCH_EXPOSED * whole:
+            return ""
+        return (
+            f"Exposed communication takes {self.part('exposed') / whole:.0%} of a step, and "
+            f"{_milliseconds(self.part('hidden'))} are hidden behind the computing. Overlap more of it: "
+            "register_async_backward or DistributedDataParallel, larger batches, or 16-bit gradients (compression=)."
+        )
+
+    # --- picture
+
+    def plot(self, path: Path) -> None:
+        """Draw the steps of all ranks to a PNG file; needs matplotlib."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 1 + 1.6 * len(self.steps)))
+        canvas: Any = FigureCanvasAgg(figure)
+        all_axes = figure.subplots(len(self.steps), 1, sharex=True, sharey=True, squeeze=False)
+        for axes, (rank, steps) in zip(all_axes[:, 0], self.steps.items(), strict=True):
+            below = [0.0] * len(steps)
+            for title, color, field in zip(_PARTS, _COLORS, ("computing", "exposed", "waiting"), strict=True):
+                heights = [1000 * getattr(step, field) for step in steps]
+                axes.bar(range(len(steps)), heights, bottom=below, color=color, label=title, width=1.0)
+                below = [low + height for low, height in zip(below, heights, strict=True)]
+            axes.set_ylabel(f"rank {rank}\nms")
+        all_axes[0, 0].legend(loc="upper right", fontsize="small", ncols=3)
+        all_axes[-1, 0].set_xlabel("step")
+        figure.tight_layout()
+        canvas.print_png(str(path))
+
+
+def _is_inside(call: AlignedCall, steps: dict[int, list[StepTimes]]) -> bool:
+    """Return whether a call ends within the steps of its ranks; before them are starts and compilations."""
+    for rank, part in call.calls.items():
+        own = steps[rank]
+        if own and not own[0].begin <= part.begin <= own[-1].end:
+            return False
+    return True
+
+
+def _milliseconds(seconds: float) -> str:
+    """Format a time.
+
+    >>> _milliseconds(0.00125)
+    '1.25 ms'
+    """
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{1000 * seconds:.0f} ms"
