@@ -45,7 +45,8 @@ def parameters(folder):
     return torch.load(file, weights_only=True)[key]
 
 
-@pytest.mark.parametrize("name", UNDER_EVERY_MPI)
+@once
+@pytest.mark.parametrize("name", NAMES)
 def test_loss(launch, name):
     result = launch(2, [EXAMPLES / f"{name}.py", "--cpu"], env=ONE_THREAD, timeout=240)
     assert result.returncode == 0, result.output
