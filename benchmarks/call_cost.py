@@ -1,8 +1,11 @@
 """Measure the overhead of a call: mpi.allreduce against Allreduce of mpi4py on tensor.numpy(), in one job.
 
     mpirun -n 2 python benchmarks/call_cost.py
+    mpirun --hostfile hosts -n 4 python benchmarks/call_cost.py --sizes 4,1024,65536
 
-Both alternate in short batches, in both orders, on a tensor that is written before each batch; medians are reported.
+All sides alternate in short batches, in both orders, on a tensor that is written before each batch. Reported are
+medians of the slowest rank, and the quartiles of its batches. With several hosts there is a third side: the same call
+on a communicator whose calls are not compared.
 """
 
 from __future__ import annotations
@@ -15,25 +18,38 @@ import time
 import torch
 
 import torchmpi as mpi
+from torchmpi.communicators.group import Group
+from torchmpi.session import runtime
 
-SIZES = {"4 B": (1, 300), "4 KB": (1 << 10, 200), "1 MB": (1 << 18, 10), "16 MB": (1 << 22, 1)}
+SIZES = (4, 4 << 10, 1 << 20, 16 << 20)
+_BATCH_BYTES, _MOST_REPEATS = 16 << 20, 300
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="batches of each side (default 60)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes, separated by commas")
+    parser.add_argument("--repeats", type=int, default=_MOST_REPEATS, help="calls of a batch, at most (default 300)")
+    options = parser.parse_args()
     mpi.start()
     from mpi4py import MPI  # after start(), which loads the library
 
     comm = MPI.COMM_WORLD.Dup()
+    world = runtime.current().world
+    num_hosts = len(world.hosts)
+    unchecked = Group(comm.Dup(), "unchecked", world.world_ranks, world.context, check="off")
+    sides = ["mpi4py", "torchmpi", *(["not compared"] if num_hosts > 1 else [])]
     if mpi.rank() == 0:
         library = " ".join(map(str, MPI.get_vendor()))
-        print(f"{mpi.size()} ranks, {library}, torch {torch.__version__}, {platform.machine()}")
-        print(f"{'float32 sum':>12} {'mpi4py us':>10} {'torchmpi us':>12} {'ratio':>6}")
-    for name, (numel, repeats) in SIZES.items():
-        tensor = torch.empty(numel)
+        print(
+            f"{mpi.size()} ranks on {num_hosts} hosts, {library}, torch {torch.__version__}, {platform.machine()}; "
+            "us, with the quartiles"
+        )
+        print(f"{'float32 sum':>12}" + "".join(f" {side:>24}" for side in sides) + f" {'to mpi4py':>10}", flush=True)
+    for num_bytes in map(int, options.sizes.split(",")):
+        tensor = torch.empty(num_bytes // 4)
+        repeats = max(1, min(options.repeats, _BATCH_BYTES // num_bytes))
 
         def bare(tensor: torch.Tensor = tensor) -> None:
             comm.Allreduce(MPI.IN_PLACE, tensor.numpy())
@@ -41,20 +57,27 @@ def main() -> None:
         def ours(tensor: torch.Tensor = tensor) -> None:
             mpi.allreduce(tensor)
 
-        times: dict[str, list[float]] = {"bare": [], "ours": []}
-        for number in range(rounds):
-            for call in (bare, ours) if number % 2 else (ours, bare):
+        def not_compared(tensor: torch.Tensor = tensor) -> None:
+            mpi.allreduce(tensor, comm=unchecked)
+
+        calls = dict(zip(sides, (bare, ours, not_compared), strict=False))
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        for number in range(options.rounds):
+            for side in sides if number % 2 else sides[::-1]:
                 tensor.fill_(0)
                 comm.Barrier()
                 begin = time.perf_counter()
                 for _ in range(repeats):
-                    call()
-                times[call.__name__].append((time.perf_counter() - begin) / repeats * 1e6)
+                    calls[side]()
+                own = (time.perf_counter() - begin) / repeats * 1e6
+                times[side].append(comm.allreduce(own, MPI.MAX))
         medians = {side: statistics.median(values) for side, values in times.items()}
         if mpi.rank() == 0:
-            print(
-                f"{name:>12} {medians['bare']:10.1f} {medians['ours']:12.1f} {medians['ours'] / medians['bare']:6.2f}"
-            )
+            columns = ""
+            for side in sides:
+                low, _, high = statistics.quantiles(times[side], n=4)
+                columns += f" {medians[side]:10.1f} {f'({low:.1f}, {high:.1f})':>13}"
+            print(f"{num_bytes:>10} B{columns} {medians['torchmpi'] / medians['mpi4py']:10.2f}", flush=True)
     mpi.stop()
 
 

@@ -153,8 +153,10 @@ def test_the_default_for_tensors_on_a_gpu(collective, span, able, options, expec
 
 def test_staged_reductions_between_many_hosts_use_p2p():
     key = Key("allreduce", "cuda", "across", "sync")
+    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3) == ((None, "p2p"),)
     by_size = ((65536, "mpi"), (None, "p2p"))
-    assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3) == by_size
+    scattering = key._replace(collective="reduce_scatter")
+    assert selection_table.default_rule(scattering, {"mpi", "p2p"}.__contains__, num_hosts=3) == by_size
     assert selection_table.default_rule(key, {"mpi", "p2p", "nccl"}.__contains__, num_hosts=3) == ((None, "nccl"),)
     assert selection_table.default_rule(key, {"mpi", "p2p"}.__contains__, num_hosts=3, aware=True) == ((None, "mpi"),)
 
@@ -207,7 +209,8 @@ def test_each_group_gets_a_backend_that_supports_it():
     selector, world, group = job(0, 0, 1, 1)
     assert chosen(selector, "allreduce", world) == [(None, "mpi")]
     assert chosen(selector, "allreduce", group(0, 1)) == [(None, "shm")]
-    assert chosen(selector, "allreduce", group(0, 2)) == [(None, "mpi")]
+    assert chosen(selector, "allreduce", group(0, 2)) == [(65536, "p2p"), (None, "mpi")]
+    assert chosen(selector, "reduce", group(0, 2)) == [(None, "mpi")]
 
 
 def test_a_forced_backend_runs_the_calls_it_supports():
@@ -256,8 +259,10 @@ def test_the_text_of_a_part_of_the_table():
     selector.set("allreduce", "p2p", span="hosts", mode="async")
     assert selector.text("allreduce", "cpu", "hosts") == "allreduce      hosts   cpu sync: mpi; cpu async: p2p"
     assert selector.text("allreduce", mode="sync", span="host") == "allreduce      host    shm"
-    assert selector.text(backend="p2p").startswith("allreduce      hosts   cpu sync: mpi; cpu async: p2p")
-    assert len(selector.text(backend="p2p").splitlines()) == 1 and selector.text(device="cuda") == ""
+    across, hosts = selector.text(backend="p2p").splitlines()
+    assert across == "allreduce      across  up to 64 KiB p2p, above mpi"
+    assert hosts.startswith("allreduce      hosts   cpu sync: mpi; cpu async: p2p")
+    assert selector.text(device="cuda") == ""
     assert len(selector.text(span="across").splitlines()) == 9 < len(selector.text().splitlines())
     for filters, reason in (
         ({"mode": "lazy"}, "mode='lazy' is unknown"),

@@ -58,19 +58,26 @@ class Backend(Protocol):
 
 
 def bind(backend: Backend, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
-    """Prepare a collective on a group; its calls are published for the comparison between the ranks."""
+    """Prepare a collective on a group; its calls are published for the comparison between the ranks.
+
+    An operation has the attribute ``compares`` if it compares the calls of a strict group itself.
+    """
     operation = backend.bind(group, collective, dtype, op)
-    return operation if backend.announces else announced(group, operation)
+    announces = getattr(operation, "compares", False) if group.is_strict else backend.announces
+    return operation if announces else announced(group, operation)
 
 
 def announced(group: Group, operation: Operation) -> Operation:
-    """Return an operation that publishes the current call of the call log before it runs."""
-    announce = group.call_log.announce
+    """Return an operation that publishes the current call before it runs; in a strict group, it compares the call."""
+    announce = group.announce if group.is_strict else group.call_log.announce
 
     def run(tensor: Any, out: Any, root: int) -> Any:
         announce()
         return operation(tensor, out, root)
 
+    many = getattr(operation, "many", None)
+    if many is not None:
+        run.many = announced(group, many)  # type: ignore[attr-defined]
     return run
 
 

@@ -26,6 +26,7 @@ from ..config import Config
 from ..tensors import buffers, partition
 from . import ordered_reduction, schedule
 from .base import Operation
+from .comparison import ComparedAllreduce, MessageComparison
 from .mpi_messages import Range, destination_for, messages, row_counts, rows_of
 from .ordered_reduction import REDUCTIONS
 from .pipeline import ChunkBuffers
@@ -80,7 +81,10 @@ class P2PBackend:
             movement = P2PMovement(group, self.config.message_bytes)
             return movement.broadcast if collective == "broadcast" else movement.allgather
         assert dtype is not None and op is not None
-        return ordered_reduction.operation(group, P2PReduction(group, dtype, op, self.config), collective)
+        operation = ordered_reduction.operation(group, P2PReduction(group, dtype, op, self.config), collective)
+        if collective == "allreduce" and isinstance(group.comparison, MessageComparison):
+            return ComparedAllreduce(group, dtype, op, operation)
+        return operation
 
 
 class RoundMessages:

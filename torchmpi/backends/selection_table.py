@@ -149,19 +149,25 @@ def default_rule(
     gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
     aware: bool = False,
 ) -> Rule:
-    """Return the default rule: between three hosts and more, long reductions use `p2p` (benchmarks/link_bytes.py).
+    """Return the default rule.
 
-    >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
+    Between three hosts and more, long reductions use `p2p` (benchmarks/link_bytes.py); between any number, so does a
+    short allreduce, whose vectors `p2p` sends with the comparison of the call (benchmarks/call_cost.py).
+
+    >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=2)
+    ((65536, 'p2p'), (None, 'mpi'))
+    >>> default_rule(Key("reduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=3)
     ((65536, 'mpi'), (None, 'p2p'))
     """
     transport = default_transport(
         key, can, forced=forced, hierarchical=hierarchical, gpu_backends=gpu_backends, aware=aware
     )
     is_staged = device_transport(key, can, forced=forced, gpu_backends=gpu_backends, aware=aware) is None
-    is_long_way = key.span == "across" and is_staged and key.collective in REDUCING and num_hosts > 2
-    if is_long_way and forced == "auto" and can("p2p"):
-        return ((_SHORT_BYTES, transport), (None, "p2p"))
-    return ((None, transport),)
+    if key.span != "across" or key.collective not in REDUCING or not is_staged or forced != "auto" or not can("p2p"):
+        return ((None, transport),)
+    short = "p2p" if key.collective == "allreduce" else transport
+    long = "p2p" if num_hosts > 2 else transport
+    return ((None, long),) if short == long else ((_SHORT_BYTES, short), (None, long))
 
 
 def is_all_or_nothing(key: Key, rule: Rule) -> bool:

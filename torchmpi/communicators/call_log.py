@@ -120,7 +120,8 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
         numel, num_tensors, checksum = shape
         parts.append(f"{num_tensors} tensors of {numel} {short_name(dtype)} in all, shapes #{checksum}")
     elif dtype is not None:
-        parts.append(short_name(dtype) + (f" {list(shape)}" if shape is not None else ""))
+        is_shape = shape is not None and not isinstance(shape, CallNumber)
+        parts.append(short_name(dtype) + (f" {list(shape or ())}" if is_shape else ""))
     if op != _NO_OP:
         parts.append(OPS[op])
     if code & ON_DEVICE:
@@ -128,6 +129,10 @@ def describe(code: int, shape: Sequence[int] | None = None) -> str:
     if collective in ROOTED:
         parts.append(f"root={root}")
     return f"{collective}({', '.join(parts)})"
+
+
+class CallNumber(tuple[int, ...]):
+    """Takes the place of a shape in a step of a larger call: a number that stands for that call."""
 
 
 class CallLog:

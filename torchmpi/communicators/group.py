@@ -11,11 +11,11 @@ import time
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from ..errors import RankLostError, StallError, TransportError
+from ..errors import MismatchError, RankLostError, StallError, TransportError
 from ..shared_memory import fast_path
 from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
@@ -32,6 +32,13 @@ T = TypeVar("T")
 _HEADER_DIMS = 12
 _NOTICE_SECONDS, _POLL_SECONDS = 2.0, 0.01
 _SLOTS_BYTES = 16 << 20  # of all ranks of a group together
+
+
+class Comparison(Protocol):
+    """The comparison of the calls of a strict group, which finds whether they differ, but not in what."""
+
+    def agree(self, number: int) -> bool:
+        """Return whether all ranks pass the same number. Collective."""
 
 
 class Group:
@@ -89,6 +96,7 @@ class Group:
         self.timeout_seconds = 0.0
         self.attachments: list[Any] = []
         self.communicator: Any = None
+        self._compared = 0
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         self.local, self.across = _split_by_host(self)
         context.groups.append(self)
@@ -104,7 +112,7 @@ class Group:
         """Run `action`, a collective operation without tensors, as a call that the ranks compare."""
 
         def run(*_: Any) -> T:
-            self.call_log.announce()
+            self.announce()
             return action()
 
         result: T = self.call(Plan(collective, call_code(collective), run))
@@ -119,8 +127,6 @@ class Group:
         begin = 0 if recorder is None else events.now()
         try:
             call_log.enter(code, shape)
-            if self.is_strict:
-                self.compare_headers(self.comm, code, shape)
             result = plan.run(tensor, out, root)
         except (self.context.MPI.Exception, TransportError) as error:
             if (lost := self.context.loss_behind(error)) is None:
@@ -187,6 +193,39 @@ class Group:
             call_queue = CallQueue(f"{self.name} {direction} {peer}", threaded=self.context.threaded)
             call_queue = self.peer_queues.setdefault((direction, peer), call_queue)
         return call_queue
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """How the calls of a strict group are compared; None if by headers."""
+        make = self.context.make_comparison
+        return make(self) if make is not None and self.is_strict else None
+
+    @property
+    def call_number(self) -> int:
+        """A number that stands for the current call: equal on two ranks only if their calls are the same."""
+        return hash(self.call_log.entered)
+
+    def announce(self) -> None:
+        """Publish the current call, and in a strict group compare it, unless that has been done."""
+        call_log = self.call_log
+        if not self.is_strict:
+            call_log.announce()
+        elif call_log.entered is not None and self._compared != call_log.seq:
+            self._compared = call_log.seq
+            if self.comparison is None:
+                self.compare_headers(self.comm, *call_log.entered[1:])
+            elif not self.comparison.agree(self.call_number):
+                self.refuse_call()
+
+    def refuse_call(self) -> NoReturn:
+        """Raise, naming the calls of all ranks, because the comparison has found a difference. Collective."""
+        assert self.call_log.entered is not None
+        self.compare_headers(self.comm, *self.call_log.entered[1:])
+        call = Call(*self.call_log.entered)
+        raise MismatchError(
+            f"{self.where}: the ranks of communicator {self.name} agree on {call}, but chose different transports. "
+            "Pass the same backend= on all ranks, and give them the same selector table."
+        )
 
     def compare_headers(self, comm: Any, code: int, shape: tuple[int, ...]) -> None:
         """Exchange the signatures of the current call on `comm`, and raise on all ranks if they differ."""
@@ -278,6 +317,8 @@ class GroupContext:
         self.check = check
         self.threaded = threaded
         """Whether several threads may call MPI at the same time."""
+        self.make_comparison: Callable[[Group], Comparison] | None = None
+        """Makes the comparison of a strict group, when there are backends."""
         self.exit_field = 0
         """The field EXITED of the status block of this rank, also for ranks of other hosts."""
         self.failure = ""

@@ -19,7 +19,7 @@ from ..backends import gloo, network, saved_tables
 from ..backends.base import Backend, Operation
 from ..backends.gloo import GlooBackend
 from ..backends.gpus import Devices, ipc_key
-from ..backends.hierarchical import HierarchicalBackend
+from ..backends.hierarchical import HierarchicalBackend, comparison_for
 from ..backends.ipc import staging_areas
 from ..backends.ipc.ipc_backend import IpcBackend
 from ..backends.mpi import MPIBackend
@@ -110,6 +110,9 @@ class Runtime:
         neighbours = {rank: info for rank, info in enumerate(ranks) if hosts[rank] == hosts[self.world.rank]}
         processes = {rank: info.process for rank, info in neighbours.items()}
         self.selector = Selector(self._backends(processes), self.world, self.config)
+        self.context.make_comparison = partial(
+            comparison_for, shared=self.selector.backends["shm"], network=self.selector.network
+        )
         masks = {rank: info.cores for rank, info in enumerate(ranks) if info.place.machine == own.machine}
         self.binding = self._bind(list(masks.values()), list(masks).index(self.world.rank))
         self._load_tuning(hosts, num_ranks=len(masks), num_cores=len(frozenset.union(*masks.values())))

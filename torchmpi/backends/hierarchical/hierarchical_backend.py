@@ -16,7 +16,7 @@ from ...communicators.group import Group
 from ...config import Config
 from ..base import Operation
 from .host_collectives import prepare
-from .steps import BindStep, StepRunner
+from .steps import BindStep
 
 COLLECTIVES = ("barrier", "broadcast", "allgather", "allreduce", "reduce", "reduce_scatter")
 
@@ -51,4 +51,4 @@ class HierarchicalBackend:
 
     def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
         """Prepare a collective on a group."""
-        return prepare(group, collective, dtype, op, StepRunner(op, self._bind_step), self._chunk_bytes)
+        return prepare(group, collective, dtype, op, self._bind_step, self._chunk_bytes)

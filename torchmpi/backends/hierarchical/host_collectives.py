@@ -16,10 +16,12 @@ from ...communicators.group import Group
 from ...communicators.handle import Handle
 from ...tensors import buffers, partition
 from ..base import Operation
+from ..comparison import NumberExchange
 from ..mpi_messages import destination_for, row_counts, rows_of
 from ..pipeline import ChunkBuffers, run_pipelined
-from ..rank_order import PartialResults
-from .steps import RunStep, StepRunner, StepSequence, chunks_of
+from ..rank_order import PartialResults, combiner
+from .host_comparison import HostComparison
+from .steps import BindStep, RunStep, StepRunner, StepSequence, chunks_of
 
 # Up to this size, an allreduce sends the fewest messages between hosts; above, the fewest bytes through each rank. The
 # bits are the same: the totals of the hosts, combined in order of the hosts.
@@ -27,9 +29,10 @@ _SHORT_BYTES = 16 << 10
 
 
 def prepare(
-    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, runner: StepRunner, chunk_bytes: int
+    group: Group, collective: str, dtype: torch.dtype | None, op: str | None, bind_step: BindStep, chunk_bytes: int
 ) -> Operation:
     """Prepare a collective over the hosts of a group."""
+    runner = StepRunner(op, bind_step)
     if collective == "allgather":
         return HostAllgather(group, runner)
     chunk_numel = 1 if dtype is None else max(1, chunk_bytes // dtype.itemsize)
@@ -37,7 +40,10 @@ def prepare(
         return _sequence(group, collective, runner, chunk_numel)
     partial_results = PartialResults(dtype, op, group.size)
     if collective == "allreduce":
-        return HostAllreduce(group, runner, partial_results, chunk_numel)
+        allreduce = HostAllreduce(group, runner, partial_results, chunk_numel)
+        if isinstance(group.comparison, HostComparison):
+            return ComparedHostAllreduce(group, op, partial_results, allreduce)
+        return allreduce
     if collective == "reduce_scatter":
         return HostReduceScatter(group, runner, partial_results, chunk_numel)
     return _sequence(group, collective, runner, chunk_numel, partial_results=partial_results)
@@ -123,6 +129,52 @@ class HostAllreduce:
         run_step(across, "reduce_scatter", total, share)
         self.partial_results.finish(share, rounded)
         run_step(across, "allgather", rounded, out)
+
+
+class ComparedHostAllreduce:
+    """An allreduce over hosts whose short partial results are sent with the comparison of the call.
+
+    They are reduced to the first rank of the host, exchanged between those, and the result is broadcast.
+    """
+
+    compares = True
+
+    def __init__(self, group: Group, op: str, partial_results: PartialResults, longer: HostAllreduce) -> None:
+        assert isinstance(group.comparison, HostComparison)
+        self.group, self.comparison, self.longer = group, group.comparison, longer
+        self.partial_results = partial_results
+        self.runner = self.comparison.runner(op)
+        self.combine = combiner(partial_results.carrier, "sum" if op == "avg" else op)
+        self.work = ChunkBuffers(partial_results.carrier)
+
+    def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        """Reduce in place on all ranks."""
+        if not self.comparison.can_carry(buffer.numel() * self.partial_results.carrier.itemsize):
+            self.group.announce()
+            return self.longer(buffer, None, root)
+        flat = buffer.detach().view(-1)
+        # A copy at the first rank, which is not to change the tensor of a call that differs.
+        work = flat
+        if self.partial_results.is_rounded or self.comparison.exchange is not None:
+            work = self.work.take(0, flat.numel()).copy_(flat)
+
+        def reduce_inside() -> None:
+            self.runner.run(_inside(self.group), "reduce", work)
+
+        def sum_across(exchange: NumberExchange, number: int | None) -> bool:
+            totals = exchange.gather(number, work)
+            if totals is None:
+                return False
+            self.combine(totals, work)
+            self.partial_results.finish(work, flat)
+            return True
+
+        def broadcast_inside() -> None:
+            self.runner.run(_inside(self.group), "broadcast", flat)
+
+        if not self.comparison.run(self.group.call_number, reduce_inside, sum_across, broadcast_inside):
+            self.group.refuse_call()
+        return buffer
 
 
 class HostAllgather:

@@ -17,7 +17,7 @@ from ...communicators import splits
 from ...communicators.call_log import call_code
 from ...communicators.group import Group
 from ...communicators.handle import Handle
-from ...communicators.plan import Plan, no_shape
+from ...communicators.plan import Plan, Shape, no_shape
 from ...tensors import dtypes, partition
 from ..base import Operation
 from ..pipeline import ChunkBuffers, run_pipelined
@@ -39,10 +39,21 @@ GroupsByLevel = Mapping[tuple[int, str], Group | None]
 class StepRunner:
     """Runs flat collectives on groups as the steps of one collective."""
 
-    def __init__(self, op: str | None, bind_step: BindStep, *, variant: Hashable = None) -> None:
-        """Create a runner; `variant` distinguishes runners whose `bind_step` selects different backends."""
+    def __init__(
+        self,
+        op: str | None,
+        bind_step: BindStep,
+        *,
+        variant: Hashable = None,
+        shape_of: Callable[[Any], Shape] | None = None,
+    ) -> None:
+        """Create a runner.
+
+        `variant` distinguishes runners whose `bind_step` selects different backends, or with a `shape_of`, which
+        replaces the shape that the ranks of a step compare.
+        """
         self._op = "sum" if op == "avg" else op  # an average is divided once, at the end
-        self._bind_step, self._variant = bind_step, variant
+        self._bind_step, self._variant, self._shape_of = bind_step, variant, shape_of
 
     def run(self, group: Group, collective: str, source: Any, destination: Any = None, root: int = 0) -> Any:
         """Run a step in the order of the group's call queue."""
@@ -71,7 +82,8 @@ class StepRunner:
         if plan is None:
             # Steps over hosts need no shape: the ranks have compared the whole call. Over a span that message may be
             # switched off, and the groups within a host compare without one.
-            shape_of = None if self._variant is not None and collective in BY_SIZE else no_shape
+            whole_shape = self._variant is not None and collective in BY_SIZE
+            shape_of = self._shape_of or (None if whole_shape else no_shape)
             code = call_code(collective, op, dtypes.info(dtype).code if dtype is not None else 0)
             operation = self._bind_step(group, collective, dtype, op, device_type)
             plan = group.plans[key] = Plan(collective, code, operation, shape_of)

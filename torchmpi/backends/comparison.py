@@ -1,0 +1,128 @@
+"""Comparison of the calls of ranks on several hosts, by short messages that may carry the payload of the call.
+
+Each rank has a number that stands for its call. :class:`NumberExchange` finds out whether the numbers of all ranks are
+equal, in log2 rounds of messages. A short allreduce sends its vectors in the same messages: its comparison needs none
+of its own. All calls of a group begin with these messages, whichever backend runs them: different calls meet in
+the first one, and no rank waits for a message that another rank does not send.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..communicators.group import Group
+from . import schedule
+from .base import Operation
+from .rank_order import combiner
+
+_TAG = 3
+_HEADER_BYTES = 16
+# The longest message, and the bytes of all vectors together, up to which gathering them takes less time than a further
+# round. Two ranks send no more than they would in parts.
+_MOST_BYTES = 64 << 10
+_LOWEST, _HIGHEST = -1 << 63, (1 << 63) - 1
+
+
+def can_carry(num_bytes: int, size: int) -> bool:
+    """Return whether the vectors of `size` ranks are gathered in the messages of a comparison.
+
+    >>> can_carry(64 << 10, 2), can_carry(16 << 10, 4), can_carry(16 << 10, 5), can_carry(0, 2)
+    (True, True, False, False)
+    """
+    return 0 < num_bytes * size <= (2 * _MOST_BYTES if size == 2 else _MOST_BYTES)
+
+
+class NumberExchange:
+    """Compare a number between all ranks of a communicator, and gather vectors of equal length in the same messages.
+
+    A message begins with the lowest and the highest number of which its sender knows. Vectors follow only while these
+    are equal. Every rank receives into memory for the longest message, so lengths need not agree.
+    """
+
+    def __init__(self, MPI: Any, comm: Any) -> None:
+        self.MPI, self.comm, self.rank, self.size = MPI, comm, comm.rank, comm.size
+        self.rounds = [
+            (sent.peer, sent.num_blocks, received.peer, (received.first - self.rank) % self.size)
+            for (sent,), (received,) in schedule.doubling(self.rank, self.size)
+        ]
+        # Pages are used when they are first written, so this memory costs what the longest message needs.
+        self._memory = np.empty(_HEADER_BYTES + 2 * _MOST_BYTES, np.uint8)
+        self._incoming = np.empty(_HEADER_BYTES + _MOST_BYTES, np.uint8)
+        self._address, self._incoming_address = int(self._memory.ctypes.data), int(self._incoming.ctypes.data)
+        self._known = self._memory[:_HEADER_BYTES].view(np.int64).data
+        self._heard = self._incoming[:_HEADER_BYTES].view(np.int64).data
+        self._receive = (MPI.buffer.fromaddress(self._incoming_address, self._incoming.nbytes), MPI.BYTE)
+        self._vectors: tuple[Any, list[torch.Tensor]] = (None, [])
+
+    def agree(self, number: int | None, num_bytes: int = 0) -> bool:
+        """Return whether all ranks pass the same number; never if one passes None. Collective.
+
+        Vectors of `num_bytes` are gathered in cyclic rank order behind the header, this rank's own first.
+        """
+        fromaddress, known, heard = self.MPI.buffer.fromaddress, self._known, self._heard
+        known[0], known[1] = (_LOWEST, _HIGHEST) if number is None else (number, number)
+        for target, count, origin, position in self.rounds:
+            length = _HEADER_BYTES + (count * num_bytes if known[0] == known[1] else 0)
+            message = (fromaddress(self._address, length), self.MPI.BYTE)
+            self.comm.Sendrecv(message, target, _TAG, self._receive, origin, _TAG)
+            if not known[0] == heard[0] == heard[1] == known[1]:
+                known[0], known[1] = _LOWEST, _HIGHEST
+            elif num_bytes:
+                begin = self._address + _HEADER_BYTES + position * num_bytes
+                ctypes.memmove(begin, self._incoming_address + _HEADER_BYTES, count * num_bytes)
+        return known[0] == known[1]
+
+    def gather(self, number: int | None, vector: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return the vectors of all ranks in rank order, valid until the next call; None if the numbers differ."""
+        num_bytes = vector.nbytes
+        ctypes.memmove(self._address + _HEADER_BYTES, vector.data_ptr(), num_bytes)
+        # Ranks that gather another length, or nothing, have another number.
+        if not self.agree(None if number is None else hash((number, num_bytes)), num_bytes):
+            return None
+        key = vector.dtype, num_bytes
+        if self._vectors[0] != key:
+            with torch.inference_mode(False):
+                memory = torch.from_numpy(self._memory)[_HEADER_BYTES : _HEADER_BYTES + self.size * num_bytes]
+                blocks = memory.view(self.size, num_bytes).unbind()
+            in_order = [blocks[(rank - self.rank) % self.size].view(vector.dtype) for rank in range(self.size)]
+            self._vectors = key, in_order
+        return self._vectors[1]
+
+
+class MessageComparison:
+    """Comparison between all ranks of a group, each of which sends messages."""
+
+    def __init__(self, group: Group) -> None:
+        self.exchange = NumberExchange(group.context.MPI, group.comm)
+
+    def agree(self, number: int) -> bool:
+        """Return whether all ranks pass the same number. Collective."""
+        return self.exchange.agree(number)
+
+
+class ComparedAllreduce:
+    """An allreduce whose short vectors are sent with the comparison of the call."""
+
+    compares = True
+
+    def __init__(self, group: Group, dtype: torch.dtype, op: str, longer: Operation) -> None:
+        assert isinstance(group.comparison, MessageComparison)
+        self.group, self.exchange, self.longer = group, group.comparison.exchange, longer
+        self.combine = combiner(dtype, op)
+
+    def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
+        """Reduce in place on all ranks."""
+        if not can_carry(buffer.nbytes, self.group.size):
+            self.group.announce()
+            self.longer(buffer, None, root)
+            return buffer
+        flat = buffer.detach().view(-1)
+        vectors = self.exchange.gather(self.group.call_number, flat)
+        if vectors is None:
+            self.group.refuse_call()
+        self.combine(vectors, flat)
+        return buffer
