@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +13,7 @@ import torchmpi as mpi
 import torchmpi.nn as mpinn
 from torchmpi.errors import TorchMPIError
 from torchmpi.shared_memory import fast_path
+from torchmpi.timeline import events
 from torchmpi.timeline.aligned_calls import align, earliest_result
 from torchmpi.timeline.trace_reader import read_folder
 
@@ -23,8 +28,6 @@ def folder(tmp_path):
 
 def traces_of(folder):
     mpi.barrier()
-    from pathlib import Path
-
     return read_folder(Path(folder))
 
 
@@ -44,9 +47,7 @@ def test_every_call_is_a_slice_on_every_rank(agree, folder):
     agree(own.is_complete and own.num_lost == 0)
     agree.equal(str(recording.path), f"{folder}/rank{mpi.rank()}.json.gz")
     calls = [each for each in own.calls if each.details["communicator"] == "world"]
-    agree.equal(
-        [each.seq for each in calls], list(range(calls[0].seq, calls[0].seq + 111))
-    )
+    agree.equal([each.seq for each in calls], list(range(calls[0].seq, calls[0].seq + 111)))
     agree.equal([each.collective for each in calls[:2]], ["allreduce", "broadcast"])
     first = calls[0].details
     agree.equal((first["op"], first["dtype"], first["bytes"]), ("sum", "float32", 12))
@@ -124,3 +125,48 @@ def test_one_timeline_at_a_time(agree, folder):
         agree.raises(TorchMPIError, lambda: mpi.timeline.start(folder), "mpi.timeline.stop()")
     mpi.timeline.stop()
     agree(not mpi.timeline.is_recording())
+
+
+def profiled(action):
+    """The events of torch.profiler during an action, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        action()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        found = json.loads(Path(file.name).read_text())["traceEvents"]
+    return [each for each in found if each.get("name", "").startswith("torchmpi:")]
+
+
+def test_calls_are_events_of_the_profiler(agree):
+    """Synchronous calls have the fields of torch's own backends; the fast path is off only while the profiler runs."""
+    tensor = torch.ones(6)
+    mpi.allreduce(tensor.fill_(1))
+
+    def calls():
+        mpi.allreduce(tensor.fill_(1))
+        mpi.allgather(torch.ones(2))
+        mpi.allreduce_async(tensor).wait()
+        mpi.barrier()
+
+    found = profiled(calls)
+    names = [each["name"] for each in sorted(found, key=lambda each: each["ts"])]
+    agree.equal(names, [f"torchmpi:{name}" for name in ("all_reduce", "all_gather", "all_reduce", "barrier")])
+    fields = {each["name"]: each["args"] for each in found if "Collective name" in each["args"]}
+    reduction, gathering = fields["torchmpi:all_reduce"], fields["torchmpi:all_gather"]
+    expected = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 6, "Out msg nelems": 6}
+    agree.equal({name: reduction[name] for name in expected}, expected)
+    agree.equal((reduction["Group size"], gathering["Out msg nelems"]), (mpi.size(), 2 * mpi.size()))
+    agree(events.recorder is None)
+    agree.equal(len(profiled(lambda: None)), 0)
+
+
+def test_calls_of_torch_distributed_are_events_of_the_profiler(agree, default_group):
+    tensor = torch.ones(3)
+
+    def calls():
+        torch.distributed.all_reduce(tensor)
+        torch.distributed.all_reduce(tensor, async_op=True).wait()
+        torch.distributed.broadcast(tensor, 0)
+
+    names = sorted(each["name"] for each in profiled(calls))
+    agree.equal(names, ["torchmpi:all_reduce", "torchmpi:all_reduce", "torchmpi:broadcast"])

@@ -261,7 +261,7 @@ class _Message:
         """Describe the call for the watchdog, and in the error if MPI fails."""
         self.call_queue.doing = self._description(peer)
         recorder = events.recorder
-        begin = 0 if recorder is None else events.now()
+        begin = 0 if recorder is None else self._begin(recorder)
         try:
             yield
         except self.MPI.Exception as error:
@@ -270,10 +270,16 @@ class _Message:
         finally:
             self.call_queue.doing = None
             if recorder is not None:
+                recorder.end_event()
                 line = (self.call_queue.origin or recorder.origin(0)).line
                 details = {"peer": self.group.world_ranks[self.peer], "bytes": self.tensor.nbytes, "line": line}
                 details |= {"dtype": dtypes.short_name(self.tensor.dtype), "communicator": self.group.name}
                 recorder.slice(self.collective, "message", begin, self.call_queue.name, **details)
+
+    def _begin(self, recorder: events.Recorder) -> int:
+        names = self.collective, "", dtypes.short_name(self.tensor.dtype), -1
+        is_queued = self.call_queue.origin is not None
+        return recorder.begin(self.group.info, names, self.tensor.numel(), is_queued=is_queued)
 
     def _receive(self) -> torch.Tensor:
         self._check_header()

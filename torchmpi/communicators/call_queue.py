@@ -167,6 +167,8 @@ class CallQueue:
                 self._worker = threading.Thread(target=self._work, name=f"torchmpi {self.name}", daemon=True)
                 self._worker.start()
             recorder = events.recorder
+            if events.show_task is not None:
+                task = events.show_task(description, task)
             origin = None if recorder is None else recorder.origin(events.now())
             self._tasks.put((task, handle, origin))
         return handle

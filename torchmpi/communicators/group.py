@@ -124,7 +124,7 @@ class Group:
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
         recorder = events.recorder
-        begin = 0 if recorder is None else events.now()
+        begin = 0 if recorder is None else self._begin(recorder, code, tensor)
         try:
             call_log.enter(code, shape)
             result = plan.run(tensor, out, root)
@@ -145,6 +145,10 @@ class Group:
         if recorder is not None:
             self._record(recorder, begin, plan, code, tensor, out)
         return result
+
+    def _begin(self, recorder: events.Recorder, code: int, tensor: Any) -> int:
+        numel = 0 if tensor is None else tensor.numel()
+        return recorder.begin(self.info, call_names(code), numel, is_queued=self.call_queue.origin is not None)
 
     def _record(
         self,

@@ -98,7 +98,7 @@ class ProcessGroup(GroupProperties):
                 self._op_names[number, tensor.dtype] = op
         if tensor.is_sparse:
             return self._allreduce_sparse(tensor, op, opts)
-        if not (is_asynchronous(opts) or is_composite or self._by_messages or torch_names.profiler_enabled()):
+        if not (is_asynchronous(opts) or is_composite or self._by_messages):
             collectives.allreduce(tensor, op=op, comm=self._communicator)
             return COMPLETED
         if dispatch.is_simple(tensor) and not tensor.is_conj():
@@ -498,14 +498,11 @@ class ProcessGroup(GroupProperties):
         runtime.current()  # raises in a forked child
         tensor = outputs[0] if len(outputs) == 1 else _on_device(outputs)
         if is_asynchronous(options):
-            if torch_names.profiler_enabled():
-                task = torch_names.as_event(f"torchmpi:{collective}", task)
             return PendingWork(self._submit(task, collective, tensor), outputs, self._limit_seconds)
-        with torch_names.event(f"torchmpi:{collective}"):
-            if self._by_messages:
-                self._submit(task, collective, tensor).wait(self._limit_seconds or None)
-            else:
-                self._group.call_queue.run(task, subject=None if tensor is None or tensor.is_cpu else tensor)
+        if self._by_messages:
+            self._submit(task, collective, tensor).wait(self._limit_seconds or None)
+        else:
+            self._group.call_queue.run(task, subject=None if tensor is None or tensor.is_cpu else tensor)
         return COMPLETED
 
     def _submit(self, task: Callable[[], object], collective: str, tensor: torch.Tensor | None) -> Handle[Any]:

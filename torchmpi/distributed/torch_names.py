@@ -11,7 +11,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from types import ModuleType
@@ -70,7 +69,6 @@ class CallOptions(Protocol):
 # Not wrapped in Python functions, because each call uses them. Older versions of torch have no asyncOp.
 is_asynchronous: Callable[[CallOptions], bool]
 is_asynchronous = attrgetter("asyncOp") if hasattr(ALLREDUCE, "asyncOp") else lambda options: True
-profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def factor_of(reduction: Any) -> Any:
@@ -254,24 +252,6 @@ def group_of_gloo(options: BackendOptions) -> dist.ProcessGroup:
     for device in dist.Backend.backend_capability[GLOO]:
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
-
-
-def event(name: str) -> AbstractContextManager[Any]:
-    """Return a block that torch.profiler records under this name, if it is active."""
-    return torch.profiler.record_function(name) if profiler_enabled() else nullcontext()
-
-
-def as_event(name: str, task: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a task for another thread; torch.profiler records the time from now to its end."""
-    begun = torch.ops.profiler._record_function_enter_new(name)
-
-    def run() -> Any:
-        try:
-            return task()
-        finally:
-            torch.ops.profiler._record_function_exit._RecordFunction(begun)
-
-    return run
 
 
 def future_of_tensors(ended: Any, tensors: list[torch.Tensor]) -> Any:

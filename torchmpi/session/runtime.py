@@ -37,7 +37,7 @@ from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedEr
 from ..log import logger, set_rank
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
-from ..timeline import events
+from ..timeline import events, torch_profiler
 from . import affinity, clock_samples, host_ring, mpi_library
 from .devices import choose_device
 from .failure import FailureHandling
@@ -119,6 +119,7 @@ class Runtime:
         self._start_watchdog(hosts)
         clock_samples.provide_timeline(self.world, self._described())
         self.resources.callback(timeline.set_job, None)
+        torch_profiler.watch()
 
     def _described(self) -> dict[str, Any]:
         """Describe this rank for the readers of a timeline."""

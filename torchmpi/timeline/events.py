@@ -83,6 +83,8 @@ class SliceRecord(NamedTuple):
     details: dict[str, Any]
 
 
+Names = tuple[str, str, str, int]
+"""Collective, operation, dtype and root of a call; '' or -1 for none."""
 Reader = Callable[["CallRecord | SliceRecord"], None]
 
 
@@ -100,7 +102,7 @@ class Recorder:
         self,
         group: GroupInfo,
         seq: int,
-        names: tuple[str, str, str, int],
+        names: Names,
         num_bytes: int,
         backend: str,
         begin: int,
@@ -108,9 +110,25 @@ class Recorder:
         error: str = "",
     ) -> None:
         """Report a collective that ends now."""
+        self.end_event()
         record = CallRecord(group, seq, *names, num_bytes, backend, begin, now(), threading.get_ident(), origin, error)
         for read in self.readers:
             read(record)
+
+    def begin(self, group: GroupInfo, names: Names, numel: int, *, is_queued: bool) -> int:
+        """Report a collective that begins now, which `call` ends in the same thread; return the time."""
+        open_events, begin_event = _calls.events, show_call
+        if begin_event is None or is_queued or any(open_events):  # the last: a step of a hierarchical call
+            open_events.append(None)
+        else:
+            open_events.append(begin_event(group, names, numel))
+        return now()
+
+    def end_event(self) -> None:
+        """End the event of torch.profiler that `begin` has begun, if it has."""
+        event = _calls.events.pop()
+        if event is not None:
+            event.__exit__(None, None, None)
 
     def slice(self, name: str, category: str, begin: int, track: str = "", **details: Any) -> None:
         """Report an interval that ends now."""
@@ -123,6 +141,20 @@ recorder: Recorder | None = None
 """The recorder while there is a reader, else None."""
 when_switched: list[Callable[[bool], None]] = []
 """Functions to call when the first reader is added (True) and when the last one is removed (False)."""
+show_call: Callable[[GroupInfo, Names, int], Any] | None = None
+"""Begins an event of torch.profiler while one runs, else None."""
+show_task: Callable[[str, Callable[[], Any]], Callable[[], Any]] | None = None
+"""Returns a task for another thread whose time from now to its end is an event, while a profiler runs, else None."""
+
+
+class _OpenCalls(threading.local):
+    """The events of torch.profiler of the calls that this thread is in, innermost last; None for calls without."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+
+_calls = _OpenCalls()
 _labels = threading.local()
 _changing = threading.Lock()
 
@@ -154,8 +186,8 @@ def remove_reader(reader: Reader) -> None:
 
 def in_forked_child() -> None:
     """Stop to record in a forked process, which is no rank."""
-    global recorder, _changing
-    recorder, _changing = None, threading.Lock()
+    global recorder, _changing, show_call, show_task
+    recorder, show_call, show_task, _changing = None, None, None, threading.Lock()
 
 
 @contextmanager

@@ -1,0 +1,107 @@
+"""Events of torch.profiler for the calls of this package.
+
+torch tells nobody when a profiler starts. Asking in every call costs 50 ns, and calls on the fast path run no Python.
+So the functions of torch that a profiler calls when it starts and stops are extended, and a running profiler is a
+reader of :mod:`.events`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from . import events
+
+_START, _STOP = "_run_on_profiler_start", "_run_on_profiler_stop"
+_RecordFunction: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)
+_GATHERING, _SCATTERING = ("allgather", "gather"), ("reduce_scatter", "scatter")
+_EVENTS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+"""Names of torch.distributed, which tools look for."""
+_TORCH_NAMES = {"float32": "Float", "float64": "Double", "bfloat16": "BFloat16", "float16": "Half", "int64": "Long"}
+
+
+def watch() -> None:
+    """Record the calls of this package whenever a profiler runs, from now on; once per process."""
+    if _RecordFunction is None or not (hasattr(profiler, _START) and hasattr(profiler, _STOP)):
+        return  # an older or newer torch: the calls through torch.distributed still have their events
+    if not hasattr(getattr(profiler, _START), "is_extended"):
+        _extend(_START, _begin)
+        _extend(_STOP, _end)
+        if getattr(profiler, "_is_profiler_enabled", False):
+            _begin()
+
+
+def _extend(name: str, action: Callable[[], None]) -> None:
+    original = getattr(profiler, name)
+
+    @functools.wraps(original)
+    def extended() -> None:
+        original()
+        action()
+
+    extended.is_extended = True  # type: ignore[attr-defined]
+    setattr(profiler, name, extended)
+
+
+def _begin() -> None:
+    events.show_call, events.show_task = _open_event, _as_event
+    events.add_reader(_ignore)
+
+
+def _end() -> None:
+    events.show_call = events.show_task = None
+    events.remove_reader(_ignore)
+
+
+def _ignore(record: object) -> None:
+    """Read no records: the events of torch have been made when the calls ran."""
+
+
+def _open_event(group: events.GroupInfo, names: events.Names, numel: int) -> Any:
+    """Begin an event with the fields that torch's own backends give theirs (with ``record_shapes=True``)."""
+    collective, op, dtype, root = names
+    size = len(group.ranks)
+    received = numel * size if collective in _GATHERING else numel // size if collective in _SCATTERING else numel
+    fields: dict[str, Any] = {
+        "Collective name": collective,
+        "dtype": _TORCH_NAMES.get(dtype, dtype),
+        "In msg nelems": numel,
+        "Out msg nelems": received,
+        "Group size": size,
+        "Process Group Name": group.name,
+        "Process Group Ranks": str(list(group.ranks)),
+    }
+    if op:
+        fields["Reduction"] = op
+    if root >= 0:
+        fields["Root Rank"] = root
+    event = _RecordFunction(f"torchmpi:{_EVENTS.get(collective, collective)}", [], fields)
+    event.__enter__()
+    return event
+
+
+def _as_event(description: str, task: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a task for another thread; the event lasts from now to its end, in the row of the current thread.
+
+    The profiler does not see the other thread. Such an event takes a text instead of fields.
+    """
+    collective = description.rpartition(": ")[2].split("(")[0]
+    tensors = [each for each in getattr(task, "args", ()) if isinstance(each, torch.Tensor)][:1]
+    info = getattr(getattr(getattr(task, "func", None), "__self__", None), "info", None)
+    fields = [f"{_TORCH_NAMES.get(short, short)} {each.numel()}" for each in tensors if (short := str(each.dtype)[6:])]
+    fields += [f"group {info.name} of {len(info.ranks)} ranks"] if isinstance(info, events.GroupInfo) else []
+    begun = torch.ops.profiler._record_function_enter_new(
+        f"torchmpi:{_EVENTS.get(collective, collective)}", ", ".join(fields)
+    )
+
+    def run() -> Any:
+        try:
+            return task()
+        finally:
+            torch.ops.profiler._record_function_exit._RecordFunction(begun)
+
+    return run
