@@ -15,22 +15,13 @@ import torchmpi as mpi
 
 PACKAGES = (
     "torchmpi", "torchmpi.nn", "torchmpi.nn.functional", "torchmpi.engine", "torchmpi.parameterserver",
-    "torchmpi.distributed", "torchmpi.timeline",
+    "torchmpi.distributed", "torchmpi.horovod", "torchmpi.timeline",
 )  # fmt: skip
 RAISE_NOTHING = (
-    "adagrad",
-    "adam",
-    "axpby",
-    "has_cuda",
-    "has_gloo",
-    "has_nccl",
-    "is_recording",
-    "is_started",
-    "range",
-    "register",
-    "scaled_add",
-    "sgd",
-)
+    "adagrad", "adam", "axpby", "ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "has_cuda",
+    "has_gloo", "has_nccl", "is_initialized", "is_recording", "is_started", "mpi_built", "mpi_enabled", "nccl_built",
+    "range", "register", "rocm_built", "scaled_add", "sgd", "shutdown", "stop_timeline",
+)  # fmt: skip
 MODULES = [
     each.name
     for each in pkgutil.walk_packages(mpi.__path__, "torchmpi.")

@@ -110,6 +110,9 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Return whether `init` has been called, and `shutdown` has not been called since.
 
+    Returns:
+        True if the functions that need `init` can be used.
+
     Example:
         if not hvd.is_initialized():
             hvd.init()
@@ -122,12 +125,32 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return the number of this rank."""
+    """Return the number of this rank.
+
+    Returns:
+        A number from 0 to ``size() - 1``.
+
+    Raises:
+        ValueError: `init` has not been called.
+
+    Example:
+        data = dataset[hvd.rank() :: hvd.size()]
+    """
     return world().rank
 
 
 def size() -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks.
+
+    Returns:
+        The number of the ranks that `init` was given; all ranks of the job by default.
+
+    Raises:
+        ValueError: `init` has not been called.
+
+    Example:
+        learning_rate = 0.1 * hvd.size()
+    """
     return world().size
 
 
@@ -144,12 +167,32 @@ def _local_ranks() -> list[int]:
 
 
 def local_rank() -> int:
-    """Return the number of this rank among those on its host."""
+    """Return the number of this rank among those on its host.
+
+    Returns:
+        A number from 0 to ``local_size() - 1``.
+
+    Raises:
+        ValueError: `init` has not been called.
+
+    Example:
+        torch.cuda.set_device(hvd.local_rank())
+    """
     return _local_ranks()[rank()]
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host."""
+    """Return the number of ranks on this host.
+
+    Returns:
+        The number, of those ranks that `init` was given.
+
+    Raises:
+        ValueError: `init` has not been called.
+
+    Example:
+        torch.set_num_threads(os.cpu_count() // hvd.local_size())
+    """
     hosts = _hosts()
     return hosts.count(hosts[rank()])
 
@@ -161,68 +204,171 @@ def _hosts_with_local_rank() -> list[int]:
 
 
 def cross_rank() -> int:
-    """Return the number of this host among those that have this local rank."""
+    """Return the number of this host among those that have this local rank.
+
+    Returns:
+        A number from 0 to ``cross_size() - 1``.
+
+    Raises:
+        ValueError: `init` has not been called.
+
+    Example:
+        is_first_host = hvd.cross_rank() == 0
+    """
     return _hosts_with_local_rank().index(_hosts()[rank()])
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this local rank."""
+    """Return the number of hosts that have a rank with this local rank.
+
+    Returns:
+        The number of hosts.
+
+    Raises:
+        ValueError: `init` has not been called.
+
+    Example:
+        num_hosts = hvd.cross_size()
+    """
     return len(_hosts_with_local_rank())
 
 
 def is_homogeneous() -> bool:
-    """Return whether all hosts have the same number of ranks."""
+    """Return whether all hosts have the same number of ranks.
+
+    Returns:
+        True if they have.
+
+    Raises:
+        ValueError: `init` has not been called.
+
+    Example:
+        assert hvd.is_homogeneous()
+    """
     hosts = _hosts()
     return len({hosts.count(host) for host in hosts}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether several threads may call MPI at the same time."""
+    """Return whether several threads may call MPI at the same time.
+
+    Returns:
+        True if MPI was initialized with ``MPI_THREAD_MULTIPLE``.
+
+    Raises:
+        ValueError: `init` has not been called.
+
+    Example:
+        assert hvd.mpi_threads_supported()
+    """
     return world().intra.context.threaded
 
 
 def mpi_enabled() -> bool:
-    """Return True: calls are those of MPI."""
+    """Return whether the calls are those of MPI.
+
+    Returns:
+        True.
+
+    Example:
+        print(hvd.mpi_enabled())
+    """
     return True
 
 
 def mpi_built() -> bool:
-    """Return True: calls are those of MPI."""
+    """Return whether the calls are those of MPI.
+
+    Returns:
+        True.
+
+    Example:
+        print(hvd.mpi_built())
+    """
     return True
 
 
 def gloo_enabled() -> bool:
-    """Return False: ranks are started by MPI."""
+    """Return whether the ranks are started by gloo.
+
+    Returns:
+        False: they are started by MPI or torchrun.
+
+    Example:
+        print(hvd.gloo_enabled())
+    """
     return False
 
 
 def gloo_built() -> bool:
-    """Return False: ranks are started by MPI."""
+    """Return whether the ranks can be started by gloo.
+
+    Returns:
+        False: they are started by MPI or torchrun.
+
+    Example:
+        print(hvd.gloo_built())
+    """
     return False
 
 
 def ddl_built() -> bool:
-    """Return False."""
+    """Return whether IBM's DDL is used.
+
+    Returns:
+        False.
+
+    Example:
+        print(hvd.ddl_built())
+    """
     return False
 
 
 def ccl_built() -> bool:
-    """Return False."""
+    """Return whether Intel's oneCCL is used.
+
+    Returns:
+        False.
+
+    Example:
+        print(hvd.ccl_built())
+    """
     return False
 
 
 def cuda_built() -> bool:
-    """Return whether torch has CUDA."""
+    """Return whether torch has CUDA.
+
+    Returns:
+        True if it has; there may be no GPU.
+
+    Example:
+        print(hvd.cuda_built())
+    """
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Return whether torch has ROCm."""
+    """Return whether torch has ROCm.
+
+    Returns:
+        True if it has; there may be no GPU.
+
+    Example:
+        print(hvd.rocm_built())
+    """
     return torch.version.hip is not None
 
 
 def nccl_built() -> int:
-    """Return the version of NCCL in torch, such as 21805; 0 if torch has none."""
+    """Return the version of NCCL in torch.
+
+    Returns:
+        A number such as 21805; 0 if torch has none.
+
+    Example:
+        has_nccl = hvd.nccl_built() > 0
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]

@@ -137,7 +137,26 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Run :func:`allreduce` in the background, in place. Parameters and errors are those of :func:`allreduce_async`."""
+    """Run :func:`allreduce` in the background, in place.
+
+    Args:
+        tensor: The tensor, of the same shape and dtype on every rank; overwritten by the result.
+        average: Deprecated, use `op`.
+        name: Name of the operation, not used by another one that has not ended.
+        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
+        prescale_factor: Factor for the tensor before the reduction; the same on all ranks.
+        postscale_factor: Factor for the result; the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: The arguments cannot be used, or the name is in use. Errors of the call are raised by `synchronize`.
+
+    Example:
+        hvd.synchronize(hvd.allreduce_async_(parameter.grad, name="weight"))
+    """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
     return _reduce("allreduce", [tensor], name, op, factors, process_set, in_place=True, pick=_first)
@@ -152,7 +171,27 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Run :func:`allreduce` in place, and return the tensor. Parameters are those of :func:`allreduce_async`."""
+    """Run :func:`allreduce` in place.
+
+    Args:
+        tensor: The tensor, of the same shape and dtype on every rank; overwritten by the result.
+        average: Deprecated, use `op`.
+        name: Name of the operation, not used by another one that has not ended.
+        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
+        prescale_factor: Factor for the tensor before the reduction; the same on all ranks.
+        postscale_factor: Factor for the result; the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ValueError: The arguments cannot be used, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        hvd.allreduce_(parameter.grad)
+    """
     op = chosen_op(op, average)
     factors = (prescale_factor, postscale_factor)
     result: Tensor = synchronize(
@@ -170,7 +209,26 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Run :func:`grouped_allreduce` in the background. Parameters are those of :func:`allreduce_async`."""
+    """Run :func:`grouped_allreduce` in the background, into new tensors.
+
+    Args:
+        tensors: The tensors, the same number, shapes and dtypes on every rank.
+        average: Deprecated, use `op`.
+        name: Name of the operation, not used by another one that has not ended.
+        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
+        prescale_factor: Factor for the tensors before the reduction; the same on all ranks.
+        postscale_factor: Factor for the results; the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `poll`, and for `synchronize`, which returns a tuple of the results.
+
+    Raises:
+        ValueError: The arguments cannot be used, or the name is in use. Errors of the call are raised by `synchronize`.
+
+    Example:
+        loss, accuracy = hvd.synchronize(hvd.grouped_allreduce_async([loss, accuracy]))
+    """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
     return _reduce("grouped_allreduce", tensors, name, op, factors, process_set, in_place=False, pick=tuple)
@@ -185,7 +243,26 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Run :func:`grouped_allreduce` in the background, in place. Parameters are those of :func:`allreduce_async`."""
+    """Run :func:`grouped_allreduce` in the background, in place.
+
+    Args:
+        tensors: The tensors, the same number, shapes and dtypes on every rank; overwritten by the results.
+        average: Deprecated, use `op`.
+        name: Name of the operation, not used by another one that has not ended.
+        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
+        prescale_factor: Factor for the tensors before the reduction; the same on all ranks.
+        postscale_factor: Factor for the results; the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `poll`, and for `synchronize`, which returns a tuple of the tensors.
+
+    Raises:
+        ValueError: The arguments cannot be used, or the name is in use. Errors of the call are raised by `synchronize`.
+
+    Example:
+        handle = hvd.grouped_allreduce_async_(gradients)
+    """
     factors = (prescale_factor, postscale_factor)
     op = chosen_op(op, average)
     return _reduce("grouped_allreduce", tensors, name, op, factors, process_set, in_place=True, pick=tuple)
@@ -200,7 +277,27 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Run :func:`grouped_allreduce` in place. Parameters are those of :func:`allreduce_async`."""
+    """Run :func:`grouped_allreduce` in place.
+
+    Args:
+        tensors: The tensors, the same number, shapes and dtypes on every rank; overwritten by the results.
+        average: Deprecated, use `op`.
+        name: Name of the operation, not used by another one that has not ended.
+        op: Average, Sum, Adasum, Min, Max or Product; None for the average.
+        prescale_factor: Factor for the tensors before the reduction; the same on all ranks.
+        postscale_factor: Factor for the results; the same on all ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        The tensors.
+
+    Raises:
+        ValueError: The arguments cannot be used, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        hvd.grouped_allreduce_([parameter.grad for parameter in model.parameters()])
+    """
     op = chosen_op(op, average)
     factors = (prescale_factor, postscale_factor)
     return list(
@@ -294,7 +391,22 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Run :func:`grouped_allgather` in the background. Parameters are those of :func:`allgather_async`."""
+    """Run :func:`grouped_allgather` in the background.
+
+    Args:
+        tensors: Tensors with at least one dimension, the same number on every rank; the length of dim 0 may differ.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `poll`, and for `synchronize`, which returns a tuple of the results.
+
+    Raises:
+        ValueError: A tensor has no dimension, or the name is in use.
+
+    Example:
+        rows, labels = hvd.synchronize(hvd.grouped_allgather_async([rows, labels]))
+    """
     return _gather("grouped_allgather", tensors, name, process_set, tuple)
 
 
@@ -338,14 +450,47 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Run :func:`broadcast` in the background, in place. Parameters are those of :func:`broadcast_async`."""
+    """Run :func:`broadcast` in the background, in place.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank; overwritten by the root's values.
+        root_rank: The rank, among all ranks, whose values are copied.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: The root is not in the process set, or the name is in use.
+
+    Example:
+        hvd.synchronize(hvd.broadcast_async_(parameter.data, root_rank=0))
+    """
     return _broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Run :func:`broadcast` in place. Parameters are those of :func:`broadcast_async`."""
+    """Run :func:`broadcast` in place.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank; overwritten by the root's values.
+        root_rank: The rank, among all ranks, whose values are copied.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ValueError: The root is not in the process set, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        hvd.broadcast_(parameter.data, root_rank=0)
+    """
     result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
@@ -472,7 +617,26 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Run :func:`grouped_reducescatter` in the background. Parameters are those of :func:`reducescatter_async`."""
+    """Run :func:`grouped_reducescatter` in the background.
+
+    Args:
+        tensors: The tensors, the same number, shapes and dtypes on every rank.
+        name: Name of the operation.
+        op: Average or Sum.
+        process_set: The ranks that take part.
+        prescale_factor: Factor for the tensors before the reduction; the same on all ranks.
+        postscale_factor: Factor for the results; the same on all ranks.
+
+    Returns:
+        A handle for `poll`, and for `synchronize`, which returns a tuple of the results.
+
+    Raises:
+        ValueError: A tensor has no dimension, or the name is in use.
+        HorovodInternalError: The operation is another one.
+
+    Example:
+        mine = hvd.synchronize(hvd.grouped_reducescatter_async(tensors, op=hvd.Sum))
+    """
     factors = (prescale_factor, postscale_factor)
     return _scatter("grouped_reducescatter", tensors, name, op, factors, process_set, tuple)
 

@@ -80,6 +80,9 @@ def poll(handle: int) -> bool:
     Args:
         handle: What an ``_async`` function has returned.
 
+    Returns:
+        True if it has ended, with or without an error.
+
     Raises:
         ValueError: The handle is unknown, or `synchronize` was called for it.
 
