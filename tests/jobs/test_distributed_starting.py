@@ -179,6 +179,40 @@ dist.new_group()
 
 
 @once
+def test_forks_of_multiprocessing_end_without_destroying_the_group(tmp_path):
+    """A fork ends by os._exit(), which is taken for the failure of a rank elsewhere."""
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import multiprocessing, sys
+import torch, torch.distributed as dist
+import torchmpi.distributed
+
+def run(rank, status):
+    torchmpi.distributed.register()
+    dist.init_process_group("torchmpi", init_method=f"file://{tmp_path}/{{status}}", rank=rank, world_size=2)
+    t = torch.ones(3)
+    dist.all_reduce(t)
+    assert t[0] == 2
+    if status:
+        sys.exit(status)
+
+if __name__ == "__main__":
+    for status in (0, 7):
+        context = multiprocessing.get_context("fork")
+        processes = [context.Process(target=run, args=(rank, status)) for rank in range(2)]
+        for each in processes:
+            each.start()
+        for each in processes:
+            each.join()
+        print([each.exitcode for each in processes])
+""")
+    command = [sys.executable, str(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90, env=job_environment({}))
+    assert (result.returncode, result.stdout) == (0, "[0, 0]\n[7, 7]\n"), result.stdout + result.stderr
+    assert "ends the job" not in result.stderr, result.stderr
+
+
+@once
 def test_the_name_mpi_on_demand():
     """Programs ask whether it is there before they use it."""
     code = """

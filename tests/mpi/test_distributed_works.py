@@ -39,6 +39,37 @@ def test_properties_of_a_work(agree):
     agree(barrier.wait() and barrier.is_completed())
 
 
+def test_methods_of_a_group_accept_single_tensors_without_options(agree):
+    """As torch's bindings of ProcessGroup do; the works are those of asynchronous calls, with the results."""
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    limit, last, ranks = timedelta(seconds=50), size - 1, [torch.tensor([float(each)]) for each in range(size)]
+    mine, total = ranks[rank], torch.tensor([float(sum(range(size)))])
+
+    def done(work):
+        work.wait()
+        return work.get_future().value()[0]
+
+    agree.equal(done(group.broadcast(mine.clone(), last)), ranks[last])
+    agree.equal(done(group.broadcast(mine.clone(), root=last, timeout=limit)), ranks[last])
+    agree.equal(done(group.allreduce(mine.clone())), total)
+    agree.equal(done(group.allreduce(mine.clone(), op=dist.ReduceOp.MAX, timeout=limit)), ranks[last])
+    agree.equal(done(group.allreduce([mine.clone()], dist.ReduceOp.MAX, limit)), ranks[last])
+    reduced = done(group.reduce(mine.clone(), last, op=dist.ReduceOp.SUM))
+    agree.equal(reduced, total if rank == last else mine)
+    gathered = [torch.zeros(1) for _ in range(size)]
+    group.allgather(gathered, mine, timeout=limit).wait()
+    agree.equal(torch.cat(gathered), torch.cat(ranks), "allgather")
+    gathered = [torch.zeros(1) for _ in range(size)] if rank == last else []
+    group.gather(gathered, mine, root=last).wait()
+    agree.equal(torch.cat([*gathered, mine]), torch.cat([*(ranks if rank == last else []), mine]), "gather")
+    agree.equal(done(group.scatter(torch.zeros(1), ranks if rank == last else [], last)), mine)
+    agree.equal(done(group.reduce_scatter(torch.zeros(1), ranks, op=dist.ReduceOp.SUM)), mine * size)
+    received = [torch.zeros(1) for _ in range(size)]
+    group.alltoall(received, ranks, limit).wait()
+    agree.equal(torch.cat(received), torch.full((size,), float(rank)))
+    agree(group.barrier(timeout=limit).wait())
+
+
 def test_a_work_completes_without_being_waited_for(agree):
     tensor = torch.ones(4)
     work = dist.all_reduce(tensor, async_op=True)

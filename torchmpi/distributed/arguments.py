@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import buffers
-from .torch_names import AllreduceOptions, BroadcastOptions, ReduceOp, factor_of
+from .torch_names import Options, ReduceOp, factor_of, new_options
 
 Entry = TypeVar("Entry")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _OP_NAMES: dict[Any, Operation] = {
     ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.PRODUCT: "prod", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
@@ -39,22 +41,41 @@ def single(values: Any) -> Any:
     return values[0]
 
 
-def reduce_options(given: Any) -> AllreduceOptions:
-    """Return the options of an allreduce; torch's bindings also accept the operation alone."""
-    if isinstance(given, AllreduceOptions):
-        return given
-    options = AllreduceOptions()
-    options.reduceOp = given
+_ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+
+
+def options_of(kind: type[Options], **fields: Any) -> Options:
+    """Return options of a call with some fields, which are left out if they are None."""
+    options = new_options(kind)
+    for name, value in fields.items():
+        if value is not None:
+            setattr(options, _ATTRIBUTES[name], value)
     return options
 
 
-def broadcast_options(given: Any) -> BroadcastOptions:
-    """Return the options of a broadcast; torch's bindings also accept the root alone."""
-    if isinstance(given, BroadcastOptions):
-        return given
-    options = BroadcastOptions()
-    options.rootRank = given
-    return options
+def overloaded(kind: type[Any], num_tensors: int, *fields: str) -> Callable[[Method], Method]:
+    """Let a method accept both of torch's overloads.
+
+    The first one, which the method has, takes lists, with one entry per device of the rank, and options. The second one
+    takes single tensors in the place of these lists, and fields in the place of the options.
+    """
+
+    def decorate(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(group: Any, *arguments: Any, **named: Any) -> Any:
+            if named or len(arguments) != num_tensors + 1 or type(arguments[-1]) is not kind:
+                tensors, given = arguments[:num_tensors], arguments[num_tensors:]
+                if any(isinstance(each, torch.Tensor) for each in tensors):
+                    tensors = tuple([each] if isinstance(each, torch.Tensor) or each else each for each in tensors)
+                options = named.pop("opts", None) or (given[0] if given and type(given[0]) is kind else None)
+                if options is None:
+                    options = options_of(kind, **dict(zip(fields, given, strict=False)), **named)
+                arguments = *tensors, options
+            return method(group, *arguments)
+
+        return call
+
+    return decorate
 
 
 def op_name(reduction: Any, dtype: torch.dtype) -> Operation:

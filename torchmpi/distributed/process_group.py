@@ -29,7 +29,7 @@ from ..session import runtime
 from ..tensors import bucket_plan, buffers, dtypes, sparse
 from ..timeline import events
 from . import bucket_memory, membership, monitored, torch_names, transfers
-from .arguments import broadcast_options, divide, is_composed, op_name, reduce_options, scale, scaled, single
+from .arguments import divide, is_composed, op_name, options_of, overloaded, scale, scaled, single
 from .properties import GroupProperties
 from .rows import as_rows, check_sizes, deliver, deliver_each, have_equal_lengths, result_rows, split, stacked
 from .torch_names import (
@@ -58,8 +58,8 @@ _REPORT_SECONDS = 10.0
 class ProcessGroup(GroupProperties):
     """Ranks that torch.distributed communicates among.
 
-    torch overloads its methods. C++ and :mod:`torch.distributed` call the overload with lists and options, the only one
-    implemented here (hence ``type: ignore[override]``).
+    torch overloads its methods. C++ and :mod:`torch.distributed` call the overload with lists and options, which is
+    implemented here; `overloaded` adds the other one (hence ``type: ignore[override]``).
     """
 
     def __init__(self, options: BackendOptions, backend_name: str) -> None:
@@ -81,13 +81,15 @@ class ProcessGroup(GroupProperties):
     # --- Reductions -------------------------------------------------------------------------------------------------
 
     def allreduce(  # type: ignore[override]
-        self, tensors: Tensors | torch.Tensor, opts: AllreduceOptions = torch_names.ALLREDUCE
+        self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> dist.Work:
-        """Reduce one tensor of all ranks, in place."""
+        """Reduce one tensor of all ranks, in place; torch also accepts an operation in the place of options."""
         if type(tensors) is list and len(tensors) == 1 and type(opts) is AllreduceOptions:
             tensor = tensors[0]  # the usual arguments, without function calls: a short call takes 2 us in all
         else:
-            tensor, opts = single(tensors), reduce_options(opts)
+            tensor = single(tensors)
+            if not isinstance(opts, AllreduceOptions):
+                opts = options_of(AllreduceOptions, op=op if opts is None else opts, timeout=timeout)
         reduction: Any = opts.reduceOp
         number = reduction.op.value  # hashing reduction.op itself takes 1 us
         op = self._op_names.get((number, tensor.dtype))
@@ -176,8 +178,9 @@ class ProcessGroup(GroupProperties):
             bucket_plan.unpack(flat, parts)
         divide(tensors, reduction, self.size())
 
+    @overloaded(ReduceOptions, 1, "root", "op", "timeout")
     def reduce(  # type: ignore[override]
-        self, tensors: Tensors | torch.Tensor, opts: ReduceOptions = torch_names.REDUCE
+        self, tensors: Tensors | torch.Tensor, opts: ReduceOptions
     ) -> dist.Work:
         """Reduce one tensor of all ranks into that of the root; the other tensors keep their values."""
         tensor, reduction = single(tensors), opts.reduceOp
@@ -197,8 +200,9 @@ class ProcessGroup(GroupProperties):
 
         return self._launch(task, [tensor], opts, "reduce")
 
+    @overloaded(ReduceScatterOptions, 2, "op", "timeout")
     def reduce_scatter(  # type: ignore[override]
-        self, outputs: Tensors, inputs: list[Tensors], opts: ReduceScatterOptions = torch_names.REDUCE_SCATTER
+        self, outputs: Tensors, inputs: list[Tensors], opts: ReduceScatterOptions
     ) -> dist.Work:
         """Reduce one tensor list of all ranks; each rank receives the entry of its number."""
         output, parts = single(outputs), single(inputs)
@@ -270,18 +274,20 @@ class ProcessGroup(GroupProperties):
 
     # --- Data movement ----------------------------------------------------------------------------------------------
 
+    @overloaded(BroadcastOptions, 1, "root", "timeout")
     def broadcast(  # type: ignore[override]
-        self, tensors: Tensors | torch.Tensor, opts: BroadcastOptions = torch_names.BROADCAST
+        self, tensors: Tensors | torch.Tensor, opts: BroadcastOptions
     ) -> dist.Work:
         """Copy the root's tensor to all ranks."""
-        tensor, opts = single(tensors), broadcast_options(opts)
+        tensor = single(tensors)
         root = dispatch.check_root(self._group, opts.rootRank, "broadcast")
         plan = dispatch.plan_of(self._communicator, "broadcast", tensor)
         task = partial(self._group.perform, plan, tensor, None, root)
         return self._launch(task, [tensor], opts, "broadcast")
 
+    @overloaded(AllgatherOptions, 2, "timeout")
     def allgather(  # type: ignore[override]
-        self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions = torch_names.ALLGATHER
+        self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions
     ) -> dist.Work:
         """Gather one tensor of each rank into a list on all ranks; the tensors may differ in length."""
         parts, tensor = list(single(outputs)), single(inputs)
@@ -328,8 +334,9 @@ class ProcessGroup(GroupProperties):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
+    @overloaded(GatherOptions, 2, "root", "timeout")
     def gather(  # type: ignore[override]
-        self, outputs: list[Tensors], inputs: Tensors, opts: GatherOptions = torch_names.GATHER
+        self, outputs: list[Tensors], inputs: Tensors, opts: GatherOptions
     ) -> dist.Work:
         """Gather one tensor of each rank into a list on the root."""
         tensor, is_root = single(inputs), self.rank() == opts.rootRank
@@ -352,8 +359,9 @@ class ProcessGroup(GroupProperties):
 
         return self._launch(task, parts or [tensor], opts, "gather")
 
+    @overloaded(ScatterOptions, 2, "root", "timeout")
     def scatter(  # type: ignore[override]
-        self, outputs: Tensors, inputs: list[Tensors], opts: ScatterOptions = torch_names.SCATTER
+        self, outputs: Tensors, inputs: list[Tensors], opts: ScatterOptions
     ) -> dist.Work:
         """Send entry j of the root's list to rank j."""
         output, is_root = single(outputs), self.rank() == opts.rootRank
@@ -376,8 +384,9 @@ class ProcessGroup(GroupProperties):
 
         return self._launch(task, [output], opts, "scatter")
 
+    @overloaded(AllToAllOptions, 2, "timeout")
     def alltoall(  # type: ignore[override]
-        self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions = torch_names.ALLTOALL
+        self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions
     ) -> dist.Work:
         """Send entry j of every rank's list to rank j."""
         outputs, inputs = list(outputs), list(inputs)
@@ -428,7 +437,8 @@ class ProcessGroup(GroupProperties):
 
     # --- Barriers ---------------------------------------------------------------------------------------------------
 
-    def barrier(self, opts: BarrierOptions = torch_names.BARRIER) -> dist.Work:  # type: ignore[override]
+    @overloaded(BarrierOptions, 0, "timeout")
+    def barrier(self, opts: BarrierOptions) -> dist.Work:  # type: ignore[override]
         """Wait until all ranks have called; the timeout of the options takes precedence over the group's."""
         plan = dispatch.plan_for(self._communicator, ("barrier", None, None, "cpu", True, None, False))
         seconds = opts.timeout.total_seconds()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,17 +47,25 @@ ReduceOptions = c10d.ReduceOptions
 ReduceScatterOptions = c10d.ReduceScatterOptions
 ScatterOptions = c10d.ScatterOptions
 
-# Options of calls without options.
-ALLGATHER = AllgatherOptions()
-ALLREDUCE = AllreduceOptions()
-ALLREDUCE_COALESCED = AllreduceCoalescedOptions()
-ALLTOALL = AllToAllOptions()
-BARRIER = BarrierOptions()
-BROADCAST = BroadcastOptions()
-GATHER = GatherOptions()
-REDUCE = ReduceOptions()
-REDUCE_SCATTER = ReduceScatterOptions()
-SCATTER = ScatterOptions()
+Options = TypeVar("Options")
+
+
+def new_options(kind: type[Options]) -> Options:
+    """Return options for a call without any: a program that calls the method of a group itself reads the work.
+
+    Older versions of torch have no asyncOp: there all calls are asynchronous.
+    """
+    options = kind()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return options
+
+
+ALLGATHER = new_options(AllgatherOptions)
+ALLREDUCE = new_options(AllreduceOptions)
+ALLREDUCE_COALESCED = new_options(AllreduceCoalescedOptions)
+ALLTOALL = new_options(AllToAllOptions)
+REDUCE_SCATTER = new_options(ReduceScatterOptions)
 
 
 class CallOptions(Protocol):
@@ -66,7 +74,7 @@ class CallOptions(Protocol):
     asyncOp: bool
 
 
-# Not wrapped in Python functions, because each call uses them. Older versions of torch have no asyncOp.
+# Not wrapped in Python functions, because each call uses them.
 is_asynchronous: Callable[[CallOptions], bool]
 is_asynchronous = attrgetter("asyncOp") if hasattr(ALLREDUCE, "asyncOp") else lambda options: True
 

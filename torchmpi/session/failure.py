@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import ctypes
 import io
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -78,6 +79,7 @@ class FailureHandling:
         self._previous_exit = sys.exit
         self._left = EXIT_STATUS - 1
         self._previous_exit_at_once = os._exit
+        self._finalizer: multiprocessing.util.Finalize | None = None
         self._signals = SignalWatch(terminate=self._terminate, end_waits=self._end_waits, interrupt=self._interrupt)
         self._is_failing = False
         self._announced: BaseException | None = None
@@ -94,6 +96,8 @@ class FailureHandling:
         sys.exit = self._exit
         os._exit = self._exit_at_once
         atexit.register(self._at_exit)
+        if multiprocessing.parent_process() is not None:
+            self._finalizer = multiprocessing.util.Finalize(None, self._at_end_of_child, exitpriority=0)
         _active.add(self)
         self._signals.start()
 
@@ -111,6 +115,8 @@ class FailureHandling:
         if os._exit == self._exit_at_once:
             os._exit = self._previous_exit_at_once
         atexit.unregister(self._at_exit)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
         self._signals.stop()
 
     def end_job(self, message: str, status: int) -> None:
@@ -204,6 +210,11 @@ class FailureHandling:
                 self._report(f"{text} It was {line}", status or 1)
             self._abort(status or 1)
         self._previous_exit_at_once(status)
+
+    def _at_end_of_child(self) -> None:
+        """Do what is done at exit: a fork of multiprocessing ends by os._exit(), without Python's exit handlers."""
+        if sys.exc_info()[0] in (None, SystemExit):
+            self._at_exit()
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or not self._installed:
