@@ -34,25 +34,27 @@ from .basics import (
     size,
 )
 from .compressors import Compression
-from .distributed_optimizer import DistributedOptimizer
-from .exceptions import HorovodInternalError
-from .mpi_ops import (
+from .data_movement import (
     allgather_async,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
     alltoall_async,
     barrier,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     grouped_allgather_async,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
     grouped_reducescatter_async,
     join,
     reducescatter_async,
+)
+from .distributed_optimizer import DistributedOptimizer
+from .exceptions import HorovodInternalError
+from .mpi_ops import (
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     sparse_allreduce_async,
 )
 from .operation_table import poll, synchronize

@@ -39,9 +39,7 @@ _STATE = {
     "get_handler_registry": elastic.get_handler_registry,
     "set_handler_registry": elastic.set_handler_registry,
 }
-_BASICS = SimpleNamespace(
-    **_names(*basics.__all__), _get_process_set_ids_and_ranks=process_sets.ids_and_ranks
-)
+_BASICS = SimpleNamespace(**_names(*basics.__all__), _get_process_set_ids_and_ranks=process_sets.ids_and_ranks)
 _UTIL = {
     "_cache": common_util.cache,
     "check_extension": common_util.check_extension,

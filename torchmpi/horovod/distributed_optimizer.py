@@ -401,9 +401,7 @@ def DistributedOptimizer(
             raise NotImplementedError("op=hvd.Adasum reduces over all ranks, not over a process set.")
         if is_initialized() and size() > 1:
             methods = AdasumOptimizer
-    wrapped: Any = object.__new__(
-        type(type(optimizer).__name__, (methods, type(optimizer)), {"__module__": __name__})
-    )
+    wrapped: Any = object.__new__(type(type(optimizer).__name__, (methods, type(optimizer)), {"__module__": __name__}))
     # A learning-rate scheduler sets the attribute `step` of the given optimizer, whose step does not synchronize.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     wrapped._wrap(names, settings)

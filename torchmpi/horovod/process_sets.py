@@ -39,9 +39,7 @@ class ProcessSet:
         try:
             self.ranks = sorted(map(operator.index, ranks_or_comm))
         except TypeError:
-            raise ValueError(
-                f"ProcessSet({ranks_or_comm!r}): pass the ranks, or a communicator of mpi4py."
-            ) from None
+            raise ValueError(f"ProcessSet({ranks_or_comm!r}): pass the ranks, or a communicator of mpi4py.") from None
 
     def size(self) -> int | None:
         """Return the number of ranks; None if the set is not registered."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import collectives
+from .data_movement import broadcast_async_
 from .exceptions import internal_errors
-from .mpi_ops import broadcast_async_
 from .operation_table import synchronize
 from .process_sets import ProcessSet, global_process_set, member_of
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import collectives
 from ..nn import functional
-from . import mpi_ops
+from . import data_movement, mpi_ops
 from .compressors import Compression, Compressor
 from .exceptions import HorovodInternalError, internal_errors
 from .operation_table import synchronize
@@ -165,9 +165,9 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         everything = hvd.allgather(torch.tensor([hvd.rank()]))
     """
     if not _is_recorded(tensor):
-        gathered: Tensor = synchronize(mpi_ops.allgather_async(tensor, name, process_set))
+        gathered: Tensor = synchronize(data_movement.allgather_async(tensor, name, process_set))
         return gathered
-    mpi_ops.check_rows("allgather", [tensor])
+    data_movement.check_rows("allgather", [tensor])
     comm = member_of(process_set)
     with internal_errors():
         return functional.allgather(_with_gradient_times(1 / comm.size, tensor), comm=comm)
@@ -195,7 +195,7 @@ def grouped_allgather(
     """
     if any(_is_recorded(tensor) for tensor in tensors):
         return [allgather(tensor, None, process_set) for tensor in tensors]
-    return list(synchronize(mpi_ops.grouped_allgather_async(tensors, name, process_set)))
+    return list(synchronize(data_movement.grouped_allgather_async(tensors, name, process_set)))
 
 
 def broadcast(
@@ -220,7 +220,7 @@ def broadcast(
         seed = hvd.broadcast(torch.tensor(1234), root_rank=0)
     """
     if not _is_recorded(tensor):
-        copied: Tensor = synchronize(mpi_ops.broadcast_async(tensor, root_rank, name, process_set))
+        copied: Tensor = synchronize(data_movement.broadcast_async(tensor, root_rank, name, process_set))
         return copied
     comm = member_of(process_set)
     root = process_set.position(root_rank, "broadcast")
@@ -250,10 +250,10 @@ def alltoall(
         rows, received_splits = hvd.alltoall(rows, splits=[1, 2])
     """
     if not _is_recorded(tensor):
-        result: tuple[Tensor, Tensor] = synchronize(mpi_ops.alltoall_async(tensor, splits, name, process_set))
+        result: tuple[Tensor, Tensor] = synchronize(data_movement.alltoall_async(tensor, splits, name, process_set))
         return result[0] if splits is None else result
     comm = member_of(process_set)
-    numbers = mpi_ops.checked_splits(tensor, splits, comm)
+    numbers = data_movement.checked_splits(tensor, splits, comm)
     with internal_errors():
         rows = functional.alltoall(tensor[: sum(numbers)], numbers, comm=comm)
         if splits is None:
@@ -303,9 +303,9 @@ def _scattered(
     tensor: Tensor, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet
 ) -> Tensor:
     if not _is_recorded(tensor):
-        result: Tensor = synchronize(mpi_ops.reducescatter_async(tensor, name, op, process_set, *factors))
+        result: Tensor = synchronize(data_movement.reducescatter_async(tensor, name, op, process_set, *factors))
         return result
-    mpi_ops.check_rows("reducescatter", [tensor])
+    data_movement.check_rows("reducescatter", [tensor])
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter: op must be hvd.Average or hvd.Sum.")
     comm, (before, after) = member_of(process_set), factors
@@ -353,5 +353,5 @@ def grouped_reducescatter(
     if any(_is_recorded(tensor) for tensor in compressed):
         results = [_scattered(tensor, None, op, factors, process_set) for tensor in compressed]
     else:
-        results = synchronize(mpi_ops.grouped_reducescatter_async(compressed, name, op, process_set, *factors))
+        results = synchronize(data_movement.grouped_reducescatter_async(compressed, name, op, process_set, *factors))
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]

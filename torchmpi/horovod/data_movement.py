@@ -1,0 +1,365 @@
+"""The other collectives of Horovod's torch module, asynchronous and in place: gathers, broadcasts, exchanges."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import collectives
+from ..collectives import exchange
+from ..communicators.communicator import Communicator
+from ..communicators.handle import Handle, JoinedHandle
+from ..errors import MismatchError
+from .exceptions import HorovodInternalError, internal_errors
+from .operation_table import start_operation, synchronize
+from .process_sets import ProcessSet, global_process_set, member_of, world
+from .scaling import Average, Sum, finished, native_op, scaled_copy
+
+
+def check_rows(collective: str, tensors: Iterable[Tensor]) -> None:
+    """Raise if a tensor has no dim 0."""
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(f"{collective}: a 0-dim tensor has no rows. Pass tensor.view(1).")
+
+
+def _each(handles: Sequence[Handle[Any]], collective: str) -> JoinedHandle[list[Handle[Any]]]:
+    return JoinedHandle(handles, list(handles), collective)
+
+
+def _results(handles: Sequence[Handle[Any]]) -> tuple[Any, ...]:
+    return tuple(handle.wait() for handle in handles)
+
+
+def _gather(
+    collective: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, pick: Callable[[Any], Any]
+) -> int:
+    comm = member_of(process_set)
+    check_rows(collective, tensors)
+
+    def start() -> Handle[Any]:
+        return _each([collectives.allgather_async(tensor.detach(), comm=comm) for tensor in tensors], collective)
+
+    return start_operation(collective, name, process_set, list(tensors), start, lambda handles: pick(_results(handles)))
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Run :func:`allgather` in the background.
+
+    Args:
+        tensor: A tensor with at least one dimension; the length of dim 0 may differ between ranks.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: The tensor has no dimension, or the name is in use.
+
+    Example:
+        everything = hvd.synchronize(hvd.allgather_async(tensor))
+    """
+    return _gather("allgather", [tensor], name, process_set, lambda results: results[0])
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Run :func:`grouped_allgather` in the background.
+
+    Args:
+        tensors: Tensors with at least one dimension, the same number on every rank; the length of dim 0 may differ.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `poll`, and for `synchronize`, which returns a tuple of the results.
+
+    Raises:
+        ValueError: A tensor has no dimension, or the name is in use.
+
+    Example:
+        rows, labels = hvd.synchronize(hvd.grouped_allgather_async([rows, labels]))
+    """
+    return _gather("grouped_allgather", tensors, name, process_set, tuple)
+
+
+def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool) -> int:
+    comm = member_of(process_set)
+    root = process_set.position(root_rank, "broadcast")
+    result = tensor if in_place else scaled_copy(tensor, 1)
+    return start_operation(
+        "broadcast",
+        name,
+        process_set,
+        [tensor],
+        lambda: collectives.broadcast_async(result.detach(), root, comm=comm),
+        lambda _: result,
+    )
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Run :func:`broadcast` in the background, into a new tensor.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        root_rank: The rank, among all ranks, whose values are copied.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: The root is not in the process set, or the name is in use.
+
+    Example:
+        handle = hvd.broadcast_async(tensor, root_rank=0)
+    """
+    return _broadcast(tensor, root_rank, name, process_set, in_place=False)
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Run :func:`broadcast` in the background, in place.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank; overwritten by the root's values.
+        root_rank: The rank, among all ranks, whose values are copied.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: The root is not in the process set, or the name is in use.
+
+    Example:
+        hvd.synchronize(hvd.broadcast_async_(parameter.data, root_rank=0))
+    """
+    return _broadcast(tensor, root_rank, name, process_set, in_place=True)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Run :func:`broadcast` in place.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank; overwritten by the root's values.
+        root_rank: The rank, among all ranks, whose values are copied.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ValueError: The root is not in the process set, or the name is in use.
+        HorovodInternalError: The ranks made different calls; raised on all ranks.
+
+    Example:
+        hvd.broadcast_(parameter.data, root_rank=0)
+    """
+    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return result
+
+
+def checked_splits(tensor: Tensor, splits: Any, comm: Communicator) -> list[int]:
+    """Return the number of rows for each rank."""
+    check_rows("alltoall", [tensor])
+    if splits is None:
+        if tensor.shape[0] % comm.size:
+            raise ValueError(f"alltoall: {tensor.shape[0]} rows cannot be divided evenly by {comm.size}. Pass splits.")
+        return [tensor.shape[0] // comm.size] * comm.size
+    if isinstance(splits, Tensor) and (splits.dtype is not torch.int32 or splits.dim() != 1):
+        raise ValueError(f"alltoall: splits must be a list, or a 1-dim tensor of int32, not of {splits.dtype}.")
+    numbers = [int(each) for each in splits]
+    if len(numbers) != comm.size or min(numbers) < 0 or sum(numbers) > tensor.shape[0]:
+        raise ValueError(
+            f"alltoall: splits={numbers} needs one number for each of {comm.size} ranks, and {tensor.shape[0]} rows."
+        )
+    return numbers
+
+
+def alltoall_async(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Run :func:`alltoall` in the background.
+
+    Args:
+        tensor: The tensor to split along dim 0. Rows after the last split are not sent.
+        splits: How many rows each rank gets: a list, or a tensor of int32; None to split evenly.
+        name: Name of the operation.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle; `synchronize` returns the received rows and a tensor with their number from each rank.
+
+    Raises:
+        ValueError: The splits do not fit, or the name is in use.
+
+    Example:
+        rows, received_splits = hvd.synchronize(hvd.alltoall_async(tensor, [1, 2]))
+    """
+    comm = member_of(process_set)
+    numbers, group = checked_splits(tensor, splits, comm), comm.intra
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+    sent = tensor.detach()[: sum(numbers)]
+
+    def start() -> Handle[Any]:
+        return group.call_queue.submit(
+            lambda: exchange.exchange_rows(group, sent, numbers),
+            f"{group.where}: alltoall",
+            exchange.subject_of(sent),
+        )
+
+    def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
+        rows, received = result
+        return rows, torch.tensor(received, dtype=torch.int32, device=device)
+
+    return start_operation("alltoall", name, process_set, [tensor], start, finish)
+
+
+def _scatter(
+    collective: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    pick: Callable[[Any], Any],
+) -> int:
+    comm = member_of(process_set)
+    if op not in (Average, Sum):
+        raise HorovodInternalError(f"{collective}: op must be hvd.Average or hvd.Sum.")
+    check_rows(collective, tensors)
+    before, after = factors
+
+    def start() -> Handle[Any]:
+        work = [tensor.detach() if before == 1 else scaled_copy(tensor, before) for tensor in tensors]
+        started = [collectives.reduce_scatter_async(each, op=native_op(op, each), comm=comm) for each in work]
+        return _each(started, collective)
+
+    def finish(handles: Sequence[Handle[Any]]) -> Any:
+        return pick([finished(each, op, comm.size, after) for each in _results(handles)])
+
+    return start_operation(collective, name, process_set, list(tensors), start, finish)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Run :func:`reducescatter` in the background.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on every rank.
+        name: Name of the operation.
+        op: Average or Sum.
+        process_set: The ranks that take part.
+        prescale_factor: Factor for the tensor before the reduction; the same on all ranks.
+        postscale_factor: Factor for the result; the same on all ranks.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: The tensor has no dimension, or the name is in use.
+        HorovodInternalError: The operation is another one.
+
+    Example:
+        mine = hvd.synchronize(hvd.reducescatter_async(tensor, op=hvd.Sum))
+    """
+    factors = (prescale_factor, postscale_factor)
+    return _scatter("reducescatter", [tensor], name, op, factors, process_set, lambda results: results[0])
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Run :func:`grouped_reducescatter` in the background.
+
+    Args:
+        tensors: The tensors, the same number, shapes and dtypes on every rank.
+        name: Name of the operation.
+        op: Average or Sum.
+        process_set: The ranks that take part.
+        prescale_factor: Factor for the tensors before the reduction; the same on all ranks.
+        postscale_factor: Factor for the results; the same on all ranks.
+
+    Returns:
+        A handle for `poll`, and for `synchronize`, which returns a tuple of the results.
+
+    Raises:
+        ValueError: A tensor has no dimension, or the name is in use.
+        HorovodInternalError: The operation is another one.
+
+    Example:
+        mine = hvd.synchronize(hvd.grouped_reducescatter_async(tensors, op=hvd.Sum))
+    """
+    factors = (prescale_factor, postscale_factor)
+    return _scatter("grouped_reducescatter", tensors, name, op, factors, process_set, tuple)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks have called this function. Other operations in flight may end later.
+
+    Args:
+        process_set: The ranks that take part.
+
+    Raises:
+        HorovodInternalError: A rank has left.
+
+    Example:
+        hvd.barrier()
+    """
+    member_of(process_set)
+    with internal_errors():
+        collectives.barrier(comm=process_set.barrier_communicator)
+
+
+def join(device: int = -1) -> int:
+    """Wait until all ranks have joined. All ranks must have made the same calls before.
+
+    Horovod lets a rank without data join early, and uses zeros for it in the calls of the others. Calls here are
+    matched by their order, so that a rank which joins early raises an error on all ranks.
+
+    Args:
+        device: Not used.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        HorovodInternalError: Other ranks still make calls.
+
+    Example:
+        last = hvd.join()
+    """
+    comm = world()
+    try:
+        times = collectives.allgather(time.time(), comm=comm)
+    except MismatchError as error:
+        raise HorovodInternalError(
+            f"join(): other ranks still make calls ({error}) Give all ranks the same number of batches (drop_last, or "
+            "a DistributedSampler), or use the block torchmpi.nn.join(model) with torchmpi.nn.DistributedOptimizer."
+        ) from error
+    return max(range(comm.size), key=lambda rank: times[rank])
