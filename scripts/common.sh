@@ -93,7 +93,7 @@ make_venv() {
         "Install its venv module (Debian and Ubuntu: apt-get install python3-venv) and run this again."
 }
 
-# requirements EXTRA...: what setup.cfg asks for, one requirement per line.
+# requirements [--only] EXTRA...: what setup.cfg asks for, one requirement per line; --only the extras, without torch.
 requirements() {
     "$python" - "$checkout/setup.cfg" "$@" <<'PYTHON'
 import configparser
@@ -101,8 +101,9 @@ import sys
 
 config = configparser.ConfigParser(interpolation=None)
 config.read(sys.argv[1])
-extras = config["options.extras_require"]
-print("\n".join([config["options"]["install_requires"], *(extras[name] for name in sys.argv[2:])]).strip())
+extras = {**config["options.extras_require"], "--only": ""}
+always = [] if "--only" in sys.argv else [config["options"]["install_requires"]]
+print("\n".join([*always, *(extras[name] for name in sys.argv[2:])]).strip())
 PYTHON
 }
 

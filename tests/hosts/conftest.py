@@ -134,7 +134,7 @@ def folder() -> Iterator[Path]:
 def start(folder: Path) -> Iterator[Start]:
     """``start("h0:2,h1:2", *arguments, torchrun=False, separate=False, program=PROGRAM, **settings)``: start a job.
 
-    `keepalive` has Open MPI's times of docs/failing.md; the default is longer, so that the ranks report first.
+    `keepalive` has Open MPI's times of docs/hangs.md; the default is longer, so that the ranks report first.
     If it is the fault program, wait until its ranks are in their loop. Separate ranks are started as by
     ``srun --mpi=none --kill-on-bad-exit=0``: the end of one does not end the others.
     """

@@ -140,7 +140,7 @@ print(f"steps {len(steps)}", flush=True)
 
 @pytest.mark.parametrize(("number", "fewest"), [(0, 24), (1, 60)])
 def test_the_programs_of_the_page_survive_a_kill(survive, tmp_path, number, fewest):
-    page = (ROOT / "docs" / "failing.md").read_text().partition("## Continuing without a lost rank")[2]
+    page = (ROOT / "docs" / "recovery.md").read_text().partition("## Continuing without a lost rank")[2]
     programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(programs) == 2
     (tmp_path / "program.py").write_text(programs[number])

@@ -16,7 +16,7 @@ from .test_result import TestResult
 class Sample(NamedTuple):
     """One batch of data.
 
-    Args:
+    Attributes:
         input: Argument of the network: a tensor, or nested tuples, lists and mappings of tensors.
         target: Second argument of the criterion, of the same kinds.
 

@@ -7,7 +7,18 @@ from torch import Tensor
 
 from ..config import Operation as OperationName
 
-Average, Sum, Adasum, Min, Max, Product = range(6)
+Average = 0
+"""The sum of the tensors of all ranks, divided by the number of ranks."""
+Sum = 1
+"""The sum of the tensors of all ranks."""
+Adasum = 2
+"""Horovod's combination of gradients, in pairs of ranks."""
+Min = 3
+"""The smallest value of each element."""
+Max = 4
+"""The largest value of each element."""
+Product = 5
+"""The product of the tensors of all ranks."""
 NAMES: dict[int, OperationName] = {Average: "avg", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
 
 
