@@ -21,6 +21,7 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmark-scripts.md",
+    "examples/README.md": "examples.md",
 }
 """Files of the checkout that are pages of the site, and their names there."""
 LINKED = {**OUTSIDE, "README.md": "index.md"}

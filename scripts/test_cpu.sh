@@ -66,10 +66,10 @@ trap end_all INT TERM
 # ---- environments ------------------------------------------------------------------------------------------------
 
 # extras_of NAME: sets `extras` to those of an environment. Only the first MPI runs the programs of other libraries and
-# builds the documentation.
+# the notebook, and builds the documentation.
 extras_of() {
     extras=(dev examples "$1")
-    [ $quick = yes ] || [ "$1" != "${mpis%% *}" ] || extras+=(frameworks docs)
+    [ $quick = yes ] || [ "$1" != "${mpis%% *}" ] || extras+=(frameworks docs notebook)
 }
 
 # The packages of all environments at once, then torchmpi itself one by one.
@@ -207,7 +207,7 @@ share_of_ranks() {
 share_of_jobs() {
     only=()
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
-    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_{frameworks,support},docs,scripts,site,torch_suite,warm}.py)
+    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_{frameworks,support},docs,notebook,scripts,site,torch_suite,warm}.py)
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With

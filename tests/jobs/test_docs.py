@@ -27,7 +27,7 @@ from torchmpi.errors import TorchMPIError
 from torchmpi.tensors import dtypes
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # Blocks marked `python` are run. Other names, such as `py`, are not allowed for snippets.
 LANGUAGES = {"python", "console", "text", "sh", "lua", "diff", "toml"}
