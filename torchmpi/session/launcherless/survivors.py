@@ -22,7 +22,7 @@ class Survivors:
 
     >>> ranks = [Survivors(rank, ["host"] * 3) for rank in range(3)]
     >>> ranks[0].note(2, "killed"), ranks[1].hear(0, ranks[0].own_view()), ranks[1].last_reason
-    (True, True, 'rank 2 is gone, according to rank 0')
+    (True, True, 'killed (according to rank 0)')
     """
 
     def __init__(self, rank: int, networks: Sequence[str]) -> None:
@@ -58,21 +58,22 @@ class Survivors:
         return is_new
 
     def own_view(self) -> bytes:
-        """Return the message for the other ranks: whether this rank is in ``agree()``, and the ranks it has lost."""
+        """Return the message for the other ranks: whether this rank is in ``agree()``, its lost ranks, and the reasons."""
         with self._changed:
-            return json.dumps([self._is_ready, sorted(self._lost)]).encode()
+            return json.dumps([self._is_ready, list(self._lost.items())]).encode()
 
     def hear(self, peer: int, view: bytes) -> bool:
         """Take over the message of another rank; return whether ranks are lost that were not before."""
-        is_ready, lost = json.loads(view)
+        is_ready, items = json.loads(view)
+        lost: dict[int, str] = dict(items)
         with self._changed:
             if peer in self._lost:  # it may have lost this one, too; the others decide
                 return False
             if self.rank in lost:
                 self.exclusion = f"rank {peer} has lost its connection to this rank, and the others go on without it"
             num_before = len(self._lost)
-            for rank in lost:
-                self._lost.setdefault(rank, f"rank {rank} is gone, according to rank {peer}")
+            for rank, reason in lost.items():
+                self._lost.setdefault(rank, reason if "according to" in reason else f"{reason} (according to rank {peer})")
             if is_ready:
                 self._views[peer] = frozenset(lost)
             self._changed.notify_all()
