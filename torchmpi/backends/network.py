@@ -41,10 +41,14 @@ def own_interfaces(names: Sequence[str] = ()) -> list[str]:
     """Return the addresses of this host with their networks, such as ``10.0.0.3/24``; of some interfaces if named."""
     import psutil  # not at the top: ranks of one host need no addresses
 
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup and (not names or name in names)}
+    addresses = psutil.net_if_addrs()
+    try:
+        up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    except OSError:  # emulators and sandboxes have no request for the speed of an interface
+        up = set(addresses)
     found = []
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries if name in up else ():
+    for name, entries in addresses.items():
+        for entry in entries if name in up and (not names or name in names) else ():
             if entry.family in (socket.AF_INET, socket.AF_INET6):
                 length = bin(int.from_bytes(socket.inet_pton(entry.family, entry.netmask or "::"), "big")).count("1")
                 found.append(f"{entry.address.split('%')[0]}/{length}")
