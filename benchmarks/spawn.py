@@ -1,8 +1,8 @@
 """Measure start and end of processes of ``torch.multiprocessing.spawn`` with torchmpi and with gloo.
 
 The program is that of PyTorch's tutorials on DDP: env://, no launcher. Backends alternate; the line of a phase has the
-median over all starts of the slowest rank. A start whose processes fail is counted, and is not part of the medians: with
-Python before 3.14, a thread of PyTorch that takes the interpreter lock while Python ends calls std::terminate() now and then.
+median over all starts of the slowest rank. A start that fails is counted, and is not part of the medians: before Python
+3.14, a thread of PyTorch that waits for the interpreter lock while Python ends may call std::terminate().
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ share_of_ranks() {
 share_of_jobs() {
     only=()
     [ "$1" = "${mpis##* }" ] || only+=(-m "not once")
-    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_{frameworks,support},docs,notebook,scripts,site,torch_suite,warm}.py)
+    [ "$1" = "${mpis%% *}" ] || only+=(--ignore=tests/jobs/test_{async_sgd,bench,distributed_{frameworks,support},docs,notebook,recovery,scripts,site,torch_suite}.py)
 }
 
 # mpi_suites RANKS MPI...: tests/mpi on that many ranks; rank 0 in full, the others only if something failed. With

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import job_environment
 
+pytestmark = pytest.mark.once
+
 SHOW = """
 import os, sys, threading
 import torch

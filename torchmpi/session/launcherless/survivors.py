@@ -58,7 +58,7 @@ class Survivors:
         return is_new
 
     def own_view(self) -> bytes:
-        """Return the message for the other ranks: whether this rank is in ``agree()``, its lost ranks, and the reasons."""
+        """Return the message for the other ranks: whether this rank is in ``agree()``, and its lost ranks with reasons."""
         with self._changed:
             return json.dumps([self._is_ready, list(self._lost.items())]).encode()
 
@@ -73,7 +73,8 @@ class Survivors:
                 self.exclusion = f"rank {peer} has lost its connection to this rank, and the others go on without it"
             num_before = len(self._lost)
             for rank, reason in lost.items():
-                self._lost.setdefault(rank, reason if "according to" in reason else f"{reason} (according to rank {peer})")
+                source = "" if "according to" in reason else f" (according to rank {peer})"
+                self._lost.setdefault(rank, reason + source)
             if is_ready:
                 self._views[peer] = frozenset(lost)
             self._changed.notify_all()
