@@ -58,7 +58,7 @@ class Survivors:
         return is_new
 
     def own_view(self) -> bytes:
-        """Return the message for the other ranks: whether this rank is in ``agree()``, and its lost ranks with reasons."""
+        """Return the message for the others: whether this rank is in ``agree()``, its lost ranks, and the reasons."""
         with self._changed:
             return json.dumps([self._is_ready, list(self._lost.items())]).encode()
 
