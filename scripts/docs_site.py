@@ -36,6 +36,7 @@ REFERENCE = {
         "torchmpi.engine",
         "torchmpi.parameterserver",
         "torchmpi.distributed",
+        "torchmpi.timeline",
         "torchmpi.horovod",
         "torchmpi.errors",
     )
@@ -113,7 +114,16 @@ def site_link(match: re.Match[str], source: str, uri: str) -> str:
 
 
 class PlainDocstrings(griffe.Extension):
-    """Turn what docstrings have of reStructuredText into Markdown: roles, and literal blocks after two colons."""
+    """Turn reStructuredText in docstrings into Markdown, and find functions that have the name of their module."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Let a public name mean the function, if a module has the same name."""
+        for path in REFERENCE.values():
+            module = pkg if path == "torchmpi" else pkg[path.removeprefix("torchmpi.")]
+            for name in public_names(module):
+                member = module.members[name]
+                if member.is_module and member.path not in REFERENCE.values() and name in member.members:
+                    module.members[name] = griffe.Alias(name, member.members[name], parent=module)
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Convert the docstring of an object."""

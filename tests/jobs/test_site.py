@@ -24,6 +24,7 @@ PACKAGES = (
     "torchmpi.engine",
     "torchmpi.parameterserver",
     "torchmpi.distributed",
+    "torchmpi.timeline",
     "torchmpi.horovod",
 )
 SECTIONS = {"Args": "Parameters", "Returns": "Returns", "Raises": "Raises", "Example": "Examples"}
@@ -88,7 +89,7 @@ def test_functions_have_signature_parameters_result_errors_and_example(site, inv
                 continue
             num_functions += 1
             where, _, anchor = inventory[f"{package}.{name}"].partition("#")
-            text = pages[Path(where).name].partition(f'id="{anchor}"')[2].partition('class="doc doc-object')[0]
+            text = pages[Path(where).name].partition(f'id="{anchor}"')[2].partition('class="doc doc-object ')[0]
             docstring = inspect.getdoc(function) or ""
             wanted = [title for word, title in SECTIONS.items() if re.search(rf"^{word}::?$", docstring, re.MULTILINE)]
             parameters = [f">{each}<" for each in inspect.signature(function).parameters]
