@@ -102,3 +102,46 @@ def test_process_sets_and_ranks_that_are_given_at_the_start(job):
     assert result.returncode == 0, result.output
     lines = sorted(line for line in result.stdout.splitlines() if line[:1].isdigit())
     assert lines == ["1.0 1 2 0 1 1.0 2", "2.0 1 2 0 2 2.0 1", "2.0 1 2 1 2 2.0 1"], result.output
+
+
+def test_communicators_of_mpi4py(job):
+    """The program splits them itself; each rank passes the one that it is in."""
+    code = """
+    import torch
+    import torchmpi.horovod as hvd
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    halves = world.Split(world.rank % 2, -world.rank)
+    mine, last = hvd.ProcessSet(halves), hvd.ProcessSet([2])
+    try:
+        hvd.init(comm=world, process_sets=[mine, hvd.ProcessSet(world.Dup())])
+    except ValueError as error:
+        assert "[0, 1, 2] exists twice" in str(error), error
+    hvd.init(comm=world, process_sets=[mine, last])
+    assert hvd.global_process_set.mpi_comm is world and (mine.process_set_id, last.process_set_id) == (1, 2)
+    total = hvd.allreduce(torch.ones(1) * hvd.rank(), op=hvd.Sum, process_set=mine).item()
+    hvd.barrier(mine)
+    print("set", hvd.rank(), hvd.size(), mine.ranks, total, flush=True)
+    hvd.shutdown()
+
+    import torchmpi as mpi
+
+    mpi.start()
+    hvd.init(comm=halves, process_sets=[hvd.ProcessSet(MPI.COMM_SELF)] if halves.size > 1 else [])
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    print("all", world.rank, hvd.rank(), hvd.size(), total, hvd.broadcast_object(world.rank, 0), flush=True)
+    hvd.shutdown()
+    try:
+        hvd.init(comm=halves, process_sets=[hvd.ProcessSet(world)])
+    except ValueError as error:
+        assert "does not have" in str(error), error
+    mpi.stop()
+    """
+    result = job(3, code)
+    assert result.returncode == 0, result.output
+    lines = sorted(line for line in result.stdout.splitlines() if line[:3] in ("set", "all"))
+    assert lines == [
+        "all 0 0 2 2.0 0", "all 1 0 1 1.0 1", "all 2 1 2 2.0 0",
+        "set 0 3 [0, 2] 2.0", "set 1 3 [1] 1.0", "set 2 3 [0, 2] 2.0",
+    ], result.output  # fmt: skip

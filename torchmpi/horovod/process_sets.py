@@ -96,21 +96,31 @@ def member_of(process_set: ProcessSet) -> Communicator:
 
 def register_all(everyone: Communicator, process_sets: Sequence[ProcessSet], *, dynamic: bool) -> None:
     """Make the global set and the sets given to ``init()``. Collective."""
-    for known in list(_registered.values()):
-        known._invalidate()
+    for earlier in list(_registered.values()):
+        earlier._invalidate()
     _registered.clear()
-    ranks_of_sets = [_ranks_of(each) for each in process_sets]
+    ranks_of_sets = [_ranks_of(each, everyone) for each in process_sets]
     everywhere = list(range(everyone.size))
-    for index, ranks in enumerate(ranks_of_sets):
-        if ranks == everywhere or ranks in ranks_of_sets[:index]:
-            raise ValueError(f"init(): the process set of the ranks {ranks} exists twice.")
+    # Communicators of mpi4py may have other ranks on other ranks, which all raise, or none.
+    of_all: list[list[list[int]]] = []
+    for answer in collectives.allgather_object(ranks_of_sets, comm=everyone):
+        known = [ranks for ranks in answer if ranks is not None]
+        if len(known) < len(answer):
+            raise ValueError("init(): a process set has ranks that init(comm=...) does not have.")
+        of_all.append(known)
+    for given in of_all:
+        for index, ranks in enumerate(given):
+            if ranks == everywhere or ranks in given[:index]:
+                raise ValueError(f"init(): the process set of the ranks {ranks} exists twice.")
+    if any(len(given) != len(process_sets) for given in of_all):
+        raise ValueError("init(): the ranks passed different numbers of process sets.")
     global_process_set.ranks = everywhere
     global_process_set.communicator = everyone
     _settings["dynamic"] = dynamic
     _register(global_process_set, make_communicator=False)
-    for process_set, ranks in zip(process_sets, ranks_of_sets, strict=True):
-        process_set.ranks = ranks
-        _register(process_set)
+    for index, process_set in enumerate(process_sets):
+        process_set.ranks = of_all[everyone.rank][index]
+        _register(process_set, [given[index] for given in of_all])
 
 
 def unregister_all() -> None:
@@ -121,25 +131,41 @@ def unregister_all() -> None:
     global_process_set.ranks = None
 
 
-def _ranks_of(process_set: ProcessSet) -> list[int]:
-    if process_set.ranks is None:
-        return ranks_of_mpi_comm(process_set.mpi_comm)
-    return process_set.ranks
+def _ranks_of(process_set: ProcessSet, everyone: Communicator) -> list[int] | None:
+    """Return the ranks of a set as numbers in a communicator; None if it does not have them all."""
+    if process_set.mpi_comm is None:
+        return process_set.ranks
+    numbers = everyone.intra.world_ranks
+    ranks = ranks_of_mpi_comm(process_set.mpi_comm)
+    return sorted(map(numbers.index, ranks)) if set(ranks) <= set(numbers) else None
 
 
 def ranks_of_mpi_comm(comm: Any) -> list[int]:
-    """Return the ranks of a communicator of mpi4py as numbers in the world."""
-    everyone, group = runtime.current().context.MPI.COMM_WORLD.Get_group(), comm.Get_group()
-    return list(group.Translate_ranks(group, list(range(group.Get_size())), everyone))
+    """Return the ranks of a communicator of mpi4py as numbers in the world, in ascending order."""
+    return sorted(comm.Get_group().Translate_ranks(None, runtime.current().context.MPI.COMM_WORLD.Get_group()))
 
 
-def _register(process_set: ProcessSet, *, make_communicator: bool = True) -> None:
+def _register(
+    process_set: ProcessSet, ranks_on_ranks: Sequence[list[int]] = (), *, make_communicator: bool = True
+) -> None:
+    """Give a set its number and communicators. Collective.
+
+    Args:
+        process_set: The set.
+        ranks_on_ranks: The ranks of the set on each rank, if they differ.
+        make_communicator: Whether it has none yet.
+    """
     number = min(set(range(len(_registered) + 1)) - set(_registered))
     assert process_set.ranks is not None
+    disjoint = sorted(map(list, set(map(tuple, ranks_on_ranks or [process_set.ranks]))))
+
+    def make(name: str) -> Communicator | NullCommunicator:
+        made = {tuple(ranks): api.group(ranks, comm=world(), name=name) for ranks in disjoint}
+        return made[tuple(process_set.ranks or ())]
+
     if make_communicator:
-        process_set.communicator = api.group(process_set.ranks, comm=world(), name=f"process set {number}")
-    name = f"barriers of process set {number}"
-    process_set.barrier_communicator = api.group(process_set.ranks, comm=world(), name=name)
+        process_set.communicator = make(f"process set {number}")
+    process_set.barrier_communicator = make(f"barriers of process set {number}")
     process_set.process_set_id = number
     _registered[number] = process_set
 
