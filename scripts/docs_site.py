@@ -75,7 +75,23 @@ def reference_page(module: griffe.Module) -> str:
     options = "    options: {members: false, heading_level: 1, show_root_full_path: true}\n"
     names = [f"{module.path}.{name}" for name in public_names(module)]
     directives = [f"::: {name}\n" for name in names if name not in REFERENCE.values()]
-    return "\n".join([f"::: {module.path}\n{options}", *directives])
+    return "\n".join([f"::: {module.path}\n{options}", *overview(module), *directives])
+
+
+def overview(module: griffe.Module) -> list[str]:
+    """Return a line of links for each topic of the package torchmpi, and for functions and classes of others."""
+    topics: dict[str, list[str]] = {}
+    for name in public_names(module):
+        if f"{module.path}.{name}" in REFERENCE.values() or name.startswith("_"):
+            continue
+        member = module.members[name]
+        topic = "Classes" if name[0].isupper() else "Functions"
+        if module.path == "torchmpi" and topic == "Functions":
+            is_session = isinstance(member, griffe.Alias) and member.target_path.startswith("torchmpi.session.")
+            topic = "Start, ranks, communicators, backends" if is_session else "Collectives and messages"
+        topics.setdefault(topic, []).append(f"[`{name}`][{module.path}.{name}]")
+    order = sorted(topics, key=lambda topic: (topic == "Classes", topic != "Start, ranks, communicators, backends"))
+    return [f"**{topic}:** {', '.join(topics[topic])}\n" for topic in order]
 
 
 def public_names(module: griffe.Module) -> list[str]:
