@@ -57,6 +57,23 @@ def test_reductions_are_those_in_rank_order(agree, dtype):
         agree.bits(source, inputs[rank], f"reduce_scatter {op} {numel}: the input was changed")
 
 
+def relayed(dtype, op):
+    """The allreduce that is chosen for many ranks: it relays each vector that is not short enough to be gathered."""
+    operation = bound("allreduce", dtype, op)
+    operation.__self__.relayed_bytes, operation.__self__._is_short = 1 << 30, lambda flat: flat.numel() == 0
+    return operation
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relayed_allreduces_are_those_in_rank_order(agree, dtype):
+    rank, size = mpi.rank(), mpi.size()
+    for numel in (0, 1, size - 1, size + 1, 1000, 4099):
+        inputs = [contract.values((numel,), dtype, r) for r in range(size)]
+        for op in contract.OPS_OF[dtype]:
+            result = relayed(dtype, op)(inputs[rank].clone(), None, 0)
+            agree.bits(result, contract.reduced(inputs, op), f"{op} {numel}")
+
+
 @pytest.mark.parametrize("dtype", contract.MOVABLE, ids=str)
 def test_movements_preserve_every_bit(agree, dtype):
     rank, size = mpi.rank(), mpi.size()
@@ -118,13 +135,15 @@ def test_through_the_verbs_with_strides_out_rows_and_handles(agree):
 def test_memory_of_inference_mode_and_of_parameters(agree):
     """The library's memory outlives the mode in which the first call was made."""
     size = mpi.size()
-    operation = bound("allreduce", torch.float32, "sum")
-    with torch.inference_mode():
-        operation(torch.ones(9000), None, 0)
-    leaf = torch.nn.Parameter(torch.ones(9000))
-    for _ in range(2):
-        operation(leaf, None, 0)
-    agree.equal(leaf.detach(), torch.full((9000,), float(size) ** 2))
+    for operation in (bound("allreduce", torch.float32, "sum"), relayed(torch.float32, "sum")):
+        with torch.inference_mode():
+            values = torch.ones(9000)
+            operation(values, None, 0)
+        operation(values, None, 0)
+        leaf = torch.nn.Parameter(torch.ones(9000))
+        for _ in range(2):
+            operation(leaf, None, 0)
+        agree.equal(leaf.detach(), torch.full((9000,), float(size) ** 2))
     gathered = bound("allgather")
     with torch.inference_mode():
         gathered(torch.ones(3, dtype=torch.uint8), None, 0)

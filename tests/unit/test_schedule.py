@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from torchmpi.backends import schedule
+from torchmpi.backends import plan_cost, schedule
 from torchmpi.backends.schedule import Round
 
 SIZES = range(1, 65)
@@ -123,6 +125,49 @@ def _one_after_the_other(step: Round) -> list[Round]:
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_relayed_blocks_arrive_at_their_ranks_in_log2_rounds(size: int) -> None:
+    """The blocks are moved as the backend does it, from the same position of one rank to that of another."""
+    plans = [schedule.relayed_exchange(rank, size) for rank in range(size)]
+    held = [[(rank, (rank + position) % size) for position in range(size)] for rank in range(size)]
+    assert {len(plan) for plan in plans} == {(size - 1).bit_length()}
+    for relays in zip(*plans, strict=True):
+        moved = [[held[rank][position] for position in relays[rank].positions] for rank in range(size)]
+        for rank, relay in enumerate(relays):
+            assert relays[relay.origin].target == rank and relays[relay.origin].positions == relay.positions
+            for position, block in zip(relay.positions, moved[relay.origin], strict=True):
+                held[rank][position] = block
+    for rank in range(size):
+        assert held[rank] == [((rank - position) % size, rank) for position in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_cost_of_the_plans_of_an_allreduce(size: int) -> None:
+    """Rounds, messages and bytes of every rank, counted in the plans, against the figures of the first rank."""
+    num_bytes = 6000.0 * size
+    costs = plan_cost.allreduce_plans(size, num_bytes)
+    rounds = (size - 1).bit_length()
+    assert costs["direct"][:3] == (2, 2 * (size - 1), 2 * (size - 1) * 6000)
+    assert costs["gather"][:3] == (rounds, rounds, (size - 1) * num_bytes)
+    for rank in range(size):
+        passed_on = sum(len(relay.positions) for relay in schedule.relayed_exchange(rank, size))
+        assert costs["relayed"][:3] == (2 * rounds, 2 * rounds, (passed_on + size - 1) * 6000)
+    # No more than half of the blocks, rounded up, move in a round.
+    assert costs["relayed"].num_bytes <= (rounds * (size + 1) / 2 + size - 1) * 6000
+
+
+def test_more_ranks_relay_longer_vectors() -> None:
+    limits = [plan_cost.most_relayed_bytes(1 << k, 1 << 30) for k in range(1, 14)]
+    assert limits == sorted(limits) and limits[0] == 0 < limits[-1]
+    for k, limit in enumerate(limits, start=1):
+        plans = plan_cost.allreduce_plans(1 << k, limit or 1024)
+        assert (plans["relayed"].seconds() < plans["direct"].seconds()) == (limit > 0)
+    slow_starts = plan_cost.Network(message=1e-3)
+    assert plan_cost.allreduce_plans(8, 8192)["relayed"].seconds(slow_starts) < plan_cost.allreduce_plans(8, 8192)[
+        "direct"
+    ].seconds(slow_starts)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_collect_delivers_all_blocks_to_the_root(size: int) -> None:
     for root in {0, size // 2, size - 1}:
         held: Held = {rank: {(rank, rank)} for rank in range(size)}
@@ -140,3 +185,13 @@ def test_the_simulation_detects_wrong_plans() -> None:
     ):
         with pytest.raises(AssertionError):
             carry_out(broken, {rank: {(rank, rank)} for rank in range(3)}, moved_as=lambda _, block: block)
+
+
+def test_the_table_of_the_design_is_that_of_the_plans() -> None:
+    """`python benchmarks/plan_costs.py --write docs/design/hierarchy.md` makes it anew."""
+    root = Path(__file__).resolve().parents[2]
+    sys.path.insert(0, str(root / "benchmarks"))
+    import plan_costs
+
+    page = (root / "docs" / "design" / "hierarchy.md").read_text()
+    assert f"{plan_costs.BEGIN}\n{plan_costs.tables()}\n{plan_costs.END}\n" in page

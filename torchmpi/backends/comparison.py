@@ -120,7 +120,7 @@ class ComparedAllreduce:
             self.group.announce()
             self.longer(buffer, None, root)
             return buffer
-        flat = buffer.detach().view(-1)
+        flat = buffer if buffer.dim() == 1 else buffer.detach().view(-1)
         vectors = self.exchange.gather(self.group.call_number, flat)
         if vectors is None:
             self.group.refuse_call()

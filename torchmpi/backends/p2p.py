@@ -30,7 +30,8 @@ from .comparison import ComparedAllreduce, MessageComparison
 from .mpi_messages import Range, destination_for, messages, row_counts, rows_of
 from .ordered_reduction import REDUCTIONS
 from .pipeline import ChunkBuffers
-from .rank_order import combiner
+from .plan_cost import most_relayed_bytes
+from .rank_order import Combiner, combiner
 from .schedule import Message, Round
 
 Requests = list[Any]
@@ -41,7 +42,7 @@ Exchange = tuple[Requests, list[torch.Tensor]]
 _MOVEMENTS = ("allgather", "broadcast")
 _TAG = 2
 # Up to this many bytes in all, the fewest rounds; above, the fewest bytes. The bits are the same.
-_SHORT_BYTES = 16 << 10
+SHORT_BYTES = 16 << 10
 # A longer broadcast goes along a chain, in chunks of the second size: every link carries the payload once.
 _TREE_BYTES = 64 << 10
 _CHAIN_CHUNK_BYTES = 256 << 10
@@ -49,6 +50,8 @@ _MAX_CHAIN_CHUNKS = 8  # in progress
 # Chunks of a reduction: short enough that combining a chunk takes much less time than sending, long enough for full
 # speed.
 _CHUNK_BYTES = 1 << 20
+# With many ranks, chunks are longer, so that the part of a rank is not shorter than this.
+_MESSAGE_BYTES = 16 << 10
 
 
 class P2PBackend:
@@ -85,6 +88,15 @@ class P2PBackend:
         if collective == "allreduce" and isinstance(group.comparison, MessageComparison):
             return ComparedAllreduce(group, dtype, op, operation)
         return operation
+
+
+def chunk_bytes(size: int, most: int) -> int:
+    """Return the size of the chunks of a reduction.
+
+    >>> chunk_bytes(8, 4 << 20) >> 20, chunk_bytes(128, 4 << 20) >> 20, chunk_bytes(1024, 4 << 20) >> 20
+    (1, 2, 4)
+    """
+    return min(max(_CHUNK_BYTES, size * _MESSAGE_BYTES), most)
 
 
 class RoundMessages:
@@ -141,6 +153,46 @@ class DoublingAllgather:
                 memory[: ends[sent.num_blocks - 1]], sent.peer,
                 memory[ends[first - 1] : ends[first + received.num_blocks - 1]], received.peer,
             )  # fmt: skip
+
+
+class RelayedAllreduce:
+    """An allreduce in 2 log2 rounds of one message each: for vectors that are short for the number of ranks.
+
+    Blocks are relayed to the ranks that combine them in rank order, and the results are gathered by doubling.
+    """
+
+    def __init__(self, group: Group, messages: RoundMessages, dtype: torch.dtype, combine: Combiner) -> None:
+        self.rank, self.size, self.messages, self.combine = group.rank, group.size, messages, combine
+        self.doubling = DoublingAllgather(group, messages)
+        self.rounds = [
+            (relay.target, relay.origin, torch.tensor(relay.positions, device="cpu"))
+            for relay in schedule.relayed_exchange(group.rank, group.size)
+        ]
+        self.scratch = ChunkBuffers(dtype)
+
+    def run(self, flat: torch.Tensor) -> None:
+        """Reduce in place on all ranks."""
+        numel, rank, size = flat.numel(), self.rank, self.size
+        width = -(-numel // size)
+        memory = self.scratch.take(0, 2 * size * width)
+        blocks, moving = memory.view(2, size, width).unbind()
+        # Blocks of equal length in cyclic rank order, this rank's own first; the last ones are padded.
+        first = min(rank * width, numel)
+        places = blocks.view(-1)
+        places[: numel - first] = flat[first:]
+        places[size * width - rank * width :][:first] = flat[:first]
+        rows, outgoing = blocks.view(torch.uint8), moving.view(torch.uint8)  # torch cannot index every dtype
+        for target, origin, positions in self.rounds:
+            sent, received = outgoing[: len(positions)], self.scratch.take(1, len(positions) * width).view(torch.uint8)
+            torch.index_select(rows, 0, positions, out=sent)
+            self.messages.swap(sent.view(-1), target, received, origin)
+            rows.index_copy_(0, positions, received.view(len(positions), -1))
+        versions = [blocks[(rank - source) % size] for source in range(size)]
+        gathered = moving.view(-1)
+        self.combine(versions, gathered[:width])
+        self.doubling.run(gathered, [width * (position + 1) for position in range(size)])
+        buffers.overwrite(flat[first:], gathered[: numel - first])
+        buffers.overwrite(flat[:first], gathered[size * width - rank * width :][:first])
 
 
 class Messages(Protocol):
@@ -208,7 +260,7 @@ class PipelinedReduction(ABC):
             self.combine(current[1], out[offset - begin : offset - begin + numel])
 
     def _is_short(self, flat: torch.Tensor) -> bool:
-        return bool(flat.numel() * self.itemsize * self.size <= _SHORT_BYTES)
+        return bool(flat.numel() * self.itemsize * self.size <= SHORT_BYTES)
 
     @abstractmethod
     def _gather_all(self, flat: torch.Tensor) -> None:
@@ -295,14 +347,19 @@ class P2PReduction(PipelinedReduction):
 
     def __init__(self, group: Group, dtype: torch.dtype, op: str, config: Config) -> None:
         messages = RoundMessages(group, config.message_bytes)
-        super().__init__(group, messages, dtype, op, min(_CHUNK_BYTES, config.pipeline_bytes))
+        super().__init__(group, messages, dtype, op, chunk_bytes(group.size, config.pipeline_bytes))
         self.swap_numel = min(self.chunk_numel, config.message_bytes // dtype.itemsize) if group.size == 2 else 0
         self.swap = messages.swap
         self.doubling = DoublingAllgather(group, messages)
+        self.relayed = RelayedAllreduce(group, messages, dtype, self.combine)
+        self.relayed_bytes = most_relayed_bytes(group.size, min(_CHUNK_BYTES, config.message_bytes))
 
     def allreduce(self, buffer: torch.Tensor, _: object, root: int) -> torch.Tensor:
         """Reduce in place on all ranks; two ranks swap whole vectors of one chunk."""
         flat = buffer.detach().view(-1)
+        if not self._is_short(flat) and flat.nbytes <= self.relayed_bytes:
+            self.relayed.run(flat)
+            return buffer
         if not 0 < flat.numel() <= self.swap_numel:
             return super().allreduce(buffer, None, root)
         other = self.received.take(0, flat.numel())
@@ -361,7 +418,7 @@ class P2PMovement:
         destination = destination_for(source, sum(rows), destination)
         parts = [part.view(-1) for part in destination.detach().split_with_sizes(rows)]
         own = source.detach().view(-1)
-        if sum(rows) * rows_of(source)[1] * source.element_size() <= _SHORT_BYTES:
+        if sum(rows) * rows_of(source)[1] * source.element_size() <= SHORT_BYTES:
             self._gather_by_doubling(own, parts)
             return destination
         step = schedule.spread(self.rank, self.size)

@@ -1,0 +1,80 @@
+"""Print what a rank does in the plans of messages between hosts, for 2 to 10,000 ranks, as counted in the plans.
+
+    python benchmarks/plan_costs.py [--write docs/design/hierarchy.md]
+
+No messages are sent. Times are those of a model, for the network that the choice between the plans assumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from torchmpi.backends.p2p import SHORT_BYTES, chunk_bytes
+from torchmpi.backends.plan_cost import Network, PlanCost, allreduce_plans, most_relayed_bytes, other_plans
+from torchmpi.config import Config
+
+SIZES = (2, 8, 64, 1024, 10_000)
+PAYLOADS = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}
+BEGIN, END = "<!-- costs: written by benchmarks/plan_costs.py -->", "<!-- end of costs -->"
+
+
+def plans(size: int, num_bytes: float) -> dict[str, PlanCost]:
+    """Return the cost of all plans."""
+    allreduces = allreduce_plans(size, num_bytes)
+    return {f"allreduce, {name}": cost for name, cost in allreduces.items()} | other_plans(size, num_bytes)
+
+
+def chosen(size: int, num_bytes: int) -> tuple[str, PlanCost]:
+    """Return the plan that `p2p` chooses for an allreduce."""
+    if num_bytes * size <= SHORT_BYTES:
+        name = "gather"
+    else:
+        name = "relayed" if num_bytes <= most_relayed_bytes(size, 1 << 20) else "direct"
+    return name, allreduce_plans(size, num_bytes, chunk_bytes(size, Config().pipeline_bytes))[name]
+
+
+def describe(cost: PlanCost) -> str:
+    """Format the cost for a payload of 1."""
+    return f"{cost.rounds}, {cost.messages}, {cost.num_bytes:.5g}, {cost.memory:.5g}"
+
+
+def tables() -> str:
+    """Return both tables."""
+    ranks = " | ".join(f"{size:,}" for size in SIZES)
+    title = "rounds, messages, payloads sent, payloads of memory, of a rank; ranks:"
+    lines = [f"| {title} | {ranks} |", "|---" * (len(SIZES) + 1) + "|"]
+    by_size = [plans(size, 1.0) for size in SIZES]
+    for name in by_size[0]:
+        lines.append(f"| {name} | " + " | ".join(describe(costs[name]) for costs in by_size) + " |")
+    network = Network()
+    lines += [
+        "",
+        f"Model of an allreduce by `p2p`: latency {network.latency * 1e6:g} us, {network.message * 1e6:g} us for each "
+        f"message, {8e-9 / network.byte:g} Gbit/s.",
+        "",
+        f"| payload; ranks: | {ranks} |",
+        "|---" * (len(SIZES) + 1) + "|",
+    ]
+    for title, num_bytes in PAYLOADS.items():
+        cells = [(name, cost.seconds() * 1e3) for name, cost in (chosen(size, num_bytes) for size in SIZES)]
+        times = [f"{name}, {time:.{0 if time >= 100 else 1}f} ms" for name, time in cells]
+        lines.append(f"| {title} | " + " | ".join(times) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the tables, or write them to a page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", type=Path, help="replace the tables of this page")
+    page: Path | None = parser.parse_args().write
+    if page is None:
+        print(tables())
+        return
+    pattern = re.compile(f"{BEGIN}\n.*{END}\n", re.DOTALL)
+    page.write_text(pattern.sub(f"{BEGIN}\n{tables()}\n{END}\n", page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
