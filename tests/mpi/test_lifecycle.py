@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -59,6 +60,28 @@ def mpi_size() -> int:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.size
+
+
+def test_start_gathers_objects_of_all_ranks_once(agree):
+    """Each gathering takes time and memory on every rank for every rank of the job."""
+    from mpi4py import MPI
+
+    if mpi.num_nodes_in_communicator() > 1:
+        pytest.skip("hosts connect with each other, for which they gather addresses")
+    pickled: list[str] = []
+
+    def dumps(obj, *protocol):
+        pickled.append(type(obj).__name__)
+        return pickle.dumps(obj, *protocol)
+
+    mpi.stop()
+    MPI.pickle.__init__(dumps, pickle.loads)
+    try:
+        mpi.start()
+    finally:
+        MPI.pickle.__init__()
+    # The first rank of a host also broadcasts where the shared memory is.
+    agree.equal([name for name in pickled if name not in ("Ticket", "NoneType")], ["_RankInfo"])
 
 
 def test_nothing_is_left_behind(agree):

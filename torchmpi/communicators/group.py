@@ -21,6 +21,7 @@ from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from ..timeline import events
 from . import splits
+from .agreement import on_all
 from .call_log import Call, CallLog, call_code, call_names, how_it_left, mismatch_error, mismatch_message
 from .call_queue import CallQueue
 from .handle import Handle
@@ -399,12 +400,12 @@ def share(comm: Any, name: str, num_bytes: int) -> Segment | None:
     own = _try(partial(Segment.create, name, num_bytes)) if comm.rank == 0 else None
     ticket = comm.bcast(None if own is None else own.ticket)
     segment: Segment | None = own if comm.rank == 0 or ticket is None else _try(partial(Segment.open, ticket))
-    on_all = all(comm.allgather(segment is not None))  # every rank has opened it, so the name can be removed
+    is_shared = on_all(comm, segment is not None)  # every rank has opened it, so the name can be removed
     if own is not None:
         own.withdraw()
-    if segment is not None and not on_all:
+    if segment is not None and not is_shared:
         segment.close()
-    return segment if on_all else None
+    return segment if is_shared else None
 
 
 def slot_bytes(size: int, most: int) -> int:

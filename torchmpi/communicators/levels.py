@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,8 +79,11 @@ class CommunicatorStack:
             f"its groups, or a level from 0 to {len(self.levels) - 1}:\n{self.names()}"
         )
 
-    def push(self, key: str, name: str | None = None) -> int:
-        """Split the current intra group by key; the new level becomes current."""
+    def push(self, key: str, name: str | None = None, keys: Sequence[str] | None = None) -> int:
+        """Split the current intra group by key; the new level becomes current.
+
+        `keys` are the keys of all ranks of the world, if they are known; otherwise those of the group are gathered.
+        """
         if not isinstance(key, (str, int)):
             raise ArgumentError(f"push_communicator(key={key!r}): the key must be a string or an integer.")
         parent = self.current
@@ -89,11 +92,11 @@ class CommunicatorStack:
                 f"{parent.intra.where}: push_communicator() splits levels, and the current communicator {parent.name} "
                 "is none. Use mpi.group() for a part of it."
             )
-        return parent.intra.call_action("split", partial(self._split, parent, str(key), name or str(key)))
+        return parent.intra.call_action("split", partial(self._split, parent, str(key), name or str(key), keys))
 
-    def _split(self, parent: Communicator, key: str, name: str) -> int:
+    def _split(self, parent: Communicator, key: str, name: str, known: Sequence[str] | None) -> int:
         comm = parent.intra.comm
-        keys = comm.allgather(key)
+        keys = comm.allgather(key) if known is None else [known[rank] for rank in parent.intra.world_ranks]
         split = splits.plan_split(keys, cartesian=True)
         member = split.members[parent.rank]
         level = len(self.levels)

@@ -14,6 +14,8 @@ import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
+from .agreement import on_all
+
 Key = tuple[tuple[int, ...], int]
 """The world ranks of a group, and its number among the groups of these ranks: the same on all of them."""
 
@@ -54,6 +56,8 @@ def register(comm: Any, world_ranks: tuple[int, ...]) -> Key:
     if not getattr(comm, "has_unique_context", False):
         members = set(world_ranks)
         own = {key: _retired[key].messages.value for key in list(_retired) if members.issuperset(key[0])}
+        if on_all(comm, not own):
+            return world_ranks, number
         retired_by = dict(zip(world_ranks, comm.allgather(own), strict=True))
         for key in sorted(own):
             balances = [retired_by[rank].get(key) for rank in key[0]]

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..backends import network
+from ..communicators.agreement import on_all
 
 _CONNECT_SECONDS = 10.0
 _NUM_STRANGERS = 128  # queued connections of other programs
@@ -105,15 +106,16 @@ def connect(comm: Any, hosts: Sequence[int], host_name: str) -> tuple[dict[int, 
                 problem = f"rank {rank} on host {host_name} cannot reach rank {peer} on host {places[peer][0]}{where}: "
                 problem += str(error)
         # A rank that could not connect must not keep the others waiting for its connection.
-        missing = {other for other, text in enumerate(comm.allgather(problem)) if text}
+        is_well = on_all(comm, not problem)
+        missing = set() if is_well else {other for other, text in enumerate(comm.allgather(problem)) if text}
         while awaited := higher - sockets.keys() - missing:
             found = network.accept(listeners, secret, awaited, timeout_seconds=_CONNECT_SECONDS)
             if found is None:
                 problem = f"rank {rank} on host {host_name}: rank {min(awaited)} has not connected"
                 break
             sockets[found[0]] = found[1]
-    problem = next((text for text in comm.allgather(problem) if text), "")
-    if problem:
+    if not on_all(comm, not problem):
+        problem = next(text for text in comm.allgather(problem) if text)
         for sock in sockets.values():
             sock.close()
         return {}, [], problem

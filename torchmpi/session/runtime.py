@@ -28,6 +28,7 @@ from ..backends.p2p import P2PBackend
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
+from ..communicators.agreement import on_all
 from ..communicators.communicator import Communicator
 from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
@@ -195,7 +196,9 @@ class Runtime:
         shared = SharedMemoryBackend(self.config, self.heap, self._log_info)
         nccl = NcclBackend(self.config, self.devices)
         reads = self.config.read_directly and not shared.problem and process_vm.can_read(neighbours.values())
-        offers = self.MPI.COMM_WORLD.allgather((shared.problem, gloo.problem(), nccl.offer(), reads))
+        world, own = self.MPI.COMM_WORLD, (shared.problem, gloo.problem(), nccl.offer(), reads)
+        is_usual = reads and not (shared.problem or gloo.problem() or torch.cuda.is_available())
+        offers = [own] * world.size if on_all(world, is_usual) else world.allgather(own)
         nccl.agree([offer for _, _, offer, _ in offers])
         # All ranks or none: a call must use the same transport on all ranks.
         shared.problem = _problem_of_any([problem for problem, *_ in offers], shared.problem)
@@ -336,7 +339,8 @@ class Runtime:
         if collective is not None:
             collective()
         else:
-            self.communicators.push(str(self.context.hosts[self.world.rank]), name=f"host {self.host_name}")
+            hosts = list(map(str, self.context.hosts))
+            self.communicators.push(hosts[self.world.rank], name=f"host {self.host_name}", keys=hosts)
             if self.num_hosts > 1:
                 self.failures.board_group = self.communicators.current.intra
             if self.ipc_groups and any(self.devices.uuids):  # of any rank: pushing is collective
@@ -509,10 +513,8 @@ def agreed_config(world: Any, given: Config | None) -> Config:
         config = given or Config.from_environment()
     except ConfigError as error:
         problem = str(error)
-    problems = world.allgather(problem)
-    for rank, text in enumerate(problems):
-        if text:
-            raise ConfigError(f"rank {rank}: {text}")
+    if not on_all(world, not problem):
+        raise ConfigError(next(f"rank {rank}: {text}" for rank, text in enumerate(world.allgather(problem)) if text))
     return config
 
 
