@@ -21,9 +21,9 @@ from ..shared_memory.memory_layout import num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from ..timeline import events
 from . import splits
-from .agreement import on_all
 from .call_log import Call, CallLog, call_code, call_names, how_it_left, mismatch_error, mismatch_message
 from .call_queue import CallQueue
+from .conditions import on_all
 from .handle import Handle
 from .plan import Plan
 from .release import MessageCounter, register, retire

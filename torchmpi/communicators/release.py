@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
-from .agreement import on_all
+from .conditions import on_all
 
 Key = tuple[tuple[int, ...], int]
 """The world ranks of a group, and its number among the groups of these ranks: the same on all of them."""

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..backends import network
-from ..communicators.agreement import on_all
+from ..communicators.conditions import on_all
 
 _CONNECT_SECONDS = 10.0
 _NUM_STRANGERS = 128  # queued connections of other programs

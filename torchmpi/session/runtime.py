@@ -28,8 +28,8 @@ from ..backends.p2p import P2PBackend
 from ..backends.selector import Selector
 from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
-from ..communicators.agreement import on_all
 from ..communicators.communicator import Communicator
+from ..communicators.conditions import on_all
 from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
