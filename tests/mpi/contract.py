@@ -73,6 +73,19 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     return result.to(dtype)
 
 
+def reduced_by_host(inputs: list[torch.Tensor], op: str, hosts: list[list[int]]) -> torch.Tensor:
+    """Host by host, in rank order within, and rounded once; `hosts` has the ranks of each."""
+    dtype = inputs[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) and op not in ("min", "max") else dtype
+    total_op = "sum" if op == "avg" else op
+    totals = [reduced([inputs[rank].to(wide) for rank in ranks], total_op) for ranks in hosts]
+    total = reduced(totals, total_op)
+    if op == "avg":
+        size = len(inputs)
+        total = torch.view_as_complex(torch.view_as_real(total) / size) if total.is_complex() else total / size
+    return total.to(dtype)
+
+
 def strided(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in memory with gaps and another order of dimensions."""
     spread = torch.zeros((*reversed(tensor.shape), 2), dtype=tensor.dtype, device=tensor.device)[..., 1]

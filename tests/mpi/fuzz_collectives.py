@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 
 import torchmpi as mpi
 from torchmpi import errors
+from torchmpi.session import runtime
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract
@@ -72,6 +74,14 @@ class Comm:
 
     comm: Any
     ranks: tuple[int, ...]
+
+    @cached_property
+    def hosts(self) -> list[list[int]]:
+        """The positions in the group of the ranks of each host."""
+        hosts: dict[int, list[int]] = {}
+        for index, rank in enumerate(self.ranks):
+            hosts.setdefault(runtime.current().context.hosts[rank], []).append(index)
+        return list(hosts.values())
 
 
 @dataclass
@@ -222,11 +232,14 @@ class Fuzzer:
             out = None  # the result is the input
         return Call(case, handle, result, tensor, out, expected, own if kept and tensor is not None else None)
 
-    @staticmethod
-    def _expected(case: Case, inputs: list[torch.Tensor], place: int, root: int) -> Any:
+    def _expected(self, case: Case, inputs: list[torch.Tensor], place: int, root: int) -> Any:
         size = len(inputs)
         if case.collective in REDUCING:
-            total = contract.reduced(inputs, case.op)
+            hosts = self.comms[case.comm].hosts
+            if case.backend is None and 1 < len(hosts) < len(inputs):
+                total = contract.reduced_by_host(inputs, case.op, hosts)
+            else:
+                total = contract.reduced(inputs, case.op)
             if case.collective == "reduce_scatter":
                 return contract.rows(total, place, size)
             return inputs[place] if case.collective == "reduce" and place != root else total

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from mpi4py import MPI
+from torch import nn
 
 import torchmpi as mpi
+import torchmpi.nn as mpinn
 from torchmpi.config import Config
 from torchmpi.session import runtime
 
@@ -62,18 +64,6 @@ def hosts(request, nothing_else_runs) -> Iterator[list[list[int]]]:
     mpi.stop()
 
 
-def in_steps(inputs: list[torch.Tensor], op: str, hosts: list[list[int]]) -> torch.Tensor:
-    """Host by host, in rank order within, and rounded once."""
-    dtype = inputs[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) and op not in ("min", "max") else dtype
-    total_op = "sum" if op == "avg" else op
-    totals = [contract.reduced([inputs[rank].to(wide) for rank in ranks], total_op) for ranks in hosts]
-    total = contract.reduced(totals, total_op)
-    if op == "avg":
-        total = torch.view_as_complex(torch.view_as_real(total) / SIZE) if total.is_complex() else total / SIZE
-    return total.to(dtype)
-
-
 def test_groups_within_and_across_hosts(agree, hosts):
     world = runtime.current().world
     mine = next(ranks for ranks in hosts if RANK in ranks)
@@ -100,7 +90,7 @@ CASES = [(name, dtype) for name in PLACEMENTS for dtype in (DTYPES if name == "b
 def test_reductions_add_host_by_host(agree, hosts, dtype):
     cases = [(numel, [contract.values((numel,), dtype, r) for r in range(SIZE)]) for numel in NUMELS]
     for (numel, inputs), op in itertools.product(cases, contract.OPS_OF[dtype]):
-        expected = in_steps(inputs, op, hosts)
+        expected = contract.reduced_by_host(inputs, op, hosts)
         result = mpi.allreduce(inputs[RANK].clone(), op=op, backend="hierarchical")
         agree.bits(result, expected, f"allreduce {op} {numel}")
         for root in {0, SIZE - 1}:
@@ -132,7 +122,7 @@ def test_movements_preserve_every_bit(agree, hosts):
 def test_rows_of_more_than_one_dimension_and_out(agree, hosts):
     for shape in ((7, 3), (SIZE, 2), (SIZE + 1, 5), (1000, 17), (3, 0)):
         inputs = [contract.values(shape, torch.float32, r) for r in range(SIZE)]
-        expected = in_steps(inputs, "avg", hosts)
+        expected = contract.reduced_by_host(inputs, "avg", hosts)
         part = mpi.reduce_scatter(contract.strided(inputs[RANK]), op="avg", backend="hierarchical")
         out = torch.zeros(shape)
         mpi.allreduce(contract.strided(inputs[RANK]), out, op="avg", backend="hierarchical")
@@ -185,3 +175,19 @@ def test_starting_and_stopping_leaves_no_groups(agree, hosts):
         copy.free()
     names = [group.name for group in runtime.current().context.groups]
     agree.equal(len(names), len(set(names)), "groups are left over")
+
+
+@pytest.mark.parametrize("make_compressor", [mpinn.EightBit, lambda: mpinn.TopK(0.5), lambda: mpinn.PowerSGD(3)])
+def test_compressors_are_used_between_hosts_only(agree, hosts, make_compressor):
+    """The ranks of a host have different gradients, whose sum is compressed; the first rank of each host sends it."""
+    net, compressor = nn.Linear(20, 15), make_compressor()
+    lossy, exact = torch.zeros(15, 20), torch.zeros(15, 20)
+    for step in range(12):
+        for parameter in net.parameters():
+            parameter.grad = contract.values(tuple(parameter.shape), torch.float32, RANK, step) + 1
+        exact += mpi.allreduce(net.weight.grad.clone(), op="avg")
+        mpinn.synchronize_gradients(net, compression=compressor)
+        mpinn.check_with_allreduce([parameter.grad for parameter in net.parameters()])
+        lossy += net.weight.grad
+    agree((lossy - exact).norm() < 0.1 * exact.norm(), f"{(lossy - exact).norm() / exact.norm()}")
+    agree.equal(compressor.payload_bytes > 0, RANK in {ranks[0] for ranks in hosts})

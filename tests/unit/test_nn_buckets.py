@@ -69,7 +69,7 @@ def test_views_of_tensors_with_holes_are_dense():
 
 def test_one_contiguous_gradient_is_not_copied():
     gradient = torch.ones(2, 3)
-    assert CopiedBucket([gradient]).pack().data_ptr() == gradient.data_ptr()
+    assert CopiedBucket([parameter(gradient, 2, 3)]).pack().data_ptr() == gradient.data_ptr()
 
 
 def parameter(gradient: torch.Tensor | None, *shape: int) -> nn.Parameter:

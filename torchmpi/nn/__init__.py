@@ -12,6 +12,7 @@ from .async_backward import (
 )
 from .blocksequential import BlockSequential
 from .clipping import clip_grad_norm_, clip_grad_value_
+from .error_feedback import EightBit, GradientCompressor, PowerSGD, TopK
 from .join import join
 from .model_parallel import MPLinear
 from .optimizer import DistributedOptimizer
@@ -25,9 +26,13 @@ __all__ = [
     "BlockSequential",
     "DistributedOptimizer",
     "DistributedSampler",
+    "EightBit",
+    "GradientCompressor",
     "MPLinear",
+    "PowerSGD",
     "Sharding",
     "SyncBatchNorm",
+    "TopK",
     "check_with_allreduce",
     "clip_grad_norm_",
     "clip_grad_value_",

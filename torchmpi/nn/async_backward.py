@@ -24,7 +24,7 @@ from .blocksequential import gradient_buckets_of
 from .buckets import SeatedBucket
 from .channel import close_private, default_bucket_bytes, open_private
 from .closures import synchronizations
-from .gradient_reduction import Compression, GradientReduction, wire_dtype
+from .gradient_reduction import Compression, GradientReduction, transport
 from .gradients import GradientList, Presence, WrittenGradients, changed_message
 from .join_state import HOOKS, JOIN_STATE, JoinRound, JoinState, refuse_inside_join
 from .registrations import add_registration, registered_for, remove_registration
@@ -53,7 +53,8 @@ def register_async_backward(
             launches the reduction of the sum.
         bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
         average: Divide the sum by the number of ranks; False keeps the sum.
-        compression: Send wider values as ``"fp16"`` or ``"bf16"``, which are added in float32. The same on all ranks.
+        compression: Send wider values as ``"fp16"`` or ``"bf16"``, which are added in float32; or an :class:`EightBit`,
+            :class:`TopK` or :class:`PowerSGD`, for what is sent between hosts. The same on all ranks.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
@@ -210,7 +211,7 @@ class AsyncBackward(Attachment):
         compression: Compression | None,
         comm: Communicator,
     ) -> None:
-        self._compression, self._wire = compression, wire_dtype(compression)
+        self._compression, self._transport = compression, transport(compression)
         replica = Replica(net)
         parts = [(replica, comm), *replica.shard_parts(comm, average=average)]
         for part, holders in parts:
@@ -223,6 +224,9 @@ class AsyncBackward(Attachment):
             _Part(part.trainable, open_private(holders, f"{holders.name} async backward")) for part, holders in parts
         ]
         self.comm = self._parts[0].comm
+        if self._transport.compressor is not None:
+            for private in self._parts:
+                self._transport.compressor.prepare(private.comm)
         self.buckets, self._bucket_parts = _make_buckets(net, self._parts, bucket_bytes)
         self._positions = {
             id(parameter): (index, position)
@@ -314,6 +318,8 @@ class AsyncBackward(Attachment):
         if collectives.allreduce(waiting, op="max", comm=self.outer_comm).item():
             self._finish_round(Replica(self.net), None)
         for part in self._parts:
+            if self._transport.compressor is not None:
+                self._transport.compressor.release(part.comm)
             close_private(part.comm)
 
     def _reset(self) -> None:
@@ -391,7 +397,7 @@ class AsyncBackward(Attachment):
         size = self.comm.size
         join_state: JoinState | None = attached(self.net, JOIN_STATE)
         if join_state is None:
-            return GradientReduction(size if self.average else 1, size, self._wire)
+            return GradientReduction(size if self.average else 1, size, *self._transport)
         call = shadowed or join_state.announce_active(HOOKS, self.average, self.bucket_bytes, self._compression)
         return join_state.reduction(call)
 
@@ -406,7 +412,7 @@ class AsyncBackward(Attachment):
                 bucket.pack()
             part = self._bucket_parts[index]
             with nullcontext() if events.recorder is None else events.labelled(self._described(index)):
-                self._finishers.append(self._of_part(part, reduction).start(bucket.flat, part.comm))
+                self._finishers.append(self._of_part(part, reduction).start(bucket.flat, bucket, part.comm))
 
     def _described(self, index: int) -> str:
         """Return the number of a bucket and the names of its first and last parameter."""

@@ -101,16 +101,26 @@ def dense_view(flat: Tensor, offset: int, like: Tensor) -> Tensor:
 class CopiedBucket:
     """Gradients that are copied into a flat tensor and back; a single contiguous gradient is not copied.
 
-    >>> a, b = torch.ones(2), torch.ones(1)
+    >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
+    >>> a.grad, b.grad = torch.ones(2), torch.ones(1)
     >>> bucket = CopiedBucket([a, b])
     >>> flat = bucket.pack().mul_(3)
-    >>> bucket.unpack(); a, b
+    >>> bucket.unpack(); a.grad, b.grad
     (tensor([3., 3.]), tensor([3.]))
     """
 
-    def __init__(self, gradients: Sequence[Tensor]) -> None:
-        self.gradients = [gradient.detach() for gradient in gradients]
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self.gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
         self._flat: Tensor | None = None
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The gradients as views of the flat tensor, after :meth:`pack`."""
+        if self._flat is None:
+            return self.gradients
+        parts = self._flat.split([gradient.numel() for gradient in self.gradients])
+        return [part.view(gradient.shape) for part, gradient in zip(parts, self.gradients, strict=True)]
 
     def pack(self) -> Tensor:
         """Return a flat tensor of the values."""

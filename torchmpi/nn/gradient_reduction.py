@@ -15,29 +15,39 @@ from ..communicators.communicator import Communicator
 from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import sparse, streams
+from .buckets import CopiedBucket, SeatedBucket
+from .error_feedback import GradientCompressor, GradientView
 
 
 class GradientReduction(NamedTuple):
     """A sum over `size` ranks, divided by `divisor`.
 
     A divisor of 1 gives the sum, `size` the average, and a smaller number the average over some ranks. With `wire`, a
-    16-bit dtype, wider values are sent in that dtype.
+    16-bit dtype, wider values are sent in that dtype; with `compressor`, as that says.
     """
 
     divisor: int
     size: int
     wire: torch.dtype | None = None
+    compressor: GradientCompressor | None = None
 
     def average_over(self, size: int) -> GradientReduction:
-        """Return the average over all ranks of another communicator, sent in the same dtype."""
-        return GradientReduction(size, size, self.wire)
+        """Return the average over all ranks of another communicator, sent in the same way."""
+        return self._replace(divisor=size, size=size)
+
+    def is_compressed(self, comm: Communicator) -> bool:
+        """Return whether a compressor is used for `comm`, after it is prepared. Collective the first time."""
+        if self.compressor is None or not self.compressor.applies(comm):
+            return False
+        self.compressor.prepare(comm)
+        return True
 
     def run(self, flat: Tensor, comm: Communicator) -> None:
         """Reduce `flat` in place."""
         if self.divisor in (self.size, 1) and self.wire is None:
             collectives.allreduce(flat, op="avg" if self.divisor == self.size else "sum", comm=comm)
         else:
-            self.start(flat, comm)()
+            self.start(flat, None, comm)()
 
     def run_many(self, tensors: Sequence[Tensor], comm: Communicator) -> None:
         """Reduce a sum that is divided by another number than that of all ranks, in place."""
@@ -54,8 +64,20 @@ class GradientReduction(NamedTuple):
             if total is not tensor:
                 tensor.copy_(total)
 
-    def start(self, flat: Tensor, comm: Communicator) -> Callable[[], object]:
-        """Launch the reduction of `flat` in place and return the function that finishes it."""
+    def start(
+        self, flat: Tensor, bucket: SeatedBucket | CopiedBucket | None, comm: Communicator
+    ) -> Callable[[], object]:
+        """Launch the reduction of `flat` in place and return the function that finishes it.
+
+        Args:
+            flat: A flat tensor of gradients.
+            bucket: Their bucket; None if no compressor is used for `comm`.
+            comm: The communicator.
+        """
+        if bucket is not None and flat.is_floating_point() and self.is_compressed(comm):
+            assert self.compressor is not None
+            members = [GradientView(*pair) for pair in zip(bucket.parameters, bucket.views, strict=True)]
+            return self.compressor.start(flat, members, comm, self.divisor)
         is_compressed = self.wire is not None and flat.is_floating_point() and flat.element_size() > 2
         is_complete = self.divisor in (self.size, 1)
         op: Operation = "avg" if self.divisor == self.size else "sum"
@@ -93,14 +115,25 @@ class GradientReduction(NamedTuple):
 
 
 _WIRES = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
-Compression = Literal["fp16", "bf16"]
+Compression = Literal["fp16", "bf16"] | GradientCompressor
 
 
-def wire_dtype(compression: Compression | None) -> torch.dtype | None:
-    """Return the dtype in which gradients are sent; None for their own."""
+class GradientTransport(NamedTuple):
+    """How gradients are sent: in a 16-bit dtype, by a compressor, or as they are."""
+
+    wire: torch.dtype | None = None
+    compressor: GradientCompressor | None = None
+
+
+def transport(compression: Compression | None) -> GradientTransport:
+    """Return how gradients are sent."""
+    if isinstance(compression, GradientCompressor):
+        return GradientTransport(None, compression)
     if compression not in _WIRES:
-        raise ArgumentError(f"compression={compression!r} is not one of None, 'fp16', 'bf16'.")
-    return _WIRES[compression]
+        raise ArgumentError(
+            f"compression={compression!r} is not one of None, 'fp16', 'bf16', EightBit(), TopK() and PowerSGD()."
+        )
+    return GradientTransport(_WIRES[compression])
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from .. import collectives
 from ..communicators.communicator import Communicator
 from ..errors import ArgumentError, MismatchError
-from .gradient_reduction import Compression, GradientReduction, wire_dtype
+from .error_feedback import GradientCompressor
+from .gradient_reduction import Compression, GradientReduction, transport
 from .replica import Attachment, Net, attached
 
 JOIN_STATE = "torchmpi_join"
@@ -45,6 +46,11 @@ class JoinState(Attachment):
         self, kind: int, average: bool, bucket_bytes: int, compression: Compression | None
     ) -> JoinRound:
         """Announce a synchronization of this rank, which has data."""
+        if isinstance(compression, GradientCompressor):
+            raise ArgumentError(
+                f"compression={type(compression).__name__} inside join(): ranks without data would have no gradients "
+                "to which its error feedback belongs. Use 'fp16', 'bf16' or None."
+            )
         self.num_rounds += 1
         joint = self._exchange([1, kind, int(average), bucket_bytes, _COMPRESSIONS.index(compression)])
         assert joint is not None  # this rank is active
@@ -56,7 +62,7 @@ class JoinState(Attachment):
 
     def reduction(self, joint: JoinRound) -> GradientReduction:
         """Return the reduction of the gradients in a round."""
-        size, wire = self.comm.size, wire_dtype(joint.compression)
+        size, wire = self.comm.size, transport(joint.compression).wire
         if not joint.average:
             return GradientReduction(1, size, wire)
         return GradientReduction(joint.num_active if self.divide_by == "active" else size, size, wire)

@@ -15,7 +15,7 @@ from ..communicators.levels import Comm
 from ..errors import ArgumentError
 from ..session import runtime
 from .async_backward import AsyncBackward, register_async_backward, synchronize_gradients_async
-from .gradient_reduction import Compression, wire_dtype
+from .gradient_reduction import Compression, transport
 from .replica import attached
 from .sync import ASYNC_BACKWARD, DEFERRED_BACKWARD, DeferredBackward, synchronize_gradients
 
@@ -73,7 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.backward_passes_per_step = backward_passes_per_step
         self._model, self._average, self._asynchronous = model, average, asynchronous
         self._comm, self._compression = runtime.communicator(comm), compression
-        wire_dtype(compression)
+        transport(compression)
         self._skips = False
         if asynchronous:
             register_async_backward(

@@ -23,7 +23,7 @@ from .blocksequential import BlockSequential, gradient_buckets_of, parameter_blo
 from .buckets import CopiedBucket, SeatedBucket
 from .channel import default_bucket_bytes
 from .closures import synchronizations
-from .gradient_reduction import Compression, GradientReduction, wire_dtype
+from .gradient_reduction import Compression, GradientReduction, transport
 from .gradients import GradientList, WrittenGradients, changed_message, early_uses, shared_gradients
 from .join_state import DIRECT, JOIN_STATE, refuse_inside_join
 from .registrations import add_registration, remove_registration
@@ -116,7 +116,8 @@ def synchronize_gradients(
         net: A module or an iterable of parameters.
         average: Divide the sum by the number of ranks; False keeps the sum.
         bucket_bytes: The largest size of a bucket; None for the setting ``bucket_bytes``.
-        compression: Send wider values as ``"fp16"`` or ``"bf16"``, which are added in float32. The same on all ranks.
+        compression: Send wider values as ``"fp16"`` or ``"bf16"``, which are added in float32; or an :class:`EightBit`,
+            :class:`TopK` or :class:`PowerSGD`, for what is sent between hosts. The same on all ranks.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
 
     Raises:
@@ -137,8 +138,7 @@ def synchronize_gradients(
         )
     communicator = runtime.communicator(comm)
     size = communicator.intra.size
-    wire = None if compression is None else wire_dtype(compression)
-    reduction = GradientReduction(size if average else 1, size, wire)
+    reduction = GradientReduction(size if average else 1, size, *transport(compression))
     join_state = attached(net, JOIN_STATE)
     if join_state is not None:
         if join_state.comm is not communicator:
@@ -177,7 +177,8 @@ def reduce_gradients(
     # 1. List the gradients of this rank.
     gradients = GradientList(replica.trainable)
     is_within_host = comm.intra.status_board is not None and gradients.is_on_host
-    shared = shared_gradients(replica.net) if is_within_host else None
+    is_compressed = reduction.is_compressed(comm)
+    shared = shared_gradients(replica.net) if is_within_host and not is_compressed else None
     flats = shared.flats(gradients.tensors) if shared is not None and shared.blocks else None
 
     # 2. Agree: which gradients exist on any rank, and are they in shared blocks on all ranks?
@@ -199,13 +200,15 @@ def reduce_gradients(
 
     # 3. Reduce and write back: within a host in place, otherwise in buckets.
     blocks: list[SeatedBucket] = []
+    rest = presence.dense
     for module in replica.modules:
         if isinstance(module, BlockSequential):
-            blocks, dense = _blocks_and_rest(replica, presence.dense)
+            blocks, rest = _blocks_and_rest(replica, presence.dense)
+            dense = [parameter.grad for parameter in rest if parameter.grad is not None]
             break
-    in_place = is_within_host and reduction.wire is None
+    in_place = is_within_host and reduction.wire is None and not is_compressed
     if not in_place or not _reduce_within_host(blocks, dense, reduction, comm):
-        _reduce_in_buckets(blocks, dense, reduction, default_bucket_bytes(bucket_bytes), comm)
+        _reduce_in_buckets(blocks, rest, dense, reduction, default_bucket_bytes(bucket_bytes), comm)
     for parameter in presence.sparse:
         reduction.run_sparse(parameter, comm)
 
@@ -230,16 +233,17 @@ def _reduce_within_host(
 def _reduce_in_buckets(
     blocks: Sequence[SeatedBucket],
     rest: Sequence[Tensor],
+    gradients: Sequence[Tensor],
     reduction: GradientReduction,
     bucket_bytes: int,
     comm: Communicator,
 ) -> None:
-    """Pack some buckets and unpack others while some are sent."""
-    packed = [[rest[index] for index in indices] for indices in bucket_plan.plan_buckets(rest, bucket_bytes)]
+    """Pack some buckets and unpack others while some are sent; `gradients` are those of the parameters `rest`."""
+    packed = [[rest[index] for index in indices] for indices in bucket_plan.plan_buckets(gradients, bucket_bytes)]
     in_flight: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
     buckets: Iterable[SeatedBucket | CopiedBucket] = chain(blocks, map(CopiedBucket, packed))
     for bucket in buckets:  # a bucket is freed as soon as it is unpacked
-        in_flight.append((reduction.start(bucket.pack(), comm), bucket.unpack))
+        in_flight.append((reduction.start(bucket.pack(), bucket, comm), bucket.unpack))
         if len(in_flight) == _IN_FLIGHT:
             _finish(in_flight.popleft())
     for steps in in_flight:
@@ -247,15 +251,14 @@ def _reduce_in_buckets(
 
 
 def _blocks_and_rest(replica: Replica, parameters: Sequence[Tensor]) -> tuple[list[SeatedBucket], list[Tensor]]:
-    """Return the blocks of BlockSequential modules that hold some of the gradients, and the other gradients."""
+    """Return the blocks of BlockSequential modules that hold some of the gradients, and the other parameters."""
     wanted, blocks = {id(parameter) for parameter in parameters}, []
     for block in gradient_buckets_of(replica.modules):
         members = {id(parameter) for parameter in block.parameters}
         if members & wanted:
             wanted -= members
             blocks.append(block)
-    rest = [parameter.grad for parameter in parameters if id(parameter) in wanted and parameter.grad is not None]
-    return blocks, rest
+    return blocks, [parameter for parameter in parameters if id(parameter) in wanted and parameter.grad is not None]
 
 
 class DeferredBackward(Attachment):

@@ -1,0 +1,179 @@
+"""Compressors with error feedback: what is lost is added later, and all ranks get the same bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from nn_nets import gradients, loss, make, mine, values
+from torch import nn
+
+import torchmpi as mpi
+import torchmpi.nn as mpinn
+from torchmpi.errors import ArgumentError
+
+pytestmark = pytest.mark.usefixtures("world")
+KINDS = {
+    "8 bit": lambda: mpinn.EightBit(within_hosts=True),
+    "top k": lambda: mpinn.TopK(0.1, within_hosts=True),
+    "PowerSGD": lambda: mpinn.PowerSGD(1, within_hosts=True),
+}
+KIND = pytest.mark.parametrize("kind", KINDS)
+NUM_STEPS = 60
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A matrix, a kernel, vectors, and a matrix that is not contiguous."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(20, 30), nn.Conv2d(6, 8, 3).to(memory_format=torch.channels_last)).to(dtype)
+    net.register_parameter("alone", nn.Parameter(torch.zeros((), dtype=dtype)))
+    return net
+
+
+def fill(net: nn.Module, step: int) -> None:
+    """Give each parameter a gradient that depends on the rank and the step."""
+    torch.manual_seed(100 * step + mpi.rank())
+    for parameter in net.parameters():
+        gradient = torch.empty_like(parameter)
+        parameter.grad = gradient.copy_(torch.randn(parameter.shape) * 0.1 + 0.01 * (1 + mpi.rank()))
+
+
+@KIND
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_over_many_steps_the_sums_are_those_without_compression(agree, kind, average, dtype):
+    """The error of the sum of all steps is that of a few steps."""
+    net, compressor = layers(dtype), KINDS[kind]()
+    exact = [torch.zeros(parameter.shape, dtype=torch.float64) for parameter in net.parameters()]
+    lossy = [each.clone() for each in exact]
+    for step in range(NUM_STEPS):
+        fill(net, step)
+        for total, gradient in zip(exact, gradients(net), strict=True):
+            total += mpi.allreduce(gradient.double(), op="avg" if average else "sum")
+        mpinn.synchronize_gradients(net, average, compression=compressor, bucket_bytes=3000)
+        for total, gradient in zip(lossy, gradients(net), strict=True):
+            total += gradient.double()
+        mpinn.check_with_allreduce(gradients(net))
+    for index, (one, other) in enumerate(zip(lossy, exact, strict=True)):
+        error = ((one - other).norm() / other.norm()).item()
+        agree(error < 0.6, f"parameter {index}: error {error}")
+
+
+@KIND
+def test_one_rank_and_one_host_are_exact(agree, kind):
+    """Without within_hosts, ranks of one host exchange what they would exchange anyway."""
+    net, other = layers(), layers()
+    compressor = {"8 bit": mpinn.EightBit, "top k": mpinn.TopK, "PowerSGD": mpinn.PowerSGD}[kind]()
+    fill(net, 0), fill(other, 0)
+    mpinn.synchronize_gradients(net, compression=compressor)
+    mpinn.synchronize_gradients(other)
+    if mpi.communicator(0).num_nodes == 1:
+        for one, two in zip(gradients(net), gradients(other), strict=True):
+            agree.equal(one, two)
+        agree.equal(compressor.payload_bytes, 0)
+
+
+def test_bytes(agree):
+    size = mpi.size()
+    net = nn.Linear(64, 64 * size, bias=False)
+    numel = net.weight.numel()
+    expected = {
+        "8 bit": (numel + numel // 64) + (numel + numel // 64) // size,
+        "top k": 8 * math.ceil(0.1 * numel),
+        "PowerSGD": 4 * (2 * 64 * size + 64),
+    }
+    for kind, make_one in KINDS.items():
+        compressor = make_one()
+        net.weight.grad = torch.randn(net.weight.shape)
+        mpinn.synchronize_gradients(net, compression=compressor)
+        agree.equal(compressor.payload_bytes, expected[kind] if size > 1 else 0, kind)
+
+
+@KIND
+@pytest.mark.parametrize("how", ["sync", "optimizer", "optimizer, async"])
+def test_training_reaches_the_loss_of_training_without_compression(agree, kind, how):
+    losses = []
+    for compression in (KINDS[kind](), None):
+        net, inputs, targets = make("mlp")
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        if how != "sync":
+            optimizer = mpinn.DistributedOptimizer(
+                optimizer, net, asynchronous="async" in how, compression=compression
+            )
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            loss(net, mine(inputs), mine(targets)).backward()
+            if how == "sync":
+                mpinn.synchronize_gradients(net, compression=compression, bucket_bytes=300)
+            optimizer.step()
+        mpinn.check_with_allreduce(net)
+        losses.append(loss(net, inputs, targets).item())
+        if "async" in how:
+            mpinn.unregister_async_backward(net)
+    first = loss(*make("mlp")).item()
+    agree(losses[1] < first, f"{losses} from {first}")
+    agree(first - losses[0] > 0.5 * (first - losses[1]), f"{losses} from {first}")
+
+
+@KIND
+def test_a_run_continues_with_the_same_bits_from_a_checkpoint(agree, kind):
+    net, compressor = layers(), KINDS[kind]()
+
+    def step(number: int) -> list[torch.Tensor]:
+        fill(net, number)
+        mpinn.synchronize_gradients(net, compression=compressor)
+        return [gradient.clone() for gradient in gradients(net)]
+
+    for number in range(3):
+        step(number)
+    saved = compressor.state_dict()
+    expected = step(3)
+    compressor = KINDS[kind]()
+    compressor.load_state_dict(saved)
+    for one, other in zip(step(3), expected, strict=True):
+        agree.equal(one, other)
+    if mpi.size() > 1:
+        with pytest.raises(ArgumentError, match="Load the state before training"):
+            compressor.load_state_dict(saved)
+
+
+@KIND
+def test_an_overflow_ends_with_its_step(agree, kind):
+    """A GradScaler leaves out the step; the next gradients must be finite again."""
+    net, compressor = layers(), KINDS[kind]()
+    for step in range(3):
+        fill(net, step)
+        if step == 1 and mpi.rank() == mpi.size() - 1:
+            net[0].weight.grad[3, 4] = math.inf
+            net[0].bias.grad[1] = math.nan
+        mpinn.synchronize_gradients(net, compression=compressor)
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients(net))
+        agree.equal(finite, step != 1, f"step {step}")
+
+
+@KIND
+def test_gradients_that_are_missing_in_some_steps(agree, kind):
+    net, compressor = layers(), KINDS[kind]()
+    for step in range(4):
+        fill(net, step)
+        if step % 2:
+            net[0].weight.grad = None
+        if step == 2 and mpi.rank():
+            net[1].weight.grad = None
+        mpinn.synchronize_gradients(net, compression=compressor)
+        agree.equal(net[0].weight.grad is None, step % 2 == 1)
+        mpinn.check_with_allreduce([p.grad for p in net.parameters() if p.grad is not None])
+
+
+def test_join_and_wrong_options_are_refused(agree):
+    net, inputs, targets = make("mlp")
+    with mpinn.join(net):
+        loss(net, inputs, targets).backward()
+        with pytest.raises(ArgumentError, match="inside join"):
+            mpinn.synchronize_gradients(net, compression=mpinn.EightBit())
+        mpinn.synchronize_gradients(net)
+    agree(len(values(net)) > 0)
+    for wrong in (lambda: mpinn.TopK(0), lambda: mpinn.TopK(1.5), lambda: mpinn.PowerSGD(0)):
+        with pytest.raises(ArgumentError):
+            wrong()
