@@ -20,7 +20,9 @@ def written(text: str, section: str, lines: Iterable[str]) -> str:
     """Return the page with the lines in the table of a section, and the other lines as they were."""
     before, end, after = text.partition(f"<!-- end of {section} -->")
     if not end:
-        raise ValueError(f"{TABLE} has no table {section!r}")
+        raise ValueError(f"the page has no table {section!r}")
+    begin = before.rfind("<!-- end of ") + 1  # other sections may have lines with the same first column
+    others, before = before[:begin], before[begin:]
     for line in lines:
         name = line.split("|")[1].strip()
         pattern = re.compile(rf"^\| {re.escape(name)} \|.*\n", re.MULTILINE)
@@ -28,12 +30,12 @@ def written(text: str, section: str, lines: Iterable[str]) -> str:
             before = pattern.sub(lambda _, line=line: f"{line}\n", before)
         else:
             before += f"{line}\n"
-    return before + end + after
+    return others + before + end + after
 
 
-def write(section: str, lines: Iterable[str]) -> None:
-    """Write the lines into the page."""
-    TABLE.write_text(written(TABLE.read_text(), section, lines))
+def write(section: str, lines: Iterable[str], page: Path = TABLE) -> None:
+    """Write the lines into a page."""
+    page.write_text(written(page.read_text(), section, lines))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import socket
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from conftest import is_open_mpi, job_environment, search_path
 
 COMMON = """
 import torch
@@ -61,21 +65,59 @@ def check(job, script: str, num_ranks: int = 2, **options: object) -> None:
 PROGRAMS = Path(__file__).with_name("frameworks")
 NEEDS = {
     "accelerate_ddp": "accelerate", "trainer": "transformers", "fabric": "lightning", "lightning_trainer": "lightning",
-    "ignite_ddp": "ignite", "fsdp2_loop": "torch",
+    "ignite_ddp": "ignite", "fsdp2_loop": "torch", "tp_train": "torch",
 }  # fmt: skip
 """Programs for gloo, with the package that each needs."""
+
+
+def skip_without(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed here: install the extra frameworks")
 
 
 @pytest.mark.parametrize("program", NEEDS)
 def test_programs_of_other_libraries_run_unchanged(launch, program):
     """Under mpirun, without addresses. The programs compare their parameters with those of one process."""
-    package = NEEDS[program]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed here: install the extra frameworks")
+    skip_without(NEEDS[program])
     environment = {"TORCHMPI_AS_GLOO": "1", "OMP_NUM_THREADS": "1"}
     result = launch(2, [PROGRAMS / f"{program}.py"], timeout=180, env=environment)
     assert result.returncode == 0, result.output
     assert result.stdout.count(f": {program} like one process") == 2, result.output
+    assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
+
+
+def test_accelerate_takes_the_name_of_mpi(launch):
+    skip_without("accelerate")
+    environment = {"TORCHMPI_AS_MPI": "1", "TORCHMPI_AS_TORCHRUN": "1", "OMP_NUM_THREADS": "1"}
+    result = launch(2, [PROGRAMS / "accelerate_ddp.py"], timeout=180, env=environment)
+    assert result.returncode == 0, result.output
+    assert result.stdout.count(": accelerate_ddp like one process") == 2, result.output
+    assert "(TORCHMPI_AS_MPI): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
+
+
+def test_accelerate_launch_with_a_configuration_file(mpirun, tmp_path):
+    """Accelerate starts mpirun itself, and gives the ranks an address for torch's store."""
+    skip_without("accelerate")
+    (tmp_path / "hosts").write_text("localhost slots=2\n" if is_open_mpi(mpirun[0]) else "localhost:2\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = f"--main_process_port={free.getsockname()[1]}"
+    config = f"--config_file={PROGRAMS / 'accelerate.yaml'}"
+    program = [sys.executable, "-m", "accelerate.commands.launch", config, port, PROGRAMS / "accelerate_ddp.py"]
+    environment = job_environment({"TORCHMPI_AS_GLOO": "1", "OMP_NUM_THREADS": "1", **search_path()})
+    result = subprocess.run(program, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(": accelerate_ddp like one process") == 2, result.stdout + result.stderr
+    assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.stdout + result.stderr
+
+
+def test_tensor_parallel_plan_of_transformers(launch):
+    """The program compares tokens and logits with those of the undivided model."""
+    skip_without("transformers")
+    program = Path(__file__).parents[2] / "examples" / "llm" / "tp_transformers.py"
+    small = ["--width", "256", "--depth", "2", "--tokens", "6", "--rounds", "1"]
+    result = launch(2, [program, *small], timeout=180, env={"TORCHMPI_AS_GLOO": "1", "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.output
+    assert "2 ranks: the logits of one process" in result.stdout, result.output
     assert "(TORCHMPI_AS_GLOO): torchmpi, 2 ranks on 1 host" in result.stderr, result.output
 
 

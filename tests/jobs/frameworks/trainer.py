@@ -1,6 +1,10 @@
-"""Transformers' Trainer: gradient accumulation, evaluation, checkpoints, a resumed run, bfloat16."""
+"""Transformers' Trainer: gradient accumulation, evaluation, checkpoints, a resumed run, bfloat16.
+
+    trainer.py [EPOCHS [gloo|none [compile]]]
+"""
 
 import os
+import sys
 import tempfile
 import time
 
@@ -11,6 +15,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 STEPS = 2 * EPOCHS
+BACKEND = None if "none" in sys.argv else "gloo"
 
 
 class Model(nn.Module):
@@ -27,10 +32,10 @@ class Model(nn.Module):
 
 def trainer_for(folder: str, **options: object) -> Trainer:
     arguments = TrainingArguments(
-        folder, use_cpu=True, ddp_backend=os.environ.get("DDP_BACKEND", "gloo"), report_to=[], disable_tqdm=True,
+        folder, use_cpu=True, ddp_backend=BACKEND, report_to=[], disable_tqdm=True,
         train_sampling_strategy="sequential", per_device_train_batch_size=BATCH // int(os.environ["WORLD_SIZE"]),
         gradient_accumulation_steps=2, lr_scheduler_type="constant", max_grad_norm=0, logging_steps=1,
-        remove_unused_columns=False, **options,
+        remove_unused_columns=False, torch_compile="compile" in sys.argv, **options,
     )  # fmt: skip
     model = Model()
     data = [{"x": x, "labels": y} for x, y in task.data]
