@@ -236,6 +236,17 @@ def test_the_command_reports_and_merges(tmp_path, capsys):
     assert "TORCHMPI_TIMELINE" in capsys.readouterr().err
 
 
+def test_the_order_of_arrival_at_a_step_of_a_hierarchical_call_makes_no_rank_late(tmp_path):
+    records = []
+    for rank, begin in enumerate((2, 6)):
+        inner = call(rank, 9, begin, 8)
+        inner = inner._replace(group=inner.group._replace(key=8, name="world on one host"))
+        records.append([step(0), call(rank, 1, 1, 10), inner, step(20)])
+    traces = write(tmp_path, records)
+    assert StepReport.of(traces).late == []
+    assert [late.rank for late in late_ranks(align(traces), 0.0)] == [1]
+
+
 def test_files_of_an_earlier_larger_job_are_ignored(tmp_path):
     write(tmp_path, [[], []])
     traces = write(tmp_path, [[]])

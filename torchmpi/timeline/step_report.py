@@ -16,6 +16,7 @@ _MOST_SITES = 10
 _MUCH_WAITING, _MUCH_EXPOSED = 0.1, 0.15
 _MOST_OF_THE_WAITING = 0.5
 _TINY_BYTES, _MANY_CALLS = 128 << 10, 8
+_HIERARCHICAL = ("allreduce", "allreduce_many", "reduce", "broadcast", "allgather", "reduce_scatter")
 _PARTS = ("computing", "exposed communication", "waiting for a late rank")
 _COLORS = ("#7fa8d1", "#e0a458", "#c1554d")
 
@@ -35,8 +36,10 @@ class StepReport(NamedTuple):
         """Make the report of the traces of a job."""
         aligned, error = align(traces), 2 * max(trace.error_seconds for trace in traces)
         steps = {trace.rank: times_of_steps(trace, aligned) for trace in traces}
+        parts = set().union(*(trace.steps for trace in traces))
         during = [each for each in aligned if _is_inside(each, steps)]
-        return cls(traces, aligned, steps, call_sites(during, traces), late_ranks(during, error), error)
+        whole = [each for each in during if not _is_step(each, parts)]
+        return cls(traces, aligned, steps, call_sites(during, traces), late_ranks(whole, error), error)
 
     @property
     def num_steps(self) -> int:
@@ -147,7 +150,7 @@ class StepReport(NamedTuple):
         )
 
     def _tiny_calls(self) -> str:
-        if not self.num_steps:
+        if len(step_spans(self.traces[0])) < 2:
             return ""
         for site in self.sites:
             per_step = site.num_calls / self.num_steps
@@ -168,13 +171,17 @@ class StepReport(NamedTuple):
             if 1 < group["num_hosts"] < len(group["ranks"])
         }
         steps = {trace.rank: trace.steps for trace in self.traces}
-        flat = [
+        outer = [
             call
             for each in self.aligned
             for rank, call in each.calls.items()
-            if call.group in several and call.num_bytes and (call.group, call.seq) not in steps[rank]
-            and call.details.get("backend", "hierarchical") != "hierarchical"
-        ]  # fmt: skip
+            if call.collective in _HIERARCHICAL and call.num_bytes and (call.group, call.seq) not in steps[rank]
+        ]
+        flat = [
+            call
+            for call in outer
+            if call.group in several and call.details.get("backend", "hierarchical") != "hierarchical"
+        ]
         if not flat or median(call.num_bytes for call in flat) < 1024:
             return ""
         names = sorted({call.details["backend"] for call in flat})
@@ -215,6 +222,12 @@ class StepReport(NamedTuple):
         all_axes[-1, 0].set_xlabel("step")
         figure.tight_layout()
         canvas.print_png(str(path))
+
+
+def _is_step(call: AlignedCall, steps: set[tuple[str, int]]) -> bool:
+    """Return whether a call is a step of a hierarchical one: who is last there follows from the algorithm."""
+    part = next(iter(call.calls.values()))
+    return (part.group, part.seq) in steps
 
 
 def _is_inside(call: AlignedCall, steps: dict[int, list[StepTimes]]) -> bool:
