@@ -336,6 +336,13 @@ def test_pages_use_no_retired_words(page):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_sentence_begins_with_what(page):
+    """Sentences name their subject: not "What is sent is copied", but "Tensors are copied before they are sent"."""
+    found = re.findall(r"(?:^|[.:;] |\| |\* |- )What [^?\n]*$", prose(page), flags=re.MULTILINE)
+    assert not found, f"{name_of(page)}: {found}"
+
+
 def test_identifiers_contain_no_retired_words():
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
