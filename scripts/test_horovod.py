@@ -159,7 +159,7 @@ def run_test(checkout: Path, file: str, test: str, ranks: int, log: Path) -> Res
 def as_table(results: list[Result], software: str) -> str:
     """Return the page with the results."""
     lines = [
-        "# Horovod's tests",
+        "# Results of the test suite of Horovod",
         "",
         "Written by `python scripts/test_horovod.py CHECKOUT --write docs/horovod-tests.md`, which runs the tests of a "
         "checkout of",
