@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The shared-memory kernels on an emulated aarch64 processor, with two ranks: takes a quarter of an hour and more.
+# The shared-memory kernels on an emulated aarch64 processor, with two ranks: takes half an hour and more.
 set -uo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
