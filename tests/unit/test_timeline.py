@@ -219,6 +219,15 @@ def test_the_report_names_the_fault(tmp_path, fault, words):
     assert report.num_steps == 10 and "train.py:3" in report.text()
 
 
+def test_no_rank_is_blamed_if_both_are_late_by_turns(tmp_path):
+    records = []
+    for rank in range(2):
+        calls = [call(rank, n, 100 * n + 40 + 30 * (n % 2 == rank), 100 * n + 71) for n in range(11)]
+        records.append([step(0), *calls, step(1100), step(1101)])
+    advice = StepReport.of(write(tmp_path, records)).advice()
+    assert "by turns" in advice and "is slow" not in advice
+
+
 def test_the_steps_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     report = StepReport.of(write(tmp_path, [steps_of(0, size=1)]))

@@ -14,7 +14,7 @@ from .trace_reader import RankTrace
 _MOST_SITES = 10
 # Below these parts of a step nothing is gained by a change.
 _MUCH_WAITING, _MUCH_EXPOSED = 0.1, 0.15
-_MOST_OF_THE_WAITING = 0.5
+_MOST_OF_THE_WAITING = 0.7  # of two ranks that are late by turns, one has a little more than half
 _TINY_BYTES, _MANY_CALLS = 128 << 10, 8
 _HIERARCHICAL = ("allreduce", "allreduce_many", "reduce", "broadcast", "allgather", "reduce_scatter")
 _PARTS = ("computing", "exposed communication", "waiting for a late rank")
