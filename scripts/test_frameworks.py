@@ -192,7 +192,7 @@ def generation_line(runner: Runner, program: Program, length: str, num_ranks: in
         if name in LAUNCHERS:
             seconds = runner.seconds(measured, name, num_ranks)
             return 0.0 if isinstance(seconds, str) else 1 / seconds
-        done = runner.run([sys.executable, *measured.command()], {"OMP_NUM_THREADS": name})
+        done = runner.run([sys.executable, *measured.command()], {**measured.variables, "OMP_NUM_THREADS": name})
         return max((1 / each for each in times_of(done)), default=0.0)
 
     found = alternate(("1", str(num_ranks), GLOO, MPIRUN), num_rounds, speed)
