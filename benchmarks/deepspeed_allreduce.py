@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -36,6 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=30, help="of 50 calls each (default: %(default)s)")
     batches = parser.parse_args().batches
+    import deepspeed  # not at the top: examples in docstrings are tested without it
+
     # DeepSpeed's launcher sets it; without it the operation crashes (csrc/cpu/comm/shm_interface.cpp).
     os.environ.setdefault("LOCAL_SIZE", str(MPI.COMM_WORLD.size))
     deepspeed.init_distributed("torchmpi")

@@ -148,7 +148,8 @@ class Group:
         return result
 
     def _begin(self, recorder: events.Recorder, code: int, tensor: Any) -> int:
-        numel = 0 if tensor is None else tensor.numel()
+        tensors = tensor if isinstance(tensor, list) else [tensor]  # an alltoall of several tensors
+        numel = sum(each.numel() for each in tensors if each is not None)
         return recorder.begin(self.info, call_names(code), numel, is_queued=self.call_queue.origin is not None)
 
     def _record(
