@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 
 CALLS = 50
 
@@ -35,7 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=30, help="of 50 calls each (default: %(default)s)")
     batches = parser.parse_args().batches
-    import deepspeed  # not at the top: examples in docstrings are tested without it
+    # Not at the top: the tests import this module without DeepSpeed, and without initialising MPI.
+    import deepspeed
+    from mpi4py import MPI
 
     # DeepSpeed's launcher sets it; without it the operation crashes (csrc/cpu/comm/shm_interface.cpp).
     os.environ.setdefault("LOCAL_SIZE", str(MPI.COMM_WORLD.size))

@@ -29,7 +29,7 @@ os.environ.setdefault("TORCHMPI_STALL_ABORT_SECONDS", "60")
 ONCE = (
     *("test_engine_*", "test_nn_*", "test_parameterserver_*", "test_training_recipes.py", "test_shm*", "test_many.py"),
     *("test_direct_reads.py", "test_fast_path.py", "test_ipc.py", "test_large.py", "test_nccl_over_gloo.py"),
-    *("test_preparing.py", "test_selector.py", "test_horovod.py", "test_alltoall_splits.py", "test_comparison.py"),
+    *("test_preparing.py", "test_selector.py", "test_horovod.py", "test_alltoall_splits.py"),
     *(f"test_distributed_{name}.py" for name in ("buckets", "compile", "data", "ddp", "fsdp", "hooks")),
     *(f"test_distributed_{name}.py" for name in ("functional", "pipeline", "sharded", "stack")),
 )

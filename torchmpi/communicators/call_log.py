@@ -290,6 +290,8 @@ class CallLog:
     def refuse(self, other: int) -> None:
         """Raise because another rank made a different call with the number of the current one."""
         call = self._abort()
+        if isinstance(call.shape, CallNumber):  # the comparison of the larger call names the calls of all ranks
+            raise MismatchError(f"The step {call} belongs to different calls on ranks {self.rank} and {other}.")
         theirs = self._describe_call_of(other, call.seq)
         calls = {self.rank: str(call), other: theirs}
         fields = {} if self.log_board is None else {rank: self.log_board.get(rank, EXITED) for rank in calls}

@@ -1,10 +1,10 @@
 """Lossy compression of the gradients that are sent between hosts, with error feedback.
 
 The ranks of a host add their gradients in full precision; the first rank of each host exchanges compressed sums with
-those of the other hosts, and broadcasts the result inside its host. What the compression has lost is added to the next
-gradients (error feedback), so that over the steps no part of a gradient is lost, only delayed.
+those of the other hosts, and broadcasts the result inside its host. The compression error is added to the next gradient
+(error feedback), so that over the steps no part of a gradient is lost, only delayed.
 
-All ranks get the same bits: what they receive is decoded element by element, by operations that round as IEEE 754 says.
+All ranks get the same bits: received values are decoded element by element, by operations that IEEE 754 defines.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class GradientView(NamedTuple):
 
 
 class GradientCompressor(ABC):
-    """Base of the compressors, which ``compression=`` of the functions of this package takes.
+    """Base class of the compressors that can be passed as ``compression=``.
 
-    A compressor belongs to one net: it holds what each gradient has lost. All ranks pass one with the same options.
+    A compressor belongs to one net, as it stores the compression error of each gradient. All ranks pass a compressor
+    with the same options.
 
     Args:
         within_hosts: Compress also what the ranks of one host exchange. Without a network between them this is slower.
@@ -68,7 +69,7 @@ class GradientCompressor(ABC):
         return comm.size > 1 and (self.within_hosts or comm.num_nodes > 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the gradients of this rank have lost, for a checkpoint of this rank.
+        """Return the compression errors of this rank, for a checkpoint of this rank.
 
         Example:
             torch.save(compressor.state_dict(), f"compressor-{mpi.rank()}.pt")
@@ -92,7 +93,7 @@ class GradientCompressor(ABC):
         self._loaded = [dict(state) for state in state_dict["parameters"]]
 
     def prepare(self, comm: Communicator) -> None:
-        """Make the communicators for `comm`. Collective over `comm`, which is asked once."""
+        """Create the communicators for `comm`. The first call is collective over `comm`; later calls do nothing."""
         if comm in self._levels or not self.applies(comm):
             return
         by_host: dict[int, list[int]] = {}
@@ -157,7 +158,7 @@ class GradientCompressor(ABC):
                 gradient.add_(error)
 
     def _keep_errors(self, members: Sequence[GradientView], errors: Sequence[Tensor]) -> None:
-        """Keep what the gradients have lost; nothing of an overflow, which would stay for ever."""
+        """Store the compression errors; 0 in place of an infinite value or NaN, which would remain in every step."""
         for (parameter, _), error in zip(members, errors, strict=True):
             self._state(parameter)["error"] = error.nan_to_num(0, 0, 0)
 
@@ -298,8 +299,13 @@ class PowerSGD(GradientCompressor):
         self.rank = rank
 
     def _exchange(self, work: Tensor, members: Sequence[GradientView], comm: Communicator) -> Callable[[], object]:
-        narrow = [member for member in members if self._is_narrowed(member.gradient)]
-        exact = [member.gradient for member in members if not self._is_narrowed(member.gradient)]
+        narrow: list[GradientView] = []
+        exact: list[Tensor] = []
+        for member in members:
+            if self._is_narrowed(member.gradient):
+                narrow.append(member)
+            else:
+                exact.append(member.gradient)
         self._add_errors(narrow)
         matrices = [gradient.flatten(1) for _, gradient in narrow]  # copies, unless they are contiguous
         lefts = [matrix @ self._right(member, matrix) for member, matrix in zip(narrow, matrices, strict=True)]
