@@ -176,10 +176,11 @@ def program_line(runner: Runner, program: Program, num_ranks: int, launchers: se
         failures = [each for each in found.get(name, []) if isinstance(each, str)]
         pairs = zip(found.get(name, []), found[GLOO], strict=False)
         ratios = [ours / gloo for ours, gloo in pairs if not isinstance(ours, str) and not isinstance(gloo, str)]
-        compared = f", {statistics.median(ratios):.2f}" if ratios else ""
+        compared = f", {statistics.median(ratios):.2f}" if ratios and num_rounds > 1 else ""
         cells.append(f"no: {failures[0]}" if failures else f"yes{compared}" if name in found else "")
     times = [each for each in found[GLOO] if not isinstance(each, str)]
-    cells.append(f"{statistics.median(times):.3g} s" if times else f"no: {found[GLOO][0]}")
+    seconds = f"{statistics.median(times):.3g} s" if num_rounds > 1 else "yes"  # one round is no measurement
+    cells.append(seconds if times else f"no: {found[GLOO][0]}")
     return f"| {program.title}, {num_ranks} ranks | {' | '.join(cells)} |"
 
 
