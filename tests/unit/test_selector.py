@@ -190,8 +190,9 @@ def job(*hosts, backends=None, **settings):
     def group(*ranks):
         found = sorted({hosts[rank] for rank in ranks})
         made = SimpleNamespace(
-            rank=0, size=len(ranks), where="rank 0", name="g", hosts=found, world_ranks=ranks, context=context, plans={}
-        )
+            rank=0, size=len(ranks), where="rank 0", name="g", hosts=found, world_ranks=ranks, context=context,
+            plans={}, is_strict=len(found) > 1,
+        )  # fmt: skip
         made.forget_plans = made.plans.clear
         context.groups.append(made)
         return made
@@ -211,6 +212,11 @@ def test_each_group_gets_a_backend_that_supports_it():
     assert chosen(selector, "allreduce", group(0, 1)) == [(None, "shm")]
     assert chosen(selector, "allreduce", group(0, 2)) == [(65536, "p2p"), (None, "mpi")]
     assert chosen(selector, "reduce", group(0, 2)) == [(None, "mpi")]
+    uncompared = group(0, 2)
+    uncompared.is_strict = False
+    assert chosen(selector, "allreduce", uncompared) == [(None, "mpi")]
+    selector.set("allreduce", "p2p", span="across")
+    assert chosen(selector, "allreduce", uncompared) == [(None, "p2p")]
 
 
 def test_a_forced_backend_runs_the_calls_it_supports():

@@ -148,11 +148,12 @@ def default_rule(
     hierarchical: str = "auto",
     gpu_backends: Sequence[str] = DEVICE_TRANSPORTS,
     aware: bool = False,
+    compared: bool = True,
 ) -> Rule:
-    """Return the default rule.
+    """Return the default rule; `compared`: for groups that compare their calls by messages.
 
     Between three hosts and more, long reductions use `p2p` (benchmarks/link_bytes.py); between any number, so does a
-    short allreduce, whose vectors `p2p` sends with the comparison of the call (benchmarks/call_cost.py).
+    short allreduce that is compared, whose vectors `p2p` sends with the comparison (benchmarks/call_cost.py).
 
     >>> default_rule(Key("allreduce", "cpu", "across", "sync"), {"mpi", "p2p"}.__contains__, num_hosts=2)
     ((65536, 'p2p'), (None, 'mpi'))
@@ -165,7 +166,7 @@ def default_rule(
     is_staged = device_transport(key, can, forced=forced, gpu_backends=gpu_backends, aware=aware) is None
     if key.span != "across" or key.collective not in REDUCING or not is_staged or forced != "auto" or not can("p2p"):
         return ((None, transport),)
-    short = "p2p" if key.collective == "allreduce" else transport
+    short = "p2p" if key.collective == "allreduce" and compared else transport
     long = "p2p" if num_hosts > 2 else transport
     return ((None, long),) if short == long else ((_SHORT_BYTES, short), (None, long))
 

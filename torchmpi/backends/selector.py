@@ -80,7 +80,7 @@ class Selector:
         """The measured rules, of this run or an earlier one."""
         self._world, self._config = world, config
         self._check_forced()
-        self._defaults = self._default_table()
+        self._defaults, self._defaults_uncompared = (self._default_table(compared=each) for each in (True, False))
         self.table = Table(self._defaults)
 
     # --- choosing -------------------------------------------------------------------------------------------
@@ -131,20 +131,22 @@ class Selector:
         def can(name: str) -> bool:
             return self._why_not(name, call, group) is None
 
-        rule = self._rule_for(key, can)
+        rule = self._rule_for(key, can, group)
         if not all(can(name) for _, name in rule):
             instead = self._default(key, can, hierarchical=None if len(rule) == 1 else "off")
             rule = checked(key, [(limit, name if can(name) else instead) for limit, name in rule])
         return [Choice(limit, self.backends[name]) for limit, name in rule]
 
-    def _rule_for(self, key: Key, can: Callable[[str], bool]) -> Rule:
-        """Return the rule of the table; for CUDA tensors with a default rule, the one for the GPUs of this group.
+    def _rule_for(self, key: Key, can: Callable[[str], bool], group: Group) -> Rule:
+        """Return the rule of the table; instead of a default rule, the one for this group and its GPUs.
 
         CUDA tensors that are staged through the host use the rule for the CPU.
         """
         rule = self.table[key]
-        if key.device == "cpu" or rule is not self._defaults[key]:
+        if rule is not self._defaults[key]:
             return rule
+        if key.device == "cpu":
+            return rule if group.is_strict else self._defaults_uncompared[key]
         direct = device_transport(
             key,
             can,
@@ -152,7 +154,7 @@ class Selector:
             gpu_backends=self._config.chosen_gpu_backends,
             aware=self._is_aware(key),
         )
-        return self.table[key._replace(device="cpu")] if direct is None else ((None, direct),)
+        return self._rule_for(key._replace(device="cpu"), can, group) if direct is None else ((None, direct),)
 
     def bind(
         self,
@@ -320,7 +322,7 @@ class Selector:
         for group in list(context.groups):
             group.forget_plans()
 
-    def _default_table(self) -> Table:
+    def _default_table(self, *, compared: bool) -> Table:
         table = Table()
         for key in keys():
             if any(self._is_possible(key, name) for name in self.backends):
@@ -332,6 +334,7 @@ class Selector:
                     hierarchical=self._config.hierarchical,
                     gpu_backends=self._config.chosen_gpu_backends,
                     aware=self._is_aware(key),
+                    compared=compared,
                 )
         return table
 
