@@ -2,7 +2,8 @@
 
     python benchmarks/plan_costs.py [--write docs/design/hierarchy.md]
 
-No messages are sent. Times are those of a model, for the network that the choice between the plans assumes.
+Times are those of a model, for the network that the choice between the plans assumes. The last table is counted in
+simulated runs of the code of the backends.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ import argparse
 import re
 from pathlib import Path
 
+import torch
+from simulator.messages import Comm, World
+from simulator.plans import Ranks
+
+from torchmpi.backends.hierarchical import COLLECTIVES
 from torchmpi.backends.p2p import SHORT_BYTES, chunk_bytes
 from torchmpi.backends.plan_cost import Network, PlanCost, allreduce_plans, most_relayed_bytes, other_plans
 from torchmpi.config import Config
 
 SIZES = (2, 8, 64, 1024, 10_000)
 PAYLOADS = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "64 MB": 64 << 20}
+PLACEMENTS = {"4 x 2": "aabbccdd", "4, 2, 1, 1": "aaaabbcd", "4 x 4": "aaaabbbbccccdddd", "8 x 2": "aabbccddeeffgghh"}
+PLACED_NUMEL = 1 << 16
 BEGIN, END = "<!-- costs: written by benchmarks/plan_costs.py -->", "<!-- end of costs -->"
 
 
@@ -40,8 +48,41 @@ def describe(cost: PlanCost) -> str:
     return f"{cost.rounds}, {cost.messages}, {cost.num_bytes:.5g}, {cost.memory:.5g}"
 
 
+def counted(collective: str, hosts: list[int]) -> tuple[int, int]:
+    """Return the messages of the busiest rank and the bytes of the busiest host of a call, to other hosts."""
+    world = World(hosts)
+    op = "sum" if "reduce" in collective else None
+
+    def work(comm: Comm) -> None:
+        tensor = None if collective == "barrier" else torch.ones(PLACED_NUMEL)
+        dtype = None if tensor is None else tensor.dtype
+        Ranks(comm).prepare(collective, "hierarchical", dtype, op)(tensor)
+
+    world.run(work)
+    by_host: dict[int, int] = {}
+    for (origin, target), num_bytes in world.sent_bytes.items():
+        if origin != target:
+            by_host[origin] = by_host.get(origin, 0) + num_bytes
+    return max(world.num_sent.values()), max(by_host.values())
+
+
+def placed_table() -> list[str]:
+    """Return the table of the collectives in steps over hosts."""
+    num_bytes = 4 * PLACED_NUMEL
+    title = "messages of a rank, bytes of a host, sent to other hosts; hosts x ranks:"
+    lines = [f"| {title} | {' | '.join(PLACEMENTS)} |", "|---" * (len(PLACEMENTS) + 1) + "|"]
+    for collective in COLLECTIVES:
+        cells = []
+        for placement in PLACEMENTS.values():
+            num_messages, sent = counted(collective, [ord(host) for host in placement])
+            amount = f"{sent:,} B" if collective == "barrier" else f"{sent / num_bytes:.5g} S"
+            cells.append(f"{num_messages}, {amount}")
+        lines.append(f"| {collective} | {' | '.join(cells)} |")
+    return lines
+
+
 def tables() -> str:
-    """Return both tables."""
+    """Return all tables."""
     ranks = " | ".join(f"{size:,}" for size in SIZES)
     title = "rounds, messages, payloads sent, payloads of memory, of a rank; ranks:"
     lines = [f"| {title} | {ranks} |", "|---" * (len(SIZES) + 1) + "|"]
@@ -61,6 +102,14 @@ def tables() -> str:
         cells = [(name, cost.seconds() * 1e3) for name, cost in (chosen(size, num_bytes) for size in SIZES)]
         times = [f"{name}, {time:.{0 if time >= 100 else 1}f} ms" for name, time in cells]
         lines.append(f"| {title} | " + " | ".join(times) + " |")
+    lines += [
+        "",
+        "Collectives in steps over hosts, counted in simulated runs with the comparison of the call: the most of any",
+        f"rank and host, payload S of {PLACED_NUMEL >> 8} KiB (of an allgather: what one rank contributes). The",
+        "simulated MPI library broadcasts along a binomial tree and gathers long rows along a ring.",
+        "",
+        *placed_table(),
+    ]
     return "\n".join(lines)
 
 

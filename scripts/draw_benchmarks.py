@@ -54,6 +54,7 @@ def bars(panel: Any, rows: dict[str, dict[str, float]], labels: list[str]) -> No
         drawn = panel.barh(places, values, height * 0.92, color=COLORS[contestant], label=label)
         panel.bar_label(drawn, fmt="%.0f", padding=2, fontsize=7)
     panel.set_yticks(range(len(rows)), labels)
+    panel.tick_params(axis="y", length=0)
     panel.invert_yaxis()
     panel.margins(x=0.1)
     panel.set_xlabel("ms")
@@ -75,6 +76,7 @@ def main() -> None:
     for panel, (name, values) in zip(panels, steps.items(), strict=True):
         bars(panel, {name: values}, [""])
         panel.set_title(name, fontsize=10)
+        panel.set_xlabel("ms per step")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(IMAGES / "bench_train.png", dpi=110)
 

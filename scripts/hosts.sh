@@ -19,6 +19,7 @@ under /tmp that hosts share: HOSTS_SHARE, a list separated by colons, besides th
 /run/torchmpi-hosts). Launchers start their remote processes with the program $HOSTS_STATE/agent in place of ssh.
 A second set of hosts needs its own HOSTS_STATE, HOSTS_PREFIX (of interfaces, default tmpi) and HOSTS_NETWORK (default 10.87.21).
 
+While hosts are up, kernel.sched_autogroup_enabled is 0 on this machine, so that their processes share its cores evenly.
 Needs root with CAP_SYS_ADMIN, iproute2 and util-linux.
 HELP
 }
@@ -29,6 +30,7 @@ state=${HOSTS_STATE:-/run/torchmpi-hosts}
 network=${HOSTS_NETWORK:-10.87.21}
 prefix=${HOSTS_PREFIX:-tmpi}
 bridge=$prefix-br
+autogroup=/proc/sys/kernel/sched_autogroup_enabled
 fail() {
     printf 'hosts.sh: %s\n' "$*" >&2
     exit 1
@@ -94,6 +96,11 @@ up() {
     done | sort -u >"$state/share"
     printf '#!/usr/bin/env bash\nHOSTS_STATE=%q HOSTS_PREFIX=%q exec %q agent "$@"\n' "$state" "$prefix" "$here" >"$state/agent"
     chmod +x "$state/agent"
+    # Launchers begin a session on each host. With autogroups, sessions share cores unevenly, and a rank that computes gets
+    # next to nothing beside ranks of another session that poll: minutes instead of seconds, which no real host has.
+    if [ "$(cat "$autogroup" 2>/dev/null)" = 1 ] && echo 0 >"$autogroup"; then
+        touch "$state/autogroup"
+    fi
     ip link add "$bridge" type bridge
     ip addr add "$network.254/24" dev "$bridge"
     ip link set "$bridge" up
@@ -133,6 +140,7 @@ down() {
         ip netns del "$name"
     done
     ip link del "$bridge" 2>/dev/null || true
+    [ ! -e "$state/autogroup" ] || echo 1 >"$autogroup"
     rm -rf "$state"
 }
 

@@ -21,6 +21,7 @@ status is 0 only if nothing failed. Full logs: build/test/.
 Environment: PYTHON, the interpreter to use; VENV_DIR, where the private environments go (default .venv); HOSTFILE, a
 file with hosts that have this checkout at the same path: tests/mpi then runs on their ranks, the other tests here;
 OMPI_OPTIONS, words for the mpirun of Open MPI, such as "--map-by node" (with --mpi openmpi).
+As root, kernel.sched_autogroup_enabled is set to 0 until the tests have ended.
 HELP
 }
 
@@ -62,6 +63,16 @@ end_all() {
     exit 130
 }
 trap end_all INT TERM
+
+# Tests call mpi4py themselves, and ranks of MPICH that poll there keep others from their cores if Linux divides the cores
+# between sessions (docs/sharp-bits.md, "More ranks than cores under MPICH"): tests of seconds then take minutes.
+autogroup=/proc/sys/kernel/sched_autogroup_enabled
+turn_autogroups_off() {
+    if [ "$(cat "$autogroup" 2>/dev/null)" = 1 ] && { echo 0 >"$autogroup"; } 2>/dev/null; then
+        trap 'echo 1 >"$autogroup"' EXIT
+        say "kernel.sched_autogroup_enabled is 0 until the tests have ended."
+    fi
+}
 
 # ---- environments ------------------------------------------------------------------------------------------------
 
@@ -238,6 +249,7 @@ cd "$checkout" || exit 1
 export PYTHONUNBUFFERED=1 # so that the log of a killed suite is complete
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 prepare_environments
+turn_autogroups_off
 mkdir -p "$logs" || fail "FAILED: cannot write to $logs" "Work in a copy of the checkout that belongs to you."
 use_environment "${mpis%% *}"
 # One process, or mostly waiting: what does not take both cores runs side by side, with the tests on one rank.
@@ -259,7 +271,8 @@ if [ $quick = no ]; then
     for name in $mpis; do
         use_environment "$name"
         share_of_jobs "$name"
-        pytest_suite "$name-jobs" 2700 tests/jobs ${only[@]+"${only[@]}"}
+        # The limits of the jobs are shorter: a job that takes too long fails its test and not the whole suite.
+        pytest_suite "$name-jobs" 2700 -o faulthandler_timeout=600 --durations=25 tests/jobs ${only[@]+"${only[@]}"}
     done
     finish
 fi

@@ -107,13 +107,10 @@ for name in $mpis; do
     use_environment "$name"
     for layout in $layouts; do
         job "$name" "$layout"
-        # It stalls in about half of the runs, see docs/sharp-bits.md.
-        selected=(${pytest_options[@]+"${pytest_options[@]}"})
-        [ "$name" != openmpi ] || [ ${#selected[@]} != 0 ] || selected=(-k "not freeing_while_other_threads")
         began=$SECONDS status=0
         timeout --foreground -k 10 900 "${launch[@]}" "$checkout/scripts/wrap.sh" --no-bind --log-dir "$logs/$name-$layout" \
             python -m pytest --with-mpi -p no:cacheprovider --capture=sys --color=no -q --durations=5 "${tests[@]}" \
-            ${selected[@]+"${selected[@]}"} >"$logs/$name-$layout.log" 2>&1 </dev/null || status=$?
+            ${pytest_options[@]+"${pytest_options[@]}"} >"$logs/$name-$layout.log" 2>&1 </dev/null || status=$?
         record "$name-$layout" $((SECONDS - began)) "$status"
     done
     began=$SECONDS status=0 selected=(${pytest_options[@]+"${pytest_options[@]}"})

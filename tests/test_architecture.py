@@ -34,7 +34,7 @@ IMPORTED_BY_START = ("mpi4py", "numba")
 """Imported inside functions only: mpi4py starts MPI, numba costs 0.2 s and 56 MB."""
 KERNEL_MODULES = (
     "intrinsics", "access", "arrival", "copying", "peer_memory", "reduce_kernels", "chunk_loop", "movement",
-    "shard_passes", "server_rule_loops", "fast_path_code", "compilation",
+    "shard_passes", "server_rule_loops", "fast_path_code", "logged_calls", "compilation",
 )  # fmt: skip
 """Modules of ``shared_memory/kernels`` that import numba; ``kernels.load()`` imports them."""
 IMPORTING_NUMBA = {f"shared_memory/kernels/{name}.py" for name in KERNEL_MODULES}
@@ -160,6 +160,46 @@ def test_device_differences_are_confined():
     for module, path in MODULES.items():
         if entry_of(module) not in allowed:
             assert ".is_cuda" not in path.read_text(), module
+
+
+OUTPUT_WITHOUT_LOGGER = {
+    "log": "the handler of the logger, and what signal handlers write",
+    "engine.progressbar": "a bar that is drawn again on one line",
+    "cli.bench.bench_job": "a line of progress that is drawn again",
+    "cli.rank_start": "runs before the program, and does not import torch, which the logger's package does",
+    "horovod.__main__": "the usage of a command",
+    "session.failure": "flushes the streams at the end, and prints what the exception hook has left in a buffer",
+    "session.mpi_library": "flushes the streams when the process ends",
+    "session.launcherless.endpoint": "flushes the streams when the process ends",
+    "horovod.distributed_optimizer": "warnings of Horovod's interface",
+    "horovod.mpi_ops": "warnings of Horovod's interface",
+    "distributed.registration": "a warning during `import torch`, which a program may filter",
+    "distributed.torch_names": "a warning on the version of torch, which a program may filter",
+}
+"""Modules that print without the logger `torchmpi`, each with the reason. Results of commands go to standard output."""
+
+
+def prints_without_logger(tree: ast.AST, *, is_command: bool) -> bool:
+    """Whether a module names standard error, raises warnings, or prints; a command may print its result."""
+    names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    if names & {"sys.stderr", "sys.__stderr__", "sys.__stdout__", "warnings.warn", "traceback.print_exc"}:
+        return True
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return not is_command and any(isinstance(func, ast.Name) and func.id == "print" for func in calls)
+
+
+def test_all_output_but_results_goes_through_the_logger():
+    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+    found = {name for name, tree in trees.items() if prints_without_logger(tree, is_command=entry_of(name) == "cli")}
+    assert found == set(OUTPUT_WITHOUT_LOGGER)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("print(1)", True), ("sys.stderr.write('')", True), ("warnings.warn('')", True), ("logger.info('')", False)],
+)
+def test_output_without_the_logger_is_found(line, expected):
+    assert prints_without_logger(ast.parse(line), is_command=False) is expected
 
 
 def test_public_functions_are_documented():

@@ -84,6 +84,7 @@ if TYPE_CHECKING:  # loaded at first use, see __getattr__: torch imports this pa
         stop,
         use,
     )  # fmt: skip
+    from .session.call_metrics import metrics
     from .session.recovery import recover
 
 
@@ -105,6 +106,7 @@ _MODULE_OF = {
         "is_cartesian_communicator is_started local_rank local_size num_nodes_in_communicator push_communicator rank "
         "set_collective_span set_communicator size start started stop use"
     ),
+    "session.call_metrics": "metrics",
     "session.recovery": "recover",
 }
 """The module that defines each public name."""
@@ -141,7 +143,7 @@ __all__ = [
     "broadcast_object", "collective_availability", "collective_selector", "collective_selector_to_string",
     "communicator", "communicator_names", "device", "distributed", "empty_shared", "engine", "errors", "gather",
     "gather_async", "group", "has_cuda", "has_gloo", "has_nccl", "horovod", "host_name",
-    "is_cartesian_communicator", "is_started", "local_rank", "local_size", "nn", "num_nodes_in_communicator",
+    "is_cartesian_communicator", "is_started", "local_rank", "local_size", "metrics", "nn", "num_nodes_in_communicator",
     "parameterserver", "push_communicator", "rank", "recover", "recv", "recv_async", "reduce", "reduce_async",
     "reduce_scatter", "reduce_scatter_async", "scatter", "scatter_async", "send", "send_async", "sendreceive",
     "sendreceive_async", "set_collective_span", "set_communicator", "size", "start", "started", "stop", "timeline",

@@ -29,7 +29,7 @@ Span = Literal["host", "across", "hosts"]
 Mode = Literal["sync", "async"]
 
 _GPU_BACKENDS = ("nccl", "ipc")
-_POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes")
+_POSITIVE = ("watchdog_period_seconds", "message_bytes", "pipeline_bytes", "bucket_bytes", "metrics_seconds")
 # Variables with the same prefix that are not settings of a run.
 _NOT_FIELDS = (
     "TORCHMPI_TEST_", "TORCHMPI_AS_MPI", "TORCHMPI_AS_GLOO", "TORCHMPI_AS_TORCHRUN", "TORCHMPI_KERNEL_CHECKS",
@@ -104,6 +104,16 @@ class Config:
     and the program may continue with ``recover()`` (ranks without an MPI launcher only)."""
     timeline: str = ""
     """Folder in which each rank records a timeline from start() to stop() (docs/timeline.md); empty: none."""
+    flight_record: str = ""
+    """Folder in which each rank keeps a file with its last calls (docs/flight-record.md); empty: in memory, where
+    ``torchmpi dump`` finds them."""
+    metrics: str = ""
+    """Where each rank exports its metrics for Prometheus (docs/metrics.md): a folder, for a file that is rewritten; or
+    ``PORT`` or ``ADDRESS:PORT``, to which the local rank is added, for an HTTP server; empty: nowhere."""
+    metrics_seconds: float = 15.0
+    """Interval at which the file of `metrics` is rewritten."""
+    summary: bool = False
+    """Print a table of the calls of all ranks on rank 0 at stop()."""
     report: str = ""
     """File to which the report of a job that fails is also written, as JSON; empty: none."""
 

@@ -1,8 +1,9 @@
 """The logger ``torchmpi``: messages of the package on standard error.
 
 The environment variable ``TORCHMPI_LOG`` sets the level (``debug``, ``info``, ``warning``, ``error``, ``critical``;
-default ``info``). Records have the attribute ``rank``, None before ``start()``. Programs may add handlers to
-``logging.getLogger("torchmpi")``, or remove the one of this module.
+default ``info``). Records have the attributes ``rank``, None before ``start()``, and ``host``. At the level ``debug``
+each line begins with level, rank and host. Programs may add handlers to ``logging.getLogger("torchmpi")``, or remove
+the one of this module.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 
 VARIABLE = "TORCHMPI_LOG"
 LEVELS = ("debug", "info", "warning", "error", "critical")
 DEFAULT_LEVEL = "info"
+HOST = socket.gethostname()
+_WITH_PROGRAM = ("torchmpi ", "torchmpi: ", "python -m torchmpi ")
+"""Beginnings of messages that name the program already."""
 
 logger = logging.getLogger("torchmpi")
 
@@ -34,36 +39,47 @@ class _StandardErrorHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record; errors of the stream (closed, None, full) are ignored."""
         with contextlib.suppress(Exception):
-            sys.stderr.write(_as_text(record.getMessage()))
+            place = _place_of(record) if logger.isEnabledFor(logging.DEBUG) else ""
+            sys.stderr.write(_as_text(record.getMessage(), place))
             sys.stderr.flush()
 
 
-def _as_text(message: str) -> str:
-    r"""Format a line.
+def _as_text(message: str, place: str = "") -> str:
+    r"""Format a line; `place` comes first if it is not empty.
 
     >>> _as_text("rank 0 stops"), _as_text("torchmpi 1.0: 2 ranks")
     ('torchmpi: rank 0 stops\n', 'torchmpi 1.0: 2 ranks\n')
+    >>> _as_text("torchmpi: rank 0 stops", "info, rank 0 on node1")
+    'torchmpi: info, rank 0 on node1: rank 0 stops\n'
     """
-    return f"{message}\n" if message.startswith(("torchmpi ", "torchmpi: ")) else f"torchmpi: {message}\n"
+    if place:
+        return f"torchmpi: {place}: {message.removeprefix('torchmpi: ')}\n"
+    return f"{message}\n" if message.startswith(_WITH_PROGRAM) else f"torchmpi: {message}\n"
 
 
-def set_rank(rank: int | None) -> None:
-    """Set the rank in later records."""
-    _rank_filter.rank = rank
+def _place_of(record: logging.LogRecord) -> str:
+    rank = "" if _place.rank is None else f"rank {_place.rank} "
+    return f"{record.levelname.lower()}, {rank}on {_place.host}"
 
 
-class _RankFilter(logging.Filter):
-    """Adds the rank of this process to each record."""
+def set_place(rank: int | None, host: str) -> None:
+    """Set rank and host in later records."""
+    _place.rank, _place.host = rank, host
+
+
+class _Place(logging.Filter):
+    """Adds rank and host of this process to each record."""
 
     rank: int | None = None
+    host = HOST
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = self.rank
+        record.rank, record.host = self.rank, self.host
         return True
 
 
-_rank_filter = _RankFilter()
-logger.addFilter(_rank_filter)
+_place = _Place()
+logger.addFilter(_place)
 logger.addHandler(_StandardErrorHandler())
 logger.propagate = False  # otherwise a program that configures the root logger would see each message twice
 level = os.environ.get(VARIABLE, DEFAULT_LEVEL).lower()

@@ -59,12 +59,14 @@ def draw(runs: list[Run], folder: Path) -> list[Path]:
 
 def finish(figure: Any, panels: Any) -> None:
     """Set the error axes, and one legend for all panels."""
-    ticks = [1, 2, 5, 10, 20, 50, 100]
+    ticks = [1, 2, 3, 5, 10, 20, 50, 100]
     labels: dict[str, Any] = {}
     for panel in panels:
         panel.set_yscale("log")
+        limits = panel.get_ylim()  # of the data, not of the ticks
         panel.set_yticks(ticks, list(map(str, ticks)))
         panel.set_yticks([], minor=True)
+        panel.set_ylim(limits)
         panel.grid(alpha=0.3)
         lines, names = panel.get_legend_handles_labels()
         labels |= dict(zip(names, lines, strict=True))

@@ -62,9 +62,12 @@ def test_a_crashed_host_ends_the_others(start: Start, layout: str, torchrun: boo
     job.wait_for_end(60)
     hosts_sh("revive", "h1")
     assert all(job.statuses().values()), job.output()
-    assert re.search(r"on host h1 (has ended without mpi.stop\(\)|is gone)|[Rr]emote .*\bh1\b", job.output()), (
-        job.output()
-    )
+    named = re.search(r"on host h1 (has ended without mpi.stop\(\)|is gone)|[Rr]emote .*\bh1\b", job.output())
+    if not named and re.search(r"mpiexec@.* assert \(!closed\) failed", job.output()):
+        # MPICH's launcher names no host, and was the first to notice: it left the other ranks no time for a report.
+        assert not any("torchmpi: rank" in job.messages(rank) for rank in range(job.num_ranks)), job.output()
+    else:
+        assert named, job.output()
 
 
 def test_communicators_in_different_orders_are_named(start: Start):

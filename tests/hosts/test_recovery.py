@@ -13,7 +13,7 @@ SECONDS = 150
 
 
 def results(job: Job) -> list[str]:
-    return sorted(re.findall(r"result ([^\]]*\])", job.output()))
+    return sorted(re.findall(r"result (\d+: [^\]]*\])", job.output()))
 
 
 def reference(start: Start, layout: str, folder: Path, moment: str, lost: str) -> list[str]:

@@ -101,13 +101,13 @@ def search_path(first: Path | None = None) -> dict[str, str]:
 Launch = Callable[..., Result]
 
 WARM = Path(__file__).parent / "warm"
-AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TORCHMPI_AS_", "LD_")
+AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TORCHMPI_AS_", "TORCHMPI_KERNEL_", "TORCHMPI_LOG", "LD_")
 """Prefixes of variables that are read at import, which the server of warm ranks has done already."""
 
 
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[list[str]]:
-    """The command in place of Python for ranks that have imported torch; with TORCHMPI_TEST_COLD=1 plain Python."""
+    """The command in place of Python for ranks that have imported torchmpi; with TORCHMPI_TEST_COLD=1 plain Python."""
     if os.environ.get("TORCHMPI_TEST_COLD"):
         yield [sys.executable]
         return
@@ -133,7 +133,7 @@ def warm_python() -> Iterator[list[str]]:
 def launch(mpirun: list[str], warm_python: list[str]) -> Launch:
     """``launch(n, ["script.py", ...], timeout=150, env={}) -> Result``.
 
-    Ranks are forks of a process that has imported torch, unless `env` has variables that are read at import.
+    Ranks are forks of a process that has imported torchmpi, unless `env` has variables that are read at import.
     ``timeout -k`` is necessary because a hung mpirun may ignore SIGTERM.
     """
 
@@ -195,6 +195,16 @@ def fake_mpirun(folder: Path, body: str) -> Path:
     script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{body}\n')
     script.chmod(0o755)
     return folder
+
+
+WITHOUT_MATPLOTLIB = """
+import os, runpy, sys
+sys.modules["matplotlib"] = None
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A program that runs another one, with its arguments, as if matplotlib was not installed."""
 
 
 @pytest.fixture(scope="session")

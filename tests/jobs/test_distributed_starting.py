@@ -157,6 +157,7 @@ def test_a_mixture_of_backends_ends_the_job_with_the_reason(job):
 def test_one_process_without_a_launcher():
     """With an untested version of torch there is one warning, which lists the tested versions."""
     code = """
+import os
 import torch
 import torch.distributed as dist
 for round in range(2):
@@ -168,12 +169,18 @@ for round in range(2):
     dist.all_gather(gathered, tensor)
     print(dist.get_rank(), dist.get_world_size(), gathered, flush=True)
     dist.destroy_process_group()
+os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+dist.init_process_group("torchmpi", rank=0, world_size=0)  # the call of torch's tutorial for MPI
+print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+dist.destroy_process_group()
+del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 torch.__version__ = "2.99.1"
 dist.init_process_group("torchmpi")
 dist.new_group()
 """
     result = alone(code)
     assert result.returncode == 0 and result.stdout.count("0 1 [tensor([0., 1., 2.])]") == 2, result.stderr
+    assert "rank 0 of 1" in result.stdout, result.stderr
     assert result.stderr.count("UserWarning") == 1, result.stderr
     assert "was tested with torch" in result.stderr and "this is 2.99.1" in result.stderr, result.stderr
 
@@ -257,7 +264,8 @@ for name in ("gloo", None):
     model(torch.full((1, 1), rank + 1.0)).sum().backward()
     assert model.module.weight.grad.item() == (size + 1) / 2
     dist.destroy_process_group()
-print("done by", "torchmpi" if "torchmpi.distributed.process_group" in sys.modules else "gloo", flush=True)
+# In one write, since torchrun mixes the output of the ranks.
+sys.stdout.write(f"done by {'torchmpi' if 'torchmpi.distributed.process_group' in sys.modules else 'gloo'}\\n")
 """
 
 
@@ -302,17 +310,6 @@ dist.destroy_process_group()
     result = job(2, code, env={"TORCHMPI_AS_GLOO": "1"})
     said(result, "sum [2.0, 2.0, 2.0] ProcessGroupGloo gloo cpu:gloo,cuda:gloo", 2)
     assert result.stderr.count("(TORCHMPI_AS_GLOO): gloo, 2 ranks, since ") == 1, result.stderr
-
-
-@once
-def test_the_call_of_torchs_tutorial_for_mpi_without_a_launcher():
-    code = """
-import torch.distributed as dist
-dist.init_process_group("torchmpi", rank=0, world_size=0)
-print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
-"""
-    result = alone(code, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    assert "rank 0 of 1" in result.stdout, result.stderr
 
 
 @once
@@ -368,6 +365,7 @@ print("torch works:", torch.ones(2).sum().item())
     reason="torchmpi.session.launcherless is not there",
 )
 def test_torchrun_without_mpi(tmp_path):
+    """The ranks connect through torchrun's store, for a program of torch and then for one of torchmpi."""
     script = tmp_path / "job.py"
     script.write_text("""
 import sys
@@ -385,6 +383,12 @@ for _ in range(2):
     # In one write, since torchrun mixes the output of the ranks.
     sys.stdout.write(f"sum {tensor.tolist()} message {message[0].item() == 1 - dist.get_rank()}\\n")
     dist.destroy_process_group()
+
+import torchmpi as mpi
+for _ in range(2):
+    mpi.start()
+    sys.stdout.write(f"rank {mpi.rank()} of {mpi.size()} sum {mpi.allreduce(mpi.rank() + 1)}\\n")
+    mpi.stop()
 sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
@@ -393,6 +397,7 @@ sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("sum [3.0, 3.0, 3.0] message True") == 4, done.stdout + done.stderr
+    assert done.stdout.count("rank 0 of 2 sum 3") == done.stdout.count("rank 1 of 2 sum 3") == 2, done.stdout
     assert done.stdout.count("mpi4py loaded: False") == 2, done.stdout + done.stderr
 
 

@@ -27,9 +27,9 @@ SECTIONS = {"Args": "Parameters", "Returns": "Returns", "Raises": "Raises", "Exa
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The built site."""
+    """The built site. Not with --quiet, with which mkdocs counts no warnings."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr

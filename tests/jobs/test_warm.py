@@ -1,4 +1,4 @@
-"""Ranks forked from a process with torch loaded are equal to ranks started by Python; without a launcher."""
+"""Ranks forked from a process with torchmpi loaded are equal to ranks started by Python; without a launcher."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def test_random_numbers_differ_between_ranks(warm_python, tmp_path):
         "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
         "import atexit, threading; atexit.register(print, 'b'); threading.Timer(0.2, print, 'a').start()",
         "import os; os._exit(7)",
+        "import ctypes, sys; ctypes.CDLL(None).printf(b'in a buffer of C'); sys.exit(5)",
         "import atexit; atexit.register(print, 'b'); raise KeyboardInterrupt",
         "a syntax error",
     ),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -12,8 +15,29 @@ import torchmpi.nn as mpinn
 from torchmpi.engine import AllReduceSGDEngine, ClassErrorMeter, SGDEngine, fit
 from torchmpi.engine.fit import DividedBatches
 from torchmpi.errors import ArgumentError
+from torchmpi.timeline.trace_reader import MAIN_THREAD, read_folder
 
 pytestmark = pytest.mark.usefixtures("world")
+
+
+def test_the_parts_of_a_run_are_ranges_of_a_timeline(agree, tmp_path):
+    folder = Path(mpi.broadcast_object(str(tmp_path)))
+    engine = AllReduceSGDEngine(progress=False)
+    engine.checkpoint(folder / "run.ckpt")
+    with mpi.timeline.start(folder):
+        fit(network(), tensors(), batch_size=15, max_epochs=2, lr=0.1, validate=tensors(7), engine=engine)
+    mpi.barrier()
+    found = read_folder(folder)[mpi.rank()].intervals("range")
+    counts = Counter(each.name for each in found if each.thread == MAIN_THREAD)
+    for name in ("backward", "synchronize gradients", "optimizer step"):
+        agree.equal(counts[name], 6, f"{name}: {counts}")
+    agree.equal((counts["validation"], counts["checkpoint"], counts["epoch 1"], counts["epoch 2"]), (2, 2, 1, 1))
+    agree(counts["forward"] == counts["criterion"] > 6, f"those of the validation too: {counts}")
+    agree(counts["wait for a batch"] >= 8, str(counts))
+    loaded = [each for each in found if each.name == "load a batch"]
+    agree.equal(len(loaded), counts["wait for a batch"])
+    (first,), backward = [each for each in found if each.name == "epoch 1"], [e for e in found if e.name == "backward"]
+    agree.equal(sum(first.begin <= each.begin and each.end <= first.end for each in backward), 3)
 
 
 def tensors(num: int = 45) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -405,6 +406,28 @@ def test_messages_that_were_not_received_do_not_arrive_on_a_later_group(agree):
         with mpi.group(range(size)) as communicator:
             received = mpi.sendreceive(torch.tensor([10.0 * number + rank]), previous, following, comm=communicator)
             agree.equal(received, torch.tensor([10.0 * number + previous]), f"group {number}")
+
+
+@pytest.mark.parametrize("name", ["group", "recv"])
+def test_ranks_that_share_cores_sleep_while_they_wait(agree, monkeypatch, name):
+    """Regression: under MPICH, ranks that polled in MPI kept threads of the awaited rank from a core for seconds."""
+    if mpi.size() == 1:
+        pytest.skip("one rank waits for nobody")
+    monkeypatch.setattr(runtime.current().context, "sleeps_before_mpi", True)
+    with mpi.group(range(mpi.size())) as communicator:
+        mpi.barrier(comm=communicator)
+        if mpi.rank() == 0:
+            time.sleep(0.5)
+        begin = time.thread_time()
+        if name == "group":
+            mpi.group(range(mpi.size())).free()
+        elif mpi.rank() == 0:
+            for other in range(1, mpi.size()):
+                mpi.send(torch.ones(3), other, comm=communicator)
+        else:
+            mpi.recv(torch.ones(3), 0, comm=communicator)
+        seconds = time.thread_time() - begin
+    agree(mpi.rank() == 0 or seconds < 0.2, f"a rank that waited for 0.5 s used {seconds:.2f} s of a core")
 
 
 def test_thousands_of_groups_fit(agree):

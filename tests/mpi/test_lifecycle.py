@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +63,12 @@ def mpi_size() -> int:
     return MPI.COMM_WORLD.size
 
 
+def mpi_rank() -> int:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank
+
+
 def test_start_gathers_objects_of_all_ranks_once(agree):
     """Each gathering takes time and memory on every rank for every rank of the job."""
     from mpi4py import MPI
@@ -82,6 +89,17 @@ def test_start_gathers_objects_of_all_ranks_once(agree):
         MPI.pickle.__init__()
     # Hosts connect with each other, for which they gather addresses.
     agree.equal(names if num_hosts == 1 else names[:1], ["_RankInfo"])
+
+
+@pytest.mark.parametrize("are_hosts", [False, True])
+def test_on_several_hosts_mpi_makes_progress_between_calls(agree, are_hosts):
+    """Regression: the last bytes of an MPI_Reduce_scatter were sent in the next call of MPI, which waited for them."""
+    host_name = f"host{mpi_rank()}" if are_hosts else ""
+    with mpi.started(config=quiet(host_name=host_name)):
+        probes = [thread for thread in threading.enumerate() if thread.name == "torchmpi MPI progress"]
+        agree.equal(len(probes), int(runtime.current().num_hosts > 1))
+        agree(all(thread.is_alive() for thread in probes))
+    agree(not any(thread.is_alive() for thread in probes))
 
 
 def test_nothing_is_left_behind(agree):

@@ -37,7 +37,7 @@ def test_allreduce_many_of_lazily_conjugated_and_negative_tensors(agree):
     for backend in ("mpi", None):
         values = contract.values((3, 5), torch.complex64, mpi.rank())
         tensors = [values.clone().conj(), values.clone().conj().imag]
-        expected = [mpi.allreduce(tensor.clone()) for tensor in tensors]
+        expected = [mpi.allreduce(tensor.clone(), backend=backend) for tensor in tensors]
         mpi.allreduce_many(tensors, backend=backend)
         for actual, wanted in zip(tensors, expected, strict=True):
             agree.bits(actual.resolve_conj().resolve_neg(), wanted, str(backend))

@@ -39,9 +39,10 @@ def fill(net: nn.Module, step: int) -> None:
         parameter.grad = gradient.copy_(torch.randn(parameter.shape) * 0.1 + 0.01 * (1 + mpi.rank()))
 
 
-@KIND
 @pytest.mark.parametrize(
-    ("dtype", "average"), [(torch.float32, True), (torch.float32, False), (torch.float64, True), (torch.bfloat16, True)]
+    ("kind", "dtype", "average"),
+    [(kind, *options) for kind in KINDS for options in ((torch.float32, False), (torch.bfloat16, True))]
+    + [("PowerSGD", torch.float64, True)],
 )
 def test_over_many_steps_the_sums_are_those_without_compression(agree, kind, dtype, average):
     """The error of the sum of all steps is that of a few steps."""
@@ -91,17 +92,18 @@ def test_bytes(agree):
         agree.equal(compressor.payload_bytes, expected[kind] if size > 1 else 0, kind)
 
 
-@KIND
-@pytest.mark.parametrize("how", ["sync", "optimizer", "optimizer, async"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [*((kind, "sync") for kind in KINDS), ("8 bit", "optimizer"), ("top k", "optimizer, async"),
+     ("PowerSGD", "optimizer, async")],
+)  # fmt: skip
 def test_training_reaches_the_loss_of_training_without_compression(agree, kind, how):
     losses = []
     for compression in (KINDS[kind](), None):
         net, inputs, targets = make("mlp")
         optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         if how != "sync":
-            optimizer = mpinn.DistributedOptimizer(
-                optimizer, net, asynchronous="async" in how, compression=compression
-            )
+            optimizer = mpinn.DistributedOptimizer(optimizer, net, asynchronous="async" in how, compression=compression)
         for step in range(NUM_STEPS):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             loss(net, mine(inputs), mine(targets)).backward()

@@ -339,7 +339,7 @@ def synchronized_as(net: nn.Module) -> list[bool]:
     log = mpi.communicator().intra.call_log
     before = log.seq
     mpinn.synchronize_gradients(net)
-    entered = {call[0]: call_log.COLLECTIVES[call[1] & 0xFF] for call in log.history if call is not None}
+    entered = {call.seq: call_log.COLLECTIVES[call.code & 0xFF] for call in log.ring.calls()}
     return [entered.get(seq) == "allreduce_many" for seq in range(before + 1, log.seq + 1)]
 
 

@@ -19,6 +19,8 @@ from torchmpi import errors
 from torchmpi.parameterserver.servers import INLINE_BYTES
 from torchmpi.parameterserver.shards import MESSAGE_BYTES
 from torchmpi.session import runtime
+from torchmpi.timeline import events
+from torchmpi.timeline.trace_reader import read_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -298,6 +300,38 @@ def test_counters(transport, agree):
     agree.equal((server.num_sent, server.bytes_sent, server.bytes_received), (3, 24 * LARGE, 16 * LARGE))
     agree.equal(server.received_version, 3.0 * mpi.size())
     agree(2 <= server.sent_version < 3 * mpi.size(), str(server.sent_version))
+
+
+def test_calls_requests_and_applied_updates_are_in_the_timeline(transport, agree, tmp_path):
+    folder = mpi.broadcast_object(str(tmp_path))
+    server = ps.init(torch.zeros(LARGE), name="weights")
+    ones = torch.ones(LARGE)
+    with mpi.timeline.start(folder):
+        mpi.barrier()  # a rank that records already asks others, which may not yet
+        for turn in range(2):  # each rank reads, then each sends once
+            ps.receive(server).wait()
+            mpi.barrier()
+            ps.send(server, ones * turn).wait()
+            mpi.barrier()
+    mpi.barrier()
+    own, size = next(each for each in read_folder(Path(folder)) if each.rank == mpi.rank()), mpi.size()
+    calls = [each for each in own.events if each.get("cat") == events.SERVER_CALL]
+    agree.equal([each["name"] for each in calls], ["receive", "send"] * 2)
+    agree(all(each["args"]["server"] == "weights" and each["args"]["bytes"] == 4 * LARGE for each in calls), str(calls))
+    agree(all(each["args"]["line"].startswith(__file__) for each in calls), str(calls))
+    agree.equal([each["args"]["version"] for each in calls if each["name"] == "receive"], [0.0, float(size)])
+    agree(all(0 <= each["args"]["staleness"] < size for each in calls if each["name"] == "send"), str(calls))
+    staleness = sum(each["args"]["staleness"] for each in calls if each["name"] == "send")
+    total = mpi.allreduce(torch.tensor([staleness], dtype=torch.float64)).item()
+    agree.equal(round(total, 3), 2.0 * sum(range(size)), "of n sends, one found 0 others, the next one 1, ...")
+    remote = [rank for rank in range(size) if rank not in calls[0]["args"]["in memory of ranks"]]
+    asked = [each["args"] for each in own.events if each.get("cat") == events.SERVER_REQUEST]
+    agree.equal(sorted(each["rank"] for each in asked), sorted(4 * remote))
+    served = [each for each in own.events if each.get("cat") == events.SERVED]
+    agree.equal(sorted((each["name"], each["args"]["rank"]) for each in served),
+                sorted((name, rank) for name in ("read", "apply") for rank in 2 * remote))  # fmt: skip
+    rules = {each["args"]["rule"] for each in served if each["name"] == "apply"}
+    agree.equal(rules, {"add"} if remote else set())
 
 
 # --- invalid arguments

@@ -19,6 +19,8 @@ import torchmpi.nn as mpinn
 import torchmpi.parameterserver as ps
 from torchmpi.errors import StallError
 from torchmpi.session import runtime
+from torchmpi.timeline.events import SERVER_CALL
+from torchmpi.timeline.trace_reader import read_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 import updates_rig
@@ -330,6 +332,27 @@ def test_the_sharding_group_as_data_parallel_group_changes_nothing(agree):
     update.update()
     update.finish()
     agree.equal((update.num_clients, update.num_sends), (mpi.size(), 1))
+
+
+def test_sends_in_the_timeline_have_the_staleness_of_the_update(agree, tmp_path):
+    """Also with prefetch, where a gradient belongs to the values of an earlier receive than the last one."""
+    folder = mpi.broadcast_object(str(tmp_path))
+    net = make_net()
+    update = ps.DownpourUpdate(net, lr=LR, update_frequency=2, init_delay=0, prefetch=1)
+    update.start()
+    ages = []
+    with mpi.timeline.start(folder):
+        for step in range(7):
+            set_gradients(net, step)
+            step_in_turn(update)
+            ages.append(update.staleness.last)
+    mpi.barrier()
+    own = read_folder(Path(folder))[mpi.rank()]
+    calls = [each for each in own.events if each.get("cat") == SERVER_CALL]
+    sent = [each["args"].get("staleness") for each in calls if each["name"] == "send"]
+    agree.equal(sent[2:], ages[2:], f"{sent}, {ages}")
+    agree(max(sent[2:]) > 0 or mpi.size() == 1, str(sent))
+    agree({each["args"].get("label") for each in calls if each["name"] == "receive"} == {"prefetch"}, str(calls))
 
 
 # --- bounded staleness

@@ -127,14 +127,16 @@ def test_one_timeline_at_a_time(agree, folder):
     agree(not mpi.timeline.is_recording())
 
 
-def profiled(action):
+def profiled(action, config=None):
     """The events of torch.profiler during an action, by name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, experimental_config=config
+    ) as profile:
         action()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         found = json.loads(Path(file.name).read_text())["traceEvents"]
-    return [each for each in found if each.get("name", "").startswith("torchmpi:")]
+    return [each for each in found if each.get("name", "").startswith("torchmpi")]
 
 
 def test_calls_are_events_of_the_profiler(agree):
@@ -150,7 +152,8 @@ def test_calls_are_events_of_the_profiler(agree):
 
     found = profiled(calls)
     names = [each["name"] for each in sorted(found, key=lambda each: each["ts"])]
-    agree.equal(names, [f"torchmpi:{name}" for name in ("all_reduce", "all_gather", "all_reduce", "barrier")])
+    expected = (":all_reduce", ":all_gather", ":all_reduce", " queued:all_reduce", ":barrier")
+    agree.equal(names, [f"torchmpi{name}" for name in expected])
     fields = {each["name"]: each["args"] for each in found if "Collective name" in each["args"]}
     reduction, gathering = fields["torchmpi:all_reduce"], fields["torchmpi:all_gather"]
     expected = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 6, "Out msg nelems": 6}
@@ -158,6 +161,58 @@ def test_calls_are_events_of_the_profiler(agree):
     agree.equal((reduction["Group size"], gathering["Out msg nelems"]), (mpi.size(), 2 * mpi.size()))
     agree(events.recorder is None)
     agree.equal(len(profiled(lambda: None)), 0)
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_queued_calls_and_messages_have_the_fields_of_synchronous_ones(agree, all_threads):
+    tensor, size = torch.ones(6), mpi.size()
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True) if all_threads else None
+    ring = (mpi.rank() + 1) % size, (mpi.rank() - 1) % size
+
+    def calls(is_queued):
+        mpi.barrier()
+        if is_queued:
+            mpi.broadcast_async(tensor, size - 1).wait()
+            mpi.allreduce_async(tensor, op="max").wait()
+            if size > 1:
+                handles = [mpi.send_async(tensor, ring[0]), mpi.recv_async(torch.empty(6), ring[1])]
+                [handle.wait() for handle in handles]
+        else:
+            mpi.broadcast(tensor, size - 1)
+            mpi.allreduce(tensor, op="max")
+            if size > 1:
+                first, second = (0, 1) if mpi.rank() % 2 == 0 else (1, 0)
+                actions = [lambda: mpi.send(tensor, ring[0]), lambda: mpi.recv(torch.empty(6), ring[1])]
+                if size % 2:  # no order of blocking calls serves all ranks of an odd ring
+                    handle = mpi.recv_async(torch.empty(6), ring[1])
+                    actions[0]()
+                    handle.wait()
+                else:
+                    actions[first]()
+                    actions[second]()
+
+    def fields(is_queued):
+        found = {}
+        for each in profiled(lambda: calls(is_queued), config):
+            known = {key: value for key, value in each["args"].items() if key in NAMES}
+            found.setdefault(each["name"], []).append((known, each["args"].get("finished", True)))
+        return found
+
+    queued, direct = fields(True), fields(False)
+    messages = [] if size == 1 else ["torchmpi:send"] if size % 2 else ["torchmpi:send", "torchmpi:recv"]
+    names = ["torchmpi:broadcast", "torchmpi:all_reduce", *messages]  # in an odd ring no recv is synchronous
+    for name in names:
+        agree.equal(queued[name.replace(":", " queued:")], direct[name], name)
+        agree.equal(queued[name], [({}, True)], name)
+        known, _ = direct[name][0]
+        if all_threads:  # torch 2.13 keeps no fields then
+            agree.equal(queued[name.replace(":", " task:")], direct[name], name)
+        else:
+            agree.equal(known["Group size"], size)
+
+
+NAMES = ("Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Name",
+         "Process Group Ranks", "Reduction", "Root Rank")  # fmt: skip
 
 
 def test_calls_of_torch_distributed_are_events_of_the_profiler(agree, default_group):
@@ -169,4 +224,5 @@ def test_calls_of_torch_distributed_are_events_of_the_profiler(agree, default_gr
         torch.distributed.broadcast(tensor, 0)
 
     names = sorted(each["name"] for each in profiled(calls))
-    agree.equal(names, ["torchmpi:all_reduce", "torchmpi:all_reduce", "torchmpi:broadcast"])
+    expected = (" queued:all_reduce", ":all_reduce", ":all_reduce", ":broadcast")
+    agree.equal(names, [f"torchmpi{name}" for name in expected])

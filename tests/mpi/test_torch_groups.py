@@ -152,8 +152,8 @@ def test_a_call_by_gloo_does_not_match_the_same_call_by_shared_memory(agree):
 
 
 def test_without_kernels_calls_are_compared_by_a_message(agree):
-    if mpi.size() == 1:
-        pytest.skip("needs another rank")
+    if mpi.size() == 1 or mpi.communicator(0).intra.log_board is None:
+        pytest.skip("needs another rank, on one host: over several hosts the caller of the backend compares")
     group = mpi.communicator(0).intra.duplicate("without kernels")
     config = mpi.Config(slot_bytes=0)
     backend = GlooBackend(config, "", SharedMemoryBackend(config, runtime.current().heap, print))

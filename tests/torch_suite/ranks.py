@@ -8,6 +8,7 @@ because the state of the group is unknown, and driver.py starts another one afte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
@@ -92,7 +93,9 @@ class Session:
             torchmpi.distributed.register()
             # torch's own function accepts only the backend named gloo.
             dist.monitored_barrier = torchmpi.distributed.monitored_barrier
-        return opening.load(self._options.backend)
+        suite = opening.load(self._options.backend)
+        suite._rank_temp_file = lambda: file_of_all_ranks(self._folder / "test_dir")
+        return suite
 
     def run(self) -> None:
         case_class = make_case_class(self._suite, self._channel)
@@ -185,6 +188,12 @@ class Session:
 
 def fits(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern if "*" in pattern else f"*{pattern}*") for pattern in patterns)
+
+
+@contextlib.contextmanager
+def file_of_all_ranks(folder: Path) -> Iterator[str]:
+    """In the place of PyTorch's, whose file rank 0 removes while other ranks may still have to read it."""
+    yield str(folder / "file-of-all-ranks")
 
 
 def make_case_class(suite: ModuleType, channel: Channel) -> type[unittest.TestCase]:

@@ -9,8 +9,10 @@ import fcntl
 import itertools
 import os
 import pwd
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -427,3 +429,14 @@ def test_binding_moves_every_thread_and_can_be_undone():
     finally:
         affinity.bind(before)
     assert affinity.current() == before
+
+
+def test_processes_of_different_sessions_are_in_several_autogroups():
+    setting = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    is_enabled = setting.exists() and setting.read_text().strip() == "1"
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        try:
+            assert affinity.in_several_autogroups([os.getpid(), other.pid]) == is_enabled
+        finally:
+            other.kill()
+    assert not affinity.in_several_autogroups([os.getpid()])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import io
 import os
+import signal
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -12,12 +15,13 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import torchmpi
 from torchmpi.errors import MismatchError
-from torchmpi.session import deadlock, failure, launcher, program_lines, report
+from torchmpi.session import deadlock, failure, launcher, program_lines, report, stacks
 
 
 def raised(error: BaseException, cause: BaseException | None) -> BaseException:
@@ -34,6 +38,77 @@ def test_errors_that_only_report_an_abort():
     assert not failure._reason_is_elsewhere(raised(ValueError(), mismatch))
     assert failure._reason_is_elsewhere(raise_aborted)
     assert failure._reason_is_elsewhere(raised(ValueError(), raised(KeyError(), raise_aborted)))
+
+
+def send(number: int = signal.SIGUSR1) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_forked_child_does_not_answer_sigusr1_for_its_rank():
+    requests = stacks.StackRequests()
+    child = os.fork()
+    if child == 0:
+        send()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGUSR1
+    assert not requests.take()
+    requests.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_programs_handler_of_sigusr1_is_kept(is_first):
+    received: list[int] = []
+    requests = None if is_first else stacks.StackRequests()
+    signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    try:
+        requests = requests or stacks.StackRequests()
+        send()
+        assert not requests.take()
+        requests.close()
+        send()
+        assert received == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    requests = stacks.StackRequests()
+    send()
+    assert requests.take()
+    requests.close()
+
+
+def test_the_programs_handler_of_faulthandler_is_kept(tmp_path):
+    with (tmp_path / "stacks").open("w+") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            requests = stacks.StackRequests()
+            send()
+            requests.close()
+            send()
+            file.seek(0)
+            assert file.read().count("Current thread") == 2 and not requests.take()
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
+
+def test_the_handler_that_mpi_init_installs_is_called_too():
+    """MPICH has one."""
+    code = """
+import ctypes, os, signal
+from torchmpi.session import stacks
+library = ctypes.CDLL(None)
+count = []
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(count.append)
+library.signal.argtypes = [ctypes.c_int, type(handler)]
+with stacks.noting_handler_of_library():
+    library.signal(signal.SIGUSR1, handler)
+requests = stacks.StackRequests()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(requests.take(), len(count))
+requests.close()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(requests.take(), len(count))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True 1\nFalse 2\n", done.stderr
 
 
 def test_an_error_may_be_its_own_cause():

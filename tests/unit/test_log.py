@@ -62,19 +62,19 @@ def test_a_forked_child_may_log_while_a_thread_of_its_parent_holds_the_lock_of_a
     thread.join()
 
 
-def test_other_handlers_get_the_rank():
+def test_other_handlers_get_rank_and_host():
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append
     log.logger.addHandler(handler)
     try:
-        before = log._rank_filter.rank
-        log.set_rank(3)
+        before = log._place.rank, log._place.host
+        log.set_place(3, "node1")
         log.logger.info("started")
     finally:
-        log.set_rank(before)
+        log.set_place(*before)
         log.logger.removeHandler(handler)
-    assert [(record.rank, record.getMessage()) for record in records] == [(3, "started")]
+    assert [(each.rank, each.host, each.getMessage()) for each in records] == [(3, "node1", "started")]
 
 
 def test_the_level_comes_from_the_environment():
@@ -83,6 +83,11 @@ def test_the_level_comes_from_the_environment():
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {log.VARIABLE: "warning"}
     )
     assert done.stderr == "torchmpi: warning\n"
+    code = "from torchmpi import log; log.set_place(1, 'node2'); log.logger.info('torchmpi 1.0: 2 ranks')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {log.VARIABLE: "debug"}
+    )
+    assert done.stderr == "torchmpi: info, rank 1 on node2: torchmpi 1.0: 2 ranks\n"
     assert Config.from_environment({log.VARIABLE: "DEBUG"}) == Config()
     with pytest.raises(ConfigError, match="TORCHMPI_LOG='loud' is not one of debug, info"):
         Config.from_environment({log.VARIABLE: "loud"})

@@ -6,10 +6,12 @@ import gzip
 import json
 import threading
 
+import bench_rows
 import psutil
 import pytest
 
 from torchmpi.cli import main
+from torchmpi.cli.bench import bench_report
 from torchmpi.errors import ArgumentError
 from torchmpi.timeline import events, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
@@ -19,7 +21,7 @@ from torchmpi.timeline.merging import merge
 from torchmpi.timeline.step_report import StepReport
 from torchmpi.timeline.step_times import call_sites, late_ranks, step_spans, times_of_steps
 from torchmpi.timeline.trace_reader import read_folder
-from torchmpi.timeline.trace_writer import TraceWriter
+from torchmpi.timeline.trace_writer import TraceWriter, path_for
 
 MILLISECOND = 1_000_000
 MAIN = threading.main_thread().ident
@@ -36,6 +38,15 @@ def call(rank, seq, begin, end, *, size=2, collective="allreduce", root=-1, queu
     return CallRecord(group, seq, collective, "sum", "float32", root, 4096, "shm", *times, thread, origin, "")
 
 
+def plain(record):
+    """The record as `Recorder.call` makes it: operation and backend are worked out by the writer."""
+    names = record.collective, record.op, record.dtype, record.root
+    backends = ((8, "other"), (None, record.backend))
+    origin = tuple(record.origin)
+    times = record.begin, record.end, record.thread
+    return (record.group, record.seq, names, record.num_bytes, backends, *times, origin, record.error)
+
+
 def step(end):
     return SliceRecord("step", "step", "", end * MILLISECOND, end * MILLISECOND, MAIN, {})
 
@@ -46,7 +57,7 @@ EXACT = [[ClockSample(0, 0, 0)]] * 2
 def write(folder, records, samples=EXACT):
     """Write the records of each rank, and read them."""
     for rank, of_rank in enumerate(records):
-        writer = TraceWriter(folder, job(rank, len(records)), samples[rank])
+        writer = TraceWriter(path_for(folder, rank), job(rank, len(records)), samples[rank])
         for record in of_rank:
             writer.read(record)
         writer.close([])
@@ -96,7 +107,7 @@ def test_a_file_cut_at_any_byte_can_be_read(tmp_path):
 
 def test_events_that_were_flushed_are_there_without_close(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 0.01)
-    writer = TraceWriter(tmp_path, job(0, 1), [ClockSample(0, 0, 0)])
+    writer = TraceWriter(path_for(tmp_path, 0), job(0, 1), [ClockSample(0, 0, 0)])
     writer.read(call(0, 1, 1, 2, size=1))
     for _ in range(1000):
         if (traces := read_folder(tmp_path)) and traces[0].calls:
@@ -107,14 +118,20 @@ def test_events_that_were_flushed_are_there_without_close(tmp_path, monkeypatch)
     assert read_folder(tmp_path)[0].is_complete
 
 
+def test_a_plain_record_has_all_fields_of_a_call():
+    record = call(0, 3, 1, 2, root=1, queued=1, label="bucket 0")
+    assert events.call_record(plain(record)) == record
+    assert events.call_record(plain(record._replace(num_bytes=8))).backend == "other"
+
+
 def test_a_million_calls_do_not_fill_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 3600.0)  # as on a machine that never runs the thread
     monkeypatch.setattr(trace_writer, "_MOST_EVENTS", 10_000)
-    writer = TraceWriter(tmp_path, job(0, 1), [ClockSample(0, 0, 0)])
-    record, process = call(0, 1, 1, 2, size=1), psutil.Process()
+    writer = TraceWriter(path_for(tmp_path, 0), job(0, 1), [ClockSample(0, 0, 0)])
+    record, process = plain(call(0, 1, 1, 2, size=1)), psutil.Process()
     before = process.memory_info().rss
     for _ in range(1_000_000):
-        writer.read(CallRecord(*record))
+        writer.read((*record,))
     assert process.memory_info().rss - before < 32 << 20
     writer.close([])
     trace = read_folder(tmp_path)[0]
@@ -132,6 +149,7 @@ def test_phases_and_the_late_rank(tmp_path):
     merge(traces, tmp_path / "merged.json.gz")
     with gzip.open(tmp_path / "merged.json.gz", "rt") as file:
         merged = json.load(file)
+    assert min(each["tid"] for each in merged) > max(each["pid"] for each in merged)  # or Perfetto drops slices
     names = [(each["pid"], each["name"], each["dur"]) for each in merged if each.get("cat") == "phase"]
     assert (0, "waiting for rank 1", 10000.0) in names and (0, "moving", 2000.0) in names
     flows = [(each["ph"], each["pid"], each["id"]) for each in merged if each.get("cat") == "call"]
@@ -219,6 +237,28 @@ def test_the_report_names_the_fault(tmp_path, fault, words):
     assert report.num_steps == 10 and "train.py:3" in report.text()
 
 
+def test_flat_calls_are_named_also_if_most_calls_are_short(tmp_path):
+    """Regression: the flags and losses of a step were counted, which run flat in any case."""
+    flat, short = {"num_hosts": 2, "backend": "mpi"}, {"num_hosts": 2, "backend": "mpi", "num_bytes": 8}
+    records = [[*steps_of(rank, **flat), *steps_of(rank, num_calls=3, **short)] for rank in range(4)]
+    for of_rank in records:
+        of_rank[:] = [each._replace(seq=n) if isinstance(each, CallRecord) else each for n, each in enumerate(of_rank)]
+    assert "run flat (backend mpi)" in StepReport.of(write(tmp_path / "both", records, EXACT * 2)).advice()
+    only_short = [steps_of(rank, **short) for rank in range(4)]
+    assert "run flat" not in StepReport.of(write(tmp_path / "short", only_short, EXACT * 2)).advice()
+
+
+def test_the_report_has_the_ranges_that_lie_within_steps(tmp_path):
+    def part(name, begin, end, thread=MAIN):
+        return SliceRecord(name, "range", "", begin * MILLISECOND, end * MILLISECOND, thread, {})
+
+    ranges = [part("forward", 10, 40), part("forward", 110, 120), part("load", 50, 60, thread=1), part("epoch", 1, 150)]
+    report = StepReport.of(write(tmp_path, [[step(0), *ranges, step(100), step(200)]]))
+    ((name, count, seconds),) = report.ranges
+    assert (name, count, seconds) == ("forward", 1.0, pytest.approx(0.020))
+    assert "forward                               20 ms    20%\n" in report.text()
+
+
 def test_no_rank_is_blamed_if_both_are_late_by_turns(tmp_path):
     records = []
     for rank in range(2):
@@ -233,6 +273,8 @@ def test_the_steps_are_drawn(tmp_path):
     report = StepReport.of(write(tmp_path, [steps_of(0, size=1)]))
     report.plot(tmp_path / "steps.png")
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    StepReport.of(write(tmp_path / "empty", [[]])).plot(tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_reports_and_merges(tmp_path, capsys):
@@ -243,6 +285,24 @@ def test_the_command_reports_and_merges(tmp_path, capsys):
     assert (tmp_path / "all.json.gz").exists()
     assert main(["timeline", "report", str(tmp_path / "none")]) == 1
     assert "TORCHMPI_TIMELINE" in capsys.readouterr().err
+
+
+def test_the_report_compares_calls_with_a_benchmark(tmp_path, capsys):
+    """The calls of 4 KB move for 1 ms; in the benchmark they take 250 us."""
+    write(tmp_path, [steps_of(rank, size=2, num_bytes=4096) for rank in range(2)])
+    measured = [bench_rows.row("auto", 250.0), bench_rows.row("torchmpi mpi", 1.0)]
+    jobs = [{"facts": bench_rows.FACTS, "rows": measured}]
+    bench_report.save(bench_report.new_report("collectives", jobs, {}), str(tmp_path / "bench.json"))
+    assert main(["timeline", "report", str(tmp_path), "--bench", str(tmp_path / "bench.json")]) == 0
+    header, line = capsys.readouterr().out.partition("per rank:\n")[2].splitlines()[:2]
+    assert "of bench" in header and "25%  allreduce (shm) at train.py:3" in line
+    other = [{"facts": bench_rows.FACTS, "rows": [bench_rows.row("auto", 250.0, ranks=4)]}]
+    bench_report.save(bench_report.new_report("collectives", other, {}), str(tmp_path / "bench.json"))
+    assert main(["timeline", "report", str(tmp_path), "--bench", str(tmp_path / "bench.json")]) == 0
+    assert "-  allreduce (shm) at train.py:3" in capsys.readouterr().out
+    bench_report.save(bench_report.new_report("train", other, {}), str(tmp_path / "bench.json"))
+    assert main(["timeline", "report", str(tmp_path), "--bench", str(tmp_path / "bench.json")]) == 1
+    assert "bench collectives --json" in capsys.readouterr().err
 
 
 def test_the_order_of_arrival_at_a_step_of_a_hierarchical_call_makes_no_rank_late(tmp_path):

@@ -26,6 +26,7 @@ from ..shared_memory.memory_layout import (
     ENTRY_FIELDS,
     FIELD_BYTES,
     LEFT,
+    LOG_BYTES,
     MEMORY,
     PAYLOAD,
     REFUSED,
@@ -537,14 +538,14 @@ class SharedOperation:
     def _abort(self) -> None:
         """Abort a call of the fast path that `_settle` could not begin to handle."""
         calls = self._calls
-        calls.call_log.take_over()
+        calls.call_log.take_over(calls.kernels["read_ticks"]())
         calls.shared.abort()
         calls.call_log.abandon()
 
     def _settle(self, root: int, status: int, source: torch.Tensor, destination: Any) -> Any:
         """Continue after a kernel of the fast path that returned a status, or end the call with an error."""
         calls = self._calls
-        calls.call_log.take_over()
+        calls.call_log.take_over(calls.kernels["read_ticks"]())
         try:
             if status & records.STATUS_KINDS != records.UNEVEN:
                 calls.settle(status)
@@ -554,5 +555,5 @@ class SharedOperation:
             if (lost := calls.group.context.loss_behind(error)) is not None:
                 raise lost from error
             raise
-        calls.call_log.leave()
+        calls.call_log.leave(calls.call_log.log_fields[LOG_BYTES])
         return result

@@ -12,11 +12,12 @@ from typing import Any
 
 from .. import _version
 from ..errors import TorchMPIError
+from ..log import log_fatal
 from .bench import options as bench_options
 
 _MODULES = {
     "run": ".run", "info": ".info", "doctor": ".doctor.diagnosis", "bench": ".bench.command",
-    "timeline": ".trace_commands",
+    "timeline": ".trace_commands", "dump": ".flight_commands", "analyze": ".flight_commands",
 }  # fmt: skip
 _ALL = "Start programs; report on, check and benchmark torchmpi, its MPI library and this machine."
 _RUN = """Start a program on several ranks with the mpirun of the MPI library that this Python loads, and with the
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "torchmpi") -
     try:
         return run(options)
     except TorchMPIError as error:
-        print(f"{program} {options.command}: {error}", file=sys.stderr)
+        log_fatal(f"{program} {options.command}: {error}")
         return 1
     except BrokenPipeError:  # as in `torchmpi info | head`: avoid a second error when Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -80,7 +81,23 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     bench_options.add_to(commands)
     _add_timeline(commands)
+    _add_flight_record(commands)
     return parser
+
+
+def _add_flight_record(commands: Any) -> None:
+    summary = "save the last calls of the ranks of a running job, and compare them"
+    dump = commands.add_parser("dump", help=summary, description=f"{summary.capitalize()}. The ranks may be stopped.")
+    dump.add_argument("process", type=bench_options.count, help="process of a rank, or of the launcher of all of them")
+    dump.add_argument("--out", dest="folder", type=Path, metavar="DIR", help="default: torchmpi-dump-PROCESS")
+    summary = "compare the last calls of all ranks: where they part"
+    analyze = commands.add_parser("analyze", help=summary, description=f"{summary.capitalize()}.")
+    analyze.add_argument("folder", type=Path, help="folder of `torchmpi dump`, or of TORCHMPI_FLIGHT_RECORD")
+    for command in (dump, analyze):
+        command.add_argument("--json", action="store_true", help="print findings and calls as JSON")
+        command.add_argument(
+            "--torch", type=Path, metavar="DIR", help="also write the records for torch's reader, torchfrtrace"
+        )
 
 
 def _add_timeline(commands: Any) -> None:
@@ -92,6 +109,10 @@ def _add_timeline(commands: Any) -> None:
     for action in (report, merging):
         action.add_argument("folder", type=Path, help="folder with the trace files of a job")
     report.add_argument("--plot", type=Path, metavar="FILE", help="PNG of the steps (default: FOLDER/steps.png)")
+    report.add_argument(
+        "--bench", metavar="FILE",
+        help="compare the calls with a file of `torchmpi bench --json`, measured on the same ranks",
+    )  # fmt: skip
     merging.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: FOLDER/merged.json.gz)")
 
 

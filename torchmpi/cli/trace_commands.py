@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
+from ..errors import ArgumentError
+from ..timeline.bench_times import BenchTimes
 from ..timeline.merging import merge
 from ..timeline.step_report import StepReport
 from ..timeline.trace_reader import read_folder
+from .bench import bench_report
 
 
 def run(options: argparse.Namespace) -> int:
@@ -17,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
         path = options.out or options.folder / "merged.json.gz"
         print(f"{merge(traces, path)} events of {len(traces)} ranks: {path}")
         return 0
-    report = StepReport.of(traces)
+    report = StepReport.of(traces, None if options.bench is None else _bench_times(options.bench))
     print(report.text())
     if find_spec("matplotlib") is None:
         print("\nNo picture of the steps: install matplotlib.")
@@ -26,3 +29,10 @@ def run(options: argparse.Namespace) -> int:
         report.plot(path)
         print(f"\nThe steps of all ranks: {path}")
     return 0
+
+
+def _bench_times(path: str) -> BenchTimes:
+    measured = bench_report.load(path)
+    if measured["kind"] != "collectives":
+        raise ArgumentError(f"{path} has no times of collectives. Use a file of `torchmpi bench collectives --json`.")
+    return BenchTimes(measured["rows"])

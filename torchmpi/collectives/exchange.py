@@ -87,7 +87,7 @@ def exchange_rows(group: Group, tensor: torch.Tensor, splits: Sequence[int]) -> 
     """
     counts = torch.tensor(splits, dtype=torch.int64, device="cpu")
     received_counts = torch.empty_like(counts)
-    group.perform(_counts_plan(group, tensor.dtype), tensor, (counts, received_counts), 0)
+    group.perform(_counts_plan(group, tensor), list(counts.split(1)), list(received_counts.split(1)), 0)
     received: list[int] = received_counts.tolist()
     rows = torch.empty((sum(received), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     exchange(group, torch.split(tensor.detach(), list(splits)), torch.split(rows, received))
@@ -121,19 +121,11 @@ def subject_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if tensor.device.type == "cpu" else tensor
 
 
-def _counts_plan(group: Group, dtype: torch.dtype) -> Plan:
+def _counts_plan(group: Group, tensor: torch.Tensor) -> Plan:
     """Return the plan of the exchange of numbers of rows, with which the ranks compare dtype and shape of the rows."""
-    key = ("exchange of counts", dtype)
-    if key not in group.plans:
-        plan, _ = _plan(group, torch.int64, "cpu")
-
-        def run(_: torch.Tensor, counts: tuple[torch.Tensor, torch.Tensor], root: int) -> None:
-            plan.run(counts[0].split(1), counts[1].split(1), root)
-
-        code = call_code("alltoall_splits", None, dtypes.info(dtype).code)
-        group.plans[key] = Plan("alltoall_splits", code, run, lambda tensor: tuple(tensor.shape[1:]))
-    found: Plan = group.plans[key]
-    return found
+    plan, _ = _plan(group, torch.int64, "cpu")
+    code = call_code("alltoall_splits", None, dtypes.info(tensor.dtype).code)
+    return Plan("alltoall_splits", code, plan.run, lambda _: tuple(tensor.shape[1:]))
 
 
 def _plan(group: Group, dtype: torch.dtype, device_type: str) -> tuple[Plan, bool]:

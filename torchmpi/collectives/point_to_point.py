@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..communicators.call_queue import CallQueue
+from ..communicators.conditions import sleep_until
 from ..communicators.group import Group
 from ..communicators.handle import Handle
 from ..communicators.levels import Comm
@@ -238,9 +239,10 @@ class _Message:
     def submit(self, task: Callable[[], Any], call_queue: CallQueue | None = None) -> Handle[Any]:
         mark = streams.fence(self.tensor)
         device = None if mark is None else self.tensor.device
-        return (call_queue or self.call_queue).submit(
-            lambda: self.result(streams.run_after(mark, device, task)), self.what
-        )
+        return (call_queue or self.call_queue).submit(partial(self._run, mark, device, task), self.what)
+
+    def _run(self, mark: streams.Mark | None, device: torch.device | None, task: Callable[[], Any]) -> Any:
+        return self.result(streams.run_after(mark, device, task))
 
     # Run in the queue.
 
@@ -261,7 +263,8 @@ class _Message:
         """Describe the call for the watchdog, and in the error if MPI fails."""
         self.call_queue.doing = self._description(peer)
         recorder = events.recorder
-        begin = 0 if recorder is None else self._begin(recorder)
+        event = None if events.show_call is None else self._begin_event()
+        begin = 0 if recorder is None else events.now()
         try:
             yield
         except self.MPI.Exception as error:
@@ -269,17 +272,20 @@ class _Message:
             raise self.group.context.loss_behind(error) or failure from error
         finally:
             self.call_queue.doing = None
+            events.end_event(event)
             if recorder is not None:
-                recorder.end_event()
                 line = (self.call_queue.origin or recorder.origin(0)).line
                 details = {"peer": self.group.world_ranks[self.peer], "bytes": self.tensor.nbytes, "line": line}
                 details |= {"dtype": dtypes.short_name(self.tensor.dtype), "communicator": self.group.name}
                 recorder.slice(self.collective, "message", begin, self.call_queue.name, **details)
 
-    def _begin(self, recorder: events.Recorder) -> int:
+    def _begin_event(self) -> Any:
+        return events.begin_event(*self.described_call(), is_task=self.call_queue.origin is not None)
+
+    def described_call(self, *_: Any) -> tuple[events.GroupInfo, events.Names, int]:
+        """Return what torch.profiler shows of the message: group, names, number of elements."""
         names = self.collective, "", dtypes.short_name(self.tensor.dtype), -1
-        is_queued = self.call_queue.origin is not None
-        return recorder.begin(self.group.info, names, self.tensor.numel(), is_queued=is_queued)
+        return self.group.info, names, self.tensor.numel()
 
     def _receive(self) -> torch.Tensor:
         self._check_header()
@@ -329,6 +335,8 @@ class _Message:
         ]
 
     def _check_header(self) -> None:
+        if self.group.context.sleeps_before_mpi:
+            sleep_until(lambda: bool(self.comm.Iprobe(self.peer, _HEADER_TAG)))
         header = np.empty(_HEADER_FIELDS, np.int64)
         self.comm.Recv((header, self.MPI.BYTE), self.peer, _HEADER_TAG)
         self.group.messages.add(-1)

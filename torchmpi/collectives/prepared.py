@@ -24,6 +24,7 @@ from ..communicators.communicator import Communicator
 from ..communicators.group import Group
 from ..communicators.plan import Plan, Shape, no_shape
 from ..errors import ArgumentError, DtypeError
+from ..log import logger
 from ..session.runtime import Runtime
 from ..tensors import bucket_plan, buffers, dtypes, streams
 from . import device_staging
@@ -106,6 +107,7 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
     else:
         bound = [(limit, bind(backend, group, collective, dtype, op), backend) for limit, backend in choices]
         names = tuple((limit, backend.name) for limit, backend in choices)
+    logger.debug("%s(%s, %s) on %s, %s: %s", collective, dtype, op, group.name, device_type, _in_words(names))
     operations = [(limit, operation) for limit, operation, _ in bound]
     around = partial(_runner, runtime, collective, group=group, device_type=device_type, direct=direct)
     runners = [(limit, around(operation, backend)) for limit, operation, backend in bound]
@@ -129,6 +131,15 @@ def prepare(runtime: Runtime, communicator: Communicator, key: PlanKey) -> Prepa
         plan.is_simple = plan.bare is not plan
         plan.bare.cached_call = getattr(plan.bare.run, "cached_call", _no_cached_call)
     return plan
+
+
+def _in_words(names: tuple[tuple[int | None, str], ...]) -> str:
+    """Name the backends of a call.
+
+    >>> _in_words(((4096, "shm"), (None, "p2p")))
+    'shm up to 4096 bytes, then p2p'
+    """
+    return ", then ".join(name if limit is None else f"{name} up to {limit} bytes" for limit, name in names)
 
 
 def _operation_on_lists(operations: list[tuple[int | None, Operation]], dtype: torch.dtype | None) -> Operation | None:

@@ -16,7 +16,8 @@ import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from time import monotonic_ns
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -26,16 +27,22 @@ from ..shared_memory.memory_layout import (
     BLAMES,
     BLOCK_FIELDS,
     CLOSED,
+    COUNTED_BYTES,
+    COUNTED_CALLS,
+    COUNTED_NS,
+    COUNTED_TICKS,
+    COUNTER_FIELDS,
     ENTERED,
     EXIT_STATUS,
     EXITED,
     LEFT,
     LOG_ACTIVE,
-    LOG_CODE,
-    LOG_DIMS,
+    LOG_COUNTERS,
     LOG_FIELDS,
-    LOG_NUM_DIMS,
+    LOG_RECORD,
     LOG_SEQUENCE,
+    MAX_LOG_DIMS,
+    RECORD_LENGTH,
     REFUSED,
     RING_LENGTH,
     SEQUENCE,
@@ -43,6 +50,8 @@ from ..shared_memory.memory_layout import (
     entry,
 )  # fmt: skip
 from ..tensors.dtypes import OPS, from_code, short_name
+from .conditions import sleep_until
+from .flight_record import STARTS, WRITERS, Ring
 from .status_board import StatusBoard, request_status
 
 COLLECTIVES = (
@@ -53,6 +62,7 @@ COLLECTIVES = (
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _NO_OP = len(OPS)
 
+_LAST = RECORD_LENGTH - 1
 _POLL_SECONDS = 0.0001
 _STATUS_SECONDS = 3.0
 NATIVE = 1 << 61
@@ -146,6 +156,7 @@ class CallLog:
     """
 
     __slots__ = (
+        "_begin",
         "_fields",
         "_missing",
         "_neighbours",
@@ -153,24 +164,30 @@ class CallLog:
         "_spoiled",
         "entered",
         "free",
-        "history",
         "is_ended",
         "log_board",
         "log_fields",
         "name",
         "rank",
         "report_when_late",
+        "ring",
         "size",
     )  # fmt: skip
 
-    def __init__(self, name: str, rank: int, size: int, log_board: StatusBoard | None = None) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, log_board: StatusBoard | None = None, ring: Ring | None = None
+    ) -> None:
         self.name, self.rank, self.size, self.log_board = name, rank, size, log_board
+        self.ring = Ring.private() if ring is None else ring
+        """The part of the flight record with the calls on this group."""
         self.log_fields = array("q", bytes(8 * LOG_FIELDS))
-        """The number of the last call, and the call that the fast path has entered."""
+        """The number of the last call, whether the fast path has entered it, and counters of the ended ones."""
+        self.log_fields[LOG_RECORD] = self.ring.address
         self.entered: tuple[int, int, tuple[int, ...]] | None = None
-        self.history: list[tuple[int, int, tuple[int, ...]] | None] = [None] * RING_LENGTH
         self.free = RING_LENGTH if log_board is not None else sys.maxsize
         """Calls up to this number may be entered without overwriting entries that other ranks have not compared."""
+        self._begin = 0
+        """When the current call began."""
         self._fields = log_board.fields if log_board is not None else None
         self._neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
         self._slots = [
@@ -200,23 +217,32 @@ class CallLog:
         """Return the call that the fast path has entered, perhaps in another thread that writes at the same time."""
         log_fields = self.log_fields
         while seq := log_fields[LOG_ACTIVE]:
-            first, code = LOG_DIMS, log_fields[LOG_CODE]
-            shape = tuple(log_fields[first : first + log_fields[LOG_NUM_DIMS]])
-            if log_fields[LOG_ACTIVE] == seq:
-                return seq, code, shape
+            call = self.ring.read(seq)
+            if call is not None and log_fields[LOG_ACTIVE] == seq:
+                return call[:3]
         return None
 
-    def take_over(self) -> None:
-        """Continue in Python the call that the fast path has entered."""
+    def take_over(self, ticks: int) -> None:
+        """Continue in Python the call that the fast path has entered. `ticks`: the time of the fast path now."""
         self.entered = self._fast_path_call()
+        if self.entered is not None and (call := self.ring.read(self.entered[0])) is not None:
+            counters = LOG_COUNTERS + (call.code & 0xFF) * COUNTER_FIELDS
+            self.log_fields[counters + COUNTED_TICKS] += ticks - int(call.begin)
+        self._begin = monotonic_ns()
         self.log_fields[LOG_ACTIVE] = 0
 
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
         """Enter the next call; the other ranks see it after `announce`."""
         seq = self.log_fields[0] = self.log_fields[0] + 1
+        self._begin = begin = monotonic_ns()
         if seq > self.free:
             self.wait_for_room(seq, code, shape)
-        self.history[seq & (RING_LENGTH - 1)] = self.entered = (seq, code, shape)
+        self.entered = (seq, code, shape)
+        num_dims, ring = len(shape), self.ring
+        if num_dims > MAX_LOG_DIMS or type(shape) is CallNumber:
+            ring.enter(seq, code, shape, is_number=type(shape) is CallNumber)
+        else:  # on the path of every call
+            WRITERS[num_dims](ring.memory, STARTS[seq & _LAST], seq, code, num_dims, -begin, 0, *shape)
 
     def announce(self) -> None:
         """Publish the call that was entered and compare it with the neighbours, as kernels also do."""
@@ -249,14 +275,45 @@ class CallLog:
                     self.expired()
                 time.sleep(_POLL_SECONDS)
 
-    def leave(self) -> None:
-        """End the call, and compare it with the neighbours that had not arrived when it began."""
+    def sleep_until_all_arrive(self) -> None:
+        """Sleep until all ranks have announced the current call, if there is a status board."""
+        if self.log_board is not None and self.entered is not None:
+            sleep_until(partial(self._have_all_arrived, self.log_board, self.entered[0]))
+
+    def _have_all_arrived(self, log_board: StatusBoard, seq: int) -> bool:
+        if self.is_ended:
+            self.expired()
+        return all(log_board.get(rank, ENTERED) >= seq for rank in range(self.size))
+
+    def leave(self, num_bytes: int = 0, *, num_calls: int = 1) -> None:
+        """End the call, count it, and compare it with the neighbours that had not arrived when it began.
+
+        Args:
+            num_bytes: The size of the tensor that this rank has passed.
+            num_calls: 0 for a part of a call of the program, of which only the time is counted.
+        """
         if self._missing:
-            self.compare()
+            try:
+                self.compare()
+            except BaseException:
+                self.abandon()
+                raise
             self._missing = ()
         if self._fields is not None:
             self._fields[self.rank * BLOCK_FIELDS + LEFT] = self.log_fields[0]
+        end, fields = self.ring.leave(self.log_fields[0]), self.log_fields
+        if self.entered is not None:
+            counters = LOG_COUNTERS + (self.entered[1] & 0xFF) * COUNTER_FIELDS
+            fields[counters + COUNTED_CALLS] += num_calls
+            fields[counters + COUNTED_BYTES] += num_bytes
+            fields[counters + COUNTED_NS] += end - self._begin
         self.entered = None
+
+    def counters(self) -> list[tuple[str, list[int]]]:
+        """Return the counters of each collective that has been called (fields of memory_layout)."""
+        numbers = self.log_fields[LOG_COUNTERS:].tolist()
+        each = (numbers[at : at + COUNTER_FIELDS] for at in range(0, len(numbers), COUNTER_FIELDS))
+        return [pair for pair in zip(COLLECTIVES, each, strict=False) if pair[1][COUNTED_CALLS]]
 
     def compare(self) -> None:
         """Compare the call with the neighbours that had not arrived when it began."""
@@ -274,7 +331,7 @@ class CallLog:
         This rank may have done its part in the call, so its entry stays valid.
         """
         if self.current is not None:
-            self._abort(has_done_its_part=True)
+            self.ring.fail(self._abort(has_done_its_part=True).seq)
         self.entered, self._missing = None, ()
 
     def _refuse_entry(self, slot: int) -> None:
@@ -308,7 +365,6 @@ class CallLog:
     def _abort(self, *, has_done_its_part: bool = False) -> Call:
         assert self.current is not None
         call = Call(*self.current)
-        self.history[call.seq & (RING_LENGTH - 1)] = self.current  # the fast path does not
         if self.log_board is not None:
             if not has_done_its_part:
                 self.spoil_entry()
@@ -372,9 +428,12 @@ class CallLog:
 
     def recent(self, most: int = 8) -> list[Call]:
         """Return the last calls, oldest first."""
-        current = self.current  # may become None at any moment if read by the watchdog
-        known = sorted({entry for entry in (*self.history, current) if entry is not None})
-        return [Call(*entry) for entry in known[-most:]]
+        current, last = self.current, self.seq  # the watchdog reads while other threads make calls
+        read = [self.ring.read(seq) for seq in range(max(last - most, 0) + 1, last + 1)]
+        calls = [Call(*call[:2], CallNumber(call.shape) if call.is_number else call.shape) for call in read if call]
+        if current is not None and calls and calls[-1].seq == current[0]:
+            calls[-1] = Call(*current)  # also the dimensions for which an entry has no room
+        return calls
 
     def recent_in_words(self) -> list[str]:
         """Describe the last calls for other ranks, newest first."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -26,10 +25,10 @@ from ..errors import CommunicatorError
 from ..shared_memory.memory_layout import RUN_LOCK_ENTERED, RUN_LOCK_FIELDS, RUN_LOCK_HELD, RUN_LOCK_PENDING
 from ..tensors import streams
 from ..timeline import events
+from .conditions import sleep_until
 from .handle import DeviceHandle, Handle
 
 Task = Callable[[], Any]
-_MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 20e-6, 1e-3
 
 
 class RunLock:
@@ -77,10 +76,7 @@ class RunLock:
         return self.mutex.locked() or self.fields[RUN_LOCK_ENTERED] != 0
 
     def _wait_for_fast_path(self) -> None:
-        seconds = _MIN_SLEEP_SECONDS
-        while self.fields[RUN_LOCK_ENTERED]:
-            time.sleep(seconds)
-            seconds = min(2 * seconds, _MAX_SLEEP_SECONDS)
+        sleep_until(lambda: not self.fields[RUN_LOCK_ENTERED])
 
     def __enter__(self) -> None:
         self.acquire()

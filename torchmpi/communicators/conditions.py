@@ -1,10 +1,14 @@
-"""Agreement of ranks on a condition, without gathering Python objects."""
+"""Conditions: agreement of ranks without gathering Python objects, and waiting without polling a core."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+_MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 20e-6, 1e-3
 
 
 def on_all(comm: Any, condition: object) -> bool:
@@ -19,3 +23,11 @@ def on_all(comm: Any, condition: object) -> bool:
     answer = np.array([bool(condition)], np.int64)
     comm.Allreduce(MPI.IN_PLACE, answer, MPI.MIN)
     return bool(answer[0])
+
+
+def sleep_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true; sleep between checks, first for 20 us and at most for 1 ms."""
+    seconds = _MIN_SLEEP_SECONDS
+    while not condition():
+        time.sleep(seconds)
+        seconds = min(1.25 * seconds, _MAX_SLEEP_SECONDS)

@@ -12,18 +12,22 @@ import zlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from ..errors import MismatchError, RankLostError, StallError, TransportError
+from ..log import logger
 from ..shared_memory import fast_path
-from ..shared_memory.memory_layout import num_slots, slots_begin
+from ..shared_memory.memory_layout import LOG_SEQUENCE, num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from ..timeline import events
 from . import splits
+from .call_counts import CallCounts
 from .call_log import Call, CallLog, call_code, call_names, how_it_left, mismatch_error, mismatch_message
 from .call_queue import CallQueue
 from .conditions import on_all
+from .flight_record import FlightRecord, as_ranges
 from .handle import Handle
 from .plan import Plan
 from .release import MessageCounter, register, retire
@@ -70,7 +74,14 @@ class Group:
     """
 
     def __init__(
-        self, comm: Any, name: str, world_ranks: tuple[int, ...], context: GroupContext, *, check: str | None = None
+        self,
+        comm: Any,
+        name: str,
+        world_ranks: tuple[int, ...],
+        context: GroupContext,
+        *,
+        check: str | None = None,
+        is_step: bool = False,
     ) -> None:
         self.comm = comm
         self.name = name
@@ -87,13 +98,16 @@ class Group:
         self.checking = _how_to_check(self, context.check if check is None else check)
         self.is_strict = self.checking == "strict"
         self.log_board = self.status_board if self.checking == "board" else None
-        self.call_log = CallLog(name, self.rank, self.size, self.log_board)
+        twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
+        self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
+        record = context.flight_record
+        ring = None if record is None else record.ring(self.key, name, world_ranks)
+        self.call_log = CallLog(name, self.rank, self.size, self.log_board, ring)
+        context.call_counts.add(name, is_step, self.call_log)
         self.shared: Any = None
         self.binding = threading.Lock()
         self.call_queue = CallQueue(name, threaded=context.threaded)
         self.peer_queues: dict[tuple[str, int], CallQueue] = {}
-        twins = sum(group.world_ranks == world_ranks and group.name == name for group in context.groups)
-        self.key = zlib.crc32(repr((world_ranks, name, twins)).encode())
         self.timeout_seconds = 0.0
         self.attachments: list[Any] = []
         self.communicator: Any = None
@@ -101,6 +115,7 @@ class Group:
         self.placement = splits.plan_split([context.hosts[rank] for rank in world_ranks], cartesian=True)
         self.local, self.across = _split_by_host(self)
         context.groups.append(self)
+        logger.debug("communicator %s of ranks %s, compared by %s", name, as_ranges(world_ranks), self.checking)
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
@@ -125,51 +140,64 @@ class Group:
         code = plan.code | root << 32 if root else plan.code
         shape = tensor.shape if plan.shape_of is None else plan.shape_of(tensor)
         recorder = events.recorder
-        begin = 0 if recorder is None else self._begin(recorder, code, tensor)
+        event, begin = None, 0
+        if recorder is not None:
+            event = None if events.show_call is None else self._begin_event(plan, tensor, out, root)
+            begin = events.now()
         try:
             call_log.enter(code, shape)
             result = plan.run(tensor, out, root)
         except (self.context.MPI.Exception, TransportError) as error:
-            if (lost := self.context.loss_behind(error)) is None:
-                call_log.compare()  # raises MismatchError if that is the reason
-            call_log.abandon()
-            self._record(recorder, begin, plan, code, tensor, out, error)
+            try:
+                if (lost := self.context.loss_behind(error)) is None:
+                    call_log.compare()  # raises MismatchError if that is the reason
+            finally:
+                call_log.abandon()
+            if recorder is not None:
+                self._record(recorder, begin, event, plan, code, tensor, out, type(error).__name__)
             call = Call(call_log.seq, code, shape)
             raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
         except BaseException as error:
             call_log.abandon()
-            self._record(recorder, begin, plan, code, tensor, out, error)
+            if recorder is not None:
+                self._record(recorder, begin, event, plan, code, tensor, out, type(error).__name__)
             if (lost := self.context.loss_behind(error)) is not None:
                 raise lost from error
             raise
-        call_log.leave()
+        call_log.leave(bytes_of(tensor, out, result))
         if recorder is not None:
-            self._record(recorder, begin, plan, code, tensor, out)
+            self._record(recorder, begin, event, plan, code, tensor, out)
         return result
 
-    def _begin(self, recorder: events.Recorder, code: int, tensor: Any) -> int:
+    def _begin_event(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
+        is_task = self.call_queue.origin is not None
+        return events.begin_event(*self.described_call(plan, tensor, out, root), is_task=is_task)
+
+    def described_call(
+        self, plan: Plan, tensor: Any, out: Any, root: int
+    ) -> tuple[events.GroupInfo, events.Names, int]:
+        """Return what torch.profiler shows of a call of :meth:`perform`: group, names, number of elements."""
         tensors = tensor if isinstance(tensor, list) else [tensor]  # an alltoall of several tensors
         numel = sum(each.numel() for each in tensors if each is not None)
-        return recorder.begin(self.info, call_names(code), numel, is_queued=self.call_queue.origin is not None)
+        return self.info, call_names(plan.code | root << 32), numel
 
     def _record(
         self,
-        recorder: events.Recorder | None,
+        recorder: events.Recorder,
         begin: int,
+        event: Any,
         plan: Plan,
         code: int,
         tensor: Any,
         out: Any,
-        error: BaseException | None = None,
+        error: str = "",
     ) -> None:
-        """Report a call that ends now to the recorder, if there is one."""
-        if recorder is None:
-            return
-        given = out if tensor is None else tensor
-        num_bytes: int = getattr(given, "nbytes", 0)
+        """Report a call that ends now."""
+        if event is not None:
+            events.end_event(event)
         recorder.call(
-            self.info, self.call_log.seq, call_names(code), num_bytes, plan.backend_for(num_bytes), begin,
-            self.call_queue.origin or recorder.origin(0), "" if error is None else type(error).__name__,
+            self.info, self.call_log.log_fields[LOG_SEQUENCE], call_names(code), bytes_of(tensor, out), plan.backends,
+            begin, self.call_queue.origin, error,
         )  # fmt: skip
 
     @cached_property
@@ -212,10 +240,15 @@ class Group:
         return hash(self.call_log.entered)
 
     def announce(self) -> None:
-        """Publish the current call, and in a strict group compare it, unless that has been done."""
+        """Publish the current call, and in a strict group compare it, unless that has been done.
+
+        With `sleeps_before_mpi`, it returns when all ranks of the host have published the call.
+        """
         call_log = self.call_log
         if not self.is_strict:
             call_log.announce()
+            if self.context.sleeps_before_mpi:
+                call_log.sleep_until_all_arrive()
         elif call_log.entered is not None and self._compared != call_log.seq:
             self._compared = call_log.seq
             if self.comparison is None:
@@ -296,6 +329,9 @@ class Group:
                 part.free(together=together)
         self.context.groups.remove(self)
         self.call_log.close()
+        self.context.call_counts.free(self.call_log)
+        if self.context.flight_record is not None:
+            self.context.flight_record.free(self.call_log.ring)
         if self.status_board is not None:
             self.status_board.close()
         if together:
@@ -312,8 +348,18 @@ class GroupContext:
         self.MPI = MPI
         self.slot_bytes = slot_bytes
         """The largest size of a slot in shared memory; 0 = no shared memory."""
+        self.flight_record: FlightRecord | None = None
+        """Where the calls of all groups are recorded; None: each group has a record that no other process can read."""
+        self.call_counts = CallCounts()
+        self.num_stalls = 0
+        """Calls and messages of this rank that have waited longer than `stall_warning_seconds`."""
+        self.updates: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        """Updates with parameter servers, by name, whose metrics are those of the job as well."""
         self.is_crowded = False
         """Whether this host has more ranks than cores for them."""
+        self.sleeps_before_mpi = False
+        """Whether ranks sleep until the others have arrived before they call MPI, because MPI's polling would take the
+        cores of other ranks: threads of the awaited rank were not scheduled for seconds."""
         self.processes: dict[int, int] = {}
         """The process of each world rank on this host, if they can read each other's memory."""
         self.problems: set[str] = set()
@@ -359,6 +405,14 @@ class GroupContext:
             group.call_queue.drain()
 
 
+def bytes_of(tensor: Any, out: Any, result: Any = None) -> int:
+    """Return the size of the tensors that a rank passes to a call, or of those that it receives if it passes none."""
+    given = tensor if tensor is not None else result if out is None else out
+    if isinstance(given, list):  # an alltoall of several tensors
+        return sum(getattr(each, "nbytes", 0) for each in given)
+    return getattr(given, "nbytes", 0)
+
+
 def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
     """Return `Group.local` and `Group.across`, on which hierarchical collectives run. Collective.
 
@@ -372,12 +426,12 @@ def _split_by_host(group: Group) -> tuple[Group | None, Group | None]:
     comm = group.comm.Split(member.group if len(member.intra) > 1 else undefined, group.rank)
     if len(member.intra) > 1:
         members = tuple(ranks[rank] for rank in member.intra)
-        local = Group(comm, f"{group.name} on one host", members, group.context)
+        local = Group(comm, f"{group.name} on one host", members, group.context, is_step=True)
     comm = group.comm.Split(undefined if member.inter is None else member.intra_rank, member.group)
     if member.inter is not None:
         members = tuple(ranks[rank] for rank in member.inter)
         # The ranks have compared the call of which this is a step.
-        across = Group(comm, f"{group.name} across hosts", members, group.context, check="off")
+        across = Group(comm, f"{group.name} across hosts", members, group.context, check="off", is_step=True)
     return local, across
 
 

@@ -34,13 +34,3 @@ class Plan:
     ) -> None:
         self.collective, self.code, self.run, self.shape_of = collective, code, run, shape_of
         self.backends: tuple[tuple[int | None, str], ...] = ()
-
-    def backend_for(self, num_bytes: int) -> str:
-        """Return the name of the backend that runs a call of this size; '' if the plan has only one way.
-
-        >>> plan = Plan("barrier", 0, lambda tensor, out, root: None)
-        >>> plan.backends = ((8, "shm"), (None, "p2p"))
-        >>> plan.backend_for(8), plan.backend_for(9)
-        ('shm', 'p2p')
-        """
-        return next((name for limit, name in self.backends if limit is None or num_bytes <= limit), "")

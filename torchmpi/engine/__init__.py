@@ -11,6 +11,7 @@ from .meters import AverageValueMeter, ClassErrorMeter
 from .metrics import SummedMetric
 from .sgd_engine import SGDEngine
 from .state import Sample, State
+from .tensorboard import TensorBoard
 from .test_result import TestResult
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Sample",
     "State",
     "SummedMetric",
+    "TensorBoard",
     "TestResult",
     "fit",
 ]

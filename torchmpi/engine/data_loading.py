@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .. import timeline
 from ..errors import CheckpointError
 from . import rng
 from .state import Sample, as_sample
@@ -286,15 +287,17 @@ class Epoch:
 
     def next(self) -> Sample | None:
         """Return the next batch on the device, or None after the last."""
-        loaded = next(self._ahead, None)
+        with timeline.range("wait for a batch"):
+            loaded = next(self._ahead, None)
         if loaded is None:
             return None
         self._state = loaded.iterator_state
         return self._device_copy.adopt(loaded.sample)
 
     def _load(self) -> _Loaded:
-        sample = as_sample(next(self._batches))
-        return _Loaded(self._device_copy.send(sample), iterator_state(self._iterator))
+        with timeline.range("load a batch"):
+            sample = as_sample(next(self._batches))
+            return _Loaded(self._device_copy.send(sample), iterator_state(self._iterator))
 
     def _return_to(self, position: dict[str, Any]) -> None:
         """Restore the iterator's own state, or else begin the epoch with the same random state and skip batches."""

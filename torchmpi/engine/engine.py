@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from .. import timeline
 from ..errors import ArgumentError
 from .checkpoint import Stateful
 from .hooks import Hook, HookName, Hooks
@@ -177,7 +178,8 @@ class Engine:
             raise ArgumentError(
                 f"save_checkpoint() {where}: call it in on_start_epoch, on_update, on_end_epoch or on_end"
             )
-        self._run.save(Path(path), self._kept | self._run.kept, asynchronous)
+        with timeline.range("checkpoint"):
+            self._run.save(Path(path), self._kept | self._run.kept, asynchronous)
 
     def _save_if_due(self, run: TrainingRun) -> None:
         if self._autosave is None:

@@ -25,7 +25,7 @@ Data = Dataset[Any] | tuple[Tensor, Tensor]
 class FitResult:
     """Result of :func:`fit`, equal on all ranks except for `rank` and the state.
 
-    Args:
+    Attributes:
         network: The trained network.
         history: For each epoch of this call a dict: "epoch", "loss" (mean over all examples while training), and with
             validation data "validation", a dict of "loss", "error" for a classification, and the metrics.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import timeline
 from ..errors import ArgumentError, CheckpointError, TorchMPIError
 from ..nn import DistributedOptimizer
 from . import checkpoint
@@ -221,7 +222,8 @@ class SGDEngine(Engine):
         while state.epoch < state.max_epochs and not state.stop:
             if saved is None:
                 self._copy_state(run)
-            self._train_epoch(run, saved)
+            with timeline.range(f"epoch {state.epoch + 1}"):
+                self._train_epoch(run, saved)
             saved = None
 
     def _train_epoch(self, run: TrainingRun, saved: Saved | None) -> None:
@@ -248,13 +250,14 @@ class SGDEngine(Engine):
         if validation is None:
             run.schedule.step("epoch")
             return
-        state.validation = self.test(
-            network=state.network,
-            criterion=state.criterion,
-            iterator=validation.batches,
-            metrics=validation.metrics,
-            autocast=state.autocast,
-        )
+        with timeline.range("validation"):
+            state.validation = self.test(
+                network=state.network,
+                criterion=state.criterion,
+                iterator=validation.batches,
+                metrics=validation.metrics,
+                autocast=state.autocast,
+            )
         if state.validation.loss.num_samples == 0:
             raise ArgumentError(
                 f"validate= returned no batch after epoch {state.epoch}, on any rank. A generator can be iterated only "
@@ -296,15 +299,19 @@ class SGDEngine(Engine):
         while sample is not None:
             state.sample = sample
             loss = self._forward(state)
-            update.backward(loss, state.sample)
+            with timeline.range("backward"):
+                update.backward(loss, state.sample)
             sample = None if update.is_full else epoch.next()
             state.batch += sample is not None
         total_weight = num_active if options.weighs_ranks_equally else self._coordinator.count(update.weight)
-        self._synchronize(state)
+        with timeline.range("synchronize gradients"):
+            self._synchronize(state)
         update.complete(total_weight, self._coordinator.size)
         self.hooks.call("on_backward", state)
         state.grad_norm = update.clip(self._clip_norm)
-        if update.step():
+        with timeline.range("optimizer step"):
+            was_taken = update.step()
+        if was_taken:
             run.schedule.step("step")
         state.t += 1
         state.batch += update.num_batches > 0
@@ -315,10 +322,11 @@ class SGDEngine(Engine):
         state.sample = as_sample(state.sample)  # a hook may have assigned a pair
         self._wait_for_device()
         device_type = self._pick_device(state.network).type
-        with torch.autocast(device_type, state.autocast, enabled=state.autocast is not None):
+        autocast = torch.autocast(device_type, state.autocast, enabled=state.autocast is not None)
+        with timeline.range("forward"), autocast:
             state.output = state.network(state.sample.input)
         self.hooks.call("on_forward", state)
-        with torch.autocast(device_type, state.autocast, enabled=state.autocast is not None):
+        with timeline.range("criterion"), autocast:
             state.loss = state.criterion(state.output, state.sample.target)
         self.hooks.call("on_forward_criterion", state)
         self._wait_for_device()

@@ -1,72 +1,36 @@
-"""A timeline of the calls of rank 0, in the format of Chrome's trace viewer, as Horovod writes it.
+"""Timelines of rank 0 that Horovod's variables and functions ask for, in one file as Horovod names it.
 
-Each operation is a process of the trace. Calls are not negotiated, so ``NEGOTIATE_*`` has no length; the other event
-lasts from the call to the end of the operation.
+They are timelines of :mod:`torchmpi.timeline`, with a row for each name of an operation. Calls are not negotiated, so
+``NEGOTIATE_*`` takes the time of the call only; the other event lasts from the call to the end of the operation.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import threading
-import time
+from pathlib import Path
 from typing import Any
 
 from ..communicators.handle import Handle
+from ..session import runtime
+from ..timeline import events
+from ..timeline.clocks import ClockSample
+from ..timeline.trace_writer import TraceWriter
 from .process_sets import world
 
 
 class _Timeline:
-    """An open file, which is complete JSON after every event."""
+    """A file that is being written."""
 
     def __init__(self, path: str, mark_cycles: bool) -> None:
-        self._lock = threading.Lock()  # calls end in the threads of the call queues
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115, closed by stop_timeline()
-        self._file.write("[\n]\n")
-        self._is_empty, self._mark_cycles = True, mark_cycles
-        self._start = time.monotonic()
-        self._numbers: dict[str, int] = {}
-        microseconds = int(time.time() * 1e6)
-        self._write({"ph": "M", "name": "process_name", "args": {"start_time_since_epoch_in_micros": microseconds}})
-        self._write({"ph": "M", "name": "process_sort_index", "args": {"sort_index": 0}})
-
-    def _write(self, event: dict[str, Any]) -> None:
-        self._file.seek(self._file.tell() - 2)
-        self._file.write(("" if self._is_empty else ",\n") + json.dumps({"pid": 0, **event}) + "\n]\n")
-        self._file.flush()
-        self._is_empty = False
-
-    def _now(self) -> int:
-        return int((time.monotonic() - self._start) * 1e6)
-
-    def record(self, key: str, collective: str, rank: int, handle: Handle[Any], description: dict[str, str]) -> None:
-        """Write the events of a call that has just been made."""
-        with self._lock:
-            if self._file.closed:
-                return
-            number = self._numbers.get(key)
-            if number is None:
-                number = self._numbers[key] = len(self._numbers) + 1
-                self._write({"ph": "M", "name": "process_name", "pid": number, "args": {"name": key}})
-                self._write({"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}})
-            name, common = collective.upper(), {"pid": number, "ts": self._now()}
-            if self._mark_cycles:
-                self._write({"ph": "i", "s": "g", "name": "CYCLE_START", "ts": common["ts"]})
-            self._write({"ph": "B", "name": f"NEGOTIATE_{name}", **common})
-            self._write({"ph": "X", "name": str(rank), "dur": 0, **common})
-            self._write({"ph": "E", **common})
-            self._write({"ph": "B", "name": name, **common})
-        handle.when_done(lambda: self._end(number, description))
-
-    def _end(self, number: int, description: dict[str, str]) -> None:
-        with self._lock:
-            if not self._file.closed:
-                self._write({"ph": "E", "pid": number, "ts": self._now(), "args": description})
+        self.mark_cycles = mark_cycles
+        job = {"rank": 0, "size": world().size, "host": runtime.current().host_name}
+        self._writer = TraceWriter(Path(path), job, [ClockSample(0, 0, 0)])
+        events.add_reader(self._writer.read)
 
     def close(self) -> None:
-        """Close the file; operations that end later are not recorded."""
-        with self._lock:
-            self._file.close()
+        """Complete the file; operations that end later are not recorded."""
+        events.remove_reader(self._writer.read)
+        self._writer.close([])
 
 
 _current: dict[str, _Timeline] = {}
@@ -112,9 +76,19 @@ def stop_timeline() -> None:
 
 
 def record(key: str, collective: str, handle: Handle[Any], tensors: list[Any]) -> None:
-    """Record a call, if there is a timeline."""
-    timeline = _current.get("timeline")
-    if timeline is not None:
-        first = tensors[0] if tensors else None
-        description = {} if first is None else {"dtype": str(first.dtype), "shape": str(list(first.shape))}
-        timeline.record(key, collective, 0, handle, description)
+    """Record a call that has just been made, if there is a timeline, also one of torchmpi."""
+    recorder = events.recorder
+    if recorder is None:
+        return
+    name, begin, timeline = collective.upper(), events.now(), _current.get("timeline")
+    if timeline is not None and timeline.mark_cycles:
+        recorder.slice("CYCLE_START", "cycle", begin)
+    recorder.slice(f"NEGOTIATE_{name}", "horovod", begin, key)
+    first = tensors[0] if tensors else None
+    description = {} if first is None else {"dtype": str(first.dtype), "shape": str(list(first.shape))}
+
+    def end() -> None:
+        if events.recorder is not None:
+            events.recorder.slice(name, "horovod", begin, key, **description)
+
+    handle.when_done(end)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TypeGuard, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from ..errors import ArgumentError, CheckpointError
 from ..nn.agreement import check_same_layout
 from ..nn.replica import Replica
 from ..session import runtime
+from ..timeline import events
 from .rules import Rule
 from .servers import Server, free, init, prepared_for, receive, send
 
@@ -198,10 +200,11 @@ class TensorServers:
             self._outgoing = FlatBuffers(self._like, devices=self._devices)
         return self._outgoing
 
-    def fetch(self) -> list[Handle[Tensor]]:
-        """Start to receive the values of the servers into `incoming`."""
+    def fetch(self, label: str = "") -> list[Handle[Tensor]]:
+        """Start to receive the values of the servers into `incoming`; `label` is shown in timelines."""
         pairs = zip(self.servers, self.incoming.buffers, strict=True)
-        self.fetching = [receive(server, buffer) for server, buffer in pairs]
+        with nullcontext() if events.recorder is None else events.labelled(label):
+            self.fetching = [receive(server, buffer) for server, buffer in pairs]
         self.has_fetched = True
         return self.fetching
 
@@ -290,7 +293,7 @@ def prefetch_tensors(tensors: Iterable[Tensor]) -> list[Handle[Tensor]]:
     """
     servers, _ = _find(tensors, "prefetch_tensors")
     _wait_before_reuse(servers.fetching)
-    return list(servers.fetch())
+    return list(servers.fetch("prefetch"))
 
 
 @torch.no_grad()

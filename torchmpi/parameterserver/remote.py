@@ -23,6 +23,7 @@ from ..communicators.group import Group
 from ..errors import ArgumentError, TorchMPIError
 from ..shared_memory.kernels.shard_layout import NUM_COEFFICIENTS
 from ..tensors.buffers import as_bytes
+from ..timeline import events
 from .rules import MAX_NAME_BYTES, PreparedRule, Rule
 from .shards import MESSAGE_BYTES, Actor, Shards, message_ranges
 
@@ -114,6 +115,9 @@ class RemoteClient:
         pending, backoff = list(requests), _Backoff()
         while pending:
             progressed = [request.advance() for request in pending]
+            for request in pending:
+                if request.is_complete:
+                    request.record(call, server.name, world_ranks[request.rank])
             pending = [request for request in pending if not request.is_complete]
             if pending:
                 backoff.sleep(_MAX_BUSY_SLEEP, progressed=any(progressed))
@@ -132,6 +136,7 @@ class _Request:
         self, MPI: Any, comm: Comm, rank: int, server: RemoteServer, flat: torch.Tensor, *, header: _Header
     ) -> None:
         self.rank, self.is_complete = rank, False
+        self._begin = 0 if events.recorder is None else events.now()
         self.status, self.problem, self.versions, self.num_chunks = _DONE, "", 0, 0
         self._MPI, self._comm = MPI, comm
         begin, numel = server.parts[rank]
@@ -144,6 +149,14 @@ class _Request:
         self._in_flight: deque[Request] = deque()
         self._ranges = iter(ranges)
         self._start_messages()
+
+    def record(self, call: str, server: str, world_rank: int) -> None:
+        """Report the request, which is complete, to the recorder, if there is one."""
+        recorder = events.recorder
+        if recorder is not None and self._begin:
+            version = self.versions / max(self.num_chunks, 1)
+            details = {"server": server, "rank": world_rank, "bytes": self._data.nbytes, "version": version}
+            recorder.slice(call, events.SERVER_REQUEST, self._begin, f"requests to rank {world_rank}", **details)
 
     def _start_messages(self) -> None:
         while len(self._in_flight) < _MAX_IN_FLIGHT and (span := next(self._ranges, None)) is not None:
@@ -191,11 +204,13 @@ class ServerThread(threading.Thread):
         *,
         name: str,
         end_job: Callable[[str, int], None],
+        world_ranks: tuple[int, ...],
     ) -> None:
         """Create the thread; `end_job` is called when MPI fails, since clients would wait forever."""
         super().__init__(name=f"torchmpi parameter server {name}", daemon=True)
         self._end_job = end_job
         self.MPI, self.comm, self.actor, self.servers = MPI, comm, actor, servers
+        self.world_ranks = world_ranks
         self._must_stop = False
         self._sessions: list[_Session] = []
 
@@ -238,6 +253,8 @@ class _Session:
     def __init__(self, thread: ServerThread, client: int, header: _Header) -> None:
         self._comm, self._actor, self._byte, self._client = thread.comm, thread.actor, thread.MPI.BYTE, client
         self.is_complete, self._is_reading = False, header.operation == _READ
+        self._begin = 0 if events.recorder is None else events.now()
+        self._rule_name, self._world_rank, self._num_bytes = header.rule.name, thread.world_ranks[client], 0
         self._in_flight: deque[tuple[Request, NDArray[np.uint8], tuple[int, int]]] = deque()
         self._spare: list[NDArray[np.uint8]] = []
         self._status, self._problem, self._versions, self._num_chunks = _DONE, "", 0, 0
@@ -305,10 +322,24 @@ class _Session:
         else:
             self._versions += self._actor.versions
             self._num_chunks += self._actor.num_chunks
+            self._num_bytes += (span[1] - span[0]) * self._item_bytes
 
     def _send_reply(self) -> None:
         if self._reply is None:
             text = self._problem.encode(errors="replace")[:999]
             data = _REPLY_FORMAT.pack(self._status, self._versions, self._num_chunks, text)
+            self._record()  # before the client knows that the request is complete, and ends the timeline
             self._reply = self._comm.Isend(data, self._client, _REPLY)
         self.is_complete = self._reply.Test()
+
+    def _record(self) -> None:
+        """Report the request to the recorder, if there is one."""
+        recorder = events.recorder
+        if recorder is None or not self._begin or self._server is None:
+            return
+        details = {"server": self._server.name, "rank": self._world_rank, "bytes": self._num_bytes}
+        details |= {"version": self._versions / max(self._num_chunks, 1)}
+        details |= {"error": self._problem} if self._problem else {}
+        name, rule = ("read", {}) if self._is_reading else ("apply", {"rule": self._rule_name})
+        track = f"requests of rank {self._world_rank}"
+        recorder.slice(name, events.SERVED, self._begin, track, **details, **rule)

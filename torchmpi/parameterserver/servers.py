@@ -25,6 +25,7 @@ from ..shared_memory.kernels.server_rules import state_dtype
 from ..tensors import buffers, streams
 from ..tensors import dtypes as dtype_table
 from ..tensors.partition import even_partition
+from ..timeline import events
 from .remote import RemoteClient, ServerThread
 from .rules import PreparedRule, Rule, prepare
 from .shards import CLIENT, SERVER, Actor, Shards, layout, private_segment
@@ -61,6 +62,8 @@ class Server:
         sent_version: Number of rules that had been applied to a chunk when the last send of this client reached it;
             mean over the chunks.
         received_version: The same for the last receive.
+        expected_version: What the next send finds unless other ranks send; None: computed from the last receive. Set by
+            updates, whose gradients may belong to the values of an earlier receive.
     """
 
     def __init__(self, context: ServerContext, number: int, shape: torch.Size, *, shards: Shards, name: str) -> None:
@@ -72,6 +75,8 @@ class Server:
         self.is_open = self.is_saved = True
         self.bytes_sent = self.bytes_received = self.num_sent = 0
         self.sent_version = self.received_version = 0.0
+        self.expected_version: float | None = None
+        self._num_sent_before_receive: int | None = None
         self._rules: dict[str | Rule, PreparedRule] = {}
 
     @property
@@ -96,16 +101,45 @@ class Server:
 
     def apply(self, data: torch.Tensor, rule: PreparedRule) -> None:
         """Apply a rule to all shards with contiguous values in host memory; the caller holds the run lock."""
+        begin = 0 if events.recorder is None else events.now()
         self.context.client.apply(self.shards, data.data_ptr(), (0, self.numel), rule)
         self.sent_version = self._finish_remotely(data, rule)
+        staleness = self._staleness()
         self.num_sent += 1
         self.bytes_sent += data.nbytes
+        if begin:
+            known = {} if staleness is None else {"staleness": staleness}
+            self._record("send", begin, data, rule=rule.name, version=self.sent_version, **known)
 
     def read(self, data: torch.Tensor) -> None:
         """Copy all shards to contiguous host memory; the caller holds the run lock."""
+        begin = 0 if events.recorder is None else events.now()
         self.context.client.read(self.shards, data.data_ptr(), (0, self.numel))
         self.received_version = self._finish_remotely(data, None)
+        self._num_sent_before_receive = self.num_sent
         self.bytes_received += data.nbytes
+        if begin:
+            self._record("receive", begin, data, version=self.received_version)
+
+    def _staleness(self) -> float | None:
+        """Return how many rules of other ranks the current send found that its values do not include, if known."""
+        expected, self.expected_version = self.expected_version, None
+        if expected is None and self._num_sent_before_receive is not None:
+            expected = self.received_version + self.num_sent - self._num_sent_before_receive
+        return None if expected is None else self.sent_version - expected
+
+    def _record(self, name: str, begin: int, data: torch.Tensor, **details: object) -> None:
+        """Report a call that ends now to the recorder, if there still is one."""
+        recorder, context = events.recorder, self.context
+        if recorder is None:
+            return
+        origin = context.call_queue.origin or recorder.origin(0)
+        details |= {"server": self.name, "bytes": data.nbytes, "dtype": dtype_table.short_name(self.dtype)}
+        details |= {"communicator": self.group.name, "in memory of ranks": context.local_world_ranks}
+        details |= {"line": origin.line} if origin.line else {}
+        details |= {"label": origin.label} if origin.label else {}
+        details |= {"queued us": (begin - origin.queued) / 1000} if origin.queued else {}
+        recorder.slice(name, events.SERVER_CALL, begin, context.call_queue.name, **details)
 
     def _finish_remotely(self, data: torch.Tensor, rule: PreparedRule | None) -> float:
         """Send the request to remote shards, if there are any; return the mean of the VERSIONs found in all shards."""
@@ -131,8 +165,8 @@ class ServerContext:
         self.local_comm: MPIComm = self.comm.Split(host, group.rank)
         self.local_ranks: tuple[int, ...] = tuple(self.local_comm.allgather(group.rank))
         """Ranks whose shards this rank accesses through memory; the others are remote."""
-        world_ranks = [group.world_ranks[rank] for rank in self.local_ranks]
-        ranks = dict(zip(self.local_comm.allgather(os.getpid()), world_ranks, strict=True))
+        self.local_world_ranks = [group.world_ranks[rank] for rank in self.local_ranks]
+        ranks = dict(zip(self.local_comm.allgather(os.getpid()), self.local_world_ranks, strict=True))
         make_actor = partial(Actor, index=self.local_comm.rank, ranks=ranks, is_crowded=context.is_crowded)
         self.remote_ranks = tuple(rank for rank in range(group.size) if rank not in self.local_ranks)
         self.client = make_actor(CLIENT)
@@ -149,7 +183,7 @@ class ServerContext:
             self.remote = RemoteClient(context.MPI, self.comm, group, self.remote_ranks, self.call_queue)
             self._thread = ServerThread(
                 context.MPI, self.comm, make_actor(SERVER), self.servers,
-                name=group.name, end_job=runtime.current().failures.end_job,
+                name=group.name, end_job=runtime.current().failures.end_job, world_ranks=group.world_ranks,
             )  # fmt: skip
             self._thread.start()
         group.attachments.append(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +24,19 @@ def current() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def in_several_autogroups(processes: Iterable[int]) -> bool:
+    """Return whether Linux schedules processes in different autogroups.
+
+    Each session is an autogroup. `sched_yield` yields the core only to threads of the same autogroup. MPICH starts each
+    rank in a session of its own.
+    """
+    try:
+        is_enabled = Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1"
+        return is_enabled and len({os.getsid(process) for process in processes}) > 1
+    except OSError:
+        return False
 
 
 def bind(cores: frozenset[int]) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from ..errors import LaunchError, MissingMPIError
 from . import affinity, launcher
+from .stacks import noting_handler_of_library
 
 FORWARDING_SECONDS = 0.1
 _ABORT_GRACE_SECONDS = 5
@@ -140,7 +141,7 @@ def _initialise_without_gil(MPI: Any) -> None:
     global _is_initialising
     initialise_thread, provided = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
     _is_initialising = True
-    with _handlers_kept():
+    with _handlers_kept(), noting_handler_of_library():
         status = initialise_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
     _is_initialising = False
     if status != MPI.SUCCESS:

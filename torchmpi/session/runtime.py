@@ -30,16 +30,17 @@ from ..backends.shm import SharedMemoryBackend
 from ..communicators import splits
 from ..communicators.communicator import Communicator
 from ..communicators.conditions import on_all
+from ..communicators.flight_record import FlightRecord
 from ..communicators.group import Group, GroupContext
 from ..communicators.levels import Comm, CommunicatorStack
 from ..communicators.levels import used as communicator_in_use
 from ..config import Config
 from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedError, RankLostError, TorchMPIError
-from ..log import logger, set_rank
+from ..log import HOST, logger, set_place
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
 from ..timeline import events, torch_profiler
-from . import affinity, clock_samples, host_ring, mpi_library
+from . import affinity, clock_samples, host_ring, job_metrics, mpi_library, mpi_progress
 from .devices import choose_device
 from .failure import FailureHandling
 from .heartbeat import Heartbeat
@@ -117,10 +118,16 @@ class Runtime:
         masks = {rank: info.cores for rank, info in enumerate(ranks) if info.place.machine == own.machine}
         self.binding = self._bind(list(masks.values()), list(masks).index(self.world.rank))
         self._load_tuning(hosts, num_ranks=len(masks), num_cores=len(frozenset.union(*masks.values())))
+        in_groups = affinity.in_several_autogroups(probe.process for probe in processes.values())
+        self.context.sleeps_before_mpi = self.context.is_crowded and in_groups
         self._start_watchdog(hosts)
+        if self.num_hosts > 1 and self.threads_allowed and not mpi_library.why_no_collectives(self.MPI):
+            self.resources.callback(mpi_progress.start(self.MPI))
         clock_samples.provide_timeline(self.world, self._described())
         self.resources.callback(timeline.set_job, None)
         torch_profiler.watch()
+        self.metrics = partial(job_metrics.of, self.context, self.world.rank, self.host_name)
+        self.resources.callback(job_metrics.export(self.config, self.local_rank, self.world.rank, self.metrics))
 
     def _described(self) -> dict[str, Any]:
         """Describe this rank for the readers of a timeline."""
@@ -163,23 +170,29 @@ class Runtime:
         return hosts
 
     def _open_world(self, hosts: Sequence[int]) -> None:
-        self.context = GroupContext(
-            self.MPI,
-            hosts,
-            check=self.config.check,
-            threaded=self.threads_allowed,
-            slot_bytes=self.config.slot_bytes,
-        )
+        set_place(self.MPI.COMM_WORLD.rank, self.host_name)
+        self.resources.callback(set_place, None, HOST)
+        check, slot_bytes = self.config.check, self.config.slot_bytes
+        self.context = GroupContext(self.MPI, hosts, check=check, threaded=self.threads_allowed, slot_bytes=slot_bytes)
+        self.flight_record = self.context.flight_record = self._open_flight_record()
         self.losses = LossWatch(self.context) if self.config.on_lost_rank == "raise" else None
         if self.losses is not None:
             self.resources.callback(self.losses.close)  # after the groups, whose queued calls it ends
         self.communicators = CommunicatorStack(self.MPI.COMM_WORLD, self.context)
         self.world: Group = self.communicators.levels[0].intra
-        set_rank(self.world.rank)
-        self.resources.callback(set_rank, None)
         self.resources.callback(self.communicators.free)
         self.heap = SharedHeap(self.local_size)
         self.resources.callback(self.heap.close)
+
+    def _open_flight_record(self) -> FlightRecord:
+        comm = self.MPI.COMM_WORLD
+        about = {
+            "rank": comm.rank, "size": comm.size, "host": self.host_name, "process": os.getpid(),
+            "program": " ".join(sys.argv), "version": __version__, "mpi": mpi_library.short_version(self.MPI),
+        }  # fmt: skip
+        record = FlightRecord(self.config.flight_record, about)
+        self.resources.callback(record.close)  # after the groups are freed
+        return record
 
     def _choose_devices(self, hosts: Sequence[int], with_cuda: bool | None, *, has_cuda: bool) -> None:
         self.device = choose_device(self.local_rank, with_cuda)
@@ -205,6 +218,8 @@ class Runtime:
         if all(reads for *_, reads in offers):
             self.context.processes = {rank: probe.process for rank, probe in neighbours.items()}
         if shared.kernels:
+            self.flight_record.read_ticks = shared.kernels["read_ticks"]
+            self.flight_record.note_ticks()
             fast_path.build(communicator_in_use, enabled=self.config.fast_path)
         for problem in sorted({shared.problem, *self.context.problems} - {""}):
             if self.world.rank == 0 and self.config.slot_bytes:
@@ -229,9 +244,7 @@ class Runtime:
         config = self.config
         is_wanted = config.backend == "ipc" or "ipc" in config.chosen_gpu_backends
         if not (is_wanted and all(self.devices.uuids) and config.staging_bytes and config.slot_bytes):
-            return (
-                ""  # not chosen without being requested (its first call tries then), or unavailable for other reasons
-            )
+            return ""  # not chosen without being requested (its first call tries then), or unavailable
         world = self.MPI.COMM_WORLD
         host = world.Split(self.context.hosts[world.rank], world.rank)
         problem = staging_areas.trial(host, staging_areas.CudaDevice(self.device)) if host.size > 1 else ""
@@ -373,6 +386,8 @@ class Runtime:
         self.world.comm.Barrier()
         if timeline.is_recording():
             timeline.finish(partial(clock_samples.measure, self.world))
+        if self.config.summary:
+            job_metrics.show_table(self.world.comm, self.metrics())
 
 
 def start(
@@ -428,6 +443,7 @@ def start(
     running.make_levels(custom_communicator_init, collective_communicator)
     if running.world.rank == 0 and running.config.verbose:
         logger.info(running.summary())
+    logger.debug("process %d on cores %s, %s", os.getpid(), sorted(affinity.current()), running.config)
     if running.config.timeline:
         timeline.start(running.config.timeline)
 
@@ -548,7 +564,7 @@ def _shared_settings(config: Config, **arguments: object) -> dict[str, object]:
     """Return the settings and arguments of `start()` that must be the same on all ranks."""
     names = (
         "check", "message_bytes", "pipeline_bytes", "bucket_bytes", "slot_bytes", "staging_bytes", "gpu_backends",
-        "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline",
+        "backend", "hierarchical", "heartbeat_seconds", "on_lost_rank", "timeline", "summary",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names} | arguments | {"version": __version__}
 

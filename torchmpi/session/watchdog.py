@@ -8,6 +8,7 @@ line of a missing rank.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from .deadlock import WaitingRanks, find_any_circle, find_circle, waits_of
 from .heartbeat import Heartbeat, RankStatus
 from .program_lines import location
 from .report import NO_ANSWER, Activity, about_others
+from .stacks import StackRequests, stacks
 
 # A rank that rejects a call raises, and its traceback ends the job. Other ranks report only if it continues instead.
 _REFUSAL_GRACE_SECONDS = 2.0
@@ -34,6 +36,7 @@ _NO_REPLY = "does not reply: it is stopped, or busy outside Python"
 _ORDER = "Make the calls on all communicators in the same order on all ranks."
 # A search on several hosts asks all ranks; the share of the time that rank 0 spends on it is limited.
 _PAUSE_PER_SEARCH = 20
+_LAST_CALLS = 3
 _STOP = "stop(), "  # in the description of a call
 _ENDED = "The wait exceeds stall_abort_seconds, which ends the job."
 
@@ -54,6 +57,7 @@ class Watchdog(threading.Thread):
         # On several hosts, groups that are parts of the world come before it.
         self._world = next(group for group in context.groups if group.size == len(context.hosts))
         self._stopped = threading.Event()
+        self._stack_requests = StackRequests()
         self._since: dict[Group, tuple[int, float]] = {}
         self._reported: dict[Group, int] = {}
         self._answered: dict[Group, int] = {}
@@ -72,6 +76,10 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Check all groups periodically until :meth:`stop`."""
         while not self._stopped.wait(self.config.watchdog_period_seconds):
+            if (record := self.context.flight_record) is not None:
+                record.note_ticks()
+            if self._stack_requests.take():
+                logger.warning(self._state_and_stacks())
             limit = time.monotonic() - _REFUSAL_GRACE_SECONDS / 2  # two checks before deadlocks are searched
             self._waiting_ranks.observe(is_late=any(since <= limit for _, since in self._since.values()))
             groups = list(self.context.groups)
@@ -93,6 +101,7 @@ class Watchdog(threading.Thread):
         self._stopped.set()
         if self is not threading.current_thread():
             self.join()
+        self._stack_requests.close()
         self._since.clear()
 
     # --- checks
@@ -127,6 +136,7 @@ class Watchdog(threading.Thread):
                 self.end_job(f"{report or ''}\n{_ENDED}".strip(), 1)
         elif waited >= config.stall_warning_seconds and self._reported.get(group) != seq:
             self._reported[group] = seq
+            self.context.num_stalls += 1
             report = self._report(group, current, waited)
             if report is not None:
                 logger.warning(report)
@@ -222,6 +232,7 @@ class Watchdog(threading.Thread):
             self.end_job(f"{message}\n{_ENDED}", 1)
         elif now - since >= self.config.stall_warning_seconds and not reported:
             self._queues[call_queue] = (doing, since, True)
+            self.context.num_stalls += 1
             place = self._place(peer)
             logger.warning(f"{message} rank {peer} is {place}" if place else message)
 
@@ -290,6 +301,17 @@ class Watchdog(threading.Thread):
         if not lines:
             return f"{text} All ranks have arrived, but the MPI library has not completed the call."
         return "\n".join([f"{text} Not arrived:", *lines])
+
+    def _state_and_stacks(self) -> str:
+        """Describe what this rank is doing, its last calls, and the stacks of its threads."""
+        lines = [f"{self._world.where}, process {os.getpid()}, after SIGUSR1: {self._activity()}"]
+        for group in list(self.context.groups):
+            if last := group.call_log.recent_in_words()[:_LAST_CALLS]:
+                lines.append(f"last calls on communicator {group.name}: {'; '.join(last)}")
+        record = self.context.flight_record
+        if record is not None and record.path is not None:
+            lines.append(f"flight record: {record.path}")
+        return "\n".join([*lines, stacks()])
 
     def _status_on_host(self, group: Group, seq: int) -> dict[int, RankStatus | None]:
         """Return the status of the other ranks of this host; for missing ranks, request their location."""

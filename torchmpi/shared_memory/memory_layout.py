@@ -52,10 +52,21 @@ PAYLOAD_BYTES = (ENTRY_FIELDS - PAYLOAD) * FIELD_BYTES
 MEMORY = 2  # field of the payload of a long call from which a rank announces its shared tensor
 
 # Private memory that machine code and Python share. The call log of a group: number of the last call; number of the
-# call that the fast path has entered and that is active, or 0; its code; the part of its shape that is signed.
-LOG_SEQUENCE, LOG_ACTIVE, LOG_CODE, LOG_NUM_DIMS, LOG_DIMS = range(5)
-MAX_LOG_DIMS = 12
-LOG_FIELDS = LOG_DIMS + MAX_LOG_DIMS
+# call that the fast path has entered and that is active, or 0; address of the first entry of the flight record; bytes
+# of the call that the fast path has entered; counters of each collective.
+LOG_SEQUENCE, LOG_ACTIVE, LOG_RECORD, LOG_BYTES, LOG_COUNTERS = range(5)
+# The counters of a collective: calls that have ended; bytes of their tensors; time in them, in ticks of the processor
+# for parts measured by machine code and in nanoseconds for parts measured by Python.
+COUNTED_CALLS, COUNTED_BYTES, COUNTED_TICKS, COUNTED_NS = range(4)
+COUNTER_FIELDS = 4
+MAX_COLLECTIVES = 32
+LOG_FIELDS = LOG_COUNTERS + MAX_COLLECTIVES * COUNTER_FIELDS
+# An entry of the flight record (communicators/flight_record.py): number of the call, its code, number of the dimensions
+# that are signed, begin and end (ticks of the processor; with a minus nanoseconds of the monotonic clock), dimensions.
+RECORD_SEQUENCE, RECORD_CODE, RECORD_NUM_DIMS, RECORD_BEGIN, RECORD_END, RECORD_DIMS = range(6)
+RECORD_FIELDS = 16
+RECORD_LENGTH = 1024  # entries, a power of two
+MAX_LOG_DIMS = RECORD_FIELDS - RECORD_DIMS
 # A run lock: whether Python holds it, whether the fast path has entered, and how many calls are pending.
 RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING = range(3)
 RUN_LOCK_FIELDS = 3

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import NotStartedError, TorchMPIError
 from . import events
 from .clocks import ClockSample
-from .trace_writer import TraceWriter
+from .trace_writer import TraceWriter, path_for
 
 
 class JobInfo(NamedTuple):
@@ -41,7 +41,8 @@ class Recording:
 
     def __init__(self, folder: Path, job: JobInfo) -> None:
         self.folder, self._job = folder, job
-        self._writer = TraceWriter(folder, job.describe, job.measure_clock())
+        path = path_for(folder, job.describe["rank"])
+        self._writer = TraceWriter(path, job.describe, job.measure_clock())
         self.path = self._writer.path
         self._hook = _count_steps()
         events.add_reader(self._writer.read)
@@ -104,8 +105,7 @@ def stop() -> None:
     _end(agree=True)
 
 
-@contextmanager
-def range(name: str) -> Iterator[None]:
+def range(name: str) -> AbstractContextManager[None]:
     """Show a part of the program in the timeline. Without a timeline it does nothing.
 
     Args:
@@ -118,16 +118,27 @@ def range(name: str) -> Iterator[None]:
         with mpi.timeline.range("validation"):
             validate()
     """
-    if events.recorder is None:
-        yield
-        return
-    begin = events.now()
-    try:
-        yield
-    finally:
+    return _NOTHING if events.recorder is None else _Range(name)
+
+
+class _Range:
+    """A range that is being recorded. A class, since a generator would cost more than the record."""
+
+    __slots__ = ("_begin", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._begin = events.now()
+
+    def __exit__(self, *_: object) -> None:
         recorder = events.recorder
         if recorder is not None:
-            recorder.slice(name, "range", begin)
+            recorder.slice(self._name, "range", self._begin)
+
+
+_NOTHING = nullcontext()
 
 
 def is_recording() -> bool:

@@ -25,6 +25,8 @@ _OWN_FOLDERS = (
 _MOST_LINES = 10_000
 DDP_BUCKET = "bucket of DistributedDataParallel"
 """The label of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
+SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
+"""Categories of the parameter server: calls of a client, its requests to one rank, and requests that a rank serves."""
 now = time.monotonic_ns
 """The clock of all events, in nanoseconds; the processes of a host share it."""
 
@@ -70,6 +72,31 @@ class CallRecord(NamedTuple):
     error: str
 
 
+Backends = tuple[tuple[int | None, str], ...]
+"""The backends of a call, each with the largest size in bytes for which it is used (None: any)."""
+PlainCall = tuple[Any, ...]
+"""A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it."""
+
+
+def call_record(plain: PlainCall) -> CallRecord:
+    """Return what a plain record contains. The thread of the call has no time for this; that of a reader has."""
+    group, seq, names, num_bytes, backends, begin, end, thread, origin, error = plain
+    collective, op, dtype, root = names
+    return CallRecord(
+        group, seq, collective, op, dtype, root, num_bytes, backend_for(num_bytes, backends), begin, end, thread,
+        Origin(*origin), error,
+    )  # fmt: skip
+
+
+def backend_for(num_bytes: int, backends: Backends) -> str:
+    """Return the name of the backend that runs a call of this size; '' if there is only one way.
+
+    >>> backend_for(8, ((8, "shm"), (None, "p2p"))), backend_for(9, ((8, "shm"), (None, "p2p")))
+    ('shm', 'p2p')
+    """
+    return next((name for limit, name in backends if limit is None or num_bytes <= limit), "")
+
+
 class SliceRecord(NamedTuple):
     """An interval of one thread or queue that is no collective: a message, a wait, or a range of the program."""
 
@@ -85,7 +112,7 @@ class SliceRecord(NamedTuple):
 
 Names = tuple[str, str, str, int]
 """Collective, operation, dtype and root of a call; '' or -1 for none."""
-Reader = Callable[["CallRecord | SliceRecord"], None]
+Reader = Callable[[PlainCall | SliceRecord], None]
 
 
 class Recorder:
@@ -96,7 +123,7 @@ class Recorder:
 
     def origin(self, queued: int, depth: int = 2) -> Origin:
         """Return where the program makes the current call."""
-        return Origin(queued, program_line(depth + 1), getattr(_labels, "label", ""))
+        return Origin(queued, program_line(depth + 1), _labels.label)
 
     def call(
         self,
@@ -104,31 +131,19 @@ class Recorder:
         seq: int,
         names: Names,
         num_bytes: int,
-        backend: str,
+        backends: Backends,
         begin: int,
-        origin: Origin,
+        origin: Origin | None,
         error: str = "",
     ) -> None:
-        """Report a collective that ends now."""
-        self.end_event()
-        record = CallRecord(group, seq, *names, num_bytes, backend, begin, now(), threading.get_ident(), origin, error)
+        """Report a collective that ends now; without an origin, it is the line that makes the call."""
+        end = now()
+        record = (
+            group, seq, names, num_bytes, backends, begin, end, threading.get_ident(),
+            origin or (0, program_line(3), _labels.label), error,
+        )  # fmt: skip
         for read in self.readers:
             read(record)
-
-    def begin(self, group: GroupInfo, names: Names, numel: int, *, is_queued: bool) -> int:
-        """Report a collective that begins now, which `call` ends in the same thread; return the time."""
-        open_events, begin_event = _calls.events, show_call
-        if begin_event is None or is_queued or any(open_events):  # the last: a step of a hierarchical call
-            open_events.append(None)
-        else:
-            open_events.append(begin_event(group, names, numel))
-        return now()
-
-    def end_event(self) -> None:
-        """End the event of torch.profiler that `begin` has begun, if it has."""
-        event = _calls.events.pop()
-        if event is not None:
-            event.__exit__(None, None, None)
 
     def slice(self, name: str, category: str, begin: int, track: str = "", **details: Any) -> None:
         """Report an interval that ends now."""
@@ -141,22 +156,46 @@ recorder: Recorder | None = None
 """The recorder while there is a reader, else None."""
 when_switched: list[Callable[[bool], None]] = []
 """Functions to call when the first reader is added (True) and when the last one is removed (False)."""
-show_call: Callable[[GroupInfo, Names, int], Any] | None = None
-"""Begins an event of torch.profiler while one runs, else None."""
+show_call: Callable[[GroupInfo, Names, int, str], Any] | None = None
+"""Begins an event of torch.profiler while one runs, else None; "task": of a queued call, in its own thread."""
 show_task: Callable[[str, Callable[[], Any]], Callable[[], Any]] | None = None
-"""Returns a task for another thread whose time from now to its end is an event, while a profiler runs, else None."""
+"""Begins an event of a call that is queued now and returns the task that also ends it; None without a profiler."""
 
 
 class _OpenCalls(threading.local):
-    """The events of torch.profiler of the calls that this thread is in, innermost last; None for calls without."""
+    """Whether this thread is in a call that is an event of torch.profiler."""
 
-    def __init__(self) -> None:
-        self.events: list[Any] = []
+    has_event = False
+
+
+class _Labels(threading.local):
+    """The label of the calls that this thread makes."""
+
+    label = ""
 
 
 _calls = _OpenCalls()
-_labels = threading.local()
+_labels = _Labels()
 _changing = threading.Lock()
+
+
+def begin_event(group: GroupInfo, names: Names, numel: int, *, is_task: bool) -> Any:
+    """Begin an event of torch.profiler for a call that begins now; None without a profiler.
+
+    The steps of a hierarchical call are no events of their own.
+    """
+    show = show_call
+    if show is None or _calls.has_event:
+        return None
+    _calls.has_event = True
+    return show(group, names, numel, "task" if is_task else "")
+
+
+def end_event(event: Any) -> None:
+    """End what :func:`begin_event` has returned, in the same thread."""
+    if event is not None:
+        _calls.has_event = False
+        event.__exit__(None, None, None)
 
 
 def add_reader(reader: Reader) -> None:
@@ -193,7 +232,7 @@ def in_forked_child() -> None:
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
     """Label the calls that this thread makes in a block."""
-    before = getattr(_labels, "label", "")
+    before = _labels.label
     _labels.label = label
     try:
         yield

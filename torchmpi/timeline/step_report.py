@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 from .aligned_calls import AlignedCall, align, earliest_result
-from .step_times import CallSite, LateRank, StepTimes, call_sites, late_ranks, step_spans, times_of_steps
+from .bench_times import BenchTimes
+from .step_times import (
+    CallSite,
+    LateRank,
+    RangeTimes,
+    StepTimes,
+    call_sites,
+    late_ranks,
+    range_times,
+    step_spans,
+    times_of_steps,
+)
 from .trace_reader import RankTrace
 
 _MOST_SITES = 10
@@ -16,7 +27,9 @@ _MOST_SITES = 10
 _MUCH_WAITING, _MUCH_EXPOSED = 0.1, 0.15
 _MOST_OF_THE_WAITING = 0.7  # of two ranks that are late by turns, one has a little more than half
 _TINY_BYTES, _MANY_CALLS = 128 << 10, 8
+_SHORT_BYTES = 1024  # shorter calls gain little from steps over hosts
 _HIERARCHICAL = ("allreduce", "allreduce_many", "reduce", "broadcast", "allgather", "reduce_scatter")
+_LEGEND_INCHES, _MARGIN = 0.25, 1.05
 _PARTS = ("computing", "exposed communication", "waiting for a late rank")
 _COLORS = ("#7fa8d1", "#e0a458", "#c1554d")
 
@@ -30,16 +43,19 @@ class StepReport(NamedTuple):
     sites: Sequence[CallSite]
     late: Sequence[LateRank]
     error_seconds: float
+    ranges: Sequence[RangeTimes]
+    bench: BenchTimes | None = None
 
     @classmethod
-    def of(cls, traces: Sequence[RankTrace]) -> StepReport:
-        """Make the report of the traces of a job."""
+    def of(cls, traces: Sequence[RankTrace], bench: BenchTimes | None = None) -> StepReport:
+        """Make the report of the traces of a job; `bench` has the times with which calls are compared."""
         aligned, error = align(traces), 2 * max(trace.error_seconds for trace in traces)
         steps = {trace.rank: times_of_steps(trace, aligned) for trace in traces}
         parts = set().union(*(trace.steps for trace in traces))
         during = [each for each in aligned if _is_inside(each, steps)]
         whole = [each for each in during if not _is_step(each, parts)]
-        return cls(traces, aligned, steps, call_sites(during, traces), late_ranks(whole, error), error)
+        ranges = range_times(traces)
+        return cls(traces, aligned, steps, call_sites(during, traces), late_ranks(whole, error), error, ranges, bench)
 
     @property
     def num_steps(self) -> int:
@@ -57,9 +73,8 @@ class StepReport(NamedTuple):
 
     def text(self) -> str:
         """Return the report."""
-        return "\n".join(
-            [*self._head(), "", *self._table(), "", *self._about_late(), "", *self._about_sites(), "", self.advice()]
-        )
+        parts = [self._head(), self._table(), self._about_ranges(), self._about_late(), self._about_sites()]
+        return "\n".join([*(line for part in parts if part for line in (*part, "")), self.advice()])
 
     def _head(self) -> list[str]:
         num_calls = len(self.aligned)
@@ -98,6 +113,18 @@ class StepReport(NamedTuple):
             for title, name, remark in rows
         ]
 
+    def _about_ranges(self) -> list[str]:
+        if not self.ranges:
+            return []
+        whole = self.part("step") or 1.0
+        lines = [f"{'ranges, waits in them included':32}   per step"]
+        lines += [
+            f"{each.name[:32]:32}{_milliseconds(each.seconds):>11}{each.seconds / whole:>7.0%}"
+            + (f"  {each.num_per_step:.3g} times" if each.num_per_step != 1 else "")
+            for each in self.ranges[:_MOST_SITES]
+        ]
+        return lines
+
     def _about_late(self) -> list[str]:
         if not self.late:
             return ["No rank was waited for."]
@@ -107,15 +134,23 @@ class StepReport(NamedTuple):
     def _about_sites(self) -> list[str]:
         lines = [
             "most expensive calls, per rank:",
-            f"{'seconds':>9}{'waiting':>9}{'calls':>8}{'KB/call':>10}{'GB/s':>8}  where",
+            f"{'seconds':>9}{'waiting':>9}{'calls':>8}{'KB/call':>10}{'GB/s':>8}"
+            + (f"{'of bench':>10}" if self.bench else "")
+            + "  where",
         ]
         return lines + [
             f"{site.seconds:9.3f}{site.waiting:9.3f}{site.num_calls:8}{site.num_bytes / 1024:10.1f}"
-            f"{site.bytes_per_second / 1e9:8.2f}  {site.collective}"
+            f"{site.bytes_per_second / 1e9:8.2f}{self._of_bench(site)}  {site.collective}"
             + (f" ({site.backends})" if site.backends else "")
             + f" at {site.line}"
             for site in self.sites[:_MOST_SITES]
         ]
+
+    def _of_bench(self, site: CallSite) -> str:
+        if self.bench is None:
+            return ""
+        share = self.bench.share(site)
+        return f"{'-':>10}" if share is None else f"{share:10.0%}"
 
     # --- advice
 
@@ -175,14 +210,15 @@ class StepReport(NamedTuple):
             call
             for each in self.aligned
             for rank, call in each.calls.items()
-            if call.collective in _HIERARCHICAL and call.num_bytes and (call.group, call.seq) not in steps[rank]
+            if call.collective in _HIERARCHICAL and call.num_bytes >= _SHORT_BYTES
+            if (call.group, call.seq) not in steps[rank]
         ]
         flat = [
             call
             for call in outer
             if call.group in several and call.details.get("backend", "hierarchical") != "hierarchical"
         ]
-        if not flat or median(call.num_bytes for call in flat) < 1024:
+        if not flat:
             return ""
         names = sorted({call.details["backend"] for call in flat})
         return (
@@ -211,6 +247,7 @@ class StepReport(NamedTuple):
         figure = Figure(figsize=(10, 1 + 1.6 * len(self.steps)))
         canvas: Any = FigureCanvasAgg(figure)
         all_axes = figure.subplots(len(self.steps), 1, sharex=True, sharey=True, squeeze=False)
+        tallest = 0.0
         for axes, (rank, steps) in zip(all_axes[:, 0], self.steps.items(), strict=True):
             below = [0.0] * len(steps)
             for title, color, field in zip(_PARTS, _COLORS, ("computing", "exposed", "waiting"), strict=True):
@@ -218,9 +255,13 @@ class StepReport(NamedTuple):
                 axes.bar(range(len(steps)), heights, bottom=below, color=color, label=title, width=1.0)
                 below = [low + height for low, height in zip(below, heights, strict=True)]
             axes.set_ylabel(f"rank {rank}\nms")
-        all_axes[0, 0].legend(loc="upper right", fontsize="small", ncols=3)
+            tallest = max([tallest, *below])
+        if tallest:
+            all_axes[0, 0].set_ylim(0, _MARGIN * tallest)
         all_axes[-1, 0].set_xlabel("step")
-        figure.tight_layout()
+        handles, titles = all_axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, titles, loc="upper center", fontsize="small", ncols=3, frameon=False)
+        figure.tight_layout(rect=(0, 0, 1, 1 - _LEGEND_INCHES / figure.get_figheight()))
         canvas.print_png(str(path))
 
 

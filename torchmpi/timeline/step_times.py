@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from .aligned_calls import AlignedCall
-from .events import DDP_BUCKET
+from .events import DDP_BUCKET, SERVER_CALL
 from .trace_reader import MAIN_THREAD, RankTrace, TracedCall
 
 Span = tuple[float, float]
@@ -84,7 +85,7 @@ def times_of_steps(trace: RankTrace, aligned: Sequence[AlignedCall]) -> list[Ste
     own = [each for each in aligned if trace.rank in each.calls]
     blocked = [(call.begin, call.end) for call in trace.calls if _blocks(call)]
     blocked += [(each.begin, each.end) for each in trace.intervals("wait") if each.thread == MAIN_THREAD]
-    messages = trace.intervals("message")
+    messages = trace.intervals("message") + trace.intervals(SERVER_CALL)
     blocked += [(each.begin, each.end) for each in messages if each.thread == MAIN_THREAD]
     blocked += _waits_of_reducer(trace.calls, steps)
     moving = union([*((c.begin, c.end) for c in trace.calls), *((each.begin, each.end) for each in messages)])
@@ -117,6 +118,33 @@ def _waits_of_reducer(calls: Sequence[TracedCall], steps: Sequence[Span]) -> lis
         if inside:
             found.append((max(call.queued for call in inside), max(call.end for call in inside)))
     return found
+
+
+class RangeTimes(NamedTuple):
+    """The ranges of one name in the main threads; means over the ranks."""
+
+    name: str
+    num_per_step: float
+    seconds: float
+    """In one step."""
+
+
+def range_times(traces: Sequence[RankTrace]) -> list[RangeTimes]:
+    """Return the ranges that lie within the steps, the longest first; an epoch, which lies in none, is left out."""
+    counts: dict[str, int] = defaultdict(int)
+    sums: dict[str, float] = defaultdict(float)
+    num_steps = 0
+    for trace in traces:
+        steps = step_spans(trace)
+        num_steps += len(steps)
+        ends = [end for _, end in steps]
+        for each in trace.intervals("range"):
+            index = bisect_left(ends, each.end)
+            if each.thread == MAIN_THREAD and index < len(steps) and steps[index][0] <= each.begin:
+                counts[each.name] += 1
+                sums[each.name] += each.end - each.begin
+    found = [RangeTimes(name, counts[name] / num_steps, sums[name] / num_steps) for name in sums]
+    return sorted(found, key=lambda times: -times.seconds)
 
 
 class LateRank(NamedTuple):
@@ -157,6 +185,10 @@ class CallSite(NamedTuple):
     """Of one call, on average."""
     seconds: float
     waiting: float
+    num_ranks: int
+    """Of the groups of the calls; 0 if they differ."""
+    dtype: str
+    """'' if there are several."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -170,6 +202,7 @@ def call_sites(aligned: Sequence[AlignedCall], traces: Sequence[RankTrace]) -> l
     steps, num_ranks = {trace.rank: trace.steps for trace in traces}, len(traces)
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     backends: dict[tuple[str, str], set[str]] = defaultdict(set)
+    kinds: dict[tuple[str, str], set[tuple[int, str]]] = defaultdict(set)
     for each in aligned:
         for rank, call in each.calls.items():
             line = call.details.get("line", "")
@@ -180,11 +213,15 @@ def call_sites(aligned: Sequence[AlignedCall], traces: Sequence[RankTrace]) -> l
             total[1] += call.num_bytes
             total[2] += call.end - call.begin
             total[3] += each.ready(rank) - call.begin
+            kinds[line, call.collective].add((len(each.ranks), call.details.get("dtype", "")))
             if name := call.details.get("backend"):
                 backends[line, call.collective].add(name)
     sites = []
     for (line, collective), (count, num_bytes, seconds, waiting) in sums.items():
         names, calls = "+".join(sorted(backends[line, collective])), max(1, round(count / num_ranks))
         mean_bytes = round(num_bytes / count)
-        sites.append(CallSite(line, collective, names, calls, mean_bytes, seconds / num_ranks, waiting / num_ranks))
+        ranks, dtypes = {size for size, _ in kinds[line, collective]}, {name for _, name in kinds[line, collective]}
+        size, dtype = (ranks.pop() if len(ranks) == 1 else 0), (dtypes.pop() if len(dtypes) == 1 else "")
+        times = seconds / num_ranks, waiting / num_ranks
+        sites.append(CallSite(line, collective, names, calls, mean_bytes, *times, size, dtype))
     return sorted(sites, key=lambda site: -site.seconds)

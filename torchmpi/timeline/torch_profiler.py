@@ -48,7 +48,7 @@ def _extend(name: str, action: Callable[[], None]) -> None:
 
 
 def _begin() -> None:
-    events.show_call, events.show_task = _open_event, _as_event
+    events.show_call, events.show_task = _open_event, _show_queued
     events.add_reader(_ignore)
 
 
@@ -61,7 +61,7 @@ def _ignore(record: object) -> None:
     """Read no records: the events of torch have been made when the calls ran."""
 
 
-def _open_event(group: events.GroupInfo, names: events.Names, numel: int) -> Any:
+def _open_event(group: events.GroupInfo, names: events.Names, numel: int, kind: str = "") -> Any:
     """Begin an event with the fields that torch's own backends give theirs (with ``record_shapes=True``)."""
     collective, op, dtype, root = names
     size = len(group.ranks)
@@ -79,29 +79,38 @@ def _open_event(group: events.GroupInfo, names: events.Names, numel: int) -> Any
         fields["Reduction"] = op
     if root >= 0:
         fields["Root Rank"] = root
-    event = _RecordFunction(f"torchmpi:{_EVENTS.get(collective, collective)}", [], fields)
+    event = _RecordFunction(_name_of(collective, kind), [], fields)
     event.__enter__()
     return event
 
 
-def _as_event(description: str, task: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a task for another thread; the event lasts from now to its end, in the row of the current thread.
+def _name_of(collective: str, kind: str = "") -> str:
+    """Return the name of an event; readers count those that begin or end with torchmpi:all_reduce as calls."""
+    return f"torchmpi{kind and f' {kind}'}:{_EVENTS.get(collective, collective)}"
 
-    The profiler does not see the other thread. Such an event takes a text instead of fields.
+
+def _show_queued(description: str, task: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a task for the thread of the calls. Its event lasts from now to its end, in the row of this thread.
+
+    Torch ends such an event by a future, and gives it no fields, so an event without a length, ``torchmpi queued:...``,
+    has them. The profiler sees the thread of the calls with ``profile_all_threads`` only.
     """
-    collective = description.rpartition(": ")[2].split("(")[0]
-    tensors = [each for each in getattr(task, "args", ()) if isinstance(each, torch.Tensor)][:1]
-    info = getattr(getattr(getattr(task, "func", None), "__self__", None), "info", None)
-    fields = [f"{_TORCH_NAMES.get(short, short)} {each.numel()}" for each in tensors if (short := str(each.dtype)[6:])]
-    fields += [f"group {info.name} of {len(info.ranks)} ranks"] if isinstance(info, events.GroupInfo) else []
-    begun = torch.ops.profiler._record_function_enter_new(
-        f"torchmpi:{_EVENTS.get(collective, collective)}", ", ".join(fields)
-    )
+    describe = getattr(getattr(getattr(task, "func", None), "__self__", None), "described_call", None)
+    if describe is None:  # several calls in one
+        collective = description.rpartition(": ")[2].split("(")[0]
+    else:
+        group, names, numel = describe(*task.args)  # type: ignore[attr-defined]
+        collective = names[0]
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    event = torch.ops.profiler._record_function_enter_new(_name_of(collective), None)
+    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(event, ended)
+    if describe is not None:
+        _open_event(group, names, numel, "queued").__exit__(None, None, None)
 
     def run() -> Any:
         try:
             return task()
         finally:
-            torch.ops.profiler._record_function_exit._RecordFunction(begun)
+            ended.set_result(None)
 
     return run

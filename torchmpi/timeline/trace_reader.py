@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from .clocks import AlignedClock, ClockSample
-from .trace_writer import FORMAT
+from .trace_writer import FIRST_ROW, FORMAT
 
 Event = dict[str, Any]
-MAIN_THREAD = 0
+MAIN_THREAD = FIRST_ROW
 """The number of the row of the main thread."""
 
 

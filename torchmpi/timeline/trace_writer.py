@@ -12,14 +12,19 @@ import gzip
 import json
 import os
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from .clocks import ClockSample
-from .events import CallRecord, GroupInfo, SliceRecord
+from .events import CallRecord, GroupInfo, PlainCall, SliceRecord, call_record, now
 
-FORMAT = 1
+FORMAT = 2
+FIRST_ROW = 1000
+"""The number of the first row of a rank, that of the main thread. Perfetto takes 0 for the idle thread of the machine:
+it puts the rows 0 of all ranks together, and drops slices that overlap there. It takes a row with the number of a
+process for its main thread."""
 _FLUSH_SECONDS = 0.5
 _MOST_EVENTS = 1 << 17
 _MOST_TEXTS = 10_000
@@ -30,12 +35,12 @@ QUEUED = "queued"
 class TraceWriter:
     """Writes the events of one rank to a file, as a reader of :mod:`torchmpi.timeline.events`."""
 
-    def __init__(self, folder: Path, job: dict[str, Any], samples: list[ClockSample]) -> None:
-        """Create the file in a folder; `job` describes this rank, `samples` its clock."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, job: dict[str, Any], samples: list[ClockSample]) -> None:
+        """Create the file, compressed if its name ends in ``.gz``; `job` describes this rank, `samples` its clock."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.rank: int = job["rank"]
-        self.path = path_for(folder, self.rank)
-        self._events: deque[CallRecord | SliceRecord] = deque()
+        self.path, self._is_compressed = path, path.suffix == ".gz"
+        self._events: deque[PlainCall | SliceRecord] = deque()
         self._num_lost = 0
         self._pid = os.getpid()
         self._tracks: dict[str, int] = {}
@@ -43,7 +48,9 @@ class TraceWriter:
         self._main_thread = threading.main_thread().ident or 0
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._begin = "[\n"
-        self._lines = [self._metadata("process_name", name=f"rank {self.rank} on {job['host']}")]
+        epoch = (time.time_ns() - now()) // 1000
+        name = f"rank {self.rank} on {job['host']}"
+        self._lines = [self._metadata("process_name", name=name, start_time_since_epoch_in_micros=epoch)]
         self._lines += [self._metadata("process_sort_index", sort_index=self.rank)]
         self._lines += [self._metadata("torchmpi_job", format=FORMAT, **job)]
         self.add_samples(samples)
@@ -53,7 +60,7 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="torchmpi timeline", daemon=True)
         self._thread.start()
 
-    def read(self, record: CallRecord | SliceRecord) -> None:
+    def read(self, record: PlainCall | SliceRecord) -> None:
         """Queue an event; called by the thread that made the call."""
         if len(self._events) < _MOST_EVENTS:
             self._events.append(record)
@@ -83,10 +90,10 @@ class TraceWriter:
         events = self._events
         for _ in range(len(events)):
             record = events.popleft()
-            if isinstance(record, CallRecord):
-                self._format_call(record)
-            else:
+            if isinstance(record, SliceRecord):
                 self._format_slice(record)
+            else:
+                self._format_call(record if isinstance(record, CallRecord) else call_record(record))
         if self._num_lost or last:
             self._lines.append(self._metadata("torchmpi_lost", events=self._num_lost))
         if last:
@@ -95,16 +102,17 @@ class TraceWriter:
             return
         text = self._begin + ",\n".join(self._lines) + ("\n]\n" if last else ",\n")
         self._begin, self._lines = "", []
-        os.write(self._file, gzip.compress(text.encode(), _COMPRESSION, mtime=0))
+        data = text.encode()
+        os.write(self._file, gzip.compress(data, _COMPRESSION, mtime=0) if self._is_compressed else data)
 
-    def _metadata(self, kind: str, tid: int = 0, **details: Any) -> str:
+    def _metadata(self, kind: str, tid: int = FIRST_ROW, **details: Any) -> str:
         return json.dumps({"ph": "M", "name": kind, "pid": self.rank, "tid": tid, "ts": 0, "args": details})
 
     def _track(self, name: str) -> int:
         """Return the number of a row of the trace; the rows of threads come first."""
         number = self._tracks.get(name)
         if number is None:
-            number = self._tracks[name] = len(self._tracks)
+            number = self._tracks[name] = FIRST_ROW + len(self._tracks)
             self._lines.append(self._metadata("thread_name", number, name=name or "main thread"))
             self._lines.append(self._metadata("thread_sort_index", number, sort_index=number))
         return number

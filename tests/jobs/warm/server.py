@@ -1,9 +1,12 @@
-"""Load torch once, and fork into the ranks of many jobs: for a rank the import takes longer than most tests.
+"""Load torch and torchmpi once, and fork into the ranks of many jobs: the imports take longer than most tests.
 
     python server.py SOCKET
 
 For each connection (see rank.py) the server forks a process with the files, the environment, the folder and the cores
 of the client, which then runs the program as Python would. The server ends, with all ranks, at the end of its input.
+
+A rank ends as Python does, except that the destructors of the libraries which the server has loaded do not run: those
+of torch take as much time as everything else in a short job.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ import types
 from typing import Any, NoReturn
 
 import numpy.random
-import torch.distributed  # the import that the ranks save
+import torch.distributed
+
+# What a rank imports in start(). Neither mpi4py nor the compiler, whose absence some jobs simulate.
+import torchmpi.backends.gloo
+import torchmpi.session.runtime  # noqa: F401
 
 _HIGH = 500  # greater descriptors are unused
 _PR_SET_PDEATHSIG = 1
@@ -141,7 +148,18 @@ def take_over(request: Any, files: list[int]) -> list[str]:
     os.sched_setaffinity(0, cores)
     torch.seed()  # as after an import, and different on each rank
     numpy.random.seed()
+    leave_before_the_destructors_of_the_server()
     return arguments
+
+
+def leave_before_the_destructors_of_the_server() -> None:
+    """Let exit() call _exit() before it runs what was registered up to now, with the status and complete output.
+
+    It calls in reverse order, after the end of the interpreter.
+    """
+    libc = ctypes.CDLL(None)
+    for function in (libc._exit, libc.fcloseall):  # the former gets the status, the latter ignores it
+        libc.on_exit(function, None)
 
 
 def run(arguments: list[str]) -> NoReturn:

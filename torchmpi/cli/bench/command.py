@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import ArgumentError, JobError, TorchMPIError
+from ...log import log_fatal
 from ...session import affinity, launcher, mpi_library, runtime
 from ..launching import PACKAGE_PARENT, find_programs, launch_command, run_limited
 from . import collective_bench, options, training
@@ -76,7 +77,7 @@ def run_script(parser: argparse.ArgumentParser, command: Callable[[argparse.Name
     try:
         return _interruptible(command, given)
     except TorchMPIError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        log_fatal(f"{parser.prog}: {error}")
         return 1
 
 
@@ -155,7 +156,7 @@ def _measure_here(given: argparse.Namespace, show: Show) -> list[dict[str, Any]]
         result = measure_job(given, show)
     except TorchMPIError as error:
         if runtime.is_running():  # the other ranks may not have failed, and would wait for this one
-            print(f"torchmpi bench: {error}", file=sys.stderr, flush=True)
+            log_fatal(f"torchmpi bench: {error}")
             MPI.COMM_WORLD.Abort(1)
         raise
     return [result] if MPI.COMM_WORLD.rank == 0 else []

@@ -267,6 +267,7 @@ class Update(PeriodicUpdate):
         self._is_client = self._data_parallel is None or self._data_parallel.rank == 0
         self.num_clients = self._count_clients(sharding)
         self._servers = TensorServers(self._adopt_parameters(), sharding, name=self.name)
+        runtime.current().context.updates[self.name] = self
         if not math.isinf(self.max_staleness):
             self.clock = Clock(self.max_staleness, sharding, participates=self._is_client, initial=self._rounds)
 
@@ -337,7 +338,7 @@ class Update(PeriodicUpdate):
 
     def _fetch(self) -> None:
         """Start to receive the values of the servers."""
-        self.servers.fetch()
+        self.servers.fetch("prefetch" if self.schedule.prefetch else "")
 
     def _integrate(self) -> None:
         """Combine the network with the fetched values (:meth:`_fetched`)."""
@@ -363,6 +364,8 @@ class Update(PeriodicUpdate):
         self._settle_send()
         self._expected = None if self._base is None else [version + self.num_sends for version in self._base]
         self._is_sending = True
+        for server, expected in zip(self.servers.servers, self._expected or (), strict=False):
+            server.expected_version = expected
         self.servers.send(rule, flat)
         self.num_sends += 1
 

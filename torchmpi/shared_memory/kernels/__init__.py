@@ -10,6 +10,7 @@ kernels that Python calls           movement, reduce_kernels, fast_path_code, sh
 loop, routes, measurements          chunk_loop, peer_memory, copying
 synchronization                     arrival
 records and shared memory by name   access, records, shard_layout, torchmpi.shared_memory.memory_layout
+signatures, flight record           logged_calls
 raw memory, atomics, system calls   intrinsics
 rules of the parameter server       server_rules, server_rule_loops
 reductions as LLVM text             reduction, reduction_ir, simd_ir

@@ -22,11 +22,15 @@ from llvmlite import ir
 
 from ..memory_layout import (
     LOG_ACTIVE,
-    LOG_CODE,
-    LOG_DIMS,
-    LOG_NUM_DIMS,
+    LOG_BYTES,
     LOG_SEQUENCE,
     MAX_LOG_DIMS,
+    RECORD_BEGIN,
+    RECORD_CODE,
+    RECORD_DIMS,
+    RECORD_END,
+    RECORD_NUM_DIMS,
+    RECORD_SEQUENCE,
     RUN_LOCK_ENTERED,
     RUN_LOCK_HELD,
     RUN_LOCK_PENDING,
@@ -34,8 +38,9 @@ from ..memory_layout import (
 from . import records
 from .access import group_of
 from .compilation import BYTES, INT, WORD, Wrapper, inner, kernel, kernels
-from .intrinsics import copy, load_field, store_field
+from .intrinsics import copy, load_field, store_field, store_field_release, ticks
 from .kernel_sets import FastPathKernel
+from .logged_calls import FIRST_HASH, hash_end, hash_step, record_of
 from .movement import MESSAGE_DTYPE, MESSAGE_NUM_DIMS, MESSAGE_SHAPE, rows_before
 from .records import (
     ARGUMENT_SEQ,
@@ -66,25 +71,6 @@ _HOST = 1  # device type CPU, device number 0 in the upper half
 _LOW_BITS = (1 << 32) - 1
 _MAX_BITS = 60  # greater numbers are not equal to their hash
 _MOST_COPIED_BYTES = 64 << 10  # while the GIL is held
-
-# CPython's hash of a tuple, which other ranks compute on the path through Python: xxHash, as signed numbers.
-_PRIME_1, _PRIME_2, _PRIME_5 = -7046029288634856825, -4417276706812531889, 2870177450012600261
-_INSTEAD_OF_MINUS_ONE = 1546275796
-
-
-@inner
-def hash_step(total, value):
-    """Add a number to the hash of a tuple."""
-    total = total + value * _PRIME_2
-    total = (total << 31) | ((total >> 33) & 0x7FFFFFFF)
-    return total * _PRIME_1
-
-
-@inner
-def hash_end(total, length):
-    """Return the hash of a tuple of this length."""
-    total = total + (length ^ (_PRIME_5 ^ 3527539))
-    return _INSTEAD_OF_MINUS_ONE if total == -1 else total
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------
@@ -175,21 +161,30 @@ def find_cached_call(first, tensor, key, comm):
 
 
 @inner
-def begin_call(cached_call, tensor, arguments):
-    """Take the run lock and enter the call into the call log; NOT_FAST if the call queue is not idle."""
+def begin_call(cached_call, tensor, num_bytes, arguments):
+    """Take the run lock and enter the call into the call log; NOT_FAST if the call queue is not idle.
+
+    `num_bytes`: the size of the tensor that this rank passes.
+    """
     run_lock = load_field(cached_call, RUN_LOCK)
     for field in (RUN_LOCK_HELD, RUN_LOCK_ENTERED, RUN_LOCK_PENDING):
         if load_field(run_lock, field) != 0:
             return NOT_FAST
     store_field(run_lock, RUN_LOCK_ENTERED, 1)
     call_log, first = load_field(cached_call, CALL_LOG), load_field(cached_call, FIRST_DIM)
-    seq, length, total = load_field(call_log, LOG_SEQUENCE) + 1, max(num_dims(tensor) - first, 0), _PRIME_5
+    seq, length, total = load_field(call_log, LOG_SEQUENCE) + 1, max(num_dims(tensor) - first, 0), FIRST_HASH
+    record = record_of(call_log, seq)
+    store_field_release(record, RECORD_SEQUENCE, 0)  # until the entry is complete, for readers in other processes
     for index in range(length):
         number = dim(tensor, first + index)
-        store_field(call_log, LOG_DIMS + index, number)
+        store_field(record, RECORD_DIMS + index, number)
         total = hash_step(total, number)
-    store_field(call_log, LOG_NUM_DIMS, length)
-    store_field(call_log, LOG_CODE, load_field(cached_call, CODE))
+    store_field(record, RECORD_NUM_DIMS, length)
+    store_field(record, RECORD_CODE, load_field(cached_call, CODE))
+    store_field(record, RECORD_END, 0)
+    store_field(record, RECORD_BEGIN, ticks())
+    store_field_release(record, RECORD_SEQUENCE, seq)
+    store_field(call_log, LOG_BYTES, num_bytes)
     store_field(call_log, LOG_ACTIVE, seq)
     store_field(call_log, LOG_SEQUENCE, seq)
     store_field(arguments, ARGUMENT_SEQ, seq)
@@ -205,7 +200,8 @@ def enter_in_place(cached_call, tensor, unit, arguments):
         return NOT_FAST
     store_field(arguments, FIRST_ARGUMENT, data(tensor))
     store_field(arguments, FIRST_ARGUMENT + 1, numel * unit)
-    return begin_call(cached_call, tensor, arguments)
+    num_bytes = numel * load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
+    return begin_call(cached_call, tensor, num_bytes, arguments)
 
 
 @kernel
@@ -253,17 +249,17 @@ def enter_barrier(cached_call, no_tensor, _, arguments):
     """Enter a barrier, without a message to the other ranks."""
     store_field(arguments, FIRST_ARGUMENT, 0)
     store_field(arguments, FIRST_ARGUMENT + 1, 0)
-    return begin_call(cached_call, no_tensor, arguments)
+    return begin_call(cached_call, no_tensor, 0, arguments)
 
 
 @inner
 def enter_gathering(cached_call, source, numel, target, arguments):
     """Enter an allgather whose result has the address `target`; 0 if this rank gets no result."""
-    item_bytes = load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
+    num_bytes = numel * load_field(load_field(cached_call, PREPARED_CALL), ITEM_BYTES)
     store_field(arguments, FIRST_ARGUMENT, data(source))
-    store_field(arguments, FIRST_ARGUMENT + 1, numel * item_bytes)
+    store_field(arguments, FIRST_ARGUMENT + 1, num_bytes)
     store_field(arguments, FIRST_ARGUMENT + 2, target)
-    return begin_call(cached_call, source, arguments)
+    return begin_call(cached_call, source, num_bytes, arguments)
 
 
 @kernel
@@ -302,14 +298,14 @@ def enter_with_rows(cached_call, source, target, times, arguments):
     call = load_field(cached_call, PREPARED_CALL)
     if plain_numel(cached_call, source) < 0 or num_dims(source) == 0:
         return NOT_FAST
-    num_rows = dim(source, 0)
+    num_rows, row_bytes = dim(source, 0), row_numel(source) * load_field(call, ITEM_BYTES)
     if not fits(cached_call, source, target, own_rows(call, num_rows) * times):
         return NOT_FAST
     store_field(arguments, FIRST_ARGUMENT, data(source))
     store_field(arguments, FIRST_ARGUMENT + 1, num_rows)
-    store_field(arguments, FIRST_ARGUMENT + 2, row_numel(source) * load_field(call, ITEM_BYTES))
+    store_field(arguments, FIRST_ARGUMENT + 2, row_bytes)
     store_field(arguments, FIRST_ARGUMENT + 3, data(target))
-    return begin_call(cached_call, source, arguments)
+    return begin_call(cached_call, source, num_rows * row_bytes, arguments)
 
 
 @kernel
@@ -333,10 +329,11 @@ _MESSAGE, _MESSAGE_BYTES, _SOURCE, _NUM_ROWS, _ROW_BYTES, _TARGET = range(FIRST_
 @inner
 def enter_scattering(cached_call, tensor, arguments):
     """Enter a scatter, and write the description of the tensor that this rank offers or expects."""
-    status = begin_call(cached_call, tensor, arguments)
+    call = load_field(cached_call, PREPARED_CALL)
+    row_bytes = row_numel(tensor) * load_field(call, ITEM_BYTES)
+    status = begin_call(cached_call, tensor, dim(tensor, 0) * row_bytes, arguments)
     if status != 0:
         return status
-    call = load_field(cached_call, PREPARED_CALL)
     message, length = load_field(call, MESSAGE), num_dims(tensor)
     store_field(message, MESSAGE_DTYPE, load_field(call, DTYPE))
     store_field(message, MESSAGE_NUM_DIMS, length)
@@ -344,7 +341,7 @@ def enter_scattering(cached_call, tensor, arguments):
         store_field(message, MESSAGE_SHAPE + index, dim(tensor, index))
     store_field(arguments, _MESSAGE, message)
     store_field(arguments, _MESSAGE_BYTES, (MESSAGE_SHAPE + length) * 8)
-    store_field(arguments, _ROW_BYTES, row_numel(tensor) * load_field(call, ITEM_BYTES))
+    store_field(arguments, _ROW_BYTES, row_bytes)
     return 0
 
 
@@ -509,8 +506,8 @@ class FastPathWrapper(Wrapper):
         )
 
     def _end_call(self, cached_call: Any) -> None:
-        for pointer in self._call_fields(cached_call):
-            self.builder.store(WORD(0), pointer)
+        call_log, run_lock = (self.field(cached_call, field) for field in (records.CALL_LOG, records.RUN_LOCK))
+        self.call(kernels["end_call"], [call_log, run_lock])
 
     def _settle(self, status: Any, cached_call: Any, seq: Any) -> Any:
         """Return the result of Python's handling of a status; null with an exception set."""

@@ -237,18 +237,36 @@ def claim_lines(typing_context, address):
     return types.void(types.int64), _lines_prefetcher(1, 3)
 
 
+def _nanoseconds(builder: Any) -> Any:
+    """Generate a reading of the monotonic clock."""
+    kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _WORD.as_pointer()])
+    function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+    time = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
+    fields = builder.bitcast(time, _WORD.as_pointer())
+    builder.call(function, [ir.Constant(ir.IntType(32), 1), fields])  # CLOCK_MONOTONIC
+    seconds, rest = (builder.load(builder.gep(fields, [_WORD(index)])) for index in range(2))
+    return builder.add(builder.mul(seconds, _WORD(1_000_000_000)), rest)
+
+
 @intrinsic
 def now(typing_context):
     """Return nanoseconds of the monotonic clock."""
 
     def generate(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _WORD.as_pointer()])
-        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        time = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
-        fields = builder.bitcast(time, _WORD.as_pointer())
-        builder.call(function, [ir.Constant(ir.IntType(32), 1), fields])  # CLOCK_MONOTONIC
-        seconds, rest = (builder.load(builder.gep(fields, [_WORD(index)])) for index in range(2))
-        return builder.add(builder.mul(seconds, _WORD(1_000_000_000)), rest)
+        return _nanoseconds(builder)
+
+    return types.int64(), generate
+
+
+@intrinsic
+def ticks(typing_context):
+    """Return the time stamp counter of the processor; where it cannot be read, the monotonic clock with a minus."""
+
+    def generate(context, builder, signature, arguments):
+        if platform.machine() not in ("x86_64", "AMD64"):
+            return builder.neg(_nanoseconds(builder))
+        kind = ir.FunctionType(_WORD, [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter"), [])
 
     return types.int64(), generate
 

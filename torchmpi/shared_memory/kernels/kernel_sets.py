@@ -45,10 +45,10 @@ class KernelSet(NamedTuple):
 
 SETS = {
     "collectives": KernelSet(
-        ("chunk_loop", "movement", "reduce_kernels", "fast_path_code"),
+        ("chunk_loop", "movement", "reduce_kernels", "logged_calls", "fast_path_code"),
         # Two thirds of all functions in each: most functions are called by both, so that a third part saves little.
         (
-            ("allreduce", "allreduce_list", "barrier", "exchange", "reduce_scatter"),
+            ("allreduce", "allreduce_list", "barrier", "exchange", "reduce_scatter", "read_ticks"),
             ("broadcast", "allgather", "alltoall", "offer", "take", "scatter"),
         ),
         "shared-memory kernels",

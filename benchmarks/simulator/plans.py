@@ -1,0 +1,144 @@
+"""The plans of the backends on simulated ranks: groups, and the operations that the backends bind on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchmpi.backends import base, p2p
+from torchmpi.backends.base import Operation
+from torchmpi.backends.hierarchical import HierarchicalBackend, comparison_for
+from torchmpi.backends.mpi import MPIBackend
+from torchmpi.backends.mpi_messages import rows_of
+from torchmpi.backends.rank_order import combiner
+from torchmpi.backends.selection_table import REDUCING, Key, default_rule
+from torchmpi.communicators.call_log import call_code
+from torchmpi.communicators.group import Group, GroupContext
+from torchmpi.communicators.plan import Plan
+from torchmpi.config import Config
+from torchmpi.tensors import dtypes, partition
+
+from .messages import BackgroundQueue, Comm, World
+
+
+class InHostBackend:
+    """Takes the place of shared memory: the ranks of a host meet, and the last one does the work of all."""
+
+    name = "shm"
+    announces = False
+    enqueues = False
+
+    def takes(self, device_type: str, collective: str) -> bool:
+        """Accept host memory."""
+        return device_type == "cpu"
+
+    def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
+        """Accept everything within a host."""
+        return None
+
+    def bind(self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None) -> Operation:
+        """Prepare a collective."""
+
+        def run(source: Any, destination: Any, root: int) -> Any:
+            def work(values: list[Any]) -> torch.Tensor | None:
+                return _within_host(collective, op, values, root)
+
+            num_bytes = max((each.nbytes for each in (source, destination) if each is not None), default=0)
+            comm = group.comm
+            result = comm.world.meet(comm.name, comm, (source, destination), work, num_bytes)
+            return result if collective in ("allgather", "gather") else source if destination is None else destination
+
+        return run
+
+
+def _within_host(collective: str, op: str | None, values: list[tuple[Any, Any]], root: int) -> torch.Tensor | None:
+    """Do the work of all ranks; return gathered rows."""
+    sources, destinations = [source for source, _ in values], [destination for _, destination in values]
+    if collective in REDUCING:
+        assert op is not None
+        parts = [source.reshape(-1) for source in sources]
+        total = torch.empty_like(parts[0])
+        combiner(total.dtype, op)(parts, total)
+        if collective == "reduce":
+            parts[root].copy_(total)
+        elif collective == "allreduce":
+            for part in parts:
+                part.copy_(total)
+        else:
+            shares = partition.rows(rows_of(sources[0])[0], len(sources))
+            for (first, count), destination in zip(shares, destinations, strict=True):
+                destination.copy_(total.view_as(sources[0])[first : first + count])
+    elif collective == "broadcast":
+        for rank, source in enumerate(sources):
+            if rank != root:
+                source.copy_(sources[root])
+    elif collective in ("allgather", "gather"):
+        gathered = torch.cat(sources)
+        for destination in destinations:
+            if destination is not None:
+                destination.copy_(gathered)
+        return gathered
+    elif collective == "scatter":
+        for (first, count), destination in zip(
+            partition.rows(rows_of(sources[root])[0], len(sources)), destinations, strict=True
+        ):
+            destination.copy_(sources[root][first : first + count])
+    else:
+        assert collective == "barrier", collective
+    return None
+
+
+class Ranks:
+    """The backends on one simulated rank."""
+
+    def __init__(
+        self, comm: Comm, *, compared: bool = True, across: str = "rule", config: Config | None = None
+    ) -> None:
+        """Prepare the group of all ranks.
+
+        `compared`: whether calls are compared, as they are between hosts. `across` is the backend between the hosts of
+        a hierarchical collective, `rule` for the one that the selector chooses.
+        """
+        world: World = comm.world
+        self.config, self.across = config or Config(), across
+        self.mpi, self.shared = MPIBackend(self.config), InHostBackend()
+        self.backends: dict[str, base.Backend] = {
+            "mpi": self.mpi,
+            "p2p": p2p.P2PBackend(self.config),
+            "hierarchical": HierarchicalBackend(self.config, self._bind_step),
+        }
+        check = "strict" if compared else "off"
+        context = GroupContext(world.MPI, world.hosts, check=check, threaded=True, slot_bytes=0)
+        context.make_comparison = lambda group: comparison_for(group, self.shared, self.mpi)
+        self.group = Group(comm, "world", tuple(comm.members), context)
+        for part in (self.group, self.group.local, self.group.across):
+            if part is not None:
+                part.call_queue = BackgroundQueue(world)  # type: ignore[assignment]
+        if self.group.local is not None:
+            self.group.local.is_strict = False  # compared in shared memory
+
+    def _bind_step(
+        self, group: Group, collective: str, dtype: torch.dtype | None, op: str | None, device_type: str
+    ) -> Operation:
+        if len(group.hosts) == 1:
+            return base.bind(self.shared, group, collective, dtype, op)
+        if self.across != "rule":
+            return base.bind(self.backends[self.across], group, collective, dtype, op)
+        key = Key(collective, "cpu", "across", "sync")
+        able = {name for name in ("mpi", "p2p") if self.backends[name].why_not(collective, "cpu", group) is None}
+        rule = default_rule(key, able.__contains__, num_hosts=len(group.hosts), compared=False)
+        parts = [(limit, base.bind(self.backends[name], group, collective, dtype, op)) for limit, name in rule]
+        return base.by_size(parts, dtype)
+
+    def prepare(self, collective: str, backend: str, dtype: torch.dtype | None, op: str | None) -> Callable[..., Any]:
+        """Return a collective of the whole group: ``call(tensor, out=None, root=0)``."""
+        operation = base.bind(self.backends[backend], self.group, collective, dtype, op)
+        code = call_code(collective, op, 0 if dtype is None else dtypes.info(dtype).code)
+        plan = Plan(collective, code, operation)
+
+        def call(tensor: Any = None, out: Any = None, root: int = 0) -> Any:
+            return self.group.call(plan, tensor, out, root)
+
+        return call

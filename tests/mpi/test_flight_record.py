@@ -1,0 +1,80 @@
+"""Flight records of running ranks: calls through Python and by the fast path."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+import torchmpi as mpi
+from torchmpi.communicators.call_log import call_code, describe
+from torchmpi.communicators.flight_record import parse
+from torchmpi.errors import MismatchError
+from torchmpi.session import runtime
+from torchmpi.shared_memory.memory_layout import RECORD_LENGTH
+from torchmpi.tensors.dtypes import info
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def own_calls(key):
+    """The calls on a group in the flight record of this rank, as another process reads them."""
+    record = runtime.current().flight_record
+    record.note_ticks()
+    groups = parse(os.pread(record._file, 1 << 30, 0), "own record").groups
+    (found,) = [group for group in groups if group.key == key and not group.is_freed]
+    return found
+
+
+def test_calls_by_all_paths_are_recorded_alike(agree):
+    group, code = mpi.communicator(0).intra, call_code("allreduce", "sum", info(torch.float32).code)
+    tensor = torch.ones(2, 3)
+    first, begin = group.call_log.seq, time.monotonic_ns()
+    for _ in range(5):
+        mpi.allreduce(tensor)  # by the fast path from the second call on, where it applies
+    mpi.allreduce(tensor, backend="mpi")
+    mpi.allreduce_async(tensor).wait()
+    end = time.monotonic_ns()
+    found = own_calls(group.key)
+    calls = [call for call in found.calls if first < call.seq <= first + 7]
+    agree.equal((found.name, found.ranks), (group.name, group.world_ranks))
+    agree.equal([(call.seq - first, call.code, call.shape) for call in calls], [(k, code, (2, 3)) for k in range(1, 8)])
+    tolerance = 1e8  # the rank may lose the core between the two readings that relate ticks to the clock
+    times = [time for call in calls for time in (call.begin, call.end)]
+    agree(begin - tolerance <= min(times) and max(times) <= end + tolerance, f"{begin} {end} {times}")
+    agree(all(call.begin <= call.end for call in calls))
+
+
+def test_the_last_calls_replace_the_first_ones(agree):
+    group = mpi.communicator(0).intra
+    tensor = torch.ones(1)
+    for _ in range(RECORD_LENGTH + 5):
+        mpi.broadcast(tensor)
+    last, seqs = group.call_log.seq, [call.seq for call in own_calls(group.key).calls]
+    agree.equal(seqs, list(range(last - RECORD_LENGTH + 1, last + 1)))
+
+
+def test_a_call_that_fails_is_marked(agree):
+    group = mpi.communicator(0).intra
+    if group.size > 1:
+        mpi.allreduce(torch.ones(2))
+        with pytest.raises(MismatchError):
+            mpi.allreduce(torch.ones(2 + mpi.rank()))
+        before, last = own_calls(group.key).calls[-2:]
+        text = f"allreduce(float32 [{2 + mpi.rank()}], sum)"
+        agree.equal((describe(last.code, last.shape), last.has_failed, before.has_failed), (text, True, False))
+        agree(0 < last.begin <= last.end)
+        agree(group.call_log.current is None)
+        mpi.barrier()
+
+
+def test_freed_groups_keep_their_calls(agree):
+    group = mpi.communicator(0).intra.duplicate("to be freed")
+    key = group.key
+    group.call_action("barrier", group.comm.Barrier)
+    group.free()
+    record = runtime.current().flight_record
+    found = [each for each in parse(os.pread(record._file, 1 << 30, 0), "own").groups if each.key == key]
+    agree.equal([(each.is_freed, len(each.calls)) for each in found[-1:]], [(True, 1)])

@@ -1,0 +1,189 @@
+"""``mpi.metrics()``: exact counts and bytes of calls by every path, also on freed communicators."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+import torchmpi as mpi
+import torchmpi.parameterserver as ps
+from torchmpi.config import Config
+from torchmpi.engine import AllReduceSGDEngine, TensorBoard
+from torchmpi.errors import MismatchError
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def counts(kind: str = "calls") -> dict[tuple[str, str], tuple[int, int]]:
+    """Calls and bytes by communicator and collective."""
+    return {
+        (name, collective): (each["calls"], each["bytes"])
+        for name, collectives in mpi.metrics()[kind].items()
+        for collective, each in collectives.items()
+    }
+
+
+def since(before: dict[tuple[str, str], tuple[int, int]], kind: str = "calls") -> dict[str, tuple[int, int]]:
+    """What has been added, by collective, or by the name of the communicator and collective outside the world."""
+    found = {}
+    for (name, collective), (calls, num_bytes) in counts(kind).items():
+        known = before.get((name, collective), (0, 0))
+        if calls > known[0]:
+            key = collective if name == "world" else f"{name}: {collective}"
+            found[key] = (calls - known[0], num_bytes - known[1])
+    return found
+
+
+@pytest.mark.usefixtures("world")
+def test_calls_by_all_paths_are_counted_with_their_bytes(agree):
+    before, seconds = counts(), mpi.metrics()["seconds"]
+    tensor, transposed = torch.ones(3), torch.ones(3, 2).t()
+    for _ in range(10):
+        mpi.allreduce(tensor)  # by the fast path from the second call on, where it applies
+        mpi.barrier()
+    mpi.allreduce(tensor, backend="mpi")
+    mpi.allreduce(transposed)
+    handles = [mpi.allreduce_async(tensor), mpi.broadcast_async(torch.ones(5, dtype=torch.int64))]
+    for handle in handles:
+        handle.wait()
+    mpi.allreduce_many([torch.ones(4), torch.ones(4)], backend="mpi")
+    expected = {"allreduce": (13, 12 * 12 + 24), "barrier": (10, 0), "broadcast": (1, 40), "allreduce_many": (1, 32)}
+    agree.equal(since(before), expected)
+    agree(mpi.metrics()["seconds"] > seconds, "no time")
+
+
+@pytest.mark.usefixtures("world")
+def test_all_collectives_count_the_tensor_that_the_rank_passes(agree):
+    before, size = counts(), mpi.size()
+    row, rows, part = torch.ones(1, 2), torch.ones(size, 2), torch.empty(1, 2)
+    for _ in range(3):  # through Python, then by the fast path
+        mpi.allgather(row, out=torch.empty(size, 2))
+        mpi.gather(row, out=torch.empty(size, 2) if RANK == 0 else None)
+        mpi.reduce_scatter(rows, out=part)
+        mpi.alltoall(rows, out=torch.empty(size, 2))
+        mpi.scatter(rows if RANK == 0 else None, out=part)
+    mpi.scatter(rows if RANK == 0 else None)
+    mpi.alltoall(rows, splits=[1] * size)
+    found, own = since(before), 8 * size if RANK == 0 else 8
+    agree.equal(found["allgather"], (3, 3 * 8))
+    agree.equal(found["gather"], (3, 3 * 8))
+    agree.equal(found["reduce_scatter"], (3, 3 * 8 * size))
+    agree.equal(found["alltoall"], (4, 4 * 8 * size))
+    agree.equal(found["scatter"], (4, 4 * own))
+    agree.equal(found["alltoall_splits"], (1, 8 * size))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_fast_call_that_continues_in_python_is_counted_once(agree):
+    """Ranks with different lengths leave the machine code of an allgather; the time before is counted too."""
+    tensor = torch.ones(2)
+    for _ in range(2):
+        mpi.allgather(tensor, out=torch.empty(2 * mpi.size()))
+    before = mpi.metrics()["calls"]["world"]["allgather"]
+    own = torch.ones(2 + (RANK == 0))
+    mpi.allgather(own, out=torch.empty(2 * mpi.size() + 1))
+    after = mpi.metrics()["calls"]["world"]["allgather"]
+    agree.equal((after["calls"] - before["calls"], after["bytes"] - before["bytes"]), (1, own.nbytes))
+    agree(after["seconds"] > before["seconds"], f"{before} {after}")
+
+
+@pytest.mark.usefixtures("world")
+def test_freed_communicators_keep_their_counts(agree):
+    before = counts()
+    for _ in range(2):
+        comm = mpi.group(range(mpi.size()), name="to be freed")
+        mpi.allreduce(torch.ones(2), comm=comm)
+        comm.free()
+    found = since(before)
+    agree.equal(found["to be freed: allreduce"], (2, 16))
+    agree("to be freed" not in mpi.metrics()["in_flight"])
+
+
+@pytest.mark.usefixtures("world")
+def test_calls_that_fail_are_not_counted(agree):
+    if mpi.size() > 1:
+        before = counts()
+        for _ in range(2):
+            agree.raises(MismatchError, lambda: mpi.allreduce(torch.ones(2 + RANK)))
+        agree.equal(since(before), {})
+        mpi.barrier()
+
+
+@pytest.mark.usefixtures("world")
+def test_queued_calls_are_in_flight(agree):
+    comm = mpi.group(range(mpi.size()), name="in flight")
+    comm.intra.call_queue.run_lock.acquire()  # as a call that runs
+    handles = [mpi.allreduce_async(torch.ones(2), comm=comm) for _ in range(3)]
+    found = mpi.metrics()["in_flight"]["in flight"]
+    comm.intra.call_queue.run_lock.release()
+    for handle in handles:
+        handle.wait()
+    agree.equal(found, 3)
+    comm.free()
+
+
+@pytest.mark.usefixtures("world")
+def test_updates_with_servers_report_their_metrics(agree):
+    network = torch.nn.Linear(2, 1)
+    with ps.DownpourUpdate(network, lr=0.1, update_frequency=1, init_delay=0) as update:
+        for _ in range(3):
+            network(torch.ones(1, 2)).sum().backward()
+            update.update()
+        found = mpi.metrics()["updates"]["parameters"]
+        agree.equal(found["num_sends"], update.num_sends)
+
+
+def test_torch_distributed_is_counted(agree):
+    was_running = mpi.is_started()
+    if not was_running:
+        mpi.start()
+    dist.init_process_group("torchmpi")
+    before = counts()
+    dist.all_reduce(torch.ones(6))
+    work = dist.all_reduce(torch.ones(6), async_op=True)
+    work.wait()
+    agree.equal(since(before), {"process group: allreduce": (2, 48)})
+    dist.destroy_process_group()
+    if not was_running:
+        mpi.stop()
+
+
+@pytest.mark.skipif(SIZE < 3, reason="two hosts with several ranks on one")
+def test_steps_of_hierarchical_calls_are_counted_apart(agree):
+    was_running = mpi.is_started()
+    mpi.stop()
+    mpi.start(config=dataclasses.replace(Config.from_environment(), host_name="aabb"[RANK], hierarchical="on"))
+    before, steps = counts(), counts("steps")
+    mpi.allreduce(torch.ones(100_000))
+    agree.equal(since(before), {"allreduce": (1, 400_000)})
+    names = {key.split(":")[0] for key in since(steps, "steps")}
+    expected = {"world on one host"} if "aabb"[:SIZE].count("aabb"[RANK]) > 1 else set()
+    agree(expected <= names <= {"world on one host", "world across hosts"}, f"{names}")
+    found = mpi.metrics()
+    calls = [each["seconds"] for collectives in found["calls"].values() for each in collectives.values()]
+    agree.equal(found["seconds"], sum(calls))
+    mpi.stop()
+    if was_running:
+        mpi.start()
+
+
+@pytest.mark.usefixtures("world")
+def test_tensorboard_gets_the_seconds_in_calls_on_rank_0_only(agree):
+    class Writer:
+        def __init__(self):
+            self.values = []
+
+        def add_scalar(self, name, value, step):
+            self.values.append((step, name, value))
+
+    engine, writer = AllReduceSGDEngine(progress=False), Writer()
+    engine.add(TensorBoard(writer))
+    batches = [(torch.ones(2, 3), torch.ones(2, 1)) for _ in range(4)]
+    engine.train(network=torch.nn.Linear(3, 1), criterion=torch.nn.MSELoss(), iterator=batches, lr=0.1)
+    steps = [step for step, name, _ in writer.values if name == "seconds/calls"]
+    agree.equal(steps, [1, 2, 3, 4] if RANK == 0 else [])
+    agree(all(value > 0 for _, name, value in writer.values if name == "seconds/calls"), f"{writer.values}")

@@ -1,0 +1,317 @@
+"""Flight records: files, rings, and the comparison of the ranks, without processes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from torchmpi.cli import flight_commands
+from torchmpi.cli.flight_analysis import analyze, report
+from torchmpi.communicators.call_log import Call, CallLog, call_code
+from torchmpi.communicators.flight_record import (
+    FIRST_NS,
+    FIRST_TICKS,
+    LAST_NS,
+    LAST_TICKS,
+    FlightRecord,
+    GroupCalls,
+    LoggedCall,
+    RankCalls,
+    Ring,
+    as_ranges,
+    from_ranges,
+    parse,
+    read,
+)
+from torchmpi.errors import TorchMPIError
+from torchmpi.shared_memory.memory_layout import (
+    MAX_LOG_DIMS,
+    RECORD_BEGIN,
+    RECORD_CODE,
+    RECORD_END,
+    RECORD_FIELDS,
+    RECORD_LENGTH,
+    RECORD_SEQUENCE,
+)
+
+BARRIER, SUM = call_code("barrier"), call_code("allreduce", "sum", 1)
+_PAGE_FIELDS = mmap.PAGESIZE // 8
+
+
+def record_of(folder: Path, rank: int = 0) -> FlightRecord:
+    return FlightRecord(str(folder), {"rank": rank, "size": 2, "host": "h", "process": 5, "program": "p"})
+
+
+def log_of(record: FlightRecord, rank: int, key: int = 7, name: str = "world") -> CallLog:
+    return CallLog(name, rank, 2, ring=record.ring(key, name, [0, 1]))
+
+
+def call(log: CallLog, code: int = SUM, shape: tuple[int, ...] = (3,), *, ends: bool = True) -> None:
+    log.enter(code, shape)
+    if ends:
+        log.leave()
+
+
+def records(*kinds: list[tuple[int, tuple[int, ...], bool]]) -> list[RankCalls]:
+    """Records of ranks that made these calls on one group: code, shape, and whether the call has ended."""
+    return [
+        RankCalls(
+            rank, {"rank": rank, "size": len(kinds), "host": "h"}, False, 0,
+            [GroupCalls(1, "world", tuple(range(len(kinds))), False, [
+                LoggedCall(seq, code, shape, False, seq * 1e9, seq * 1e9 + 5e8 if ended else 0.0)
+                for seq, (code, shape, ended) in enumerate(calls, 1)
+            ])],
+        )
+        for rank, calls in enumerate(kinds)
+    ]  # fmt: skip
+
+
+def test_waits_last_until_the_last_reading_of_the_clock(tmp_path):
+    """Regression: a job that hung had waited for 0 s by the report, since its last event was the begin of the wait."""
+    ranks = records([(SUM, (3,), False)], [(SUM, (3,), False)])
+    assert "for 0 s" in report(ranks)
+    ranks[1] = ranks[1]._replace(last_ns=13 * 10**9)
+    assert "for 12 s" in report(ranks)
+    record = record_of(tmp_path)
+    record.note_ticks()  # as the watchdog does, here without a fast path
+    assert 0 < read(tmp_path / "rank0.flight").last_ns <= time.monotonic_ns()
+
+
+def test_a_file_has_the_last_calls_also_if_the_process_never_closes_it(tmp_path):
+    record = record_of(tmp_path)
+    log = log_of(record, 0)
+    for numel in range(RECORD_LENGTH + 10):
+        call(log, shape=(numel,))
+    call(log, BARRIER, (), ends=False)
+    found = read(tmp_path / "rank0.flight")
+    assert (found.rank, found.has_ended, found.about["program"]) == (0, False, "p")
+    (group,) = found.groups
+    assert (group.key, group.name, group.ranks, group.is_freed) == (7, "world", (0, 1), False)
+    assert [each.seq for each in group.calls] == list(range(12, RECORD_LENGTH + 12))
+    assert [each.shape for each in group.calls[:-1]] == [(each.seq - 1,) for each in group.calls[:-1]]
+    assert all(0 < each.begin <= each.end for each in group.calls[:-1])
+    assert (group.calls[-1].code, group.calls[-1].end) == (BARRIER, 0)
+    record.close()
+    assert read(tmp_path / "rank0.flight").has_ended
+
+
+def test_the_file_of_an_earlier_job_is_kept(tmp_path):
+    for numel in (1, 2):
+        record = record_of(tmp_path)
+        call(log_of(record, 0), shape=(numel,))
+        record.close()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["rank0.flight", "rank0.flight.previous"]
+    assert read(tmp_path / "rank0.flight.previous").groups[0].calls[0].shape == (1,)
+
+
+def test_times_of_the_fast_path_are_converted_from_ticks(tmp_path):
+    record = record_of(tmp_path)
+    ticks = iter((1000, 3000))
+    record.read_ticks = lambda: next(ticks)
+    record.note_ticks()
+    ring = record.ring(1, "world", [0])
+    fields = ring.fields
+    at = _PAGE_FIELDS + 1 * RECORD_FIELDS  # the entry of call 1, as machine code writes it
+    for field, value in ((RECORD_CODE, BARRIER), (RECORD_BEGIN, 2000), (RECORD_END, 3000), (RECORD_SEQUENCE, 1)):
+        fields[at + field] = value
+    record.note_ticks()
+    first, last = record._fields[FIRST_NS], record._fields[LAST_NS]
+    assert (record._fields[FIRST_TICKS], record._fields[LAST_TICKS]) == (1000, 3000)
+    (found,) = read(tmp_path / "rank0.flight").groups[0].calls
+    assert found.end == last
+    assert found.begin == pytest.approx((first + last) / 2)
+
+
+def test_rings_of_freed_groups_are_used_again(tmp_path):
+    record = record_of(tmp_path)
+    for number in range(60):
+        ring = record.ring(number, f"group {number}", [0, 1])
+        ring.enter(1, BARRIER, ())
+        record.free(ring)
+    groups = read(tmp_path / "rank0.flight").groups
+    assert len(groups) == 16  # of one block of the file
+    assert {group.name for group in groups} == {f"group {number}" for number in range(44, 60)}
+    assert all(group.is_freed and len(group.calls) == 1 for group in groups)
+
+
+def test_without_memory_for_files_the_calls_stay_in_the_process(monkeypatch):
+    def refuse(*_):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    record = FlightRecord("", {"rank": 0})
+    log = log_of(record, 0)
+    call(log)
+    assert log.recent() == [Call(1, SUM, (3,))]
+    record.free(log.ring)
+    record.close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_setting(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TorchMPIError, match=r"file/sub/rank0\.flight.*TORCHMPI_FLIGHT_RECORD"):
+        record_of(tmp_path / "file" / "sub")
+
+
+def test_shapes_with_more_dimensions_than_an_entry(tmp_path):
+    record, shape = record_of(tmp_path), tuple(range(1, MAX_LOG_DIMS + 5))
+    log = log_of(record, 0)
+    call(log, shape=shape, ends=False)
+    assert log.recent() == [Call(1, SUM, shape)]
+    assert read(tmp_path / "rank0.flight").groups[0].calls[0].shape == shape[:MAX_LOG_DIMS]
+
+
+@given(some.binary(max_size=300), some.integers(0, 40_000), some.booleans())
+def test_any_bytes_are_a_record_or_refused(data, at, cuts):
+    record = FlightRecord("", {"rank": 3, "size": 4})
+    record.ring(1, "world", range(4)).enter(1, SUM, (3,))
+    whole = bytearray(os.pread(record._file, 1 << 20, 0))
+    record.close()
+    whole[at : at + len(data)] = data
+    try:
+        found = parse(bytes(whole[: len(whole) - (at if cuts else 0)]), "name")
+    except TorchMPIError as error:
+        assert "name is no flight record" in str(error)
+    else:
+        report([found])
+
+
+@given(some.lists(some.integers(0, 100), max_size=20))
+def test_ranges_are_read_as_written(ranks):
+    assert from_ranges(as_ranges(ranks)) == tuple(ranks)
+
+
+def test_missing_ranks_are_named_with_their_last_call():
+    done = (SUM, (3,), True)
+    findings = analyze(records([done, (BARRIER, (), False)], [done], [done, (BARRIER, (), False)]))
+    assert [found.kind for found in findings] == ["missing"]
+    assert findings[0].text == (
+        "ranks 0, 2 are in barrier(), call #2 on world, for 0 s. "
+        "Not arrived: rank 1, which ended allreduce(float32 [3], sum), call #1, 0.5 s before."
+    )
+
+
+def test_different_calls_come_first():
+    found = analyze(records([(SUM, (3,), True), (SUM, (4,), False)], [(SUM, (3,), True), (BARRIER, (), False)]))[0]
+    assert found.kind == "different"
+    assert found.text == (
+        "call #2 on world is not the same on all ranks: rank 0 made allreduce(float32 [4], sum); rank 1 made barrier()."
+    )
+
+
+def test_all_ranks_in_a_call_and_in_none():
+    inside, ended = (BARRIER, (), False), (BARRIER, (), True)
+    assert "ranks 0, 1 are in barrier(), call #1 on world, for 0 s: all ranks have arrived" in (
+        analyze(records([inside], [inside]))[0].text
+    )
+    assert "rank 1 has ended it" in analyze(records([inside], [ended]))[0].text
+    assert analyze(records([ended], [ended]))[0].kind == "idle"
+
+
+def test_ranks_without_a_record_are_named():
+    text = report(records([(BARRIER, (), False)], [])[:1])
+    assert "No record of rank 1." in text
+    assert "There is no record of rank 1." in text
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 65))
+def test_any_number_of_ranks(num_ranks):
+    done, inside = (SUM, (3,), True), (BARRIER, (), False)
+    late = num_ranks // 2
+    findings = analyze(records(*([done] if rank == late else [done, inside] for rank in range(num_ranks))))
+    assert findings[0].kind == ("missing" if num_ranks > 1 else "idle")
+    assert f"Not arrived: rank {late}," in findings[0].text or num_ranks == 1
+
+
+def failing(seq: int, seconds: float = 2.0) -> LoggedCall:
+    return LoggedCall(seq, SUM, (3,), False, seq * 1e9, (seq + seconds) * 1e9, has_failed=True)
+
+
+def test_a_failed_call_is_shown_as_failed(tmp_path):
+    log = log_of(record_of(tmp_path), 0)
+    call(log)
+    log.enter(BARRIER, ())
+    log.abandon()
+    call(log)
+    (group,) = read(tmp_path / "rank0.flight").groups
+    assert [each.has_failed for each in group.calls] == [False, True, False]
+    assert 0 < group.calls[1].begin <= group.calls[1].end and group.calls[1].shape == ()
+    assert "  world #2 barrier(): failed after " in report([read(tmp_path / "rank0.flight")])
+
+
+def test_a_call_that_found_no_room_does_not_mark_an_older_one(tmp_path):
+    ring = record_of(tmp_path).ring(1, "world", [0])
+    ring.enter(1, BARRIER, ())
+    ring.fail(1 + RECORD_LENGTH)
+    assert [(each.seq, each.has_failed, each.end) for each in ring.calls()] == [(1, False, 0)]
+
+
+@pytest.mark.parametrize(
+    ("last", "kind", "words"),
+    [
+        ((failing(2), failing(2)), "failed", "ranks 0, 1 failed in allreduce(float32 [3], sum), call #2 on world, "
+         "after 2 s: all ranks have arrived."),
+        ((failing(2), None), "missing", "rank 0 failed in allreduce(float32 [3], sum), call #2 on world, after 2 s. "
+         "Not arrived: rank 1, which ended barrier(), call #1, 2.5 s before."),
+        ((failing(2), failing(2)._replace(end=0.0, has_failed=False)), "inside", "rank 1 is in allreduce("
+         "float32 [3], sum), call #2 on world, for 2 s; rank 0 has failed in it: all ranks have arrived."),
+        ((failing(2), failing(2)._replace(has_failed=False)), "failed", "after 2 s; rank 1 has ended it."),
+    ],
+)  # fmt: skip
+def test_ranks_that_failed_in_the_last_call_are_named(last, kind, words):
+    found = records(*([(BARRIER, (), True)] for _ in last))
+    for record, each in zip(found, last, strict=True):
+        record.groups[0].calls.extend([each] if each else [])
+    (finding,) = analyze(found)
+    assert finding.kind == kind and words in finding.text
+
+
+def test_a_full_disk_is_an_error_with_the_remedy(tmp_path):
+    """The limit on the size of files has the effect of a full disk."""
+    code = f"""
+import resource
+from torchmpi import log
+from torchmpi.communicators.flight_record import FlightRecord
+from torchmpi.errors import TorchMPIError
+about = {{"rank": 0, "size": 2}}
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
+record = FlightRecord({str(tmp_path)!r}, about)
+record.ring(1, "world", [0, 1]).enter(1, 0, ())
+record.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    FlightRecord({str(tmp_path)!r}, about)
+except TorchMPIError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    path = tmp_path / "rank0.flight"
+    assert f"torchmpi: the calls on communicator world are not in {path}: " in done.stderr, done.stderr
+    assert f"cannot be written to {path}: " in done.stdout and "room for 3 MB per rank" in done.stdout, done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["rank0.flight.previous"]
+
+
+def test_an_empty_folder_and_a_process_that_is_no_rank_are_refused(tmp_path):
+    with pytest.raises(TorchMPIError, match=r"no file \*\.flight.*TORCHMPI_FLIGHT_RECORD"):
+        flight_commands.read_folder(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with pytest.raises(TorchMPIError, match="is a rank between"):
+            flight_commands.dump(process.pid, tmp_path / "out")
+        process.communicate(b"\n")
+    with pytest.raises(TorchMPIError, match="There is no process"):
+        flight_commands.dump(1 << 22, tmp_path / "out")
+
+
+def test_a_private_ring_is_read_by_the_call_log():
+    log = CallLog("alone", 0, 1, ring=Ring.private())
+    for numel in range(20):
+        call(log, shape=(numel,))
+    assert log.recent(3) == [Call(seq, SUM, (seq - 1,)) for seq in (18, 19, 20)]

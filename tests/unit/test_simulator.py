@@ -1,0 +1,238 @@
+"""The code of the backends on simulated ranks: right results in rank order, all messages received, no deadlock."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import simulate
+from simulator.coroutines import DeadlockError
+from simulator.messages import Comm, World
+from simulator.network import Network
+from simulator.plans import Ranks
+
+from torchmpi.config import Config
+from torchmpi.tensors import partition
+
+SMALL_CHUNKS = Config(pipeline_bytes=4096)
+
+
+def run_collectives(backend: str, hosts: Sequence[int], lengths: Sequence[int], **settings: Any) -> World:
+    """Run all reductions, broadcast and allgather, and compare the bits of all ranks with those of a loop."""
+    size, root = len(hosts), len(hosts) // 2
+    generator = torch.Generator().manual_seed(size)
+    data = {numel: [torch.randn(numel, generator=generator) for _ in hosts] for numel in lengths}
+    world = World(hosts, seed=size)
+
+    def work(comm: Comm) -> dict[tuple[str, int], torch.Tensor]:
+        ranks, results = Ranks(comm, config=SMALL_CHUNKS, **settings), {}
+        for collective in ("allreduce", "reduce", "reduce_scatter", "broadcast", "allgather"):
+            op = "sum" if "reduce" in collective else None
+            call = ranks.prepare(collective, backend, torch.float32, op)
+            for numel in lengths:
+                tensor = data[numel][comm.rank].clone()
+                results[collective, numel] = call(tensor, None, root if collective in ("reduce", "broadcast") else 0)
+        return results
+
+    for rank, results in enumerate(world.run(work)):
+        for numel, vectors in data.items():
+            total = in_order(vectors, hosts if backend == "hierarchical" else range(size))
+            first, count = partition.part_of(numel, size, rank)
+            assert torch.equal(results["allreduce", numel], total)
+            assert torch.equal(results["reduce", numel], total if rank == root else vectors[rank])
+            assert torch.equal(results["reduce_scatter", numel], total[first : first + count])
+            assert torch.equal(results["broadcast", numel], vectors[root])
+            assert torch.equal(results["allgather", numel], torch.cat(vectors))
+    return world
+
+
+def in_order(vectors: Sequence[torch.Tensor], hosts: Sequence[int]) -> torch.Tensor:
+    """Add in rank order within the hosts, then the hosts."""
+    by_host: dict[int, torch.Tensor] = {}
+    for vector, host in zip(vectors, hosts, strict=True):
+        by_host[host] = by_host[host] + vector if host in by_host else vector
+    first, *others = by_host.values()
+    for vector in others:
+        first = first + vector
+    return first
+
+
+@pytest.mark.parametrize("size", [*range(1, 10), 16, 17, 33])
+def test_p2p_adds_in_rank_order(size: int) -> None:
+    # Gathered, relayed from 16 ranks on, in parts, in several chunks.
+    run_collectives("p2p", range(size), (1, 700, 2500))
+
+
+@pytest.mark.parametrize("size", [*range(1, 18), 24, 31, 33, 48, 64])
+def test_allreduce_of_any_number_of_ranks(size: int) -> None:
+    vectors = torch.randn(size, 600, generator=torch.Generator().manual_seed(size))
+
+    def work(comm: Comm) -> torch.Tensor:
+        call = Ranks(comm).prepare("allreduce", "p2p", torch.float32, "sum")
+        result: torch.Tensor = call(vectors[comm.rank].clone())
+        return result
+
+    total = in_order(list(vectors), range(size))
+    assert all(torch.equal(result, total) for result in World(range(size)).run(work))
+
+
+# Between two hosts the rule takes reductions of the MPI library, of which the simulator has the allreduce alone.
+@pytest.mark.parametrize(
+    ("hosts", "across"),
+    [
+        *((hosts, "p2p") for hosts in ("aabb", "abab", "aab", "abbc", "aaabbbccc", "abcabcabc")),
+        *((hosts, "rule") for hosts in ("abbc", "abcabc", "aaabc", "aabbccddeeff")),
+    ],
+)
+def test_hierarchical_adds_within_the_hosts_first(hosts: str, across: str) -> None:
+    run_collectives("hierarchical", [ord(host) for host in hosts], (1, 700, 9000), across=across)
+
+
+def test_an_allreduce_over_hosts_sends_each_byte_no_more_than_necessary() -> None:
+    hosts = [rank // 4 for rank in range(32)]
+    num_bytes, world = 8 << 20, World(hosts)
+
+    def work(comm: Comm) -> None:
+        Ranks(comm, compared=False).prepare("allreduce", "hierarchical", torch.float32, "sum")(
+            torch.ones(num_bytes // 4)
+        )
+
+    world.run(work)
+    for host in range(8):
+        sent = sum(count for (origin, target), count in world.sent_bytes.items() if origin == host != target)
+        assert sent == 2 * 7 * num_bytes // 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "backend"), [(400, "p2p"), (256, "hierarchical")])
+def test_many_ranks(size: int, backend: str) -> None:
+    hosts = [rank // 8 if backend == "hierarchical" else rank for rank in range(size)]
+    vectors = torch.randn(size, 300, generator=torch.Generator().manual_seed(1))
+
+    def work(comm: Comm) -> torch.Tensor:
+        call = Ranks(comm, across="p2p").prepare("allreduce", backend, torch.float32, "sum")
+        result: torch.Tensor = call(vectors[comm.rank].clone())
+        return result
+
+    total = in_order(list(vectors), hosts)
+    assert all(torch.equal(result, total) for result in World(hosts).run(work))
+
+
+def test_a_cycle_of_sends_is_a_deadlock() -> None:
+    def work(comm: Comm) -> None:
+        memory = torch.ones(1)
+        message = (memory.data_ptr(), 4)
+        request = comm.Isend(message, (comm.rank + 1) % 3, 5)
+        comm.world.wait_all([request])
+        comm.world.wait_all([comm.Irecv(message, (comm.rank - 1) % 3, 5)])
+
+    with pytest.raises(DeadlockError, match="4 bytes to rank"):
+        World(range(3)).run(work)
+
+
+def test_a_buffer_that_is_overwritten_before_the_wait_is_found() -> None:
+    def work(comm: Comm) -> float:
+        memory = torch.full((1,), 3.0)
+        message = (memory.data_ptr(), 4)
+        request = (comm.Isend if comm.rank == 0 else comm.Irecv)(message, 1 - comm.rank, 5)
+        comm.world.meet("both", comm, None, len)
+        if comm.rank == 0:
+            memory.fill_(7.0)  # too early
+        comm.world.meet("both", comm, None, len)
+        comm.world.wait_all([request])
+        return memory.item()
+
+    assert World(range(2)).run(work) == [7.0, 7.0]
+
+
+def test_messages_that_are_too_long_or_never_received_are_found() -> None:
+    def send(comm: Comm, num_bytes: int) -> None:
+        memory = torch.ones(2)
+        if comm.rank == 0:
+            comm.Isend((memory.data_ptr(), 8), 1, 5)
+        elif num_bytes:
+            comm.world.wait_all([comm.Irecv((memory.data_ptr(), num_bytes), 0, 5)])
+
+    with pytest.raises(RuntimeError, match="message too long"):
+        World(range(2)).run(lambda comm: send(comm, 4))
+    with pytest.raises(RuntimeError, match="1 messages have not been completed: rank 0: 8 bytes to rank 1"):
+        World(range(2)).run(lambda comm: send(comm, 0))
+
+
+# Virtual time.
+
+NETWORK = Network(rate=1e6, latency=0.01, overhead=1e-4, host_latency=0.0)
+
+
+def test_a_message_takes_its_latency_and_its_bytes() -> None:
+    def work(comm: Comm) -> float:
+        memory = torch.zeros(50_000, dtype=torch.uint8)
+        message = (memory.data_ptr(), memory.nbytes)
+        requests = [comm.Irecv(message, 1 - comm.rank, 5)] if comm.rank else [comm.Isend(message, 1, 5)]
+        comm.world.wait_all(requests)
+        return comm.world.turns.clock
+
+    sent, received = World(range(2), network=NETWORK).run(work)
+    assert sent == pytest.approx(1e-4) and received == pytest.approx(1e-4 + 0.01 + 0.05)
+
+
+@pytest.mark.parametrize(("num_hosts", "ranks_of_host"), [(2, 1), (4, 1), (4, 2), (3, 4)])
+def test_an_allreduce_takes_the_time_of_the_bytes_of_its_busiest_link(num_hosts: int, ranks_of_host: int) -> None:
+    hosts = [rank // ranks_of_host for rank in range(num_hosts * ranks_of_host)]
+    num_bytes = 4 << 20
+    plan = "p2p" if ranks_of_host == 1 else "hierarchical"
+    seconds, uplink = simulate.predict(plan, hosts, num_bytes, NETWORK, {})
+    least = 2 * (num_hosts - 1) / num_hosts * num_bytes
+    assert least <= uplink < 1.001 * least
+    assert least / 1e6 < seconds < 1.02 * least / 1e6
+    late, _ = simulate.predict(plan, hosts, num_bytes, NETWORK, {1: 5.0})
+    assert 5.0 + least / 1e6 / 2 < late < 5.0 + 1.5 * least / 1e6  # no rank can end without the late one
+    slow, _ = simulate.predict(plan, hosts, num_bytes, NETWORK._replace(slow_hosts=((0, 0.5),)), {})
+    assert 2 * least / 1e6 < slow < 2.2 * least / 1e6
+
+
+def test_switches_share_their_uplinks() -> None:
+    """Of 8 hosts, 4 under a switch: each sends 4 of 7 parts to the other switch."""
+    network, num_bytes = NETWORK._replace(hosts_per_switch=4, oversubscription=4.0), 1 << 20
+    seconds, uplink = simulate.predict("direct", range(8), num_bytes, network, {})
+    over_switch = 2 * 4 * 4 * num_bytes / 8 / (4e6 / 4)
+    assert over_switch < seconds < 1.2 * over_switch
+    assert uplink == 2 * 7 * num_bytes // 8
+
+
+@pytest.mark.slow
+def test_relays_are_faster_for_short_vectors_of_many_ranks_and_slower_for_long_ones() -> None:
+    times = {
+        (plan, num_bytes): simulate.predict(plan, range(64), num_bytes, Network(), {})[0]
+        for plan in ("direct", "relayed")
+        for num_bytes in (1024, 1 << 18)
+    }
+    assert times["relayed", 1024] < times["direct", 1024]
+    assert times["relayed", 1 << 18] > times["direct", 1 << 18]
+
+
+def test_timed_ranks_have_the_same_results() -> None:
+    hosts = [rank // 3 for rank in range(12)]
+    vectors = torch.randn(12, 9000, generator=torch.Generator().manual_seed(1))
+
+    def work(comm: Comm) -> torch.Tensor:
+        call = Ranks(comm, config=SMALL_CHUNKS).prepare("allreduce", "hierarchical", torch.float32, "sum")
+        result: torch.Tensor = call(vectors[comm.rank].clone())
+        return result
+
+    total = in_order(list(vectors), hosts)
+    assert all(torch.equal(result, total) for result in World(hosts, network=NETWORK).run(work))
+
+
+def test_quantities() -> None:
+    assert [simulate.quantity(text) for text in ("3", "64K", "1Gbit", "2s")] == [3, 65536, 125e6, 2]
+    with pytest.raises(argparse.ArgumentTypeError, match="use a number and one of K, M"):
+        simulate.quantity("4 parsecs")

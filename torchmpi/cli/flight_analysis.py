@@ -1,0 +1,232 @@
+"""Comparison of the flight records of all ranks: where they part, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ..communicators.call_log import CallNumber, describe
+from ..communicators.flight_record import GroupCalls, LoggedCall, RankCalls
+from ..session.report import named
+
+_MOST_LAST_CALLS = 3
+
+
+class RankState(NamedTuple):
+    """What a rank was doing on a group."""
+
+    rank: int
+    call: str
+    """The last call, as text; '' if there was none."""
+    seq: int
+    is_inside: bool
+    """Whether the call had not ended."""
+    seconds: float
+    """Time between begin (of a call that had not ended) or end of the call and the last event of all ranks."""
+    failed_after: float | None = None
+    """The seconds after which the call has ended with an error; None if it has not."""
+
+
+class Divergence(NamedTuple):
+    """Where the ranks of one group are, and whether they have parted."""
+
+    group: str
+    ranks: tuple[int, ...]
+    kind: str
+    """``different``: the ranks made different calls; ``missing``: some ranks wait for others, or have waited until the
+    call failed; ``inside``: all have arrived in a call that has not ended; ``failed``: it has failed; ``idle``: no rank
+    is in a call."""
+    text: str
+    states: tuple[RankState, ...]
+
+
+def text_of(call: LoggedCall) -> str:
+    """Describe a call as error messages do."""
+    try:
+        return describe(call.code, CallNumber(call.shape) if call.is_number else call.shape)
+    except (IndexError, ValueError):  # a damaged file, or a later version
+        return f"unknown call {call.code:#x}"
+
+
+def analyze(records: Sequence[RankCalls]) -> list[Divergence]:
+    """Compare the last calls of all ranks, group by group; groups on which ranks wait come first.
+
+    Args:
+        records: The records of the ranks of one job, as many as there are.
+
+    Returns:
+        A finding for each group with calls.
+    """
+    latest = max((_latest(record) for record in records), default=0.0)
+    by_key: dict[int, list[tuple[RankCalls, GroupCalls]]] = {}
+    for record in records:
+        for group in record.groups:
+            by_key.setdefault(group.key, []).append((record, group))
+    findings = []
+    for parts in by_key.values():
+        if any(group.calls for _, group in parts):
+            findings.append(_finding(parts, latest))
+    order = ("different", "missing", "inside", "failed", "idle")
+    return sorted(findings, key=lambda found: (order.index(found.kind), is_step(found.group), -len(found.ranks)))
+
+
+def is_step(name: str) -> bool:
+    """Return whether the calls on a group are steps of hierarchical calls, by its name."""
+    return name.endswith((" on one host", " across hosts"))
+
+
+def _latest(record: RankCalls) -> float:
+    """Return the latest time of which a record knows, since 1970."""
+    times = (max(call.begin, call.end) for group in record.groups for call in group.calls)
+    return max([record.last_ns, *times]) + record.wall_ns
+
+
+def _finding(parts: Sequence[tuple[RankCalls, GroupCalls]], latest: float) -> Divergence:
+    first = parts[0][1]
+    states = tuple(_state(record, group, latest) for record, group in parts)
+    kind, text = _difference(first, parts) or _waiting(first, states)
+    return Divergence(first.name, first.ranks, kind, text, states)
+
+
+def _state(record: RankCalls, group: GroupCalls, latest: float) -> RankState:
+    if not group.calls:
+        return RankState(record.rank, "", 0, False, 0.0)
+    call = group.calls[-1]
+    since = (call.end or call.begin) + record.wall_ns
+    failed_after = (call.end - call.begin) / 1e9 if call.has_failed else None
+    seconds = max(0.0, (latest - since) / 1e9)
+    return RankState(record.rank, text_of(call), call.seq, not call.end, seconds, failed_after)
+
+
+def _difference(first: GroupCalls, parts: Sequence[tuple[RankCalls, GroupCalls]]) -> tuple[str, str] | None:
+    """Find the first call that is not the same on all ranks whose record has it."""
+    signatures: dict[int, dict[tuple[Any, ...], list[tuple[int, LoggedCall]]]] = {}
+    for record, group in parts:
+        for call in group.calls:
+            found = signatures.setdefault(call.seq, {})
+            found.setdefault((call.code, call.shape), []).append((record.rank, call))
+    for seq, found in sorted(signatures.items()):
+        if len(found) > 1:
+            made = "; ".join(
+                f"{named([rank for rank, _ in calls])} made {text_of(calls[0][1])}" for calls in found.values()
+            )
+            return "different", f"call #{seq} on {first.name} is not the same on all ranks: {made}."
+    return None
+
+
+def _waiting(first: GroupCalls, states: Sequence[RankState]) -> tuple[str, str]:
+    last = max(state.seq for state in states)
+    there = [state for state in states if state.seq == last]
+    inside = [state for state in there if state.is_inside]
+    failed = [state for state in there if state.failed_after is not None]
+    ended = [state for state in there if state not in inside and state not in failed]
+    behind = [state for state in states if state.seq < last]
+    unknown = sorted(set(first.ranks) - {state.rank for state in states})
+    about_unknown = f" There is no record of {named(unknown)}." if unknown else ""
+    call = f"{there[0].call}, call #{last}"
+    if not inside and not failed:
+        return "idle", f"no rank is in a call on {first.name}; the last one was {call}.{about_unknown}"
+    if inside:
+        kind, text = "inside", f"{_ranks(inside)} {_are(inside)} in {call} on {first.name}, for {_duration(inside)}"
+        text += f"; {_ranks(failed)} {_have(failed)} failed in it" if failed else ""
+    else:
+        seconds = max(state.failed_after or 0.0 for state in failed)
+        kind, text = "failed", f"{_ranks(failed)} failed in {call} on {first.name}, after {seconds:.3g} s"
+    if behind:
+        return "missing", f"{text}. Not arrived: {'; '.join(_about_behind(behind))}.{about_unknown}"
+    if ended:
+        return kind, f"{text}; {_ranks(ended)} {_have(ended)} ended it.{about_unknown}"
+    return ("missing", f"{text}.{about_unknown}") if unknown else (kind, f"{text}: all ranks have arrived.")
+
+
+def _ranks(states: Iterable[RankState]) -> str:
+    return named(sorted(state.rank for state in states))
+
+
+def _about_behind(states: Iterable[RankState]) -> list[str]:
+    groups: dict[tuple[int, str, bool, bool], list[RankState]] = {}
+    for state in states:
+        key = state.seq, state.call, state.is_inside, state.failed_after is not None
+        groups.setdefault(key, []).append(state)
+    lines = []
+    for (seq, call, is_inside, has_failed), found in groups.items():
+        who, how = _ranks(found), "failed in" if has_failed else "ended"
+        if not call:
+            lines.append(f"{who}, without a call on it")
+        elif is_inside:
+            lines.append(f"{who}, in {call}, call #{seq}, for {_duration(found)}")
+        else:
+            lines.append(f"{who}, which {how} {call}, call #{seq}, {_duration(found)} before")
+    return lines
+
+
+def _duration(states: Sequence[RankState]) -> str:
+    return f"{max(state.seconds for state in states):.3g} s"
+
+
+def _are(states: Sequence[RankState]) -> str:
+    return "is" if len(states) == 1 else "are"
+
+
+def _have(states: Sequence[RankState]) -> str:
+    return "has" if len(states) == 1 else "have"
+
+
+def report(records: Sequence[RankCalls]) -> str:
+    """Describe the records of a job: the ranks without a record, the findings, and the last calls of each rank.
+
+    Args:
+        records: The records of the ranks of one job.
+
+    Returns:
+        The text that ``torchmpi analyze`` prints.
+    """
+    size = max((int(record.about.get("size", 0)) for record in records), default=0)
+    missing = sorted(set(range(size)) - {record.rank for record in records})
+    ended = sum(record.has_ended for record in records)
+    lines = [f"{len(records)} of {size} ranks; {ended} of them reached the end of stop()."]
+    if missing:
+        lines.append(f"No record of {named(missing)}.")
+    findings = analyze(records)
+    shown = [found for found in findings if found.kind != "idle"] or findings[:1]
+    lines += [f"* {found.text}" for found in shown] or ["No rank has made a call."]
+    for record in sorted(records, key=lambda record: record.rank):
+        about = record.about
+        lines.append(f"rank {record.rank} on {about.get('host')}, process {about.get('process')}; last calls:")
+        calls = [(call, group.name) for group in record.groups for call in group.calls]
+        for call, name in sorted(calls, key=lambda item: item[0].begin)[-_MOST_LAST_CALLS:]:
+            lines.append(f"  {name} #{call.seq} {text_of(call)}: {_how_it_ended(call)}")
+    return "\n".join(lines)
+
+
+def _how_it_ended(call: LoggedCall) -> str:
+    if not call.end:
+        return "not ended"
+    return f"{'failed after ' if call.has_failed else ''}{(call.end - call.begin) / 1e3:.1f} us"
+
+
+def as_json(records: Sequence[RankCalls]) -> dict[str, Any]:
+    """Return findings and calls of all ranks as objects for JSON."""
+    findings = [
+        {**found._asdict(), "states": [state._asdict() for state in found.states]} for found in analyze(records)
+    ]
+    ranks = [
+        {
+            **record.about, "ended": record.has_ended, "wall_ns": record.wall_ns,
+            "groups": [
+                {
+                    "name": group.name, "ranks": group.ranks, "freed": group.is_freed,
+                    "calls": [
+                        {
+                            "number": call.seq, "call": text_of(call), "begin_ns": call.begin, "end_ns": call.end,
+                            "failed": call.has_failed,
+                        }
+                        for call in group.calls
+                    ],
+                }
+                for group in record.groups
+            ],
+        }
+        for record in records
+    ]  # fmt: skip
+    return {"findings": findings, "ranks": ranks}

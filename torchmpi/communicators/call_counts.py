@@ -1,0 +1,74 @@
+"""Counts of calls by communicator and collective, also of communicators that have been freed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .call_log import CallLog
+
+_MOST_NAMES = 256
+OTHERS = "others"
+"""The name of further freed communicators, of a program that makes and frees ever new ones."""
+
+
+class CallCount(NamedTuple):
+    """The ended calls of one collective on one communicator: counters of memory_layout."""
+
+    calls: int
+    bytes: int
+    ticks: int
+    nanoseconds: int
+
+
+Key = tuple[str, bool, str]
+"""Name of the communicator, whether its calls are steps of hierarchical calls, collective."""
+
+
+class CallCounts:
+    """The counts of all groups of a runtime.
+
+    >>> counts, log = CallCounts(), CallLog("world", 0, 1)
+    >>> counts.add("world", False, log)
+    >>> log.enter(0, ()); log.leave(4)
+    >>> [(key, count.calls, count.bytes) for key, count in counts.read().items()]
+    [(('world', False, 'barrier'), 1, 4)]
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: dict[CallLog, tuple[str, bool]] = {}
+        self._freed: dict[Key, CallCount] = {}
+
+    def add(self, name: str, is_step: bool, call_log: CallLog) -> None:
+        """Count the calls of a group."""
+        with self._lock:
+            self._groups[call_log] = name, is_step
+
+    def free(self, call_log: CallLog) -> None:
+        """Keep the counts of a group, but not the group."""
+        with self._lock:
+            name, is_step = self._groups.pop(call_log)
+            known = {key[0] for key in self._freed}
+            if name not in known and len(known) >= _MOST_NAMES:
+                name = OTHERS
+            self._freed = _sum(self._freed.items(), _counts_of(name, is_step, call_log))
+
+    def read(self) -> dict[Key, CallCount]:
+        """Return the counts of calls that have ended; those of groups with the same name are added."""
+        with self._lock:
+            return _sum(self._freed.items(), *(_counts_of(*names, log) for log, names in self._groups.items()))
+
+
+def _counts_of(name: str, is_step: bool, call_log: CallLog) -> list[tuple[Key, CallCount]]:
+    return [((name, is_step, collective), CallCount(*numbers)) for collective, numbers in call_log.counters()]
+
+
+def _sum(*parts: Iterable[tuple[Key, CallCount]]) -> dict[Key, CallCount]:
+    total: dict[Key, CallCount] = {}
+    for part in parts:
+        for key, count in part:
+            known = total.get(key, CallCount(0, 0, 0, 0))
+            total[key] = CallCount(*(a + b for a, b in zip(known, count, strict=True)))
+    return total

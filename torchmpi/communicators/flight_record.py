@@ -1,0 +1,427 @@
+"""The flight record of a rank: its last calls, in memory that other processes can read, and that survives the process.
+
+A record is a file: in a folder that the user names, or an anonymous one in memory, which ``torchmpi dump`` reads while
+the process exists, also if it is stopped. Each group has a *ring* of entries, one per call, written by Python and by
+the machine code of the fast path. The fields are 64-bit numbers:
+
+============ ======================================================================================================
+head         MAGIC, NUM_RINGS, two readings of the processor's ticks and of the monotonic clock, the wall clock, ENDED;
+             from TEXT_BYTES a JSON object: rank, size, host, process, program
+each ring    one page with STATE, KEY and a JSON object: name and ranks of the group; then RECORD_LENGTH entries
+============ ======================================================================================================
+
+The fields of an entry are those of :mod:`torchmpi.shared_memory.memory_layout` (RECORD_SEQUENCE and following ones).
+docs/design/flight-record.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import TorchMPIError
+from ..log import logger
+from ..shared_memory.memory_layout import (
+    FIELD_BYTES,
+    MAX_LOG_DIMS,
+    RECORD_BEGIN,
+    RECORD_CODE,
+    RECORD_DIMS,
+    RECORD_END,
+    RECORD_FIELDS,
+    RECORD_LENGTH,
+    RECORD_NUM_DIMS,
+    RECORD_SEQUENCE,
+)
+
+FILE_NAME = "torchmpi-flight-record"
+SUFFIX = ".flight"
+MAGIC = int.from_bytes(b"tmpiFR01", "little")
+_MAGIC, _NUM_RINGS, FIRST_TICKS, FIRST_NS, LAST_TICKS, LAST_NS, _WALL_NS, _ENDED = range(8)
+_STATE, _KEY = range(2)
+_IN_USE, _FREED = 1, 2
+_TEXT_BYTES = 128
+_PAGE_BYTES = 4096
+_ENTRY_BYTES = RECORD_FIELDS * FIELD_BYTES
+_RING_BYTES = _PAGE_BYTES + RECORD_LENGTH * _ENTRY_BYTES
+_HEAD_BYTES = 1 << 16  # the largest size of a page, at whose multiples mappings begin
+_RINGS_PER_BLOCK = 16  # mapped together, since each mapping of Python holds a descriptor; a multiple of 64 KB
+_MOST_RANKS = 1 << 20  # of a damaged file
+_IS_NUMBER = 1 << 32
+"""Added to RECORD_NUM_DIMS of a step of a larger call, whose shape is a number that stands for that call."""
+_HAS_FAILED = 1 << 33
+"""Added to RECORD_NUM_DIMS of a call that has ended with an error."""
+STARTS = tuple(_PAGE_BYTES + index * _ENTRY_BYTES for index in range(RECORD_LENGTH))
+"""The position of each entry in a ring, in bytes."""
+_ENDS = tuple(start // FIELD_BYTES + RECORD_END for start in STARTS)
+"""The position of the field RECORD_END of each entry, in fields."""
+WRITERS = tuple(struct.Struct(f"<{RECORD_DIMS + num_dims}q").pack_into for num_dims in range(MAX_LOG_DIMS + 1))
+"""Functions that write an entry, by the number of dimensions."""
+
+
+class Ring:
+    """The entries of one group.
+
+    >>> ring = Ring.private()
+    >>> ring.enter(1, 7, (3, 4))
+    >>> ring.leave(1) > 0
+    True
+    >>> [(call.seq, call.code, call.shape, call.end >= call.begin > 0) for call in ring.calls()]
+    [(1, 7, (3, 4), True)]
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory, self.fields = memory, memory.cast("q")
+        self.address = int(np.frombuffer(memory, np.uint8, 1).ctypes.data) + _PAGE_BYTES
+        """The address of the first entry."""
+
+    @classmethod
+    def private(cls) -> Ring:
+        """Return a ring in the memory of this process."""
+        return cls(memoryview(mmap.mmap(-1, _RING_BYTES)))
+
+    def describe(self, key: int, name: str, ranks: Sequence[int]) -> None:
+        """Write the group to which the ring belongs."""
+        _write_text(self.memory, {"name": name, "ranks": as_ranges(ranks)})
+        self.fields[_KEY], self.fields[_STATE] = key, _IN_USE
+
+    def enter(self, seq: int, code: int, shape: tuple[int, ...], *, is_number: bool = False) -> None:
+        """Write the entry of a call that begins now. `CallLog.enter` does the same for most calls."""
+        num_dims = min(len(shape), MAX_LOG_DIMS)
+        about = num_dims | _IS_NUMBER if is_number else num_dims
+        begin = -time.monotonic_ns()
+        WRITERS[num_dims](self.memory, STARTS[seq & (RECORD_LENGTH - 1)], seq, code, about, begin, 0, *shape[:num_dims])
+
+    def leave(self, seq: int) -> int:
+        """Write that a call has ended; return the time, in nanoseconds."""
+        end = time.monotonic_ns()
+        self.fields[_ENDS[seq & (RECORD_LENGTH - 1)]] = -end
+        return end
+
+    def fail(self, seq: int) -> None:
+        """Write that a call has ended with an error."""
+        start = STARTS[seq & (RECORD_LENGTH - 1)] // FIELD_BYTES
+        if self.fields[start + RECORD_SEQUENCE] == seq:  # a call that found no room has no entry
+            self.fields[start + RECORD_NUM_DIMS] |= _HAS_FAILED
+            self.leave(seq)
+
+    def read(self, seq: int) -> LoggedCall | None:
+        """Return the entry of a call; None if it has been overwritten."""
+        start = _PAGE_BYTES // FIELD_BYTES + (seq & (RECORD_LENGTH - 1)) * RECORD_FIELDS
+        call = _as_call(self.fields[start : start + RECORD_FIELDS].tolist(), abs)
+        return call if call is not None and call.seq == seq else None
+
+    def calls(self) -> list[LoggedCall]:
+        """Return all entries, oldest first; times are in nanoseconds only if Python wrote them."""
+        return _calls_in(self.fields.tolist(), abs)
+
+    def free(self) -> None:
+        """Mark the ring as that of a freed group."""
+        self.fields[_STATE] = _FREED
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        self.memory[:] = bytes(_RING_BYTES)
+
+    def release(self) -> None:
+        """Give up the memory; no call may follow."""
+        self.fields.release()
+        self.memory.release()
+
+
+class LoggedCall(NamedTuple):
+    """A call in a flight record."""
+
+    seq: int
+    code: int
+    shape: tuple[int, ...]
+    is_number: bool
+    begin: float
+    """Nanoseconds of the monotonic clock."""
+    end: float
+    """0 while the call has not ended."""
+    has_failed: bool = False
+    """Whether the call has ended with an error."""
+
+
+class GroupCalls(NamedTuple):
+    """The last calls of a rank on one group."""
+
+    key: int
+    name: str
+    ranks: tuple[int, ...]
+    is_freed: bool
+    calls: list[LoggedCall]
+
+
+class RankCalls(NamedTuple):
+    """The flight record of a rank, as read from a file."""
+
+    rank: int
+    about: dict[str, Any]
+    """Rank, size, host, process and program."""
+    has_ended: bool
+    """Whether the rank has reached the end of stop()."""
+    wall_ns: int
+    """What to add to times of the monotonic clock to get the time since 1970."""
+    groups: list[GroupCalls]
+    last_ns: int = 0
+    """The monotonic clock at the last reading, of which a process makes one a second."""
+
+
+class FlightRecord:
+    """The flight record of this process.
+
+    Args:
+        folder: The folder for the file; '' for an anonymous file in memory.
+        about: Rank, size, host, process and program.
+
+    Raises:
+        TorchMPIError: The file cannot be written.
+    """
+
+    def __init__(self, folder: str, about: dict[str, Any]) -> None:
+        self.path = Path(folder) / f"rank{about['rank']}{SUFFIX}" if folder else None
+        self._file = self._open()
+        self._maps: list[mmap.mmap] = []
+        self._rings: list[Ring] = []
+        self._unused: list[Ring] = []
+        self._freed: list[Ring] = []
+        self.read_ticks: Callable[[], int] | None = None
+        """Reads the ticks with which the fast path measures time."""
+        self._head = memoryview(bytearray(_HEAD_BYTES)) if self._file is None else self._map_head()
+        _write_text(self._head, about)
+        self._fields = self._head.cast("q")
+        self._fields[FIRST_NS] = self._fields[LAST_NS] = now = time.monotonic_ns()
+        self._fields[_WALL_NS] = time.time_ns() - now
+        self._fields[_MAGIC] = MAGIC
+
+    def _open(self) -> int | None:
+        """Open the file; None if there is no memory for an anonymous one."""
+        if self.path is None:
+            try:
+                file = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
+                os.ftruncate(file, _HEAD_BYTES)
+            except (AttributeError, OSError):  # an old system, a sandbox, or a limit on the size of files
+                return None
+            return file
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self.path.rename(self.path.with_suffix(f"{SUFFIX}.previous"))  # of the job that this one repeats
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TorchMPIError(self._problem(error)) from error
+
+    def _problem(self, error: OSError) -> str:
+        return (
+            f"The flight record cannot be written to {self.path}: {error.strerror}. Name a folder that exists on all "
+            "hosts, that this user may write to, and that has room for 3 MB per rank, or unset TORCHMPI_FLIGHT_RECORD."
+        )
+
+    def _map_head(self) -> memoryview:
+        """Map the first page, and raise if the disk is full."""
+        try:
+            return self._map(0, _HEAD_BYTES)
+        except OSError as error:
+            assert self._file is not None
+            os.close(self._file)
+            if self.path is not None:
+                self.path.unlink()
+            raise TorchMPIError(self._problem(error)) from error
+
+    def _map(self, start: int, num_bytes: int) -> memoryview:
+        assert self._file is not None
+        if self.path is not None:
+            os.posix_fallocate(self._file, start, num_bytes)  # a full disk is an error here, and not a SIGBUS later
+        else:
+            os.ftruncate(self._file, start + num_bytes)
+        self._maps.append(mmap.mmap(self._file, num_bytes, offset=start))
+        return memoryview(self._maps[-1])
+
+    def ring(self, key: int, name: str, ranks: Sequence[int]) -> Ring:
+        """Return a ring for a group; one in the memory of this process if there is no room in the file.
+
+        The rings of freed groups are kept as long as there are unused ones.
+        """
+        if not self._unused and self._freed:
+            ring = self._freed.pop(0)
+            ring.clear()
+        else:
+            try:
+                ring = self._next()
+            except OSError as error:
+                if self.path is not None:
+                    logger.warning(f"the calls on communicator {name} are not in {self.path}: {error.strerror}")
+                return Ring.private()
+        ring.describe(key, name, ranks)
+        return ring
+
+    def _next(self) -> Ring:
+        if self._file is None:
+            return Ring.private()
+        if not self._unused:
+            begin = _HEAD_BYTES + len(self._rings) * _RING_BYTES
+            block = self._map(begin, _RINGS_PER_BLOCK * _RING_BYTES)
+            starts = range(0, len(block), _RING_BYTES)
+            self._unused = [Ring(block[start : start + _RING_BYTES]) for start in starts]
+            block.release()
+        ring = self._unused.pop(0)
+        self._rings.append(ring)
+        self._fields[_NUM_RINGS] = len(self._rings)
+        return ring
+
+    def free(self, ring: Ring) -> None:
+        """Keep the ring of a freed group, to be read, or to be used again."""
+        ring.free()
+        if ring in self._rings:
+            self._freed.append(ring)
+
+    def note_ticks(self) -> None:
+        """Read ticks and clock together: readers compute the times of the fast path from the first and last reading.
+
+        The last one also tells them until when the rank has certainly waited.
+        """
+        ticks, now = 0 if self.read_ticks is None else self.read_ticks(), time.monotonic_ns()
+        if not self._fields[FIRST_TICKS]:
+            self._fields[FIRST_TICKS], self._fields[FIRST_NS] = ticks, now
+        self._fields[LAST_TICKS], self._fields[LAST_NS] = ticks, now
+
+    def seconds_per_tick(self) -> float:
+        """Return the length of a tick; 0 if there is no fast path, or if the clock has not advanced."""
+        if self.read_ticks is None:
+            return 0.0
+        ticks = self.read_ticks() - self._fields[FIRST_TICKS]
+        return (time.monotonic_ns() - self._fields[FIRST_NS]) / ticks / 1e9 if ticks > 0 else 0.0
+
+    def close(self) -> None:
+        """End the record: the rank has called stop(), and all groups are freed."""
+        self.note_ticks()
+        if self._file is not None:
+            self._fields[_ENDED] = 1
+            self._fields.release()
+            self._head.release()
+            for ring in (*self._rings, *self._unused):
+                ring.release()
+            for mapping in self._maps:
+                mapping.close()
+            os.close(self._file)
+            self._file = None
+
+
+def read(path: Path) -> RankCalls:
+    """Read the flight record of a rank.
+
+    Raises:
+        TorchMPIError: The file is none.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TorchMPIError(f"{path} cannot be read: {error.strerror}.") from error
+    return parse(data, str(path))
+
+
+def parse(data: bytes, name: str) -> RankCalls:
+    """Return the calls in the bytes of a flight record, which may be cut off; `name` is for the error."""
+    problem = TorchMPIError(f"{name} is no flight record of this version of torchmpi.")
+    if len(data) < _HEAD_BYTES or len(data) % FIELD_BYTES:
+        raise problem
+    head = np.frombuffer(data, "<i8", _TEXT_BYTES // FIELD_BYTES).tolist()
+    about = _read_text(data, 0)
+    if head[_MAGIC] != MAGIC or not isinstance(about.get("rank"), int):
+        raise problem
+    groups = []
+    for number in range(min(max(head[_NUM_RINGS], 0), (len(data) - _HEAD_BYTES) // _RING_BYTES)):
+        start = _HEAD_BYTES + number * _RING_BYTES
+        fields = np.frombuffer(data, "<i8", _RING_BYTES // FIELD_BYTES, start).tolist()
+        text = _read_text(data, start)
+        if fields[_STATE] and "name" in text:
+            calls = _calls_in(fields, _clock(head))
+            ranks = from_ranges(str(text.get("ranks", "")))
+            groups.append(GroupCalls(fields[_KEY], str(text["name"]), ranks, fields[_STATE] == _FREED, calls))
+    return RankCalls(about["rank"], about, bool(head[_ENDED]), head[_WALL_NS], groups, head[LAST_NS])
+
+
+def _clock(head: Sequence[int]) -> Callable[[int], float]:
+    """Return the function from a time in an entry to nanoseconds of the monotonic clock."""
+    ticks, nanoseconds = head[LAST_TICKS] - head[FIRST_TICKS], head[LAST_NS] - head[FIRST_NS]
+
+    def time_of(stored: int) -> float:
+        if stored <= 0 or ticks <= 0:
+            return float(abs(stored))
+        return head[LAST_NS] + (stored - head[LAST_TICKS]) * nanoseconds / ticks
+
+    return time_of
+
+
+def _calls_in(fields: Sequence[int], time_of: Callable[[int], float]) -> list[LoggedCall]:
+    first = _PAGE_BYTES // FIELD_BYTES
+    entries = (fields[at : at + RECORD_FIELDS] for at in range(first, len(fields), RECORD_FIELDS))
+    calls = [call for entry in entries if (call := _as_call(entry, time_of)) is not None]
+    return sorted(calls, key=lambda call: call.seq)
+
+
+def _as_call(entry: Sequence[int], time_of: Callable[[int], float]) -> LoggedCall | None:
+    """Return the call of an entry; None for an empty one, or one that is being written."""
+    seq, num_dims = entry[RECORD_SEQUENCE], entry[RECORD_NUM_DIMS] & (_IS_NUMBER - 1)
+    if seq <= 0 or num_dims > MAX_LOG_DIMS:
+        return None
+    shape = tuple(entry[RECORD_DIMS : RECORD_DIMS + num_dims])
+    is_number, has_failed = (bool(entry[RECORD_NUM_DIMS] & flag) for flag in (_IS_NUMBER, _HAS_FAILED))
+    begin, end = (time_of(entry[field]) for field in (RECORD_BEGIN, RECORD_END))
+    return LoggedCall(seq, entry[RECORD_CODE], shape, is_number, begin, end, has_failed)
+
+
+def _write_text(memory: memoryview, values: dict[str, Any]) -> None:
+    data = json.dumps(values).encode()
+    if len(data) > _PAGE_BYTES - _TEXT_BYTES:  # names and lists of any length
+        short = {key: value[:500] if isinstance(value, str) else value for key, value in values.items()}
+        data = json.dumps(short).encode()
+    memory[_TEXT_BYTES:_PAGE_BYTES] = data[: _PAGE_BYTES - _TEXT_BYTES].ljust(_PAGE_BYTES - _TEXT_BYTES, b"\0")
+
+
+def _read_text(data: bytes, start: int) -> dict[str, Any]:
+    try:
+        values = json.loads(data[start + _TEXT_BYTES : start + _PAGE_BYTES].rstrip(b"\0"))
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def as_ranges(ranks: Sequence[int]) -> str:
+    """Write ranks as ranges, in their order.
+
+    >>> as_ranges([0, 1, 2, 5, 4])
+    '0-2,5,4'
+    """
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def from_ranges(text: str) -> tuple[int, ...]:
+    """Read ranks written by `as_ranges`; parts that are none are left out.
+
+    >>> from_ranges("0-2,5,4")
+    (0, 1, 2, 5, 4)
+    """
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (last or first).isdecimal():
+            ranks += range(int(first), min(int(last or first), int(first) + _MOST_RANKS - len(ranks)) + 1)
+    return tuple(ranks)

@@ -1,0 +1,214 @@
+"""Metrics in the text format of Prometheus: in a file that is rewritten, or by HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+from ..log import logger
+
+FILE_NAME = "torchmpi_rank{}.prom"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PORT = re.compile(r"(?:(.+):)?(\d+)")
+_LOOPBACK = "127.0.0.1"
+_CLIENT_SECONDS = 5.0
+_END_SECONDS = 2.0
+"""How long stop() waits for a file system or client that does not answer."""
+
+Read = Callable[[], Mapping[str, Any]]
+_Samples = Iterable[tuple[Mapping[str, object], float]]
+
+_CALLS = (
+    ("calls", "calls", "torchmpi_calls_total", "Calls that have ended without an error."),
+    ("calls", "bytes", "torchmpi_bytes_total", "Bytes of the tensors that the rank has passed to calls."),
+    ("calls", "seconds", "torchmpi_seconds_total", "Seconds in calls, with the wait for other ranks."),
+    ("steps", "calls", "torchmpi_step_calls_total", "Steps of hierarchical calls."),
+    ("steps", "bytes", "torchmpi_step_bytes_total", "Bytes of the tensors of steps."),
+    ("steps", "seconds", "torchmpi_step_seconds_total", "Seconds in steps, included in those of their calls."),
+)
+_UPDATES = (
+    ("bytes_sent", "torchmpi_update_sent_bytes_total", "counter", "Bytes sent to parameter servers."),
+    ("bytes_received", "torchmpi_update_received_bytes_total", "counter", "Bytes received from parameter servers."),
+    ("staleness_last", "torchmpi_update_staleness_last", "gauge", "Staleness of the last send."),
+    ("staleness_mean", "torchmpi_update_staleness_mean", "gauge", "Mean staleness of the sends."),
+    ("staleness_max", "torchmpi_update_staleness_max", "gauge", "Largest staleness of a send."),
+)
+
+
+def text_of(metrics: Mapping[str, Any]) -> str:
+    r"""Return metrics in the text format.
+
+    >>> nothing = dict.fromkeys(("calls", "steps", "in_flight", "updates"), {})
+    >>> text_of({"rank": 1, "host": "a", "stalls": 2, **nothing}).splitlines()[2]
+    'torchmpi_stalls_total{rank="1",host="a"} 2'
+    """
+    of_rank = {"rank": metrics["rank"], "host": metrics["host"]}
+    lines: list[str] = []
+
+    def add(name: str, kind: str, about: str, samples: _Samples) -> None:
+        found = [f"{name}{_labels({**of_rank, **labels})} {_number(value)}" for labels, value in samples]
+        if found:
+            lines.extend([f"# HELP {name} {about}", f"# TYPE {name} {kind}", *found])
+
+    for kind, field, name, about in _CALLS:
+        add(name, "counter", about, (
+            ({"communicator": communicator, "collective": collective}, numbers[field])
+            for communicator, collectives in metrics[kind].items()
+            for collective, numbers in collectives.items()
+        ))  # fmt: skip
+    in_flight = (({"communicator": name}, number) for name, number in metrics["in_flight"].items())
+    add("torchmpi_calls_in_flight", "gauge", "Calls that have begun or are queued, and have not ended.", in_flight)
+    about = "Calls that have waited longer than stall_warning_seconds."
+    add("torchmpi_stalls_total", "counter", about, [({}, metrics["stalls"])])
+    for field, name, kind, about in _UPDATES:
+        updates = metrics["updates"].items()
+        add(name, kind, about, (({"update": update}, found[field]) for update, found in updates))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _labels(labels: Mapping[str, object]) -> str:
+    escaped = {
+        name: str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for name, value in labels.items()
+    }
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return str(value) if math.isfinite(value) else f"{'+' if value > 0 else '-'}Inf"
+
+
+def exporter(target: str, seconds: float, local_rank: int, rank: int, read: Read) -> Exporter:
+    """Start the export to a folder, or the server at ``PORT`` or ``ADDRESS:PORT``, to which the local rank is added.
+
+    Raises:
+        OSError: The folder cannot be made, or the port is in use.
+        OverflowError: The port is greater than 65535.
+    """
+    port = _PORT.fullmatch(target)
+    if port is not None:
+        return ServerExporter(rank, read, port[1] or _LOOPBACK, int(port[2]) + local_rank)
+    return FileExporter(rank, read, Path(target) / FILE_NAME.format(rank), seconds)
+
+
+class Exporter(ABC):
+    """A thread that exports metrics until :meth:`close`. Errors are logged once, and change nothing else."""
+
+    def __init__(self, rank: int, read: Read) -> None:
+        self._rank, self._read = rank, read
+        self._has_warned = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchmpi metrics", daemon=True)
+
+    @abstractmethod
+    def _run(self) -> None: ...
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """End the wait of the thread."""
+
+    def close(self) -> None:
+        """End the thread, but do not wait for a client or file system that does not answer."""
+        self._stopped.set()
+        self._wake()
+        self._thread.join(_END_SECONDS)
+
+    def _warn(self, error: BaseException) -> None:
+        if not self._has_warned and not self._stopped.is_set():
+            self._has_warned = True
+            logger.warning(
+                f"rank {self._rank}: metrics could not be exported (later failures are not reported): {error}"
+            )
+
+
+class FileExporter(Exporter):
+    """Rewrites a file; a reader sees the old or the new text."""
+
+    def __init__(self, rank: int, read: Read, path: Path, seconds: float) -> None:
+        super().__init__(rank, read)
+        self._path, self._seconds = path, seconds
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        part = self._path.with_suffix(".part")
+        while not self._stopped.is_set():
+            try:
+                part.write_text(text_of(self._read()), encoding="utf-8")
+                os.replace(part, self._path)
+            except Exception as error:
+                self._warn(error)
+            self._stopped.wait(self._seconds)
+        for path in (part, self._path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _wake(self) -> None:
+        pass  # waits for `_stopped`
+
+
+class ServerExporter(Exporter):
+    """Serves ``/metrics``, one request after the other."""
+
+    def __init__(self, rank: int, read: Read, address: str, port: int) -> None:
+        super().__init__(rank, read)
+        self._server = _Server((address, port), _Handler)
+        self._server.text, self._server.warn = lambda: text_of(self._read()), self._warn
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._server:
+            while not self._stopped.is_set():
+                self._server.handle_request()
+
+    def _wake(self) -> None:
+        # Also if a forked process still has the socket, nothing listens any more, and the port can be bound again.
+        with contextlib.suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)
+
+
+class _Server(HTTPServer):
+    text: Callable[[], str]
+    warn: Callable[[BaseException], None]
+
+    def server_bind(self) -> None:
+        """Bind without the query of a name server that HTTPServer makes."""
+        super(HTTPServer, self).server_bind()
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log the error instead of a traceback: a client has gone, or sends nothing."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _CLIENT_SECONDS
+    server: _Server
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "Use /metrics")
+            return
+        try:
+            body = self.server.text().encode()
+        except Exception as error:
+            self.server.warn(error)
+            self.send_error(500)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """Write nothing about requests."""

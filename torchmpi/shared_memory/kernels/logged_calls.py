@@ -1,0 +1,74 @@
+"""Signatures, entries and counters of calls, as Python makes them too: hashes of shapes, the flight record."""
+
+from __future__ import annotations
+
+from ..memory_layout import (
+    COUNTED_BYTES,
+    COUNTED_CALLS,
+    COUNTED_TICKS,
+    COUNTER_FIELDS,
+    LOG_ACTIVE,
+    LOG_BYTES,
+    LOG_COUNTERS,
+    LOG_RECORD,
+    LOG_SEQUENCE,
+    RECORD_BEGIN,
+    RECORD_CODE,
+    RECORD_END,
+    RECORD_FIELDS,
+    RECORD_LENGTH,
+    RUN_LOCK_ENTERED,
+)
+from .compilation import inner, kernel
+from .intrinsics import load_field, store_field, ticks
+
+# CPython's hash of a tuple, which other ranks compute on the path through Python: xxHash, as signed numbers.
+_PRIME_1, _PRIME_2, _PRIME_5 = -7046029288634856825, -4417276706812531889, 2870177450012600261
+_INSTEAD_OF_MINUS_ONE = 1546275796
+FIRST_HASH = _PRIME_5
+
+
+@inner
+def hash_step(total, value):
+    """Add a number to the hash of a tuple."""
+    total = total + value * _PRIME_2
+    total = (total << 31) | ((total >> 33) & 0x7FFFFFFF)
+    return total * _PRIME_1
+
+
+@inner
+def hash_end(total, length):
+    """Return the hash of a tuple of this length."""
+    total = total + (length ^ (_PRIME_5 ^ 3527539))
+    return _INSTEAD_OF_MINUS_ONE if total == -1 else total
+
+
+@inner
+def record_of(call_log, seq):
+    """Return the entry of the flight record for a call."""
+    return load_field(call_log, LOG_RECORD) + (seq & (RECORD_LENGTH - 1)) * (RECORD_FIELDS * 8)
+
+
+@inner
+def count(counters, field, number):
+    """Add to a counter of a collective."""
+    store_field(counters, field, load_field(counters, field) + number)
+
+
+@kernel
+def end_call(call_log, run_lock):
+    """End the call that `begin_call` has entered, and count it."""
+    record, end = record_of(call_log, load_field(call_log, LOG_SEQUENCE)), ticks()
+    store_field(record, RECORD_END, end)
+    counters = call_log + (LOG_COUNTERS + (load_field(record, RECORD_CODE) & 0xFF) * COUNTER_FIELDS) * 8
+    count(counters, COUNTED_CALLS, 1)
+    count(counters, COUNTED_BYTES, load_field(call_log, LOG_BYTES))
+    count(counters, COUNTED_TICKS, end - load_field(record, RECORD_BEGIN))
+    store_field(call_log, LOG_ACTIVE, 0)
+    store_field(run_lock, RUN_LOCK_ENTERED, 0)
+    return 0
+
+
+@kernel
+def read_ticks():
+    return ticks()
