@@ -55,6 +55,14 @@ def test_arguments_environment_and_files_are_equal(warm_python, tmp_path, how):
     assert (warm.returncode, warm.stderr) == (0, cold.stderr)
 
 
+def test_ranks_of_torchmpi_run_are_recognized(warm_python, tmp_path):
+    """By the process in TORCHMPI_RUN_PID. Otherwise init_process_group would not find the others through MPI."""
+    code = "from torchmpi.session import launcher; print(launcher.is_started_by_run())"
+    shell = 'TORCHMPI_RUN_PID=$$ exec "$@"'
+    for python in ([sys.executable], warm_python):
+        assert run(["sh", "-c", shell, "sh", *python], ["-c", code], tmp_path).stdout == "True\n"
+
+
 def test_random_numbers_differ_between_ranks(warm_python, tmp_path):
     code = "import random, numpy, torch; print(random.random(), numpy.random.random(), torch.rand(1).item())"
     drawn = [run(warm_python, ["-c", code], tmp_path).stdout.split() for _ in range(2)]

@@ -34,7 +34,7 @@ def main() -> None:
     numbers = map(int, os.listdir("/proc/self/fd"))
     files = [number for number in numbers if number != server.fileno() and is_open(number)]
     place = os.getcwd(), os.umask(0o22), sorted(os.sched_getaffinity(0))
-    message = marshal.dumps((arguments, dict(os.environb), place, files))
+    message = marshal.dumps((arguments, dict(os.environb), os.getpid(), place, files))
     socket.send_fds(server, [message], files)
     rank.append(int(server.recv(100)))
     for number in early:

@@ -133,7 +133,7 @@ def kill(process: int) -> None:
 
 def take_over(request: Any, files: list[int]) -> list[str]:
     """Adopt environment, folder, cores and files of the client; return the arguments of Python."""
-    arguments, environment, (folder, umask, cores), numbers = request
+    arguments, environment, client, (folder, umask, cores), numbers = request
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in files]
     os.closerange(0, _HIGH)
     for number, file in zip(numbers, high, strict=True):
@@ -141,6 +141,8 @@ def take_over(request: Any, files: list[int]) -> list[str]:
         os.close(file)
     os.environb.clear()
     os.environb.update(environment)
+    if environment.get(b"TORCHMPI_RUN_PID") == b"%d" % client:  # the rank of `torchmpi run` is this process
+        os.environ["TORCHMPI_RUN_PID"] = str(os.getpid())
     if b"PYTHONFAULTHANDLER" in environment:
         faulthandler.enable()
     os.chdir(folder)
