@@ -43,10 +43,13 @@ mpi.stop()
     assert result.returncode == 0, result.output
     assert result.stderr.count(TABLE) == 1, result.output
     lines = result.stderr.partition(TABLE)[2].splitlines()
-    assert lines[0].split() == ["communicator", "collective", "calls", "MB", "s:", "min", "mean", "max", "ranks"]
-    (allreduce,) = [line.split() for line in lines if line.startswith("world         allreduce")]
+    head = ["communicator", "call", "calls", "MB", "s:", "min", "mean", "max", "waited", "moved", "stalls", "ranks"]
+    assert lines[0].split() == head
+    (allreduce,) = [line.split() for line in lines if line.startswith("world         allreduce ")]
     assert allreduce[2:4] == ["21", "0.063"]
     assert float(allreduce[4]) <= float(allreduce[5]) <= float(allreduce[6])
+    assert float(allreduce[7]) > 0.3  # two of three ranks wait for half a second at least, until the watchdog says so
+    assert allreduce[9] == "2"
     assert list(folder.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torchmpi.parameterserver as ps
 from torchmpi.config import Config
 from torchmpi.engine import AllReduceSGDEngine, TensorBoard
 from torchmpi.errors import MismatchError
+from torchmpi.shared_memory.memory_layout import LOG_WAITED
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
@@ -92,6 +94,75 @@ def test_a_fast_call_that_continues_in_python_is_counted_once(agree):
 
 
 @pytest.mark.usefixtures("world")
+def test_the_wait_for_a_late_rank_is_measured_apart(agree):
+    """By the fast path, through Python, and in a comparison of calls that MPI runs."""
+    if mpi.size() == 1:
+        pytest.skip("needs a late rank")
+    comm, tensor = mpi.group(range(mpi.size()), name="late"), torch.ones(3)
+    for _ in range(2):
+        mpi.allreduce(tensor, comm=comm)
+    for call in (lambda: mpi.allreduce(tensor, comm=comm), lambda: mpi.allgather(tensor, comm=comm)):
+        mpi.barrier()
+        if RANK == 0:
+            time.sleep(0.1)
+        call()
+    found = mpi.metrics()["calls"]["late"]
+    comm.free()
+    for each in (found["allreduce"], found["allgather"]):
+        agree.equal(round(each["waited"] + each["moved"], 9), round(each["seconds"], 9))
+        agree(0 <= each["waited"] <= each["seconds"], f"{each}")
+        if RANK != 0:  # a rank that another program delays may have waited for less
+            agree(each["waited"] > 0, f"{each}")
+    if RANK != 0:
+        agree(found["allgather"]["waited"] > found["allgather"]["moved"], f"{found}")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_failed_call_leaves_no_wait_behind(agree):
+    if mpi.size() > 1:
+        comm = mpi.group(range(mpi.size()), name="fails")
+        if RANK == 0:
+            time.sleep(0.1)
+        agree.raises(MismatchError, lambda: mpi.allreduce(torch.ones(2 + RANK), comm=comm))
+        agree.equal(comm.intra.call_log.log_fields[LOG_WAITED], 0)
+        mpi.barrier(comm=comm)
+        comm.free()
+
+
+@pytest.mark.usefixtures("world")
+def test_waits_are_not_known_where_mpi_waits(agree):
+    comm = mpi.group(range(mpi.size()), name="by MPI")
+    mpi.allreduce(torch.ones(2), comm=comm, backend="mpi")
+    found = mpi.metrics()["calls"]["by MPI"]["allreduce"]
+    sleeps = comm.intra.context.sleeps_before_mpi
+    comm.free()
+    agree.equal(found["waited"] + found["moved"] > 0, sleeps and mpi.size() > 1, f"{found}")
+
+
+@pytest.mark.usefixtures("world")
+def test_messages_are_counted(agree):
+    size = mpi.size()
+    if size == 1:
+        pytest.skip("needs two ranks")
+    comm = mpi.group(range(size), name="messages")
+    right, left = (RANK + 1) % size, (RANK - 1) % size
+    for _ in range(2):
+        handles = mpi.send_async(torch.ones(3), right, comm=comm), mpi.recv_async(torch.empty(3), left, comm=comm)
+        for handle in handles:
+            handle.wait()
+    mpi.sendreceive(torch.ones(5), left, right, comm=comm)
+    found = mpi.metrics()["messages"]["messages"]
+    comm.free()
+    numbers = {kind: (each["calls"], each["bytes"], each["stalls"]) for kind, each in found.items()}
+    agree.equal(numbers, {"send": (2, 24, 0), "recv": (2, 24, 0), "sendreceive": (1, 20, 0)})
+    agree(all(each["seconds"] > 0 for each in found.values()), f"{found}")
+    for kind in ("recv", "sendreceive"):
+        each = found[kind]
+        agree.equal(round(each["waited"] + each["moved"], 9), round(each["seconds"], 9))
+    agree.equal(found["send"]["waited"] + found["send"]["moved"], 0)
+
+
+@pytest.mark.usefixtures("world")
 def test_freed_communicators_keep_their_counts(agree):
     before = counts()
     for _ in range(2):
@@ -147,6 +218,14 @@ def test_torch_distributed_is_counted(agree):
     work = dist.all_reduce(torch.ones(6), async_op=True)
     work.wait()
     agree.equal(since(before), {"process group: allreduce": (2, 48)})
+    if SIZE > 1:
+        known = dict(mpi.metrics()["messages"].get("process group", {}))
+        works = [dist.isend(torch.ones(6), (RANK + 1) % SIZE), dist.irecv(torch.empty(6), (RANK - 1) % SIZE)]
+        for work in works:
+            work.wait()
+        for kind, each in mpi.metrics()["messages"]["process group"].items():
+            earlier = known.get(kind, {"calls": 0, "bytes": 0})
+            agree.equal((each["calls"] - earlier["calls"], each["bytes"] - earlier["bytes"]), (1, 24), kind)
     dist.destroy_process_group()
     if not was_running:
         mpi.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,30 @@ def test_messages_are_recorded(agree, folder):
             mpi.recv(torch.empty(5), 0)
     names = [each.name for each in traces_of(folder)[mpi.rank()].intervals("message")]
     agree.equal(names, [["send"], ["recv"], []][min(mpi.rank(), 2)])
+
+
+def test_messages_of_torch_distributed_are_recorded(agree, folder, default_group):
+    """Several in flight to one rank: their slices do not overlap, and wait() is one of its own."""
+    size = mpi.size()
+    if size < 2:
+        pytest.skip("needs two ranks")
+    right, left = (mpi.rank() + 1) % size, (mpi.rank() - 1) % size
+    dist = torch.distributed
+    with mpi.timeline.start(folder):
+        works = [dist.isend(torch.ones(100), right) for _ in range(3)]
+        works += [dist.irecv(torch.empty(100), left) for _ in range(3)]
+        for work in works:
+            work.wait()
+    own = traces_of(folder)[mpi.rank()]
+    for name in ("send", "recv"):
+        found = [each for each in own.intervals(events.BACKGROUND_MESSAGE) if each.name == name]
+        found.sort(key=lambda each: each.begin)
+        agree.equal(len(found), 3)
+        agree(all(first.end <= second.begin + 1e-9 for first, second in pairwise(found)), f"{found}")
+    details = [each["args"] for each in own.events if each.get("cat") == events.BACKGROUND_MESSAGE]
+    agree.equal({each["peer"] for each in details}, {left, right})
+    agree.equal({(each["bytes"], each["dtype"], each["line"].rpartition(":")[0]) for each in details},
+                {(400, "float32", __file__)})  # fmt: skip
 
 
 def test_a_failed_call_is_recorded_with_its_error(agree, folder):
@@ -226,3 +251,23 @@ def test_calls_of_torch_distributed_are_events_of_the_profiler(agree, default_gr
     names = sorted(each["name"] for each in profiled(calls))
     expected = (" queued:all_reduce", ":all_reduce", ":all_reduce", ":broadcast")
     agree.equal(names, [f"torchmpi{name}" for name in expected])
+
+
+def test_messages_of_torch_distributed_are_events_of_the_profiler(agree, default_group):
+    size = mpi.size()
+    if size < 2:
+        pytest.skip("needs two ranks")
+
+    def messages():
+        works = [torch.distributed.isend(torch.ones(6), (mpi.rank() + 1) % size)]
+        works += [torch.distributed.irecv(torch.empty(6), (mpi.rank() - 1) % size)]
+        for work in works:
+            work.wait()
+
+    found = {each["name"]: each["args"] for each in profiled(messages)}
+    names = ["torchmpi queued:recv", "torchmpi queued:send", "torchmpi:recv", "torchmpi:send"]
+    agree.equal(sorted(found), names)
+    for name in ("send", "recv"):
+        fields = found[f"torchmpi queued:{name}"]
+        agree.equal((fields["Collective name"], fields["In msg nelems"], fields["Group size"]), (name, 6, size))
+        agree(found[f"torchmpi:{name}"].get("finished", True))

@@ -45,7 +45,7 @@ def test_parts_of_a_call_add_only_their_time():
     log.leave(num_calls=0)
     assert log.counters() == []
     call(log, num_bytes=12)
-    ((_, (calls, num_bytes, ticks, nanoseconds)),) = log.counters()
+    ((_, (calls, num_bytes, ticks, nanoseconds, *_)),) = log.counters()
     assert (calls, num_bytes, ticks) == (1, 12, 0)
     assert nanoseconds > 0
 
@@ -130,18 +130,19 @@ def parsed(text):
 
 
 def metrics_of_rank(**changes):
-    nothing = {"rank": 3, "host": "h", "calls": {}, "steps": {}, "in_flight": {}, "stalls": 0, "updates": {}}
-    return nothing | changes
+    nothing = {kind: {} for kind in ("calls", "steps", "messages", "in_flight", "updates")}
+    return {"rank": 3, "host": "h", "stalls": 0, **nothing, **changes}
 
 
 def test_the_text_has_all_metrics_with_their_labels():
-    numbers = {"calls": 2, "bytes": 80, "seconds": 1.5e-05}
+    numbers = {"calls": 2, "bytes": 80, "seconds": 1.5e-05, "waited": 1e-05, "moved": 5e-06, "stalls": 1}
     update = {"bytes_sent": 1, "bytes_received": 2, "staleness_last": math.nan, "staleness_mean": 0.5}
     found = parsed(
         prometheus.text_of(
             metrics_of_rank(
                 calls={"world": {"allreduce": numbers}, 'a "b"\\\n': {"barrier": numbers}},
                 steps={"world across hosts": {"allreduce": numbers}},
+                messages={"world": {"recv": numbers}},
                 in_flight={"world": 1},
                 stalls=4,
                 updates={"parameters": update | {"staleness_max": math.inf}},
@@ -155,13 +156,18 @@ def test_the_text_has_all_metrics_with_their_labels():
 
     for communicator, collective in (("world", "allreduce"), ('a "b"\\\n', "barrier")):
         labels = {"communicator": communicator, "collective": collective}
-        assert [value(f"{field}_total", **labels) for field in numbers] == [2, 80, 1.5e-05]
+        names = ("calls", "bytes", "seconds", "waited_seconds", "moved_seconds", "call_stalls")
+        assert [value(f"{name}_total", **labels) for name in names] == list(numbers.values())
+    fields = ("bytes", "seconds", "waited_seconds", "moved_seconds", "stalls")
+    names = ("messages", *(f"message_{field}" for field in fields))
+    received = {"communicator": "world", "collective": "recv"}
+    assert [value(f"{name}_total", **received) for name in names] == list(numbers.values())
     assert value("step_bytes_total", communicator="world across hosts", collective="allreduce") == 80
     assert (value("calls_in_flight", communicator="world"), value("stalls_total")) == (1, 4)
     assert value("update_sent_bytes_total", update="parameters") == 1
     assert math.isnan(value("update_staleness_last", update="parameters"))
     assert value("update_staleness_max", update="parameters") == math.inf
-    assert len(found) == 3 * 3 + 2 + 5
+    assert len(found) == 2 * 6 + 5 + 6 + 2 + 5
 
 
 def free_port():
@@ -286,20 +292,24 @@ def test_failures_are_reported_once_and_the_export_goes_on(warnings, tmp_path):
 def test_the_table_names_the_ranks_with_the_least_and_the_most_seconds():
     ranks = []
     for rank, seconds in enumerate((3.0, 1.0, 2.0)):
-        calls = {"world": {"allreduce": {"calls": 1000, "bytes": 500_000, "seconds": seconds}}}
+        known = {"waited": seconds - 0.5, "moved": 0.5, "stalls": rank}
+        calls = {"world": {"allreduce": {"calls": 1000, "bytes": 500_000, "seconds": seconds, **known}}}
+        unknown = {"waited": 0.0, "moved": 0.0, "stalls": 0}
         if rank:
-            calls["pair"] = {"barrier": {"calls": rank, "bytes": 0, "seconds": 0.5}}
-        ranks.append(metrics_of_rank(rank=rank, calls=calls))
+            calls["pair"] = {"barrier": {"calls": rank, "bytes": 0, "seconds": 0.5, **unknown}}
+        sent = {"world": {"send": {"calls": 1, "bytes": 1000, "seconds": 0.1, **unknown}}}
+        ranks.append(metrics_of_rank(rank=rank, calls=calls, messages=sent if rank == 2 else {}))
     assert job_metrics.table(ranks).splitlines() == [
         "calls of 3 ranks; the ranks named are those with the least and the most seconds:",
-        "communicator  collective  calls     MB  s: min   mean    max  ranks",
-        "world         allreduce   1,000  1.500   1.000  2.000  3.000   1, 0",
-        "pair          barrier       1-2  0.000   0.500  0.500  0.500   1, 2",
+        "communicator  call       calls     MB  s: min   mean    max  waited  moved  stalls  ranks",
+        "world         allreduce  1,000  1.500   1.000  2.000  3.000   1.500  0.500       3   1, 0",
+        "pair          barrier      1-2  0.000   0.500  0.500  0.500       ?      ?       0   1, 2",
+        "world         send           1  0.001   0.100  0.100  0.100       ?      ?       0   2, 2",
     ]
 
 
 def test_a_long_table_is_cut():
-    numbers = {"calls": 1, "bytes": 0, "seconds": 0.0}
+    numbers = {"calls": 1, "bytes": 0, "seconds": 0.0, "waited": 0.0, "moved": 0.0, "stalls": 0}
     lines = job_metrics.table([metrics_of_rank(calls={f"g{i}": {"barrier": numbers} for i in range(40)})]).splitlines()
     assert len(lines) == 33
     assert lines[-1] == "and 10 more"

@@ -23,6 +23,7 @@ from ..errors import ArgumentError, InternalError
 from ..shared_memory import fast_path, kernels, memory_layout
 from ..shared_memory.kernels import records, reduction
 from ..shared_memory.memory_layout import (
+    COUNTED_KNOWN_NS,
     ENTRY_FIELDS,
     FIELD_BYTES,
     LEFT,
@@ -138,6 +139,7 @@ class SharedGroup:
         fields[records.CROWDED] = is_crowded
         fields[records.OWN_SEGMENTS] = heap.table.ctypes.data
         fields[records.MAPPINGS] = self.mappings.ctypes.data
+        fields[records.CALL_LOG_FIELDS] = group.call_log.log_fields.buffer_info()[0]
         fields[records.PROCESSES] = self._processes.ctypes.data if all(processes) else 0
         self._eager = (_CROWDED_SPINS if is_crowded else _EAGER_SPINS), _EAGER_YIELDS
         self.be_patient(polite=False)
@@ -250,6 +252,7 @@ class SharedCalls:
         assert self.call_log.entered is not None
         seq, code, shape = self.call_log.entered
         signature = (code ^ hash(shape)) ^ self.mark
+        self.call_log.time_field = COUNTED_KNOWN_NS
         if self._lock_fields[RUN_LOCK_PENDING] == 0:
             status = self.kernels[kernel](record, seq, signature, *arguments)
         else:

@@ -217,6 +217,8 @@ class _Message:
         self.message_bytes = running.config.message_bytes
         self.MPI, self.comm = self.group.context.MPI, self.group.side_comm
         self.call_queue: CallQueue = self.group.peer_queue("send" if collective == "send" else "receive", peer)
+        self.waited: int | None = None
+        """Nanoseconds until the message of the other rank began to arrive; None for a send, whose wait is not known."""
 
     def _checked_peer(self, peer: Any) -> int:
         if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < self.group.size:
@@ -264,9 +266,12 @@ class _Message:
         self.call_queue.doing = self._description(peer)
         recorder = events.recorder
         event = None if events.show_call is None else self._begin_event()
-        begin = 0 if recorder is None else events.now()
+        begin = events.now()
         try:
             yield
+            duration = events.now() - begin
+            counts, name = self.group.context.call_counts, self.group.name
+            counts.add_message(name, self.collective, self.tensor.nbytes, duration, self.waited)
         except self.MPI.Exception as error:
             failure = TorchMPIError(f"{self.what}: {self.call_queue.doing} failed: {error}.")
             raise self.group.context.loss_behind(error) or failure from error
@@ -335,10 +340,12 @@ class _Message:
         ]
 
     def _check_header(self) -> None:
+        begin = events.now()
         if self.group.context.sleeps_before_mpi:
             sleep_until(lambda: bool(self.comm.Iprobe(self.peer, _HEADER_TAG)))
         header = np.empty(_HEADER_FIELDS, np.int64)
         self.comm.Recv((header, self.MPI.BYTE), self.peer, _HEADER_TAG)
+        self.waited = events.now() - begin
         self.group.messages.add(-1)
         code, num_dims, *dims = header.tolist()
         shape = tuple(dims[:num_dims])

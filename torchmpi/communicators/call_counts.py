@@ -20,10 +20,27 @@ class CallCount(NamedTuple):
     bytes: int
     ticks: int
     nanoseconds: int
+    known_nanoseconds: int
+    waited_nanoseconds: int
+    stalls: int
+
+
+class MessageCount(NamedTuple):
+    """The messages of one kind on one communicator that have ended; nanoseconds."""
+
+    calls: int
+    bytes: int
+    time: int
+    known: int
+    """The part of the time in which the waits are known."""
+    waited: int
+    stalls: int
 
 
 Key = tuple[str, bool, str]
 """Name of the communicator, whether its calls are steps of hierarchical calls, collective."""
+MessageKey = tuple[str, str]
+"""Name of the communicator; send, recv or sendreceive."""
 
 
 class CallCounts:
@@ -40,6 +57,7 @@ class CallCounts:
         self._lock = threading.Lock()
         self._groups: dict[CallLog, tuple[str, bool]] = {}
         self._freed: dict[Key, CallCount] = {}
+        self._messages: dict[MessageKey, MessageCount] = {}
 
     def add(self, name: str, is_step: bool, call_log: CallLog) -> None:
         """Count the calls of a group."""
@@ -55,6 +73,35 @@ class CallCounts:
                 name = OTHERS
             self._freed = _sum(self._freed.items(), _counts_of(name, is_step, call_log))
 
+    def add_message(self, name: str, kind: str, num_bytes: int, nanoseconds: int, waited: int | None = None) -> None:
+        """Count a message that has ended; `waited`: how long this rank has waited for the other one, if that is known.
+
+        >>> counts = CallCounts()
+        >>> counts.add_message("world", "recv", 4, 100, 90), counts.add_message("world", "recv", 8, 50)
+        (None, None)
+        >>> counts.read_messages()
+        {('world', 'recv'): MessageCount(calls=2, bytes=12, time=150, known=100, waited=90, stalls=0)}
+        """
+        known = 0 if waited is None else nanoseconds
+        self._add(name, kind, MessageCount(1, num_bytes, nanoseconds, known, waited or 0, 0))
+
+    def add_message_stall(self, name: str, kind: str) -> None:
+        """Count a message that waits too long."""
+        self._add(name, kind, MessageCount(0, 0, 0, 0, 0, 1))
+
+    def _add(self, name: str, kind: str, added: MessageCount) -> None:
+        with self._lock:
+            key = name, kind
+            if key not in self._messages and len(self._messages) >= _MOST_NAMES:
+                key = OTHERS, kind
+            known = self._messages.get(key, MessageCount(0, 0, 0, 0, 0, 0))
+            self._messages[key] = MessageCount(*(a + b for a, b in zip(known, added, strict=True)))
+
+    def read_messages(self) -> dict[MessageKey, MessageCount]:
+        """Return the counts of messages that have ended."""
+        with self._lock:
+            return dict(self._messages)
+
     def read(self) -> dict[Key, CallCount]:
         """Return the counts of calls that have ended; those of groups with the same name are added."""
         with self._lock:
@@ -69,6 +116,6 @@ def _sum(*parts: Iterable[tuple[Key, CallCount]]) -> dict[Key, CallCount]:
     total: dict[Key, CallCount] = {}
     for part in parts:
         for key, count in part:
-            known = total.get(key, CallCount(0, 0, 0, 0))
+            known = total.get(key, CallCount(0, 0, 0, 0, 0, 0, 0))
             total[key] = CallCount(*(a + b for a, b in zip(known, count, strict=True)))
     return total

@@ -29,8 +29,11 @@ from ..shared_memory.memory_layout import (
     CLOSED,
     COUNTED_BYTES,
     COUNTED_CALLS,
+    COUNTED_KNOWN_NS,
     COUNTED_NS,
+    COUNTED_STALLS,
     COUNTED_TICKS,
+    COUNTED_WAITED_NS,
     COUNTER_FIELDS,
     ENTERED,
     EXIT_STATUS,
@@ -41,6 +44,7 @@ from ..shared_memory.memory_layout import (
     LOG_FIELDS,
     LOG_RECORD,
     LOG_SEQUENCE,
+    LOG_WAITED,
     MAX_LOG_DIMS,
     RECORD_LENGTH,
     REFUSED,
@@ -172,6 +176,7 @@ class CallLog:
         "report_when_late",
         "ring",
         "size",
+        "time_field",
     )  # fmt: skip
 
     def __init__(
@@ -188,6 +193,8 @@ class CallLog:
         """Calls up to this number may be entered without overwriting entries that other ranks have not compared."""
         self._begin = 0
         """When the current call began."""
+        self.time_field = COUNTED_NS
+        """The counter of the time of the current call: COUNTED_KNOWN_NS if its waits for other ranks are measured."""
         self._fields = log_board.fields if log_board is not None else None
         self._neighbours = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
         self._slots = [
@@ -228,13 +235,14 @@ class CallLog:
         if self.entered is not None and (call := self.ring.read(self.entered[0])) is not None:
             counters = LOG_COUNTERS + (call.code & 0xFF) * COUNTER_FIELDS
             self.log_fields[counters + COUNTED_TICKS] += ticks - int(call.begin)
-        self._begin = monotonic_ns()
+        self._begin, self.time_field = monotonic_ns(), COUNTED_KNOWN_NS
         self.log_fields[LOG_ACTIVE] = 0
 
     def enter(self, code: int, shape: tuple[int, ...]) -> None:
         """Enter the next call; the other ranks see it after `announce`."""
         seq = self.log_fields[0] = self.log_fields[0] + 1
         self._begin = begin = monotonic_ns()
+        self.time_field = COUNTED_NS
         if seq > self.free:
             self.wait_for_room(seq, code, shape)
         self.entered = (seq, code, shape)
@@ -278,7 +286,10 @@ class CallLog:
     def sleep_until_all_arrive(self) -> None:
         """Sleep until all ranks have announced the current call, if there is a status board."""
         if self.log_board is not None and self.entered is not None:
+            begin = monotonic_ns()
             sleep_until(partial(self._have_all_arrived, self.log_board, self.entered[0]))
+            self.log_fields[LOG_WAITED] += monotonic_ns() - begin
+            self.time_field = COUNTED_KNOWN_NS
 
     def _have_all_arrived(self, log_board: StatusBoard, seq: int) -> bool:
         if self.is_ended:
@@ -306,14 +317,22 @@ class CallLog:
             counters = LOG_COUNTERS + (self.entered[1] & 0xFF) * COUNTER_FIELDS
             fields[counters + COUNTED_CALLS] += num_calls
             fields[counters + COUNTED_BYTES] += num_bytes
-            fields[counters + COUNTED_NS] += end - self._begin
+            fields[counters + self.time_field] += end - self._begin
+            if waited := fields[LOG_WAITED]:
+                fields[counters + COUNTED_WAITED_NS] += waited
+                fields[LOG_WAITED] = 0
         self.entered = None
+
+    def count_stall(self, code: int) -> None:
+        """Count a call that waits too long; called by the watchdog, the only thread that writes this counter."""
+        self.log_fields[LOG_COUNTERS + (code & 0xFF) * COUNTER_FIELDS + COUNTED_STALLS] += 1
 
     def counters(self) -> list[tuple[str, list[int]]]:
         """Return the counters of each collective that has been called (fields of memory_layout)."""
         numbers = self.log_fields[LOG_COUNTERS:].tolist()
         each = (numbers[at : at + COUNTER_FIELDS] for at in range(0, len(numbers), COUNTER_FIELDS))
-        return [pair for pair in zip(COLLECTIVES, each, strict=False) if pair[1][COUNTED_CALLS]]
+        found = zip(COLLECTIVES, each, strict=False)
+        return [(name, counts) for name, counts in found if counts[COUNTED_CALLS] or counts[COUNTED_STALLS]]
 
     def compare(self) -> None:
         """Compare the call with the neighbours that had not arrived when it began."""
@@ -332,7 +351,7 @@ class CallLog:
         """
         if self.current is not None:
             self.ring.fail(self._abort(has_done_its_part=True).seq)
-        self.entered, self._missing = None, ()
+        self.entered, self._missing, self.log_fields[LOG_WAITED] = None, (), 0
 
     def _refuse_entry(self, slot: int) -> None:
         assert self._fields is not None and self.current is not None

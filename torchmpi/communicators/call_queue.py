@@ -103,6 +103,8 @@ class CallQueue:
         """Description of the running call for stall reports, if the call sets one."""
         self.failed: list[Handle[Any]] = []
         """Failed calls, so that an error for which no thread waits can be reported when the group is freed."""
+        self.recorded_until = 0
+        """The end of the last message of torch.distributed in the timeline."""
         self._threaded = threaded
         self._counting = threading.Lock()
         self.origin: events.Origin | None = None

@@ -20,6 +20,7 @@ from ..communicators.handle import Handle
 from ..errors import ArgumentError, CommunicatorError, MismatchError, StallError, TorchMPIError
 from ..session import runtime
 from ..tensors import buffers, dtypes, streams
+from ..timeline import events
 
 _NUM_BUSY_TESTS = 2000
 _MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS, _SLEEP_GROWTH = 50e-6, 1e-3, 1.02  # the longest after 0.05 s
@@ -32,12 +33,18 @@ class MessageHandle(Handle[torch.Tensor]):
     """Handle of one message, a send or a receive."""
 
     __slots__ = (
+        "_begin",
         "_call_queue",
+        "_collective",
         "_doing",
         "_finish",
         "_group",
         "_is_receive",
+        "_origin",
+        "_peer",
         "_request",
+        "_show_end",
+        "_tensor",
         "_testing",
         "is_waited_for",
         "source",
@@ -49,7 +56,11 @@ class MessageHandle(Handle[torch.Tensor]):
             f"{what} {'to' if collective == 'send' else 'from'} {'any rank' if peer is None else f'rank {peer}'}"
         )
         super().__init__(f"{group.where}: {self._doing}")
-        self._group = group
+        self._group, self._tensor, self._collective, self._peer = group, tensor, collective, peer
+        self._begin = events.now()
+        self._origin = None if events.recorder is None else events.recorder.origin(self._begin)
+        show = events.show_task
+        self._show_end = None if show is None else show(self._description, partial(self.described_call))
         self._is_receive = collective != "send"
         self._call_queue = group.peer_queue("receive" if self._is_receive else "send", -1 if peer is None else peer)
         self._request: Any = None
@@ -69,6 +80,31 @@ class MessageHandle(Handle[torch.Tensor]):
     def begin(self, request: Any, finish: Callable[[Any], object]) -> None:
         """Set the MPI request, and the function to call with its status when it has completed."""
         self._request, self._finish = request, finish
+
+    def described_call(self) -> tuple[events.GroupInfo, events.Names, int]:
+        """Return what torch.profiler shows of the message: group, names, number of elements."""
+        return self._group.info, (self._collective, "", dtypes.short_name(self._tensor.dtype), -1), self._tensor.numel()
+
+    def _end(self) -> None:
+        """Count and record the message before other threads see its end."""
+        group, tensor, collective = self._group, self._tensor, self._collective
+        if self._error is None:
+            num_nanoseconds = events.now() - self._begin
+            group.context.call_counts.add_message(group.name, collective, tensor.nbytes, num_nanoseconds)
+        if self._show_end is not None:
+            self._show_end()
+        if (recorder := events.recorder) is not None and self._origin is not None:
+            peer = self.source if self._is_receive else self._peer
+            details = {"bytes": tensor.nbytes, "line": self._origin.line, "dtype": dtypes.short_name(tensor.dtype)}
+            details |= {"communicator": group.name, "queued": self._begin / 1000}
+            if peer is not None and peer >= 0:
+                details["peer"] = group.world_ranks[peer]
+            # In their row, messages are one after the other: viewers drop slices that overlap.
+            calls = self._call_queue
+            begin = max(self._begin, calls.recorded_until)
+            recorder.slice(collective, events.BACKGROUND_MESSAGE, begin, calls.name, **details)
+            calls.recorded_until = events.now()
+        super()._end()
 
     def test(self) -> bool:
         """Let MPI make progress; return whether the message has ended."""
@@ -100,6 +136,7 @@ class MessageHandle(Handle[torch.Tensor]):
         begin, num_tests, pause = time.monotonic(), 0, _MIN_SLEEP_SECONDS
         sleep: Callable[[float], None] = getattr(self._request, "wait_for", time.sleep)  # without MPI it also reads
         self.is_waited_for = True
+        recorder, since = (None, 0) if self._is_done else (events.recorder, events.now())
         while not self.done():  # not test(): a callback at the end of this message runs while the lock is held
             num_tests += 1
             if num_tests < _NUM_BUSY_TESTS:
@@ -112,6 +149,8 @@ class MessageHandle(Handle[torch.Tensor]):
                 self.is_waited_for, self._call_queue.doing = False, None
                 raise StallError(f"{self._description} has not ended after {timeout:g} s. It continues; wait() again.")
         self._call_queue.doing = None
+        if recorder is not None:
+            recorder.slice("wait", "wait", since, call=self._description)
         return super().wait(timeout)
 
     def abort(self, error: TorchMPIError) -> None:

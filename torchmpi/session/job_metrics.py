@@ -12,6 +12,8 @@ from ..log import logger
 Metrics = dict[str, Any]
 """See :func:`torchmpi.metrics`."""
 _MOST_ROWS, _NUM_NAMES = 30, 2
+_HEAD = ("communicator", "call", "calls", "MB", "s: min", "mean", "max", "waited", "moved", "stalls", "ranks")
+_TIMES = ("seconds", "waited", "moved")
 
 
 def of(context: GroupContext, rank: int, host: str) -> Metrics:
@@ -20,9 +22,14 @@ def of(context: GroupContext, rank: int, host: str) -> Metrics:
     seconds_per_tick = 0.0 if record is None else record.seconds_per_tick()
     found: dict[bool, dict[str, dict[str, dict[str, float]]]] = {False: {}, True: {}}
     for (name, is_step, collective), count in sorted(context.call_counts.read().items()):
-        seconds = count.ticks * seconds_per_tick + count.nanoseconds / 1e9
-        numbers = {"calls": count.calls, "bytes": count.bytes, "seconds": seconds}
+        known = count.ticks * seconds_per_tick + count.known_nanoseconds / 1e9
+        seconds = known + count.nanoseconds / 1e9
+        numbers = _numbers(count.calls, count.bytes, seconds, known, count.waited_nanoseconds / 1e9, count.stalls)
         found[is_step].setdefault(name, {})[collective] = numbers
+    messages: dict[str, dict[str, dict[str, float]]] = {}
+    for (name, kind), sent in sorted(context.call_counts.read_messages().items()):
+        numbers = _numbers(sent.calls, sent.bytes, sent.time / 1e9, sent.known / 1e9, sent.waited / 1e9, sent.stalls)
+        messages.setdefault(name, {})[kind] = numbers
     in_flight: dict[str, int] = {}
     for group in list(context.groups):
         num_calls = max(group.call_queue.pending, int(group.call_log.current is not None))
@@ -33,10 +40,20 @@ def of(context: GroupContext, rank: int, host: str) -> Metrics:
         "seconds": sum(each["seconds"] for by_name in found[False].values() for each in by_name.values()),
         "calls": found[False],
         "steps": found[True],
+        "messages": messages,
         "in_flight": in_flight,
         "stalls": context.num_stalls,
         "updates": {name: update.metrics() for name, update in list(context.updates.items())},
     }
+
+
+def _numbers(
+    calls: int, num_bytes: int, seconds: float, known: float, waited: float, stalls: int
+) -> dict[str, float]:
+    """Return the numbers of calls; `known`: the part of the seconds in which it is known how long the rank waited."""
+    waited = min(waited, known)  # two clocks
+    times = {"seconds": seconds, "waited": waited, "moved": known - waited}
+    return {"calls": calls, "bytes": num_bytes, **times, "stalls": stalls}
 
 
 def export(config: Config, local_rank: int, rank: int, read: Callable[[], Metrics]) -> Callable[[], None]:
@@ -61,21 +78,28 @@ def show_table(comm: Any, own: Metrics) -> None:
 
 def table(ranks: Sequence[Metrics]) -> str:
     """Return a table of the calls of these ranks, those with the most seconds first."""
-    found: dict[tuple[str, str], list[tuple[float, int, float, float]]] = {}
+    found: dict[tuple[str, str], list[tuple[int, dict[str, float]]]] = {}
     for each in ranks:
-        for name, collectives in each["calls"].items():
-            for collective, numbers in collectives.items():
-                row = numbers["seconds"], each["rank"], numbers["calls"], numbers["bytes"]
-                found.setdefault((name, collective), []).append(row)
-    rows: list[tuple[str, ...]] = [("communicator", "collective", "calls", "MB", "s: min", "mean", "max", "ranks")]
-    by_time = sorted(found.items(), key=lambda item: -max(item[1])[0])
-    for names, numbers in by_time[:_MOST_ROWS]:
-        seconds, calls = [row[0] for row in numbers], sorted({row[2] for row in numbers})
-        (least, first, *_), (most, last, *_) = min(numbers), max(numbers)
-        num_calls = f"{calls[0]:,}" if len(calls) == 1 else f"{calls[0]:,}-{calls[-1]:,}"
-        times = (f"{value:.3f}" for value in (least, sum(seconds) / len(seconds), most))
-        megabytes = f"{sum(row[3] for row in numbers) / 1e6:,.3f}"
-        rows.append((*names, num_calls, megabytes, *times, f"{first}, {last}"))
+        for name, calls in [*each["calls"].items(), *each["messages"].items()]:
+            for call, numbers in calls.items():
+                found.setdefault((name, call), []).append((each["rank"], numbers))
+    rows: list[tuple[str, ...]] = [_HEAD]
+    by_time = sorted(found.items(), key=lambda item: -max(numbers["seconds"] for _, numbers in item[1]))
+    for names, of_ranks in by_time[:_MOST_ROWS]:
+        seconds = sorted((numbers["seconds"], rank) for rank, numbers in of_ranks)
+        num_calls = sorted({int(numbers["calls"]) for _, numbers in of_ranks})
+        mean = {field: sum(numbers[field] for _, numbers in of_ranks) / len(of_ranks) for field in _TIMES}
+        is_known = mean["waited"] + mean["moved"] > 0
+        megabytes, stalls = (sum(numbers[field] for _, numbers in of_ranks) for field in ("bytes", "stalls"))
+        rows.append((
+            *names,
+            f"{num_calls[0]:,}" if len(num_calls) == 1 else f"{num_calls[0]:,}-{num_calls[-1]:,}",
+            f"{megabytes / 1e6:,.3f}",
+            *(f"{value:.3f}" for value in (seconds[0][0], mean["seconds"], seconds[-1][0])),
+            *(f"{mean[field]:.3f}" if is_known else "?" for field in ("waited", "moved")),
+            str(int(stalls)),
+            f"{seconds[0][1]}, {seconds[-1][1]}",
+        ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

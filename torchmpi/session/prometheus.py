@@ -31,9 +31,20 @@ _CALLS = (
     ("calls", "calls", "torchmpi_calls_total", "Calls that have ended without an error."),
     ("calls", "bytes", "torchmpi_bytes_total", "Bytes of the tensors that the rank has passed to calls."),
     ("calls", "seconds", "torchmpi_seconds_total", "Seconds in calls, with the wait for other ranks."),
+    ("calls", "waited", "torchmpi_waited_seconds_total", "Seconds of waiting for other ranks, as far as known."),
+    ("calls", "moved", "torchmpi_moved_seconds_total", "The other seconds of the calls whose waits are known."),
+    ("calls", "stalls", "torchmpi_call_stalls_total", "Calls that have waited longer than stall_warning_seconds."),
     ("steps", "calls", "torchmpi_step_calls_total", "Steps of hierarchical calls."),
     ("steps", "bytes", "torchmpi_step_bytes_total", "Bytes of the tensors of steps."),
     ("steps", "seconds", "torchmpi_step_seconds_total", "Seconds in steps, included in those of their calls."),
+    ("steps", "waited", "torchmpi_step_waited_seconds_total", "Seconds of waiting in steps, as far as known."),
+    ("steps", "moved", "torchmpi_step_moved_seconds_total", "The other seconds of the steps whose waits are known."),
+    ("messages", "calls", "torchmpi_messages_total", "Messages that have ended without an error."),
+    ("messages", "bytes", "torchmpi_message_bytes_total", "Bytes of the tensors of messages."),
+    ("messages", "seconds", "torchmpi_message_seconds_total", "Seconds in messages, with the wait for the other rank."),
+    ("messages", "waited", "torchmpi_message_waited_seconds_total", "Seconds of waiting for the sender."),
+    ("messages", "moved", "torchmpi_message_moved_seconds_total", "The other seconds of messages received."),
+    ("messages", "stalls", "torchmpi_message_stalls_total", "Messages that have waited that long."),
 )
 _UPDATES = (
     ("bytes_sent", "torchmpi_update_sent_bytes_total", "counter", "Bytes sent to parameter servers."),
@@ -47,7 +58,7 @@ _UPDATES = (
 def text_of(metrics: Mapping[str, Any]) -> str:
     r"""Return metrics in the text format.
 
-    >>> nothing = dict.fromkeys(("calls", "steps", "in_flight", "updates"), {})
+    >>> nothing = dict.fromkeys(("calls", "steps", "messages", "in_flight", "updates"), {})
     >>> text_of({"rank": 1, "host": "a", "stalls": 2, **nothing}).splitlines()[2]
     'torchmpi_stalls_total{rank="1",host="a"} 2'
     """

@@ -137,6 +137,7 @@ class Watchdog(threading.Thread):
         elif waited >= config.stall_warning_seconds and self._reported.get(group) != seq:
             self._reported[group] = seq
             self.context.num_stalls += 1
+            group.call_log.count_stall(current[1])
             report = self._report(group, current, waited)
             if report is not None:
                 logger.warning(report)
@@ -233,6 +234,7 @@ class Watchdog(threading.Thread):
         elif now - since >= self.config.stall_warning_seconds and not reported:
             self._queues[call_queue] = (doing, since, True)
             self.context.num_stalls += 1
+            self.context.call_counts.add_message_stall(group.name, doing.partition("(")[0])
             place = self._place(peer)
             logger.warning(f"{message} rank {peer} is {place}" if place else message)
 

@@ -53,12 +53,14 @@ MEMORY = 2  # field of the payload of a long call from which a rank announces it
 
 # Private memory that machine code and Python share. The call log of a group: number of the last call; number of the
 # call that the fast path has entered and that is active, or 0; address of the first entry of the flight record; bytes
-# of the call that the fast path has entered; counters of each collective.
-LOG_SEQUENCE, LOG_ACTIVE, LOG_RECORD, LOG_BYTES, LOG_COUNTERS = range(5)
+# of the call that the fast path has entered; nanoseconds that the current call has waited for other ranks; counters of
+# each collective.
+LOG_SEQUENCE, LOG_ACTIVE, LOG_RECORD, LOG_BYTES, LOG_WAITED, LOG_COUNTERS = range(6)
 # The counters of a collective: calls that have ended; bytes of their tensors; time in them, in ticks of the processor
-# for parts measured by machine code and in nanoseconds for parts measured by Python.
-COUNTED_CALLS, COUNTED_BYTES, COUNTED_TICKS, COUNTED_NS = range(4)
-COUNTER_FIELDS = 4
+# for parts measured by machine code and in nanoseconds for parts measured by Python: of calls whose waits are known
+# (COUNTED_KNOWN_NS), and of others; nanoseconds of the known waits for other ranks; stalled calls.
+COUNTED_CALLS, COUNTED_BYTES, COUNTED_TICKS, COUNTED_NS, COUNTED_KNOWN_NS, COUNTED_WAITED_NS, COUNTED_STALLS = range(7)
+COUNTER_FIELDS = 7
 MAX_COLLECTIVES = 32
 LOG_FIELDS = LOG_COUNTERS + MAX_COLLECTIVES * COUNTER_FIELDS
 # An entry of the flight record (communicators/flight_record.py): number of the call, its code, number of the dimensions

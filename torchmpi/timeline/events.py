@@ -27,6 +27,8 @@ DDP_BUCKET = "bucket of DistributedDataParallel"
 """The label of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
 SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
 """Categories of the parameter server: calls of a client, its requests to one rank, and requests that a rank serves."""
+BACKGROUND_MESSAGE = "background message"
+"""The category of messages that have begun in one call and end while the program runs, or waits for them."""
 now = time.monotonic_ns
 """The clock of all events, in nanoseconds; the processes of a host share it."""
 

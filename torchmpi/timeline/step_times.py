@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .aligned_calls import AlignedCall
-from .events import DDP_BUCKET, SERVER_CALL
+from .events import BACKGROUND_MESSAGE, DDP_BUCKET, SERVER_CALL
 from .trace_reader import MAIN_THREAD, RankTrace, TracedCall
 
 Span = tuple[float, float]
@@ -88,6 +88,7 @@ def times_of_steps(trace: RankTrace, aligned: Sequence[AlignedCall]) -> list[Ste
     messages = trace.intervals("message") + trace.intervals(SERVER_CALL)
     blocked += [(each.begin, each.end) for each in messages if each.thread == MAIN_THREAD]
     blocked += _waits_of_reducer(trace.calls, steps)
+    messages += trace.intervals(BACKGROUND_MESSAGE)
     moving = union([*((c.begin, c.end) for c in trace.calls), *((each.begin, each.end) for each in messages)])
     waiting = union((each.calls[trace.rank].begin, each.ready(trace.rank)) for each in own)
     blocked = union(blocked)

@@ -15,12 +15,13 @@ acquire load in `wait` precedes all reads of them. READY and REDUCED work in the
 another rank (REFUSED in its block) is read with acquire after a fence where data was read outside the slots.
 
 A wait polls SPINS times with a pause instruction, YIELDS times with `sched_yield`, and then sleeps. Aborted calls and
-the time limit are checked between sleeps and at some yields: on a busy machine a yield takes milliseconds.
+the time limit are checked between sleeps and at some yields: on a busy machine a yield takes milliseconds. A wait that
+is not over after the first polls is measured, and added to the call log.
 """
 
 from __future__ import annotations
 
-from ..memory_layout import CORE, ENTERED, LEFT, REDUCED, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE
+from ..memory_layout import CORE, ENTERED, LEFT, LOG_WAITED, REDUCED, REFUSED, RING_LENGTH, SEQUENCE, SIGNATURE
 from .access import block_of, entry_of, fail_check, outcome, own_block, peer_at, ring_field, set_counter
 from .compilation import inlined, inner
 from .intrinsics import (
@@ -30,6 +31,7 @@ from .intrinsics import (
     load_acquire,
     load_field,
     load_field_acquire,
+    now,
     pause,
     sleep,
     store_field,
@@ -39,6 +41,7 @@ from .intrinsics import (
 from .kernel_sets import ENABLE_CHECKS
 from .records import (
     ABORTED,
+    CALL_LOG_FIELDS,
     CHECK_SEQUENCE,
     CHUNKS,
     CROWDED,
@@ -57,6 +60,7 @@ from .records import (
 _LONGEST_SLEEP_MICROSECONDS = 1000
 _SHORTEST_SLEEP_MICROSECONDS = 20
 _YIELDS_PER_CHECK = 16
+_FIRST_POLLS = 50  # about a microsecond: readings of the clock would prolong a shorter wait
 _RING_REUSE = RING_LENGTH - 1
 
 
@@ -99,7 +103,7 @@ def end_of_wait(group):
 
 
 @inner
-def wait_long(group, address, value):
+def wait_asleep(group, address, value):
     """Yield, then sleep with growing intervals; end with a status if a rank aborts or the call times out."""
     for count in range(load_field(group, YIELDS)):
         if load_acquire(address) >= value:
@@ -120,13 +124,29 @@ def wait_long(group, address, value):
 
 
 @inner
+def wait_long(group, address, value, spins):
+    """Poll, then wait asleep, and add the time to that of the call: return 0, or a status on failure."""
+    begin = now()
+    for _ in range(spins):
+        if load_acquire(address) >= value:
+            break
+        pause()
+    status = wait_asleep(group, address, value)
+    call_log = load_field(group, CALL_LOG_FIELDS)
+    if call_log != 0:
+        store_field(call_log, LOG_WAITED, load_field(call_log, LOG_WAITED) + now() - begin)
+    return status
+
+
+@inner
 def wait(group, address, value):
     """Wait until a field of a rank on another core has reached a value: return 0, or a status on failure."""
-    for _ in range(load_field(group, SPINS)):
+    spins = load_field(group, SPINS)
+    for _ in range(min(spins, _FIRST_POLLS)):
         if load_acquire(address) >= value:
             return 0
         pause()
-    return wait_long(group, address, value)
+    return wait_long(group, address, value, spins)
 
 
 @inner
@@ -137,7 +157,7 @@ def wait_core(group, field, value):
     for shift in range(1, size):
         other = peer_at(rank, size, shift)
         if load_field(block_of(group, other), CORE) == core:
-            status = wait_long(group, field_address(block_of(group, other), field), value)
+            status = wait_long(group, field_address(block_of(group, other), field), value, 0)
             if status != 0:
                 return status
     return 0

@@ -6,12 +6,14 @@ from ..memory_layout import (
     COUNTED_BYTES,
     COUNTED_CALLS,
     COUNTED_TICKS,
+    COUNTED_WAITED_NS,
     COUNTER_FIELDS,
     LOG_ACTIVE,
     LOG_BYTES,
     LOG_COUNTERS,
     LOG_RECORD,
     LOG_SEQUENCE,
+    LOG_WAITED,
     RECORD_BEGIN,
     RECORD_CODE,
     RECORD_END,
@@ -64,6 +66,10 @@ def end_call(call_log, run_lock):
     count(counters, COUNTED_CALLS, 1)
     count(counters, COUNTED_BYTES, load_field(call_log, LOG_BYTES))
     count(counters, COUNTED_TICKS, end - load_field(record, RECORD_BEGIN))
+    waited = load_field(call_log, LOG_WAITED)
+    if waited != 0:
+        count(counters, COUNTED_WAITED_NS, waited)
+        store_field(call_log, LOG_WAITED, 0)
     store_field(call_log, LOG_ACTIVE, 0)
     store_field(run_lock, RUN_LOCK_ENTERED, 0)
     return 0

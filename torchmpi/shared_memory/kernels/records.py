@@ -113,7 +113,9 @@ VIOLATED_CHECK = 148
 VIOLATION_VALUE = 149
 VIOLATION_LIMIT = 150
 
-POINTERS = 151
+CALL_LOG_FIELDS = 151
+"""Address of the fields of the call log, to which waits for other ranks are added; 0 if they are not counted."""
+POINTERS = 152
 """Two addresses for each rank, the last fields: operands of a reduction, then the ranks' shared tensors."""
 
 
