@@ -48,7 +48,7 @@ class Config:
     """
 
     verbose: bool = True
-    """Print one line on rank 0 at start, and other information."""
+    """Print one line on rank 0 at start, and the results of ``autotune()``."""
     bind: Literal["auto", "none"] = "auto"
     """``auto``: bind each local rank to its own cores, unless the launcher has bound it or there are too few cores;
     ``none``: do not bind."""
@@ -70,7 +70,7 @@ class Config:
     pipeline_bytes: int = 4 << 20
     """Size of the chunks in which rank-order reductions are computed, so that the sums stay in the cache."""
     bucket_bytes: int = 4 << 20
-    """Largest size of tensors that are fused into one message."""
+    """Largest size of a bucket: tensors that are fused into one message, also those of asynchronous backward."""
     slot_bytes: int = 512 << 10
     """Size of a slot in shared memory, the largest chunk that a rank publishes to the others of its host. Each rank has
     two slots, four if there are two ranks, smaller ones if there are many; 0: no shared memory."""
@@ -79,7 +79,7 @@ class Config:
     fast_path: bool = True
     """Run short collectives that were called before in machine code, without Python (docs/design/fast-path.md)."""
     share_ddp_buckets: bool = True
-    """Allocate the buckets of DistributedDataParallel in memory that the ranks of a host share, so that reductions copy
+    """Move the buckets of DistributedDataParallel to memory that the ranks of a host share, so that reductions copy
     nothing."""
     staging_bytes: int = 32 << 20
     """Size of a staging area of backend `ipc`, the largest chunk of a CUDA tensor that a rank publishes to the others
@@ -100,7 +100,7 @@ class Config:
     """End the whole job on an uncaught exception or SIGTERM on one rank."""
 
     on_lost_rank: Literal["end", "raise"] = "end"
-    """What a killed rank means for the others. ``end``: they end too; ``raise``: their calls raise ``RankLostError``,
+    """Effect of a killed rank on the others. ``end``: they end too; ``raise``: their calls raise ``RankLostError``,
     and the program may continue with ``recover()`` (ranks without an MPI launcher only)."""
     timeline: str = ""
     """Folder in which each rank records a timeline from start() to stop() (docs/timeline.md); empty: none."""
@@ -108,7 +108,7 @@ class Config:
     """Folder in which each rank keeps a file with its last calls (docs/flight-record.md); empty: in memory, where
     ``torchmpi dump`` finds them."""
     metrics: str = ""
-    """Where each rank exports its metrics for Prometheus (docs/metrics.md): a folder, for a file that is rewritten; or
+    """Destination of the metrics of a rank for Prometheus (docs/metrics.md): a folder, for a file that is rewritten; or
     ``PORT`` or ``ADDRESS:PORT``, to which the local rank is added, for an HTTP server; empty: nowhere."""
     metrics_seconds: float = 15.0
     """Interval at which the file of `metrics` is rewritten."""
@@ -177,7 +177,7 @@ def cache_folder() -> Path | None:
         folder = platformdirs.user_cache_path("torchmpi")
     except RuntimeError:
         return None
-    return folder if folder.is_absolute() else None  # as older platformdirs return
+    return folder if folder.is_absolute() else None  # relative: no home, in older versions of platformdirs
 
 
 def _parse(variable: str, text: str, kind: type) -> object:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 def own_calls(key):
-    """The calls on a group in the flight record of this rank, as another process reads them."""
+    """Return the record of a group from the flight record of this rank, read as another process reads it."""
     record = runtime.current().flight_record
     record.note_ticks()
     groups = parse(os.pread(record._file, 1 << 30, 0), "own record").groups
@@ -41,7 +41,7 @@ def test_calls_by_all_paths_are_recorded_alike(agree):
     calls = [call for call in found.calls if first < call.seq <= first + 7]
     agree.equal((found.name, found.ranks), (group.name, group.world_ranks))
     agree.equal([(call.seq - first, call.code, call.shape) for call in calls], [(k, code, (2, 3)) for k in range(1, 8)])
-    tolerance = 1e8  # the rank may lose the core between the two readings that relate ticks to the clock
+    tolerance = 1e8  # the process may be preempted between the readings of the tick counter and of the clock
     times = [time for call in calls for time in (call.begin, call.end)]
     agree(begin - tolerance <= min(times) and max(times) <= end + tolerance, f"{begin} {end} {times}")
     agree(all(call.begin <= call.end for call in calls))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchmpi.errors import ArgumentError, GradientError
-from torchmpi.nn.buckets import CopiedBucket, SeatedBucket, aligned_offsets, dense_view, partition_by_size
+from torchmpi.nn.buckets import CopiedBucket, ViewBucket, aligned_offsets, dense_view, partition_by_size
 
 
 @settings(deadline=None)
@@ -80,7 +80,7 @@ def parameter(gradient: torch.Tensor | None, *shape: int) -> nn.Parameter:
 
 def test_packing_moves_gradients_and_fills_in_zeros():
     first, second = parameter(torch.ones(2), 2), parameter(None, 3)
-    bucket = SeatedBucket([first, second])
+    bucket = ViewBucket([first, second])
     bucket.flat.fill_(9)
     bucket.pack()
     assert first.grad.data_ptr() == bucket.flat.data_ptr()
@@ -90,7 +90,7 @@ def test_packing_moves_gradients_and_fills_in_zeros():
 
 def test_moved_gradients_are_accumulated_in_place():
     weight = parameter(None, 2)
-    bucket = SeatedBucket([weight])
+    bucket = ViewBucket([weight])
     (weight * 3).sum().backward()
     bucket.pack()
     (weight * 4).sum().backward()
@@ -98,12 +98,12 @@ def test_moved_gradients_are_accumulated_in_place():
 
 
 def test_gaps_are_zero():
-    bucket = SeatedBucket([parameter(torch.ones(3), 3), parameter(torch.ones(3), 3)])
+    bucket = ViewBucket([parameter(torch.ones(3), 3), parameter(torch.ones(3), 3)])
     assert bucket.pack().sum() == 6
 
 
 def test_sparse_gradients_do_not_fit():
-    bucket = SeatedBucket([parameter(torch.ones(2, 1).to_sparse(), 2, 1)])
+    bucket = ViewBucket([parameter(torch.ones(2, 1).to_sparse(), 2, 1)])
     with pytest.raises(GradientError, match="is sparse"):
         bucket.pack()
 
@@ -111,7 +111,7 @@ def test_sparse_gradients_do_not_fit():
 def test_a_moved_view_is_detected():
     net = nn.Linear(2, 2, bias=False)
     net.weight.grad = torch.ones(2, 2)
-    bucket = SeatedBucket([net.weight])
+    bucket = ViewBucket([net.weight])
     bucket.pack()
     net.double()
     with pytest.raises(GradientError, match="moved to another dtype or device"):

@@ -55,14 +55,15 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     >>> result
     tensor([2., 4.])
     """
-    carrier = accumulator_of(out.dtype, op)
+    accumulator = accumulator_of(out.dtype, op)
     if not (out.is_floating_point() or out.is_complex()):
         _combine_integers(parts, op, out)
         return
     if out.is_complex() and op != "prod":
         # Real and imaginary parts: torch's complex sum multiplies by (1+0j) first, which makes NaN of an infinite part.
-        carrier, out, parts = carrier.to_real(), torch.view_as_real(out), [torch.view_as_real(part) for part in parts]
-    total = out if carrier is out.dtype else torch.empty_like(out, dtype=carrier)
+        accumulator, out = accumulator.to_real(), torch.view_as_real(out)
+        parts = [torch.view_as_real(part) for part in parts]
+    total = out if accumulator is out.dtype else torch.empty_like(out, dtype=accumulator)
     _fold(_STEPS[op], parts, total)
     if op == "avg":
         divide(total, len(parts))
@@ -71,11 +72,11 @@ def combine(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
 
 
 def _combine_integers(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    if out.dtype is torch.bool:  # as bytes: a view may have given a bool any byte, and all but 0 are True
+    if out.dtype is torch.bool:  # as bytes: through a view a bool may hold any byte, and all but 0 are True
         op, out, parts = _OF_BOOL.get(op, op), out.view(torch.uint8), [part.view(torch.uint8) for part in parts]
     flipped = 0
     signed = _SIGNED.get(out.dtype)
-    if signed is not None:  # torch has no arithmetic for this dtype; signed numbers give the same bits except in order
+    if signed is not None:  # torch has no arithmetic for it; signed numbers have the same bits, but another order
         out, parts = out.view(signed), [part.view(signed) for part in parts]
         if op in _EXACT:
             flipped = torch.iinfo(signed).min
@@ -157,7 +158,7 @@ def accumulator_of(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 def divide(total: torch.Tensor, size: int) -> None:
-    """Divide a sum by the number of ranks, in place; also outside the inference mode that made the tensor."""
+    """Divide a sum by the number of ranks, in place; also outside inference mode if it was created there."""
     with torch.inference_mode(total.is_inference()):
         values = total.detach()
         values = torch.view_as_real(values) if values.is_complex() else values
@@ -166,11 +167,11 @@ def divide(total: torch.Tensor, size: int) -> None:
 
 
 class PartialResults:
-    """The dtype of partial results that travel between groups, and the conversion of the last one to the result."""
+    """The dtype of partial results that are sent between groups, and the conversion of the last one to the result."""
 
     def __init__(self, dtype: torch.dtype, op: str, size: int) -> None:
-        self.dtype, self.carrier = dtype, accumulator_of(dtype, op)
-        self.is_rounded = self.carrier is not dtype
+        self.dtype, self.accumulator = dtype, accumulator_of(dtype, op)
+        self.is_rounded = self.accumulator is not dtype
         self._divisor = size if op == "avg" else 1
 
     def finish(self, total: torch.Tensor, out: torch.Tensor) -> None:

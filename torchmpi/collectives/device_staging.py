@@ -18,7 +18,7 @@ from ..backends.base import Operation
 from ..communicators.group import Group
 from ..tensors import buffers, partition, streams
 
-_NUM_BUFFERS = 3  # one is copied to the host, one is in the backend, one is copied to the device
+_NUM_BUFFERS = 3  # one receives a copy from the device, the backend uses one, one is copied to the device
 
 
 class StagingBuffer:
@@ -34,7 +34,7 @@ class StagingBuffer:
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
     def follow(self, device: torch.device) -> None:
-        """Make the current stream follow the last copy, which may have been queued on another stream."""
+        """Make the current stream wait for the last copy, which may have been queued on another stream."""
         streams.follow(self._last, device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ class StagingPool:
 
     @contextmanager
     def lend(self, number: int) -> Iterator[list[StagingBuffer]]:
-        """Lend some buffers to a with block."""
+        """Provide `number` buffers for the duration of a with block."""
         with self._changing:
             taken = [self._free.pop() if self._free else self._make() for _ in range(number)]
         try:

@@ -21,7 +21,7 @@ from ..timeline import events
 from .agreement import check_same_layout
 from .autograd_run import AutogradRun
 from .blocksequential import gradient_buckets_of
-from .buckets import SeatedBucket
+from .buckets import ViewBucket
 from .channel import close_private, default_bucket_bytes, open_private
 from .closures import synchronizations
 from .gradient_reduction import Compression, GradientReduction, transport
@@ -361,7 +361,7 @@ class AsyncBackward(Attachment):
             order = self._orders[index]
             if order is not None:
                 order.enter(parameter)
-            gradient = self.buckets[index].seat(position)
+            gradient = self.buckets[index].move_in(position)
             self._written.note(parameter, gradient)
             if self._counts[slot] == self.frequency and not self.is_paused:
                 self._num_missing[index] -= 1
@@ -484,7 +484,7 @@ class AsyncBackward(Attachment):
             )
 
 
-def _make_buckets(net: nn.Module, parts: Sequence[_Part], bucket_bytes: int) -> tuple[list[SeatedBucket], list[_Part]]:
+def _make_buckets(net: nn.Module, parts: Sequence[_Part], bucket_bytes: int) -> tuple[list[ViewBucket], list[_Part]]:
     """Make buckets in the order in which backward is expected to complete them, and return the part of each.
 
     Blocks of BlockSequential modules are buckets; the other parameters are packed in reverse order.
@@ -495,7 +495,7 @@ def _make_buckets(net: nn.Module, parts: Sequence[_Part], bucket_bytes: int) -> 
     for part in parts:
         rest = [parameter for parameter in reversed(part.parameters) if id(parameter) not in excluded]
         fused = bucket_plan.plan_buckets(rest, bucket_bytes)
-        buckets += [(SeatedBucket([rest[index] for index in indices]), part) for indices in fused]
+        buckets += [(ViewBucket([rest[index] for index in indices]), part) for indices in fused]
     order = {id(parameter): index for index, parameter in enumerate(net.parameters())}
     buckets.sort(key=lambda pair: min(order[id(p)] for p in pair[0].parameters), reverse=True)
     return [bucket for bucket, _ in buckets], [part for _, part in buckets]

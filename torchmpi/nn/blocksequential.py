@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from .buckets import SeatedBucket, allocate_flat, dense_view, partition_by_size
+from .buckets import ViewBucket, allocate_flat, dense_view, partition_by_size
 from .replica import Attachment, Replica, sparse_by_declaration
 
 
@@ -25,7 +25,7 @@ class BlockSequential(nn.Sequential):
         *modules: As for ``nn.Sequential``.
 
     Raises:
-        ArgumentError: `partitions` is no positive integer, or a module contains a BlockSequential.
+        ArgumentError: `partitions` is not a positive integer, or a module contains a BlockSequential.
 
     Example:
         >>> net = BlockSequential(2, nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -82,7 +82,7 @@ class BlockSequential(nn.Sequential):
                 bucket.give({id(parameter) for parameter in bucket.parameters})
         return [bucket.flat for bucket in buckets]
 
-    def gradient_buckets(self) -> list[SeatedBucket]:
+    def gradient_buckets(self) -> list[ViewBucket]:
         """Return the buckets of `gradient_blocks`, without a change of the gradients."""
         return self._current().gradient_buckets(self)
 
@@ -106,7 +106,7 @@ class _Blocks(Attachment):
         self.groups = _group(parameters, partitions)
         self.flats: list[Tensor] = []
         self._addresses: list[tuple[Tensor, int]] = []
-        self._buckets: list[SeatedBucket] = []
+        self._buckets: list[ViewBucket] = []
         self._bucket_key: tuple[Any, ...] = ()
         with torch.no_grad():
             for group in self.groups:
@@ -129,13 +129,13 @@ class _Blocks(Attachment):
             for parameter, (known, address) in zip(parameters, self._addresses, strict=True)
         )
 
-    def gradient_buckets(self, net: nn.Module) -> list[SeatedBucket]:
+    def gradient_buckets(self, net: nn.Module) -> list[ViewBucket]:
         """Return one bucket per block, of the parameters that are trainable and have dense gradients."""
         sparse = sparse_by_declaration(net.modules())
         groups = [[p for p in group if p.requires_grad and id(p) not in sparse] for group in self.groups]
         key = tuple(id(parameter) for group in groups for parameter in group)
         if key != self._bucket_key:
-            self._buckets = [SeatedBucket(group) for group in groups if group]
+            self._buckets = [ViewBucket(group) for group in groups if group]
             self._bucket_key = key
         return self._buckets
 
@@ -163,6 +163,6 @@ def parameter_blocks_of(modules: Iterable[nn.Module]) -> tuple[list[Tensor], set
     return blocks, inside
 
 
-def gradient_buckets_of(modules: Iterable[nn.Module]) -> list[SeatedBucket]:
+def gradient_buckets_of(modules: Iterable[nn.Module]) -> list[ViewBucket]:
     """Return the gradient buckets of all `modules`."""
     return [bucket for module in modules if isinstance(module, BlockSequential) for bucket in module.gradient_buckets()]

@@ -135,12 +135,12 @@ class CopiedBucket:
             bucket_plan.unpack(self._flat, self.gradients)
 
 
-class SeatedBucket:
+class ViewBucket:
     """Gradients that are views of a flat tensor, so that nothing is copied at each step.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
-    >>> bucket = SeatedBucket([weight])
+    >>> bucket = ViewBucket([weight])
     >>> bucket.pack()[:2], weight.grad.data_ptr() == bucket.flat.data_ptr()
     (tensor([3., 4.]), True)
     """
@@ -157,7 +157,7 @@ class SeatedBucket:
         ]
         self._addresses = [view.data_ptr() for view in self.views]
 
-    def seat(self, position: int) -> Tensor:
+    def move_in(self, position: int) -> Tensor:
         """Move the gradient of one parameter into the flat tensor, unless it is a view of it, and return the view."""
         parameter, view = self.parameters[position], self.views[position]
         gradient = parameter.grad
@@ -188,14 +188,14 @@ class SeatedBucket:
         for position, parameter in enumerate(self.parameters):
             view = self.views[position]
             if parameter.grad is not view or view.data_ptr() != self._addresses[position]:
-                self.seat(position)
+                self.move_in(position)
         return self.flat
 
     def unpack(self) -> None:
         """Do nothing, since the gradients are views of the flat tensor."""
 
     def give(self, present: Container[int]) -> None:
-        """Make the views the gradients of the parameters with ids in `present`, even if these had none."""
+        """Assign the views as gradients of the parameters whose ids are in `present`, also if these had none."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if id(parameter) in present:
                 parameter.grad = view

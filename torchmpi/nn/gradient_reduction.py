@@ -15,7 +15,7 @@ from ..communicators.communicator import Communicator
 from ..config import Operation
 from ..errors import ArgumentError
 from ..tensors import sparse, streams
-from .buckets import CopiedBucket, SeatedBucket
+from .buckets import CopiedBucket, ViewBucket
 from .error_feedback import GradientCompressor, GradientView
 
 
@@ -65,7 +65,7 @@ class GradientReduction(NamedTuple):
                 tensor.copy_(total)
 
     def start(
-        self, flat: Tensor, bucket: SeatedBucket | CopiedBucket | None, comm: Communicator
+        self, flat: Tensor, bucket: ViewBucket | CopiedBucket | None, comm: Communicator
     ) -> Callable[[], object]:
         """Launch the reduction of `flat` in place and return the function that finishes it.
 

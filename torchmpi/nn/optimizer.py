@@ -38,7 +38,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         comm: Communicator, group or level; default: the current communicator.
 
     Raises:
-        ArgumentError: A parameter of `opt` is no parameter of `model`, or `model` is registered already.
+        ArgumentError: A parameter of `opt` is not a parameter of `model`, or `model` is registered already.
         ReplicaError: On all ranks: the models differ in names, shapes or dtypes (with `asynchronous`).
 
     Example:
@@ -112,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
     def _begin_round(self) -> None:
-        """Note that the gradients of the next step are others."""
+        """Mark the gradients of the next step as not synchronized."""
         registration = self._registration
         if registration is not None:
             registration.is_synchronized = False
@@ -132,9 +132,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._skips = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize the gradients, unless they are, and call ``step()`` of the wrapped optimizer.
+        """Synchronize the gradients, unless that has been done, and call ``step()`` of the wrapped optimizer.
 
-        They are after :meth:`synchronize`, ``mpinn.synchronize_gradients_async`` or ``mpinn.clip_grad_norm_``.
+        It has been done after :meth:`synchronize`, ``mpinn.synchronize_gradients_async`` or ``mpinn.clip_grad_norm_``.
 
         Args:
             closure: Function that computes gradients and returns the loss, as for ``torch.optim.LBFGS``. Gradients
@@ -215,6 +215,6 @@ def _check_parameters(opt: torch.optim.Optimizer, model: nn.Module) -> None:
             if id(parameter) not in known:
                 raise ArgumentError(
                     f"DistributedOptimizer: parameter {position} of group {index}, of shape "
-                    f"{list(parameter.shape)}, is no parameter of the model, so it would not be synchronized. "
+                    f"{list(parameter.shape)}, is not a parameter of the model, so it would not be synchronized. "
                     "Pass the model that contains all parameters."
                 )

@@ -20,7 +20,7 @@ from ..session import runtime
 from ..tensors import bucket_plan, buffers
 from .agreement import check_same_layout
 from .blocksequential import BlockSequential, gradient_buckets_of, parameter_blocks_of
-from .buckets import CopiedBucket, SeatedBucket
+from .buckets import CopiedBucket, ViewBucket
 from .channel import default_bucket_bytes
 from .closures import synchronizations
 from .gradient_reduction import Compression, GradientReduction, transport
@@ -199,7 +199,7 @@ def reduce_gradients(
         shared.move(dense)
 
     # 3. Reduce and write back: within a host in place, otherwise in buckets.
-    blocks: list[SeatedBucket] = []
+    blocks: list[ViewBucket] = []
     rest = presence.dense
     for module in replica.modules:
         if isinstance(module, BlockSequential):
@@ -214,7 +214,7 @@ def reduce_gradients(
 
 
 def _reduce_within_host(
-    blocks: Sequence[SeatedBucket], rest: Sequence[Tensor], reduction: GradientReduction, comm: Communicator
+    blocks: Sequence[ViewBucket], rest: Sequence[Tensor], reduction: GradientReduction, comm: Communicator
 ) -> bool:
     """Reduce in place, one after the other, since the cores of the ranks do the work; False if tensors need packing."""
     lists = tensor_lists(rest, comm, "avg" if reduction.divisor == reduction.size else "sum")
@@ -231,7 +231,7 @@ def _reduce_within_host(
 
 
 def _reduce_in_buckets(
-    blocks: Sequence[SeatedBucket],
+    blocks: Sequence[ViewBucket],
     rest: Sequence[Tensor],
     gradients: Sequence[Tensor],
     reduction: GradientReduction,
@@ -241,7 +241,7 @@ def _reduce_in_buckets(
     """Pack some buckets and unpack others while some are sent; `gradients` are those of the parameters `rest`."""
     packed = [[rest[index] for index in indices] for indices in bucket_plan.plan_buckets(gradients, bucket_bytes)]
     in_flight: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
-    buckets: Iterable[SeatedBucket | CopiedBucket] = chain(blocks, map(CopiedBucket, packed))
+    buckets: Iterable[ViewBucket | CopiedBucket] = chain(blocks, map(CopiedBucket, packed))
     for bucket in buckets:  # a bucket is freed as soon as it is unpacked
         in_flight.append((reduction.start(bucket.pack(), bucket, comm), bucket.unpack))
         if len(in_flight) == _IN_FLIGHT:
@@ -250,7 +250,7 @@ def _reduce_in_buckets(
         _finish(steps)
 
 
-def _blocks_and_rest(replica: Replica, parameters: Sequence[Tensor]) -> tuple[list[SeatedBucket], list[Tensor]]:
+def _blocks_and_rest(replica: Replica, parameters: Sequence[Tensor]) -> tuple[list[ViewBucket], list[Tensor]]:
     """Return the blocks of BlockSequential modules that hold some of the gradients, and the other parameters."""
     wanted, blocks = {id(parameter) for parameter in parameters}, []
     for block in gradient_buckets_of(replica.modules):

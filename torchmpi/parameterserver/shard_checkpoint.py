@@ -1,4 +1,4 @@
-"""Shards on disk: saved by each rank, loaded by the same or another number of ranks.
+"""Checkpoints of parameter servers: saved by each rank, loaded by the same or another number of ranks.
 
 A checkpoint consists of a file per rank and, written last, `servers.json` with their description; until then the
 previous checkpoint remains valid. The files are those of ``torch.save`` and contain only tensors and numbers.
@@ -181,9 +181,9 @@ def _read_index(folder: Path, context: ServerContext) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / _INDEX} is damaged: {error}") from None
     if not isinstance(index, dict) or index.get(_FORMAT[0]) != _FORMAT[1]:
-        raise CheckpointError(f"{folder / _INDEX} has another format than {_FORMAT[1]}, that of this torchmpi version")
+        raise CheckpointError(f"{folder / _INDEX} does not have format {_FORMAT[1]}, that of this version of torchmpi")
     if not _is_plausible(index):
-        raise CheckpointError(f"{folder / _INDEX} is damaged: its token, size or list of servers is not of a save")
+        raise CheckpointError(f"{folder / _INDEX} is damaged: its token, size or list of servers is invalid")
     # Names are not compared: default names contain numbers, which depend on the servers that were made before.
     saved, own = (
         [(item["shape"], item["dtype"]) for item in items] for items in (index["servers"], _describe(context))
@@ -220,7 +220,7 @@ def _check_shard(path: Path, saved: Any, numel: int, dtype: torch.dtype) -> None
         and len(counts[0]) == len(counts[1])
         and arrays[0].dtype == dtype
     ):
-        raise CheckpointError(f"{path} is damaged: it does not have the {numel} values that its name stands for")
+        raise CheckpointError(f"{path} is damaged: it does not have {numel} values of {dtype} with their versions")
 
 
 def _read_shards(folder: Path, index: dict[str, Any], context: ServerContext) -> list[list[_Saved]]:

@@ -170,8 +170,8 @@ class Clock:
         slowest = min(behind.values())
         ranks = ", ".join(str(rank) for rank, value in behind.items() if value == slowest)
         return (
-            f"{self.group.where} has completed {self.value} rounds and waited {waited:.0f} s for rank {ranks}, which "
-            f"has completed {slowest}: max_staleness={self.max_staleness:g} allows no more. A rank that leaves its "
+            f"{self.group.where} has completed {self.value} rounds and waited {waited:.0f} s for rank {ranks} "
+            f"at round {slowest}: max_staleness={self.max_staleness:g} allows no more. A rank that leaves its "
             "loop early must call finish()."
         )
 

@@ -3,6 +3,7 @@
 A *fast path* is a function of machine code for one collective. The function gets the arguments of the public
 function. For contiguous host tensors, an idle call queue and a call equal to an earlier one, the function runs the call
 and returns the result; otherwise the function returns None, and the public function continues in Python.
+`kernels/fast_path_code.py` generates the machine code.
 
 The calls that a fast path can run are *cached calls*, each of which refers to a prepared call. All cached calls are
 dropped (:func:`invalidate`) when a value changes that they depend on; calls through Python cache them again.

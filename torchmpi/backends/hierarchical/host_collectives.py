@@ -79,8 +79,8 @@ class HostAllreduce:
     def __init__(self, group: Group, runner: StepRunner, partial_results: PartialResults, chunk_numel: int) -> None:
         self.group, self.runner, self.partial_results = group, runner, partial_results
         self.chunk_numel = chunk_numel
-        carrier, dtype = partial_results.carrier, partial_results.dtype
-        self.work, self.slices, self.shares = (ChunkBuffers(carrier) for _ in range(3))
+        accumulator, dtype = partial_results.accumulator, partial_results.dtype
+        self.work, self.slices, self.shares = (ChunkBuffers(accumulator) for _ in range(3))
         self.rounded_slices, self.rounded_shares = ChunkBuffers(dtype), ChunkBuffers(dtype)
         self.by_first_ranks = _sequence(
             group, "allreduce", runner, chunk_numel, cartesian=False, partial_results=partial_results,
@@ -144,12 +144,12 @@ class ComparedHostAllreduce:
         self.group, self.comparison, self.longer = group, group.comparison, longer
         self.partial_results = partial_results
         self.runner = self.comparison.runner(op)
-        self.combine = combiner(partial_results.carrier, "sum" if op == "avg" else op)
-        self.work = ChunkBuffers(partial_results.carrier)
+        self.combine = combiner(partial_results.accumulator, "sum" if op == "avg" else op)
+        self.work = ChunkBuffers(partial_results.accumulator)
 
     def __call__(self, buffer: torch.Tensor, _: Any, root: int) -> torch.Tensor:
         """Reduce in place on all ranks."""
-        if not self.comparison.can_carry(buffer.numel() * self.partial_results.carrier.itemsize):
+        if not self.comparison.can_carry(buffer.numel() * self.partial_results.accumulator.itemsize):
             self.group.announce()
             return self.longer(buffer, None, root)
         flat = buffer.detach().view(-1)
@@ -240,8 +240,8 @@ class HostReduceScatter:
         columns = zip(*padded, strict=True) if group.is_grid else padded
         self.order = [rank for ranks in columns for rank in ranks]
         """The rank whose section is at each position, None for padding."""
-        carrier, dtype = partial_results.carrier, partial_results.dtype
-        self.work, self.slices, self.shares = (ChunkBuffers(carrier) for _ in range(3))
+        accumulator, dtype = partial_results.accumulator, partial_results.dtype
+        self.work, self.slices, self.shares = (ChunkBuffers(accumulator) for _ in range(3))
         self.rounded, self.own = ChunkBuffers(dtype), ChunkBuffers(dtype)
 
     def __call__(self, source: torch.Tensor, destination: torch.Tensor | None, root: int) -> torch.Tensor:

@@ -117,7 +117,9 @@ class StepSequence:
         self.collective, self.rank, self.groups, self.runner = collective, rank, groups, runner
         self.partial_results, self.chunk_numel = partial_results, chunk_numel
         self.sum_across = sum_across or self._sum_across
-        self.work = None if partial_results is None or chunk_numel is None else ChunkBuffers(partial_results.carrier)
+        self.work: ChunkBuffers | None = None
+        if partial_results is not None and chunk_numel is not None:
+            self.work = ChunkBuffers(partial_results.accumulator)
         self.phases = lru_cache(maxsize=None)(lambda root: _phases(collective, plan(root)))
 
     def __call__(self, buffer: torch.Tensor | None, _: Any, root: int) -> torch.Tensor | None:
@@ -176,7 +178,7 @@ class StepSequence:
         if chunk is None or partial_results is None or not (partial_results.is_rounded or self.collective == "reduce"):
             return chunk
         if self.work is None:
-            return chunk.to(partial_results.carrier, copy=True)
+            return chunk.to(partial_results.accumulator, copy=True)
         return self.work.take(k, chunk.numel()).copy_(chunk)
 
 

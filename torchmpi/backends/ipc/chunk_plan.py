@@ -95,7 +95,7 @@ def stage(index: int, event: int) -> int:
 
 
 def half_bytes(wanted: int, size: int) -> int:
-    """Return the bytes of a half: whole megabytes, with room for a part of each rank.
+    """Return the size of a half in bytes: a multiple of 1 MiB, with room for a part of each rank.
 
     >>> half_bytes(1, 2), half_bytes(3 << 20, 4096)
     (1048576, 33554432)

@@ -39,18 +39,18 @@ class IpcBackend:
     enqueues = True
 
     def __init__(self, config: Config, devices: Devices, problem: str = "") -> None:
-        """Create the backend; `problem`: why the processes of this job cannot share GPU memory; '' if they can."""
+        """Create the backend; `problem`: the reason why its processes cannot share GPU memory; '' if they can."""
         self.config, self.devices, self.problem = config, devices, problem
         self.make_device: Callable[[torch.device], CudaDevice] = CudaDevice
         self.refused: dict[int, str] = {}
-        """Reasons by the keys of groups whose staging areas could not be made; the same on all ranks of a group."""
+        """Why the staging areas of a group could not be allocated, by the key of the group; equal on all its ranks."""
 
     def takes(self, device_type: str, collective: str) -> bool:
-        """Accept GPU memory."""
+        """Return whether the device is a GPU."""
         return device_type == "cuda"
 
     def why_not(self, collective: str, device_type: str, group: Group | None = None) -> str | None:
-        """Accept reductions, broadcast and allgather among ranks of one host whose GPUs can access each other."""
+        """Return why a call is refused: it has reductions, broadcast and allgather, on one host with peer access."""
         if device_type != "cuda":
             return "it is for CUDA tensors"
         if collective not in COLLECTIVES:
@@ -114,15 +114,15 @@ class StagedGroup:
         """Enter a call. Collective if the call is the first."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise DeviceError(
-                "a collective by ipc cannot be captured in a CUDA graph: its processes synchronize. Call it outside "
-                "of the capture, or pass backend='nccl'."
+                "a collective of backend ipc cannot be captured in a CUDA graph, because processes wait for each other "
+                "on the host. Call it outside of the capture, or pass backend='nccl'."
             )
         if self.staging is None:
             self.staging, self._device = self._make_staging(tensor.device), tensor.device
         elif tensor.device != self._device:
             raise DeviceError(
                 f"{self.group.where}: the tensor is on {tensor.device}, but communicator {self.group.name} has its "
-                f"staging on {self._device}. Keep the tensors of a communicator on one GPU."
+                f"staging areas on {self._device}. Keep the tensors of a communicator on one GPU."
             )
         self.sync.begin()
 

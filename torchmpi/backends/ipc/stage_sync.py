@@ -31,7 +31,7 @@ class StageSync:
         self.seq = 0
         """Sequence number of the current call."""
         self.expired_seq = 0
-        """Sequence number of the call whose waiting the watchdog has ended."""
+        """Sequence number of the call whose wait the watchdog has ended."""
 
     def begin(self) -> None:
         """Enter the current call of the call log; the work of earlier calls is enqueued."""
@@ -56,7 +56,7 @@ class StageSync:
             if num_polls == _NUM_POLLS:
                 limit = time.perf_counter() + _YIELD_SECONDS
             if num_polls > _NUM_POLLS:
-                if time.perf_counter() >= limit:  # on a busy machine a yield may take long, and sees no abort
+                if time.perf_counter() >= limit:  # a yield may take long, and aborts are not checked meanwhile
                     self._wait_long(missing, number)
                     break
                 time.sleep(0)  # yields the interpreter to other threads, unlike a loop

@@ -2,7 +2,8 @@
 
 Ranks on one host connect through Unix sockets in the abstract namespace, which is closed to other hosts and leaves no
 files. If there are several hosts, each rank also listens at one address until all ranks have connected. A rank that
-connects sends a secret from the store. At the end the keys are removed from the store.
+connects sends a secret from the store. Each connection is tried once; one time limit, that of the caller, covers all.
+At the end the keys are removed from the store.
 """
 
 from __future__ import annotations
