@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from gpt_common import Report, checkpoint_file, load, make_parser, save
+from gpt_common import Report, checkpoint_file, load, make_parser, save, uses_bf16
 from gpt_data import make_loaders
 from gpt_model import GPT, loss_of, make_optimizer, validation_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -43,12 +43,12 @@ def main() -> None:
     report.print(f"{size} ranks on {device.type}, {sum(p.numel() for p in model.parameters()):,} parameters")
 
     replica = DistributedDataParallel(model)
-    total = torch.zeros((), device=device)
+    total, bf16 = torch.zeros((), device=device), uses_bf16(options, device)
     for number, (inputs, targets) in enumerate(train, start=1):
         is_last = number % options.accumulate == 0
         # Gradients are sent during the last of the backward passes of an update.
         with nullcontext() if is_last else replica.no_sync():
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 loss = loss_of(replica(inputs.to(device)), targets.to(device)) / options.accumulate
             loss.backward()
         total += loss.detach()

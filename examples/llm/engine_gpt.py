@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 import torch
-from gpt_common import Report, make_parser
+from gpt_common import Report, make_parser, uses_bf16
 from gpt_data import make_loaders
 from gpt_model import GPT, loss_of, make_optimizer, validation_loss
 
@@ -52,7 +52,7 @@ def main() -> None:
         iterator=train,  # one epoch of all batches; a continued run skips those that are done
         optimizer=optimizer,
         accumulate=options.accumulate,
-        autocast=torch.bfloat16,
+        autocast=torch.bfloat16 if uses_bf16(options, mpi.device()) else None,
         clip_grad_norm=options.clip,
         scheduler=scheduler,
         scheduler_step="step",

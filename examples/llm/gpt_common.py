@@ -17,20 +17,29 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's reference manual)")
     parser.add_argument("--checkpoint", metavar="DIR", help="save checkpoints here, and continue from one if it exists")
     parser.add_argument("--save-every", type=int, default=25, metavar="N", help="steps (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=150, help="updates of the weights (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="updates of the weights (default: %(default)s)")
     parser.add_argument("--accumulate", type=int, default=4, help="batches per update (default: %(default)s)")
     parser.add_argument(
         "--batch-size", type=int, default=12, help="windows per batch, over all ranks together (default: %(default)s)"
     )
-    parser.add_argument("--context", type=int, default=64, help="bytes per window (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=32, help="bytes per window (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=6e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=10, help="steps of warm-up (default: %(default)s)")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient (default: %(default)s)")
+    parser.add_argument(
+        "--bf16", action=argparse.BooleanOptionalAction, help="autocast to bfloat16 (default: on GPUs; few CPUs gain)"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes that load data (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1111, help="of weights and batches (default: %(default)s)")
     parser.add_argument("--cpu", action="store_true", help="use the CPU (default: the GPU if there is one)")
-    parser.add_argument("--assert-loss", type=float, default=2.6, metavar="X", help="fail above (default: %(default)s)")
+    parser.add_argument(
+        "--assert-loss", type=float, default=2.25, metavar="X", help="fail above (default: %(default)s)"
+    )
     return parser
+
+
+def uses_bf16(options: argparse.Namespace, device: torch.device) -> bool:
+    return device.type == "cuda" if options.bf16 is None else options.bf16
 
 
 class Report:

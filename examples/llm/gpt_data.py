@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-NUM_VALIDATION_WINDOWS = 96
+NUM_VALIDATION_WINDOWS = 192
 
 
 def load_text(path: str | None) -> Tensor:

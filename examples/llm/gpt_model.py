@@ -21,6 +21,8 @@ class Block(nn.Module):
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        for last in (self.projection, self.feed_forward[-1]):
+            nn.init.zeros_(last.weight)  # a block is the identity at first, which shortens the training
 
     def forward(self, x: Tensor) -> Tensor:
         # [batch, time, 3 * width] becomes three tensors [batch, heads, time, width / heads].
@@ -38,8 +40,9 @@ class GPT(nn.Module):
         self.tokens, self.positions = nn.Embedding(NUM_TOKENS, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
-        for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)
+        # With the usual 0.02, the logits of a network as narrow as this one are too small to learn from at first.
+        nn.init.normal_(self.tokens.weight, std=width**-0.5)
+        nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)

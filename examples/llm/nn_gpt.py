@@ -10,7 +10,7 @@ the same bits.
 from __future__ import annotations
 
 import torch
-from gpt_common import Report, checkpoint_file, load, make_parser, save
+from gpt_common import Report, checkpoint_file, load, make_parser, save, uses_bf16
 from gpt_data import make_loaders
 from gpt_model import GPT, loss_of, make_optimizer, validation_loss
 
@@ -34,9 +34,9 @@ def main() -> None:
     mpinn.synchronize_parameters(model)
     # Gradients are sent during the last of the backward passes of an update.
     mpinn.register_async_backward(model, sync_gradient_frequency=options.accumulate)
-    total = torch.zeros((), device=device)
+    total, bf16 = torch.zeros((), device=device), uses_bf16(options, device)
     for inputs, targets in train:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss = loss_of(model(inputs.to(device)), targets.to(device)) / options.accumulate
         loss.backward()
         total += loss.detach()

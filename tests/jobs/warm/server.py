@@ -27,10 +27,14 @@ import types
 from typing import Any, NoReturn
 
 import numpy.random
+import torch._dynamo  # by the first optimizer
 import torch.distributed
 
-# What a rank imports in start(). Neither mpi4py nor the compiler, whose absence some jobs simulate.
+# What a rank imports in start() and for training. Neither mpi4py nor the compiler, whose absence some jobs simulate.
 import torchmpi.backends.gloo
+import torchmpi.distributed
+import torchmpi.engine
+import torchmpi.parameterserver
 import torchmpi.session.runtime  # noqa: F401
 
 _HIGH = 500  # greater descriptors are unused
