@@ -54,7 +54,7 @@ def test_lists_of_tensors(agree):
 
 
 def test_server_init(agree):
-    """The psInitFun of the Lua original, where its own default shadowed it."""
+    """Lua TorchMPI replaced this argument, psInitFun, by its default."""
     tensors = [torch.full((6,), mpi.rank() + 1.0), torch.full((2,), mpi.rank() + 1.0)]
     ps.init_tensors(tensors, server_init=lambda server, values: ps.send(server, values, "max").wait())
     ps.prefetch_tensors(tensors)

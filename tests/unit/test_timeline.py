@@ -39,7 +39,7 @@ def call(rank, seq, begin, end, *, size=2, collective="allreduce", root=-1, queu
 
 
 def plain(record):
-    """The record as `Recorder.call` makes it: operation and backend are worked out by the writer."""
+    """The record as `Recorder.call` makes it: the writer determines the backend."""
     names = record.collective, record.op, record.dtype, record.root
     backends = ((8, "other"), (None, record.backend))
     origin = tuple(record.origin)
@@ -238,7 +238,7 @@ def test_the_report_names_the_fault(tmp_path, fault, words):
 
 
 def test_flat_calls_are_named_also_if_most_calls_are_short(tmp_path):
-    """Regression: the flags and losses of a step were counted, which run flat in any case."""
+    """Regression: allreduces of flags and losses, which are always flat, were counted."""
     flat, short = {"num_hosts": 2, "backend": "mpi"}, {"num_hosts": 2, "backend": "mpi", "num_bytes": 8}
     records = [[*steps_of(rank, **flat), *steps_of(rank, num_calls=3, **short)] for rank in range(4)]
     for of_rank in records:
@@ -288,7 +288,7 @@ def test_the_command_reports_and_merges(tmp_path, capsys):
 
 
 def test_the_report_compares_calls_with_a_benchmark(tmp_path, capsys):
-    """The calls of 4 KB move for 1 ms; in the benchmark they take 250 us."""
+    """Calls of 4 KB move data for 1 ms; in the benchmark they take 250 us."""
     write(tmp_path, [steps_of(rank, size=2, num_bytes=4096) for rank in range(2)])
     measured = [bench_rows.row("auto", 250.0), bench_rows.row("torchmpi mpi", 1.0)]
     jobs = [{"facts": bench_rows.FACTS, "rows": measured}]

@@ -78,7 +78,7 @@ def allreduce(
         op: Reduction operation: ``sum``, ``avg``, ``prod``, ``min``, ``max``, ``band``, ``bor``, ``bxor``, ``land`` or
             ``lor``.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         `tensor`, or `out` if given; a number if `tensor` is a number.
@@ -146,7 +146,7 @@ def reduce(
         out: Tensor for the result on the root; None to overwrite `tensor` there.
         op: Reduction operation, as for :func:`allreduce`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         The result on the root; `tensor`, unchanged, on the other ranks.
@@ -191,7 +191,7 @@ def broadcast(
         root: The rank whose values are copied.
         out: Tensor for the result; None to overwrite `tensor`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         `tensor`, or `out` if given; a number if `tensor` is a number.
@@ -232,7 +232,7 @@ def allgather(
             element.
         out: Tensor for the result; None to allocate one.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         The concatenation; a list of numbers if `tensor` is a number.
@@ -282,7 +282,7 @@ def gather(
         root: The rank that gets the result.
         out: Tensor for the result on the root; None to allocate one.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         The concatenation on the root; None on the other ranks.
@@ -322,7 +322,7 @@ def scatter(
         root: The rank whose tensor is split.
         out: Tensor for this rank's part; None to allocate one.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         This rank's part.
@@ -362,7 +362,7 @@ def reduce_scatter(
         out: Tensor for this rank's part; None to allocate one.
         op: Reduction operation, as for :func:`allreduce`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         This rank's part of the result.
@@ -403,7 +403,7 @@ def alltoall(
         splits: How many rows of dim 0 each rank gets, for parts that are not even; on all ranks or on none.
             ``mpi.alltoall(torch.tensor(splits))`` returns how many rows each rank sends to this one.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice; not together with `splits`.
+        backend: Name of the backend, instead of that of the selection table; not together with `splits`.
 
     Returns:
         The concatenation of the received parts.

@@ -65,7 +65,7 @@ def allreduce_async(
         out: Tensor for the result; None to overwrite `tensor`.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         A handle whose ``wait()`` returns the result.
@@ -131,7 +131,7 @@ def reduce_async(
         out: Tensor for the result; None to overwrite `tensor`.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         A handle whose ``wait()`` returns the result.
@@ -174,7 +174,7 @@ def broadcast_async(
         root: The rank whose values are copied.
         out: Tensor for the result; None to overwrite `tensor`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         A handle whose ``wait()`` returns the result.
@@ -214,7 +214,7 @@ def allgather_async(
         tensor: As for the synchronous collective.
         out: Tensor for the result; None to allocate one.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         A handle whose ``wait()`` returns the result.
@@ -261,7 +261,7 @@ def gather_async(
         root: The rank that gets the result.
         out: Tensor for the result; None to allocate one.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         A handle whose ``wait()`` returns the result.
@@ -296,7 +296,7 @@ def scatter_async(
         root: The rank whose tensor is split.
         out: Tensor for the result; None to allocate one.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         A handle whose ``wait()`` returns the result.
@@ -331,7 +331,7 @@ def reduce_scatter_async(
         out: Tensor for the result; None to allocate one.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         A handle whose ``wait()`` returns the result.
@@ -366,7 +366,7 @@ def alltoall_async(
         out: Tensor for the result; None to allocate one.
         splits: As for :func:`~torchmpi.alltoall`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         A handle whose ``wait()`` returns the result.

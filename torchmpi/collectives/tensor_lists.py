@@ -169,7 +169,7 @@ def allreduce_many(
         tensors: Tensors of any shapes, dtypes and devices; the same on every rank. No tensor may occur twice.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         The list of the tensors.
@@ -204,7 +204,7 @@ def allreduce_many_async(
         tensors: As for :func:`allreduce_many`.
         op: Reduction operation, as for :func:`~torchmpi.allreduce`.
         comm: The communicator: None for the current one, a level, a Communicator, or one of its groups.
-        backend: Name of the backend to use instead of the selector's choice.
+        backend: Name of the backend, instead of that of the selection table.
 
     Returns:
         A handle whose ``wait()`` returns the list of the tensors.

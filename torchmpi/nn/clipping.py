@@ -47,7 +47,7 @@ def clip_grad_norm_(
         The norm before clipping, the same on all ranks.
 
     Raises:
-        GradientError: The norms of the ranks differ, so that the gradients are not synchronized; or as
+        GradientError: The norms of the ranks differ: the gradients are not synchronized; or as
             ``synchronize_gradients_async``. Raised on all ranks.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set; raised on all ranks.
 

@@ -1,4 +1,4 @@
-"""Servers for lists of tensors: one server for all tensors of a dtype.
+"""Servers for lists of tensors: one server per dtype and device.
 
 ResNet-50 has 161 parameters of one dtype. With one server for all of them, a step takes one request instead of 161.
 """
@@ -191,7 +191,7 @@ class TensorServers:
         ]
         for server, buffer in zip(self.servers, self.incoming.buffers, strict=True):
             (server_init or _copy_from_rank_0)(server, buffer)
-        collectives.barrier(communicator)  # no rank may receive before
+        collectives.barrier(communicator)  # no rank may receive other values
 
     @property
     def outgoing(self) -> FlatBuffers:
@@ -242,7 +242,7 @@ def init_tensors(
 ) -> None:
     """Create servers for a list of tensors, such as the parameters of a network. Collective.
 
-    Tensors of one dtype share a server. The servers start with the values of rank 0. Only weak references to the
+    There is one server per dtype and device. The servers start with the values of rank 0. Only weak references to the
     tensors are kept.
 
     Args:
@@ -461,5 +461,5 @@ def _first(flags: Iterable[bool]) -> str:
 
 
 def where() -> str:
-    """Return the rank, with which messages begin, also before ``start()``."""
+    """Return the beginning of messages: the rank, or before ``start()`` the name of the package."""
     return runtime.current().world.where if runtime.is_running() else "torchmpi"

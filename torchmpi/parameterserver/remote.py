@@ -101,7 +101,7 @@ class RemoteClient:
         """Apply a rule to all remote shards, or copy them to `data`.
 
         Returns:
-            The sum of the VERSIONs found, and the number of chunks.
+            The sum of the versions of the chunks, and their number.
         """
         if rule is None:
             call, header = "receive", _Header(_READ, server.number, Rule(""), 0)
@@ -206,7 +206,7 @@ class ServerThread(threading.Thread):
         end_job: Callable[[str, int], None],
         world_ranks: tuple[int, ...],
     ) -> None:
-        """Create the thread; `end_job` is called when MPI fails, since clients would wait forever."""
+        """Create the thread; `end_job` is called if it fails, since clients would wait forever."""
         super().__init__(name=f"torchmpi parameter server {name}", daemon=True)
         self._end_job = end_job
         self.MPI, self.comm, self.actor, self.servers = MPI, comm, actor, servers
@@ -281,7 +281,7 @@ class _Session:
         self._status, self._problem = status, problem
 
     def advance(self) -> bool:
-        """Process completed messages without waiting; return whether there were any."""
+        """Process messages without waiting; return whether there was progress."""
         progressed = self._start_messages()
         while self._in_flight and self._in_flight[0][0].Test():
             _, memory, span = self._in_flight.popleft()
@@ -317,7 +317,7 @@ class _Session:
                 self._actor.read(self._server.shards, int(memory.ctypes.data), span)
             else:
                 self._actor.apply(self._server.shards, int(memory.ctypes.data), span, self._rule)
-        except BaseException as error:  # a SystemExit of a rule would end the thread without a message
+        except BaseException as error:  # also a SystemExit of a rule, which would end the job
             self._fail(_FAILED, "".join(traceback.format_exception_only(type(error), error)).strip())
         else:
             self._versions += self._actor.versions
@@ -328,7 +328,7 @@ class _Session:
         if self._reply is None:
             text = self._problem.encode(errors="replace")[:999]
             data = _REPLY_FORMAT.pack(self._status, self._versions, self._num_chunks, text)
-            self._record()  # before the client knows that the request is complete, and ends the timeline
+            self._record()  # before the client gets the reply, and may end the timeline
             self._reply = self._comm.Isend(data, self._client, _REPLY)
         self.is_complete = self._reply.Test()
 

@@ -203,7 +203,7 @@ scaled_add, sgd, zero, and the rules added by register_rule.
     code = native.BUILT_IN.get(rule.name)
     if code is None:
         names = ", ".join(sorted({*native.BUILT_IN, *_registered}))
-        raise ArgumentError(f"unknown rule {rule.name!r}. Available: {names}, and the rules added by register_rule.")
+        raise ArgumentError(f"unknown rule {rule.name!r}. Available: {names}. register_rule adds others.")
     if len(rule.coefficients) != len(code.coefficients):
         raise ArgumentError(
             f"rule {rule.name!r} needs {len(code.coefficients)} coefficients: write "

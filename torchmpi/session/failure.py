@@ -1,9 +1,9 @@
 """Job termination: when one rank fails, all ranks end within seconds, with one traceback and a non-zero exit status.
 
-Otherwise the other ranks would wait forever. The causes are an uncaught exception, Ctrl-C, SIGTERM (also while the main
-thread is inside MPI, where Python runs no signal handlers), the exit of the interpreter without ``stop()`` while other
-ranks communicate, and stalls found by the watchdog. A report is one call of ``write()``, so that reports of several
-ranks do not mix.
+Otherwise the other ranks would wait forever. Causes are, among others, an uncaught exception, Ctrl-C, SIGTERM (also
+while the main thread is inside MPI, where Python runs no signal handlers), the exit of the interpreter without
+``stop()`` while other ranks communicate, and stalls found by the watchdog. Each part of a report is one ``write()``, so
+that the parts of several ranks do not mix.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _POLL_SECONDS = 0.01
 _TERMINATED, _INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 _MainThread = type(threading.main_thread())
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-# Values of the field DYING of a rank that has failed: before it is determined which rank reports; the rank reports.
+# Values of the field DYING of a failed rank: the rank that reports is not determined yet; this rank reports.
 _FAILING, _REPORTING = 1, 2
 
 
@@ -86,7 +86,7 @@ class FailureHandling:
         self.before_abort: Callable[[int], None] = lambda status: None
         """Called with the status when this rank ends the job."""
         self.ask_other_hosts: Callable[[float], dict[int, report.Activity]] = lambda patience_seconds: {}
-        """Returns what the ranks of other hosts are doing, as far as that is known after so many seconds."""
+        """Returns the activities of ranks of other hosts that are known after so many seconds."""
 
     def install(self) -> None:
         """Install the hooks."""
@@ -120,7 +120,7 @@ class FailureHandling:
         self._signals.stop()
 
     def end_job(self, message: str, status: int) -> None:
-        """Log a message and end all ranks. Does not return; '' if another rank reports the reason."""
+        """Log a message ('' if another rank reports the reason) and end all ranks. Does not return."""
         self._claim_report()
         if message:
             self._report(message, status)
@@ -174,7 +174,7 @@ class FailureHandling:
     def _printed_by_previous_hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> str:
-        """Return what the exception hook of Python or of the program prints, which would be many calls of write()."""
+        """Return the output of the previous exception hook, which would otherwise make many calls of write()."""
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed):
             self._previous_hook(kind, error, trace)
@@ -202,7 +202,7 @@ class FailureHandling:
         self._previous_exit(status)
 
     def _exit_at_once(self, status: int) -> NoReturn:
-        """End the job, as MPICH's launcher would kill the other ranks and return the status of this one, even 0."""
+        """End the job, since MPICH's launcher would kill the other ranks and return the status of this one, even 0."""
         if os.getpid() == self._pid and self._installed and self.world.size > 1:
             if self._claim_report():
                 line = line_of_program(traceback.extract_stack())
@@ -212,7 +212,7 @@ class FailureHandling:
         self._previous_exit_at_once(status)
 
     def _at_end_of_child(self) -> None:
-        """Do what is done at exit: a fork of multiprocessing ends by os._exit(), without Python's exit handlers."""
+        """Run the handler of exits: a fork of multiprocessing ends by os._exit(), without Python's exit handlers."""
         if sys.exc_info()[0] in (None, SystemExit):
             self._at_exit()
 
@@ -229,7 +229,7 @@ class FailureHandling:
             left = _LeavingRank(rank, self._left)
             if not isinstance(error, MismatchError):
                 self.end_job(f"{left}, and stop() failed: {type(error).__name__}: {error}", left.status or 1)
-            self._wait_for_report()  # of a rank that was in a call, which knows the line of the program
+            self._wait_for_report()  # of a rank that was in a call: it has the line of the program
             if self._claim_report():
                 text = f"{left} without mpi.stop(), while other ranks were in a call.\n{error}"
                 self._report(text, left.status or 1)
@@ -238,7 +238,7 @@ class FailureHandling:
             self._abort(left.status or 1)
 
     def _find_leaving_rank(self, error: MismatchError | StallError) -> _LeavingRank | None:
-        """Return a rank that is at the end of its program, of this host or according to an error, if there is one."""
+        """Return a rank at the end of its program, found in `error` or on the status board; None if there is none."""
         group, board = self.board_group, self._board
         fields = list(error.exited.items()) if isinstance(error, MismatchError) else []
         if group is not None and board is not None:
@@ -301,7 +301,7 @@ class FailureHandling:
         return True
 
     def _wait_for_report(self) -> None:
-        """Give the rank that has the reason of the failure time to report it."""
+        """Wait until a rank that knows the reason reports it, for a limited time."""
         self._is_failing = True
         seconds = _OUTPUT_SECONDS if len(set(self.world.context.hosts)) == 1 else _FIRST_HOST_SECONDS
         board, limit = self._board, time.monotonic() + seconds
@@ -311,14 +311,14 @@ class FailureHandling:
             time.sleep(_POLL_SECONDS)
 
     def _let_first_host_report(self, failure: str) -> None:
-        """Wait on all hosts but the first, whose ranks have the same error; they then end all ranks."""
+        """Wait, except on the first host, whose ranks report the same error and end the job."""
         hosts = self.world.context.hosts
         if hosts[self.world.rank] != hosts[0]:
             self._is_failing, self.world.context.failure = True, failure
             time.sleep(_FIRST_HOST_SECONDS)
 
     def _let_other_rank_end(self, failure: str) -> None:
-        """Wait while the rank that reports, also what has failed here, prints its report; it then ends all ranks."""
+        """Wait while the reporting rank prints its report, with this failure in it, and ends all ranks."""
         self.world.context.failure = failure[:_MOST_CHARACTERS]
         _flush()
         time.sleep(_OUTPUT_SECONDS + self._patience_seconds)
@@ -375,17 +375,17 @@ def _in_forked_child() -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the system kill a child of multiprocessing when its rank is killed; the launcher would wait for the child.
+    """Let the system kill a child of multiprocessing when its rank is killed, or the launcher waits for the child.
 
-    A rank that ends normally waits for such children before. Linux sends the signal when the thread ends that has
-    forked, so only children of the main thread can be treated.
+    A rank that ends normally first waits for such children. Linux sends the signal when the forking thread ends, so
+    only children of the main thread are covered.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != "multiprocessing.popen_fork":
         frame = frame.f_back
     if frame is not None and type(threading.current_thread()) is _MainThread and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was killed before the call
+        if os.getppid() != parent:  # the parent ended before the call
             mpi_library.exit_process(1)
 
 

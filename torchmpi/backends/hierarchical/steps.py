@@ -2,7 +2,7 @@
 
 A plan (:func:`torchmpi.communicators.splits.steps_for`) names the steps of a collective: a flat collective and the
 group on which it runs. :class:`StepSequence` runs a plan, in two configurations: the levels of a span
-(:mod:`.spans`) and the hosts of a group (:mod:`.hosts`).
+(:mod:`.spans`) and the hosts of a group (:mod:`.host_collectives`).
 """
 
 from __future__ import annotations

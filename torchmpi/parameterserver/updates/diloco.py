@@ -68,7 +68,7 @@ class DiLoCoUpdate(LocalSGDUpdate):
             )
         self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
         self._gradient = FlatBuffers(self._parameters, allocate=self._allocate)
-        """The outer gradient; in shared memory, which allreduce does not copy."""
+        """The outer gradient; if possible in shared memory, which allreduce does not copy."""
         self._anchor = FlatBuffers(self._parameters)
         self._momentum = FlatBuffers(self._parameters)
         for buffer in self._momentum.buffers:
