@@ -186,7 +186,7 @@ def prepare(rule: object, dtype: torch.dtype) -> PreparedRule:
     >>> prepare("nonsense", torch.float32)
     Traceback (most recent call last):
     torchmpi.errors.ArgumentError: unknown rule 'nonsense'. Available: adagrad, adam, add, axpby, copy, max, min, \
-scaled_add, sgd, zero, and the rules added by register_rule.
+scaled_add, sgd, zero. register_rule adds others.
     """
     if isinstance(rule, str):
         rule = Rule(rule)

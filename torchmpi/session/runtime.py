@@ -452,6 +452,7 @@ def stop() -> None:
     """Complete all asynchronous calls and release all resources. Collective; does nothing if torchmpi does not run.
 
     MPI is finalized when the interpreter exits, if torchmpi has initialised it; ``start()`` may be called again before.
+    A rank for which the others wait longer than ``stall_abort_seconds`` ends the job.
 
     Raises:
         MismatchError: Other ranks make a different call.
