@@ -7,7 +7,8 @@ The programs are in tests/jobs/frameworks and examples/llm; they name gloo, or n
 or logits with those of one process themselves. Each runs with the mpirun of the environment, with torchrun and, if its
 library has one, with the launcher of the library, all with TORCHMPI_AS_GLOO=1 or TORCHMPI_AS_MPI=1; and with torchrun
 alone, which is gloo. The launchers alternate, and each time is divided by that of gloo in the same round; a cell has
-the median of the rounds. --write replaces these lines in docs/frameworks.md. Needs the extra "frameworks".
+the median of the rounds. --write replaces these lines in docs/frameworks.md; launchers that do not run keep their
+cells. Needs the extra "frameworks".
 """
 
 from __future__ import annotations
@@ -171,17 +172,26 @@ def program_line(runner: Runner, program: Program, num_ranks: int, launchers: se
     """Return the line of a program in the table of an MPI library."""
     chosen = tuple(name for name in program.launchers if name in launchers)
     found = alternate(chosen, num_rounds, lambda name: runner.seconds(program, name, num_ranks))
-    cells = [program.backend]
+    title = f"{program.title}, {num_ranks} ranks"
+    cells, before = [program.backend], cells_on_page(runner.mpi, title)
     for name in (MPIRUN, TORCHRUN, ACCELERATE):
         failures = [each for each in found.get(name, []) if isinstance(each, str)]
         pairs = zip(found.get(name, []), found[GLOO], strict=False)
         ratios = [ours / gloo for ours, gloo in pairs if not isinstance(ours, str) and not isinstance(gloo, str)]
         compared = f", {statistics.median(ratios):.2f}" if ratios and num_rounds > 1 else ""
-        cells.append(f"no: {failures[0]}" if failures else f"yes{compared}" if name in found else "")
+        measured = f"no: {failures[0]}" if failures else f"yes{compared}"
+        cells.append(measured if name in found else before.get(name, ""))
     times = [each for each in found[GLOO] if not isinstance(each, str)]
     seconds = f"{statistics.median(times):.3g} s" if num_rounds > 1 else "yes"  # one round is no measurement
     cells.append(seconds if times else f"no: {found[GLOO][0]}")
-    return f"| {program.title}, {num_ranks} ranks | {' | '.join(cells)} |"
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def cells_on_page(section: str, title: str) -> dict[str, str]:
+    """Return the cells that an earlier run has written for a program, by launcher."""
+    table = PAGE.read_text().partition(f"<!-- end of {section} -->")[0].rpartition("<!-- end of ")[2]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return next((dict(zip(LAUNCHERS, line[2:], strict=True)) for line in lines if line[:1] == [title]), {})
 
 
 def generation_line(runner: Runner, program: Program, length: str, num_ranks: int, num_rounds: int) -> str:
