@@ -1,33 +1,40 @@
 """Point-to-point messages: send, recv, sendreceive.
 
-Messages between a pair of ranks arrive in the order in which they were sent. A small header precedes each message, by
-which a receiver detects that its tensor does not fit, and raises an error. Asynchronous messages use one queue per peer
-and direction: sending to one rank never waits for another.
+Messages between a pair of ranks arrive in the order in which they were sent. A header, by which a receiver detects that
+its tensor does not fit and raises an error, is sent with short tensors in one message, and before long ones.
+Asynchronous messages use one queue per peer and direction: sending to one rank never waits for another.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..communicators.call_queue import CallQueue
+from ..communicators.communicator import Communicator
 from ..communicators.conditions import sleep_until
 from ..communicators.group import Group
 from ..communicators.handle import Handle
-from ..communicators.levels import Comm
+from ..communicators.levels import Comm, used
 from ..errors import ArgumentError, MismatchError, TorchMPIError
 from ..other_names import refuses_keywords, unknown_keyword
 from ..session import runtime
+from ..shared_memory import fast_path
+from ..shared_memory.kernels.records import MISMATCH
 from ..tensors import buffers, dtypes, partition, streams
 from ..tensors.numbers import Value, as_tensor, is_number, restore
 from ..timeline import events
+from .short_messages import HEADER_TAG, MOST_HEADER_BYTES, PACKED_BYTES, cached_exchange, can_exchange
 
-_HEADER_TAG, _PAYLOAD_TAG = 1, 2
+_PAYLOAD_TAG = 2
 
 
 @refuses_keywords
@@ -166,10 +173,16 @@ def sendreceive(tensor: Value, src: int, dst: int, *, comm: Comm = None, **_unkn
         left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
         mpi.sendreceive(tensor, src=left, dst=right)
     """
+    if type(src) is int and type(dst) is int and not _unknown:
+        exchanged: Value | None = fast_path.sendreceive(tensor, None, fast_path.joint_key(src, dst), comm, None)
+        if exchanged is not None:
+            return exchanged
     if _unknown:
         raise unknown_keyword(sendreceive, _unknown)
     message = _Message("sendreceive", tensor, src, comm)
     exchange = message.in_order(message.exchange_with(dst))
+    if type(src) is int and type(dst) is int and not message.is_number:
+        message.cache(dst, comm)
     result: Value = message.result(message.queue_to(dst).run(partial(message.call_queue.run, exchange)))
     return result
 
@@ -246,10 +259,22 @@ class _Message:
     def _run(self, mark: streams.Mark | None, device: torch.device | None, task: Callable[[], Any]) -> Any:
         return self.result(streams.run_after(mark, device, task))
 
+    def cache(self, dst: int, comm: Comm) -> None:
+        """Let the fast path make exchanges like this one, if it can."""
+        tensor, group = self.tensor, self.group
+        is_plain = tensor.device.type == "cpu" and not tensor.dtype.is_complex and tensor.nbytes <= PACKED_BYTES
+        is_meant = type(comm) in (Communicator, Group) or (
+            comm is None and used.get() is None and runtime.communicator(None).intra is group
+        )
+        if is_plain and is_meant and can_exchange(group):
+            name = fast_path.joint_key(self.peer, dst), tensor.dtype, comm
+            find = partial(cached_exchange, group, self.peer, dst, tensor.dtype, partial(_settle, group, self.peer))
+            fast_path.cache_call("sendreceive", name, find)
+
     # Run in the queue.
 
     def send(self) -> torch.Tensor:
-        with self._watched(f"to rank {self.peer}"):
+        with self.watched(f"to rank {self.peer}"):
             work = self._plain()
             for message, tag in self._messages(work):
                 self.comm.Send((message, self.MPI.BYTE), self.peer, tag)
@@ -257,13 +282,13 @@ class _Message:
         return self.tensor
 
     def receive(self) -> torch.Tensor:
-        with self._watched(f"from rank {self.peer}"):
+        with self.watched(f"from rank {self.peer}"):
             return self._receive()
 
     @contextmanager
-    def _watched(self, peer: str) -> Iterator[None]:
+    def watched(self, peer: str) -> Iterator[None]:
         """Describe the call for the watchdog, and in the error if MPI fails."""
-        self.call_queue.doing = self._description(peer)
+        self.call_queue.doing = doing = self.description(peer)
         recorder = events.recorder
         event = None if events.show_call is None else self._begin_event()
         begin = events.now()
@@ -273,7 +298,7 @@ class _Message:
             counts, name = self.group.context.call_counts, self.group.name
             counts.add_message(name, self.collective, self.tensor.nbytes, duration, self.waited)
         except self.MPI.Exception as error:
-            failure = TorchMPIError(f"{self.what}: {self.call_queue.doing} failed: {error}.")
+            failure = TorchMPIError(f"{self.what}: {doing} failed: {error}.")
             raise self.group.context.loss_behind(error) or failure from error
         finally:
             self.call_queue.doing = None
@@ -293,7 +318,10 @@ class _Message:
         return self.group.info, names, self.tensor.numel()
 
     def _receive(self) -> torch.Tensor:
-        self._check_header()
+        payload = self._checked_payload()
+        if payload is not None:
+            buffers.overwrite(self.tensor, payload)
+            return self.tensor
         direct = self.backend.takes(self.tensor.device.type, self.collective) and buffers.is_direct(self.tensor)
         work = self.tensor.detach() if direct else torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
         streams.settle(work)
@@ -308,28 +336,37 @@ class _Message:
         self._checked_peer(dst)
 
         def exchange() -> torch.Tensor:
-            outgoing = self._plain().clone()
-            streams.settle(outgoing)  # MPI reads device memory without regard to streams
-            requests = [
-                self.comm.Isend((message, self.MPI.BYTE), dst, tag) for message, tag in self._messages(outgoing)
-            ]
+            outgoing = self._plain(copied=True)
+            messages = self._messages(outgoing)
+            requests = [self.comm.Isend((message, self.MPI.BYTE), dst, tag) for message, tag in messages]
             self.group.messages.add(len(requests))
             try:
                 return self.receive()
             finally:
-                self.MPI.Request.Waitall(requests)  # also after an error: MPI reads `outgoing` until then
+                self.MPI.Request.Waitall(requests)  # also after an error: MPI reads this memory until then
 
         return exchange
 
-    def _plain(self) -> torch.Tensor:
-        work = buffers.plain(self.tensor, to_host=not self.backend.takes(self.tensor.device.type, self.collective))
-        streams.settle(work)
+    def _plain(self, *, copied: bool = False) -> torch.Tensor:
+        """Return the values to send; `copied`: in memory that is not that of the tensor, unless they are packed."""
+        is_packed = self.tensor.nbytes <= PACKED_BYTES
+        to_host = is_packed or not self.backend.takes(self.tensor.device.type, self.collective)
+        work = buffers.plain(self.tensor, to_host=to_host)
+        if copied and not is_packed:
+            work = work.clone()
+        streams.settle(work)  # MPI reads device memory without regard to streams
         return work
 
     def _messages(self, work: torch.Tensor) -> list[tuple[Any, int]]:
-        """Return the header, and the memory in messages of a length that MPI supports, with their tags."""
-        header = np.array([self.code, work.dim(), *work.shape, *[0] * (_HEADER_FIELDS - 2 - work.dim())], np.int64)
-        return [(header, _HEADER_TAG), *((part, _PAYLOAD_TAG) for part in self._payload(work))]
+        """Return the header with the memory behind it, or the header and then the memory in parts, with their tags."""
+        header_bytes = 8 * (2 + work.dim())
+        is_packed = work.nbytes <= PACKED_BYTES
+        message = np.empty(header_bytes + work.nbytes if is_packed else header_bytes, np.uint8)
+        message[:header_bytes].view(np.int64)[:] = self.code, work.dim(), *work.shape
+        if not is_packed:
+            return [(message, HEADER_TAG), *((part, _PAYLOAD_TAG) for part in self._payload(work))]
+        ctypes.memmove(message.ctypes.data + header_bytes, work.data_ptr(), work.nbytes)
+        return [(message, HEADER_TAG)]
 
     def _payload(self, work: torch.Tensor) -> list[Any]:
         flat = work.view(-1)
@@ -339,21 +376,33 @@ class _Message:
             for begin, numel in partition.chunks(flat.numel(), most)
         ]
 
-    def _check_header(self) -> None:
+    def _checked_payload(self) -> torch.Tensor | None:
+        """Receive a header, and return what `unpacked` returns."""
         begin = events.now()
         if self.group.context.sleeps_before_mpi:
-            sleep_until(lambda: bool(self.comm.Iprobe(self.peer, _HEADER_TAG)))
-        header = np.empty(_HEADER_FIELDS, np.int64)
-        self.comm.Recv((header, self.MPI.BYTE), self.peer, _HEADER_TAG)
+            sleep_until(lambda: bool(self.comm.Iprobe(self.peer, HEADER_TAG)))
+        message = np.empty(MOST_HEADER_BYTES + PACKED_BYTES, np.uint8)
+        self.comm.Recv((message, self.MPI.BYTE), self.peer, HEADER_TAG)
         self.waited = events.now() - begin
         self.group.messages.add(-1)
-        code, num_dims, *dims = header.tolist()
-        shape = tuple(dims[:num_dims])
-        if code == self.code and shape == tuple(self.tensor.shape):
-            return
+        return self.unpacked(message)
+
+    def unpacked(self, message: npt.NDArray[np.uint8]) -> torch.Tensor | None:
+        """Compare the header of a message; return the values behind it, or None if they are in further messages."""
+        code, num_dims = message[:16].view(np.int64).tolist()
+        header_bytes = 8 * (2 + num_dims)
+        shape = tuple(message[16:header_bytes].view(np.int64).tolist())
         dtype = dtypes.from_code(code)
         assert dtype is not None
-        self._receive_payload(torch.empty(shape, dtype=dtype, device="cpu"))  # before the next message can be received
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if code == self.code and shape == tuple(self.tensor.shape):
+            if num_bytes > PACKED_BYTES:
+                return None
+            values = torch.empty(shape, dtype=dtype, device="cpu")
+            ctypes.memmove(values.data_ptr(), message.ctypes.data + header_bytes, num_bytes)
+            return values
+        if num_bytes > PACKED_BYTES:  # before the next message can be received
+            self._receive_payload(torch.empty(shape, dtype=dtype, device="cpu"))
         raise MismatchError(
             f"{self.what}: rank {self.peer} sent {dtypes.short_name(dtype)} {list(shape)}, but the tensor to "
             "receive into is "
@@ -366,8 +415,15 @@ class _Message:
             self.comm.Recv((part, self.MPI.BYTE), self.peer, _PAYLOAD_TAG)
             self.group.messages.add(-1)
 
-    def _description(self, peer: str) -> str:
+    def description(self, peer: str) -> str:
         return f"{self.collective}({dtypes.short_name(self.tensor.dtype)} {list(self.tensor.shape)}) {peer}"
 
 
-_HEADER_FIELDS = 66  # dtype, number of dims, and up to 64 dims, the limit of torch
+def _settle(group: Group, src: int, status: int, tensor: torch.Tensor, received: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Raise the error of an exchange on the fast path, given the received message."""
+    message = _Message("sendreceive", tensor, src, group)
+    with message.watched(f"from rank {src}"):
+        if status != MISMATCH:
+            raise message.MPI.Exception(status)
+        message.unpacked(received)
+    return tensor

@@ -35,6 +35,8 @@ class MessageCount(NamedTuple):
     """The part of the time in which the waits are known."""
     waited: int
     stalls: int
+    ticks: int = 0
+    """The time of the messages of the fast path, in which the waits are known; the other times do not include it."""
 
 
 Key = tuple[str, bool, str]
@@ -58,6 +60,7 @@ class CallCounts:
         self._groups: dict[CallLog, tuple[str, bool]] = {}
         self._freed: dict[Key, CallCount] = {}
         self._messages: dict[MessageKey, MessageCount] = {}
+        self._exchanges: dict[CallLog, str] = {}
 
     def add(self, name: str, is_step: bool, call_log: CallLog) -> None:
         """Count the calls of a group."""
@@ -80,7 +83,7 @@ class CallCounts:
         >>> counts.add_message("world", "recv", 4, 100, 90), counts.add_message("world", "recv", 8, 50)
         (None, None)
         >>> counts.read_messages()
-        {('world', 'recv'): MessageCount(calls=2, bytes=12, time=150, known=100, waited=90, stalls=0)}
+        {('world', 'recv'): MessageCount(calls=2, bytes=12, time=150, known=100, waited=90, stalls=0, ticks=0)}
         """
         known = 0 if waited is None else nanoseconds
         self._add(name, kind, MessageCount(1, num_bytes, nanoseconds, known, waited or 0, 0))
@@ -94,13 +97,28 @@ class CallCounts:
             key = name, kind
             if key not in self._messages and len(self._messages) >= _MOST_NAMES:
                 key = OTHERS, kind
-            known = self._messages.get(key, MessageCount(0, 0, 0, 0, 0, 0))
-            self._messages[key] = MessageCount(*(a + b for a, b in zip(known, added, strict=True)))
+            self._messages[key] = _sum_of_messages(self._messages.get(key), added)
+
+    def add_exchanges(self, name: str, call_log: CallLog) -> None:
+        """Count the messages that the fast path exchanges."""
+        with self._lock:
+            self._exchanges[call_log] = name
+
+    def free_exchanges(self, call_log: CallLog) -> None:
+        """Keep the counts of these messages, but not their call log."""
+        with self._lock:
+            name = self._exchanges.pop(call_log)
+        for kind, count in _counts_of_exchanges(call_log):
+            self._add(name, kind, count)
 
     def read_messages(self) -> dict[MessageKey, MessageCount]:
         """Return the counts of messages that have ended."""
         with self._lock:
-            return dict(self._messages)
+            found = dict(self._messages)
+            for call_log, name in self._exchanges.items():
+                for kind, count in _counts_of_exchanges(call_log):
+                    found[name, kind] = _sum_of_messages(found.get((name, kind)), count)
+            return found
 
     def read(self) -> dict[Key, CallCount]:
         """Return the counts of calls that have ended; those of groups with the same name are added."""
@@ -110,6 +128,18 @@ class CallCounts:
 
 def _counts_of(name: str, is_step: bool, call_log: CallLog) -> list[tuple[Key, CallCount]]:
     return [((name, is_step, collective), CallCount(*numbers)) for collective, numbers in call_log.counters()]
+
+
+def _counts_of_exchanges(call_log: CallLog) -> list[tuple[str, MessageCount]]:
+    counts = ((kind, CallCount(*numbers)) for kind, numbers in call_log.counters())
+    return [
+        (kind, MessageCount(each.calls, each.bytes, 0, 0, each.waited_nanoseconds, each.stalls, each.ticks))
+        for kind, each in counts
+    ]
+
+
+def _sum_of_messages(known: MessageCount | None, added: MessageCount) -> MessageCount:
+    return added if known is None else MessageCount(*(a + b for a, b in zip(known, added, strict=True)))
 
 
 def _sum(*parts: Iterable[tuple[Key, CallCount]]) -> dict[Key, CallCount]:

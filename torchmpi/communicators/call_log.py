@@ -61,7 +61,7 @@ from .status_board import StatusBoard, request_status
 COLLECTIVES = (
     "barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
     "stop", "split", "allreduce_many", "server_init", "server_free",
-    "server_save", "server_load", "group", "free", "alltoall_splits",
+    "server_save", "server_load", "group", "free", "alltoall_splits", "sendreceive",
 )  # fmt: skip
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _NO_OP = len(OPS)

@@ -17,9 +17,9 @@ import contextlib
 import queue
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import CommunicatorError
 from ..shared_memory.memory_layout import RUN_LOCK_ENTERED, RUN_LOCK_FIELDS, RUN_LOCK_HELD, RUN_LOCK_PENDING
@@ -85,6 +85,16 @@ class RunLock:
         self.release()
 
 
+class FastCall(Protocol):
+    """A call that the fast path can run in a queue."""
+
+    def doing(self) -> str | None:
+        """Describe the call that runs, by the same string as long as it runs; None if none runs."""
+
+    def close(self) -> None:
+        """Release what the group keeps for the call."""
+
+
 class CallQueue:
     """A queue of calls and the lock held while one of them runs.
 
@@ -99,8 +109,9 @@ class CallQueue:
         self.run_lock = RunLock()
         """Held while a call runs."""
         self.closed = False
-        self.doing: str | None = None
-        """Description of the running call for stall reports, if the call sets one."""
+        self._doing: str | None = None
+        self.fast_calls: dict[Hashable, FastCall] = {}
+        """The calls that the fast path can run."""
         self.failed: list[Handle[Any]] = []
         """Failed calls, so that an error for which no thread waits can be reported when the group is freed."""
         self.recorded_until = 0
@@ -111,6 +122,17 @@ class CallQueue:
         """Where the queued call that is running was made, if calls are recorded."""
         self._tasks: queue.SimpleQueue[tuple[Task, Handle[Any], events.Origin | None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
+
+    @property
+    def doing(self) -> str | None:
+        """What describes the running call for stall reports, by a string of its own for each call."""
+        if self._doing is not None or not self.run_lock.fields[RUN_LOCK_ENTERED]:
+            return self._doing
+        return next(filter(None, (call.doing() for call in list(self.fast_calls.values()))), None)
+
+    @doing.setter
+    def doing(self, description: str | None) -> None:
+        self._doing = description
 
     @property
     def pending(self) -> int:
@@ -195,6 +217,8 @@ class CallQueue:
                     self._tasks.put(None)
             if self._worker is not None:
                 self._worker.join()
+            for call in self.fast_calls.values():
+                call.close()
             self.run_lock.acquire()  # never released: a thread that has just found the queue idle must not start a call
 
     def _work(self) -> None:

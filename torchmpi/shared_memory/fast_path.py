@@ -32,7 +32,7 @@ COLLECTIVES = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"
 # With a result in another tensor, for collectives that work in place.
 INTO = ("allreduce_into", "broadcast_into")
 # The two before the last are a gather on ranks that only send, and a scatter on ranks that only receive.
-_FAST_PATHS = (*COLLECTIVES, *INTO, "give", "receive", "barrier")
+_FAST_PATHS = (*COLLECTIVES, *INTO, "give", "receive", "barrier", "sendreceive")
 # First dimension that must be equal on all ranks, if not 0.
 _FIRST_DIMS = {"allgather": 1, "alltoall": 1, "gather": 1, "give": 1}
 _FIRST_DIMS |= dict.fromkeys(("scatter", "receive"), memory_layout.MAX_LOG_DIMS)  # only the root knows the shape
@@ -56,6 +56,7 @@ give: _Entry = _not_built
 scatter: _Entry = _not_built
 receive: _Entry = _not_built
 barrier: _Entry = _not_built
+sendreceive: _Entry = _not_built
 
 
 Name = tuple[Hashable, torch.dtype | None, Any]
@@ -63,9 +64,12 @@ Name = tuple[Hashable, torch.dtype | None, Any]
 
 
 @lru_cache(maxsize=1024, typed=True)
-def joint_key(op: str, root: int) -> tuple[str, int]:
-    """Return operation and root as one object, the same for equal arguments, since fast paths compare addresses."""
-    return op, root
+def joint_key(first: str | int, second: int) -> tuple[str | int, int]:
+    """Return operation and root, or two ranks, as one object that is the same for equal arguments.
+
+    Fast paths compare addresses.
+    """
+    return first, second
 
 
 class _CallLog(Protocol):

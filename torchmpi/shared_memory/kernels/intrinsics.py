@@ -384,6 +384,30 @@ def call_rule(typing_context, function, arrays, sent, numel, coefficients, steps
 
 
 @intrinsic
+def call_sendrecv(
+    typing_context, function, sent, sent_count, sent_type, target, sent_tag,
+    received, count, kind, source, tag, comm, status,
+):  # fmt: skip
+    """Call MPI_Sendrecv by its address; return its error.
+
+    Handles are passed as words. Where they are an `int`, as in MPICH, the functions ignore the upper half.
+    """
+
+    def generate(context, builder, signature, arguments):
+        number = ir.IntType(32)
+        part = [_WORD, number, _WORD, number, number]  # memory, count, datatype, rank, tag
+        kinds = [*part, *part, _WORD, _WORD]
+        values = [
+            builder.trunc(value, number) if kind == number else value
+            for value, kind in zip(arguments[1:], kinds, strict=True)
+        ]
+        pointer = builder.inttoptr(arguments[0], ir.FunctionType(number, kinds).as_pointer())
+        return builder.sext(builder.call(pointer, values), _WORD)
+
+    return types.int64(*[types.int64] * 13), generate
+
+
+@intrinsic
 def this_core(typing_context):
     """Return the core on which this thread runs now."""
 

@@ -45,11 +45,11 @@ class KernelSet(NamedTuple):
 
 SETS = {
     "collectives": KernelSet(
-        ("chunk_loop", "movement", "reduce_kernels", "logged_calls", "fast_path_code"),
+        ("chunk_loop", "movement", "reduce_kernels", "logged_calls", "fast_path_code", "messages"),
         # Two thirds of all functions in each: most functions are called by both, so that a third part saves little.
         (
             ("allreduce", "allreduce_list", "barrier", "exchange", "reduce_scatter", "read_ticks"),
-            ("broadcast", "allgather", "alltoall", "offer", "take", "scatter"),
+            ("broadcast", "allgather", "alltoall", "offer", "take", "scatter", "sendreceive"),
         ),
         "shared-memory kernels",
         8,
@@ -67,6 +67,7 @@ SETS = {
             "scatter": FastPathKernel("scatter", "enter_scatter", takes_out=True),
             "receive": FastPathKernel("scatter", "enter_receive", takes_tensor=False, takes_out=True),
             "barrier": FastPathKernel("barrier", "enter_barrier", takes_tensor=False, writes=False),
+            "sendreceive": FastPathKernel("sendreceive", "enter_sendreceive"),
         },
     ),
     "sharding": KernelSet(("shard_passes",), (("pass_over", "end_chunk"),), "parameter-server kernels", 1),

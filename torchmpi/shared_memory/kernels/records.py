@@ -8,6 +8,7 @@ record      number of fields       contents
 =========== ====================== ==========================================================================
 group       `group_fields(size)`   the group on this rank, and the state of its current call
 call        CALL_FIELDS            a prepared call: group, item size, reducer, root
+exchange    EXCHANGE_FIELDS        a prepared short message to one rank and from another
 transfer    TRANSFER_FIELDS        per rank: addresses and lengths to send and to receive
 tensor      TENSOR_FIELDS          one tensor of a list that is reduced together
 segment     SEGMENT_FIELDS         one shared tensor of this process
@@ -159,6 +160,29 @@ MESSAGE = 5
 DTYPE = 6
 """Number of the dtype, the same on all ranks; 0 if unknown."""
 CALL_FIELDS = 7
+
+# --- Prepared exchange of short messages: the arguments of MPI_Sendrecv -----------------------------------------
+
+SENDRECV = 0
+"""Address of the function; ITEM_BYTES is a field of this record, too."""
+SENT_DTYPE = 2
+"""Number of the dtype, the same on all ranks."""
+SENT = 3
+"""Address of the message to send: SENT_DTYPE, number of dimensions, shape, values."""
+RECEIVED = 4
+"""Address of the received message."""
+RECEIVED_BYTES = 5
+"""Length of the longest message."""
+VALUE_BYTES = 6
+"""Length of the longest values."""
+BYTE_TYPE, SEND_TO, RECEIVE_FROM, MESSAGE_TAG, MPI_COMM = range(7, 12)
+MPI_STATUS = 12
+"""Address of memory for an MPI_Status."""
+SEND_LOCK = 13
+"""Address of the fields of the run lock of the queue of messages to SEND_TO."""
+EXCHANGE_LOG = 14
+"""Address of the fields of the call log of the exchange."""
+EXCHANGE_FIELDS = 15
 
 # --- Fast path (see torchmpi.shared_memory.fast_path): addresses -------------------------------------------
 
