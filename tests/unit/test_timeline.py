@@ -259,7 +259,7 @@ def test_the_report_has_the_ranges_that_lie_within_steps(tmp_path):
     assert "forward                               20 ms    20%\n" in report.text()
 
 
-def test_no_rank_is_blamed_if_both_are_late_by_turns(tmp_path):
+def test_no_rank_is_named_if_both_are_late_by_turns(tmp_path):
     records = []
     for rank in range(2):
         calls = [call(rank, n, 100 * n + 40 + 30 * (n % 2 == rank), 100 * n + 71) for n in range(11)]
@@ -327,7 +327,7 @@ def test_a_folder_without_traces_is_an_error_with_the_remedy(tmp_path):
         read_folder(tmp_path)
 
 
-def test_readers_come_and_go():
+def test_readers_are_added_and_removed():
     switched, found = [], []
     events.when_switched.append(switched.append)
     try:

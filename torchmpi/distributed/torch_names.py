@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
@@ -137,10 +136,7 @@ def move_to_file(tensor: torch.Tensor, at_once: int) -> tuple[torch.UntypedStora
     system = os.statvfs(_SHARED_MEMORY)  # torch creates the file here; half of it remains for data loaders
     if system.f_bavail * system.f_frsize - at_once * tensor.nbytes < system.f_blocks * system.f_frsize // 2:
         return None
-    alive = weakref.ref(tensor.untyped_storage())
-    storage = alive()
-    if storage is None:  # torch before 2.1 makes a new object each time: its end would not be that of the memory
-        return None
+    storage = tensor.untyped_storage()
     file, num_bytes = storage._share_fd_cpu_()
     return storage, file, num_bytes
 
@@ -344,7 +340,7 @@ _out_variants: torch.library.Library | None = None
 def keep_works_of_join() -> None:
     """Keep each work that ``Join`` passes to C++ alive until the model is called again.
 
-    DDP's reducer holds the C++ half of the work only, and without its Python half a wait would not end (torch 2.13).
+    DDP's reducer holds the C++ object of a work only, and without its Python object a wait would not end (torch 2.13).
     """
     from torch.distributed.algorithms.join import Join
 

@@ -35,7 +35,7 @@ def partition_by_size(sizes: Sequence[int], partitions: int) -> list[range]:
             low = middle + 1
     runs = _runs_up_to(sizes, low)
     while len(runs) < min(partitions, len(sizes)):
-        # A single item has the largest sum, so fewer runs would suffice: divide others until there are enough.
+        # Fewer runs can have the same largest sum: divide the largest divisible ones until there are enough.
         index = max((i for i, run in enumerate(runs) if len(run) > 1), key=lambda i: _total(sizes, runs[i]))
         begin, end = runs[index].start, runs[index].stop
         halves = [(range(begin, cut), range(cut, end)) for cut in range(begin + 1, end)]
@@ -161,7 +161,7 @@ class ViewBucket:
         """Move the gradient of one parameter into the flat tensor, unless it is a view of it, and return the view."""
         parameter, view = self.parameters[position], self.views[position]
         gradient = parameter.grad
-        # module.to() replaces the storage of every .grad, and of a view that is one.
+        # module.to() replaces the storage of every .grad, also if it is a view of the flat tensor.
         if view.data_ptr() != self._addresses[position] or parameter.dtype is not view.dtype:
             raise GradientError(_MOVED)
         if gradient is view:

@@ -191,7 +191,7 @@ class TensorServers:
         ]
         for server, buffer in zip(self.servers, self.incoming.buffers, strict=True):
             (server_init or _copy_from_rank_0)(server, buffer)
-        collectives.barrier(communicator)  # no rank may receive other values
+        collectives.barrier(communicator)  # the initial values are complete
 
     @property
     def outgoing(self) -> FlatBuffers:

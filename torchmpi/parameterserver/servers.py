@@ -1,7 +1,7 @@
 """Parameter servers: `init`, `send`, `receive`, `free`.
 
-`send` and `receive` check their arguments, then run `Server.apply` or `Server.read`, in the calling thread or in the
-call queue of the communicator. Both access the shards of this host through memory (:class:`.shards.Actor`) and
+`send` and `receive` check their arguments, then run `Server.apply` or `Server.read`, in the calling thread or in a
+call queue of the servers. Both access the shards of this host through memory (:class:`.shards.Actor`) and
 the shards of other hosts by messages (:class:`.remote.RemoteClient`).
 """
 
@@ -62,7 +62,7 @@ class Server:
         sent_version: Number of rules that had been applied to a chunk when the last send of this client reached it;
             mean over the chunks.
         received_version: The same for the last receive.
-        expected_version: What the next send finds unless other ranks send; None: computed from the last receive. Set by
+        expected_version: `sent_version` of the next send if no other rank sends; None: from the last receive. Set by
             updates, whose gradients may belong to the values of an earlier receive.
     """
 
@@ -122,7 +122,7 @@ class Server:
             self._record("receive", begin, data, version=self.received_version)
 
     def _staleness(self) -> float | None:
-        """Return how many rules of other ranks the current send found that its values do not include, if known."""
+        """Return the number of rules of other ranks that were applied since the values used were fetched, if known."""
         expected, self.expected_version = self.expected_version, None
         if expected is None and self._num_sent_before_receive is not None:
             expected = self.received_version + self.num_sent - self._num_sent_before_receive
@@ -210,7 +210,7 @@ class ServerContext:
         return Shards(segment, plan, local_parts, dtypes=(dtype, states))
 
     def call(self, server: Server, task: Callable[[], T], what: str, num_bytes: int) -> Handle[T]:
-        """Run `task` in the calling thread if it is small and nothing is queued, otherwise in the call queue."""
+        """Run a small task on a local server in the calling thread if nothing is queued, others in the call queue."""
         queue, run = self.call_queue, partial(self._run, server, task, what)
         is_inline = server.is_local and num_bytes <= INLINE_BYTES
         if not (is_inline and queue.pending == 0 and queue.run_lock.acquire(False)):

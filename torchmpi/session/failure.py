@@ -212,7 +212,7 @@ class FailureHandling:
         self._previous_exit_at_once(status)
 
     def _at_end_of_child(self) -> None:
-        """Run the handler of exits: a fork of multiprocessing ends by os._exit(), without Python's exit handlers."""
+        """Run the exit handler: a forked child of multiprocessing ends by os._exit(), which skips exit handlers."""
         if sys.exc_info()[0] in (None, SystemExit):
             self._at_exit()
 
@@ -328,7 +328,7 @@ class FailureHandling:
         self._write_report(reason, status, {})
 
     def _report(self, reason: str, status: int) -> None:
-        """Print the reason at once, then what the other ranks were doing."""
+        """Print the reason at once, then the activity of the other ranks."""
         log_fatal(report.shortened(reason))
         launcher.write_error_file(reason)
         others: dict[int, report.Activity] = {}
@@ -375,7 +375,7 @@ def _in_forked_child() -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the system kill a child of multiprocessing when its rank is killed, or the launcher waits for the child.
+    """Let the system kill a child of multiprocessing with its rank; otherwise the launcher waits for the child.
 
     A rank that ends normally first waits for such children. Linux sends the signal when the forking thread ends, so
     only children of the main thread are covered.

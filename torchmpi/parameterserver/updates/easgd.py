@@ -46,7 +46,7 @@ class EASGDUpdate(Update):
     def __init__(self, network: nn.Module, *, beta: float = 0.9, **options: Any) -> None:
         super().__init__(network, **options)
         if not beta > 0:
-            raise ArgumentError(f"beta={beta!r} must be greater than zero, or the ranks train without each other.")
+            raise ArgumentError(f"beta={beta!r} must be greater than zero, or the ranks train independently.")
         self.beta = beta
 
     @property

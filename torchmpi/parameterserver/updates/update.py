@@ -191,7 +191,7 @@ class Update(PeriodicUpdate):
         update_frequency: Steps between two integrations of the values of the servers.
         init_delay: Step at which the servers are created, with the values of rank 0.
         prefetch: How many steps before the integration the values are fetched; at most `update_frequency`.
-        max_staleness: How many integrations a rank may be ahead of the slowest one before that rank waits.
+        max_staleness: How many integrations a rank may be ahead of the slowest one without waiting.
         name: Name of the servers.
 
     Attributes:
