@@ -1,6 +1,7 @@
 """Run programs of other libraries, unchanged, over torchmpi and over gloo, and print lines of the tables.
 
     python scripts/test_frameworks.py [-n 2,4] [--only WORD] [--launchers LIST] [--rounds 3] [--write]
+    python scripts/test_frameworks.py --transformers CHECKOUT [-n 2,4] [--write]
     python scripts/test_frameworks.py --generation [-n 2,4] [--write]
 
 The programs are in tests/jobs/frameworks and examples/llm; they name gloo, or no backend, and compare their parameters
@@ -52,7 +53,9 @@ class Program:
     launchers: tuple[str, ...] = (MPIRUN, TORCHRUN, GLOO)
     variables: Mapping[str, str] = field(default_factory=lambda: AS_GLOO)
     module: str = ""
-    """The test to run instead: it prints no time, so that the time of the whole job counts."""
+    """The module to run instead of a file."""
+    is_test: bool = False
+    """Whether it is a test of the library, which prints no time, so that the time of the whole job counts."""
 
     def command(self, *more: str) -> list[str]:
         """Return the file and its arguments."""
@@ -65,7 +68,17 @@ def tests_of_accelerate(name: str) -> Program:
     """Return a script of tests that is part of Accelerate."""
     variables = AS_GLOO | {"ACCELERATE_USE_CPU": "1"}
     module = f"accelerate.test_utils.scripts.{name}"
-    return Program(f"Accelerate's `{name}.py`", "none", (), "", LAUNCHERS, variables, module)
+    return Program(f"Accelerate's `{name}.py`", "none", (), "", LAUNCHERS, variables, module, is_test=True)
+
+
+def tests_of_transformers(checkout: Path) -> list[Program]:
+    """Return the programs of the distributed tests of the Trainer that need no model of the hub, on CPUs."""
+    folder = str(checkout.resolve() / "tests" / "trainer" / "distributed" / "scripts")
+    options = ("--use_cpu", "--output_dir=output", "--report_to=none")
+    return [
+        Program(f"Transformers' `{name}.py`", "none", (f"{name}.py", *options), folder, LAUNCHERS, is_test=True)
+        for name in ("eval_ddp", "dispatch_batches", "worker_seed")
+    ]
 
 
 def training(title: str, backend: str, *arguments: str, **options: object) -> Program:
@@ -118,7 +131,7 @@ class Runner:
         command = [*self._launch(launcher, num_ranks), *program.command()]
         begin = time.perf_counter()
         done = self.run(command, program.variables if launcher != GLOO else without_ours(program.variables))
-        times = [time.perf_counter() - begin] if program.module else times_of(done)
+        times = [time.perf_counter() - begin] if program.is_test else times_of(done)
         is_ours = "): torchmpi, " in done.stderr
         if done.returncode == 0 and len(times) in (1, num_ranks) and is_ours == (launcher != GLOO):
             return max(times)
@@ -226,6 +239,8 @@ def versions() -> str:
 def lines_of(runner: Runner, options: argparse.Namespace) -> Iterator[str]:
     """Measure, and return the lines one by one."""
     all_programs = [GENERATE, TRANSFORMERS] if options.generation else PROGRAMS
+    if options.transformers:
+        all_programs = tests_of_transformers(options.transformers)
     programs = [each for each in all_programs if options.only in each.title]
     for num_ranks in map(int, options.ranks.split(",")):
         for program in programs:
@@ -243,6 +258,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="programs with this word in their title")
     parser.add_argument("--launchers", default=",".join(LAUNCHERS), help="default: %(default)s; gloo always runs")
     parser.add_argument("--rounds", type=int, default=3, help="runs with each launcher (default: %(default)s)")
+    parser.add_argument("--transformers", type=Path, metavar="CHECKOUT", help="run tests of the Trainer of a checkout")
     parser.add_argument("--generation", action="store_true", help="measure tokens per second instead")
     parser.add_argument("--write", action="store_true", help="write the lines into docs/frameworks.md")
     options = parser.parse_args()

@@ -17,7 +17,7 @@ import time
 import torch
 import torch.distributed as dist
 from llama_model import HEAD, NUM_TOKENS, Llama, generate
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -25,9 +25,8 @@ COLUMNS = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "fe
 ROWS = ("attention.o", "feed_forward.down")
 
 
-def divide(model: Llama) -> None:
-    """Divide the matrices of the model over the ranks, in place."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def divide(model: Llama, mesh: DeviceMesh) -> None:
+    """Divide the matrices of the model over the ranks of the mesh, in place."""
     for block in model.blocks:
         columns = {name: ColwiseParallel() for name in COLUMNS}
         parallelize_module(block, mesh, columns | {name: RowwiseParallel() for name in ROWS})
@@ -54,7 +53,7 @@ def main() -> None:
     prompt = torch.randint(NUM_TOKENS, (options.batch_size, 16))
     expected = generate(model, prompt, options.tokens)
     if size > 1:
-        divide(model)
+        divide(model, init_device_mesh("cpu", (size,)))
     seconds = []
     for _ in range(options.rounds):
         dist.barrier()
