@@ -94,6 +94,22 @@ def test_messages_are_recorded(agree, folder):
             mpi.recv(torch.empty(5), 0)
     names = [each.name for each in traces_of(folder)[mpi.rank()].intervals("message")]
     agree.equal(names, [["send"], ["recv"], []][min(mpi.rank(), 2)])
+    lines = [each["args"]["line"] for each in traces_of(folder)[mpi.rank()].events if each.get("cat") == "message"]
+    agree(all(line.startswith(f"{__file__}:") for line in lines), f"{lines}")
+
+
+def test_exchanges_of_the_fast_path_are_recorded(agree, folder):
+    size = mpi.size()
+    right, left = (mpi.rank() + 1) % size, (mpi.rank() - 1) % size
+    with mpi.timeline.start(folder):
+        for _ in range(4):  # the first one through Python, if it is the first of the group
+            mpi.sendreceive(torch.ones(3), left, right)
+    own = traces_of(folder)[mpi.rank()]
+    agree.equal([each.name for each in own.intervals("message")], ["sendreceive"] * 4)
+    details = [each["args"] for each in own.events if each.get("cat") == "message"]
+    agree.equal({(each["bytes"], each["dtype"], each["peer"], each["communicator"]) for each in details},
+                {(12, "float32", left, "world")})  # fmt: skip
+    agree(all(each["line"].startswith(f"{__file__}:") for each in details), f"{details}")
 
 
 def test_messages_of_torch_distributed_are_recorded(agree, folder, default_group):
@@ -129,18 +145,32 @@ def test_a_failed_call_is_recorded_with_its_error(agree, folder):
     agree.equal([each.details["error"] for each in failed], ["MismatchError"])
 
 
-def test_the_fast_path_is_off_only_while_a_timeline_is_recorded(agree, folder):
+def test_calls_of_the_fast_path_are_recorded(agree, folder):
     if not fast_path._fast_paths or mpi.size() < 2:
         pytest.skip("no fast path here")
-    tensor = torch.ones(4)
+    tensor, size = torch.ones(4), mpi.size()
     cached = fast_path._fast_paths["allreduce"].cached_calls
     mpi.allreduce(tensor.fill_(1))
-    before = len(cached)
+    before = list(cached.values())
     with mpi.timeline.start(folder):
+        agree(list(cached.values()) == before and len(before) > 0, "the fast path is off")
         mpi.allreduce(tensor.fill_(1))
-        during = len(cached)
+        for _ in range(3):
+            mpi.allgather(torch.ones(2), out=torch.empty(2 * size))
+            mpi.barrier()
+        mpi.allgather(torch.ones(2 + mpi.rank()))  # ranks with different lengths continue in Python
+    calls = traces_of(folder)[mpi.rank()].calls
+    agree.equal([each.collective for each in calls[:7]], ["allreduce", *["allgather", "barrier"] * 3])
+    agree.equal([each.seq for each in calls], list(range(calls[0].seq, calls[0].seq + len(calls))))
+    agree.equal([each.num_bytes for each in calls[:3]], [16, 8, 0])
+    first = calls[0].details
+    agree.equal((first["op"], first["dtype"], first["backend"]), ("sum", "float32", "shm"))
+    agree(all(each.details["line"].startswith(f"{__file__}:") for each in calls[:8]), f"{calls}")
+    agree(all(first.end <= second.begin + 1e-6 for first, second in pairwise(calls)), f"{calls}")
+    with profiled_by_torch():
+        agree.equal(len(cached), 0)
     mpi.allreduce(tensor.fill_(1))
-    agree.equal((before > 0, during, len(cached)), (True, 0, 1))
+    agree.equal(len(cached), 1)
 
 
 def test_one_timeline_at_a_time(agree, folder):
@@ -150,6 +180,10 @@ def test_one_timeline_at_a_time(agree, folder):
         agree.raises(TorchMPIError, lambda: mpi.timeline.start(folder), "mpi.timeline.stop()")
     mpi.timeline.stop()
     agree(not mpi.timeline.is_recording())
+
+
+def profiled_by_torch():
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 def profiled(action, config=None):

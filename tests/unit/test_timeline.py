@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
+import sys
 import threading
+import time
 
 import bench_rows
 import psutil
@@ -15,7 +18,7 @@ from torchmpi.cli.bench import bench_report
 from torchmpi.errors import ArgumentError
 from torchmpi.timeline import events, trace_writer
 from torchmpi.timeline.aligned_calls import align, earliest_result
-from torchmpi.timeline.clocks import AlignedClock, ClockSample, sample
+from torchmpi.timeline.clocks import AlignedClock, ClockSample, TickClock, sample
 from torchmpi.timeline.events import CallRecord, GroupInfo, Origin, SliceRecord
 from torchmpi.timeline.merging import merge
 from torchmpi.timeline.step_report import StepReport
@@ -126,7 +129,7 @@ def test_a_plain_record_has_all_fields_of_a_call():
 
 def test_a_million_calls_do_not_fill_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_writer, "_FLUSH_SECONDS", 3600.0)  # as on a machine that never runs the thread
-    monkeypatch.setattr(trace_writer, "_MOST_EVENTS", 10_000)
+    monkeypatch.setattr(events, "MOST_EVENTS", 10_000)
     writer = TraceWriter(path_for(tmp_path, 0), job(0, 1), [ClockSample(0, 0, 0)])
     record, process = plain(call(0, 1, 1, 2, size=1)), psutil.Process()
     before = process.memory_info().rss
@@ -328,21 +331,59 @@ def test_a_folder_without_traces_is_an_error_with_the_remedy(tmp_path):
 
 
 def test_readers_are_added_and_removed():
-    switched, found = [], []
-    events.when_switched.append(switched.append)
+    states, found, queue = [], [], events.EventQueue()
+
+    def note_state():
+        states.append(None if events.recorder is None else events.recorder.queues)
+
+    events.when_changed.append(note_state)
     try:
         assert events.recorder is None
+        events.add_reader(queue.put)
         events.add_reader(found.append)
-        events.add_reader(print)
         assert events.recorder is not None
         events.recorder.slice("forward", "range", events.now())
-        events.remove_reader(print)
         events.remove_reader(found.append)
-        events.remove_reader(found.append)
-        assert events.recorder is None and switched == [True, False]
+        events.remove_reader(queue.put)
+        events.remove_reader(queue.put)
+        assert events.recorder is None and states == [(queue,), None, (queue,), None]
     finally:
-        events.when_switched.remove(switched.append)
-    assert [each.name for each in found] == ["forward"]
+        events.when_changed.remove(note_state)
+    assert [each.name for each in found] == [each.name for each in queue] == ["forward"]
+
+
+def test_a_call_of_the_fast_path_is_a_record_with_the_line_of_the_program():
+    """The machine code runs in a public function of the package, which this one stands for."""
+    queue, clock = events.EventQueue(), TickClock(lambda: 3 * time.monotonic_ns())
+    group = events.GroupInfo(7, "world", 0, (0, 1), 1)
+    info = events.FastCallInfo(group, ("allreduce", "sum", "float32", -1), "shm", clock)
+
+    def note(seq):
+        begin = time.monotonic_ns()
+        return begin, (info, struct.pack("4q", seq, 3 * begin, 3 * begin + 300, 4))
+
+    names = {"note": note, "record": events.note_fast_call}
+    source = "def public_function(seq):\n    begin, call = note(seq)\n    record(*call)\n    return begin"
+    exec(compile(source, events.__file__, "exec"), names)
+    public_function = names["public_function"]
+    events.add_reader(queue.put)
+    try:
+        lines, begins = [], []
+        for seq in range(3):  # the first finds its line in another way
+            lines.append(sys._getframe().f_lineno + 1)
+            begins.append(public_function(seq))
+        thread = threading.Thread(target=public_function, args=(3,))
+        thread.start()
+        thread.join()
+    finally:
+        events.remove_reader(queue.put)
+    found = [events.call_record(record) for record in queue]
+    assert [each.origin.line for each in found[:3]] == [f"{__file__}:{line}" for line in lines]
+    assert [each.origin.line for each in found[3:]] == [""], "the thread was started by no line of the program"
+    fields = {"group": group, "collective": "allreduce", "op": "sum", "dtype": "float32", "root": -1, "num_bytes": 4}
+    for each, begin in zip(found, begins, strict=False):
+        assert each == each._replace(**fields, backend="shm", thread=threading.get_ident(), error="")
+        assert abs(each.begin - begin) < MILLISECOND and 99 <= each.end - each.begin <= 101
 
 
 def test_the_line_of_the_program_is_found():

@@ -536,7 +536,13 @@ class SharedOperation:
             code ^ call_log.NATIVE,
             partial(self._settle, root),
             self._abort,
+            self._info(root),
         )
+
+    def _info(self, root: int) -> Any:
+        """Return what a recorder gets to know about the call with this root."""
+        read_ticks = self._calls.kernels["read_ticks"]
+        return self._calls.group.fast_call_info(self._code | root << 32, SharedMemoryBackend.name, read_ticks)
 
     def _abort(self) -> None:
         """Abort a call of the fast path that `_settle` could not begin to handle."""
@@ -554,9 +560,11 @@ class SharedOperation:
                 calls.settle(status)
             result = self(source, destination, root)
         except BaseException as error:
+            calls.group.record_settled(self._info(root), type(error).__name__)
             calls.call_log.abandon()
             if (lost := calls.group.context.loss_behind(error)) is not None:
                 raise lost from error
             raise
+        calls.group.record_settled(self._info(root))
         calls.call_log.leave(calls.call_log.log_fields[LOG_BYTES])
         return result

@@ -50,7 +50,7 @@ class CallCounts:
 
     >>> counts, log = CallCounts(), CallLog("world", 0, 1)
     >>> counts.add("world", False, log)
-    >>> log.enter(0, ()); log.leave(4)
+    >>> log.enter(0, ()); _ = log.leave(4)
     >>> [(key, count.calls, count.bytes) for key, count in counts.read().items()]
     [(('world', False, 'barrier'), 1, 4)]
     """

@@ -154,7 +154,8 @@ class CallLog:
 
     >>> log = CallLog("example", rank=0, size=1)
     >>> log.enter(call_code("barrier"), ())
-    >>> log.leave()
+    >>> log.leave() > 0
+    True
     >>> log.seq
     1
     """
@@ -296,12 +297,15 @@ class CallLog:
             self.expired()
         return all(log_board.get(rank, ENTERED) >= seq for rank in range(self.size))
 
-    def leave(self, num_bytes: int = 0, *, num_calls: int = 1) -> None:
+    def leave(self, num_bytes: int = 0, *, num_calls: int = 1) -> int:
         """End the call, count it, and compare it with the neighbours that had not arrived when it began.
 
         Args:
             num_bytes: The size of the tensor that this rank has passed.
             num_calls: 0 for a part of a call of the program, of which only the time is counted.
+
+        Returns:
+            The time of the end, in nanoseconds.
         """
         if self._missing:
             try:
@@ -322,6 +326,7 @@ class CallLog:
                 fields[counters + COUNTED_WAITED_NS] += waited
                 fields[LOG_WAITED] = 0
         self.entered = None
+        return end
 
     def count_stall(self, code: int) -> None:
         """Count a call that waits too long; called by the watchdog, the only thread that writes this counter."""

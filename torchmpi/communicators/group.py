@@ -19,9 +19,10 @@ import numpy as np
 from ..errors import MismatchError, RankLostError, StallError, TransportError
 from ..log import logger
 from ..shared_memory import fast_path
-from ..shared_memory.memory_layout import LOG_SEQUENCE, num_slots, slots_begin
+from ..shared_memory.memory_layout import LOG_BYTES, LOG_SEQUENCE, num_slots, slots_begin
 from ..shared_memory.segments import Segment
 from ..timeline import events
+from ..timeline.clocks import tick_clock
 from . import splits
 from .call_counts import CallCounts
 from .call_log import Call, CallLog, call_code, call_names, how_it_left, mismatch_error, mismatch_message
@@ -154,19 +155,20 @@ class Group:
             finally:
                 call_log.abandon()
             if recorder is not None:
-                self._record(recorder, begin, event, plan, code, tensor, out, type(error).__name__)
+                self._record(recorder, begin, event, plan, code, bytes_of(tensor, out), type(error).__name__)
             call = Call(call_log.seq, code, shape)
             raise lost or TransportError(f"{self.where}: {call} failed: {error}.") from error
         except BaseException as error:
             call_log.abandon()
             if recorder is not None:
-                self._record(recorder, begin, event, plan, code, tensor, out, type(error).__name__)
+                self._record(recorder, begin, event, plan, code, bytes_of(tensor, out), type(error).__name__)
             if (lost := self.context.loss_behind(error)) is not None:
                 raise lost from error
             raise
-        call_log.leave(bytes_of(tensor, out, result))
+        num_bytes = bytes_of(tensor, out, result)
+        end = call_log.leave(num_bytes)
         if recorder is not None:
-            self._record(recorder, begin, event, plan, code, tensor, out)
+            self._record(recorder, begin, event, plan, code, num_bytes, end=end)
         return result
 
     def _begin_event(self, plan: Plan, tensor: Any, out: Any, root: int) -> Any:
@@ -188,17 +190,28 @@ class Group:
         event: Any,
         plan: Plan,
         code: int,
-        tensor: Any,
-        out: Any,
+        num_bytes: int,
         error: str = "",
+        end: int = 0,
     ) -> None:
-        """Report a call that ends now."""
+        """Report a call that has ended."""
         if event is not None:
             events.end_event(event)
         recorder.call(
-            self.info, self.call_log.log_fields[LOG_SEQUENCE], call_names(code), bytes_of(tensor, out), plan.backends,
-            begin, self.call_queue.origin, error,
+            self.info, self.call_log.log_fields[LOG_SEQUENCE], call_names(code), num_bytes, plan.backends, begin,
+            self.call_queue.origin, error, end,
         )  # fmt: skip
+
+    def fast_call_info(self, code: int, backend: str, read_ticks: Callable[[], int]) -> events.FastCallInfo:
+        """Return what a recorder gets to know about a call on the fast path."""
+        return events.FastCallInfo(self.info, call_names(code), backend, tick_clock(read_ticks))
+
+    def record_settled(self, info: events.FastCallInfo, error: str = "") -> None:
+        """Report a call that the fast path has begun and that Python ends now."""
+        recorder, log = events.recorder, self.call_log
+        if recorder is not None and (call := log.ring.read(log.seq)) is not None:
+            begin, num_bytes = info.clock.nanoseconds(int(call.begin)), log.log_fields[LOG_BYTES]
+            recorder.call(info.group, log.seq, info.names, num_bytes, ((None, info.backend),), begin, None, error)
 
     @cached_property
     def info(self) -> events.GroupInfo:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, CommunicatorError
 from ..shared_memory import fast_path
+from ..timeline import events
 from . import splits
 from .communicator import NO_LEVEL, Communicator, NullCommunicator
 from .group import Group, GroupContext
@@ -180,3 +181,14 @@ class CommunicatorStack:
         """Free all groups in reverse order of their creation."""
         while self.context.groups:
             self.context.groups[-1].free()  # with its parts
+
+
+def _follow_readers() -> None:
+    """Have the fast path report its calls to the readers; pause it for a reader that needs them to run in Python."""
+    recorder = events.recorder
+    has_queues = recorder is not None and recorder.queues is not None
+    fast_path.record_by(events.note_fast_call if has_queues else None)
+    fast_path.pause(recorder is not None and not has_queues)
+
+
+events.when_changed.append(_follow_readers)

@@ -39,7 +39,7 @@ from ..errors import AlreadyStartedError, ConfigError, DeviceError, NotStartedEr
 from ..log import HOST, logger, set_place
 from ..shared_memory import fast_path, process_vm
 from ..shared_memory.shared_tensors import SharedHeap
-from ..timeline import events, torch_profiler
+from ..timeline import torch_profiler
 from . import affinity, clock_samples, host_ring, job_metrics, mpi_library, mpi_progress
 from .devices import choose_device
 from .failure import FailureHandling
@@ -520,7 +520,6 @@ def _reset_in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_reset_in_forked_child)
-events.when_switched.append(fast_path.pause)
 
 
 def agreed_config(world: Any, given: Config | None) -> Config:

@@ -96,6 +96,8 @@ class CachedCall(NamedTuple):
     """``settle(status, source, destination)`` continues after a kernel that returned a status."""
     abort: Callable[[], None]
     """Abort the call on this rank, and publish the abort."""
+    description: object
+    """What a recorder of calls gets to know about the call."""
 
 
 class _FastPath:
@@ -148,6 +150,7 @@ class _FastPath:
         fields[records.CALL_LOG] = cached_call.call_log.log_fields.buffer_info()[0]
         fields[records.RUN_LOCK] = cached_call.run_lock.address
         fields[records.CODE], fields[records.SIGNED_CODE] = cached_call.code, cached_call.signed_code
+        fields[records.DESCRIPTION] = id(cached_call.description)
         fields[records.FIRST_DIM] = _FIRST_DIMS.get(self.name, 0)
         self.cached_calls[name] = cached_call, fields
         self.fields[records.FIRST_CALL] = fields.buffer_info()[0]
@@ -222,8 +225,18 @@ def cache_call(which: str, name: Name, find: Callable[[], CachedCall | None]) ->
 def pause(paused: bool) -> None:
     """Let no call be cached while a reader of calls needs them to pass through Python (docs/design/timeline.md)."""
     global _is_paused
-    _is_paused = paused
-    invalidate()
+    if _is_paused != paused:
+        _is_paused = paused
+        invalidate()
+
+
+def record_by(note: Callable[[Any, bytes], None] | None) -> None:
+    """Have a function called with each call that has ended: its description; number, begin, end and bytes, packed.
+
+    The function must live as long as the process.
+    """
+    for fast_path in _fast_paths.values():
+        fast_path.fields[records.NOTE] = 0 if note is None else id(note)
 
 
 def invalidate() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 _DRIFT_BOUND = 100e-6
 """Largest drift of the clock of a computer, for times that no later measurement bounds: 100 ppm."""
+
+_NUM_READINGS = 20
 
 
 class ClockSample(NamedTuple):
@@ -62,3 +66,39 @@ class AlignedClock:
         beyond = max(first.local - local, local - last.local, 0)
         is_exact = all(each.error == 0 for each in self.samples)  # the clock is that of the reference
         return max(each.error for each in self.samples) + (0 if is_exact else round(_DRIFT_BOUND * beyond))
+
+
+class TickClock:
+    """Converts the ticks by which the fast path measures to nanoseconds of the monotonic clock.
+
+    Both are read together at the beginning, and again when later ticks are to be converted.
+
+    >>> clock = TickClock(lambda: 2 * time.monotonic_ns())
+    >>> later = 2 * time.monotonic_ns()
+    >>> abs(clock.nanoseconds(later) - later // 2) < 1_000_000, clock.nanoseconds(-5)
+    (True, 5)
+    """
+
+    def __init__(self, read_ticks: Callable[[], int]) -> None:
+        self._read_ticks = read_ticks
+        self._first = self._last = self._reading()
+
+    def nanoseconds(self, ticks: int) -> int:
+        """Return the time of ticks, which are nanoseconds with a minus where a processor has no counter to read."""
+        if ticks <= 0:
+            return -ticks
+        if ticks > self._last[0]:
+            self._last = self._reading()
+        (begin, nanoseconds), (end, last) = self._first, self._last
+        return nanoseconds + (ticks - begin) * (last - nanoseconds) // max(end - begin, 1)
+
+    def _reading(self) -> tuple[int, int]:
+        readings = []
+        for _ in range(_NUM_READINGS):  # the fastest one, as the thread may lose its core between two clocks
+            before, ticks, after = time.monotonic_ns(), self._read_ticks(), time.monotonic_ns()
+            readings.append((after - before, ticks, (before + after) // 2))
+        return min(readings)[1:]
+
+
+tick_clock = functools.cache(TickClock)
+"""Return the clock of a function that reads ticks, one for the process."""

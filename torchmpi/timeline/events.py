@@ -7,22 +7,33 @@ A call is reported by :meth:`torchmpi.communicators.group.Group.perform` when it
 
 from __future__ import annotations
 
+import contextlib
 import os
+import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+
+from .clocks import TickClock
 
 _OWN_FOLDERS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
 )
+_BETWEEN = (threading.__file__, contextlib.__file__)
+"""Files of the standard library whose functions call those of this package, or are called by them."""
 _MOST_LINES = 10_000
+MOST_EVENTS = 1 << 17
+"""The most records in a queue."""
+_frame_at, _this_thread = sys._getframe, threading.get_ident
+_FAST_NUMBERS = struct.Struct("4q")
 DDP_BUCKET = "bucket of DistributedDataParallel"
 """The label of the calls that torch's reducer makes, for whose ends it waits at the end of backward()."""
 SERVER_CALL, SERVER_REQUEST, SERVED = "server call", "server request", "served"
@@ -74,19 +85,70 @@ class CallRecord(NamedTuple):
     error: str
 
 
+class FastCallInfo(NamedTuple):
+    """What all calls of one kind on the fast path have in common."""
+
+    group: GroupInfo
+    names: Names
+    backend: str
+    clock: TickClock
+
+
+class FastMessageInfo(NamedTuple):
+    """What all messages of one kind on the fast path have in common."""
+
+    name: str
+    track: str
+    details: dict[str, Any]
+    clock: TickClock
+
+
+class EventQueue(deque[Any]):
+    """Records that wait for a reader; those that find no room are counted and dropped."""
+
+    num_lost = 0
+
+    def put(self, record: PlainCall | SliceRecord) -> None:
+        """Add a record, in the thread that made the call."""
+        if len(self) < MOST_EVENTS:
+            self.append(record)
+        else:
+            self.num_lost += 1
+
+
 Backends = tuple[tuple[int | None, str], ...]
 """The backends of a call, each with the largest size in bytes for which it is used (None: any)."""
 PlainCall = tuple[Any, ...]
-"""A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it."""
+"""A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it. The fast path records
+what equal calls have in common, numbers, and thread, then either code and offset of the line, or line and label.
+A message of the fast path becomes a SliceRecord."""
 
 
-def call_record(plain: PlainCall) -> CallRecord:
+def call_record(plain: PlainCall) -> CallRecord | SliceRecord:
     """Return what a plain record contains. The thread of the call has no time for this; that of a reader has."""
+    if type(plain[0]) is not GroupInfo:
+        return _fast_record(*plain)
     group, seq, names, num_bytes, backends, begin, end, thread, origin, error = plain
     collective, op, dtype, root = names
     return CallRecord(
         group, seq, collective, op, dtype, root, num_bytes, backend_for(num_bytes, backends), begin, end, thread,
         Origin(*origin), error,
+    )  # fmt: skip
+
+
+def _fast_record(
+    info: FastCallInfo | FastMessageInfo, numbers: bytes, thread: int, where: Any, offset: Any
+) -> CallRecord | SliceRecord:
+    seq, begin, end, num_bytes = _FAST_NUMBERS.unpack(numbers)
+    line, label = (where, offset) if isinstance(where, str) else (_line_at(where, offset), "")
+    begin, end = info.clock.nanoseconds(begin), info.clock.nanoseconds(end)
+    if isinstance(info, FastMessageInfo):
+        details = {**info.details, "bytes": num_bytes, "line": line}
+        return SliceRecord(info.name, "message", info.track, begin, end, thread, details)
+    collective, op, dtype, root = info.names
+    return CallRecord(
+        info.group, seq, collective, op, dtype, root, num_bytes, info.backend, begin, end, thread,
+        Origin(0, line, label), "",
     )  # fmt: skip
 
 
@@ -122,6 +184,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.readers: tuple[Reader, ...] = ()
+        self.queues: tuple[EventQueue, ...] | None = ()
+        """The queues of the readers; None if a reader has none."""
 
     def origin(self, queued: int, depth: int = 2) -> Origin:
         """Return where the program makes the current call."""
@@ -137,12 +201,13 @@ class Recorder:
         begin: int,
         origin: Origin | None,
         error: str = "",
+        end: int = 0,
     ) -> None:
-        """Report a collective that ends now; without an origin, it is the line that makes the call."""
-        end = now()
+        """Report a collective, which ends now if `end` is 0; without an origin, it is the line that makes the call."""
+        # The two callers of the function that reports are of this package: looking at a frame is most of the cost.
         record = (
-            group, seq, names, num_bytes, backends, begin, end, threading.get_ident(),
-            origin or (0, program_line(3), _labels.label), error,
+            group, seq, names, num_bytes, backends, begin, end or now(), _this_thread(),
+            origin or (0, program_line(5), _labels.label), error,
         )  # fmt: skip
         for read in self.readers:
             read(record)
@@ -156,8 +221,8 @@ class Recorder:
 
 recorder: Recorder | None = None
 """The recorder while there is a reader, else None."""
-when_switched: list[Callable[[bool], None]] = []
-"""Functions to call when the first reader is added (True) and when the last one is removed (False)."""
+when_changed: list[Callable[[], None]] = []
+"""Functions to call when a reader has been added or removed."""
 show_call: Callable[[GroupInfo, Names, int, str], Any] | None = None
 """Begins an event of torch.profiler while one runs, else None; "task": of a queued call, in its own thread."""
 show_task: Callable[[str, Callable[[], Any]], Callable[[], Any]] | None = None
@@ -179,6 +244,9 @@ class _Labels(threading.local):
 _calls = _OpenCalls()
 _labels = _Labels()
 _changing = threading.Lock()
+_queues: tuple[EventQueue, ...] = ()
+_last_code: object = object()
+"""The code of the program that made the last call on the fast path."""
 
 
 def begin_event(group: GroupInfo, names: Names, numel: int, *, is_task: bool) -> Any:
@@ -201,34 +269,72 @@ def end_event(event: Any) -> None:
 
 
 def add_reader(reader: Reader) -> None:
-    """Pass all further events to a reader, which any thread may call."""
-    global recorder
+    """Pass all further events to a reader, which any thread may call.
+
+    If all readers are queues (:meth:`EventQueue.put`), the fast path reports its calls too; otherwise it is off.
+    """
     with _changing:
-        is_first = recorder is None
-        current = recorder or Recorder()
-        current.readers = (*current.readers, reader)
-        recorder = current
-        for switched in when_switched if is_first else ():
-            switched(True)
+        _set_readers((*(() if recorder is None else recorder.readers), reader))
 
 
 def remove_reader(reader: Reader) -> None:
     """Pass no further events to a reader."""
-    global recorder
     with _changing:
-        if recorder is None:
-            return
-        recorder.readers = tuple(each for each in recorder.readers if each != reader)
-        if not recorder.readers:
-            recorder = None
-            for switched in when_switched:
-                switched(False)
+        if recorder is not None:
+            _set_readers(tuple(each for each in recorder.readers if each != reader))
+
+
+def _set_readers(readers: tuple[Reader, ...]) -> None:
+    global recorder, _queues
+    owners = (getattr(each, "__self__", None) for each in readers)
+    queues = tuple(each for each in owners if isinstance(each, EventQueue))
+    if readers:
+        recorder = recorder or Recorder()
+        recorder.readers, recorder.queues = readers, queues if len(queues) == len(readers) else None
+    else:
+        recorder = None
+    _queues = queues
+    for changed in when_changed:
+        changed()
+
+
+def note_fast_call(info: FastCallInfo | FastMessageInfo, numbers: bytes) -> None:
+    """Report a call of the fast path that has ended; called by machine code in the public function of the call.
+
+    `numbers`: number of the call, begin and end in ticks, bytes.
+    """
+    code = None
+    try:
+        frame = _frame_at(2)
+    except ValueError:  # the public function was called by no Python code
+        pass
+    else:
+        code = frame.f_code
+    # On the path of every call: the search for a line of the program is left out if the last call had the same code.
+    if code is _last_code or (code is not None and _is_of_program(code)):
+        record = info, numbers, _this_thread(), code, frame.f_lasti
+    else:
+        record = info, numbers, _this_thread(), program_line(2), _labels.label  # type: ignore[assignment]
+    for queue in _queues:
+        if len(queue) < MOST_EVENTS:
+            queue.append(record)
+        else:
+            queue.num_lost += 1
+
+
+def _is_of_program(code: CodeType) -> bool:
+    """Return whether code is neither of torchmpi nor of torch, and remember it in that case."""
+    global _last_code
+    if id(code) in _own_code or not (id(code) in _program_code or _note_code(code)):
+        return False
+    _last_code = code
+    return True
 
 
 def in_forked_child() -> None:
     """Stop to record in a forked process, which is no rank."""
-    global recorder, _changing, show_call, show_task
-    recorder, show_call, show_task, _changing = None, None, None, threading.Lock()
+    global recorder, _changing, _queues, show_call, show_task
+    recorder, show_call, show_task, _changing, _queues = None, None, None, threading.Lock(), ()
 
 
 @contextmanager
@@ -244,13 +350,14 @@ def labelled(label: str) -> Iterator[None]:
 
 def program_line(depth: int) -> str:
     """Return the innermost line of this thread outside of torchmpi and torch, as ``file:number``; '' if none is."""
-    frame = sys._getframe(depth)
+    frame: FrameType | None = _frame_at(depth)
     while frame is not None:
+        while id(frame.f_code) in _own_code:  # most frames of a call, on the path of every call
+            frame = frame.f_back
+            if frame is None:
+                return ""
         code = frame.f_code
-        own = _own_code.get(id(code))
-        if own is None:
-            own = _note_code(code)
-        if not own[1]:
+        if id(code) in _program_code or _note_code(code):
             key = id(code), frame.f_lasti
             line = _lines.get(key)
             if line is None:
@@ -258,19 +365,32 @@ def program_line(depth: int) -> str:
                     _lines.clear()
                 line = _lines[key] = f"{code.co_filename}:{frame.f_lineno}"
             return line
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 
+def _line_at(code: CodeType, offset: int) -> str:
+    """Return the line of an instruction."""
+    key = id(code), offset
+    line = _lines.get(key)
+    if line is None:
+        numbers = (number for begin, end, number in code.co_lines() if begin <= offset < end and number is not None)
+        line = _lines[key] = f"{code.co_filename}:{next(numbers, code.co_firstlineno)}"
+    return line
+
+
 # By the ids of code objects, which are kept: hashing a code object takes longer than the rest of the search.
-_own_code: dict[int, tuple[CodeType, bool]] = {}
+_own_code: dict[int, CodeType] = {}
+_program_code: dict[int, CodeType] = {}
 _lines: dict[tuple[int, int], str] = {}
 
 
-def _note_code(code: CodeType) -> tuple[CodeType, bool]:
-    if len(_own_code) > _MOST_LINES:
-        _own_code.clear()
+def _note_code(code: CodeType) -> bool:
+    """Remember whether code is of the program, which it returns, or of torchmpi, torch, and the begin of a thread."""
+    is_own = code.co_filename.startswith(_OWN_FOLDERS) or code.co_filename in _BETWEEN
+    known = _own_code if is_own else _program_code
+    if len(known) > _MOST_LINES:
+        known.clear()
         _lines.clear()
-    is_own = code.co_filename.startswith(_OWN_FOLDERS) or code.co_filename == threading.__file__
-    known = _own_code[id(code)] = (code, is_own)
-    return known
+    known[id(code)] = code
+    return not is_own

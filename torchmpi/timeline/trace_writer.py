@@ -13,12 +13,11 @@ import json
 import os
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 from .clocks import ClockSample
-from .events import CallRecord, GroupInfo, PlainCall, SliceRecord, call_record, now
+from .events import CallRecord, EventQueue, GroupInfo, SliceRecord, call_record, now
 
 FORMAT = 2
 FIRST_ROW = 1000
@@ -26,7 +25,6 @@ FIRST_ROW = 1000
 it puts the rows 0 of all ranks together, and drops slices that overlap there. It takes a row with the number of a
 process for its main thread."""
 _FLUSH_SECONDS = 0.5
-_MOST_EVENTS = 1 << 17
 _MOST_TEXTS = 10_000
 _COMPRESSION = 1  # of 9: events are alike, so that more effort hardly pays
 QUEUED = "queued"
@@ -40,8 +38,9 @@ class TraceWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.rank: int = job["rank"]
         self.path, self._is_compressed = path, path.suffix == ".gz"
-        self._events: deque[PlainCall | SliceRecord] = deque()
-        self._num_lost = 0
+        self._events = EventQueue()
+        self.read = self._events.put
+        """Queues an event; called by the thread that made the call."""
         self._pid = os.getpid()
         self._tracks: dict[str, int] = {}
         self._fixed: dict[tuple[object, ...], tuple[str, str]] = {}
@@ -59,13 +58,6 @@ class TraceWriter:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchmpi timeline", daemon=True)
         self._thread.start()
-
-    def read(self, record: PlainCall | SliceRecord) -> None:
-        """Queue an event; called by the thread that made the call."""
-        if len(self._events) < _MOST_EVENTS:
-            self._events.append(record)
-        else:
-            self._num_lost += 1
 
     def add_samples(self, samples: list[ClockSample]) -> None:
         """Write measurements of the clock."""
@@ -90,12 +82,14 @@ class TraceWriter:
         events = self._events
         for _ in range(len(events)):
             record = events.popleft()
+            if not isinstance(record, (SliceRecord, CallRecord)):
+                record = call_record(record)
             if isinstance(record, SliceRecord):
                 self._format_slice(record)
             else:
-                self._format_call(record if isinstance(record, CallRecord) else call_record(record))
-        if self._num_lost or last:
-            self._lines.append(self._metadata("torchmpi_lost", events=self._num_lost))
+                self._format_call(record)
+        if events.num_lost or last:
+            self._lines.append(self._metadata("torchmpi_lost", events=events.num_lost))
         if last:
             self._lines.append(self._metadata("torchmpi_end"))
         if not self._lines:

@@ -21,6 +21,7 @@ from typing import Any
 from llvmlite import ir
 
 from ..memory_layout import (
+    FIELD_BYTES,
     LOG_ACTIVE,
     LOG_BYTES,
     LOG_SEQUENCE,
@@ -373,7 +374,7 @@ def enter_receive(cached_call, target, _, arguments):
     return enter_scattering(cached_call, target, arguments)
 
 
-_DLTENSOR_FIELDS = 6
+_DLTENSOR_FIELDS, _NOTED_FIELDS = 6, 4
 _TYPE = 1  # field of a PyObject
 
 
@@ -470,6 +471,7 @@ class FastPathWrapper(Wrapper):
     def _leave(self, cached_call: Any) -> None:
         """Release the run lock, record the write for autograd, and return the written tensor; False for a barrier."""
         self._end_call(cached_call)
+        self._note(cached_call)
         written = self.tensors[-1] if self.tensors else self._object(records.FALSE)
         if not self.writes:
             self._incref(written)
@@ -508,6 +510,22 @@ class FastPathWrapper(Wrapper):
     def _end_call(self, cached_call: Any) -> None:
         call_log, run_lock = (self.field(cached_call, field) for field in (records.CALL_LOG, records.RUN_LOCK))
         self.call(kernels["end_call"], [call_log, run_lock])
+
+    def _note(self, cached_call: Any) -> None:
+        """Pass the call to the recorder of calls, if there is one."""
+        builder = self.builder
+        has_recorder = builder.icmp_signed("!=", self.field(self.record, records.NOTE), WORD(0))
+        with builder.if_then(has_recorder, likely=False):
+            noted = self.stack_record(_NOTED_FIELDS)
+            self.call(kernels["note_call"], [self.field(cached_call, records.CALL_LOG), noted])
+            pack = self.declared("PyBytes_FromStringAndSize", BYTES, BYTES, WORD)
+            numbers = builder.call(pack, [builder.inttoptr(noted, BYTES), WORD(_NOTED_FIELDS * FIELD_BYTES)])
+            description = builder.inttoptr(self.field(cached_call, records.DESCRIPTION), BYTES)
+            answer = self._call_python(records.NOTE, description, numbers)
+            self._decref(numbers)
+            with builder.if_then(builder.icmp_signed("==", answer, BYTES(None)), likely=False):
+                builder.ret(BYTES(None))  # KeyboardInterrupt
+            self._decref(answer)
 
     def _settle(self, status: Any, cached_call: Any, seq: Any) -> Any:
         """Return the result of Python's handling of a status; null with an exception set."""

@@ -76,5 +76,17 @@ def end_call(call_log, run_lock):
 
 
 @kernel
+def note_call(call_log, noted):
+    """Write number, begin, end and bytes of the call that has just ended."""
+    seq = load_field(call_log, LOG_SEQUENCE)
+    record = record_of(call_log, seq)
+    store_field(noted, 0, seq)
+    store_field(noted, 1, load_field(record, RECORD_BEGIN))
+    store_field(noted, 2, load_field(record, RECORD_END))
+    store_field(noted, 3, load_field(call_log, LOG_BYTES))
+    return 0
+
+
+@kernel
 def read_ticks():
     return ticks()

@@ -203,7 +203,9 @@ TOUCH = 9
 """Of the Python function that records a write where INCREMENT_VERSION cannot."""
 ABORT = 10
 """Of the Python function that aborts a call if SETTLE did not start: (cached call)."""
-FAST_PATH_FIELDS = 11
+NOTE = 11
+"""Of the Python function that records calls that have ended, (description, numbers of `note_call`); 0 for none."""
+FAST_PATH_FIELDS = 12
 
 # --- Cached call ----------------------------------------------------------------------------------------------
 
@@ -227,7 +229,9 @@ SIGNED_CODE = 8
 """The code in the signature."""
 FIRST_DIM = 9
 """First dimension that is part of the signature."""
-CACHED_CALL_FIELDS = 10
+DESCRIPTION = 10
+"""Address of the object that describes the call to NOTE."""
+CACHED_CALL_FIELDS = 11
 
 # --- Arguments that the fast path writes for a kernel, after the call record ------------------------------------
 

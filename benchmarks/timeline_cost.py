@@ -1,0 +1,134 @@
+"""Measure what recording a timeline costs: a call of 4 bytes, and DDP steps of the networks of `torchmpi bench train`.
+
+    mpirun -n 2 python benchmarks/timeline_cost.py
+    mpirun -n 1 python benchmarks/timeline_cost.py --parts calls
+
+Batches with and without a timeline alternate in one job. Reported are medians of the slowest rank, the median of the
+differences of neighboring batches, and the difference of the fastest batches. With one rank, the times of calls are
+those of the processor. The last line of the calls is a reading of the clock, the line of the program, and an append to
+a list, which a recorder in Python cannot do without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed
+
+import torchmpi as mpi
+from torchmpi.cli.bench.models import make_task
+
+_MODELS = ("mlp", "cnn", "transformer", "resnet")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="calls,steps", help="calls, steps (default: both)")
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of batches (default 40)")
+    parser.add_argument("--models", default=",".join(_MODELS), help="networks, separated by commas")
+    options = parser.parse_args()
+    mpi.start()
+    folder = mpi.broadcast_object(tempfile.mkdtemp())
+    if mpi.rank() == 0:
+        print(f"{mpi.size()} ranks, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    if "calls" in options.parts:
+        measure_calls(folder, options.rounds)
+    if "steps" in options.parts:
+        torch.distributed.init_process_group("torchmpi")
+        for name in options.models.split(","):
+            measure_steps(name, folder, options.rounds)
+        torch.distributed.destroy_process_group()
+    mpi.stop()
+
+
+def measure_calls(folder: str, rounds: int) -> None:
+    """Print the time of calls of 4 bytes, in microseconds."""
+    tensor, repeats = torch.zeros(1), 1000
+
+    def fast() -> None:
+        for _ in range(repeats):
+            mpi.allreduce(tensor)
+
+    def through_python() -> None:
+        for _ in range(repeats):
+            mpi.allreduce(tensor, backend="mpi")
+
+    def in_background() -> None:
+        for _ in range(repeats):
+            mpi.allreduce_async(tensor).wait()
+
+    for name, batch in (("allreduce", fast), ("allreduce by MPI", through_python), ("asynchronous", in_background)):
+        show(f"{name}, 4 bytes", "us", [1e6 * value / repeats for value in compared(batch, folder, rounds)])
+    if mpi.rank() == 0:
+        print(f"{'a record in Python, at least':27} {1e6 * least_record():11.2f} us")
+
+
+def measure_steps(model: str, folder: str, rounds: int) -> None:
+    """Print the time of DDP steps of a network, in milliseconds."""
+    net, inputs, targets = make_task(model, rank=mpi.rank())
+    net = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+
+    step()
+    show(f"DDP step, {model}", "ms", [1e3 * value for value in compared(step, folder, rounds)])
+
+
+def compared(batch: Callable[[], None], folder: str, rounds: int) -> list[float]:
+    """Return seconds of a batch: medians without and with a timeline and of the differences; that of the fastest."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    clock = time.thread_time if mpi.size() == 1 else time.perf_counter
+    gc.disable()
+    for number in range(rounds):
+        for is_on in (False, True) if number % 2 else (True, False):
+            with mpi.timeline.start(folder) if is_on else nullcontext():
+                batch()  # fills the caches of this side
+                mpi.barrier()
+                begin = clock()
+                batch()
+                own = clock() - begin
+            times[is_on].append(mpi.allreduce(own, op="max"))
+    gc.enable()
+    off, on = times[False], times[True]
+    differences = [after - before for before, after in zip(off, on, strict=True)]
+    return [*map(statistics.median, (off, on, differences)), min(on) - min(off)]
+
+
+def show(name: str, unit: str, values: list[float]) -> None:
+    """Print one row on rank 0."""
+    if mpi.rank() == 0:
+        off, on, more, least = values
+        difference = f"difference {more:6.2f} ({100 * more / off:5.1f} %), fastest {least:6.2f}"
+        print(f"{name:27} off {off:7.2f} {unit}, on {on:7.2f}, {difference}", flush=True)
+
+
+def least_record() -> float:
+    """Return the seconds that a clock reading, the calling line and an append take."""
+    records: list[tuple[int, object, int]] = []
+    append, now, frame_at, rounds = records.append, time.monotonic_ns, sys._getframe, 100_000
+    best = float("inf")
+    for _ in range(5):
+        records.clear()
+        begin = time.thread_time()
+        for _ in range(rounds):
+            frame = frame_at()
+            append((now(), frame.f_code, frame.f_lasti))
+        best = min(best, (time.thread_time() - begin) / rounds)
+    return best
+
+
+if __name__ == "__main__":
+    main()
