@@ -11,7 +11,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -132,11 +131,11 @@ def test_the_tables_are_current(column, launch, tmp_path):
     assert cells_of(shown(), column) == fresh, how_it_differs(column, fresh)
 
 
-def test_torchrun_supports_the_same_features(tmp_path):
+def test_torchrun_supports_the_same_features(tmp_path, warm_python):
     """Except for rendezvous, where torchrun's own store prevents other methods for every backend."""
     skip_with_another_torch()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    begun = [*command, DRIVER, "torchmpi", tmp_path, "^(?!Starting)"]
+    command = [*warm_python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    begun = [*command, *warm_python, DRIVER, "torchmpi", tmp_path, "^(?!Starting)"]
     done = subprocess.run(
         ["timeout", "-k", "5", str(SECONDS), *map(str, begun)], capture_output=True, text=True, env=job_environment({})
     )

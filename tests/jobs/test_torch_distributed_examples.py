@@ -36,12 +36,13 @@ def backend_is_known():
 
 
 @pytest.fixture
-def torchrun():
+def torchrun(warm_python):
     """``torchrun(n, "name", *options) -> Result``"""
 
     def run(n: int, name: str, *options: str | Path) -> Result:
-        program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-        command = ["timeout", "-k", "5", "120", *program, EXAMPLES / f"{name}.py", *options]
+        program = [*warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+        program += ["--no-python", *warm_python, EXAMPLES / f"{name}.py", *options]
+        command = ["timeout", "-k", "5", "120", *program]
         begin = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, env=job_environment({}))
         return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
