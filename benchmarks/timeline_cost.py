@@ -4,9 +4,9 @@
     mpirun -n 1 python benchmarks/timeline_cost.py --parts calls
 
 Batches with and without a timeline alternate in one job. Reported are medians of the slowest rank, the median of the
-differences of neighboring batches, and the difference of the fastest batches. With one rank, the times of calls are
-those of the processor. The last line of the calls is a reading of the clock, the line of the program, and an append to
-a list, which a recorder in Python cannot do without.
+differences of neighboring batches, and the difference of the fastest batches. Times are those of the processor: of the
+calling thread for calls, which should be measured on one rank, and of all threads for steps. The last line of the calls
+is a reading of the clock, the line of the program, and an append to a list, without which no recorder in Python works.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure_calls(folder: str, rounds: int) -> None:
     for name, batch in (("allreduce", fast), ("allreduce by MPI", through_python), ("asynchronous", in_background)):
         show(f"{name}, 4 bytes", "us", [1e6 * value / repeats for value in compared(batch, folder, rounds)])
     if mpi.rank() == 0:
-        print(f"{'a record in Python, at least':27} {1e6 * least_record():11.2f} us")
+        print(f"{'a record in Python, at least':34} {1e6 * least_record():11.2f} us")
 
 
 def measure_steps(model: str, folder: str, rounds: int) -> None:
@@ -83,14 +83,25 @@ def measure_steps(model: str, folder: str, rounds: int) -> None:
         torch.nn.functional.cross_entropy(net(inputs), targets).backward()
         optimizer.step()
 
+    for _ in range(2):  # the first one broadcasts, the second one uses the buckets of all further ones
+        step()
+    before = num_calls()
     step()
-    show(f"DDP step, {model}", "ms", [1e3 * value for value in compared(step, folder, rounds)])
+    name = f"DDP step, {model}, {num_calls() - before} calls"
+    show(name, "ms", [1e3 * value for value in compared(step, folder, rounds, time.process_time)])
 
 
-def compared(batch: Callable[[], None], folder: str, rounds: int) -> list[float]:
+def num_calls() -> int:
+    """Return how many calls this rank has made."""
+    found = mpi.metrics()["calls"].values()
+    return sum(int(each["calls"]) for collectives in found for each in collectives.values())
+
+
+def compared(
+    batch: Callable[[], None], folder: str, rounds: int, clock: Callable[[], float] = time.thread_time
+) -> list[float]:
     """Return seconds of a batch: medians without and with a timeline and of the differences; that of the fastest."""
     times: dict[bool, list[float]] = {False: [], True: []}
-    clock = time.thread_time if mpi.size() == 1 else time.perf_counter
     gc.disable()
     for number in range(rounds):
         for is_on in (False, True) if number % 2 else (True, False):
@@ -112,7 +123,7 @@ def show(name: str, unit: str, values: list[float]) -> None:
     if mpi.rank() == 0:
         off, on, more, least = values
         difference = f"difference {more:6.2f} ({100 * more / off:5.1f} %), fastest {least:6.2f}"
-        print(f"{name:27} off {off:7.2f} {unit}, on {on:7.2f}, {difference}", flush=True)
+        print(f"{name:34} off {off:7.2f} {unit}, on {on:7.2f}, {difference}", flush=True)
 
 
 def least_record() -> float:
