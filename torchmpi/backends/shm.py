@@ -540,7 +540,7 @@ class SharedOperation:
         )
 
     def _info(self, root: int) -> Any:
-        """Return what a recorder gets to know about the call with this root."""
+        """Return the properties of the call with this root for a recorder."""
         read_ticks = self._calls.kernels["read_ticks"]
         return self._calls.group.fast_call_info(self._code | root << 32, SharedMemoryBackend.name, read_ticks)
 

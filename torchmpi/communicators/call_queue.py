@@ -125,7 +125,7 @@ class CallQueue:
 
     @property
     def doing(self) -> str | None:
-        """What describes the running call for stall reports, by a string of its own for each call."""
+        """The description of the running call for stall reports, a separate string for each call."""
         if self._doing is not None or not self.run_lock.fields[RUN_LOCK_ENTERED]:
             return self._doing
         return next(filter(None, (call.doing() for call in list(self.fast_calls.values()))), None)

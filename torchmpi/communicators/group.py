@@ -203,7 +203,7 @@ class Group:
         )  # fmt: skip
 
     def fast_call_info(self, code: int, backend: str, read_ticks: Callable[[], int]) -> events.FastCallInfo:
-        """Return what a recorder gets to know about a call on the fast path."""
+        """Return the properties of a call on the fast path for a recorder."""
         return events.FastCallInfo(self.info, call_names(code), backend, tick_clock(read_ticks))
 
     def record_settled(self, info: events.FastCallInfo, error: str = "") -> None:

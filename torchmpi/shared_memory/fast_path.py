@@ -97,7 +97,7 @@ class CachedCall(NamedTuple):
     abort: Callable[[], None]
     """Abort the call on this rank, and publish the abort."""
     description: object
-    """What a recorder of calls gets to know about the call."""
+    """The properties of the call for a recorder, besides its numbers."""
 
 
 class _FastPath:

@@ -86,7 +86,7 @@ class CallRecord(NamedTuple):
 
 
 class FastCallInfo(NamedTuple):
-    """What all calls of one kind on the fast path have in common."""
+    """The properties that all calls of one kind on the fast path share."""
 
     group: GroupInfo
     names: Names
@@ -95,7 +95,7 @@ class FastCallInfo(NamedTuple):
 
 
 class FastMessageInfo(NamedTuple):
-    """What all messages of one kind on the fast path have in common."""
+    """The properties that all messages of one kind on the fast path share."""
 
     name: str
     track: str
@@ -120,7 +120,7 @@ Backends = tuple[tuple[int | None, str], ...]
 """The backends of a call, each with the largest size in bytes for which it is used (None: any)."""
 PlainCall = tuple[Any, ...]
 """A collective that has ended, as it is recorded: :func:`call_record` makes a CallRecord of it. The fast path records
-what equal calls have in common, numbers, and thread, then either code and offset of the line, or line and label.
+the info of these calls, numbers and thread, then either code and offset of the line, or line and label.
 A message of the fast path becomes a SliceRecord."""
 
 
