@@ -18,6 +18,7 @@ from torchmpi.backends.base import bind
 from torchmpi.backends.mpi import MPIMovement
 from torchmpi.collectives import device_staging
 from torchmpi.collectives.prepared import PreparedPlan
+from torchmpi.collectives.short_messages import PACKED_BYTES
 from torchmpi.communicators.call_log import ON_DEVICE, call_code
 from torchmpi.session import runtime
 from torchmpi.tensors.dtypes import info
@@ -154,9 +155,10 @@ def test_mpi_gets_device_memory_after_the_copies_into_it(agree, monkeypatch):
     movement = MPIMovement(mpi.communicator(0).intra, message_bytes=64)  # so that the parts are broadcast one by one
     movement.allgather(device.tensor(torch.full((50,), float(rank))), gathered, 0)
 
-    tensor = device.tensor(torch.zeros(50))
-    tensor.copy_(device.tensor(torch.full((50,), float(rank))))
+    numel = PACKED_BYTES  # short tensors are packed in host memory
+    tensor = device.tensor(torch.zeros(numel))
+    tensor.copy_(device.tensor(torch.full((numel,), float(rank))))
     mpi.sendreceive(tensor, src=(rank - 1) % size, dst=(rank + 1) % size)
     device.default.synchronize()
     agree.equal(plain(gathered).tolist(), [float(r) for r in range(size) for _ in range(50)])
-    agree.equal(plain(tensor).tolist(), [float((rank - 1) % size)] * 50)
+    agree.equal(plain(tensor).tolist(), [float((rank - 1) % size)] * numel)
